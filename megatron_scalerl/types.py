@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -122,7 +123,7 @@ class MicroBatch:
     token_weights: np.ndarray
     """[N] float32, 0 where loss_mask is False."""
     staleness: np.ndarray
-    """[N] int32 optimiser steps between the version that sampled the target and the version that trains, -1 off mask."""
+    """[N] int32 optimiser steps from the version that sampled the target to the one that trains, -1 off mask."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

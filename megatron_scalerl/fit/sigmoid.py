@@ -1,0 +1,113 @@
+"""The compute-performance law: a sigmoid in log compute (Khatri et al. 2025, arXiv 2510.13786, eq. 1).
+
+    R(C) = R_0 + (A - R_0) / (1 + (C_mid / C)^B)
+
+Everything is written with the logistic function of `B * log(C / C_mid)`, so that no power of a compute is
+ever formed: any C > 0, from 1e-300 to 1e300, gives a finite value and finite derivatives.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Array = NDArray[np.float64]
+
+
+def gain_share(compute: ArrayLike, *, exponent: ArrayLike, midpoint: ArrayLike) -> Array:
+    """Share of the whole gain A - R_0 reached at `compute`: 1 / (1 + (C_mid/C)^B), in [0, 1].
+
+    `compute` and `midpoint` share one unit (GPU-hours, or any other). Raises ValueError for compute <= 0.
+    """
+    return _logistic(_logit(compute, exponent, midpoint))
+
+
+def sigmoid(
+    compute: ArrayLike,
+    *,
+    asymptote: ArrayLike,
+    exponent: ArrayLike,
+    midpoint: ArrayLike,
+    initial: ArrayLike,
+) -> Array:
+    """Pass rate R(C) of a run after `compute` (Khatri et al. 2025, eq. 1); arguments broadcast.
+
+    compute:   C > 0, training compute, in the unit of `midpoint`.
+    asymptote: A, the pass rate at unlimited compute.
+    exponent:  B > 0, the steepness; higher is more efficient at the same A.
+    midpoint:  C_mid > 0, the compute at which half of the gain is reached: R(C_mid) = (A + R_0) / 2.
+    initial:   R_0, the pass rate before any RL compute.
+    Raises ValueError for compute <= 0.
+    """
+    start = np.asarray(initial, dtype=float)
+    share = gain_share(compute, exponent=exponent, midpoint=midpoint)
+    return start + (np.asarray(asymptote, dtype=float) - start) * share
+
+
+def sigmoid_derivatives(
+    compute: ArrayLike, *, asymptote: float, exponent: float, midpoint: float, initial: float
+) -> dict[str, Array]:
+    """Derivatives of R(C) by "compute" and by each parameter, each shaped like `compute`.
+
+    With s = share of the gain and z = log(C / C_mid): dR/dA = s, dR/dR_0 = 1 - s,
+    dR/dB = (A - R_0) s (1 - s) z, dR/dC_mid = -(A - R_0) s (1 - s) B / C_mid, dR/dC likewise with +B / C.
+    """
+    c = np.asarray(compute, dtype=float)
+    logit = _logit(c, exponent, midpoint)
+    share, rest = _logistic(logit), _logistic(-logit)
+    slope = (asymptote - initial) * share * rest
+    return {
+        "compute": slope * exponent / c,
+        "asymptote": share,
+        "exponent": slope * (np.log(c) - np.log(midpoint)),
+        "midpoint": -slope * exponent / midpoint,
+        "initial": rest,
+    }
+
+
+def compute_to_reach(
+    pass_rate: ArrayLike,
+    *,
+    asymptote: ArrayLike,
+    exponent: ArrayLike,
+    midpoint: ArrayLike,
+    initial: ArrayLike,
+) -> Array:
+    """Compute C at which R(C) = `pass_rate`: the inverse of `sigmoid`.
+
+    inf where the pass rate is at or above the asymptote (never reached), 0 where it is at or below R_0.
+    """
+    target, a, r0 = (np.asarray(v, dtype=float) for v in (pass_rate, asymptote, initial))
+    above, below = target >= a, target <= r0
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        ratio = (target - r0) / (a - target)
+        log_c = np.log(midpoint) + np.log(ratio) / np.asarray(exponent, dtype=float)
+        reached = np.exp(np.minimum(log_c, 709.0))
+    return np.where(below, 0.0, np.where(above, np.inf, reached))
+
+
+def efficiency_transform(
+    pass_rate: ArrayLike, *, asymptote: float, exponent: float, midpoint: float, initial: float
+) -> Array:
+    """F(R) = C_mid^B / ((A - R_0)/(R - R_0) - 1), which equals C^B on the curve; returned as log F.
+
+    log F against log C is a line of slope B (Khatri et al. 2025, caption of the leave-one-out figure).
+    nan where R lies outside (R_0, A): the transform does not exist there.
+    """
+    r = np.asarray(pass_rate, dtype=float)
+    inside = (r > initial) & (r < asymptote)
+    share = np.where(inside, (r - initial) / (asymptote - initial), 0.5)
+    return np.where(inside, exponent * np.log(midpoint) + np.log(share) - np.log1p(-share), np.nan)
+
+
+def _logit(compute: ArrayLike, exponent: ArrayLike, midpoint: ArrayLike) -> Array:
+    c = np.asarray(compute, dtype=float)
+    if np.any(~(c > 0)):
+        raise ValueError(f"compute: expected values > 0, found {float(np.min(c))!r}")
+    return np.asarray(exponent, dtype=float) * (np.log(c) - np.log(np.asarray(midpoint, dtype=float)))
+
+
+def _logistic(z: ArrayLike) -> Array:
+    z = np.asarray(z, dtype=float)
+    small = np.exp(-np.abs(z))
+    return np.where(z >= 0, 1.0 / (1.0 + small), small / (1.0 + small))

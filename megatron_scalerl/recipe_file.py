@@ -1,0 +1,100 @@
+"""Reads a recipe file, applies overrides, and says in one line what is wrong with it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from megatron_scalerl.recipe import Recipe
+
+
+class RecipeError(ValueError):
+    """A mistake in a recipe: one line with file, key, what was expected and what was found."""
+
+
+def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """Load a YAML recipe and apply `key.path=value` overrides.
+
+    Raises `RecipeError` for a missing or broken file, an unknown key (naming the nearest valid one), a
+    wrong type and settings that contradict each other.
+    """
+    path = Path(path)
+    data = _read(path)
+    for item in overrides:
+        _override(data, item)
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        raise RecipeError(f"{path}: {_first_line(error)}") from None
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The recipe as resolved, every default written out, as YAML that loads to an equal recipe."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise RecipeError(f"{path}: expected a recipe file, found {'a folder' if path.is_dir() else 'nothing'}")
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf8"))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}" if mark else ""
+        raise RecipeError(f"{path}:{where} expected YAML, found {getattr(error, 'problem', error)}") from None
+    if not isinstance(data, dict):
+        raise RecipeError(f"{path}: expected a mapping of keys, found {type(data).__name__}")
+    return data
+
+
+def _override(data: dict[str, Any], item: str) -> None:
+    key, separator, text = item.partition("=")
+    if not separator or not key:
+        raise RecipeError(f"override {item!r}: expected key.path=value")
+    *parents, last = key.split(".")
+    node = data
+    for name in parents:
+        node = node.setdefault(name, {})
+        if not isinstance(node, dict):
+            raise RecipeError(f"override {item!r}: {name} is a value, expected a section")
+    node[last] = yaml.safe_load(text) if text else None
+
+
+def _first_line(error: ValidationError) -> str:
+    """The first problem; unknown keys come first because they often cause the others."""
+    problems = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+    first = problems[0]
+    key = ".".join(str(part) for part in first["loc"])
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {key}, the nearest valid key is {_nearest(key)}{more}"
+    if first["type"] == "missing":
+        return f"{key}: expected a value, found none{more}"
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        return (f"{key}: " if key and not message.startswith(str(first["loc"][-1])) else "") + message + more
+    return f"{key}: {message[0].lower() + message[1:]}, found {first['input']!r}{more}"
+
+
+def _nearest(key: str) -> str:
+    keys = list(valid_keys())
+    last = key.rsplit(".", 1)[-1]
+
+    def closeness(candidate: str) -> float:
+        whole = difflib.SequenceMatcher(None, key, candidate).ratio()
+        return whole + difflib.SequenceMatcher(None, last, candidate.rsplit(".", 1)[-1]).ratio()
+
+    return max(keys, key=closeness)
+
+
+def valid_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
+    """Every key path of the schema, sections included."""
+    for name, info in model.model_fields.items():
+        yield prefix + name
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            yield from valid_keys(info.annotation, f"{prefix}{name}.")
