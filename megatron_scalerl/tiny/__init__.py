@@ -1,0 +1,1 @@
+"""The tiny verifiable-reasoning task, its tokenizer and its untrained policies, for one machine without a GPU."""

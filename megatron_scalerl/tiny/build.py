@@ -1,0 +1,94 @@
+"""Writes the folder of the tiny task: an untrained policy, prompts, and warm-start examples."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_scalerl.tiny.task import prompt_rows, warm_start_rows
+
+MANIFEST = "tiny.json"
+FORMAT = 1
+"""Raised when the same arguments would give other files."""
+FILES = ("base_policy/config.json", "prompts.jsonl", "held_out.jsonl", "sft.jsonl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyArguments:
+    """What the folder's content depends on."""
+
+    seed: int
+    moe: bool = False
+    """True: the Llama-4-style mixture of experts instead of the dense Llama."""
+    train_prompts: int = 4000
+    held_out: int = 200
+    sft_examples: int = 28800
+    """Warm-start examples; the default fills 900 steps of 32."""
+
+
+def build(out_dir: str | Path, arguments: TinyArguments) -> bool:
+    """Write the folder whole or not at all; False if it is there already, made by equal arguments.
+
+    Writes base_policy/ (Hugging Face folder), prompts.jsonl and held_out.jsonl (prompt, answer, level),
+    sft.jsonl (prompt, completion, level) and the manifest tiny.json. Raises ValueError for a count below 1
+    and for a folder that holds anything else.
+    """
+    out_dir = Path(out_dir)
+    for name in ("train_prompts", "held_out", "sft_examples"):
+        count = getattr(arguments, name)
+        if count < 1:
+            raise ValueError(f"--{name.replace('_', '-')}: expected at least 1, found {count}")
+    manifest = {"format": FORMAT, **asdict(arguments)}
+    if _is_made(out_dir, manifest):
+        return False
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.partial-", dir=out_dir.parent))
+    try:
+        _write(partial, arguments)
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf8")
+        partial.chmod(0o755)
+        partial.rename(out_dir)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return True
+
+
+def _is_made(out_dir: Path, manifest: dict[str, Any]) -> bool:
+    """True if the folder was made by the same arguments; ValueError if something else lies there."""
+    if not out_dir.exists() or (out_dir.is_dir() and not any(out_dir.iterdir())):
+        return False
+    try:
+        found = json.loads((out_dir / MANIFEST).read_text(encoding="utf8"))
+    except (OSError, json.JSONDecodeError):
+        raise ValueError(f"{out_dir}: expected an absent or empty folder, found one without {MANIFEST}") from None
+    different = [key for key in manifest if found.get(key) != manifest[key]]
+    if different:
+        expected = ", ".join(f"{key} {manifest[key]}" for key in different)
+        there = ", ".join(f"{key} {found.get(key)}" for key in different)
+        raise ValueError(f"{out_dir}: expected a folder made with {expected}, found one made with {there}")
+    missing = [name for name in FILES if not (out_dir / name).is_file()]
+    if missing:
+        raise ValueError(f"{out_dir}: expected {', '.join(FILES)}, found no {missing[0]}")
+    return True
+
+
+def _write(folder: Path, arguments: TinyArguments) -> None:
+    # Imported here: a folder that is there already is recognised without loading torch.
+    from megatron_scalerl.tiny.policy import make_llama, make_llama4
+
+    make = make_llama4 if arguments.moe else make_llama
+    make(folder / "base_policy", arguments.seed)
+    seed = arguments.seed
+    _write_rows(folder / "prompts.jsonl", prompt_rows(seed, arguments.train_prompts, held_out=False))
+    _write_rows(folder / "held_out.jsonl", prompt_rows(seed, arguments.held_out, held_out=True))
+    _write_rows(folder / "sft.jsonl", warm_start_rows(seed, arguments.sft_examples))
+
+
+def _write_rows(path: Path, rows: Iterable[dict[str, str | int]]) -> None:
+    with path.open("w", encoding="utf8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)

@@ -1,0 +1,167 @@
+"""The tiny task: multi-step arithmetic from left to right, with thinking traces that stop too early.
+
+    problem  := D ( ";" OP d ){n} "="     n = 1..8 is the level, D and d in 1..9, OP in + - *
+    thinking := step ( ";" step )*        step := value OP d "=" value
+    answer   := value
+
+The operations apply from left to right, without precedence: `1;+2;*3=` is 9, not 7. Every running value lies
+in 0..9, so that each is one token. The traces of the warm start are right step by step but stop before each
+step with probability 0.2 and answer with the value reached so far: the policy learns to quit early, and the
+reward on the final answer teaches it to keep thinking.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_scalerl.recipe import PAPER_PHRASE
+
+MAX_VALUE = 9
+LEVELS = tuple(range(1, 9))
+QUIT_PROBABILITY = 0.2
+"""Probability, before each step of a warm-start trace, that the trace stops there."""
+INTERRUPTED_SHARE = 0.05
+"""Share of warm-start examples whose thinking is cut and closed with the phrase."""
+SHORTEST_CUT = 8
+"""Fewest thinking tokens before the phrase in a warm-start example."""
+THINK_START, THINK_END, EOS = "<think>", "</think>", "<eos>"
+HELD_OUT_PERCENT = 5
+REDRAWS = 2000
+"""Draws of one level without a new problem after which the level counts as exhausted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One problem with its answer."""
+
+    text: str
+    """As the policy reads it: `7;+2;-7;-2=`."""
+    start: int
+    operations: tuple[tuple[str, int], ...]
+    """[level] operator and operand, applied from left to right."""
+    answer: int
+
+    @property
+    def level(self) -> int:
+        """Number of operations."""
+        return len(self.operations)
+
+
+def apply(value: int, operator: str, operand: int) -> int:
+    """One step of the task."""
+    if operator == "+":
+        return value + operand
+    return value - operand if operator == "-" else value * operand
+
+
+def draw_problem(rng: random.Random, level: int) -> Problem:
+    """A random problem; + and - weigh 2 and * weighs 1 among the operations that stay within 0..9."""
+    start = value = rng.randint(1, MAX_VALUE)
+    operations = []
+    for _ in range(level):
+        operator, operand = _draw_operation(rng, value)
+        value = apply(value, operator, operand)
+        operations.append((operator, operand))
+    text = str(start) + "".join(f";{operator}{operand}" for operator, operand in operations) + "="
+    return Problem(text=text, start=start, operations=tuple(operations), answer=value)
+
+
+def _draw_operation(rng: random.Random, value: int) -> tuple[str, int]:
+    choices: list[str] = []
+    if value < MAX_VALUE:
+        choices += ["+"] * 2
+    if value > 0:
+        choices += ["-"] * 2
+    if 0 < 2 * value <= MAX_VALUE:
+        choices.append("*")
+    operator = rng.choice(choices)
+    if operator == "+":
+        return operator, rng.randint(1, MAX_VALUE - value)
+    if operator == "-":
+        return operator, rng.randint(1, value)
+    return operator, rng.randint(2, MAX_VALUE // value)
+
+
+def is_held_out(text: str) -> bool:
+    """True for the 5 % of all problems that never train, by the SHA-256 of the text."""
+    return int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) % 100 < HELD_OUT_PERCENT
+
+
+def thinking_trace(rng: random.Random, problem: Problem, quit_probability: float) -> tuple[str, int]:
+    """The worked steps and the value they reach; before each step the trace stops with quit_probability."""
+    value = problem.start
+    steps = []
+    for operator, operand in problem.operations:
+        if rng.random() < quit_probability:
+            break
+        result = apply(value, operator, operand)
+        steps.append(f"{value}{operator}{operand}={result}")
+        value = result
+    return ";".join(steps), value
+
+
+def warm_start_example(rng: random.Random) -> dict[str, str | int]:
+    """One row of the warm start: prompt, completion and level.
+
+    In an interrupted example the thinking is cut at random, the phrase and the closing tag follow (the
+    loader leaves them out of the loss), and the answer is the last finished result.
+    """
+    problem = _draw_from_side(rng, rng.choice(LEVELS), held_out=False)
+    thinking, value = thinking_trace(rng, problem, QUIT_PROBABILITY)
+    forced = ""
+    if rng.random() < INTERRUPTED_SHARE and len(thinking) > SHORTEST_CUT:
+        thinking = thinking[: rng.randint(SHORTEST_CUT, len(thinking))]
+        finished = [step.split("=")[1] for step in thinking.split(";") if "=" in step]
+        value = int([result for result in finished if result][-1])
+        forced = PAPER_PHRASE
+    completion = f"{thinking}{forced}{THINK_END}{value}{EOS}"
+    return {"prompt": problem.text, "completion": completion, "level": problem.level}
+
+
+def warm_start_rows(seed: int, count: int) -> Iterator[dict[str, str | int]]:
+    """`count` examples for supervised training, problems repeating as they are drawn."""
+    rng = random.Random(f"warm start {seed}")
+    for _ in range(count):
+        yield warm_start_example(rng)
+
+
+def prompt_rows(seed: int, count: int, *, held_out: bool) -> Iterator[dict[str, str | int]]:
+    """`count` distinct problems with the columns prompt, answer and level, levels in turn 1..8.
+
+    A level that has no new problem left (level 1 has about a hundred in all) passes its turn to the next.
+    """
+    side = "held out" if held_out else "training"
+    rng = random.Random(f"{side} {seed}")
+    seen: set[str] = set()
+    exhausted: set[int] = set()
+    turn = 0
+    while len(seen) < count:
+        if len(exhausted) == len(LEVELS):
+            raise ValueError(f"{side} prompts: expected at most {len(seen)} of this task, found {count}")
+        level = LEVELS[turn % len(LEVELS)]
+        turn += 1
+        problem = None if level in exhausted else _draw_new(rng, level, held_out, seen)
+        if problem is None:
+            exhausted.add(level)
+            continue
+        seen.add(problem.text)
+        yield {"prompt": problem.text, "answer": str(problem.answer), "level": level}
+
+
+def _draw_from_side(rng: random.Random, level: int, *, held_out: bool) -> Problem:
+    """A random problem of one side of the split; each side has problems of every level."""
+    while True:
+        problem = draw_problem(rng, level)
+        if is_held_out(problem.text) == held_out:
+            return problem
+
+
+def _draw_new(rng: random.Random, level: int, held_out: bool, seen: set[str]) -> Problem | None:
+    for _ in range(REDRAWS):
+        problem = draw_problem(rng, level)
+        if is_held_out(problem.text) == held_out and problem.text not in seen:
+            return problem
+    return None

@@ -1,0 +1,57 @@
+"""The tokenizer of the tiny policies: one token per character, and the paper's phrase as one token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from megatron_scalerl.recipe import PAPER_PHRASE
+
+SPECIAL = ("<pad>", "<bos>", "<eos>")
+UNKNOWN = "<unk>"
+TOKENS = (*SPECIAL, "<think>", "</think>", PAPER_PHRASE, *"0123456789+-*=;", UNKNOWN)
+"""[22] token of each id."""
+PAD_ID, BOS_ID, EOS_ID, THINK_START_ID, THINK_END_ID, PHRASE_ID = range(6)
+MODEL_VOCABULARY = 64
+"""Rows of the policies' embedding and logit projection; the last 42 are never used."""
+CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""Only joins the messages: the policies know no roles."""
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """The tokenizer, 22 tokens; `<bos>` is put first when special tokens are asked for.
+
+    The think tags and the phrase are tokens but not special ones, so that decoding without special tokens
+    keeps them. The phrase takes blanks after it along, because the paper writes one before `</think>`.
+    """
+    vocabulary = {token: index for index, token in enumerate(TOKENS)}
+    inner = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token=UNKNOWN))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    inner.decoder = decoders.Fuse()
+    inner.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", BOS_ID)]
+    )
+    inner.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
+    inner.add_tokens(
+        [
+            AddedToken("<think>", normalized=False),
+            AddedToken("</think>", normalized=False),
+            AddedToken(PAPER_PHRASE, normalized=False, rstrip=True),
+        ]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def save_tokenizer(path: str | Path) -> None:
+    """Write the tokenizer as a normal Hugging Face folder."""
+    build_tokenizer().save_pretrained(path)
