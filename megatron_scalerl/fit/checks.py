@@ -1,0 +1,97 @@
+"""Warnings of a fit: each is one sentence that says what was seen, where, and why it matters."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .paper import PaperFit
+from .posterior import Posterior
+from .prior import Bounds
+from .sigmoid import Array
+
+FEW_POINTS = 8
+STEEP = 6.0
+TRUNCATION_LIMIT = 0.10
+"""10-15 % truncated completions destabilise training (Khatri et al. 2025, A.15)."""
+EDGE_SHARE = 0.10
+"""Posterior mass within 1 % of an edge from which the edge, not the data, holds the parameter."""
+
+
+def posterior_edges(posterior: Posterior, bounds: Bounds, *, fixed: bool) -> list[str]:
+    """Warn where the posterior leans on the box of the robust fit."""
+    notes = []
+    a = posterior.asymptote
+    room = bounds.asymptote[1] - posterior.initial
+    if not fixed and np.mean(bounds.asymptote[1] - a < 0.02 * room) > EDGE_SHARE:
+        notes.append(f"A reaches the edge of its range ({bounds.asymptote[1]:g}): the ceiling is not determined yet")
+    if not fixed and np.mean(a - posterior.initial < 0.02 * room) > 0.5:
+        notes.append("A lies at R_0: the run shows no gain to extrapolate")
+    log_edges = np.log(bounds.midpoint)
+    margin = 0.01 * (log_edges[1] - log_edges[0])
+    if np.mean(posterior.log_midpoint < log_edges[0] + margin) > EDGE_SHARE:
+        notes.append("C_mid reaches the low edge of its range: the rise happened before the first fitted point")
+    if np.mean(posterior.log_midpoint > log_edges[1] - margin) > EDGE_SHARE:
+        notes.append("C_mid reaches the high edge of its range: the rise has hardly begun")
+    return notes
+
+
+def grid_edges(grid: PaperFit) -> list[str]:
+    """Warn where the paper's grid ends at the best cell."""
+    notes = []
+    if grid.asymptote_on_edge:
+        notes.append(f"A is on the edge of the paper's grid ({grid.asymptote:g}): the ceiling is not determined")
+    if grid.midpoint_on_edge:
+        notes.append(f"C_mid is on the edge of the paper's grid ({grid.midpoint:g})")
+    return notes
+
+
+def curve_warnings(
+    compute: Array, pass_rate: Array, *, exponent: float, midpoint: float, posterior: Posterior
+) -> list[str]:
+    """Warn about few points, a steep curve, a midpoint beyond the data and a falling tail."""
+    notes = []
+    if len(compute) < FEW_POINTS:
+        notes.append(f"only {len(compute)} points were fitted; {FEW_POINTS} or more are needed to trust a forecast")
+    if exponent > STEEP:
+        notes.append(f"B = {exponent:.1f} is above {STEEP:g}: a step rather than a curve; B is not determined")
+    beyond = float(np.mean(posterior.midpoint > compute.max()))
+    if midpoint > compute.max() or beyond > 0.5:
+        notes.append("no curvature yet: the midpoint lies beyond the fitted points, so A is not determined")
+    fall = falling_tail(compute, pass_rate)
+    if fall is not None:
+        notes.append(
+            f"falling tail: the pass rate drops by {fall[1]:.3f} after {fall[0]:g}; a sigmoid cannot fall, "
+            "so the run may be unstable and the forecast too high"
+        )
+    return notes
+
+
+def truncation_warning(compute: Array, truncated: Array | None) -> list[str]:
+    """Warn where more than 10 % of the completions were truncated."""
+    if truncated is None or not np.any(truncated > TRUNCATION_LIMIT):
+        return []
+    first = int(np.flatnonzero(truncated > TRUNCATION_LIMIT)[0])
+    return [
+        f"truncations reach {100 * np.nanmax(truncated):.0f} % (above 10 % first at compute {compute[first]:g}): "
+        "10-15 % destabilise training"
+    ]
+
+
+def falling_tail(compute: Array, pass_rate: Array) -> tuple[float, float] | None:
+    """(compute of the peak, drop after it) where the last points lie clearly below an earlier peak.
+
+    The peak is the highest mean of three neighbours; the drop counts when the mean of the points behind it is
+    lower by more than twice its own noise, judged from the second differences of the series.
+    """
+    n = len(compute)
+    if n < 6:
+        return None
+    smooth = np.convolve(pass_rate, np.ones(3) / 3.0, mode="valid")
+    peak = int(np.argmax(smooth)) + 1
+    behind = pass_rate[peak + 2 :]
+    if len(behind) < 2:
+        return None
+    noise = float(np.std(np.diff(pass_rate, n=2)) / np.sqrt(6.0))
+    drop = float(smooth[peak - 1] - behind.mean())
+    limit = 2.5 * noise * np.sqrt(1.0 / 3.0 + 1.0 / len(behind))
+    return (float(compute[peak]), drop) if drop > max(limit, 0.003) else None

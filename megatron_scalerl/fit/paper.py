@@ -1,0 +1,115 @@
+"""The authors' fit: a grid over A and C_mid, only B fitted (Khatri et al. 2025, arXiv 2510.13786, A.5).
+
+For every (A, C_mid) of the grid, B is fitted by `scipy.optimize.curve_fit` from its default start, R_0 stays
+fixed, and the triple of least sum of squares is kept. Departures, neither of which changes the result:
+`curve_fit` runs only on the cells that a table of exponents shows to be within reach of the best one; and the
+C_mid grid is refined once around the best value. The printed grid (100 values on 100..40000) cannot produce
+the published C_mid; those lie on `linspace(100, 4000, 100)` and `linspace(4000, 40000, 100)`, so both are
+tried and the better one is kept.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from .sigmoid import Array, gain_share
+
+FIT_FROM = 1500.0
+"""GPU-hours before which the authors leave points out: the first epoch rises almost linearly."""
+ASYMPTOTES = np.round(np.arange(0.450, 0.8001, 0.005), 3)
+"""The grid over A."""
+MIDPOINTS = (np.linspace(100.0, 4000.0, 100), np.linspace(4000.0, 40000.0, 100))
+"""The two grids over C_mid, in GPU-hours."""
+MIDPOINT_REFERENCE = 8000.0
+"""Fitted range, in GPU-hours, that those grids belong to; runs of another order rescale them by it."""
+_EXPONENTS = np.geomspace(0.1, 20.0, 120)
+_CANDIDATES = 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperFit:
+    """The best cell of the grid."""
+
+    asymptote: float
+    exponent: float
+    midpoint: float
+    squares: float
+    """Sum of squared residuals, in pass rate squared."""
+    asymptote_on_edge: bool
+    midpoint_on_edge: bool
+    midpoint_range: tuple[float, float]
+    """Lowest and highest C_mid that was tried."""
+
+
+def fit_paper(
+    compute: Array, pass_rate: Array, *, initial: float, fixed_asymptote: float | None = None
+) -> PaperFit:
+    """Fit (A, B, C_mid) to points [n] by the authors' procedure; R_0 = `initial` is held fixed."""
+    asymptotes = ASYMPTOTES if fixed_asymptote is None else np.array([fixed_asymptote])
+    grids = _midpoint_grids(compute)
+    best = min((_search(compute, pass_rate, initial, asymptotes, grid) for grid in grids), key=lambda c: c[0])
+    low, high = float(grids[0][0]), float(grids[-1][-1])
+    step = max(grid[1] - grid[0] for grid in grids if grid[0] <= best[2] <= grid[-1])
+    fine = np.clip(np.linspace(best[2] - step, best[2] + step, 41), low, high)
+    best = min(best, _search(compute, pass_rate, initial, asymptotes, np.unique(fine)), key=lambda c: c[0])
+    squares, asymptote, midpoint, exponent = best
+    free = fixed_asymptote is None
+    return PaperFit(
+        asymptote=float(asymptote),
+        exponent=float(exponent),
+        midpoint=float(midpoint),
+        squares=float(squares),
+        asymptote_on_edge=free and bool(np.isclose(asymptote, [asymptotes[0], asymptotes[-1]]).any()),
+        midpoint_on_edge=bool(np.isclose(midpoint, [low, high]).any()),
+        midpoint_range=(low, high),
+    )
+
+
+def _midpoint_grids(compute: Array) -> tuple[Array, ...]:
+    if compute.max() > FIT_FROM:
+        return MIDPOINTS
+    return tuple(grid * (compute.max() / MIDPOINT_REFERENCE) for grid in MIDPOINTS)
+
+
+def _search(
+    compute: Array, pass_rate: Array, initial: float, asymptotes: Array, midpoints: Array
+) -> tuple[float, float, float, float]:
+    """(squares, A, C_mid, B) of the best cell: `curve_fit` over B in the cells that can hold it."""
+    from scipy.optimize import OptimizeWarning, curve_fit
+
+    squares = _table(compute, pass_rate, initial, asymptotes, midpoints)
+    order = np.argsort(squares, axis=None, kind="stable")[:_CANDIDATES]
+    best = (np.inf, float(asymptotes[0]), float(midpoints[0]), 1.0)
+    for i, j in zip(*np.unravel_index(order, squares.shape)):
+        a, m = asymptotes[i], midpoints[j]
+        model = _exponent_model(initial, a, m)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", OptimizeWarning)
+            try:
+                (exponent,), _ = curve_fit(model, compute, pass_rate)
+            except RuntimeError:  # no convergence in this cell: the authors' grid skips it as well
+                continue
+        found = float(np.sum((model(compute, exponent) - pass_rate) ** 2))
+        if found < best[0] and exponent > 0:
+            best = (found, float(a), float(m), float(exponent))
+    return best
+
+
+def _exponent_model(initial: float, asymptote: float, midpoint: float) -> Callable[[Array, float], Array]:
+    def model(compute: Array, exponent: float) -> Array:
+        return initial + (asymptote - initial) * gain_share(compute, exponent=exponent, midpoint=midpoint)
+
+    return model
+
+
+def _table(compute: Array, pass_rate: Array, initial: float, asymptotes: Array, midpoints: Array) -> Array:
+    """[A, C_mid] least sum of squares over a table of exponents: a quadratic in A for each (C_mid, B)."""
+    share = gain_share(compute, exponent=_EXPONENTS[:, None], midpoint=midpoints[:, None, None])
+    rise = pass_rate - initial
+    gain = (asymptotes - initial)[:, None, None]
+    squares = rise @ rise - 2.0 * (share @ rise) * gain + (share**2).sum(axis=-1) * gain**2
+    return squares.min(axis=2)

@@ -1,0 +1,165 @@
+"""Figures of a forecast: fitted points filled, unseen ones hollow, curve, 90 % band, asymptote, log compute.
+
+Drawn with matplotlib's object interface, so that no window system and no global state is touched. Colours are
+Okabe and Ito's, which colour-blind readers tell apart; every run has its own marker as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .result import LEVEL, FitResult
+from .sigmoid import Array
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+INK, GRID_INK = "#222222", "#d9d9d9"
+SIZE_INCHES, DOTS_PER_INCH = (8.0, 5.0), 200
+Points = tuple[Sequence[float] | Array, Sequence[float] | Array]
+
+
+def plot_forecast(
+    path: str | Path,
+    fits: FitResult | Sequence[FitResult],
+    *,
+    unseen: Mapping[str, Points] | None = None,
+    until: float | None = None,
+    title: str | None = None,
+    target: float | None = None,
+) -> Path:
+    """Write one figure with every run's points, curve, 90 % band and asymptote; PNG or SVG by the suffix.
+
+    unseen: per run name, (compute, pass_rate) of points that were not fitted; drawn hollow.
+    until:  compute up to which the curves are drawn; default: twice the largest compute shown.
+    target: a pass rate to mark with a horizontal line.
+    """
+    runs = [fits] if isinstance(fits, FitResult) else list(fits)
+    figure, axes = new_figure()
+    unseen = unseen or {}
+    right = until or 2.0 * max(_furthest(run, unseen.get(run.name)) for run in runs)
+    for index, run in enumerate(runs):
+        draw_run(axes, run, index, unseen=unseen.get(run.name), until=right, alone=len(runs) == 1)
+    if target is not None:
+        axes.axhline(target, color=INK, linewidth=1.0, linestyle=(0, (1, 2)))
+        axes.annotate(f"target {target:.3f}", (0.01, target), xycoords=("axes fraction", "data"), va="bottom")
+    axes.set_xscale("log")
+    _plain_ticks(axes)
+    axes.set_xlabel(unit_label(runs[0].unit))
+    axes.set_ylabel("validation pass rate")
+    axes.set_title(title or _title(runs), loc="left")
+    axes.legend(loc="lower right", frameon=False, fontsize=9)
+    return save(figure, path)
+
+
+def new_figure(rows: int = 1) -> tuple["Figure", "Axes"]:
+    """(figure, axes) in this package's style; close to nothing but the data."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(SIZE_INCHES[0], SIZE_INCHES[1] * rows), dpi=DOTS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    style(axes)
+    return figure, axes
+
+
+def style(axes: "Axes") -> None:
+    """Light grid, no box, ink that is not quite black."""
+    axes.grid(True, which="major", color=GRID_INK, linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(colors=INK, labelsize=10)
+
+
+def save(figure: "Figure", path: str | Path) -> Path:
+    """Write `figure`; the suffix chooses PNG or SVG. Raises ValueError for another suffix."""
+    path = Path(path)
+    if path.suffix not in (".png", ".svg"):
+        raise ValueError(f"{path}: expected a file name that ends in .png or .svg, found {path.suffix!r}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {"Date": None} if path.suffix == ".svg" else {}
+    figure.savefig(path, metadata=metadata)
+    return path
+
+
+def draw_run(
+    axes: "Axes", run: FitResult, index: int, *, unseen: Points | None, until: float, alone: bool
+) -> None:
+    """Draw one run's band, curve, points and asymptote in the colour and marker of `index`."""
+    colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+    x = np.geomspace(float(run.compute.min()) * 0.8, until, 160)
+    forecast = run.predict(x)
+    lo, mid, hi = (np.array([getattr(p, key) for p in forecast]) for key in ("lo", "pass_rate", "hi"))
+    axes.fill_between(x, lo, hi, color=colour, alpha=0.16, linewidth=0)
+    end = float(run.compute.max())
+    known = x <= end
+    name = f"{run.name}: A = {run.asymptote:.3f}" if not alone else "forecast"
+    axes.plot(x[known], mid[known], color=colour, linewidth=2.0)
+    axes.plot(x[~known], mid[~known], color=colour, linewidth=2.0, linestyle=(0, (4, 1.5)), label=name)
+    axes.plot(
+        run.compute, run.pass_rate, marker, color=colour, markersize=4.5, linestyle="none",
+        label=f"fitted, {run.n_points} points" if alone else None,
+    )
+    if unseen is not None and len(unseen[0]):
+        axes.plot(
+            unseen[0], unseen[1], marker, markerfacecolor="white", markeredgecolor=colour, markersize=5.5,
+            linestyle="none", label="not fitted" if alone else None,
+        )
+    axes.axhline(run.asymptote, color=colour, linewidth=1.0, linestyle=(0, (6, 3)), alpha=0.8)
+    if alone:
+        _name_asymptote(axes, run)
+        axes.fill_between([], [], [], color=colour, alpha=0.16, label=f"{LEVEL:.0%} interval of a measurement")
+
+
+def unit_label(unit: str) -> str:
+    """Axis label of a compute unit as the ledger names it."""
+    known = {"gpu_hours": "GPU-hours", "device_hours": "device-hours (no GPU)"}
+    return "training compute, " + known.get(unit, unit)
+
+
+def _name_asymptote(axes: "Axes", run: FitResult) -> None:
+    lo, hi = run.intervals["asymptote"]
+    axes.annotate(
+        f"A = {run.asymptote:.3f}  [{lo:.3f}, {hi:.3f}]",
+        (0.01, run.asymptote),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 3),
+        textcoords="offset points",
+        color=INK,
+        fontsize=10,
+    )
+
+
+def _plain_ticks(axes: "Axes") -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def short_number(value: float) -> str:
+    """A compute as people write it: 0.05, 2, 500, 2k, 100k, 1.5M."""
+    for limit, suffix in ((1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g}{suffix}"
+    return f"{value:.3g}"
+
+
+def _furthest(run: FitResult, unseen: Points | None) -> float:
+    return max([float(run.compute.max()), *([] if unseen is None else map(float, unseen[0]))])
+
+
+def _title(runs: Sequence[FitResult]) -> str:
+    if len(runs) > 1:
+        return f"{len(runs)} runs, forecast of the validation pass rate"
+    return f"{runs[0].name}: forecast of the validation pass rate"

@@ -1,0 +1,87 @@
+"""What the robust fit believes before it sees a run: weak, unit-free, and the same for every run.
+
+No number here carries a compute unit: the midpoint is stated relative to the largest fitted compute, the
+asymptote as a share of the room above R_0, the discrepancy as a multiple of the measurement noise.
+docs/forecast.md says how the numbers were chosen and what each one is worth in forecast error.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Discrepancy:
+    """One hypothesis on how a run strays from its sigmoid: a smooth wander around it in log compute.
+
+    Plateaus of epochs, a data change, a slow instability: the residuals of real runs are correlated along
+    the curve, and independent noise alone makes intervals far too narrow.
+    """
+
+    ratio: float
+    """Variance of the wander as a multiple of the variance of one measurement; 0 is no wander."""
+    length: float
+    """Correlation length in natural log of compute: 0.3 forgets about 1/e within 35 % more compute."""
+    weight: float
+    """Prior probability of this hypothesis, relative to the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prior:
+    """Prior distribution of one run's sigmoid, unit-free."""
+
+    log_exponent_mean: float = math.log(1.9)
+    """Mean of log B."""
+    log_exponent_sd: float = 0.35
+    """Standard deviation of log B."""
+    log_midpoint_mean: float = math.log(0.4)
+    """Mean of log(C_mid / largest fitted compute)."""
+    log_midpoint_sd: float = 1.2
+    """Standard deviation of log(C_mid / largest fitted compute)."""
+    gain_alpha: float = 1.0
+    """First Beta parameter of the share (A - R_0) / (1 - R_0)."""
+    gain_beta: float = 1.5
+    """Second Beta parameter of that share."""
+    noise_shape: float = 3.0
+    """Shape of the inverse-gamma prior of the noise variance where the validation size is known."""
+    noise_share: float = 0.5
+    """Centre of that prior as a share of p (1 - p) / (prompts x generations): prompts differ in difficulty."""
+    unknown_noise: float = 0.005
+    """Centre of the noise (standard deviation, in pass rate) where the validation size is unknown."""
+    unknown_noise_shape: float = 1.0
+    """Shape of the inverse-gamma prior in that case: much weaker."""
+    discrepancies: tuple[Discrepancy, ...] = (
+        Discrepancy(ratio=0.0, length=0.3, weight=0.3),
+        Discrepancy(ratio=1.0, length=0.3, weight=0.3),
+        Discrepancy(ratio=4.0, length=0.3, weight=0.4),
+    )
+    """The hypotheses that are averaged, each by its posterior weight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """Box that the parameters stay in; a fit on its edge is warned about."""
+
+    asymptote: tuple[float, float] = (0.0, 1.0)
+    """Lowest and highest A; the lower end is raised to R_0."""
+    exponent: tuple[float, float] = (0.25, 8.0)
+    """Lowest and highest B."""
+    midpoint: tuple[float, float] = (3e-3, 100.0)
+    """Lowest and highest C_mid, as multiples of the largest fitted compute."""
+
+
+DEFAULT_PRIOR = Prior()
+"""The prior of `method="robust"`."""
+
+FLAT_PRIOR = Prior(
+    log_exponent_sd=1e3,
+    log_midpoint_sd=1e3,
+    gain_alpha=1.0,
+    gain_beta=1.0,
+    noise_shape=0.5,
+    noise_share=0.5,
+    unknown_noise_shape=0.5,
+    discrepancies=(Discrepancy(ratio=0.0, length=1.0, weight=1.0),),
+)
+"""No opinion and independent noise: how sure the paper's least squares may be, at most."""
