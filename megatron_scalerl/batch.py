@@ -1,0 +1,197 @@
+"""Packing samples into micro-batches, one `Batch` for each data-parallel rank, and their wire form.
+
+Every rank gets the same number of micro-batches: expert and pipeline parallel ranks meet in collectives once
+per micro-batch, and one too few would hang them. Weights are computed before packing, so how samples fall
+into micro-batches changes neither loss nor gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from megatron_scalerl.types import Batch, MicroBatch, Sample
+
+_FILLS = {"staleness": -1}
+"""Value of padding positions where it is not 0."""
+
+
+def pack(
+    samples: Sequence[Sample],
+    *,
+    step: int,
+    dp_size: int,
+    micro_batch_tokens: int,
+    pad_multiple: int,
+    policy_version: int,
+) -> list[Batch]:
+    """One `Batch` per data-parallel rank, balanced by tokens; together they hold every sample exactly once.
+
+    Samples go, longest first, to the rank with the fewest tokens, and on each rank first-fit into micro-batches
+    of at most `micro_batch_tokens`; each is padded to a multiple of `pad_multiple` (which may overshoot by less
+    than that multiple). Ranks with fewer micro-batches get fillers of zero weight. `policy_version` is the
+    version of the weights that train; a token's staleness is its distance from the version that sampled it.
+
+    Raises ValueError if a sample alone is longer than `micro_batch_tokens`.
+    """
+    lengths = [len(s.prompt_token_ids) + len(s.rollout.token_ids) for s in samples]
+    for index, length in enumerate(lengths):
+        if length > micro_batch_tokens:
+            raise ValueError(
+                f"trainer.micro_batch_tokens: expected at least {length}, the length of sample {index}, "
+                f"found {micro_batch_tokens}"
+            )
+    ranks: list[list[list[int]]] = []
+    for members in _balance(lengths, dp_size):
+        ranks.append(_first_fit(members, lengths, micro_batch_tokens))
+    count = max(len(bins) for bins in ranks)
+    filler = filler_micro_batch(pad_multiple)
+    batches = []
+    for bins in ranks:
+        packed = [_micro_batch([samples[i] for i in b], pad_multiple, policy_version) for b in bins]
+        batches.append(Batch(step=step, micro_batches=tuple(packed + [filler] * (count - len(packed)))))
+    return batches
+
+
+def _balance(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Sample numbers of each rank, longest first, each given to the rank with the fewest tokens so far."""
+    members: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        rank = loads.index(min(loads))
+        members[rank].append(index)
+        loads[rank] += lengths[index]
+    return members
+
+
+def _first_fit(members: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """`members` in bins of at most `capacity` tokens. Longest first, so like lengths share a bin."""
+    bins: list[list[int]] = []
+    free: list[int] = []
+    for index in members:
+        home = next((b for b, room in enumerate(free) if room >= lengths[index]), None)
+        if home is None:
+            bins.append([])
+            free.append(capacity)
+            home = len(bins) - 1
+        bins[home].append(index)
+        free[home] -= lengths[index]
+    return bins
+
+
+def _micro_batch(samples: Sequence[Sample], pad_multiple: int, policy_version: int) -> MicroBatch:
+    """The samples in one row, padded with a sequence of zero weight to a multiple of `pad_multiple`."""
+    packed = [_sequence(sample, policy_version) for sample in samples]
+    sizes = [len(columns["tokens"]) for columns in packed]
+    joined = {key: np.concatenate([columns[key] for columns in packed]) for key in packed[0]}
+    cu_seqlens = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    micro_batch = MicroBatch(cu_seqlens=cu_seqlens, **joined)
+    total = sum(sizes)
+    return pad_to(micro_batch, -(-total // pad_multiple) * pad_multiple)
+
+
+def _sequence(sample: Sample, policy_version: int) -> dict[str, np.ndarray]:
+    """One completion as the arrays of a micro-batch: position i describes the token that it predicts."""
+    rollout = sample.rollout
+    prompt, size = len(sample.prompt_token_ids), len(sample.prompt_token_ids) + len(rollout.token_ids)
+    assert prompt > 0, "a completion without a prompt has no position that predicts its first token"
+    tokens = np.asarray(sample.prompt_token_ids + rollout.token_ids, dtype=np.int64)
+    predicts = slice(prompt - 1, size - 1)  # the positions whose target is a completion token
+    mask = np.zeros(size, dtype=bool)
+    mask[predicts] = rollout.loss_mask
+    logprobs = np.zeros(size, dtype=np.float32)
+    logprobs[predicts] = rollout.rollout_logprobs
+    staleness = np.full(size, -1, dtype=np.int32)
+    staleness[predicts] = policy_version - np.asarray(rollout.policy_versions, dtype=np.int32)
+    return {
+        "tokens": tokens,
+        "position_ids": np.arange(size, dtype=np.int64),
+        "targets": np.append(tokens[1:], 0),
+        "loss_mask": mask,
+        "rollout_logprobs": np.where(mask, logprobs, np.float32(0)),
+        "advantages": np.full(size, sample.advantage, dtype=np.float32),
+        "token_weights": np.where(mask, np.float32(sample.token_weight), np.float32(0)),
+        "staleness": np.where(mask, staleness, np.int32(-1)),
+    }
+
+
+def pad_to(micro_batch: MicroBatch, size: int) -> MicroBatch:
+    """`micro_batch` with one more sequence of zero weight at its end, so that it holds `size` positions."""
+    missing = size - len(micro_batch.tokens)
+    assert missing >= 0, (size, len(micro_batch.tokens))
+    if missing == 0:
+        return micro_batch
+    columns = {}
+    for key in ("tokens", "targets", "loss_mask", "rollout_logprobs", "advantages", "token_weights", "staleness"):
+        array = getattr(micro_batch, key)
+        columns[key] = np.concatenate([array, np.full(missing, _FILLS.get(key, 0), dtype=array.dtype)])
+    return replace(
+        micro_batch,
+        position_ids=np.concatenate([micro_batch.position_ids, np.arange(missing, dtype=np.int64)]),
+        cu_seqlens=np.append(micro_batch.cu_seqlens, np.int32(size)),
+        **columns,
+    )
+
+
+def filler_micro_batch(size: int) -> MicroBatch:
+    """A micro-batch of one sequence of `size` tokens and zero weight: it costs a forward pass and adds nothing."""
+    empty = MicroBatch(
+        tokens=np.zeros(0, dtype=np.int64),
+        position_ids=np.zeros(0, dtype=np.int64),
+        cu_seqlens=np.zeros(1, dtype=np.int32),
+        targets=np.zeros(0, dtype=np.int64),
+        loss_mask=np.zeros(0, dtype=bool),
+        rollout_logprobs=np.zeros(0, dtype=np.float32),
+        advantages=np.zeros(0, dtype=np.float32),
+        token_weights=np.zeros(0, dtype=np.float32),
+        staleness=np.zeros(0, dtype=np.int32),
+    )
+    return pad_to(empty, size)
+
+
+def sequence_ids(micro_batch: MicroBatch) -> np.ndarray:
+    """[N] int64 number of each position's sequence, from 0."""
+    return np.repeat(np.arange(len(micro_batch.cu_seqlens) - 1), np.diff(micro_batch.cu_seqlens))
+
+
+def real_tokens(batch: Batch) -> int:
+    """Tokens of all sequences that carry loss, prompts included, padding and fillers not."""
+    total = 0
+    for micro_batch in batch.micro_batches:
+        sizes = np.diff(micro_batch.cu_seqlens)
+        carries = np.add.reduceat(micro_batch.loss_mask, micro_batch.cu_seqlens[:-1], dtype=np.int64) > 0
+        total += int(sizes[carries].sum())
+    return total
+
+
+def to_wire(value: Any) -> Any:
+    """msgspec's hook that writes a numpy array as [dtype, shape, bytes]. Raises TypeError for anything else."""
+    if isinstance(value, np.ndarray):
+        return [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()]
+    raise TypeError(f"expected a numpy array, found {type(value).__name__}")
+
+
+def from_wire(kind: type, value: Any) -> Any:
+    """msgspec's hook that reads what `to_wire` wrote; the array owns its memory and is writable."""
+    if kind is np.ndarray:
+        dtype, shape, data = value
+        return np.frombuffer(data, dtype=np.dtype(dtype)).reshape(shape).copy()
+    raise TypeError(f"expected numpy.ndarray, found {kind.__name__}")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=to_wire)
+_decoder = msgspec.msgpack.Decoder(Batch, dec_hook=from_wire)
+
+
+def encode_batch(batch: Batch) -> bytes:
+    """The batch as msgpack."""
+    return _encoder.encode(batch)
+
+
+def decode_batch(data: bytes) -> Batch:
+    """The batch that `encode_batch` wrote. Raises msgspec.ValidationError for anything else."""
+    return _decoder.decode(data)

@@ -1,0 +1,56 @@
+"""What leaves a batch before it trains: truncated completions and groups that teach nothing.
+
+Nothing is refilled: the batch shrinks (Khatri et al. 2025, arXiv 2510.13786, section 3.2, zero-variance
+filtering).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_scalerl.types import RolloutGroup
+
+
+def drop_truncated(groups: Sequence[RolloutGroup]) -> tuple[list[RolloutGroup], int]:
+    """The groups without their truncated completions, and how many completions left.
+
+    A group may come back with fewer completions, or with none; its `pass_rate` is then no longer the group's
+    (there truncated completions count as wrong), so take pass rates before this.
+    """
+    kept: list[RolloutGroup] = []
+    dropped = 0
+    for group in groups:
+        pairs = [(r, s) for r, s in zip(group.rollouts, group.scores) if not r.truncated]
+        dropped += len(group.rollouts) - len(pairs)
+        kept.append(replace(group, rollouts=tuple(r for r, _ in pairs), scores=tuple(s for _, s in pairs)))
+    return kept, dropped
+
+
+def drop_zero_variance(groups: Sequence[RolloutGroup]) -> tuple[list[RolloutGroup], dict[str, int]]:
+    """The groups whose rewards differ, and how many were dropped for each reason.
+
+    Reasons: `too_few` (fewer than two completions left, so no spread is defined), `all_correct`,
+    `all_incorrect`, `equal_rewards` (equal although correctness differs).
+    """
+    kept: list[RolloutGroup] = []
+    dropped: Counter[str] = Counter()
+    for group in groups:
+        reason = _without_variance(group)
+        if reason is None:
+            kept.append(group)
+        else:
+            dropped[reason] += 1
+    return kept, dict(dropped)
+
+
+def _without_variance(group: RolloutGroup) -> str | None:
+    if len(group.scores) < 2:
+        return "too_few"
+    if len({score.reward for score in group.scores}) > 1:
+        return None
+    correct = sum(score.correct for score in group.scores)
+    if correct == len(group.scores):
+        return "all_correct"
+    return "all_incorrect" if correct == 0 else "equal_rewards"

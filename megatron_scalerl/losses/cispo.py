@@ -1,0 +1,22 @@
+"""CISPO: truncated importance-weighted REINFORCE, the loss of ScaleRL."""
+
+from __future__ import annotations
+
+from megatron_scalerl.losses.inputs import LossInputs, LossOutput, log_ratio, masked, weighted_sum
+
+
+def cispo(inputs: LossInputs, *, max_is_weight: float = 5.0) -> LossOutput:
+    """The CISPO loss -sg(min(rho, max_is_weight)) A log pi_train, summed with the token weights.
+
+    rho = pi_train / pi_gen is the one ratio, of trainer over engine; `max_is_weight` is the cap on rho itself.
+    sg stops the gradient, so that every token keeps the gradient of its own log-probability.
+    Source: Khatri et al. 2025, arXiv 2510.13786, eq. 4.
+    """
+    ratio = log_ratio(inputs).detach().exp()
+    advantages = masked(inputs.advantages, inputs.loss_mask)
+    logprobs = masked(inputs.trainer_logprobs, inputs.loss_mask)
+    return LossOutput(
+        loss=-weighted_sum(ratio.clamp(max=max_is_weight) * advantages * logprobs, inputs),
+        is_weights=ratio,
+        capped=ratio > max_is_weight,
+    )

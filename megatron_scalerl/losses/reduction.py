@@ -1,0 +1,45 @@
+"""Weights that turn a sum over all tokens of a batch into one of the three means.
+
+They are computed once, for the whole batch, on the controller: a sum needs no agreement between ranks or
+micro-batches about a denominator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+Reduction = Literal["prompt_mean", "sequence_mean", "token_mean"]
+
+
+def token_weights(lengths: Sequence[Sequence[int]], reduction: Reduction) -> list[list[float]]:
+    """The weight of each loss-mask token, for every completion of every group.
+
+    `lengths[p][i]` is |y_pi|, the number of loss-mask tokens of completion i of group p; N_eff is the number
+    of groups, G_p the completions of group p, T_p their loss-mask tokens (Khatri et al. 2025, arXiv
+    2510.13786, section 3.2):
+
+        prompt_mean    1 / (N_eff T_p)
+        sequence_mean  1 / (N_eff G_p |y_pi|)
+        token_mean     1 / sum_p T_p
+
+    A completion without loss-mask tokens has weight 0. Raises ValueError for an unknown reduction.
+    """
+    groups = len(lengths)
+    total = sum(sum(group) for group in lengths)
+    result: list[list[float]] = []
+    for group in lengths:
+        if reduction == "prompt_mean":
+            weights = [_inverse(groups * sum(group))] * len(group)
+        elif reduction == "sequence_mean":
+            weights = [_inverse(groups * len(group) * length) for length in group]
+        elif reduction == "token_mean":
+            weights = [_inverse(total)] * len(group)
+        else:
+            raise ValueError(f"loss.reduction: expected prompt_mean, sequence_mean, token_mean; found {reduction!r}")
+        result.append([w if length else 0.0 for w, length in zip(weights, group)])
+    return result
+
+
+def _inverse(count: int) -> float:
+    return 1.0 / count if count else 0.0

@@ -1,0 +1,34 @@
+"""Rollout groups with chosen rewards and lengths, for the tests of everything behind the engine."""
+
+from __future__ import annotations
+
+from megatron_scalerl.types import Prompt, Rollout, RolloutGroup, Score
+
+
+def rollout(*, tokens=(5, 6, 7), mask=None, versions=None, logprobs=None, truncated=False) -> Rollout:
+    size = len(tokens)
+    return Rollout(
+        token_ids=tuple(tokens),
+        rollout_logprobs=tuple(logprobs) if logprobs is not None else (-0.5,) * size,
+        policy_versions=tuple(versions) if versions is not None else (0,) * size,
+        loss_mask=tuple(mask) if mask is not None else (True,) * size,
+        interrupted=False,
+        truncated=truncated,
+        thinking_cut=0,
+        seed=0,
+    )
+
+
+def group(rewards, *, lengths=None, truncated=(), prompt=(1, 2), group_id=0) -> RolloutGroup:
+    """A group with the given rewards; a reward above 0 is a correct completion."""
+    lengths = lengths or [3] * len(rewards)
+    return RolloutGroup(
+        group_id=group_id,
+        prompt=Prompt(prompt_id=f"p{group_id}", text="", answer="", token_ids=tuple(prompt)),
+        rollouts=tuple(
+            rollout(tokens=tuple(range(10, 10 + n)), truncated=i in truncated) for i, n in enumerate(lengths)
+        ),
+        scores=tuple(Score(correct=r > 0, reward=float(r)) for r in rewards),
+        first_token_version=0,
+        epoch=0,
+    )
