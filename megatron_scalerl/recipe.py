@@ -42,6 +42,8 @@ class PolicySection(Section):
 class PromptsSection(Section):
     path: str
     """Training prompts: a .jsonl or .parquet file, or a Hugging Face dataset folder."""
+    split: str | None = None
+    """Split of a dataset folder that has several. null: the folder has one."""
     prompt_column: str = "prompt"
     """Column with the problem's text."""
     answer_column: str = "answer"
@@ -60,8 +62,9 @@ class PromptsSection(Section):
     """Longer prompts are skipped, counted and named (tokens; section 2 of the paper: 2,048)."""
     held_out_path: str | None = None
     """Validation prompts of their own; without it they are split off `path`."""
-    held_out: NonNegativeInt = 1000
-    """Number of prompts held out of `path` by hash (the paper: 1,000). 0 needs `held_out_path` or no validation."""
+    held_out: NonNegativeInt | Annotated[float, Field(gt=0, lt=1)] = 1000
+    """Number of prompts held out of `path` by hash (the paper: 1,000), or a share below 1. 0 needs
+    `held_out_path` or no validation."""
 
 
 class CurriculumSection(Section):

@@ -1,0 +1,118 @@
+"""Turns a problem into the tokens that the engine gets, and checks what the tokenizer must be able to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_scalerl.recipe import PromptsSection
+
+CHUNK = 1024
+"""Problems that are tokenised in one call."""
+
+
+class PromptRenderer:
+    """Renders problems by one recipe: template, chat template, think prefill, first token.
+
+    `tokenizer` is a Hugging Face tokenizer. Raises ValueError for a template without `{prompt}` and for
+    `prompts.chat_template` with a tokenizer that has none.
+    """
+
+    def __init__(self, tokenizer: Any, prompts: PromptsSection) -> None:
+        if "{prompt}" not in prompts.prompt_template:
+            raise ValueError(
+                f"prompts.prompt_template: expected a text with {{prompt}}, found {prompts.prompt_template!r}"
+            )
+        if prompts.chat_template and not tokenizer.chat_template:
+            raise ValueError("prompts.chat_template: expected a tokenizer with a chat template, found none")
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+
+    def text(self, problem: str) -> str:
+        """The rendered prompt, which ends with the think prefill."""
+        # Not str.format: templates for mathematics hold braces of their own, as in \boxed{}.
+        text = self._prompts.prompt_template.replace("{prompt}", problem)
+        if self._prompts.chat_template:
+            message = {"role": "user", "content": text}
+            text = self._tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+        # Some chat templates open the thinking themselves.
+        if text.rstrip().endswith(self._prompts.think_start):
+            return text
+        return text + self._prompts.think_start
+
+    def token_ids(self, problems: Sequence[str]) -> list[tuple[int, ...]]:
+        """[problems][P] tokens of the rendered prompts."""
+        rendered: list[tuple[int, ...]] = []
+        for start in range(0, len(problems), CHUNK):
+            texts = [self.text(problem) for problem in problems[start : start + CHUNK]]
+            # No special tokens: some tokenizers would close the prompt with an end-of-sequence token.
+            encoded = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+            rendered.extend(self._with_bos(ids) for ids in encoded)
+        return rendered
+
+    def _with_bos(self, ids: Sequence[int]) -> tuple[int, ...]:
+        bos = self._tokenizer.bos_token_id
+        if not self._prompts.add_bos or bos is None or ids[:1] == [bos]:
+            return tuple(ids)
+        return (bos, *ids)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ThinkTokens:
+    """Tokens of the think tags and the phrase, each taken by itself; empty for an empty text."""
+
+    start_ids: tuple[int, ...]
+    end_ids: tuple[int, ...]
+    phrase_ids: tuple[int, ...]
+
+
+def check_think_tags(tokenizer: Any, start: str, end: str, phrase: str) -> ThinkTokens:
+    """Encode the think tags and the phrase; each may take several tokens but must decode to itself.
+
+    Blanks around a tag and all blanks of the phrase may differ, since tokenizers move them. Raises ValueError
+    for an empty closing tag and for a text that does not survive.
+    """
+    if not end.strip():
+        raise ValueError("prompts.think_end: expected a tag that closes thinking, found an empty one")
+    ids = {}
+    for key, text in (
+        ("prompts.think_start", start),
+        ("prompts.think_end", end),
+        ("interruption.phrase", phrase),
+    ):
+        ids[key] = _encode(tokenizer, text)
+        decoded = _decode(tokenizer, ids[key])
+        survives = (
+            _without_blanks(decoded) == _without_blanks(text)
+            if key == "interruption.phrase"
+            else decoded.strip() == text.strip()
+        )
+        if not survives:
+            raise ValueError(
+                f"{key}: expected a text that survives encode and decode, found {text!r} -> {decoded!r}"
+            )
+    found = tuple(ids.values())
+    return ThinkTokens(start_ids=found[0], end_ids=found[1], phrase_ids=found[2])
+
+
+def check_vocabulary(tokenizer: Any, model_vocabulary: int) -> None:
+    """Raise ValueError unless the model has a row for every token of the tokenizer; padded rows are fine."""
+    needed = 1 + max(tokenizer.get_vocab().values())
+    if model_vocabulary < needed:
+        raise ValueError(
+            f"policy: expected a vocabulary of at least {needed}, the tokenizer's, found {model_vocabulary} in "
+            "the model"
+        )
+
+
+def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else ()
+
+
+def _decode(tokenizer: Any, ids: Iterable[int]) -> str:
+    return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _without_blanks(text: str) -> str:
+    return "".join(text.split())

@@ -1,0 +1,142 @@
+"""Reads the rows of a prompts file: JSON lines, Parquet, or a Hugging Face dataset folder."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+PARQUET = (".parquet",)
+SHARD_NAME = re.compile(r"^(?P<split>.+)-\d+-of-\d+$")
+"""`train-00000-of-00002` belongs to the split `train`, as on the Hugging Face hub."""
+SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev")
+"""Files of these names are splits; files of other names are parts of `train`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One row of a prompts file."""
+
+    where: str
+    """File and line (from 1) or row (from 1), as the head of an error message."""
+    values: dict[str, Any]
+    """Value of each column."""
+
+
+def read_rows(path: str | Path, columns: Sequence[str], split: str | None = None) -> Iterator[Row]:
+    """The rows of a .jsonl or .parquet file, or of a folder.
+
+    A folder was written by `datasets.save_to_disk` or holds .parquet and .jsonl files; `split` chooses among
+    several splits. Raises ValueError, in one line, for a missing path, a file of another kind, a broken line
+    or file, several splits without a choice, and a row without one of `columns`.
+    """
+    path = Path(path)
+    if path.is_dir():
+        yield from _read_folder(path, columns, split)
+    elif path.is_file():
+        yield from _read_file(path, columns)
+    else:
+        raise ValueError(f"{path}: expected a prompts file or folder, found nothing")
+
+
+def _read_file(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+    if path.suffix in JSON_LINES:
+        yield from _read_json_lines(path, columns)
+    elif path.suffix in PARQUET:
+        yield from _read_parquet(path, columns)
+    else:
+        kinds = ", ".join(JSON_LINES + PARQUET)
+        raise ValueError(f"{path}: expected a file ending in {kinds}, found {path.suffix or 'no ending'!r}")
+
+
+def _read_json_lines(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}: line {number}"
+            try:
+                values = json.loads(line)
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{where}: expected UTF-8, found {error.reason}") from None
+            except json.JSONDecodeError as error:
+                found = f"{error.msg} at column {error.colno}"
+                raise ValueError(f"{where}: expected a JSON object, found {found}") from None
+            if not isinstance(values, dict):
+                raise ValueError(f"{where}: expected a JSON object, found a {type(values).__name__}")
+            _require(where, values, columns)
+            yield Row(where=where, values=values)
+
+
+def _read_parquet(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            _require(str(path), file.schema_arrow.names, columns)
+            for batch in file.iter_batches(batch_size=1024):
+                for values in batch.to_pylist():
+                    number += 1
+                    yield Row(where=f"{path}: row {number}", values=values)
+    except pyarrow.ArrowException as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{path}: row {number + 1}: expected Parquet, found {reason}") from None
+
+
+def _read_folder(path: Path, columns: Sequence[str], split: str | None) -> Iterator[Row]:
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        yield from _read_saved_dataset(path, columns, split)
+        return
+    files: dict[str, list[Path]] = {}
+    for file in sorted(path.rglob("*")):
+        hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+        if not hidden and file.is_file() and file.suffix in (".parquet", ".jsonl"):
+            files.setdefault(_split_of(file), []).append(file)
+    if not files:
+        raise ValueError(f"{path}: expected a dataset folder with .parquet or .jsonl files, found none")
+    for file in files[_choose_split(path, list(files), split)]:
+        yield from _read_file(file, columns)
+
+
+def _split_of(file: Path) -> str:
+    shard = SHARD_NAME.match(file.stem)
+    if shard is not None:
+        return shard["split"]
+    return file.stem if file.stem in SPLIT_NAMES else "train"
+
+
+def _read_saved_dataset(path: Path, columns: Sequence[str], split: str | None) -> Iterator[Row]:
+    import datasets  # slow to import, and most prompts are plain files
+
+    try:
+        saved = datasets.load_from_disk(str(path))
+    except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{path}: expected a saved dataset, found {str(error).splitlines()[0]}") from None
+    if isinstance(saved, datasets.DatasetDict):
+        saved = saved[_choose_split(path, list(saved), split)]
+    _require(str(path), saved.column_names, columns)
+    for number, values in enumerate(saved.with_format(None), start=1):
+        yield Row(where=f"{path}: row {number}", values=values)
+
+
+def _choose_split(path: Path, splits: Sequence[str], split: str | None) -> str:
+    if split is None and len(splits) == 1:
+        return splits[0]
+    if split not in splits:
+        found = f"the splits {', '.join(splits)}"
+        expected = f"prompts.split {split!r}" if split else "one split, or prompts.split to choose"
+        raise ValueError(f"{path}: expected {expected}, found {found}")
+    return split
+
+
+def _require(where: str, found: Iterable[str], columns: Sequence[str]) -> None:
+    for column in columns:
+        if column not in found:
+            names = ", ".join(found) or "no columns"
+            raise ValueError(f"{where}: expected the column {column!r}, found {names}")
