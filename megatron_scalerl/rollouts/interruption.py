@@ -1,0 +1,222 @@
+"""Forced interruption: where thinking is cut, which token is forced next, and what a finished completion was.
+
+Khatri et al. 2025, arXiv 2510.13786, section 2 ("Forced interruptions"): a completion that is still thinking
+after a random number of tokens gets a phrase that ends its thinking, and then a budget for its answer.
+
+The same rules run twice: `Forcing` inside the engine while a completion grows (O(1) a token), `tag` in the
+controller on the finished one. Both look at nothing but the tokens and the plan, so they cannot disagree; a
+property test holds them to it.
+
+    natural end   the closing tag stands, whole, within the first `cut` tokens
+    forced end    otherwise, if the policy wrote `cut` tokens: `phrase_ids` follow, one after another
+    answer        after either end at most `answer_budget` tokens, then `eos_id` is forced: truncated
+
+Departures: where the paper is silent, the forced end of sequence is dropped again (nobody sampled it), and
+a closing tag that only a forced token completes is not a natural end.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+def draw_cut(seed: int, group_id: int, index: int, low: int, high: int) -> int:
+    """The cut of one completion: uniform over low..high (tokens, both included), the same for the same numbers."""
+    if not 1 <= low <= high:
+        raise ValueError(f"interruption.thinking_tokens: expected 1 <= low <= high, found [{low}, {high}]")
+    return random.Random(f"cut/{seed}/{group_id}/{index}").randint(low, high)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What may be forced on one completion."""
+
+    cut: int
+    """Thinking tokens after which the phrase is forced, at least 1."""
+    phrase_ids: tuple[int, ...]
+    """Tokens of the phrase and of the closing tag, which is its end."""
+    think_end_ids: tuple[int, ...]
+    """Tokens of the closing tag, at least one."""
+    answer_budget: int
+    """Tokens after thinking has ended, an end of sequence by the policy among them."""
+    eos_id: int
+    """The token that ends a sequence."""
+
+    def __post_init__(self) -> None:
+        if self.cut < 1 or self.answer_budget < 1:
+            raise ValueError(
+                f"interruption: expected cut and answer budget of at least 1, found {self.cut}, {self.answer_budget}"
+            )
+        if not self.think_end_ids or self.phrase_ids[-len(self.think_end_ids) :] != self.think_end_ids:
+            raise ValueError(
+                f"interruption.phrase: expected tokens that end with those of the closing tag {self.think_end_ids}, "
+                f"found {self.phrase_ids}"
+            )
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest completion this plan allows, the forced end of sequence included."""
+        return self.cut + len(self.phrase_ids) + self.answer_budget + 1
+
+    def to_extra_args(self) -> dict[str, Any]:
+        """The plan as it travels in `sampling_params.extra_args` (JSON)."""
+        return {
+            "msrl_cut": self.cut,
+            "msrl_phrase": list(self.phrase_ids),
+            "msrl_think_end": list(self.think_end_ids),
+            "msrl_answer_budget": self.answer_budget,
+            "msrl_eos": self.eos_id,
+        }
+
+    @classmethod
+    def from_extra_args(cls, extra: dict[str, Any] | None) -> "Plan | None":
+        """The plan in a request's extra arguments, None if it has none. Raises ValueError if it is broken."""
+        if not extra or "msrl_cut" not in extra:
+            return None
+        try:
+            return cls(
+                cut=int(extra["msrl_cut"]),
+                phrase_ids=tuple(map(int, extra["msrl_phrase"])),
+                think_end_ids=tuple(map(int, extra["msrl_think_end"])),
+                answer_budget=int(extra["msrl_answer_budget"]),
+                eos_id=int(extra["msrl_eos"]),
+            )
+        except (KeyError, TypeError) as err:
+            raise ValueError(f"extra_args: expected a whole interruption plan, found {extra} ({err})") from None
+
+
+def plan_ids(tokenizer: Any, phrase: str, think_end: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(phrase_ids, think_end_ids) of a Hugging Face tokenizer, the tag's tokens closing the phrase's.
+
+    Raises ValueError if phrase or tag do not survive encoding and decoding.
+    """
+    ids = []
+    for key, text in (("interruption.phrase", phrase), ("prompts.think_end", think_end)):
+        tokens = tokenizer.encode(text, add_special_tokens=False) if text else []
+        back = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if back.strip() != text.strip():
+            raise ValueError(f"{key}: expected a text that survives encode and decode, {text!r}, found {back!r}")
+        ids.append(tuple(tokens))
+    if not ids[1]:
+        raise ValueError("prompts.think_end: expected at least one token, found none")
+    return ids[0] + ids[1], ids[1]
+
+
+def _failure_table(pattern: Sequence[int]) -> list[int]:
+    """Knuth-Morris-Pratt: length of the longest proper border of each prefix."""
+    table = [0] * len(pattern)
+    k = 0
+    for i in range(1, len(pattern)):
+        while k and pattern[i] != pattern[k]:
+            k = table[k - 1]
+        k += pattern[i] == pattern[k]
+        table[i] = k
+    return table
+
+
+class Forcing:
+    """The rule for one completion as it grows. Ask `next_token` before each token is sampled.
+
+    It keeps how far it has read, so the tokens may only grow between two calls; a list that is replaced by an
+    equal or longer one (preemption, pause) is fine.
+    """
+
+    __slots__ = ("_answer_start", "_matched", "_read", "_table", "plan")
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._table = _failure_table(plan.think_end_ids)
+        self._matched = 0
+        self._read = 0
+        self._answer_start = -1
+
+    def next_token(self, tokens: Sequence[int]) -> int | None:
+        """The token that must come next, or None if the policy is free.
+
+        tokens: [n] the completion so far, sampled and forced.
+        """
+        plan, n = self.plan, len(tokens)
+        if self._answer_start < 0:
+            self._read_thinking(tokens)
+        if self._answer_start < 0:
+            return plan.phrase_ids[0] if n == plan.cut else None
+        if n < self._answer_start:
+            return plan.phrase_ids[n - plan.cut]
+        return plan.eos_id if n >= self._answer_start + plan.answer_budget else None
+
+    def _read_thinking(self, tokens: Sequence[int]) -> None:
+        plan, tag = self.plan, self.plan.think_end_ids
+        until = min(len(tokens), plan.cut)
+        for i in range(self._read, until):
+            token = tokens[i]
+            while self._matched and tag[self._matched] != token:
+                self._matched = self._table[self._matched - 1]
+            self._matched += tag[self._matched] == token
+            if self._matched == len(tag):
+                self._answer_start = i + 1
+                return
+        self._read = until
+        if len(tokens) > plan.cut:
+            self._answer_start = plan.cut + len(plan.phrase_ids)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tags:
+    """What a finished completion was."""
+
+    loss_mask: tuple[bool, ...]
+    """[kept_length] False where a token was forced."""
+    interrupted: bool
+    """Thinking was cut and the phrase forced."""
+    truncated: bool
+    """A budget ended the completion before the policy did."""
+    answer_start: int | None
+    """Index of the first token after thinking, None if thinking never ended."""
+    kept_length: int
+    """Tokens that belong to the completion: a forced end of sequence does not."""
+
+
+def _natural_end(token_ids: Sequence[int], plan: Plan) -> int | None:
+    """Index after the first whole closing tag within the first `cut` tokens."""
+    tag_ids, width = plan.think_end_ids, len(plan.think_end_ids)
+    for end in range(width, min(len(token_ids), plan.cut) + 1):
+        if tuple(token_ids[end - width : end]) == tag_ids:
+            return end
+    return None
+
+
+def tag(token_ids: Sequence[int], plan: Plan) -> Tags:
+    """What was forced on a finished completion, and whether a budget ended it.
+
+    token_ids: [T] as the engine returned it, the forced end of sequence included. Raises ValueError if the
+    engine did not force what the plan says (it ran without the plugin, or with another plan).
+    """
+    length = kept = len(token_ids)
+    answer_start = _natural_end(token_ids, plan)
+    forced_until = plan.cut
+    truncated = False
+    if answer_start is None and length > plan.cut:
+        forced_until = min(length, plan.cut + len(plan.phrase_ids))
+        found = tuple(token_ids[plan.cut : forced_until])
+        if found != plan.phrase_ids[: len(found)]:
+            raise ValueError(f"completion tokens from {plan.cut}: expected the forced phrase, found {found}")
+        truncated = len(found) < len(plan.phrase_ids)
+        answer_start = None if truncated else forced_until
+    if answer_start is not None and length > answer_start + plan.answer_budget:
+        kept = answer_start + plan.answer_budget
+        if tuple(token_ids[kept:]) != (plan.eos_id,):
+            raise ValueError(
+                f"completion tokens from {kept}: expected the forced end of sequence {plan.eos_id}, "
+                f"found {tuple(token_ids[kept:])}"
+            )
+        truncated = True
+    return Tags(
+        loss_mask=tuple(not plan.cut <= i < forced_until for i in range(kept)),
+        interrupted=forced_until > plan.cut,
+        truncated=truncated,
+        answer_start=answer_start,
+        kept_length=kept,
+    )
