@@ -1,0 +1,198 @@
+"""The curriculum: every prompt once an epoch, solved ones never again, the same after a restart."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_scalerl.prompts.curriculum import Curriculum, CurriculumDry
+from megatron_scalerl.types import Prompt, RolloutGroup, Score
+
+
+def prompts(count):
+    return [
+        Prompt(prompt_id=f"id{index}", text=f"text{index}", answer="1", token_ids=(1,)) for index in range(count)
+    ]
+
+
+def draw_ids(curriculum, count):
+    return [curriculum.draw()[0].prompt_id for _ in range(count)]
+
+
+def test_every_epoch_is_another_shuffle_of_all_prompts():
+    curriculum = Curriculum(prompts(50), 1, None)
+    draws = [curriculum.draw() for _ in range(150)]
+    assert [epoch for _, epoch in draws] == [0] * 50 + [1] * 50 + [2] * 50
+    epochs = [[prompt.prompt_id for prompt, _ in draws[start : start + 50]] for start in (0, 50, 100)]
+    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_the_order_depends_on_prompts_seed_and_epoch_alone():
+    first = draw_ids(Curriculum(prompts(50), 1, 0.9), 50)
+    assert draw_ids(Curriculum(prompts(50)[::-1], 1, 0.9), 50) == first
+    assert draw_ids(Curriculum(prompts(50), 2, 0.9), 50) != first
+    scored = Curriculum(prompts(50), 1, 0.9)
+    scored.observe(first[0], 0.5)
+    draws = draw_ids(scored, 100)
+    assert draws == draw_ids(Curriculum(prompts(50), 1, 0.9), 100)
+
+
+def test_at_the_threshold_a_prompt_is_removed_and_below_it_is_not():
+    curriculum = Curriculum(prompts(2), 1, 0.9)
+    draw_ids(curriculum, 2)
+    curriculum.observe("id0", 0.9)
+    curriculum.observe("id1", 14 / 16)
+    assert draw_ids(curriculum, 5) == ["id1"] * 5
+    assert curriculum.removed == 1
+
+
+def test_without_a_threshold_solved_prompts_come_again():
+    curriculum = Curriculum(prompts(2), 1, None)
+    for identity in draw_ids(curriculum, 2):
+        curriculum.observe(identity, 1.0)
+    assert sorted(draw_ids(curriculum, 2)) == ["id0", "id1"]
+
+
+def test_a_group_scored_after_the_epoch_began_counts_at_the_draw():
+    curriculum = Curriculum(prompts(3), 1, 0.9)
+    draw_ids(curriculum, 3)
+    first, *rest = draw_ids(Curriculum(prompts(3), 1, None), 6)[3:]
+    assert draw_ids(curriculum, 1) == [first], "epoch 1 has begun"
+    curriculum.observe(rest[0], 1.0)  # the group of epoch 0 is scored only now
+    assert draw_ids(curriculum, 1) == [rest[1]]
+
+
+def test_the_latest_scored_group_decides_and_removal_is_for_good():
+    curriculum = Curriculum(prompts(2), 1, 0.9)
+    draw_ids(curriculum, 2)
+    curriculum.observe("id0", 1.0)
+    curriculum.observe("id0", 0.5)  # scored later, before the next draw of id0
+    assert sorted(draw_ids(curriculum, 2)) == ["id0", "id1"]
+    curriculum.observe("id0", 1.0)
+    assert draw_ids(curriculum, 3) == ["id1"] * 3
+    curriculum.observe("id0", 0.0)  # a straggler after the removal
+    assert draw_ids(curriculum, 3) == ["id1"] * 3
+
+
+def test_truncated_completions_count_as_wrong_in_what_is_observed():
+    """15 of 16 completions truncated and 1 right is 1/16, not 1/1."""
+    right = Score(correct=True, reward=1.0)
+    truncated = Score(correct=False, reward=-1.0, reason="truncated")
+    curriculum = Curriculum(prompts(1), 1, 0.9)
+    prompt, epoch = curriculum.draw()
+    group = RolloutGroup(
+        group_id=0,
+        prompt=prompt,
+        rollouts=(),
+        scores=(right,) + (truncated,) * 15,
+        first_token_version=0,
+        epoch=epoch,
+    )
+    assert group.pass_rate == 1 / 16
+    curriculum.observe(prompt.prompt_id, group.pass_rate)
+    assert curriculum.draw() == (prompt, 1)
+
+
+def test_a_dry_curriculum_says_why_and_stays_dry():
+    curriculum = Curriculum(prompts(3), 1, 0.9)
+    for identity in draw_ids(curriculum, 3):
+        curriculum.observe(identity, 1.0)
+    for _ in range(2):
+        with pytest.raises(CurriculumDry, match=r"all 3 prompts reached pass rate 0\.9"):
+            curriculum.draw()
+    limited = Curriculum(prompts(3), 1, 0.9, max_epochs=2)
+    draw_ids(limited, 6)
+    for _ in range(2):
+        with pytest.raises(CurriculumDry, match=r"curriculum\.max_epochs 2 reached"):
+            limited.draw()
+
+
+def test_a_dry_curriculum_is_dry_after_a_restart_too():
+    curriculum = Curriculum(prompts(3), 1, 0.9)
+    for identity in draw_ids(curriculum, 3):
+        curriculum.observe(identity, 1.0)
+    with pytest.raises(CurriculumDry):
+        curriculum.draw()
+    restored = restart(curriculum, 3, 0.9)
+    with pytest.raises(CurriculumDry):
+        restored.draw()
+
+
+def test_other_prompts_or_another_seed_are_refused():
+    state = Curriculum(prompts(3), 1, 0.9).state_dict()
+    with pytest.raises(ValueError, match="expected a checkpoint with seed 2, found 1"):
+        Curriculum(prompts(3), 2, 0.9).load_state_dict(state)
+    with pytest.raises(ValueError, match="expected a checkpoint with prompts"):
+        Curriculum(prompts(4), 1, 0.9).load_state_dict(state)
+
+
+def restart(curriculum, count, threshold):
+    """What a resume does: a new curriculum from the same prompts and the state as it was read from JSON."""
+    restored = Curriculum(prompts(count), 1, threshold)
+    restored.load_state_dict(json.loads(json.dumps(curriculum.state_dict())))
+    return restored
+
+
+def run_events(curriculum, events, restart_before, count, threshold):
+    """Outcomes of draws ("dry" included) and scores in the given order, with a restart before some of them.
+
+    An event is None for a draw, or (which, pass rate) that scores the which-th youngest drawn prompt.
+    """
+    outcomes = []
+    drawn = []
+    for number, event in enumerate(events):
+        if number in restart_before:
+            curriculum = restart(curriculum, count, threshold)
+        if event is None:
+            try:
+                prompt, epoch = curriculum.draw()
+                drawn.append(prompt.prompt_id)
+                outcomes.append((prompt.prompt_id, epoch))
+            except CurriculumDry:
+                outcomes.append("dry")
+        elif drawn:
+            which, pass_rate = event
+            curriculum.observe(drawn[-1 - which % len(drawn)], pass_rate)
+    return outcomes, curriculum.state_dict()
+
+
+EVENTS = st.lists(
+    st.one_of(st.none(), st.tuples(st.integers(0, 8), st.sampled_from([0.0, 0.5, 0.875, 0.9375, 1.0]))),
+    max_size=60,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    count=st.integers(1, 6),
+    threshold=st.sampled_from([0.9, None]),
+    events=EVENTS,
+    restart_before=st.sets(st.integers(0, 59)),
+)
+def test_interrupted_and_restored_equals_uninterrupted(count, threshold, events, restart_before):
+    whole = run_events(Curriculum(prompts(count), 1, threshold), events, set(), count, threshold)
+    parts = run_events(Curriculum(prompts(count), 1, threshold), events, restart_before, count, threshold)
+    assert parts == whole
+
+
+@settings(max_examples=200, deadline=None)
+@given(count=st.integers(1, 6), events=EVENTS)
+def test_no_draw_hands_out_a_prompt_whose_latest_group_was_solved(count, events):
+    """A model of one line checks every draw; and no prompt comes twice in an epoch."""
+    curriculum = Curriculum(prompts(count), 1, 0.9)
+    latest, drawn = {}, []
+    for event in events:
+        if event is None:
+            try:
+                prompt, epoch = curriculum.draw()
+            except CurriculumDry:
+                continue
+            assert latest.get(prompt.prompt_id, 0.0) < 0.9
+            assert (prompt.prompt_id, epoch) not in drawn
+            drawn.append((prompt.prompt_id, epoch))
+        elif drawn:
+            identity = drawn[-1 - event[0] % len(drawn)][0]
+            latest[identity] = event[1]
+            curriculum.observe(identity, event[1])

@@ -1,0 +1,229 @@
+"""Prompts files become the same prompts whatever their format, and every mistake in one is a line that says where."""
+
+import json
+import random
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from megatron_scalerl.prompts.dataset import load_prompts, prompt_id, split_held_out
+from megatron_scalerl.recipe import PromptsSection
+from megatron_scalerl.tiny.task import prompt_rows
+from megatron_scalerl.tiny.tokenizer import build_tokenizer
+
+ROWS = [{"prompt": "7;+2=", "answer": "9", "level": 1}, {"prompt": "3;*3;-2=", "answer": "7", "level": 2}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def section(path, **values):
+    return PromptsSection(path=str(path), **{"held_out": 0, **values})
+
+
+def save_file(path, rows):
+    path.parent.mkdir(exist_ok=True)
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        write_jsonl(path, rows)
+    return path
+
+
+def save_parts(folder, rows):
+    for index, row in enumerate(rows):
+        save_file(folder / f"part{index}.jsonl", [row])
+    return folder
+
+
+def save_hub_shards(folder, rows):
+    for index, row in enumerate(rows):
+        save_file(folder / f"train-{index:05}-of-{len(rows):05}.parquet", [row])
+    return folder
+
+
+def save_dataset(folder, rows):
+    datasets.Dataset.from_list(rows).save_to_disk(folder)
+    return folder
+
+
+def save_dataset_of_splits(folder, rows):
+    datasets.DatasetDict(train=datasets.Dataset.from_list(rows)).save_to_disk(folder)
+    return folder
+
+
+FORMATS = {
+    "p.jsonl": save_file,
+    "p.parquet": save_file,
+    "parts": save_parts,
+    "hub": save_hub_shards,
+    "saved": save_dataset,
+    "splits": save_dataset_of_splits,
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_gives_the_same_prompts(name, tokenizer, tmp_path):
+    prompts = load_prompts(tokenizer, section(FORMATS[name](tmp_path / name, ROWS)))
+    assert [prompt.text for prompt in prompts.training] == ["7;+2=", "3;*3;-2="]
+    assert [prompt.answer for prompt in prompts.training] == ["9", "7"]
+    assert [prompt.extra for prompt in prompts.training] == [{"level": 1}, {"level": 2}]
+    assert prompts.training[0].token_ids == (1, 13, 20, 16, 8, 19, 3)
+    assert prompts.report.lines() == ["prompts: 2 rows, 2 to train on, 0 held out"]
+
+
+def test_named_columns_numbers_as_answers_and_the_template(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "p.jsonl", [{"problem": "7;+2=", "solution": 9}])
+    prompts = load_prompts(
+        tokenizer,
+        section(path, prompt_column="problem", answer_column="solution", prompt_template="1{prompt}{2}"),
+    )
+    (prompt,) = prompts.training
+    assert (prompt.text, prompt.answer) == ("7;+2=", "9")
+    assert tokenizer.decode(prompt.token_ids) == "<bos>17;+2=<unk>2<unk><think>", "braces stay as they are"
+
+
+def test_the_prompt_id_is_the_hash_of_text_and_answer(tokenizer, tmp_path):
+    rows = [*ROWS, {"prompt": "7;+2=", "answer": "8"}]
+    prompts = load_prompts(tokenizer, section(write_jsonl(tmp_path / "p.jsonl", rows), think_start=""))
+    assert len({prompt.prompt_id for prompt in prompts.training}) == 3
+    assert prompts.training[0].prompt_id == prompt_id("7;+2=", "9") == "a145e8825636e8d8"
+
+
+def test_first_token_prefill_and_chat_template(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "p.jsonl", ROWS[:1])
+
+    def ids(**values):
+        return load_prompts(tokenizer, section(path, **values)).training[0].token_ids
+
+    assert ids() == (1, 13, 20, 16, 8, 19, 3)
+    assert ids(add_bos=False) == (13, 20, 16, 8, 19, 3)
+    assert ids(think_start="") == (1, 13, 20, 16, 8, 19)
+    assert ids(chat_template=True) == (1, 13, 20, 16, 8, 19, 3), "the template's own <bos> is not doubled"
+    assert ids(prompt_template="{prompt}<think>") == ids(), "nor is a tag that opens thinking already"
+
+
+def test_a_tokenizer_without_chat_template_and_a_template_without_prompt_are_refused(tmp_path):
+    bare = build_tokenizer()
+    bare.chat_template = None
+    path = write_jsonl(tmp_path / "p.jsonl", ROWS)
+    with pytest.raises(ValueError, match=r"prompts\.chat_template: expected a tokenizer with a chat template"):
+        load_prompts(bare, section(path, chat_template=True))
+    with pytest.raises(ValueError, match=r"prompts\.prompt_template: expected a text with \{prompt\}, found 'Q:'"):
+        load_prompts(bare, section(path, prompt_template="Q:"))
+
+
+def test_duplicates_and_long_prompts_are_left_out_counted_and_named(tokenizer, tmp_path):
+    rows = [ROWS[0], ROWS[1], ROWS[0], {"prompt": "3;+1;-1;+1=", "answer": "4"}]
+    path = write_jsonl(tmp_path / "p.jsonl", rows)
+    prompts = load_prompts(tokenizer, section(path, max_prompt_tokens=10))
+    assert [prompt.text for prompt in prompts.training] == ["7;+2=", "3;*3;-2="]
+    assert prompts.report.duplicates == 1
+    assert prompts.report.too_long == (f"{path}: line 4: 13 tokens, at most 10 allowed",)
+    assert prompts.report.lines()[1:] == [
+        "prompts: 1 duplicates left out",
+        "prompts: 1 too long and skipped:",
+        f"  {path}: line 4: 13 tokens, at most 10 allowed",
+    ]
+    with pytest.raises(ValueError, match="expected a prompt of at most 6 tokens"):
+        load_prompts(tokenizer, section(path, max_prompt_tokens=6))
+
+
+@pytest.mark.parametrize("held_out", [30, 0.15])
+def test_the_split_does_not_depend_on_the_order(held_out, tokenizer, tmp_path):
+    rows = list(prompt_rows(1, 200, held_out=False))
+    first = load_prompts(tokenizer, section(write_jsonl(tmp_path / "a.jsonl", rows), held_out=held_out))
+    random.Random(1).shuffle(rows)
+    second = load_prompts(tokenizer, section(write_jsonl(tmp_path / "b.jsonl", rows), held_out=held_out))
+    assert first.held_out == second.held_out
+    assert {p.prompt_id for p in first.training} == {p.prompt_id for p in second.training}
+    assert {p.text for p in first.training}.isdisjoint(p.text for p in first.held_out)
+    assert len(first.training) + len(first.held_out) == 200
+    if held_out == 30:
+        assert len(first.held_out) == 30
+    else:
+        assert 15 <= len(first.held_out) <= 45
+
+
+def test_a_number_takes_the_smallest_hashes_and_keeps_one_text_together(tokenizer, tmp_path):
+    rows = [{"prompt": f"{d};+1=", "answer": a} for d in range(1, 9) for a in ("x", "y")]
+    prompts = load_prompts(tokenizer, section(write_jsonl(tmp_path / "p.jsonl", rows))).training
+    _, three = split_held_out(prompts, 3)
+    _, four = split_held_out(prompts, 4)
+    assert len(three) == 6
+    assert {p.text for p in three} < {p.text for p in four}
+    assert len({p.text for p in four}) == 4
+
+
+def test_a_file_of_held_out_prompts_takes_its_texts_out_of_training(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "p.jsonl", ROWS)
+    held_out = write_jsonl(tmp_path / "h.jsonl", [{"prompt": "7;+2=", "answer": "09"}])
+    prompts = load_prompts(tokenizer, section(path, held_out_path=held_out, held_out=1000))
+    assert [prompt.text for prompt in prompts.training] == ["3;*3;-2="]
+    assert [prompt.text for prompt in prompts.held_out] == ["7;+2="]
+    assert prompts.report.leaked == 1
+
+
+def test_a_split_that_leaves_nothing_to_train_on_is_refused(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "p.jsonl", ROWS)
+    with pytest.raises(ValueError, match=r"prompts\.held_out: expected fewer than the 2 prompts of .*found 2"):
+        load_prompts(tokenizer, section(path, held_out=1000))
+
+
+GOOD = json.dumps(ROWS[0])
+BROKEN_FILES = {
+    "empty": ("p.jsonl", "", r"p\.jsonl: expected at least one prompt, found an empty file"),
+    "broken line": ("p.jsonl", f"{GOOD}\n\n{{'prompt'\n", r"p\.jsonl: line 3: expected a JSON object, found Expect"),
+    "a list": ("p.json", f"[{GOOD}]", r"p\.json: line 1: expected a JSON object, found a list"),
+    "no column": (
+        "p.jsonl",
+        f'{GOOD}\n{{"prompt": "1;+1=", "anwser": 2}}',
+        r"p\.jsonl: line 2: expected the column 'answer', found prompt, anwser",
+    ),
+    "no answer": ("p.jsonl", '{"prompt": "1", "answer": null}', r"line 1: expected a text or a number in 'answer'"),
+    "empty text": ("p.jsonl", '{"prompt": " ", "answer": 1}', r"line 1: expected a text in 'prompt', found an empty"),
+    "surrogate": ("p.jsonl", '{"prompt": "\\ud800", "answer": 1}', r"line 1: .* found half of a surrogate pair"),
+    "other ending": ("p.csv", "prompt,answer", r"p\.csv: expected a file ending in \.jsonl, .*, found '\.csv'"),
+    "not parquet": ("p.parquet", "PAR1", r"p\.parquet: row 1: expected Parquet, found"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_FILES)
+def test_a_broken_file_is_one_line_that_says_where(case, tokenizer, tmp_path):
+    name, content, message = BROKEN_FILES[case]
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_prompts(tokenizer, section(tmp_path / name))
+    assert "\n" not in str(caught.value)
+
+
+def test_bytes_that_are_not_utf8_are_named_with_their_line(tokenizer, tmp_path):
+    (tmp_path / "p.jsonl").write_bytes(GOOD.encode() + b'\n{"prompt": "\xff", "answer": 1}\n')
+    with pytest.raises(ValueError, match=r"p\.jsonl: line 2: expected UTF-8"):
+        load_prompts(tokenizer, section(tmp_path / "p.jsonl"))
+
+
+def test_missing_paths_columns_and_splits_are_named(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match=r"absent\.jsonl: expected a prompts file or folder, found nothing"):
+        load_prompts(tokenizer, section(tmp_path / "absent.jsonl"))
+    with pytest.raises(ValueError, match=r"expected a dataset folder with \.parquet or \.jsonl files, found none"):
+        load_prompts(tokenizer, section(tmp_path))
+    save_file(tmp_path / "p.parquet", ROWS)
+    with pytest.raises(ValueError, match="expected the column 'problem', found prompt, answer, level"):
+        load_prompts(tokenizer, section(tmp_path / "p.parquet", prompt_column="problem"))
+    for name in ("train", "test"):
+        save_file(tmp_path / "two" / f"{name}.jsonl", ROWS[:1] if name == "train" else ROWS[1:])
+    with pytest.raises(ValueError, match=r"expected one split, or prompts\.split to choose, found the splits"):
+        load_prompts(tokenizer, section(tmp_path / "two"))
+    with pytest.raises(ValueError, match=r"expected prompts\.split 'dev', found the splits test, train"):
+        load_prompts(tokenizer, section(tmp_path / "two", split="dev"))
+    assert load_prompts(tokenizer, section(tmp_path / "two", split="test")).training[0].answer == "7"

@@ -1,0 +1,66 @@
+"""Think tags may take several tokens, but tokenizer and model must agree on them."""
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_scalerl.prompts.dataset import check_think_tags, check_vocabulary
+from megatron_scalerl.recipe import PAPER_PHRASE
+from megatron_scalerl.tiny.tokenizer import build_tokenizer
+
+
+def character_tokenizer(characters):
+    """One token per character of `characters`; any other character is lost in <unk>."""
+    vocabulary = {character: index for index, character in enumerate(dict.fromkeys(characters))}
+    vocabulary["<unk>"] = len(vocabulary)
+    inner = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    inner.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
+
+
+def test_tags_of_one_token():
+    tokens = check_think_tags(build_tokenizer(), "<think>", "</think>", PAPER_PHRASE)
+    assert (tokens.start_ids, tokens.end_ids, tokens.phrase_ids) == ((3,), (4,), (5,))
+
+
+def test_tags_of_several_tokens_are_fine():
+    tokens = check_think_tags(character_tokenizer("<>/thinkOaydone ."), "<think>", "</think>", "Okay. done")
+    assert len(tokens.start_ids) == 7
+    assert tokens.end_ids == (0, 2, 3, 4, 5, 6, 7, 1)
+    assert len(tokens.phrase_ids) == 10
+
+
+def test_tags_that_do_not_survive_are_refused():
+    lossy = character_tokenizer("<>think")
+    with pytest.raises(ValueError, match=r"prompts\.think_end: .*found '</think>' -> '<<unk>think>'"):
+        check_think_tags(lossy, "<think>", "</think>", "")
+    with pytest.raises(ValueError, match=r"prompts\.think_start: expected a text that survives"):
+        check_think_tags(lossy, "<Think>", "<think>", "")
+    with pytest.raises(ValueError, match=r"interruption\.phrase: .*found 'think!' -> 'think<unk>'"):
+        check_think_tags(lossy, "<think>", "<think>", "think!")
+
+
+def test_only_the_closing_tag_is_needed():
+    assert check_think_tags(build_tokenizer(), "", "</think>", "").start_ids == ()
+    with pytest.raises(ValueError, match=r"prompts\.think_end: expected a tag that closes thinking"):
+        check_think_tags(build_tokenizer(), "<think>", "", "")
+
+
+def test_blanks_of_the_phrase_may_move():
+    assert check_think_tags(build_tokenizer(), "", "</think>", f"{PAPER_PHRASE} </think>").phrase_ids == (5, 4)
+
+
+def test_a_padded_model_vocabulary_is_fine_and_a_small_one_is_not():
+    tokenizer = build_tokenizer()
+    check_vocabulary(tokenizer, 64)
+    check_vocabulary(tokenizer, 22)
+    with pytest.raises(ValueError, match="expected a vocabulary of at least 22, the tokenizer's, found 21 in"):
+        check_vocabulary(tokenizer, 21)
+
+
+def test_holes_in_the_vocabulary_count():
+    inner = Tokenizer(models.WordLevel(vocab={"a": 0, "<unk>": 9}, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
+    with pytest.raises(ValueError, match="at least 10"):
+        check_vocabulary(tokenizer, 9)
