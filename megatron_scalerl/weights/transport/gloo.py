@@ -1,0 +1,149 @@
+"""The broadcast group over gloo, and the framing that every backend shares.
+
+One update on the wire, each line one broadcast from rank 0:
+
+    header    int64 [4]: magic, version, number of buckets, first 63 bits of the manifest's digest
+    bucket    uint8 [nbytes + 8]: the packed parameters, then the digest of these bytes
+    ...
+
+The group is a process group of its own, on a store of its own; neither the trainer's nor the engine's default
+group is touched. The store's keys carry the run's secret.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_scalerl.weights.digest import combine, digest
+from megatron_scalerl.weights.manifest import Bucket, Manifest, ParamMeta, buckets, manifest_digest
+
+MAGIC = 0x4D53524C
+"""First word of every header: anything else means that the two sides do not stand at the same place."""
+
+
+class Group:
+    """A broadcast group with the trainer's sending rank as rank 0."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, spec: dict[str, Any], rank: int) -> None:
+        """Join; returns when all are there. Raises RuntimeError (or torch's DistError) after timeout_s."""
+        self.timeout = timedelta(seconds=float(spec["timeout_s"]))
+        self.bucket_mib = int(spec["bucket_mib"])
+        host, port, world = str(spec["host"]), int(spec["port"]), int(spec["world_size"])
+        self._store = dist.TCPStore(
+            host, port, world, is_master=rank == 0, timeout=self.timeout, wait_for_workers=False
+        )
+        prefix = dist.PrefixStore(f"msrl/{spec['secret']}", self._store)
+        self._group: Any = self._make(prefix, rank, world)
+
+    def _make(self, store: dist.Store, rank: int, world: int) -> Any:
+        return dist.ProcessGroupGloo(store, rank, world, self.timeout)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Rank 0's tensor to all. Raises RuntimeError if the group is closed, breaks or times out."""
+        if self._group is None:
+            raise RuntimeError("the group of the weight update is closed")
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, self.timeout
+        self._group.broadcast([tensor], options).wait(self.timeout)
+
+    def close(self) -> None:
+        """Leave; the others' pending broadcasts fail at once."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort() if hasattr(group, "abort") else None
+        self._store = None
+
+
+class GlooSender:
+    """The trainer's end over gloo; see `transport.Sender`."""
+
+    group_cls: type[Group] = Group
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.group = self.group_cls(spec, rank=0)
+
+    def send(self, tensors: Iterator[tuple[str, torch.Tensor]], manifest: Manifest, version: int) -> dict[str, Any]:
+        """Send one update; see `transport.Sender`."""
+        start, digests, sent = time.perf_counter(), [], 0
+        plan = list(buckets(manifest, self.group.bucket_mib))
+        tensors = iter(tensors)
+        try:
+            self.group.broadcast(header(manifest, version, len(plan)).to(self.group.device))
+            for bucket in plan:
+                packed = self._pack(bucket, tensors)
+                digests.append(read_digest(packed))
+                self._ship(packed)
+                sent += bucket.nbytes
+            if (extra := next(tensors, None)) is not None:
+                raise ValueError(f"weights: expected the manifest's parameters, found {extra[0]} after the last")
+        except BaseException:
+            self.close()
+            raise
+        return {"seconds": time.perf_counter() - start, "bytes": sent, "digest": combine(digests)}
+
+    def close(self) -> None:
+        """Leave the group."""
+        self.group.close()
+
+    def _pack(self, bucket: Bucket, tensors: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
+        packed = torch.zeros(bucket.nbytes + 8, dtype=torch.uint8, device=self.group.device)
+        for slot in bucket.slots:
+            name, tensor = next(tensors, ("nothing", torch.empty(0)))
+            found = ParamMeta(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+            if found != slot.meta:
+                raise ValueError(f"weights: expected {slot.meta}, found {found}")
+            place = packed[slot.offset : slot.offset + slot.meta.nbytes]
+            place.copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
+        packed[-8:].view(torch.int64).fill_(_as_int64(digest(packed[:-8])))
+        return packed
+
+    def _ship(self, packed: torch.Tensor) -> None:
+        self.group.broadcast(packed)
+
+
+def receive(group: Group, manifest: Manifest, version: int, digests: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of one update in the manifest's order, every bucket checked before its first parameter.
+
+    digests: filled with the digest of each bucket. The tensors stay valid: each bucket has memory of its own.
+    Raises RuntimeError if the sender is at another place or the bytes are not the ones it packed.
+    """
+    plan = list(buckets(manifest, group.bucket_mib))
+    expected = header(manifest, version, len(plan)).tolist()
+    head = torch.zeros(len(expected), dtype=torch.int64, device=group.device)
+    group.broadcast(head)
+    if head.tolist() != expected:
+        raise RuntimeError(f"weight update: expected the header {expected}, found {head.tolist()}")
+    for number, bucket in enumerate(plan):
+        packed = torch.empty(bucket.nbytes + 8, dtype=torch.uint8, device=group.device)
+        group.broadcast(packed)
+        sent, found = read_digest(packed), digest(packed[:-8])
+        if sent != found:
+            raise RuntimeError(
+                f"weight update: bucket {number} of {len(plan)}: expected digest {sent:016x}, found {found:016x}"
+            )
+        digests.append(found)
+        for slot in bucket.slots:
+            piece = packed[slot.offset : slot.offset + slot.meta.nbytes]
+            yield slot.meta.name, piece.view(getattr(torch, slot.meta.dtype)).view(slot.meta.shape)
+
+
+def header(manifest: Manifest, version: int, count: int) -> torch.Tensor:
+    """[4] int64: magic, version, buckets, fingerprint of the manifest."""
+    return torch.tensor([MAGIC, version, count, int(manifest_digest(manifest)[:16], 16) >> 1], dtype=torch.int64)
+
+
+def read_digest(packed: torch.Tensor) -> int:
+    """The digest that the sender wrote behind a bucket's bytes."""
+    return int(packed[-8:].view(torch.int64)[0]) & ((1 << 64) - 1)
+
+
+def _as_int64(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value

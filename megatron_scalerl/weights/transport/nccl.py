@@ -1,0 +1,34 @@
+"""The broadcast group over NCCL: the framing of `transport.gloo` with buckets in device memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_scalerl.weights.transport.gloo import GlooSender, Group
+
+
+class NcclGroup(Group):
+    """A broadcast group on GPUs; each member uses its current device."""
+
+    def __init__(self, spec: dict[str, Any], rank: int) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        super().__init__(spec, rank)
+
+    def _make(self, store: dist.Store, rank: int, world: int) -> Any:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self.timeout
+        return dist.ProcessGroupNCCL(store, rank, world, options)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Rank 0's tensor to all, and wait until it is there. Raises RuntimeError."""
+        super().broadcast(tensor)
+        torch.cuda.synchronize(self.device)
+
+
+class NcclSender(GlooSender):
+    """The trainer's end over NCCL; see `transport.Sender`."""
+
+    group_cls = NcclGroup

@@ -1,0 +1,156 @@
+"""The engine's end of a weight update: vLLM's weight-transfer protocol over our wire.
+
+    init_weight_transfer_engine   join the group, learn the manifest
+    start_weight_update           vLLM's layerwise reload takes the parameters off
+    update_weights                receive, check every bucket, load
+    finish_weight_update          vLLM's layerwise reload puts the new parameters in their old places
+
+An update that breaks leaves the parameters half loaded. The next `start` takes that back first, so that a
+whole later update is loaded as if the broken one had never begun; until then the model must not run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+
+from megatron_scalerl.weights.digest import combine
+from megatron_scalerl.weights.manifest import Manifest, from_json
+from megatron_scalerl.weights.transport.gloo import Group, receive
+from megatron_scalerl.weights.transport.nccl import NcclGroup
+
+
+@dataclass
+class ConnectInfo(WeightTransferInitInfo):
+    """Body of /init_weight_transfer_engine: the sender's spec, our first rank, and the manifest."""
+
+    backend: str
+    host: str
+    port: int
+    world_size: int
+    bucket_mib: int
+    timeout_s: float
+    secret: str
+    rank_offset: int
+    manifest: str
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """Body of /update_weights."""
+
+    version: int
+
+
+class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
+    """One worker's end over gloo."""
+
+    init_info_cls = ConnectInfo
+    update_info_cls = UpdateInfo
+    group_cls: ClassVar[type[Group]] = Group
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.digest = ""
+        self._group: Group | None = None
+        self._manifest: Manifest = ()
+
+    def init_transfer_engine(self, init_info: ConnectInfo) -> None:
+        """Join the sender's group, leaving an earlier one."""
+        self.shutdown()
+        self._manifest = from_json(init_info.manifest)
+        parallel = self.parallel_config
+        rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + get_world_group().rank
+        self._group = self.group_cls(vars(init_info), rank)
+
+    def start_weight_update(self) -> None:
+        """Take the parameters off, a broken update's leavings first."""
+        self._abandon()
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive and load one whole update.
+
+        The base class then synchronises an accelerator, which a CPU build of torch refuses.
+        """
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Every name of the manifest once, every parameter of the model from it. Raises RuntimeError."""
+        if self._group is None:
+            raise RuntimeError("weight update: expected a connection to the trainer, found none")
+        self.digest = ""
+        expected = {name for name, _ in self.model.named_parameters()}
+        digests: list[int] = []
+        taken: list[str] = []
+
+        def counted() -> Any:
+            for name, tensor in receive(self._group, self._manifest, update_info.version, digests):
+                taken.append(name)
+                yield name, tensor
+
+        try:
+            loaded = self.model.load_weights(counted())
+            if taken != [meta.name for meta in self._manifest]:
+                raise RuntimeError(f"weight update: expected {len(self._manifest)} parameters, took {len(taken)}")
+            if loaded is not None and (missing := sorted(expected - loaded)):
+                raise RuntimeError(f"weight update: expected every parameter of the model, missing {missing[:3]}")
+            self._refuse_gaps()
+        except BaseException:
+            self.shutdown()
+            raise
+        self.digest = combine(digests)
+
+    def finish_weight_update(self) -> None:
+        """Put the new parameters in place."""
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def _refuse_gaps(self) -> None:
+        """A fused layer of which only a part came would keep its old rest without a word."""
+        for name, layer in self.model.named_modules():
+            info = get_layerwise_info(layer)
+            if info.can_load() and 0 < info.load_numel < self._loadable(layer, info.load_numel_total or 0):
+                raise RuntimeError(
+                    f"weight update: {name}: expected {info.load_numel_total} values, found {info.load_numel}"
+                )
+
+    @staticmethod
+    def _loadable(layer: torch.nn.Module, total: int) -> int:
+        """Values a checkpoint holds for a layer: vLLM pads vocabularies beyond it."""
+        indices = getattr(layer, "shard_indices", None)
+        if indices is None:
+            return total
+        rows = indices.num_org_elements + indices.num_added_elements
+        return total * rows // indices.num_elements_padded
+
+    def _abandon(self) -> None:
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                if info.kernel_tensors is not None:
+                    _place_kernel_tensors(layer, info)
+                info.reset()
+
+
+class NcclReceiver(GlooReceiver):
+    """One worker's end over NCCL."""
+
+    group_cls = NcclGroup
