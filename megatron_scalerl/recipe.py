@@ -138,6 +138,8 @@ class AdvantagesSection(Section):
 class FiltersSection(Section):
     zero_variance: bool = True
     """Drop groups whose rewards are all equal, without refill (section 3.2 of the paper)."""
+    max_empty_batches: PositiveInt = 50
+    """The run ends after this many batches in a row with nothing left to train on."""
 
 
 class LossSection(Section):
@@ -274,6 +276,8 @@ class SftSection(Section):
     """AdamW betas of the warm start."""
     eps: PositiveFloat = 1e-8
     """AdamW epsilon of the warm start."""
+    threads: PositiveInt = 2
+    """CPU threads of the warm start, which runs before there are engines."""
 
 
 class Recipe(Section):
