@@ -3,11 +3,12 @@
 It charges what was held, not what was busy: devices x wall time, idle time included, from the moment the
 processes exist. On GPUs a device is a GPU and the unit is GPU-hours; without GPUs a device is one trainer
 or engine process and the unit says so: device-hours. The forecast's axis is the sum of the roles
-`trainer` and `engine` in the lineage of the checkpoint that the run goes on from; validation is a role of
-its own and so is what a crash made void (`lost`).
+`trainer` and `engine` in the lineage of the checkpoint that the run goes on from; the time until the first
+weights are served (`startup`), validation, and what a crash made void (`lost`) are roles of their own.
 
-While a validation runs on the engines, their time is split between `validation` and `engine` by the
-tokens that each generated in that window. (Khatri et al. 2025 count steps x a constant per setup.)
+While a validation runs, the engines' time is split between `validation` and `engine` by the tokens that
+each generated in that window; the trainer's time goes to `validation` while it stands still because a
+validation pins the version. (Khatri et al. 2025 count steps x a constant per setup.)
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Role = Literal["trainer", "engine", "validation", "lost"]
+Role = Literal["startup", "trainer", "engine", "validation", "lost"]
 Unit = Literal["gpu_hours", "device_hours"]
 
 

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,6 +69,7 @@ class Metrics:
         run_dir = Path(run_dir)
         self._steps = run_dir / "metrics.jsonl"
         self._validations = run_dir / "validation.jsonl"
+        self._by_prompt = run_dir / "validation_by_prompt.jsonl"
         self._sinks: list[Sink] = []
         if importlib.util.find_spec("tensorboard"):
             self._sinks.append(TensorBoardSink(run_dir))
@@ -80,15 +81,16 @@ class Metrics:
         _append(self._steps, {"step": step, **record})
         self._to_sinks(step, record)
 
-    def validation(self, result: PassRate) -> None:
-        """Append one validation."""
+    def validation(self, result: PassRate, by_prompt: Sequence[float]) -> None:
+        """Append one validation, and each held-out prompt's own pass rate for paired comparisons."""
         row = asdict(result)
+        _append(self._by_prompt, {"step": result.step, "by_prompt": list(by_prompt)})
         _append(self._validations, row)
         self._to_sinks(result.step, {f"validation/{k}": v for k, v in row.items() if k != "step"})
 
     def roll_back(self, step: int) -> None:
         """Drop records of later steps: they are made again."""
-        for path in (self._steps, self._validations):
+        for path in (self._steps, self._validations, self._by_prompt):
             if path.exists():
                 rows = [r for r in read_jsonl(path) if r["step"] <= step]
                 temporary = path.with_suffix(".tmp")

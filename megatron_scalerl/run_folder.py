@@ -20,6 +20,7 @@ import yaml
 
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe_file import RecipeError, dump_recipe
+from megatron_scalerl.trainer import commit
 
 MAY_CHANGE = frozenset({"steps", "checkpoint.every_steps", "checkpoint.keep", "forecast.fit_until_share"})
 """Keys that a restart may change without being another run."""
@@ -41,6 +42,21 @@ class RunFolder:
         temporary.write_text(dump_recipe(recipe), encoding="utf8")
         os.replace(temporary, self.recipe_file)
         self.run_id, self.incarnation = self._begin_life()
+
+    def checkpoint(self, step: int) -> Path:
+        """Where the checkpoint of this step goes."""
+        return commit.checkpoint_path(self.path / "checkpoints", step)
+
+    def latest_checkpoint(self) -> Path | None:
+        """The newest whole checkpoint. Raises ValueError naming a file of it that is missing."""
+        found = commit.latest(self.path / "checkpoints")
+        if found is not None:
+            commit.read_commit(found)
+        return found
+
+    def keep_checkpoints(self, keep: int) -> None:
+        """Delete all but the newest `keep` checkpoints."""
+        commit.prune(self.path / "checkpoints", keep)
 
     def close(self) -> None:
         """Let another controller in."""

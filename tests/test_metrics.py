@@ -22,7 +22,8 @@ def test_records_roll_back_and_sinks(tmp_path):
             truncated_share=0.0,
             interrupted_share=0.5,
             mean_completion_tokens=7.0,
-        )
+        ),
+        by_prompt=[0.0, 0.5, 0.5, 0.0],
     )
     metrics.roll_back(1)
     metrics.step(2, {"loss": 9.0})

@@ -19,6 +19,7 @@ Khatri et al. 2025, section 2 (PipelineRL, k = 8); the staleness rules are prove
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 from megatron_scalerl.prompts.curriculum import Curriculum, CurriculumDry
@@ -50,6 +51,8 @@ class RolloutStream:
         """Completions finished since the start of this process."""
         self.generated_tokens = 0
         """Tokens of these completions."""
+        self._idle_since: float | None = None
+        self._idle_seconds = 0.0
         self._curriculum = curriculum
         self._load = dict.fromkeys(engines, 0)
         self._sampler = sampler
@@ -115,6 +118,13 @@ class RolloutStream:
         """Finished groups that wait for a batch."""
         return self._gate.ready
 
+    def take_idle_seconds(self) -> float:
+        """Seconds since the last call in which the bound on staleness left the engines without work."""
+        idle = self._idle_seconds + (time.monotonic() - self._idle_since if self._idle_since is not None else 0.0)
+        self._idle_seconds = 0.0
+        self._idle_since = time.monotonic() if self._idle_since is not None else None
+        return idle
+
     async def close(self) -> None:
         """Stop admission and cancel what is in flight."""
         tasks = [*self._tasks, *([self._admission] if self._admission else [])]
@@ -136,6 +146,9 @@ class RolloutStream:
                     assert engine is not None
                     self._gate.start(group_id, self.policy_version)
                     self._load[engine] += self._group_size
+                    if self._idle_since is not None:
+                        self._idle_seconds += time.monotonic() - self._idle_since
+                        self._idle_since = None
                 task = asyncio.create_task(self._group(engine, group_id, prompt, epoch), name=f"group {group_id}")
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
@@ -197,6 +210,8 @@ class RolloutStream:
         self.generated_tokens += len(result[0].token_ids)
         async with self._changed:
             self._load[engine] -= 1
+            if not any(self._load.values()):
+                self._idle_since = time.monotonic()
             self._changed.notify_all()
         return result
 

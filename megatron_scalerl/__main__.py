@@ -1,0 +1,73 @@
+"""The command line: `python -m megatron_scalerl train | sft | report ...`.
+
+Exit codes: 0 done, 1 a process or an update failed (start again to go on from the last checkpoint), 2 a
+mistake in what was given (one line says which).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = _parser().parse_args(argv)
+    console = Console()
+    try:
+        return arguments.command(arguments, console)
+    except ValueError as mistake:
+        print(f"megatron_scalerl: {mistake}", file=sys.stderr)
+        return 2
+    except (RuntimeError, OSError) as failure:
+        print(f"megatron_scalerl: {failure}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m megatron_scalerl", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    train = commands.add_parser("train", help="run a recipe on this machine, or go on with it")
+    train.set_defaults(command=_train)
+    sft = commands.add_parser("sft", help="warm-start the recipe's policy on examples")
+    sft.add_argument("--out", required=True, help="Hugging Face folder to write")
+    sft.set_defaults(command=_sft)
+    for command in (train, sft):
+        command.add_argument("recipe", help="recipe file (YAML)")
+        command.add_argument("overrides", nargs="*", metavar="key=value", help="settings over the recipe's")
+    report = commands.add_parser("report", help="what a run gained, what it cost, how its forecast met it")
+    report.add_argument("run_dir", help="folder of the run")
+    report.set_defaults(command=_report)
+    return parser
+
+
+def _train(arguments: argparse.Namespace, console: Console) -> int:
+    from megatron_scalerl.recipe_file import load_recipe
+    from megatron_scalerl.train import train
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    reason = train(recipe, console)
+    console.print(f"{recipe.run_dir}: {reason}", highlight=False)
+    return 0
+
+
+def _sft(arguments: argparse.Namespace, console: Console) -> int:
+    from megatron_scalerl.recipe_file import load_recipe
+    from megatron_scalerl.sft import run_sft
+
+    run_sft(load_recipe(arguments.recipe, arguments.overrides), arguments.out)
+    return 0
+
+
+def _report(arguments: argparse.Namespace, console: Console) -> int:
+    from megatron_scalerl.report import report
+
+    report(arguments.run_dir, console)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

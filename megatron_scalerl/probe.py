@@ -1,0 +1,73 @@
+"""The probe: do trainer and engine compute the same log-probs with the weights that both say they have?
+
+A few fixed prompts are completed by the engine with fixed seeds and scored by the trainer, token by token.
+This is what proves a weight update: bytes that arrived prove nothing about the weights an engine computes
+with (vLLM on CPUs packs them away, where no checksum reaches them).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from megatron_scalerl.launch.fleet import Fleet
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.rollouts.sampler import VALIDATION_PRIORITY, Sampler
+from megatron_scalerl.types import Prompt, Rollout
+
+PROMPTS = 4
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
+"""Nats, where the recipe is silent."""
+
+
+class ProbeError(RuntimeError):
+    """An engine computes with other weights, or otherwise, than the trainer."""
+
+
+class Probe:
+    """Compares every engine with the trainer on the same prompts each time."""
+
+    def __init__(self, recipe: Recipe, sampler: Sampler, fleet: Fleet, prompts: Sequence[Prompt]) -> None:
+        self._sampler = sampler
+        self._fleet = fleet
+        self._prompts = sorted(prompts, key=lambda p: p.prompt_id)[:PROMPTS]
+        self._seed = recipe.seed
+        self._tolerance = recipe.weights.probe_tolerance or TOLERANCE[recipe.policy.dtype]
+
+    async def check(self, policy_version: int) -> dict[str, float]:
+        """Mean and largest |trainer - engine log-prob| (nats). Raises ProbeError past the tolerance."""
+        found: list[float] = []
+        for engine in self._fleet.engines:
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(
+                        self._sampler.complete(
+                            engine, prompt, self._sampler.draw(self._seed, -1, index), priority=VALIDATION_PRIORITY
+                        )
+                    )
+                    for index, prompt in enumerate(self._prompts)
+                ]
+            rollouts = [task.result()[0] for task in running]
+            differences = await self._differences(rollouts)
+            versions = sorted({v for rollout in rollouts for v in rollout.policy_versions})
+            if versions != [policy_version]:
+                raise ProbeError(f"{engine.name}: expected policy version {policy_version}, found {versions}")
+            if max(differences) > self._tolerance:
+                raise ProbeError(
+                    f"{engine.name} at policy version {policy_version}: expected log-probs within "
+                    f"{self._tolerance} nats of the trainer's (weights.probe_tolerance), found {max(differences):.3g}"
+                )
+            found += differences
+        return {"probe_mismatch_mean": sum(found) / len(found), "probe_mismatch_max": max(found)}
+
+    async def _differences(self, rollouts: Sequence[Rollout]) -> list[float]:
+        sequences = [[*p.token_ids, *r.token_ids] for p, r in zip(self._prompts, rollouts)]
+        scored = await self._fleet.trainer.logprobs(sequences)
+        return [
+            abs(trainer - engine)
+            for prompt, rollout, logprobs in zip(self._prompts, rollouts, scored)
+            for trainer, engine, sampled in zip(
+                logprobs[len(prompt.token_ids) - 1 :], rollout.rollout_logprobs, rollout.loss_mask
+            )
+            if sampled
+        ]

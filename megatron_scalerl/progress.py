@@ -1,0 +1,80 @@
+"""What a person sees while the run goes on: one line a step, one line a validation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from megatron_scalerl.types import PassRate
+
+HEAD = " step  reward  pass  stale mean/max  trunc  interr  mismatch  entropy  gen tok/s  waits: trainer engine"
+
+
+class Progress:
+    """A progress bar with the step's line above it on a terminal; every n-th line elsewhere."""
+
+    def __init__(self, console: Console, steps: int, *, every: int = 5) -> None:
+        self._console = console
+        self._every = 1 if console.is_terminal else every
+        self._bar = Bar(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[pass_rate]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("steps", total=steps, pass_rate="")
+        self._headed = False
+
+    def __enter__(self) -> "Progress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        self._console.print(text, highlight=False)
+
+    def step(self, step: int, record: Mapping[str, Any]) -> None:
+        """One optimiser step."""
+        self._bar.update(self._task, completed=step)
+        if step % self._every:
+            return
+        if not self._headed:
+            self._headed = True
+            self._console.print(HEAD, style="bold", highlight=False)
+        self._console.print(
+            f"{step:5d}  {record['reward']:+6.3f}  {record['train_pass_rate']:4.2f}"
+            f"  {record['staleness_mean']:6.2f} {record['staleness_max']:5.0f}   "
+            f"  {record['truncated_share']:5.3f}  {record['interrupted_share']:6.3f}"
+            f"  {record['mismatch_mean']:8.5f}  {record['entropy']:7.4f}"
+            f"  {record['generated_tokens_per_second']:9.0f}"
+            f"  {record['wait_for_batch_seconds'] + record['pinned_seconds']:13.2f}s"
+            f" {record['engine_paused_seconds'] + record['engine_idle_seconds']:5.2f}s",
+            highlight=False,
+        )
+
+    def skipped(self, step: int) -> None:
+        """A batch in which nothing was left to train on."""
+        self._console.print(f"{step:5d}  nothing left to train on in this batch: no step", highlight=False)
+
+    def validation(self, result: PassRate) -> None:
+        """One validation."""
+        self._bar.update(self._task, pass_rate=f"held-out pass rate {result.pass_rate:.3f}")
+        self._console.print(
+            f"{result.step:5d}  held-out pass rate {result.pass_rate:.3f}"
+            f" ({result.prompts} prompts x {result.generations}, {result.mean_completion_tokens:.1f} tokens,"
+            f" interrupted {result.interrupted_share:.3f}, truncated {result.truncated_share:.3f})",
+            style="green",
+            highlight=False,
+        )
