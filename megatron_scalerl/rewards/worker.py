@@ -1,0 +1,130 @@
+"""A verifier process: `python -m megatron_scalerl.rewards.worker`, started and killed by the pool.
+
+It imports the verifier, says so, and then checks answers: a request of several checks comes in as one frame
+(8 bytes of length, then a pickle), and every verdict goes out as a JSON line of its own as soon as it is known,
+so that the pool can time each check. It imports no torch and no transformers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import inspect
+import json
+import os
+import pickle
+import signal
+import struct
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+FRAME = struct.Struct("!Q")
+Verifier = Callable[[str, str, dict[str, Any]], Any]
+
+
+def load_verifier(spec: str) -> Verifier:
+    """The function that `math` or `module:function` names. Raises ValueError in one line if it cannot be used."""
+    if spec == "math":
+        from megatron_scalerl.rewards import math
+
+        math.warm_up()
+        return math.verify_math
+    module_name, separator, name = spec.partition(":")
+    head = f"rewards.verifier {spec!r}"
+    if not (module_name and separator and name):
+        raise ValueError(f"{head}: expected 'math' or 'module:function', found neither")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever the user's module raises on import
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(f"{head}: expected a module that imports, found {reason}") from None
+    verifier = getattr(module, name, None)
+    if not callable(verifier):
+        found = "nothing of that name" if verifier is None else f"a {type(verifier).__name__}"
+        raise ValueError(f"{head}: expected a function {name} in {module_name}, found {found}")
+    _check_signature(head, name, verifier)
+    return verifier
+
+
+def _check_signature(head: str, name: str, verifier: Verifier) -> None:
+    try:
+        signature = inspect.signature(verifier)
+    except ValueError:  # written in C without a signature
+        return
+    try:
+        signature.bind("", "", {})
+    except TypeError:
+        found = f"{name}{signature}"
+        raise ValueError(f"{head}: expected a function (answer_text, reference, extra), found {found}") from None
+
+
+def verdict(verifier: Verifier, check: bytes) -> dict[str, Any]:
+    """Run one check; `value` is a bool or a finite float, `error` a traceback instead of it."""
+    try:
+        value = verifier(*pickle.loads(check))
+        value = value.item() if hasattr(value, "item") else value  # numpy's own bools and floats
+        if not isinstance(value, bool):
+            value = float(value)
+            if value - value != 0.0:
+                raise ValueError(f"expected a bool or a finite float, found {value}")
+    except Exception:  # around the user's verifier on model output; the pool counts it
+        return {"error": traceback.format_exc()[-4000:]}
+    return {"value": value}
+
+
+def serve(requests: BinaryIO, replies: BinaryIO) -> None:
+    """Say whether the verifier loaded, then answer requests until the pool closes the pipe."""
+    setup = pickle.loads(_read_frame(requests) or b"")
+    sys.path.extend(entry for entry in setup["sys_path"] if entry not in sys.path)
+    try:
+        verifier = load_verifier(setup["verifier"])
+    except ValueError as error:
+        _reply(replies, {"error": str(error)})
+        return
+    _reply(replies, {"ready": True})
+    while (frame := _read_frame(requests)) is not None:
+        for check in pickle.loads(frame):
+            _reply(replies, verdict(verifier, check))
+
+
+def _read_frame(requests: BinaryIO) -> bytes | None:
+    head = requests.read(FRAME.size)
+    if len(head) < FRAME.size:
+        return None
+    (size,) = FRAME.unpack(head)
+    body = requests.read(size)
+    return body if len(body) == size else None
+
+
+def _reply(replies: BinaryIO, message: dict[str, Any]) -> None:
+    replies.write(json.dumps(message).encode() + b"\n")
+    replies.flush()
+
+
+def _die_with_the_pool(parent: int) -> None:
+    """Ask the kernel to kill this process, hung or not, when the one that started it ends (Linux)."""
+    if sys.platform != "linux":
+        return
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def main() -> None:
+    """Keep the pipes to the pool, and give the verifier harmless ones for its own prints and reads."""
+    _die_with_the_pool(int(sys.argv[1]))
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(1), "wb")
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    with contextlib.suppress(BrokenPipeError):
+        serve(requests, replies)
+
+
+if __name__ == "__main__":
+    main()
