@@ -1,0 +1,1 @@
+"""Layers that enter Megatron-Core by ModuleSpec where Transformer Engine is absent."""

@@ -1,0 +1,144 @@
+"""What a model family is: Megatron options, rotary frequencies, and one weight map used both ways.
+
+A `Rule` joins one Megatron parameter to Hugging Face tensors by rectangular pieces. Loading copies each
+piece from the checkpoint into this rank's shard, saving copies it back: the same table, so that Hugging Face
+-> Megatron -> Hugging Face is exact. Names of Megatron parameters count layers and experts globally and are
+those of Megatron's plain layers; `weights.source` knows what Transformer Engine calls them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+Index = int | slice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A rectangle of one Hugging Face tensor and its place in one rank's shard of a Megatron parameter."""
+
+    hf_name: str
+    hf_index: tuple[Index, ...]
+    """Selects the rectangle; an int drops that dimension (one expert of a fused tensor)."""
+    axis: int
+    start: int
+    stop: int
+    """shard.narrow(axis, start, stop - start) holds the rectangle."""
+    transposed: bool = False
+    """True where Hugging Face stores [in, out]."""
+
+    def of_shard(self, shard: torch.Tensor) -> torch.Tensor:
+        """The piece's view of the shard, in Hugging Face orientation."""
+        view = shard.narrow(self.axis, self.start, self.stop - self.start)
+        return view.t() if self.transposed else view
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One Megatron parameter and the Hugging Face tensors that it is made of."""
+
+    megatron: str
+    """Parameter name, for example decoder.layers.3.self_attention.linear_qkv.weight."""
+    hf_shapes: Mapping[str, tuple[int, ...]]
+    """Hugging Face name -> full shape."""
+    pieces: Callable[[int, int], tuple[Piece, ...]]
+    """(rank, size) of the parameter's tensor-parallel group -> pieces of that rank's shard."""
+    place: Literal["first", "layer", "last"]
+    """Pipeline stage: of the embedding, of `layer`, or of the head."""
+    layer: int = 0
+    """Layer from 0, where place is "layer"."""
+    expert: int | None = None
+    """Expert from 0 for an expert's own weight: cut by the expert groups."""
+    sharded: bool = True
+    """False where every tensor-parallel rank holds the whole parameter."""
+    exported: bool = True
+    """False for the head's copy of tied embeddings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerStyle:
+    """What differs from layer to layer."""
+
+    moe: bool = False
+    rope: bool = True
+    qk_norm: bool = False
+    """Weightless RMS norm of queries and keys per head."""
+    chunked: bool = False
+    """Attention inside chunks of `Family.attention_chunk_size` tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A policy's architecture in Megatron's words. Produced by `models.family`."""
+
+    name: str
+    transformer: Mapping[str, Any]
+    """Fields of TransformerConfig."""
+    gpt: Mapping[str, Any]
+    """Keywords of GPTModel: max_sequence_length, share_embeddings_and_output_weights, rotary_base."""
+    vocab_size: int
+    """True size, without padding."""
+    inv_freq: torch.Tensor
+    """[d/2] fp32 rotary frequencies, scaling applied."""
+    layers: tuple[LayerStyle, ...]
+    rules: tuple[Rule, ...]
+    """In layer order: embedding, layers, final norm, head."""
+    attention_chunk_size: int | None = None
+    carried: tuple[str, ...] = ()
+    """Prefixes of tensors outside the policy (a vision tower) that saving copies from the source folder."""
+    query_scale: Callable[[torch.Tensor], torch.Tensor] | None = field(default=None)
+    """[N] positions -> [N] factor on the queries of layers without RoPE."""
+
+
+def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
+    """Smallest multiple of the tensor-parallel size that holds the vocabulary."""
+    return -(-vocab_size // tp_size) * tp_size
+
+
+def divided(total: int, parts: int, what: str) -> int:
+    """total / parts, or ValueError naming `what`."""
+    if total % parts:
+        raise ValueError(f"{what}: expected a multiple of the parallel size {parts}, found {total}")
+    return total // parts
+
+
+def require(config: Any, key: str, *allowed: Any) -> None:
+    """ValueError unless the Hugging Face config's `key` is one of `allowed` (or absent)."""
+    found = getattr(config, key, allowed[0])
+    if found not in allowed:
+        raise ValueError(f"config.json: {key}: expected {' or '.join(map(repr, allowed))}, found {found!r}")
+
+
+def rotary_frequencies(config: Any, head_dim: int) -> torch.Tensor:
+    """[head_dim/2] fp32 frequencies from either dialect: rope_parameters (transformers 5) or rope_theta (4).
+
+    Rope types `default`, `linear` and `llama3` (Llama 3.1's scaling); others raise ValueError.
+    """
+    parameters = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+    theta = parameters.get("rope_theta") or getattr(config, "rope_theta", 10000.0)
+    kind = parameters.get("rope_type", parameters.get("type", "default")) or "default"
+    frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+    if kind == "default":
+        return frequencies
+    if kind == "linear":
+        return frequencies / parameters["factor"]
+    if kind == "llama3":
+        return _llama3_scaled(frequencies, parameters, getattr(config, "max_position_embeddings", 8192))
+    raise ValueError(f"config.json: rope_type: expected default, linear or llama3, found {kind!r}")
+
+
+def _llama3_scaled(frequencies: torch.Tensor, parameters: Mapping[str, Any], context: int) -> torch.Tensor:
+    """Llama 3.1's interpolation: long wavelengths divided by `factor`, short ones kept, a ramp between."""
+    factor, low, high = parameters["factor"], parameters["low_freq_factor"], parameters["high_freq_factor"]
+    original = parameters.get("original_max_position_embeddings", context)
+    wavelength = 2 * math.pi / frequencies
+    smooth = (original / wavelength - low) / (high - low)
+    ramp = (1 - smooth) * frequencies / factor + smooth * frequencies
+    scaled = torch.where(wavelength > original / low, frequencies / factor, frequencies)
+    middle = (wavelength >= original / high) & (wavelength <= original / low)
+    return torch.where(middle, ramp, scaled)

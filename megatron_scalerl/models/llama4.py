@@ -1,0 +1,145 @@
+"""Llama 4, the text model: Scout, Maverick, and the tiny mixture-of-experts policy.
+
+Sigmoid top-1 router whose probability multiplies the expert's input, a shared expert, weightless RMS norm of
+queries and keys (Hugging Face applies it after RoPE; before is the same, a rotation keeps the norm), layers
+without RoPE and without that norm, interleaved rotary pairs, chunked attention, and experts fused into
+transposed tensors.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_scalerl.models import rules
+from megatron_scalerl.models.family import Family, LayerStyle, Rule, require, rotary_frequencies
+from megatron_scalerl.models.llama import attention_rules, mlp_rules, outer_rules
+from megatron_scalerl.models.rules import At
+
+
+def family(config: Any) -> Family:
+    """The Family of a Llama4TextConfig, or of the text part of a Llama4Config."""
+    text = getattr(config, "text_config", None) or config
+    prefix, head, carried = "model.", "lm_head.weight", ()
+    if text is not config:
+        prefix, head = "language_model.model.", "language_model.lm_head.weight"
+        carried = ("vision_model.", "multi_modal_projector.")
+    require(text, "attention_bias", False)
+    require(text, "hidden_act", "silu")
+    head_dim = text.head_dim or text.hidden_size // text.num_attention_heads
+    moe_layers = set(text.moe_layers)
+    styles = tuple(_style(text, layer, moe=layer in moe_layers) for layer in range(text.num_hidden_layers))
+    frequencies = rotary_frequencies(text, head_dim)
+    return Family(
+        name="llama4",
+        transformer=_transformer(text, head_dim, styles),
+        gpt=dict(
+            max_sequence_length=text.max_position_embeddings,
+            share_embeddings_and_output_weights=bool(text.tie_word_embeddings),
+        ),
+        vocab_size=text.vocab_size,
+        inv_freq=frequencies,
+        layers=styles,
+        rules=_rules(text, styles, prefix, head, head_dim),
+        carried=carried,
+        attention_chunk_size=text.attention_chunk_size,
+        query_scale=_query_scale(text) if text.attn_temperature_tuning else None,
+    )
+
+
+def _style(text: Any, layer: int, *, moe: bool) -> LayerStyle:
+    rope = bool(text.no_rope_layers[layer])  # Hugging Face's list says 1 where a layer has RoPE
+    return LayerStyle(
+        moe=moe,
+        rope=rope,
+        qk_norm=rope and bool(text.use_qk_norm),
+        chunked=text.layer_types[layer] == "chunked_attention",
+    )
+
+
+def _transformer(text: Any, head_dim: int, styles: tuple[LayerStyle, ...]) -> dict[str, Any]:
+    options = dict(
+        num_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        num_attention_heads=text.num_attention_heads,
+        num_query_groups=text.num_key_value_heads,
+        kv_channels=head_dim,
+        ffn_hidden_size=text.intermediate_size_mlp,
+        layernorm_epsilon=text.rms_norm_eps,
+        init_method_std=text.initializer_range,
+        rotary_interleaved=True,
+        no_rope_freq=[int(not style.rope) for style in styles],
+    )
+    if not any(style.moe for style in styles):
+        return options
+    return dict(
+        **options,
+        num_moe_experts=text.num_local_experts,
+        moe_layer_freq=[int(style.moe) for style in styles],
+        moe_ffn_hidden_size=text.intermediate_size,
+        moe_shared_expert_intermediate_size=text.intermediate_size,
+        moe_router_topk=text.num_experts_per_tok,
+        moe_router_score_function="sigmoid",
+        moe_apply_probs_on_input=True,
+    )
+
+
+def _query_scale(text: Any) -> Any:
+    return partial(attention_temperature, floor_scale=float(text.floor_scale), attn_scale=float(text.attn_scale))
+
+
+def attention_temperature(positions: torch.Tensor, *, floor_scale: float, attn_scale: float) -> torch.Tensor:
+    """[N] factor on the queries of layers without RoPE (arXiv 2501.19399): 1 below `floor_scale` tokens."""
+    return torch.log1p(torch.floor((positions.float() + 1.0) / floor_scale)) * attn_scale + 1.0
+
+
+def _rules(text: Any, styles: tuple[LayerStyle, ...], prefix: str, head: str, head_dim: int) -> tuple[Rule, ...]:
+    first, last = outer_rules(text, prefix, head)
+    found = list(first)
+    for layer, style in enumerate(styles):
+        found += attention_rules(text, layer, prefix, head_dim=head_dim, groups=text.num_key_value_heads)
+        hf, megatron = f"{prefix}layers.{layer}.feed_forward.", f"decoder.layers.{layer}.mlp."
+        if style.moe:
+            found += _moe_rules(text, layer, hf, megatron)
+        else:
+            found += mlp_rules(
+                hf,
+                megatron,
+                ffn=text.intermediate_size_mlp,
+                hidden=text.hidden_size,
+                at=At(layer=layer),
+                what="config.json: intermediate_size_mlp",
+            )
+    return (*found, *last)
+
+
+def _moe_rules(text: Any, layer: int, hf: str, megatron: str) -> list[Rule]:
+    sizes = dict(experts=text.num_local_experts, ffn=text.intermediate_size, hidden=text.hidden_size)
+    shape = (text.num_local_experts, text.hidden_size)
+    at = At(layer=layer)
+    found = [rules.replicated(f"{megatron}router.weight", f"{hf}router.weight", shape, at)]
+    found += mlp_rules(
+        f"{hf}shared_expert.",
+        f"{megatron}shared_experts.",
+        ffn=text.intermediate_size,
+        hidden=text.hidden_size,
+        at=at,
+    )
+    kinds = (
+        ("linear_fc1", "gate_up_proj", rules.fused_expert_gate_up),
+        ("linear_fc2", "down_proj", rules.fused_expert_down),
+    )
+    for projection, tensor, kind in kinds:
+        for expert in range(text.num_local_experts):
+            found.append(
+                kind(
+                    f"{megatron}experts.local_experts.{expert}.{projection}.weight",
+                    f"{hf}experts.{tensor}",
+                    at=At(layer=layer, expert=expert),
+                    what="config.json: intermediate_size",
+                    **sizes,
+                )
+            )
+    return found

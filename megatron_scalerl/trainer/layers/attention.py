@@ -1,0 +1,91 @@
+"""Causal self-attention by PyTorch's scaled_dot_product_attention, on packed rows and on plain batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+
+from megatron_scalerl.trainer.layers.packing import Layout, PackedRow
+
+
+class SdpaCoreAttention(torch.nn.Module):
+    """Core attention for Megatron's SelfAttention; grouped queries, no attention bias, no dropout.
+
+    A packed row comes as one sequence [N, 1, heads, d] with a `PackedRow`: its sequences are gathered into a
+    few padded buckets, attended causally, and scattered back, so tokens never see another sequence.
+    Without a `PackedRow` the input is a plain batch [s, b, heads, d].
+    `chunked` layers (Llama 4) attend inside chunks of the sequence; `query_scale` (Llama 4's layers
+    without RoPE) maps positions [N] to a factor on the queries.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        chunked: bool = False,
+        query_scale: Any = None,
+        **_: Any,
+    ):
+        super().__init__()
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        if dropout:
+            raise ValueError(f"megatron.model.attention_dropout: expected 0 with our attention, found {dropout}")
+        if config.context_parallel_size > 1:
+            raise ValueError(
+                "megatron.parallel.context_parallel_size: expected 1 without Transformer Engine, found "
+                f"{config.context_parallel_size}"
+            )
+        self.layer_number = layer_number
+        self.softmax_scale = softmax_scale
+        self.chunked = chunked
+        self.query_scale = query_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedRow | None = None,
+    ) -> Tensor:
+        """[s, b, heads, d] queries, [s, b, groups, d] keys and values to [s, b, heads * d]."""
+        assert attention_bias is None
+        s, b, heads, d = query.shape
+        if packed_seq_params is None:
+            out = self._attend(query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3))
+            return out.permute(2, 0, 1, 3).reshape(s, b, heads * d)
+        assert b == 1
+        if self.query_scale is not None:
+            scale = self.query_scale(packed_seq_params.position_ids)
+            query = query * scale.to(query.dtype)[:, None, None, None]
+        layout = packed_seq_params.chunked if self.chunked else packed_seq_params.layout
+        assert layout is not None, "this row was laid out for Transformer Engine"
+        return self._packed(query[:, 0], key[:, 0], value[:, 0], layout).reshape(s, 1, heads * d)
+
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:
+        outputs = []
+        for bucket in layout.buckets:
+            shape = (bucket.sequences, bucket.length)
+            q, k, v = (
+                x.index_select(0, bucket.gather).view(*shape, *x.shape[1:]).transpose(1, 2)
+                for x in (query, key, value)
+            )
+            out = self._attend(q, k, v).transpose(1, 2).reshape(-1, *query.shape[1:])
+            outputs.append(out if bucket.valid.numel() == out.shape[0] else out.index_select(0, bucket.valid))
+        return torch.cat(outputs).index_select(0, layout.restore)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=query.shape[1] != key.shape[1]
+        )

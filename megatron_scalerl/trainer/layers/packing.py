@@ -1,0 +1,117 @@
+"""How the sequences of one packed row are laid out for attention; computed once per micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+SAME_BUCKET = 0.75
+"""A sequence shares a bucket with longer ones down to this share of the longest. Measured on 48 sequences of
+20 to 80 tokens: buckets beat one padded block 1.35 times and a loop over sequences 2.6 times; beyond four
+buckets nothing is gained."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """Sequences of similar length, padded to the longest of them."""
+
+    sequences: int
+    length: int
+    gather: torch.Tensor
+    """[sequences * length] position in the row of each padded slot; padding slots read the sequence's last token."""
+    valid: torch.Tensor
+    """[tokens] slots that are not padding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The buckets of one row, and the way back."""
+
+    buckets: tuple[Bucket, ...]
+    restore: torch.Tensor
+    """[N] place of each token of the row among the valid slots of all buckets in turn."""
+
+
+@dataclass
+class PackedRow(PackedSeqParams):
+    """What attention needs to know of a packed row [1, N]; rides through Megatron as its packed_seq_params.
+
+    `qkv_format` is "sbhd" for our attention, which keeps the row as one sequence of Megatron's and gets
+    rotary angles per token; "thd" for Transformer Engine's.
+    """
+
+    position_ids: torch.Tensor | None = None
+    """[N] position of each token in its sequence."""
+    layout: Layout | None = None
+    """Whole sequences."""
+    chunked: Layout | None = None
+    """The same row cut further at multiples of the chunk, for layers with chunked attention."""
+
+
+def layout(starts: list[int], *, device: torch.device) -> Layout:
+    """Buckets of the sequences between `starts` ([S+1], first 0, last N); empty sequences are left out."""
+    spans = [(b - a, a) for a, b in zip(starts, starts[1:]) if b > a]
+    spans.sort(key=lambda span: (-span[0], span[1]))
+    groups: list[list[tuple[int, int]]] = []
+    for span in spans:
+        if groups and span[0] >= SAME_BUCKET * groups[-1][0][0]:
+            groups[-1].append(span)
+        else:
+            groups.append([span])
+    buckets = tuple(_bucket(group) for group in groups)
+    order = torch.cat([bucket.gather[bucket.valid] for bucket in buckets])
+    restore = torch.empty_like(order)
+    restore[order] = torch.arange(order.numel())
+    moved = tuple(
+        Bucket(sequences=b.sequences, length=b.length, gather=b.gather.to(device), valid=b.valid.to(device))
+        for b in buckets
+    )
+    return Layout(buckets=moved, restore=restore.to(device))
+
+
+def _bucket(spans: list[tuple[int, int]]) -> Bucket:
+    length = spans[0][0]
+    lengths = torch.tensor([span[0] for span in spans])[:, None]
+    starts = torch.tensor([span[1] for span in spans])[:, None]
+    offsets = torch.arange(length)[None, :]
+    gather = starts + torch.minimum(offsets, lengths - 1)
+    valid = (offsets < lengths).flatten().nonzero()[:, 0]
+    return Bucket(sequences=len(spans), length=length, gather=gather.flatten(), valid=valid)
+
+
+def cut(starts: list[int], chunk: int) -> list[int]:
+    """`starts` with each sequence cut further every `chunk` tokens, which is what chunked attention sees."""
+    out = [0]
+    for a, b in zip(starts, starts[1:]):
+        out.extend(range(a + chunk, b, chunk))
+        out.append(b)
+    return out
+
+
+def packed_row(
+    cu_seqlens: torch.Tensor, position_ids: torch.Tensor, *, chunk: int | None = None, fused: bool = False
+) -> PackedRow:
+    """The PackedRow of one row: `cu_seqlens` [S+1], `position_ids` [1, N] or [N]; `fused` for Transformer Engine."""
+    starts = cu_seqlens.tolist()
+    longest = max((b - a for a, b in zip(starts, starts[1:])), default=0)
+    assert starts[0] == 0 and starts[-1] == position_ids.numel(), "cu_seqlens must cover the row"
+    chunks = chunk is not None and chunk < longest
+    if fused and chunks:
+        raise ValueError(
+            f"attention_chunk_size: expected at least the longest sequence ({longest} tokens) with Transformer "
+            f"Engine's attention, found {chunk}"
+        )
+    whole = None if fused else layout(starts, device=position_ids.device)
+    boundaries = cu_seqlens.to(device=position_ids.device, dtype=torch.int32)
+    return PackedRow(
+        qkv_format="thd" if fused else "sbhd",
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        position_ids=position_ids.flatten(),
+        layout=whole,
+        chunked=layout(cut(starts, chunk), device=position_ids.device) if chunks and chunk else whole,
+    )

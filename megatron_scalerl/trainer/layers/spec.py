@@ -1,0 +1,117 @@
+"""The layers of a policy as Megatron's ModuleSpecs: Transformer Engine's where it is there, else ours.
+
+The Transformer Engine half has been read against Megatron-Core 0.16.1 and not run.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+
+from megatron_scalerl.models.family import Family, LayerStyle
+from megatron_scalerl.trainer.device import HAVE_TE
+from megatron_scalerl.trainer.layers.attention import SdpaCoreAttention
+from megatron_scalerl.trainer.layers.norm import HeadRMSNorm, SequenceParallelRMSNorm
+
+
+class PlainSpecProvider(LocalSpecProvider):
+    """Megatron's plain linear layers with our norm and our core attention."""
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        """Our RMSNorm; families with LayerNorm are not known."""
+        return SequenceParallelRMSNorm
+
+    def core_attention(self) -> type:
+        """Our attention."""
+        return SdpaCoreAttention
+
+
+def spec_provider() -> Any:
+    """The BackendSpecProvider of this machine."""
+    if not HAVE_TE:
+        return PlainSpecProvider()
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    return TESpecProvider()
+
+
+def block_submodules(
+    config: TransformerConfig, family: Family, *, pp_rank: int, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """Specs of the layers of one model chunk, each in its family's style."""
+    if config.num_layers != len(family.layers):
+        raise ValueError(
+            f"megatron.model.num_layers: expected {len(family.layers)} as in config.json, found {config.num_layers}"
+        )
+    provider = spec_provider()
+    first = get_transformer_layer_offset(config, vp_stage, pp_rank)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
+    specs = [_layer_spec(config, family, style, provider) for style in family.layers[first : first + count]]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=provider.layer_norm(rms_norm=True))
+
+
+def _layer_spec(config: TransformerConfig, family: Family, style: LayerStyle, provider: Any) -> ModuleSpec:
+    fused = provider.fuse_layernorm_and_linear()
+    norm = provider.layer_norm(rms_norm=True)
+    mlp = get_mlp_module_spec_for_backend(
+        backend=provider,
+        num_experts=config.num_moe_experts if style.moe else None,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+    )
+    names = {} if fused else _CHECKPOINT_NAMES
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=IdentityOp if fused else norm,
+            self_attention=_attention_spec(config, family, style, provider),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=norm if style.moe or not fused else IdentityOp,
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=names,
+        ),
+    )
+
+
+_CHECKPOINT_NAMES = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+"""Distributed checkpoints call the norms as Transformer Engine does, so that either half reads the other's."""
+
+
+def _attention_spec(config: TransformerConfig, family: Family, style: LayerStyle, provider: Any) -> ModuleSpec:
+    fused = provider.fuse_layernorm_and_linear()
+    core = provider.core_attention()
+    if core is SdpaCoreAttention:
+        scale = None if style.rope else family.query_scale
+        core = partial(SdpaCoreAttention, chunked=style.chunked, query_scale=scale)
+    if style.qk_norm:
+        qk_norm: Any = HeadRMSNorm
+    else:
+        qk_norm = provider.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else IdentityOp
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=provider.column_parallel_layer_norm_linear() if fused else provider.column_parallel_linear(),
+            core_attention=core,
+            linear_proj=provider.row_parallel_linear(),
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
+        ),
+    )

@@ -1,0 +1,200 @@
+"""The policy: a GPTModel on packed rows whose last stage returns token log-probabilities and entropies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from megatron_scalerl.logits import token_logprobs
+from megatron_scalerl.logits.api import Entropy, Precision
+from megatron_scalerl.models import family as family_of
+from megatron_scalerl.models import read_hf_config
+from megatron_scalerl.models.family import Family, padded_vocab_size
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.trainer.device import HAVE_TE
+from megatron_scalerl.trainer.layers.packing import packed_row
+from megatron_scalerl.trainer.layers.spec import block_submodules
+from megatron_scalerl.trainer.options import ModelOptions, ddp_config, model_options
+from megatron_scalerl.trainer.parallel import Parallel, virtual_pipeline_size
+from megatron_scalerl.weights.source import load_hf
+
+
+class PolicyModel(GPTModel):
+    """One pipeline stage of the policy."""
+
+    def __init__(
+        self,
+        options: ModelOptions,
+        family: Family,
+        *,
+        logits: Precision,
+        parallel: Parallel,
+        vp_stage: int | None = None,
+    ):
+        chunks = virtual_pipeline_size() or 1
+        super().__init__(
+            config=options.config,
+            transformer_layer_spec=block_submodules(
+                options.config, family, pp_rank=parallel.pp_rank, vp_stage=vp_stage
+            ),
+            vocab_size=padded_vocab_size(family.vocab_size, parallel.tp_size),
+            pre_process=parallel.is_first_stage and vp_stage in (None, 0),
+            post_process=parallel.is_last_stage and vp_stage in (None, chunks - 1),
+            position_embedding_type="rope",
+            parallel_output=True,
+            vp_stage=vp_stage,
+            **options.gpt,
+        )
+        self.family = family
+        self.logits = logits
+        self.parallel = parallel
+        self.rotary_pos_emb.inv_freq = family.inv_freq.to(parallel.device)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+        entropy: Entropy = "metric",
+    ) -> Tensor:
+        """Log-probabilities of `targets` and entropies, [2, N] fp32, nats, on the last stage.
+
+        tokens and position_ids [1, N] (positions count from 0 in every sequence), cu_seqlens [S+1] from 0 to
+        N, targets [N]. Row 0: log-probability of the target given its sequence so far; row 1: entropy.
+        Earlier stages return hidden states. All ranks of a tensor- or pipeline-parallel group get the same
+        arguments.
+        """
+        length = tokens.shape[1]
+        hidden = self.hidden_states(tokens, position_ids, cu_seqlens)
+        if not self.post_process:
+            return hidden
+        assert targets is not None and targets.shape == (length,)
+        pair = token_logprobs(
+            self._whole_row(hidden, length),
+            self._head_weight(),
+            targets,
+            group=self.parallel.groups.tp,
+            logits=self.logits,
+            temperature=temperature,
+            entropy=entropy,
+            vocab_size=self.family.vocab_size,
+        )
+        return torch.stack(pair)
+
+    def hidden_states(self, tokens: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """[N, 1, H] states after this stage's layers (a tensor-parallel rank's share under sequence parallelism).
+
+        Under sequence parallelism a row that the group's size does not divide is filled up by a sequence of
+        its own.
+        """
+        tokens, position_ids, cu_seqlens = self._divisible(tokens, position_ids, cu_seqlens)
+        row = packed_row(cu_seqlens, position_ids, chunk=self.family.attention_chunk_size, fused=HAVE_TE)
+        embedded = self.embedding(input_ids=tokens, position_ids=position_ids) if self.pre_process else None
+        return self.decoder(
+            hidden_states=embedded,
+            attention_mask=None,
+            rotary_pos_emb=self._rotary_angles(row),
+            packed_seq_params=row,
+        )
+
+    @torch.no_grad()
+    def full_logits(self, tokens: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor | None:
+        """[N, vocab] fp32 logits of the whole vocabulary, for probes and tests; None before the last stage."""
+        hidden = self.hidden_states(tokens, position_ids, cu_seqlens)
+        if not self.post_process:
+            return None
+        hidden, weight = self._whole_row(hidden, tokens.shape[1]), self._head_weight()
+        mine = (hidden @ weight.t()).float() if self.logits == "model" else hidden.float() @ weight.float().t()
+        parts = [torch.empty_like(mine) for _ in range(self.parallel.tp_size)]
+        torch.distributed.all_gather(parts, mine.contiguous(), group=self.parallel.groups.tp)
+        return torch.cat(parts, dim=1)[:, : self.family.vocab_size]
+
+    def _head_weight(self) -> Tensor:
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+    def _whole_row(self, hidden: Tensor, length: int) -> Tensor:
+        """[length, H]. The projection sums its gradient over the group, so the gather's backward only splits."""
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return hidden[:length, 0]
+
+    def _divisible(self, tokens: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        missing = -tokens.shape[1] % self.parallel.tp_size if self.config.sequence_parallel else 0
+        if not missing:
+            return tokens, position_ids, cu_seqlens
+        filler = torch.arange(missing, device=tokens.device, dtype=position_ids.dtype)[None]
+        end = cu_seqlens[-1:] + missing
+        return (
+            torch.cat([tokens, tokens.new_zeros((1, missing))], dim=1),
+            torch.cat([position_ids, filler], dim=1),
+            torch.cat([cu_seqlens, end]),
+        )
+
+    def _rotary_angles(self, row: PackedSeqParams) -> Tensor:
+        """[N, 1, 1, d] angles per token; for Transformer Engine [longest, 1, 1, d], which it indexes itself."""
+        frequencies = self.rotary_pos_emb.inv_freq
+        if row.qkv_format == "thd":
+            positions = torch.arange(row.max_seqlen_q, device=frequencies.device)
+        else:
+            positions = row.position_ids
+        half = positions.float()[:, None] * frequencies
+        pairs = torch.repeat_interleave(half, 2, dim=-1) if self.config.rotary_interleaved else half.repeat(1, 2)
+        return pairs[:, None, None, :]
+
+
+def build_policy(
+    hf_path: str | Path, recipe: Recipe, parallel: Parallel, *, load_weights: bool = True
+) -> list[torch.nn.Module]:
+    """Model chunks of this pipeline stage with the weights of `hf_path`, ready for Megatron's schedules.
+
+    Each chunk is DistributedDataParallel(Float16Module(PolicyModel)) in bf16 and DistributedDataParallel(
+    PolicyModel) in fp32. Raises ValueError for options and checkpoints that do not fit.
+    """
+    family = family_of(read_hf_config(hf_path))
+    options = model_options(family, recipe, parallel)
+    stages: list[int | None] = list(range(virtual_pipeline_size() or 0)) or [None]
+    models = [
+        PolicyModel(options, family, logits=recipe.policy.logits, parallel=parallel, vp_stage=stage).to(
+            parallel.device
+        )
+        for stage in stages
+    ]
+    if load_weights:
+        load_hf(models, family, hf_path, parallel)
+    config, ddp = options.config, ddp_config(recipe)
+    wrapped = [Float16Module(config, model) if config.bf16 else model for model in models]
+    chunks: list[torch.nn.Module] = [
+        # Buckets only help the first chunk: later chunks' reductions overlap with compute anyway.
+        DistributedDataParallel(config, ddp, module, disable_bucketing=index > 0)
+        for index, module in enumerate(wrapped)
+    ]
+    _sync_functions(config, ddp, chunks)
+    return chunks
+
+
+def unwrap(chunk: torch.nn.Module) -> PolicyModel:
+    """The PolicyModel inside a chunk."""
+    while not isinstance(chunk, PolicyModel):
+        chunk = chunk.module
+    return chunk
+
+
+def _sync_functions(config: Any, ddp: Any, chunks: list[Any]) -> None:
+    """Tells the schedules how to hold back gradient reduction until the last micro-batch."""
+    if not ddp.overlap_grad_reduce:
+        return
+    functions = [chunk.no_sync for chunk in chunks]
+    config.no_sync_func = functions if len(functions) > 1 else functions[0]

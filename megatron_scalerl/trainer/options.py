@@ -1,0 +1,162 @@
+"""From recipe, family and place in the world to Megatron's own configuration objects."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import TransformerConfig
+
+from megatron_scalerl.models.family import Family
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.trainer.device import HAVE_GPU, HAVE_TE
+from megatron_scalerl.trainer.parallel import Parallel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+_GPT_KEYWORDS = frozenset(inspect.signature(GPTModel.__init__).parameters) - {
+    "self", "config", "transformer_layer_spec", "vocab_size", "pre_process", "post_process", "vp_stage",
+    "pg_collection", "mtp_block_spec", "parallel_output",
+}  # fmt: skip
+"""Keywords of GPTModel that megatron.model may set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Everything that GPTModel is built from. Produced by `model_options`."""
+
+    config: TransformerConfig
+    gpt: Mapping[str, Any]
+    """Keywords of GPTModel."""
+
+
+def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOptions:
+    """Family's options, then ours for this device, then megatron.model over both.
+
+    Raises ValueError for a key that neither TransformerConfig nor GPTModel has, naming the nearest one, and
+    for one that belongs to megatron.parallel or policy.dtype.
+    """
+    owned = _owned_by_others(recipe, parallel)
+    known = {f.name for f in fields(TransformerConfig)}
+    given = recipe.megatron.model
+    for key in given:
+        if key in owned:
+            where = "policy.dtype" if "dtype" in key or key == "bf16" else "megatron.parallel"
+            raise ValueError(f"megatron.model.{key}: expected to be set by {where}, found in megatron.model")
+    check_known("megatron.model", given, known | _GPT_KEYWORDS)
+    gpt = {**family.gpt, **{k: v for k, v in given.items() if k in _GPT_KEYWORDS}}
+    settings = {**_common(), **_device_settings(), **family.transformer, "variable_seq_lengths": parallel.pp_size > 1}
+    settings |= _moe_settings() if family.transformer.get("num_moe_experts") else {}
+    settings |= {k: v for k, v in given.items() if k in known}
+    return ModelOptions(config=TransformerConfig(**settings, **owned), gpt=gpt)
+
+
+def ddp_config(recipe: Recipe) -> DistributedDataParallelConfig:
+    """Distributed optimiser and fp32 gradient reduction, overlapped on GPUs; megatron.ddp over it."""
+    settings: dict[str, Any] = dict(
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=HAVE_GPU,
+        overlap_param_gather=HAVE_GPU,
+    )
+    check_known("megatron.ddp", recipe.megatron.ddp, (f.name for f in fields(DistributedDataParallelConfig)))
+    settings |= recipe.megatron.ddp
+    if not settings["use_distributed_optimizer"]:
+        settings["overlap_param_gather"] = bool(recipe.megatron.ddp.get("overlap_param_gather", False))
+    return DistributedDataParallelConfig(**settings)
+
+
+def optimizer_config(recipe: Recipe) -> OptimizerConfig:
+    """AdamW as the optimizer section says (betas, eps, weight decay, clipping); megatron.optimizer adds to it."""
+    section, ddp = recipe.optimizer, ddp_config(recipe)
+    settings: dict[str, Any] = dict(
+        optimizer="adam",
+        lr=section.lr,
+        adam_beta1=section.betas[0],
+        adam_beta2=section.betas[1],
+        adam_eps=section.eps,
+        weight_decay=section.weight_decay,
+        decoupled_weight_decay=True,
+        clip_grad=section.clip_grad,
+        bf16=recipe.policy.dtype == "bfloat16",
+        params_dtype=DTYPES[recipe.policy.dtype],
+        use_distributed_optimizer=ddp.use_distributed_optimizer,
+        overlap_param_gather=ddp.overlap_param_gather,
+    )
+    given = recipe.megatron.optimizer
+    known = {f.name for f in fields(OptimizerConfig)}
+    check_known("megatron.optimizer", given, known)
+    for key in given:
+        if key in settings:
+            raise ValueError(f"megatron.optimizer.{key}: expected to be set in the optimizer section or megatron.ddp")
+    return OptimizerConfig(**settings, **given)
+
+
+def check_known(section: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """ValueError for the first key of `given` outside `known`, naming the nearest known one."""
+    names = sorted(known)
+    for key in given:
+        if key not in names:
+            near = get_close_matches(key, names, n=1, cutoff=0.0)
+            raise ValueError(f"{section}.{key}: unknown key (nearest: {near[0]})")
+
+
+def _common() -> dict[str, Any]:
+    return dict(
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+    )
+
+
+def _device_settings() -> dict[str, Any]:
+    """Fusions that need Transformer Engine, apex or a GPU are off without them."""
+    return dict(
+        use_cpu_initialization=not HAVE_GPU,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=HAVE_TE,
+        bias_activation_fusion=HAVE_TE,
+        bias_dropout_fusion=HAVE_TE,
+        moe_grouped_gemm=HAVE_TE,
+        moe_permute_fusion=HAVE_TE,
+    )
+
+
+def _moe_settings() -> dict[str, Any]:
+    """No auxiliary loss, frozen expert bias (the paper does not say; both can be set)."""
+    return dict(
+        moe_token_dispatcher_type="alltoall",
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_router_bias_update_rate=0.0,
+        moe_router_dtype="fp32",
+    )
+
+
+def _owned_by_others(recipe: Recipe, parallel: Parallel) -> dict[str, Any]:
+    """Fields that other sections decide."""
+    dtype = DTYPES[recipe.policy.dtype]
+    return dict(
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=parallel.tp_size,
+        pipeline_model_parallel_size=parallel.pp_size,
+        expert_model_parallel_size=parallel.ep_size,
+        expert_tensor_parallel_size=parallel.etp_size,
+        context_parallel_size=parallel.cp_size,
+        virtual_pipeline_model_parallel_size=recipe.megatron.parallel.get("virtual_pipeline_model_parallel_size"),
+    )

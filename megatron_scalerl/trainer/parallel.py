@@ -1,0 +1,155 @@
+"""Process groups: who this rank is. The only file that reads Megatron's parallel_state."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.trainer import device
+
+_LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """This rank's place in the run. Produced by `init_parallel`."""
+
+    rank: int
+    """Global rank."""
+    world_size: int
+    tp_rank: int
+    tp_size: int
+    """Tensor parallel."""
+    pp_rank: int
+    pp_size: int
+    """Pipeline parallel."""
+    ep_rank: int
+    ep_size: int
+    """Expert parallel, carved out of the data-parallel ranks."""
+    etp_rank: int
+    etp_size: int
+    """Tensor parallel inside experts."""
+    dp_rank: int
+    dp_size: int
+    """Data parallel: ranks with different dp_rank train different micro-batches."""
+    cp_rank: int
+    cp_size: int
+    """Context parallel."""
+    device: torch.device
+    groups: ProcessGroupCollection
+    """Megatron's process groups by name: tp, pp, ep, expt_tp, dp, dp_cp, mp ..."""
+
+    @property
+    def is_first_stage(self) -> bool:
+        """True where tokens come in."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """True where log-probabilities come out."""
+        return self.pp_rank == self.pp_size - 1
+
+
+def init_parallel(recipe: Recipe) -> Parallel:
+    """Readies the device, joins the process group and cuts it as `megatron.parallel` says.
+
+    The place in the world comes from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them;
+    without them a world of one process needs no address. Raises ValueError where the world cannot be cut
+    that way or differs from trainer.world_size, and for an unknown key of megatron.parallel.
+    """
+    keywords = _known_keywords(recipe.megatron.parallel)
+    rank, world_size = _place_in_world(recipe.trainer.world_size)
+    _check_divisible(keywords, world_size)
+    place = device.prepare(threads=recipe.trainer.threads, deterministic=recipe.trainer.deterministic)
+    if not dist.is_initialized():
+        _join(rank, world_size, timedelta(seconds=recipe.trainer.step_timeout_s))
+    parallel_state.initialize_model_parallel(**keywords)
+    device.seed_everything(recipe.seed)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return Parallel(rank=rank, world_size=world_size, device=place, groups=groups, **_coordinates(groups))
+
+
+def shutdown_parallel() -> None:
+    """Leaves all process groups, so that `init_parallel` can be called again."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def virtual_pipeline_size() -> int | None:
+    """Model chunks per pipeline stage under the interleaved schedule, or None."""
+    return parallel_state.get_virtual_pipeline_model_parallel_world_size()
+
+
+def _known_keywords(given: dict[str, Any]) -> dict[str, Any]:
+    known = list(inspect.signature(parallel_state.initialize_model_parallel).parameters)
+    for key in given:
+        if key not in known:
+            near = get_close_matches(key, known, n=1, cutoff=0.0)[0]
+            raise ValueError(
+                f"megatron.parallel.{key}: expected a keyword of initialize_model_parallel (nearest: {near})"
+            )
+    return dict(given)
+
+
+def _place_in_world(expected_size: int) -> tuple[int, int]:
+    missing = [name for name in _LAUNCH_VARIABLES if name not in os.environ]
+    if len(missing) == len(_LAUNCH_VARIABLES):
+        rank, world_size = 0, 1
+    elif missing:
+        raise ValueError(f"environment: expected {', '.join(_LAUNCH_VARIABLES)}, missing {', '.join(missing)}")
+    else:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world_size != expected_size:
+        raise ValueError(
+            f"trainer.world_size: expected {expected_size} processes as the recipe says, found {world_size}"
+        )
+    return rank, world_size
+
+
+def _check_divisible(keywords: dict[str, Any], world_size: int) -> None:
+    tp = int(keywords.get("tensor_model_parallel_size", 1))
+    pp = int(keywords.get("pipeline_model_parallel_size", 1))
+    cp = int(keywords.get("context_parallel_size", 1))
+    ep = int(keywords.get("expert_model_parallel_size", 1))
+    etp = int(keywords.get("expert_tensor_parallel_size") or tp)
+    if world_size % (tp * pp * cp):
+        raise ValueError(
+            f"trainer.world_size: expected a multiple of tensor {tp} x pipeline {pp} x context {cp} parallel size, "
+            f"found {world_size}"
+        )
+    if world_size % (etp * ep * pp):
+        raise ValueError(
+            f"trainer.world_size: expected a multiple of expert tensor {etp} x expert {ep} x pipeline {pp} parallel "
+            f"size, found {world_size}"
+        )
+
+
+def _join(rank: int, world_size: int, timeout: timedelta) -> None:
+    alone = "MASTER_ADDR" not in os.environ
+    dist.init_process_group(
+        device.backend(),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        store=dist.HashStore() if alone else None,
+    )
+
+
+def _coordinates(groups: ProcessGroupCollection) -> dict[str, int]:
+    names = {"tp": "tp", "pp": "pp", "ep": "ep", "etp": "expt_tp", "dp": "dp", "cp": "cp"}
+    found: dict[str, int] = {}
+    for short, name in names.items():
+        group = getattr(groups, name)
+        found[f"{short}_rank"], found[f"{short}_size"] = group.rank(), group.size()
+    return found

@@ -1,0 +1,239 @@
+"""The trainer's weights as Hugging Face tensors: gathered over tensor, expert and pipeline ranks, one at a time.
+
+The family's weight map (models/family.py) is read in one direction to load a checkpoint and in the other to
+give the weights out; there is no second table. Memory beyond the model is one Hugging Face tensor and its shards.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_scalerl.models.family import Family, Rule
+from megatron_scalerl.trainer.parallel import Parallel
+from megatron_scalerl.weights.hf_folder import HfReader, HfWriter
+from megatron_scalerl.weights.manifest import Manifest, ParamMeta
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
+_FUSED_EXPERT = re.compile(r"\.experts\.linear_fc([12])\.weight(\d+)$")
+_FUSED_NORMS = {
+    ".self_attention.linear_qkv.layer_norm_weight": ".input_layernorm.weight",
+    ".mlp.linear_fc1.layer_norm_weight": ".pre_mlp_layernorm.weight",
+}
+"""Transformer Engine's names of what Megatron's plain layers call otherwise."""
+
+
+def load_hf(chunks: Sequence[Any], family: Family, hf_path: str | Path, parallel: Parallel) -> None:
+    """Fills this rank's shards from a Hugging Face folder, reading only the slices that it needs.
+
+    Parameters convert to the model's dtype; rows that pad the vocabulary become 0. Raises ValueError for a
+    missing file or tensor and for a shape that differs from the map.
+    """
+    parameters = canonical_parameters(chunks, parallel)
+    reader = HfReader(hf_path)
+    for rule in family.rules:
+        parameter = parameters.pop(rule.megatron, None)
+        if parameter is None:
+            continue
+        data = parameter.data.zero_()
+        for piece in rule.pieces(*_shard_of(rule, parallel)):
+            piece.of_shard(data).copy_(reader.read(piece.hf_name, piece.hf_index, rule.hf_shapes[piece.hf_name]))
+    assert not parameters, f"parameters without a rule: {sorted(parameters)}"
+
+
+def save_hf(source: "MegatronWeightSource", src_hf_path: str | Path, out_path: str | Path) -> None:
+    """Writes the policy as a normal Hugging Face folder; every rank must call it.
+
+    Configuration, tokenizer and generation config travel from `src_hf_path`. The folder appears under its name
+    only when it is whole. Raises ValueError where `out_path` exists and is no Hugging Face folder.
+    """
+    if source.parallel.rank != 0:
+        for _ in source.tensors():
+            pass
+        return
+    writer = HfWriter(src_hf_path, out_path, source.manifest(), carried=source.family.carried)
+    with writer:
+        for name, tensor in source.tensors():
+            writer.add(name, tensor)
+
+
+class MegatronWeightSource:
+    """The weights of a trained policy in Hugging Face coordinates. Every rank makes one, together."""
+
+    def __init__(self, chunks: Sequence[Any], parallel: Parallel):
+        self.parallel = parallel
+        self.family: Family = _inner(chunks[0]).family
+        self._chunks = chunks
+        self._parameters = canonical_parameters(chunks, parallel)
+        self._dtype: torch.dtype = _inner(chunks[0]).config.params_dtype
+        self._units = _units(self.family.rules)
+        self._stage_of_layer = _stage_of_layer(self._parameters, parallel)
+
+    def manifest(self) -> Manifest:
+        """Name, dtype and full shape of every tensor that `tensors` gives, in its order; not collective."""
+        dtype = str(self._dtype).removeprefix("torch.")
+        return tuple(
+            ParamMeta(name=name, dtype=dtype, shape=tuple(shape))
+            for unit in self._units
+            for name, shape in unit.hf_shapes.items()
+        )
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full tensors on global rank 0, in the manifest's order; nothing on other ranks, which must iterate too.
+
+        A tensor is the receiver's until the next one is asked for.
+        """
+        self._settle()
+        for unit in self._units:
+            yield from self._unit_tensors(unit)
+
+    @torch.no_grad()
+    def _unit_tensors(self, unit: "_Unit") -> Iterator[tuple[str, torch.Tensor]]:
+        stage, me = self._stage(unit), self.parallel
+        full: dict[str, torch.Tensor] = {}
+        if me.pp_rank == stage:
+            full = self._assemble(unit)
+        leader = me.tp_rank == 0 and me.groups.dp_cp.rank() == 0
+        for name, shape in unit.hf_shapes.items():
+            tensor = full.pop(name, None)
+            if stage != 0 and leader and me.pp_rank == stage:
+                assert tensor is not None
+                dist.send(tensor, group=me.groups.pp, group_dst=0)
+            if me.rank == 0:
+                if tensor is None:
+                    tensor = torch.empty(shape, dtype=self._dtype, device=me.device)
+                    dist.recv(tensor, group=me.groups.pp, group_src=stage)
+                yield name, tensor
+
+    def _assemble(self, unit: "_Unit") -> dict[str, torch.Tensor]:
+        """Gathers a unit's shards inside its stage; the stage's leader gets the Hugging Face tensors."""
+        full: dict[str, torch.Tensor] = {}
+        for rules, shards in self._dense(unit) if unit.rules[0].expert is None else self._experts(unit):
+            for rule, by_rank in zip(rules, shards):
+                for rank, shard in enumerate(by_rank):
+                    for piece in rule.pieces(rank, len(by_rank)):
+                        if piece.hf_name not in full:
+                            full[piece.hf_name] = torch.empty(
+                                unit.hf_shapes[piece.hf_name], dtype=self._dtype, device=self.parallel.device
+                            )
+                        full[piece.hf_name][piece.hf_index] = piece.of_shard(shard)
+        return full
+
+    def _dense(self, unit: "_Unit") -> Iterator[tuple[list[Rule], list[list[torch.Tensor]]]]:
+        """(rules, shards of each by tensor-parallel rank) on the leader."""
+        groups = self.parallel.groups
+        if groups.dp_cp.rank() != 0:
+            return
+        for rule in unit.rules:
+            shard = self._parameters[rule.megatron].data
+            if rule.sharded:
+                gathered = _gather(shard, groups.tp)
+            else:
+                gathered = [shard] if self.parallel.tp_rank == 0 else None
+            if gathered is not None:
+                yield [rule], [gathered]
+
+    def _experts(self, unit: "_Unit") -> Iterator[tuple[list[Rule], list[list[torch.Tensor]]]]:
+        """Like `_dense`, one expert of every expert-parallel rank at a time."""
+        groups, size = self.parallel.groups, self.parallel.ep_size
+        if groups.expt_dp.rank() != 0:
+            return
+        local = len(unit.rules) // size
+        for index in range(local):
+            mine = unit.rules[self.parallel.ep_rank * local + index]
+            of_ep_ranks = _gather(self._parameters[mine.megatron].data, groups.ep)
+            if of_ep_ranks is None:
+                continue
+            of_tp_ranks = [_gather(shard, groups.expt_tp) for shard in of_ep_ranks]
+            if of_tp_ranks[0] is not None:
+                rules = [unit.rules[rank * local + index] for rank in range(size)]
+                yield rules, [shards for shards in of_tp_ranks if shards is not None]
+
+    def _stage(self, unit: "_Unit") -> int:
+        rule = unit.rules[0]
+        if rule.place == "layer":
+            return self._stage_of_layer[rule.layer]
+        return 0 if rule.place == "first" else self.parallel.pp_size - 1
+
+    def _settle(self) -> None:
+        """Waits for parameters that the distributed optimiser still gathers in the background."""
+        for chunk in self._chunks:
+            ddp = getattr(chunk, "ddp_config", None)
+            if ddp is not None and ddp.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Unit:
+    """Rules that make up the same Hugging Face tensors, next to each other in the map."""
+
+    rules: tuple[Rule, ...]
+    hf_shapes: Mapping[str, tuple[int, ...]]
+
+
+def _units(rules: Sequence[Rule]) -> tuple[_Unit, ...]:
+    exported = [rule for rule in rules if rule.exported]
+    grouped = (tuple(group) for _, group in groupby(exported, key=lambda rule: tuple(rule.hf_shapes)))
+    return tuple(_Unit(rules=group, hf_shapes=group[0].hf_shapes) for group in grouped)
+
+
+def canonical_parameters(chunks: Sequence[Any], parallel: Parallel) -> dict[str, torch.nn.Parameter]:
+    """This rank's parameters under the map's names: layers and experts counted globally, plain layers' names."""
+    found: dict[str, torch.nn.Parameter] = {}
+    for chunk in chunks:
+        model = _inner(chunk)
+        experts = (model.config.num_moe_experts or 0) // parallel.ep_size
+        for name, parameter in model.named_parameters():
+            found[_canonical(name, model, first_expert=parallel.ep_rank * experts)] = parameter
+    return found
+
+
+def _canonical(name: str, model: Any, *, first_expert: int) -> str:
+    layer = _LAYER.match(name)
+    if layer is None:
+        return name
+    number = model.decoder.layers[int(layer[1])].layer_number - 1
+    name = f"decoder.layers.{number}.{name[layer.end() :]}"
+    for fused, plain in _FUSED_NORMS.items():
+        if name.endswith(fused):
+            return name.removesuffix(fused) + plain
+    name = _FUSED_EXPERT.sub(r".experts.local_experts.\2.linear_fc\1.weight", name)
+    return _EXPERT.sub(lambda found: f".experts.local_experts.{int(found[1]) + first_expert}.", name)
+
+
+def _stage_of_layer(parameters: Mapping[str, Any], parallel: Parallel) -> dict[int, int]:
+    """Pipeline stage of every layer, from what each stage holds."""
+    mine = sorted({int(found[1]) for name in parameters if (found := _LAYER.match(name))})
+    of_stages: list[Any] = [None] * parallel.pp_size
+    dist.all_gather_object(of_stages, mine, group=parallel.groups.pp)
+    return {layer: stage for stage, layers in enumerate(of_stages) for layer in layers}
+
+
+def _shard_of(rule: Rule, parallel: Parallel) -> tuple[int, int]:
+    if rule.expert is not None:
+        return parallel.etp_rank, parallel.etp_size
+    return parallel.tp_rank, parallel.tp_size
+
+
+def _gather(shard: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor] | None:
+    """The group's shards on its rank 0, None elsewhere."""
+    if group.size() == 1:
+        return [shard]
+    first = group.rank() == 0
+    shards = [torch.empty_like(shard) for _ in range(group.size())] if first else None
+    dist.gather(shard.contiguous(), shards, group=group, group_dst=0)
+    return shards
+
+
+def _inner(chunk: Any) -> Any:
+    while not hasattr(chunk, "decoder"):
+        chunk = chunk.module
+    return chunk
