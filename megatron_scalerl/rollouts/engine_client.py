@@ -125,7 +125,7 @@ class EngineClient:
     def __init__(self, *, url: str, secret: str, name: str = "engine-0") -> None:
         self.url = url.rstrip("/")
         self.name = name
-        self._secret = secret
+        self.secret = secret
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> "EngineClient":
@@ -204,7 +204,7 @@ class EngineClient:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3600),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
-                headers={SECRET_HEADER: self._secret, "Content-Type": "application/json"},
+                headers={SECRET_HEADER: self.secret, "Content-Type": "application/json"},
             )
         data = None if body is None else _encode(body)
         try:

@@ -131,7 +131,9 @@ class WorkerExtension:
     def msrl_info(self) -> dict[str, Any]:
         """The fields of `EngineInfo` that a worker knows."""
         config = self.model_config  # type: ignore[attr-defined]
-        vocab_size, head_dtype = _probe_head(self.model_runner.get_model(), config)  # type: ignore[attr-defined]
+        if not hasattr(self, "_msrl_head"):  # once: a broken update leaves a model that cannot be probed
+            self._msrl_head = _probe_head(self.model_runner.get_model(), config)  # type: ignore[attr-defined]
+        vocab_size, head_dtype = self._msrl_head
         receiver = self.weight_transfer_engine  # type: ignore[attr-defined]
         return {
             "vocab_size": vocab_size,
@@ -158,5 +160,5 @@ def _probe_head(model: Any, config: Any) -> tuple[int, str]:
     if logits is None:  # a tensor-parallel rank that gets no logits
         return config.get_vocab_size(), str(config.head_dtype).removeprefix("torch.")
     exact = logits.float()
-    coarse = all((exact == exact.to(t).float()).all() for t in (torch.bfloat16,))
+    coarse = bool((exact == exact.bfloat16().float()).all())
     return logits.shape[-1], "bfloat16" if coarse else "float32"

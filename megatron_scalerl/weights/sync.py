@@ -60,11 +60,9 @@ class TrainerClient(Protocol):
 class WeightSync:
     """Conducts the updates of one trainer and its engines; one update at a time."""
 
-    def __init__(
-        self, trainer: TrainerClient, engines: Sequence[EngineClient], recipe: Recipe, *, secret: str
-    ) -> None:
+    def __init__(self, trainer: TrainerClient, engines: Sequence[EngineClient], recipe: Recipe) -> None:
         assert engines, "at least one engine"
-        self._trainer, self._engines, self._recipe, self._secret = trainer, list(engines), recipe, secret
+        self._trainer, self._engines, self._recipe = trainer, list(engines), recipe
         self._lock = asyncio.Lock()
 
     async def connect(self, *, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -83,7 +81,7 @@ class WeightSync:
             "world_size": 1 + sum(worlds),
             "bucket_mib": section.bucket_mib,
             "timeout_s": section.timeout_s,
-            "secret": self._secret,
+            "secret": self._engines[0].secret,
         }
         text = to_json(manifest)
         offsets = {e.name: 1 + sum(worlds[:i]) for i, e in enumerate(self._engines)}

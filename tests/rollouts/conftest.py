@@ -1,0 +1,59 @@
+"""One real vLLM server for the tests of this folder."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_policies
+
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.rollouts.engine import EngineProcess
+
+SECRET = "the-run-s-secret"
+
+Run = Callable[[Awaitable[Any]], Any]
+
+
+def recipe_for(folder: Path, *, vllm: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Recipe:
+    """A recipe whose engine serves a tiny policy."""
+    defaults: dict[str, dict[str, Any]] = {
+        "policy": {"path": str(folder), "dtype": "float32"},
+        "prompts": {"path": "none", "max_prompt_tokens": 64},
+        "interruption": {"thinking_tokens": [1, 1800], "answer_tokens": 100},
+        "weights": {"bucket_mib": 1, "timeout_s": 120},
+        "engine": {
+            "vllm": {"max_model_len": 2048, "max_num_seqs": 32, "kv_cache_memory_bytes": 64 << 20} | (vllm or {})
+        },
+    }
+    return Recipe(name="test", steps=1, **{k: defaults.get(k, {}) | sections.get(k, {}) for k in defaults | sections})
+
+
+@pytest.fixture(scope="session")
+def run() -> Iterator[Run]:
+    """Runs a coroutine on the event loop that the session's engine belongs to."""
+    with asyncio.Runner() as runner:
+        yield runner.run
+
+
+@pytest.fixture(scope="session")
+def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two dense policies of one shape, and two Llama-4 style mixtures of experts."""
+    root = tmp_path_factory.mktemp("policies")
+    names = {"dense_a": 0, "dense_b": 1, "moe_a": 2, "moe_b": 3}
+    return {name: tiny_policies.make(root / name, name.split("_")[0], seed) for name, seed in names.items()}
+
+
+@pytest.fixture(scope="session")
+def engine(
+    run: Run, policies: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineProcess]:
+    """A server of policy dense_a in float32; tests that change its weights bring them back."""
+    log = tmp_path_factory.mktemp("engine") / "engine.log"
+    process = EngineProcess(recipe_for(policies["dense_a"]), secret=SECRET, log_path=log, transport="gloo")
+    run(process.start())
+    yield process
+    run(process.stop())

@@ -1,0 +1,171 @@
+"""The rollout stream against a stand-in engine with chosen durations: order, bounds, failures, restart."""
+
+import asyncio
+import random
+
+import pytest
+
+from megatron_scalerl.prompts.curriculum import Curriculum
+from megatron_scalerl.rollouts.gate import StalenessGate
+from megatron_scalerl.rollouts.journal import Journal, read_groups, read_history
+from megatron_scalerl.rollouts.stream import RolloutStream
+from megatron_scalerl.types import Prompt, Rollout, Score
+
+
+class StandInEngine:
+    """Counts what it is given and answers after a drawn time, with the version at the first token."""
+
+    def __init__(self, seed=0, slowest_s=0.01):
+        self.random = random.Random(seed)
+        self.slowest_s = slowest_s
+        self.version = 0
+        self.running = self.most = 0
+
+
+class StandInSampler:
+    """The sampler's two methods, on a stand-in engine."""
+
+    def __init__(self, fail_at=None):
+        self.fail_at = fail_at
+        self.started = 0
+
+    def draw(self, seed, group_id, index):
+        return (seed, group_id, index)
+
+    async def complete(self, engine, prompt, draw, *, priority):
+        self.started += 1
+        if self.started == self.fail_at:
+            raise RuntimeError("engine-0: POST /inference/v1/generate: broken")
+        engine.running += 1
+        engine.most = max(engine.most, engine.running)
+        version = engine.version
+        await asyncio.sleep(engine.slowest_s * engine.random.random() ** 3)
+        engine.running -= 1
+        rollout = Rollout(
+            token_ids=(draw[1], draw[2]),
+            rollout_logprobs=(-1.0, -1.0),
+            policy_versions=(version, engine.version),
+            loss_mask=(True, True),
+            interrupted=False,
+            truncated=False,
+            thinking_cut=0,
+            seed=0,
+        )
+        return rollout, Score(correct=draw[2] % 2 == 0, reward=1.0)
+
+
+def prompts(count):
+    return [Prompt(prompt_id=f"p{i:03d}", text=str(i), answer="0", token_ids=(1,)) for i in range(count)]
+
+
+def make_stream(tmp_path, *, k=2, groups_per_batch=3, group_size=4, max_in_flight=8, engines=None, **settings):
+    engines = engines or [StandInEngine()]
+    curriculum = Curriculum(prompts(settings.get("prompts", 500)), 7, None, settings.get("max_epochs"))
+    return RolloutStream(
+        curriculum=curriculum,
+        engines=engines,
+        sampler=settings.get("sampler") or StandInSampler(),
+        journal=Journal(tmp_path),
+        gate=StalenessGate(groups_per_batch=groups_per_batch, max_staleness_steps=k),
+        group_size=group_size,
+        max_in_flight=max_in_flight,
+        seed=1,
+        next_group_id=settings.get("next_group_id", 0),
+    )
+
+
+@pytest.mark.parametrize("k", [0, 1, 8])
+def test_batches_keep_the_bound_and_lose_nothing(tmp_path, k):
+    engines = [StandInEngine(1), StandInEngine(2)]
+
+    async def run():
+        stream = make_stream(tmp_path, k=k, engines=engines)
+        stream.start(0)
+        seen = []
+        for version in range(25):
+            groups = await stream.next_batch()
+            assert len(groups) == 3
+            assert all(version - g.first_token_version <= k for g in groups)
+            assert stream.in_flight + stream.ready <= (k + 1) * 3
+            seen += [g.group_id for g in groups]
+            await asyncio.sleep(0.002)
+            for engine in engines:
+                engine.version = version + 1
+            await stream.set_version(version + 1)
+        await stream.close()
+        return seen
+
+    seen = asyncio.run(run())
+    assert len(set(seen)) == 75
+    assert all(engine.most <= 8 for engine in engines)
+    history = read_history(tmp_path)
+    assert set(seen) <= set(history.files)
+
+
+def test_k_zero_generates_only_between_steps(tmp_path):
+    async def run():
+        stream = make_stream(tmp_path, k=0)
+        stream.start(0)
+        groups = await stream.next_batch()
+        await asyncio.sleep(0.05)
+        assert stream.in_flight == 3, "the gate admits the next batch only"
+        return groups
+
+    groups = asyncio.run(run())
+    assert {v for g in groups for r in g.rollouts for v in r.policy_versions} == {0}
+
+
+def test_a_failing_completion_ends_the_stream_with_its_error(tmp_path):
+    async def run():
+        stream = make_stream(tmp_path, sampler=StandInSampler(fail_at=9))
+        stream.start(0)
+        try:
+            for _ in range(5):
+                await stream.next_batch()
+        finally:
+            await stream.close()
+
+    with pytest.raises(RuntimeError, match="engine-0: POST /inference/v1/generate: broken"):
+        asyncio.run(run())
+
+
+def test_a_dry_curriculum_ends_the_stream_with_its_reason(tmp_path):
+    async def run():
+        stream = make_stream(tmp_path, prompts=7, max_epochs=1)
+        stream.start(0)
+        batches = [await stream.next_batch() for _ in range(3)]
+        return batches, stream.dry
+
+    batches, reason = asyncio.run(run())
+    assert [b and len(b) for b in batches] == [3, 3, None]
+    assert reason == "curriculum.max_epochs 1 reached"
+
+
+def test_unfinished_groups_are_issued_again_under_their_ids(tmp_path):
+    async def first_life():
+        stream = make_stream(tmp_path, engines=[StandInEngine(slowest_s=0.2)])
+        stream.start(0)
+        await stream.next_batch()
+        await stream.close()
+
+    asyncio.run(first_life())
+    history = read_history(tmp_path)
+    lost = [(e["group_id"], e["prompt_id"]) for e in history.unfinished]
+    assert lost, "something was in flight when the first life ended"
+
+    async def second_life():
+        known = {p.prompt_id: p for p in prompts(500)}
+        stream = make_stream(tmp_path, next_group_id=len(history.files) + len(lost))
+        ready = read_groups(tmp_path, history, history.unbatched())
+        stream.restore(list(ready.values()), [(g, known[p], 0) for g, p in lost])
+        stream.start(1)
+        taken = [g for _ in range(4) for g in await stream.next_batch()]
+        await stream.close()
+        return taken
+
+    taken = asyncio.run(second_life())
+    ids = [g.group_id for g in taken]
+    assert len(ids) == len(set(ids)) == 12
+    found = {g.group_id: g.prompt.prompt_id for g in taken}
+    assert all(found.get(g, p) == p for g, p in lost)
+    assert {g for g, _ in lost} & set(ids)

@@ -1,0 +1,70 @@
+"""Tiny policies for the engine's tests, made by transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers.models.llama4 import Llama4TextConfig
+
+VOCAB, EOS = 128, 2
+THINK_END = (5, 6)
+"""The closing tag of these policies: two tokens, so that half a tag can stand anywhere."""
+PHRASE = (20, 21, 22, *THINK_END)
+
+_SHARED: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 1024,
+}
+
+
+def config(kind: str) -> Any:
+    """kind: dense (Llama with grouped queries) or moe (Llama 4, four experts)."""
+    if kind == "dense":
+        return LlamaConfig(**_SHARED)
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1}
+    return Llama4TextConfig(**_SHARED, **experts, intermediate_size_mlp=128, attention_chunk_size=128)
+
+
+def make(folder: Path, kind: str = "dense", seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """A random policy with peaked outputs, saved as a Hugging Face folder with a tokenizer."""
+    generator = torch.Generator().manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config(kind)).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15)
+    model.save_pretrained(folder)
+    tokenizer = Tokenizer(WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="t0", bos_token="t1", eos_token=f"t{EOS}"
+    ).save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The policy in transformers, in float32 arithmetic."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+@torch.no_grad()
+def logprobs(model: Any, prompt: list[int], completion: list[int]) -> torch.Tensor:
+    """[T, vocabulary] log-probs at every completion token."""
+    logits = model(torch.tensor([prompt + completion])).logits[0]
+    return logits.float().log_softmax(-1)[len(prompt) - 1 : -1]
