@@ -170,9 +170,7 @@ class _Loader:
                 self.too_long.append(f"{row.where}: {len(token_ids)} tokens, at most {limit} allowed")
                 continue
             extra = {name: value for name, value in row.values.items() if name not in columns}
-            kept.append(
-                Prompt(prompt_id=identity, text=text, answer=answer, token_ids=token_ids, extra=extra)
-            )
+            kept.append(Prompt(prompt_id=identity, text=text, answer=answer, token_ids=token_ids, extra=extra))
         return kept
 
 

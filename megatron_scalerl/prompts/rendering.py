@@ -89,9 +89,7 @@ def check_think_tags(tokenizer: Any, start: str, end: str, phrase: str) -> Think
             else decoded.strip() == text.strip()
         )
         if not survives:
-            raise ValueError(
-                f"{key}: expected a text that survives encode and decode, found {text!r} -> {decoded!r}"
-            )
+            raise ValueError(f"{key}: expected a text that survives encode and decode, found {text!r} -> {decoded!r}")
     found = tuple(ids.values())
     return ThinkTokens(start_ids=found[0], end_ids=found[1], phrase_ids=found[2])
 

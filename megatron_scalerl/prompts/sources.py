@@ -128,7 +128,7 @@ def _read_saved_dataset(path: Path, columns: Sequence[str], split: str | None) -
 def _choose_split(path: Path, splits: Sequence[str], split: str | None) -> str:
     if split is None and len(splits) == 1:
         return splits[0]
-    if split not in splits:
+    if split is None or split not in splits:
         found = f"the splits {', '.join(splits)}"
         expected = f"prompts.split {split!r}" if split else "one split, or prompts.split to choose"
         raise ValueError(f"{path}: expected {expected}, found {found}")

@@ -11,9 +11,7 @@ from megatron_scalerl.types import Prompt, RolloutGroup, Score
 
 
 def prompts(count):
-    return [
-        Prompt(prompt_id=f"id{index}", text=f"text{index}", answer="1", token_ids=(1,)) for index in range(count)
-    ]
+    return [Prompt(prompt_id=f"id{index}", text=f"text{index}", answer="1", token_ids=(1,)) for index in range(count)]
 
 
 def draw_ids(curriculum, count):

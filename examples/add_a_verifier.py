@@ -1,0 +1,54 @@
+"""A verifier of one's own: the answer must be a JSON list of the reference's numbers, in any order.
+
+Name it in a recipe, from the folder that holds this file:
+
+    rewards:
+      verifier: add_a_verifier:same_numbers
+      timeout_s: 2
+
+`python examples/add_a_verifier.py` tries it in the same killable processes that a run uses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from megatron_scalerl.rewards.verifier import VerifierPool
+from megatron_scalerl.types import Prompt, Rollout
+
+
+def same_numbers(answer_text: str, reference: str, extra: dict[str, Any]) -> bool | float:
+    """The verdict on one completion.
+
+    `answer_text` is what the policy wrote after thinking, `reference` the prompt's answer column, `extra` the
+    other columns of its row. True earns the reward `rewards.correct`, False `rewards.incorrect`; a float is
+    the reward itself. An exception, a crash and a check beyond `timeout_s` count as wrong.
+    """
+    numbers = json.loads(answer_text)
+    if sorted(numbers) != sorted(json.loads(reference)):
+        return False
+    # The row may ask for the order too; then the right numbers in the wrong order earn a part.
+    if extra.get("ordered") and numbers != json.loads(reference):
+        return 0.5
+    return True
+
+
+async def main() -> None:
+    """Score five answers to one prompt and print what became of them."""
+    prompt = Prompt(
+        prompt_id="example", text="Roots of x^2 - 3x + 2?", answer="[1, 2]", token_ids=(), extra={"ordered": True}
+    )
+    completion = Rollout(
+        token_ids=(), rollout_logprobs=(), policy_versions=(), loss_mask=(), interrupted=False, truncated=False,
+        thinking_cut=0, seed=0,
+    )  # fmt: skip
+    async with VerifierPool("add_a_verifier:same_numbers", workers=2, timeout_s=2.0) as pool:
+        for answer in ("[1, 2]", "[2, 1]", "[1, 3]", "one and two", None):
+            score = await pool.score(answer, prompt, completion)
+            print(f"{answer!s:12} reward {score.reward:+.1f} {score.reason}")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

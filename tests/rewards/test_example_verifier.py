@@ -1,0 +1,19 @@
+"""The example of a user's own verifier runs and scores as its text says."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "add_a_verifier.py"
+
+
+def test_the_example_scores_five_answers():
+    done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, check=True)
+    assert [line.split() for line in done.stdout.splitlines()] == [
+        ["[1,", "2]", "reward", "+1.0"],
+        ["[2,", "1]", "reward", "+0.5"],
+        ["[1,", "3]", "reward", "-1.0"],
+        ["one", "and", "two", "reward", "-1.0", "error"],
+        ["None", "reward", "-1.0", "no_answer"],
+    ]
+    assert "JSONDecodeError" in done.stderr, "the first error is shown"
