@@ -1,0 +1,135 @@
+"""The viewer prints one completion with forced tokens and policy versions marked, with and without colour."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron_scalerl.rollouts.journal import BatchRecord, Journal
+from megatron_scalerl.tiny.tokenizer import save_tokenizer
+from megatron_scalerl.types import Prompt, Rollout, RolloutGroup, Score
+
+TOOL = Path(__file__).parents[2] / "tools" / "show_rollouts.py"
+PHRASE = "Okay, time is up. Let me stop thinking and formulate a final answer now."
+
+
+@pytest.fixture(scope="module")
+def tool():
+    spec = importlib.util.spec_from_file_location("show_rollouts", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def rollout(ids, versions, mask, **flags):
+    return Rollout(
+        token_ids=ids, rollout_logprobs=(0.0,) * len(ids), policy_versions=versions, loss_mask=mask, seed=11,
+        **{"interrupted": False, "truncated": False, "thinking_cut": 5, **flags},
+    )  # fmt: skip
+
+
+def group(group_id):
+    """Completion 0 is 7+2=9 and ends by itself; completion 1 is cut after `7+`, and the version changes there."""
+    natural = rollout((13, 16, 8, 19, 15, 4, 15, 2), (3,) * 8, (True,) * 8)
+    mask = (True, True, False, False, True, True)
+    forced = rollout((13, 16, 5, 4, 6, 2), (3, 3, 4, 4, 4, 4), mask, interrupted=True, thinking_cut=2)
+    return RolloutGroup(
+        group_id=group_id,
+        prompt=Prompt(prompt_id="p", text="7;+2=", answer="9", token_ids=(1, 13, 20, 16, 8, 19, 3)),
+        rollouts=(natural, forced),
+        scores=(Score(correct=True, reward=1.0), Score(correct=False, reward=-1.0)),
+        first_token_version=3,
+        epoch=0,
+    )
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A run's folder as the journal writes it: groups 0 to 2, of which 0 and 1 were trained."""
+    folder = tmp_path_factory.mktemp("run")
+    save_tokenizer(folder / "policy")
+    (folder / "recipe.yaml").write_text(f"policy:\n  path: {folder / 'policy'}\n")
+    journal = Journal(folder)
+    for group_id in range(3):
+        journal.finish(group(group_id))
+    for step in (1, 2):
+        journal.batch(BatchRecord(batch=step - 1, step=step, policy_version=step - 1, group_ids=(step - 1,)))
+    journal.close()
+    return folder
+
+
+def test_the_newest_groups_first_completion_is_shown_without_arguments(tool, run_dir, capsys):
+    assert tool.main([str(run_dir)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "group      2, epoch 0, in no batch yet, pass rate 1/2",
+        "completion 0 of 2, 8 tokens, seed 11",
+        "reward     +1 (right), reference 9",
+        "thinking   cut after 5 tokens, not interrupted, not truncated",
+        "versions   3 (tokens 0-7)",
+        "prompt     <bos>7;+2=<think>",
+        "‹v3›7+2=9</think>9<eos>",
+    ]
+
+
+def test_forced_tokens_and_versions_are_marked_without_colour(tool, run_dir, capsys):
+    assert tool.main([str(run_dir), "--step", "2", "--index", "1"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "group      1, epoch 0, in the batch of step 2, pass rate 1/2"
+    assert out[2:5] == [
+        "reward     -1 (wrong), reference 9",
+        "thinking   cut after 2 tokens, interrupted, not truncated",
+        "versions   3 (tokens 0-1), 4 (tokens 2-5)",
+    ]
+    assert out[-1] == f"‹v3›7+‹v4›⟦{PHRASE}</think>⟧0<eos>"
+
+
+def test_forced_tokens_are_coloured_on_a_terminal(tool, run_dir):
+    console = Console(force_terminal=True, color_system="standard", soft_wrap=True)
+    found = tool.find_group(run_dir, 1, None)
+    with console.capture() as captured:
+        tool.show(console, found, 1, tool.load_tokenizer(run_dir))
+    assert f"\x1b[1;33m⟦{PHRASE}</think>⟧\x1b[0m" in captured.get()
+
+
+def test_text_that_looks_like_markup_is_printed_as_it_is(tool):
+    class BracketTokenizer:
+        """Stands in for a tokenizer with brackets."""
+
+        def decode(self, ids, **settings):
+            return "[bold]x[/nothing]"
+
+    text = tool.marked_text({"token_ids": [0], "policy_versions": [1], "loss_mask": [True]}, BracketTokenizer())
+    assert text.plain == "‹v1›[bold]x[/nothing]"
+
+
+def test_a_step_in_the_group_itself_needs_no_journal(tool, run_dir, tmp_path):
+    (tmp_path / "rollouts").mkdir()
+    line = (run_dir / "rollouts" / "groups-00000.jsonl").read_text().splitlines()[0]
+    torn = '{"group_id": 9, "ste'
+    (tmp_path / "rollouts" / "a.jsonl").write_text(f'{line[:-1]},"step":7}}\n{torn}')
+    assert tool.find_group(tmp_path, None, 7)["group_id"] == 0
+    assert tool.find_group(tmp_path, None, None)["step"] == 7, "the line that is being written does not count"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--group", "9"], "expected group 9, found none among 3 finished groups"),
+        (["--group", "1", "--step", "1"], "expected group 1 and a group of step 1, found none among 3"),
+        (["--index", "2"], "--index: expected 0 to 1, found 2"),
+    ],
+)
+def test_what_is_not_there_is_one_line(tool, run_dir, capsys, arguments, message):
+    assert tool.main([str(run_dir), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_folder_that_is_no_run_is_one_line_and_exit_code_2(tmp_path):
+    done = subprocess.run([sys.executable, TOOL, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == f"{tmp_path}: expected a run's folder with rollouts in it, found none\n"
