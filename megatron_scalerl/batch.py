@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from megatron_scalerl.types import Batch, MicroBatch, Sample
+from megatron_scalerl.types import Batch, MicroBatch, Rollout, Sample
 
 _FILLS = {"staleness": -1}
 """Value of padding positions where it is not 0."""
@@ -151,6 +151,40 @@ def filler_micro_batch(size: int) -> MicroBatch:
         staleness=np.zeros(0, dtype=np.int32),
     )
     return pad_to(empty, size)
+
+
+def scoring_micro_batches(
+    token_ids: Sequence[Sequence[int]], *, micro_batch_tokens: int, pad_multiple: int
+) -> list[MicroBatch]:
+    """Token lists in their order, packed for scoring: the loss mask marks every position that has a target.
+
+    Weights and advantages are 0. A list longer than `micro_batch_tokens` gets a micro-batch of its own.
+    """
+    rows: list[list[Sample]] = []
+    used = 0
+    for ids in token_ids:
+        assert len(ids) >= 2, "a single token has nothing that predicts it"
+        if not rows or used + len(ids) > micro_batch_tokens:
+            rows.append([])
+            used = 0
+        rows[-1].append(_unweighted(tuple(ids)))
+        used += len(ids)
+    return [_micro_batch(row, pad_multiple, 0) for row in rows]
+
+
+def _unweighted(ids: tuple[int, ...]) -> Sample:
+    size = len(ids) - 1
+    rollout = Rollout(
+        token_ids=ids[1:],
+        rollout_logprobs=(0.0,) * size,
+        policy_versions=(0,) * size,
+        loss_mask=(True,) * size,
+        interrupted=False,
+        truncated=False,
+        thinking_cut=0,
+        seed=0,
+    )
+    return Sample(prompt_token_ids=ids[:1], rollout=rollout, advantage=0.0, token_weight=0.0)
 
 
 def sequence_ids(micro_batch: MicroBatch) -> np.ndarray:

@@ -1,0 +1,112 @@
+"""Saving and resuming the trainer through Megatron's distributed checkpoints (torch_dist).
+
+A checkpoint holds the policy, the optimiser in its fully reshardable form, the generators' states of every rank,
+the step, and the controller's own state as JSON. It can be loaded under another tensor, pipeline or data
+parallel size; the generators are then seeded anew, since their number differs. `commit` says which folders count.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from megatron_scalerl.trainer.commit import discard, read_commit, write_commit
+from megatron_scalerl.trainer.parallel import Parallel
+from megatron_scalerl.trainer.step import Trainer
+
+EXTRA = "controller.json"
+"""The controller's own state."""
+
+
+def save(path: str | Path, trainer: Trainer, extra: dict[str, Any]) -> None:
+    """Write and commit a checkpoint at `path`, replacing what is there. Every rank must call it.
+
+    `extra` must be JSON data; rank 0's counts.
+    """
+    path = Path(path)
+    first = trainer.parallel.rank == 0
+    if first:
+        discard(path)
+        path.mkdir(parents=True)
+        (path / EXTRA).write_text(json.dumps(extra), encoding="utf8")
+    dist.barrier()
+    dist_checkpointing.save(_sharded_state(trainer, loading=False, generators=True), str(path))
+    dist.barrier()
+    if first:
+        write_commit(path, {"step": trainer.steps_made, "layout": _layout(trainer.parallel)})
+    dist.barrier()
+
+
+def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
+    """Resume from the checkpoint at `path`; returns the `extra` it was saved with. Every rank must call it.
+
+    Raises ValueError, naming the file, for a folder that is not committed or has lost a file; nothing is loaded.
+    """
+    path = Path(path)
+    facts = read_commit(path)
+    same_layout = facts["layout"] == _layout(trainer.parallel)
+    state = dist_checkpointing.load(_sharded_state(trainer, loading=True, generators=same_layout), str(path))
+    for key, chunk in _chunk_keys(trainer):
+        chunk.load_state_dict(state[key])
+    trainer.optimizer.load_state_dict(state["optimizer"])
+    if same_layout:
+        _set_generators(state["generators"])
+    trainer.steps_made = int(facts["step"])
+    extra: dict[str, Any] = json.loads((path / EXTRA).read_text(encoding="utf8"))
+    return extra
+
+
+def _sharded_state(trainer: Trainer, *, loading: bool, generators: bool) -> dict[str, Any]:
+    """What Megatron saves, or the template that it loads into."""
+    state: dict[str, Any] = {key: chunk.sharded_state_dict() for key, chunk in _chunk_keys(trainer)}
+    groups = trainer.parallel.groups
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "dp_cp_group": groups.dp_cp,
+    }
+    models = state["model"] if len(trainer.chunks) == 1 else state
+    state["optimizer"] = trainer.optimizer.sharded_state_dict(models, is_loading=loading, metadata=metadata)
+    if generators:
+        rank, world = trainer.parallel.rank, trainer.parallel.world_size
+        state["generators"] = ShardedObject("generators", _generators(), (world,), (rank,))
+    return state
+
+
+def _chunk_keys(trainer: Trainer) -> list[tuple[str, Any]]:
+    """Megatron's key of each model chunk, and the module inside its wrappers whose state is saved."""
+    if len(trainer.chunks) == 1:
+        return [("model", trainer.chunks[0].module)]
+    return [(f"model{i}", chunk.module) for i, chunk in enumerate(trainer.chunks)]
+
+
+def _layout(parallel: Parallel) -> dict[str, int]:
+    names = ("world_size", "tp_size", "pp_size", "ep_size", "etp_size", "dp_size", "cp_size")
+    return {name: getattr(parallel, name) for name in names}
+
+
+def _generators() -> dict[str, Any]:
+    """States of all random generators of this rank."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "tensor_parallel": {name: s.clone() for name, s in get_cuda_rng_tracker().get_states().items()},
+    }
+
+
+def _set_generators(states: dict[str, Any]) -> None:
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    np.random.set_state(tuple(states["numpy"]))
+    torch.set_rng_state(states["torch"])
+    get_cuda_rng_tracker().set_states(states["tensor_parallel"])

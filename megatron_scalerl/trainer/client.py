@@ -1,0 +1,214 @@
+"""The controller's side of the trainer: sends commands to all ranks, waits for all, names the rank that failed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+import zmq.utils.monitor
+
+from megatron_scalerl.trainer import wire
+from megatron_scalerl.trainer.wire import TrainerInfo
+from megatron_scalerl.types import Batch, StepReport
+from megatron_scalerl.weights.manifest import Manifest, ParamMeta
+
+
+class TrainerError(RuntimeError):
+    """The trainer is lost: a rank raised, died or did not answer. The message names the rank."""
+
+
+class TrainerClient:
+    """All trainer ranks as one object; one command at a time.
+
+    The socket queues at most `wire.MAX_QUEUED` messages a rank; it is filled by commands, emptied by ranks, and
+    closed by `stop` or `close`. After a TrainerError only `close` makes sense. `command_timeout_s` bounds every
+    command. Closing it, or dying, makes every rank exit.
+    """
+
+    def __init__(
+        self,
+        *,
+        world_size: int,
+        run_id: str,
+        incarnation: str,
+        secret: str,
+        bind: str = "tcp://127.0.0.1:*",
+        command_timeout_s: float = 3600.0,
+    ) -> None:
+        self.world_size = world_size
+        self.info: TrainerInfo | None = None
+        self._run_id, self._incarnation, self._secret = run_id, incarnation, secret
+        self._command_timeout_s = command_timeout_s
+        self._dp_ranks: dict[int, int] = {}
+        self._identities: dict[int, bytes] = {}
+        self._calls = 0
+        self._busy = asyncio.Lock()
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        wire.secure_server(self._socket, secret)
+        self._socket.bind(bind)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def worker_env(self, rank: int) -> dict[str, str]:
+        """Environment that lets `python -m megatron_scalerl.trainer.worker` find and join this client.
+
+        MASTER_ADDR, MASTER_PORT and MSRL_RECIPE are the launcher's to add.
+        """
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.world_size),
+            "MSRL_CONTROLLER": self.endpoint,
+            "MSRL_RUN_ID": self._run_id,
+            "MSRL_INCARNATION": self._incarnation,
+            "MSRL_SECRET": self._secret,
+        }
+
+    async def wait_ready(self, timeout_s: float) -> TrainerInfo:
+        """Wait until every rank has built its trainer. Raises TrainerError at a failure or after `timeout_s`."""
+        async with self._busy, self._deadline(timeout_s, "start", lambda: set(self._dp_ranks)):
+            while len(self._dp_ranks) < self.world_size:
+                sender, message = await self._receive()
+                await self._greet(sender, message)
+        assert self.info is not None
+        return self.info
+
+    async def step(self, batches: Sequence[Batch]) -> StepReport:
+        """One optimiser step on one batch per data-parallel rank."""
+        assert self.info is not None, "wait_ready first"
+        assert len(batches) == self.info.dp_size, (len(batches), self.info.dp_size)
+        return await self._call(lambda call, dp: wire.Step(call=call, batch=batches[dp]), StepReport)
+
+    async def manifest(self) -> Manifest:
+        """Names, types and shapes of the weights in the order of sending."""
+        return await self._call(lambda call, _: wire.Manifest(call=call), tuple[ParamMeta, ...])
+
+    async def connect_weights(self, spec: dict[str, Any]) -> None:
+        """Open the trainer's end of the weight transport."""
+        await self._call(lambda call, _: wire.ConnectWeights(call=call, spec=spec), None)
+
+    async def send_weights(self, version: int) -> dict[str, Any]:
+        """Send all weights as `version`; returns the sender's report (seconds, bytes ...)."""
+        return await self._call(lambda call, _: wire.SendWeights(call=call, version=version), dict[str, Any])
+
+    async def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        """For each token list, log-probabilities (nats) of its tokens from the second on."""
+        tokens = [list(ids) for ids in token_ids]
+        return await self._call(lambda call, _: wire.Logprobs(call=call, token_ids=tokens), list[list[float]])
+
+    async def save(self, path: str, extra: dict[str, Any]) -> None:
+        """Write and commit a checkpoint; `extra` is the controller's own state, as JSON data."""
+        await self._call(lambda call, _: wire.Save(call=call, path=str(path), extra=extra), None)
+
+    async def load(self, path: str) -> dict[str, Any]:
+        """Resume from a committed checkpoint; returns the `extra` it was saved with."""
+        return await self._call(lambda call, _: wire.Load(call=call, path=str(path)), dict[str, Any])
+
+    async def export_hf(self, path: str) -> None:
+        """Write the policy as a Hugging Face folder."""
+        await self._call(lambda call, _: wire.ExportHf(call=call, path=str(path)), None)
+
+    async def stop(self) -> None:
+        """Let every rank exit with 0, and close."""
+        try:
+            await self._call(lambda call, _: wire.Stop(call=call), None)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close the sockets; ranks that still run exit."""
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._socket.close(linger=0)
+            self._context.term()
+
+    async def _call(self, make: Callable[[int, int], wire.Command], kind: Any) -> Any:
+        """Send each rank its command, wait for all answers, and return rank 0's as `kind`."""
+        async with self._busy:
+            self._calls += 1
+            answers: dict[int, msgspec.Raw] = {}
+            async with self._deadline(self._command_timeout_s, "command", lambda: set(answers)):
+                for rank in range(self.world_size):
+                    await self._send(rank, make(self._calls, self._dp_ranks[rank]))
+                while len(answers) < self.world_size:
+                    sender, message = await self._receive()
+                    if isinstance(message, wire.Done):
+                        assert message.call == self._calls, (message.call, self._calls)
+                        answers[message.rank] = message.value
+                    else:
+                        await self._greet(sender, message)
+        return msgspec.msgpack.decode(answers[0], type=kind)
+
+    async def _greet(self, sender: bytes, message: wire.ToController) -> None:
+        """Answer a rank that starts, or that tries to: strangers and orphans are refused."""
+        if isinstance(message, wire.Hello):
+            reason = self._objection(message)
+            answer = wire.Welcome() if reason is None else wire.Refused(reason=reason)
+            if reason is None:
+                self._identities[message.rank] = sender
+            await self._socket.send_multipart([sender, wire.encode(answer)])
+            return
+        assert isinstance(message, wire.Ready), message
+        self._dp_ranks[message.rank] = message.dp_rank
+        if message.rank == 0:
+            self.info = message.info
+
+    def _objection(self, hello: wire.Hello) -> str | None:
+        """Why this rank may not join, or None."""
+        expected = {"run id": self._run_id, "incarnation": self._incarnation, "world size": self.world_size}
+        found = {"run id": hello.run_id, "incarnation": hello.incarnation, "world size": hello.world_size}
+        for name, value in expected.items():
+            if found[name] != value:
+                return f"{name}: expected {value}, found {found[name]}"
+        if not 0 <= hello.rank < self.world_size:
+            return f"rank: expected 0 to {self.world_size - 1}, found {hello.rank}"
+        return f"rank {hello.rank}: expected one process, found a second" if hello.rank in self._identities else None
+
+    async def _send(self, rank: int, message: Any) -> None:
+        await self._socket.send_multipart([self._identities[rank], wire.encode(message)])
+
+    async def _receive(self) -> tuple[bytes, wire.ToController]:
+        """The next message. Raises TrainerError for a rank's failure and for a rank that has gone."""
+        while True:
+            # Two sockets: messages, and the monitor's news of closed connections.
+            poller = zmq.asyncio.Poller()
+            poller.register(self._socket, zmq.POLLIN)
+            poller.register(self._monitor, zmq.POLLIN)
+            ready = dict(await poller.poll())
+            if self._socket in ready:
+                sender, data = await self._socket.recv_multipart()
+                message = wire.decode_for_controller(data)
+                if not isinstance(message, wire.Hello) and sender not in self._identities.values():
+                    continue
+                if isinstance(message, wire.Failed):
+                    raise TrainerError(f"trainer rank {message.rank}: {message.error}")
+                return sender, message
+            await self._monitor.recv_multipart()
+            await self._find_the_lost()
+
+    async def _find_the_lost(self) -> None:
+        """Raise TrainerError for the first rank that joined and cannot be reached any more."""
+        for rank in sorted(self._identities):
+            try:
+                await self._send(rank, wire.Ping())
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                raise TrainerError(f"trainer rank {rank}: the process has gone without a word") from None
+
+    @contextlib.asynccontextmanager
+    async def _deadline(self, seconds: float, what: str, answered: Callable[[], set[int]]) -> AsyncIterator[None]:
+        """TrainerError naming the ranks without answer, should the block take longer than `seconds`."""
+        try:
+            async with asyncio.timeout(seconds):
+                yield
+        except TimeoutError:
+            silent = ", ".join(str(r) for r in range(self.world_size) if r not in answered())
+            raise TrainerError(f"trainer rank {silent}: no answer to a {what} within {seconds:g} s") from None

@@ -1,0 +1,261 @@
+"""One optimiser step on a packed batch, through Megatron's own schedules with our loss passed in.
+
+The loss is a plain sum over the tokens of all micro-batches and ranks; every denominator is inside the token
+weights. Megatron would divide twice: its schedule divides the loss in place by the number of micro-batches, its
+gradient buffers divide by the data-parallel size. The loss handed over is multiplied by both, so that gradients
+are those of the plain sum.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from megatron_scalerl.batch import pad_to, real_tokens, scoring_micro_batches, sequence_ids
+from megatron_scalerl.losses import LossInputs, LossOutput, make_loss
+from megatron_scalerl.recipe import OptimizerSection, Recipe
+from megatron_scalerl.trainer import device
+from megatron_scalerl.trainer.model import build_policy, unwrap
+from megatron_scalerl.trainer.optimizer import build_optimizer
+from megatron_scalerl.trainer.parallel import Parallel
+from megatron_scalerl.trainer.tally import Tally
+from megatron_scalerl.types import Batch, MicroBatch, StepReport
+
+Loss = Callable[[LossInputs], LossOutput]
+Schedule = Callable[[int], float]
+_MegatronLoss = tuple[Tensor, dict[str, Tensor]]
+"""Loss and what to log, as Megatron's schedules want them."""
+
+
+def constant_with_warmup(section: OptimizerSection) -> Schedule:
+    """Learning rate of a step (from 1): linear to `lr` over `warmup_steps`, then constant (the paper, section 2)."""
+
+    def rate(step: int) -> float:
+        return section.lr * min(1.0, step / section.warmup_steps) if section.warmup_steps else section.lr
+
+    return rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """One micro-batch as tensors on the device."""
+
+    tokens: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    targets: Tensor
+    loss_mask: Tensor
+    rollout_logprobs: Tensor
+    advantages: Tensor
+    token_weights: Tensor
+    staleness: Tensor
+    sequence_ids: Tensor
+
+
+class Trainer:
+    """The policy, its optimiser and its loss on one rank. Every rank must call every method together.
+
+    `chunks` are the DDP-wrapped model chunks of this rank (one, but for interleaved pipelines). `temperature`
+    divides the logits before the log-probabilities that are trained, as it did when the engine sampled.
+    """
+
+    def __init__(
+        self,
+        *,
+        chunks: list[Any],
+        optimizer: Any,
+        parallel: Parallel,
+        loss: Loss,
+        learning_rate: Schedule,
+        micro_batch_tokens: int,
+        pad_multiple: int,
+        temperature: float = 1.0,
+    ) -> None:
+        self.chunks = chunks
+        self.optimizer = optimizer
+        self.parallel = parallel
+        self.pad_multiple = pad_multiple
+        self.steps_made = 0
+        self._loss = loss
+        self._learning_rate = learning_rate
+        self._micro_batch_tokens = micro_batch_tokens
+        self._temperature = temperature
+        self._config = get_model_config(chunks[0])
+        self._config.finalize_model_grads_func = _finalize
+        # With calculate_per_token_loss the gradient buffers add up instead of averaging.
+        self._averaged_ranks = 1 if self._config.calculate_per_token_loss else parallel.dp_size
+        self._counts = parallel.is_last_stage and parallel.tp_rank == 0 and parallel.cp_rank == 0
+
+    def step(self, batch: Batch) -> StepReport:
+        """Forward, backward and one optimiser step on this rank's batch.
+
+        Raises RuntimeError when loss or gradient norm is not finite; the weights are then spoilt.
+        """
+        begin = time.monotonic()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        rate = self._learning_rate(batch.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        tally = Tally(self.parallel.device)
+        self._schedule(batch.micro_batches, partial(self._train_loss, tally, len(batch.micro_batches)), train=True)
+        succeeded, grad_norm, _ = self.optimizer.step()
+        device.synchronize()
+        metrics = tally.reduced(
+            counts=self._counts,
+            tokens=real_tokens(batch) if self._counts else 0,
+            seconds=time.monotonic() - begin,
+        )
+        loss, grad_norm = metrics.pop("loss"), float(grad_norm)
+        if not (succeeded and math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise RuntimeError(f"step {batch.step}: expected finite loss and gradient, found {loss} and {grad_norm}")
+        self.steps_made = batch.step
+        return StepReport(
+            step=batch.step,
+            policy_version=batch.step,
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=rate,
+            tokens=int(metrics.pop("tokens")),
+            seconds=metrics.pop("seconds"),
+            metrics=metrics,
+        )
+
+    def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        """For each token list, the log-probabilities (nats) of its tokens from the second on; forward only.
+
+        Every data-parallel rank computes the same; every rank returns the result.
+        """
+        rows = scoring_micro_batches(
+            token_ids, micro_batch_tokens=self._micro_batch_tokens, pad_multiple=self.pad_multiple
+        )
+        found: list[Tensor] = []
+
+        def collect(row: _Row, output: Tensor) -> _MegatronLoss:
+            found.append(output[0][row.loss_mask].detach())
+            return output.new_zeros(()), {}
+
+        with torch.no_grad():
+            self._schedule(rows, collect, train=False)
+        sizes = [len(ids) - 1 for ids in token_ids]
+        values = torch.cat(found) if found else torch.zeros(sum(sizes), device=self.parallel.device)
+        if self.parallel.pp_size > 1:
+            last = dist.get_global_rank(self.parallel.groups.pp, self.parallel.pp_size - 1)
+            dist.broadcast(values, last, group=self.parallel.groups.pp)
+        return [part.tolist() for part in values.cpu().split(sizes)]
+
+    def greedy(self, token_ids: Sequence[int], count: int) -> list[int]:
+        """The `count` tokens that follow `token_ids` when the likeliest is taken each time; for parity checks.
+
+        Computes the whole sequence anew for every token, and needs a pipeline of one stage.
+        """
+        assert self.parallel.pp_size == 1, "greedy decoding runs on one pipeline stage"
+        model = unwrap(self.chunks[0])
+        model.eval()
+        ids = list(token_ids)
+        for _ in range(count):
+            place, size = self.parallel.device, len(ids)
+            logits = model.full_logits(
+                torch.tensor([ids], device=place),
+                torch.arange(size, device=place)[None],
+                torch.tensor([0, size], dtype=torch.int32, device=place),
+            )
+            ids.append(int(logits[-1].argmax()))
+        return ids[len(token_ids) :]
+
+    def _train_loss(self, tally: Tally, count: int, row: _Row, output: Tensor) -> _MegatronLoss:
+        """Our sum over one of `count` micro-batches, times what Megatron will divide by."""
+        inputs = LossInputs(
+            trainer_logprobs=output[0],
+            rollout_logprobs=row.rollout_logprobs,
+            advantages=row.advantages,
+            loss_mask=row.loss_mask,
+            token_weights=row.token_weights,
+            sequence_ids=row.sequence_ids,
+        )
+        result = self._loss(inputs)
+        tally.add(inputs, result, output[1].detach(), row.staleness)
+        # A new tensor, since the schedule divides what it gets in place.
+        return result.loss * (count * self._averaged_ranks), {}
+
+    def _schedule(
+        self, micro_batches: Sequence[MicroBatch], loss: Callable[[_Row, Tensor], Any], *, train: bool
+    ) -> None:
+        """Run the micro-batches through Megatron's schedule for this pipeline."""
+        size = max(len(m.tokens) for m in micro_batches)
+        if self.parallel.pp_size > 1 and not self._config.variable_seq_lengths:
+            # Stages exchange activations of one shape, which they agree on beforehand.
+            micro_batches = [pad_to(m, size) for m in micro_batches]
+
+        def forward(rows: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            row = self._to_device(next(rows))
+            output = model(
+                row.tokens[None], row.position_ids[None], row.cu_seqlens, row.targets, temperature=self._temperature
+            )
+            return output, partial(loss, row)
+
+        for chunk in self.chunks:
+            chunk.train(train)
+        iterators = [iter(micro_batches) for _ in self.chunks]
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iterators if len(self.chunks) > 1 else iterators[0],
+            model=self.chunks,
+            num_microbatches=len(micro_batches),
+            seq_length=size,
+            micro_batch_size=1,
+            forward_only=not train,
+        )
+
+    def _to_device(self, m: MicroBatch) -> _Row:
+        place = self.parallel.device
+        columns = {name: torch.from_numpy(getattr(m, name)).to(place) for name in m.__dataclass_fields__}
+        return _Row(**columns, sequence_ids=torch.from_numpy(sequence_ids(m)).to(place))
+
+
+def _finalize(model: list[Any], num_tokens: Tensor | None = None, **keywords: Any) -> None:
+    """Megatron's reduction of gradients without its division by a token count."""
+    finalize_model_grads(model, None, **keywords)
+
+
+def make_trainer(
+    recipe: Recipe, parallel: Parallel, *, loss: Loss | None = None, learning_rate: Schedule | None = None
+) -> Trainer:
+    """The trainer that a recipe asks for, with the weights of its policy. Raises ValueError as its parts do.
+
+    `loss` and `learning_rate` replace the recipe's; the warm start gives its own.
+    """
+    chunks = build_policy(recipe.policy.path, recipe, parallel)
+    section = recipe.loss
+    return Trainer(
+        chunks=chunks,
+        optimizer=build_optimizer(chunks, recipe),
+        parallel=parallel,
+        loss=loss or make_loss(
+            section.name,
+            max_is_weight=section.max_is_weight,
+            clip_low=section.clip_low,
+            clip_high=section.clip_high,
+        ),
+        learning_rate=learning_rate or constant_with_warmup(recipe.optimizer),
+        micro_batch_tokens=recipe.trainer.micro_batch_tokens,
+        pad_multiple=pad_multiple(parallel),
+        temperature=recipe.rollouts.temperature,
+    )
+
+
+def pad_multiple(parallel: Parallel) -> int:
+    """What micro-batch lengths must be a multiple of: the tensor-parallel size, for sequence parallelism."""
+    return parallel.tp_size

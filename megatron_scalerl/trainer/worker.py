@@ -1,0 +1,258 @@
+"""One trainer rank as a process: `python -m megatron_scalerl.trainer.worker`.
+
+Environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT (torch.distributed's own), MSRL_RECIPE (path of the
+resolved recipe), from `TrainerClient.worker_env` MSRL_CONTROLLER, MSRL_RUN_ID, MSRL_INCARNATION, MSRL_SECRET,
+and where 60 s for an answer to the greeting do not fit, MSRL_GREETING_TIMEOUT_S.
+
+The rank greets the controller, builds its trainer, then obeys one command after another. An exception is sent as
+the last line of its traceback and ends the process with 1; a controller that has gone ends it with 3, at once
+and in the middle of a step, so that no orphan holds devices.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe_file import load_recipe
+from megatron_scalerl.trainer import wire
+
+GREETING_TIMEOUT_S = 60.0
+"""Seconds for the controller to answer a greeting; with a wrong secret it never does."""
+EXIT_ORPHAN = 3
+EXIT_REFUSED = 4
+
+_VARIABLES = (
+    "RANK", "WORLD_SIZE", "MSRL_RECIPE", "MSRL_CONTROLLER", "MSRL_RUN_ID", "MSRL_INCARNATION", "MSRL_SECRET",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """What the launcher tells a rank."""
+
+    recipe_path: str
+    endpoint: str
+    run_id: str
+    incarnation: str
+    secret: str
+    rank: int
+    world_size: int
+    greeting_timeout_s: float = GREETING_TIMEOUT_S
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> "WorkerSettings":
+        """Read MSRL_* and RANK, WORLD_SIZE. Raises ValueError naming what is missing."""
+        missing = [name for name in _VARIABLES if not environment.get(name)]
+        if missing:
+            raise ValueError(f"environment: expected {', '.join(_VARIABLES)}, missing {', '.join(missing)}")
+        return cls(
+            recipe_path=environment["MSRL_RECIPE"],
+            endpoint=environment["MSRL_CONTROLLER"],
+            run_id=environment["MSRL_RUN_ID"],
+            incarnation=environment["MSRL_INCARNATION"],
+            secret=environment["MSRL_SECRET"],
+            rank=int(environment["RANK"]),
+            world_size=int(environment["WORLD_SIZE"]),
+            greeting_timeout_s=float(environment.get("MSRL_GREETING_TIMEOUT_S", GREETING_TIMEOUT_S)),
+        )
+
+
+class RefusedError(RuntimeError):
+    """The controller did not let this rank in."""
+
+
+class ControllerLink:
+    """The rank's socket to its controller. As a context it reports the exception that leaves it."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        wire.secure_client(self._socket, settings.secret)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(settings.endpoint)
+
+    def greet(self) -> None:
+        """Join the run. Raises RefusedError, with the controller's reason, if this rank is not wanted."""
+        s = self._settings
+        hello = wire.Hello(rank=s.rank, world_size=s.world_size, run_id=s.run_id, incarnation=s.incarnation)
+        self.send(hello)
+        if not self._socket.poll(int(s.greeting_timeout_s * 1000)):
+            self._socket.setsockopt(zmq.LINGER, 0)
+            raise RefusedError(
+                f"controller at {s.endpoint}: expected an answer within {s.greeting_timeout_s:g} s, found none "
+                "(gone, or MSRL_SECRET is another run's)"
+            )
+        answer = self.receive()
+        if isinstance(answer, wire.Refused):
+            raise RefusedError(f"controller at {s.endpoint} refused this rank: {answer.reason}")
+        assert isinstance(answer, wire.Welcome), answer
+        threading.Thread(target=self._exit_when_alone, name="controller-watch", daemon=True).start()
+
+    def send(self, message: Any) -> None:
+        self._socket.send(wire.encode(message))
+
+    def receive(self) -> wire.ToRank:
+        """The next message that asks for something."""
+        while True:
+            message = wire.decode_for_rank(self._socket.recv())
+            if not isinstance(message, wire.Ping):
+                return message
+
+    def _exit_when_alone(self) -> None:
+        # A thread of its own, because the main one computes for minutes without looking at its socket.
+        recv_monitor_message(self._monitor)
+        print(f"trainer rank {self._settings.rank}: the controller has gone, exiting", file=sys.stderr, flush=True)
+        os._exit(EXIT_ORPHAN)
+
+    def __enter__(self) -> "ControllerLink":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, RefusedError):
+            return
+        line = traceback.format_exception_only(error)[-1].strip()
+        self.send(wire.Failed(rank=self._settings.rank, error=line))
+
+
+class Worker:
+    """Answers commands with a trainer."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        # Here, not at the top: a rank that is refused should not wait for torch and Megatron to load.
+        from megatron_scalerl.trainer.parallel import init_parallel
+        from megatron_scalerl.trainer.step import make_trainer
+        from megatron_scalerl.weights.source import MegatronWeightSource
+
+        self.recipe = recipe
+        self.parallel = init_parallel(recipe)
+        self.trainer = make_trainer(recipe, self.parallel)
+        self.source = MegatronWeightSource(self.trainer.chunks, self.parallel)
+        self._sender: Any = None
+
+    def info(self) -> wire.TrainerInfo:
+        """What the controller asks once."""
+        manifest = self.source.manifest()
+        sizes = [_product(meta.shape) for meta in manifest]
+        return wire.TrainerInfo(
+            world_size=self.parallel.world_size,
+            dp_size=self.parallel.dp_size,
+            parameters=sum(sizes),
+            vocab_size=next(meta.shape[0] for meta in manifest if meta.name.endswith("embed_tokens.weight")),
+            device=str(self.parallel.device),
+            backend="gloo" if self.parallel.device.type == "cpu" else "nccl",
+            dtype=self.recipe.policy.dtype,
+            logits=self.recipe.policy.logits,
+            pad_multiple=self.trainer.pad_multiple,
+        )
+
+    def run(self, command: wire.Command) -> Any:
+        """Carry out one command on this rank; the value is rank 0's answer."""
+        match command:
+            case wire.Step(batch=batch):
+                return self.trainer.step(batch)
+            case wire.Logprobs(token_ids=token_ids):
+                return self.trainer.logprobs(token_ids)
+            case wire.Manifest():
+                return self.source.manifest()
+            case wire.ConnectWeights(spec=spec):
+                return self._connect(spec)
+            case wire.SendWeights(version=version):
+                return self._send_weights(version)
+            case wire.Save(path=path, extra=extra):
+                return self._save(path, extra)
+            case wire.Load(path=path):
+                return self._load(path)
+            case wire.ExportHf(path=path):
+                return self._export(path)
+        raise AssertionError(f"unknown command {command}")
+
+    def _connect(self, spec: dict[str, Any]) -> None:
+        if self.parallel.rank == 0:
+            from megatron_scalerl.weights.transport import make_sender
+
+            self._sender = make_sender(spec)
+
+    def _send_weights(self, version: int) -> dict[str, Any] | None:
+        """Rank 0 sends; the others take part in gathering what it sends."""
+        manifest = self.source.manifest()
+        if self.parallel.rank == 0:
+            assert self._sender is not None, "connect_weights first"
+            return self._sender.send(self.source.tensors(), manifest, version)
+        for _ in self.source.tensors():
+            pass
+        return None
+
+    def _save(self, path: str, extra: dict[str, Any]) -> None:
+        from megatron_scalerl.trainer.checkpoint import save
+
+        save(path, self.trainer, extra)
+
+    def _load(self, path: str) -> dict[str, Any]:
+        from megatron_scalerl.trainer.checkpoint import load
+
+        return load(path, self.trainer)
+
+    def _export(self, path: str) -> None:
+        from megatron_scalerl.weights.source import save_hf
+
+        save_hf(self.source, self.recipe.policy.path, path)
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size
+
+
+def serve(link: ControllerLink, settings: WorkerSettings) -> None:
+    """Build the trainer, then answer commands until Stop."""
+    recipe = load_recipe(settings.recipe_path)
+    from megatron_scalerl.trainer.parallel import shutdown_parallel
+
+    worker = Worker(recipe)
+    link.send(wire.Ready(rank=settings.rank, dp_rank=worker.parallel.dp_rank, info=worker.info()))
+    while True:
+        command = link.receive()
+        assert not isinstance(command, wire.Welcome | wire.Refused | wire.Ping), command
+        if isinstance(command, wire.Stop):
+            shutdown_parallel()
+            link.send(wire.Done(call=command.call, rank=settings.rank, value=msgspec.Raw(wire.encode(None))))
+            return
+        value = worker.run(command)
+        if settings.rank != 0:
+            value = None
+        link.send(wire.Done(call=command.call, rank=settings.rank, value=msgspec.Raw(wire.encode(value))))
+
+
+def main() -> int:
+    """Run one rank; the exit status."""
+    settings = WorkerSettings.from_environment(os.environ)
+    link = ControllerLink(settings)
+    try:
+        link.greet()
+    except RefusedError as error:
+        print(f"trainer rank {settings.rank}: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    with link:
+        serve(link, settings)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
