@@ -76,6 +76,8 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
     def start_weight_update(self) -> None:
         """Take the parameters off, a broken update's leavings first."""
         self._abandon()
+        if self.device.type == "cpu":
+            self._forget_expert_kernels()
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -140,6 +142,18 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
             return total
         rows = indices.num_org_elements + indices.num_added_elements
         return total * rows // indices.num_elements_padded
+
+    def _forget_expert_kernels(self) -> None:
+        """Have vLLM set up its expert kernels anew.
+
+        vLLM 0.32.0 packs expert weights for the CPU only where a layer has no kernel yet
+        (UnquantizedFusedMoEMethod._setup_kernel): an update would put unpacked weights in the packed ones' place.
+        On GPUs that step does nothing, and captured graphs need the kernels to stay.
+        """
+        for layer in self.model.modules():
+            method = getattr(layer, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
 
     def _abandon(self) -> None:
         for layer in self.model.modules():
