@@ -78,6 +78,7 @@ class Trainer:
         parallel: Parallel,
         loss: Loss,
         learning_rate: Schedule,
+        weight_decay: float,
         micro_batch_tokens: int,
         pad_multiple: int,
         temperature: float = 1.0,
@@ -89,6 +90,7 @@ class Trainer:
         self.steps_made = 0
         self._loss = loss
         self._learning_rate = learning_rate
+        self._weight_decay = weight_decay
         self._micro_batch_tokens = micro_batch_tokens
         self._temperature = temperature
         self._config = get_model_config(chunks[0])
@@ -108,7 +110,9 @@ class Trainer:
         self.optimizer.zero_grad()
         rate = self._learning_rate(batch.step)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            # Megatron leaves both multipliers to its own scheduler; wd_mult is 0 for vectors.
+            group["lr"] = rate * group["lr_mult"]
+            group["weight_decay"] = self._weight_decay * group["wd_mult"]
         tally = Tally(self.parallel.device)
         self._schedule(batch.micro_batches, partial(self._train_loss, tally, len(batch.micro_batches)), train=True)
         succeeded, grad_norm, _ = self.optimizer.step()
@@ -250,6 +254,7 @@ def make_trainer(
             clip_high=section.clip_high,
         ),
         learning_rate=learning_rate or constant_with_warmup(recipe.optimizer),
+        weight_decay=recipe.optimizer.weight_decay,
         micro_batch_tokens=recipe.trainer.micro_batch_tokens,
         pad_multiple=pad_multiple(parallel),
         temperature=recipe.rollouts.temperature,

@@ -1,0 +1,34 @@
+"""One trainer process inside pytest: a world of one, cut once for the tests of this folder that ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from random_policy import write_policy
+
+    return write_policy(tmp_path_factory.mktemp("policy") / "llama")
+
+
+@pytest.fixture(scope="module")
+def new_trainer(policy: Path) -> Iterator[Callable]:
+    """Builds a trainer of the random policy; keywords are recipe sections."""
+    from random_policy import make_recipe
+
+    from megatron_scalerl.trainer import cpu_compat
+    from megatron_scalerl.trainer.parallel import init_parallel, shutdown_parallel
+    from megatron_scalerl.trainer.step import make_trainer
+
+    parallel = init_parallel(make_recipe(policy))
+
+    def build(**sections):
+        return make_trainer(make_recipe(policy, **sections), parallel)
+
+    yield build
+    shutdown_parallel()
+    cpu_compat.uninstall()

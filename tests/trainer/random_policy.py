@@ -1,0 +1,94 @@
+"""A random Llama, its recipe and random samples: what the trainer's tests train on."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megatron_scalerl.batch import pack
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.types import Batch, Rollout, Sample
+
+VOCAB = 64
+
+
+def write_policy(path: Path, *, seed: int = 0) -> Path:
+    """A two-layer Llama with large random weights, so that its distributions are far from uniform."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+        eos_token_id=2,
+        bos_token_id=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def make_recipe(policy: Path, **sections: Any) -> Recipe:
+    """A recipe in fp32 without warm-up at a large learning rate; `sections` replace or extend it."""
+    data: dict[str, Any] = {
+        "name": "test",
+        "steps": 4,
+        "policy": {"path": str(policy), "dtype": "float32"},
+        "prompts": {"path": "none.jsonl"},
+        "optimizer": {"lr": 1e-3, "warmup_steps": 0},
+        "trainer": {"micro_batch_tokens": 256},
+    }
+    for name, values in sections.items():
+        data[name] = {**data.get(name, {}), **values} if isinstance(values, dict) else values
+    return Recipe.model_validate(data)
+
+
+def random_samples(seed: int, count: int = 6) -> list[Sample]:
+    """Samples of 5 to 40 tokens with masks, mixed versions 0 to 3, advantages, and log-probs near the trainer's."""
+    rng = random.Random(seed)
+    samples = []
+    for _ in range(count):
+        size = rng.randint(3, 32)
+        rollout = Rollout(
+            token_ids=tuple(rng.randrange(3, VOCAB) for _ in range(size)),
+            rollout_logprobs=tuple(-rng.random() * 8 for _ in range(size)),
+            policy_versions=tuple(sorted(rng.randint(0, 3) for _ in range(size))),
+            loss_mask=tuple(rng.random() < 0.8 for _ in range(size - 1)) + (True,),
+            interrupted=False,
+            truncated=False,
+            thinking_cut=0,
+            seed=0,
+        )
+        prompt = tuple(rng.randrange(3, VOCAB) for _ in range(rng.randint(2, 8)))
+        samples.append(
+            Sample(
+                prompt_token_ids=prompt,
+                rollout=rollout,
+                advantage=rng.uniform(-2, 2),
+                token_weight=rng.uniform(0.001, 0.02),
+            )
+        )
+    return samples
+
+
+def batches_of(
+    samples: list[Sample], *, step: int = 1, dp_size: int = 1, micro_batch_tokens: int = 256
+) -> list[Batch]:
+    """The samples packed for `dp_size` ranks; version 3 trains."""
+    return pack(
+        samples,
+        step=step,
+        dp_size=dp_size,
+        micro_batch_tokens=micro_batch_tokens,
+        pad_multiple=2,
+        policy_version=3,
+    )

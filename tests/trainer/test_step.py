@@ -1,0 +1,229 @@
+"""One optimiser step against a plain reference, and what must not change it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from random_policy import batches_of, random_samples
+from transformers import AutoModelForCausalLM
+
+from megatron_scalerl.batch import filler_micro_batch
+from megatron_scalerl.recipe import OptimizerSection
+from megatron_scalerl.trainer.model import unwrap
+from megatron_scalerl.trainer.step import constant_with_warmup
+from megatron_scalerl.types import Batch
+
+NO_CLIP = {"optimizer": {"clip_grad": 0}}
+
+
+def reference_logprobs(model, sample):
+    """Log-probabilities of a sample's completion under the Hugging Face model, one sequence at a time."""
+    ids = torch.tensor([sample.prompt_token_ids + sample.rollout.token_ids])
+    logits = model(ids).logits[0].float()
+    scores = torch.log_softmax(logits[:-1], -1).gather(1, ids[0, 1:, None])[:, 0]
+    return scores[len(sample.prompt_token_ids) - 1 :], logits
+
+
+def reference_cispo(model, samples):
+    """-sum w min(rho, 5) A log pi over sampled tokens, written out with the gradient left in the model."""
+    total = 0.0
+    for s in samples:
+        logprobs, _ = reference_logprobs(model, s)
+        mask = torch.tensor(s.rollout.loss_mask)
+        rho = (logprobs.detach() - torch.tensor(s.rollout.rollout_logprobs)).exp().clamp(max=5.0)
+        total = total - (s.token_weight * rho * s.advantage * logprobs)[mask].sum()
+    total.backward()
+    return total.item()
+
+
+def gradients(trainer):
+    return {n: p.main_grad.clone() for n, p in unwrap(trainer.chunks[0]).named_parameters()}
+
+
+def weights(trainer):
+    return {n: p.detach().clone() for n, p in unwrap(trainer.chunks[0]).named_parameters()}
+
+
+def test_gradients_are_those_of_the_plain_sum(new_trainer, policy):
+    samples = random_samples(1)
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    loss = reference_cispo(model, samples)
+    norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in model.parameters()))
+    trainer = new_trainer(**NO_CLIP)
+    # three micro-batches, one of them a filler: Megatron would divide by 3
+    [batch] = batches_of(samples, micro_batch_tokens=64)
+    batch = Batch(step=1, micro_batches=(*batch.micro_batches, filler_micro_batch(2)))
+    assert len(batch.micro_batches) == 3
+    report = trainer.step(batch)
+    assert report.loss == pytest.approx(loss, rel=1e-5)
+    assert report.grad_norm == pytest.approx(norm, rel=1e-5)
+    found = gradients(trainer)
+    theirs = {
+        "embedding.word_embeddings.weight": model.model.embed_tokens.weight.grad,
+        "output_layer.weight": model.lm_head.weight.grad,
+        "decoder.layers.1.mlp.linear_fc2.weight": model.model.layers[1].mlp.down_proj.weight.grad,
+        "decoder.layers.0.self_attention.linear_proj.weight": model.model.layers[0].self_attn.o_proj.weight.grad,
+    }
+    for name, grad in theirs.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6 * norm, msg=name)
+
+
+@pytest.mark.parametrize("loss", ["cispo", "dapo", "grpo", "gspo"])
+def test_accumulated_micro_batches_equal_one(new_trainer, loss):
+    samples = random_samples(2, count=8)
+    section = {"loss": {"name": loss, "clip_low": None if loss == "cispo" else 0.9}}
+    one, many = new_trainer(**NO_CLIP, **section), new_trainer(**NO_CLIP, **section)
+    [whole], [parts] = batches_of(samples), batches_of(samples, micro_batch_tokens=64)
+    assert len(whole.micro_batches) == 1 and len(parts.micro_batches) > 2
+    a, b = one.step(whole), many.step(parts)
+    assert b.loss == pytest.approx(a.loss, rel=1e-5)
+    assert b.grad_norm == pytest.approx(a.grad_norm, rel=1e-5)
+    assert a.grad_norm > 0
+    assert b.tokens == a.tokens == sum(len(s.prompt_token_ids) + len(s.rollout.token_ids) for s in samples)
+    for key in ("entropy", "mismatch_mean", "mismatch_max", "ess", "is_weight_mean"):
+        assert b.metrics[key] == pytest.approx(a.metrics[key], rel=1e-5)
+
+
+def test_fillers_change_nothing(new_trainer):
+    [batch] = batches_of(random_samples(3))
+    filled = Batch(step=1, micro_batches=(filler_micro_batch(2), *batch.micro_batches, filler_micro_batch(4)))
+    plain, with_fillers = new_trainer(), new_trainer()
+    a, b = plain.step(batch), with_fillers.step(filled)
+    assert (a.loss, a.grad_norm, a.tokens) == (b.loss, b.grad_norm, b.tokens)
+    assert a.metrics == b.metrics
+    theirs = weights(with_fillers)
+    assert all(torch.equal(w, theirs[n]) for n, w in weights(plain).items())
+
+
+def test_a_step_is_deterministic(new_trainer):
+    [batch] = batches_of(random_samples(4))
+    first, second = new_trainer(), new_trainer()
+    again = Batch(step=2, micro_batches=batch.micro_batches)
+    losses = [[trainer.step(b).loss for b in (batch, again)] for trainer in (first, second)]
+    assert losses[0] == losses[1]
+    theirs = weights(second)
+    assert all(torch.equal(w, theirs[n]) for n, w in weights(first).items())
+
+
+def test_learning_rate_warms_up_linearly_then_stays():
+    rate = constant_with_warmup(OptimizerSection(lr=5e-7, warmup_steps=100))
+    assert [rate(s) for s in (1, 50, 100, 101, 9999)] == pytest.approx([5e-9, 2.5e-7, 5e-7, 5e-7, 5e-7])
+    assert constant_with_warmup(OptimizerSection(lr=1e-4, warmup_steps=0))(1) == 1e-4
+
+
+def test_the_optimiser_uses_the_scheduled_rate(new_trainer):
+    # AdamW's first step moves every weight with a gradient by the learning rate
+    [batch] = batches_of(random_samples(5))
+    trainer = new_trainer(optimizer={"lr": 1e-3, "warmup_steps": 4, "weight_decay": 0.0})
+    name = "decoder.final_layernorm.weight"
+    before = weights(trainer)[name]
+    report = trainer.step(batch)
+    assert report.learning_rate == pytest.approx(2.5e-4)
+    moved = (weights(trainer)[name] - before).abs()
+    torch.testing.assert_close(moved, torch.full_like(moved, 2.5e-4), rtol=1e-3, atol=0)
+
+
+def test_weight_decay_acts_on_matrices_only(new_trainer):
+    [batch] = batches_of(random_samples(5))
+    plain = new_trainer(optimizer={"lr": 1e-3, "weight_decay": 0.0})
+    decayed = new_trainer(optimizer={"lr": 1e-3, "weight_decay": 0.1})
+    before = weights(plain)
+    for trainer in (plain, decayed):
+        trainer.step(batch)
+    without, with_decay = weights(plain), weights(decayed)
+    for name, start in before.items():
+        # decoupled: lr x decay x weight, on top of the same step
+        expected = 1e-3 * 0.1 * start if start.dim() > 1 else torch.zeros_like(start)
+        torch.testing.assert_close(without[name] - with_decay[name], expected, rtol=2e-3, atol=3e-7, msg=name)
+
+
+def test_gradients_are_clipped_to_the_norm(new_trainer):
+    [batch] = batches_of(random_samples(6))
+    trainer = new_trainer(optimizer={"clip_grad": 1e-3})
+    report = trainer.step(batch)
+    assert report.grad_norm > 1e-2  # before clipping
+    clipped = math.sqrt(sum(g.double().square().sum().item() for g in gradients(trainer).values()))
+    assert clipped == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_logprobs_and_greedy_tokens_are_those_of_hugging_face(new_trainer, policy):
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    samples = random_samples(7)
+    lists = [s.prompt_token_ids + s.rollout.token_ids for s in samples]
+    trainer = new_trainer(trainer={"micro_batch_tokens": 64})
+    for ids, found in zip(lists, trainer.logprobs(lists), strict=True):
+        logits = model(torch.tensor([ids])).logits[0]
+        expected = torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(ids)[1:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=5e-5)
+    prompt = list(lists[0][:8])
+    out = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    assert trainer.greedy(prompt, 12) == out[0, 8:].tolist()
+
+
+def test_scoring_leaves_training_alone(new_trainer):
+    [batch] = batches_of(random_samples(8))
+    plain, probed = new_trainer(), new_trainer()
+    plain.step(batch)
+    probed.logprobs([[5, 6, 7, 8]])
+    probed.step(batch)
+    theirs = weights(probed)
+    assert all(torch.equal(w, theirs[n]) for n, w in weights(plain).items())
+
+
+def test_a_spoilt_loss_is_not_passed_over(new_trainer):
+    samples = random_samples(9, count=1)
+    [batch] = batches_of(samples)
+    batch.micro_batches[0].advantages[:] = float("nan")
+    with pytest.raises(RuntimeError, match=r"step 1: expected finite loss and gradient, found nan"):
+        new_trainer().step(batch)
+
+
+def test_metrics_count_what_they_say(new_trainer):
+    samples = random_samples(10, count=5)
+    trainer = new_trainer(loss={"max_is_weight": 1.5})
+    lists = [s.prompt_token_ids + s.rollout.token_ids for s in samples]
+    pairs, ages = [], []
+    for s, scores in zip(samples, trainer.logprobs(lists)):
+        completion = scores[len(s.prompt_token_ids) - 1 :]
+        for keep, ours, theirs, version in zip(
+            s.rollout.loss_mask, completion, s.rollout.rollout_logprobs, s.rollout.policy_versions
+        ):
+            if keep:
+                pairs.append(ours - theirs)
+                ages.append(3 - version)
+    ratios = torch.tensor(pairs, dtype=torch.float64)
+    rho = ratios.exp()
+    [batch] = batches_of(samples)
+    metrics = trainer.step(batch).metrics
+    expected = {
+        "loss_tokens": len(pairs),
+        "mismatch_mean": ratios.abs().mean(),
+        "mismatch_max": ratios.abs().max(),
+        "kl_k3": (rho - 1 - ratios).mean(),
+        "capped_share": (rho > 1.5).double().mean(),
+        "is_weight_mean": rho.mean(),
+        "is_weight_max": rho.max(),
+        "ess": rho.sum() ** 2 / (len(pairs) * rho.square().sum()),
+        "staleness_mean": sum(ages) / len(ages),
+        "staleness_max": max(ages),
+    }
+    for age, name in enumerate(("0", "1", "2", "3_4")):
+        chosen = torch.tensor([a == age for a in ages])
+        expected[f"mismatch_staleness_{name}"] = ratios[chosen].abs().mean()
+        expected[f"loss_tokens_staleness_{name}"] = chosen.sum()
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(float(value), rel=1e-4), name
+    assert "mismatch_staleness_5_8" not in metrics
+    assert 0 < expected["capped_share"] < 1
+
+
+def test_entropy_is_that_of_the_policy_at_the_loss_tokens(new_trainer, policy):
+    [sample] = random_samples(11, count=1)
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    _, logits = reference_logprobs(model, sample)
+    entropy = torch.distributions.Categorical(logits=logits[len(sample.prompt_token_ids) - 1 : -1]).entropy()
+    expected = entropy[torch.tensor(sample.rollout.loss_mask)].mean().item()
+    [batch] = batches_of([sample])
+    assert new_trainer().step(batch).metrics["entropy"] == pytest.approx(expected, rel=1e-4)
