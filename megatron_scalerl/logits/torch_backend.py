@@ -133,8 +133,9 @@ class TokenLogprobs(torch.autograd.Function):
         if options.group is None:
             gathered = stats[None]
         else:
-            gathered = stats.new_empty((options.group.size(), *stats.shape))
-            dist.all_gather_into_tensor(gathered, stats, group=options.group)
+            parts = [torch.empty_like(stats) for _ in range(options.group.size())]
+            dist.all_gather(parts, stats, group=options.group)
+            gathered = torch.stack(parts)
         lse, logprob, entropy = _merge(gathered)
         ctx.save_for_backward(hidden, weight, targets, scale, lse, logprob, entropy)
         ctx.options = options

@@ -117,6 +117,8 @@ def _common() -> dict[str, Any]:
         add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
+        # Also for dense models: TransformerConfig refuses variable lengths with the default dispatcher.
+        moe_token_dispatcher_type="alltoall",
     )
 
 
@@ -138,7 +140,6 @@ def _device_settings() -> dict[str, Any]:
 def _moe_settings() -> dict[str, Any]:
     """No auxiliary loss, frozen expert bias (the paper does not say; both can be set)."""
     return dict(
-        moe_token_dispatcher_type="alltoall",
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
         moe_router_bias_update_rate=0.0,

@@ -1,0 +1,122 @@
+"""What one rank of the parity tests does: build, one forward and backward pass, one optimiser step, export."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import random_policies
+import torch
+
+from megatron_scalerl.recipe import Recipe
+
+Row = dict[str, torch.Tensor]
+
+
+def recipe(path: str | Path, world_size: int, layout: dict[str, Any]) -> Recipe:
+    """The smallest recipe with this layout: keys of megatron.parallel, and model=, ddp=, dtype=, logits=."""
+    layout = dict(layout)
+    policy = dict(path=str(path), dtype=layout.pop("dtype", "float32"), logits=layout.pop("logits", "fp32"))
+    megatron = dict(model=layout.pop("model", {}), ddp=layout.pop("ddp", {}), parallel=layout)
+    return Recipe(
+        name="parity",
+        steps=1,
+        policy=policy,
+        prompts=dict(path="none"),
+        trainer=dict(world_size=world_size),
+        optimizer=dict(lr=1e-3, clip_grad=1.0),
+        megatron=megatron,
+    )
+
+
+def many(jobs: list[tuple[str, str, dict[str, Any]]]) -> dict[str, Any]:
+    """Runs (name, policy path, layout) one after the other in this rank; rank 0's answers by name."""
+    return {name: measure(path, layout) for name, path, layout in jobs}
+
+
+def measure(path: str, layout: dict[str, Any]) -> dict[str, Any]:
+    """Loss, gradient norm, gradients and exported weights of one step on the fixed rows under a layout."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from megatron_scalerl.trainer.model import build_policy
+    from megatron_scalerl.trainer.optimizer import build_optimizer
+    from megatron_scalerl.trainer.parallel import init_parallel
+    from megatron_scalerl.weights.source import MegatronWeightSource
+
+    layout = dict(layout)
+    lengths = layout.pop("rows", random_policies.ROWS)
+    settings = recipe(path, int(os.environ["WORLD_SIZE"]), layout)
+    parallel = init_parallel(settings)
+    chunks = build_policy(path, settings, parallel)
+    optimizer = build_optimizer(chunks, settings)
+    source = MegatronWeightSource(chunks, parallel)
+    found: dict[str, Any] = {"weights": _export(source)}
+    loss, logprobs = _forward_backward(chunks, parallel, random_policies.rows(lengths))
+    found["loss"], found["logprobs"] = loss, logprobs
+    if not chunks[0].ddp_config.use_distributed_optimizer:
+        found["grads"] = _export_grads(source, chunks)
+    _, found["grad_norm"], _ = optimizer.step()
+    found["stepped"] = _export(source)
+    found["manifest"] = [(meta.name, meta.dtype, meta.shape) for meta in source.manifest()]
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def _export(source: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in source.tensors()}
+
+
+def _export_grads(source: Any, chunks: list[Any]) -> dict[str, torch.Tensor]:
+    """Gradients in Hugging Face coordinates: they ride through the weight map in the parameters' place."""
+    kept = [(p, p.data.clone()) for chunk in chunks for p in chunk.parameters()]
+    for parameter, _ in kept:
+        parameter.data.copy_(parameter.main_grad)
+    grads = _export(source)
+    for parameter, data in kept:
+        parameter.data.copy_(data)
+    return grads
+
+
+def _forward_backward(chunks: list[Any], parallel: Any, rows: list[Row]) -> tuple[float, torch.Tensor | None]:
+    """Summed loss over all rows, and log-probabilities of this rank's rows on the last stage."""
+    import torch.distributed as dist
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.utils import get_model_config
+
+    mine = rows[parallel.dp_rank :: parallel.dp_size]
+    get_model_config(chunks[0]).finalize_model_grads_func = finalize_model_grads
+    logprobs: list[torch.Tensor] = []
+    total = torch.zeros(1)
+
+    def forward(iterator: Iterator[Row], model: Any) -> Any:
+        row = next(iterator)
+        output = model(row["tokens"], row["position_ids"], row["cu_seqlens"], row["targets"])
+
+        def loss(output: torch.Tensor) -> Any:
+            logprobs.append(output.detach().clone())
+            value = -(output[0] * row["weights"]).sum()
+            total.add_(value.detach())
+            return value * (len(mine) * parallel.dp_size), {}
+
+        return output, loss
+
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iter(mine),
+        model=chunks,
+        num_microbatches=len(mine),
+        seq_length=max(row["tokens"].shape[1] for row in mine),
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    if not parallel.is_last_stage or parallel.tp_rank:
+        total.zero_()
+    dist.all_reduce(total)
+    return float(total), torch.cat(logprobs, dim=1) if logprobs else None

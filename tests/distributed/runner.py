@@ -1,0 +1,85 @@
+"""Runs a function in several processes that form one world over gloo, and brings back what each returned.
+
+Process start costs seconds of imports: put several checks into one call.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing as mp
+import os
+import pickle
+import socket
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def run_ranks(world_size: int, target: str, *args: Any, timeout_s: float = 480.0) -> list[Any]:
+    """Results, by rank, of `target` ("module:function", importable here) called with `args` in every process.
+
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, one thread each. The first rank that fails ends all
+    and its traceback is raised as AssertionError; so does running past `timeout_s`.
+    """
+    context = mp.get_context("spawn")
+    port = _free_port()
+    pipes: dict[Connection, int] = {}
+    processes = []
+    for rank in range(world_size):
+        ours, theirs = context.Pipe(duplex=False)
+        settings = dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+        settings |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        process = context.Process(target=_child, args=(theirs, settings, target, args), daemon=True)
+        process.start()
+        theirs.close()
+        pipes[ours] = rank
+        processes.append(process)
+    try:
+        return _collect(pipes, time.monotonic() + timeout_s)
+    finally:
+        for process in processes:
+            process.join(timeout=20)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _collect(pipes: dict[Connection, int], deadline: float) -> list[Any]:
+    results: list[Any] = [None] * len(pipes)
+    waiting = dict(pipes)
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        assert ready, f"ranks {sorted(waiting.values())} were still running at the time limit"
+        for pipe in ready:
+            rank = waiting.pop(pipe)
+            try:
+                error, results[rank] = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                error = "process ended without an answer"
+            assert error is None, f"rank {rank}:\n{error}"
+    return results
+
+
+def _child(pipe: Connection, settings: dict[str, str], target: str, args: tuple[Any, ...]) -> None:
+    os.environ.update(settings, **dict.fromkeys(THREAD_VARIABLES, "1"))
+    module, function = target.split(":")
+    try:
+        result = getattr(importlib.import_module(module), function)(*args)
+        # Plain pickle: multiprocessing's own would share tensors' memory with a process that is about to end.
+        pipe.send_bytes(pickle.dumps((None, result)))
+    except BaseException:
+        pipe.send_bytes(pickle.dumps((traceback.format_exc(), None)))
+    finally:
+        sys.stdout.flush()
+        # Without this a rank that failed waits in the destructor of the process group for those that hang.
+        os._exit(0)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

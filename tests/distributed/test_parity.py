@@ -1,0 +1,127 @@
+"""One answer however the policy is cut: tensor, sequence, pipeline, expert and data parallel, packed or not.
+
+The quantities compared are the loss, the gradient norm that the optimiser reports, every gradient in
+Hugging Face coordinates, and the exported weights before and after the step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import random_policies
+import torch
+from runner import run_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+PLAIN = dict(ddp=dict(use_distributed_optimizer=False))
+"""Gradients whole on every rank; the distributed optimiser keeps shards of them."""
+SP = dict(model=dict(sequence_parallel=True))
+TP2, PP2, EP2 = (dict([(f"{kind}_model_parallel_size", 2)]) for kind in ("tensor", "pipeline", "expert"))
+
+TWO_RANKS = {
+    "llama tp2": ("llama", {**PLAIN, **TP2}),
+    "llama tp2 sp": ("llama", {**PLAIN, **TP2, **SP}),
+    "llama tp2 sp distributed optimiser": ("llama", {**TP2, **SP}),
+    "llama pp2": ("llama", {**PLAIN, **PP2}),
+    "llama dp2": ("llama", PLAIN),
+    "llama dp2 distributed optimiser": ("llama", {}),
+    "llama_tied tp2": ("llama_tied", {**PLAIN, **TP2}),
+    "llama_tied pp2": ("llama_tied", {**PLAIN, **PP2}),
+    "llama4 ep2": ("llama4", {**PLAIN, **EP2}),
+    "llama4 ep2 distributed optimiser": ("llama4", EP2),
+    "llama4 pp2": ("llama4", {**PLAIN, **PP2}),
+    "llama4 tp2 sp": ("llama4", {**PLAIN, **TP2, **SP}),
+}
+FOUR_RANKS = {
+    "llama tp2 pp2 sp": ("llama", {**PLAIN, **TP2, **PP2, **SP}),
+    "llama tp2 dp2": ("llama", {**PLAIN, **TP2}),
+    "llama4 tp2 ep2": ("llama4", {**PLAIN, **TP2, **EP2, **SP}),
+    "llama4 tp2 ep2 etp1": ("llama4", {**PLAIN, **TP2, **EP2, **SP, "expert_tensor_parallel_size": 1}),
+    "llama4 pp2 ep2": ("llama4", {**PLAIN, **PP2, **EP2}),
+}
+KINDS = ("llama", "llama_tied", "llama4")
+UNPACKED = tuple((length,) for row in random_policies.ROWS for length in row)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("policies")
+    for kind in KINDS:
+        random_policies.make(kind, root / kind)
+    return {kind: str(root / kind) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def alone(paths: dict[str, str]) -> dict[str, Any]:
+    jobs = [(kind, paths[kind], PLAIN) for kind in KINDS]
+    jobs += [(f"{kind} unpacked", paths[kind], {**PLAIN, "rows": UNPACKED}) for kind in KINDS]
+    return run_ranks(1, "parity_ranks:many", jobs)[0]
+
+
+@pytest.fixture(scope="module")
+def by_two(paths: dict[str, str]) -> dict[str, Any]:
+    jobs = [(name, paths[kind], layout) for name, (kind, layout) in TWO_RANKS.items()]
+    return run_ranks(2, "parity_ranks:many", jobs)[0]
+
+
+@pytest.fixture(scope="module")
+def by_four(paths: dict[str, str]) -> dict[str, Any]:
+    jobs = [(name, paths[kind], layout) for name, (kind, layout) in FOUR_RANKS.items()]
+    return run_ranks(4, "parity_ranks:many", jobs)[0]
+
+
+def same_step(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert abs(expected["loss"]) > 1.0 and float(expected["grad_norm"]) > 1.0
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert float(found["grad_norm"]) == pytest.approx(float(expected["grad_norm"]), rel=1e-5)
+    if "grads" not in found:
+        return
+    for name, grad in expected["grads"].items():
+        assert grad.norm() > 0, name
+        assert (found["grads"][name] - grad).norm() / grad.norm() < 2e-5, name
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_two_ranks_make_the_same_step(name: str, by_two: dict[str, Any], alone: dict[str, Any]) -> None:
+    same_step(by_two[name], alone[TWO_RANKS[name][0]])
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_two_ranks_export_what_they_loaded(name: str, by_two: dict[str, Any], paths: dict[str, str]) -> None:
+    same_weights(by_two[name], paths[TWO_RANKS[name][0]])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FOUR_RANKS)
+def test_four_ranks_make_the_same_step(
+    name: str, by_four: dict[str, Any], alone: dict[str, Any], paths: dict[str, str]
+) -> None:
+    same_step(by_four[name], alone[FOUR_RANKS[name][0]])
+    same_weights(by_four[name], paths[FOUR_RANKS[name][0]])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_is_unpacked(kind: str, alone: dict[str, Any]) -> None:
+    same_step(alone[f"{kind} unpacked"], alone[kind])
+    apart = (alone[f"{kind} unpacked"]["logprobs"] - alone[kind]["logprobs"]).abs().max()
+    assert apart < 2e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_step_moves_every_weight(kind: str, alone: dict[str, Any]) -> None:
+    before, after = alone[kind]["weights"], alone[kind]["stepped"]
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+
+
+def same_weights(found: dict[str, Any], path: str) -> None:
+    """Hugging Face -> Megatron -> Hugging Face, bit for bit, in the manifest's order and shapes."""
+    from safetensors.torch import load_file
+
+    saved = load_file(f"{path}/model.safetensors")
+    assert list(found["weights"]) == [name for name, _, _ in found["manifest"]]
+    assert set(found["weights"]) == set(saved)
+    for name, dtype, shape in found["manifest"]:
+        assert (dtype, shape) == ("float32", tuple(saved[name].shape))
+        assert torch.equal(found["weights"][name], saved[name]), name
