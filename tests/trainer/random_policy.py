@@ -37,12 +37,12 @@ def write_policy(path: Path, *, seed: int = 0) -> Path:
     return path
 
 
-def make_recipe(policy: Path, **sections: Any) -> Recipe:
+def make_recipe(path: Path, /, **sections: Any) -> Recipe:
     """A recipe in fp32 without warm-up at a large learning rate; `sections` replace or extend it."""
     data: dict[str, Any] = {
         "name": "test",
         "steps": 4,
-        "policy": {"path": str(policy), "dtype": "float32"},
+        "policy": {"path": str(path), "dtype": "float32"},
         "prompts": {"path": "none.jsonl"},
         "optimizer": {"lr": 1e-3, "warmup_steps": 0},
         "trainer": {"micro_batch_tokens": 256},

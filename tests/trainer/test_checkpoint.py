@@ -1,0 +1,88 @@
+"""Stopped and resumed equals uninterrupted, bit for bit, in one process."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from random_policy import batches_of, random_samples
+
+from megatron_scalerl.trainer.checkpoint import load, save
+from megatron_scalerl.trainer.commit import latest
+from megatron_scalerl.trainer.model import unwrap
+
+MIXED = {"policy": {"dtype": "bfloat16"}, "optimizer": {"lr": 1e-2, "warmup_steps": 3}}
+
+
+def steps(trainer, numbers):
+    for number in numbers:
+        [batch] = batches_of(random_samples(number), step=number)
+        trainer.step(batch)
+
+
+def state(trainer):
+    """Weights and everything the optimiser remembers, by name."""
+    found = {f"weight {n}": p.detach().clone() for n, p in unwrap(trainer.chunks[0]).named_parameters()}
+    for i, optimizer in enumerate(trainer.optimizer.chained_optimizers):
+        for j, group in enumerate(optimizer.optimizer.param_groups):
+            for k, parameter in enumerate(group["params"]):
+                found[f"main {i}.{j}.{k}"] = parameter.detach().clone()
+                for name, value in optimizer.optimizer.state[parameter].items():
+                    found[f"{name} {i}.{j}.{k}"] = torch.as_tensor(value).clone()
+    return found
+
+
+@pytest.mark.parametrize("sections", [{}, MIXED], ids=["fp32", "bf16"])
+def test_resumed_equals_uninterrupted(new_trainer, tmp_path, sections):
+    trainer = new_trainer(**sections)
+    steps(trainer, [1, 2])
+    save(tmp_path / "step_000002", trainer, {"step": 2, "curriculum": ["a"]})
+    saved = state(trainer)
+    steps(trainer, [3, 4])
+    resumed = new_trainer(**sections)
+    assert load(tmp_path / "step_000002", resumed) == {"step": 2, "curriculum": ["a"]}
+    assert resumed.steps_made == 2
+    restored = state(resumed)
+    assert restored.keys() == saved.keys()
+    assert [n for n in saved if not torch.equal(saved[n], restored[n])] == []
+    counters = {n: float(v) for n, v in restored.items() if n.startswith("step")}
+    assert counters and set(counters.values()) == {2.0}
+    steps(resumed, [3, 4])
+    ours, theirs = state(trainer), state(resumed)
+    assert [n for n in ours if not torch.equal(ours[n], theirs[n])] == []
+    assert {float(v) for n, v in theirs.items() if n.startswith("step")} == {4.0}
+    assert any(not torch.equal(saved[n], ours[n]) for n in saved)
+
+
+def test_generators_are_restored(new_trainer, tmp_path):
+    trainer = new_trainer()
+    steps(trainer, [1])
+    save(tmp_path / "step_000001", trainer, {})
+    expected = (random.random(), float(np.random.rand()), torch.rand(1).item())
+    load(tmp_path / "step_000001", trainer)
+    assert (random.random(), float(np.random.rand()), torch.rand(1).item()) == expected
+
+
+def test_saving_again_replaces(new_trainer, tmp_path):
+    trainer = new_trainer()
+    steps(trainer, [1])
+    save(tmp_path / "step_000001", trainer, {"life": 1})
+    save(tmp_path / "step_000001", trainer, {"life": 2})
+    assert latest(tmp_path) == tmp_path / "step_000001"
+    assert load(tmp_path / "step_000001", trainer) == {"life": 2}
+
+
+def test_a_missing_shard_is_named_and_nothing_is_loaded(new_trainer, tmp_path):
+    trainer = new_trainer()
+    steps(trainer, [1])
+    path = tmp_path / "step_000001"
+    save(path, trainer, {})
+    shard = next(path.glob("*.distcp"))
+    shard.unlink()
+    fresh = new_trainer()
+    before = state(fresh)
+    with pytest.raises(ValueError, match=f"{shard.name}: expected a file of .* found none"):
+        load(path, fresh)
+    assert all(torch.equal(value, before[name]) for name, value in state(fresh).items())
