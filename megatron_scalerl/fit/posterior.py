@@ -205,10 +205,8 @@ def _log_posterior(obs: Observations, prior: Prior, log_b: Array, log_m: Array, 
     x, n = obs.log_compute, len(obs.log_compute)
     logit = np.exp(log_b)[:, None, None] * (x - log_m[None, :, None])
     share = (1.0 / (1.0 + np.exp(-np.clip(logit, -700.0, 700.0)))).reshape(-1, n)
-    place = (
-        -0.5 * ((log_b - prior.log_exponent_mean) / prior.log_exponent_sd)[:, None, None] ** 2
-        - 0.5 * ((log_m - prior.log_midpoint_mean) / prior.log_midpoint_sd)[None, :, None] ** 2
-    )
+    place = _log_normal(log_b, prior.log_exponent_mean, prior.log_exponent_sd)[:, None, None]
+    place = place + _log_midpoint_prior(log_m, prior)[None, :, None]
     grid = (len(log_b), len(log_m), 1)
     shape, centre = obs.noise_shape + n / 2, obs.noise_shape * obs.noise_variance
     out = np.empty((len(obs.initials), len(prior.discrepancies), len(log_b), len(log_m), len(a)))
@@ -226,6 +224,16 @@ def _log_posterior(obs: Observations, prior: Prior, log_b: Array, log_m: Array, 
             weight = np.log(obs.initial_weights[r]) + _log_gain_prior(gain / (1.0 - initial), prior)
             out[r, h] = likelihood + place + weight
     return out
+
+
+def _log_normal(x: Array, mean: float, sd: float) -> Array:
+    return -0.5 * ((x - mean) / sd) ** 2 - np.log(sd)
+
+
+def _log_midpoint_prior(log_m: Array, prior: Prior) -> Array:
+    usual = (1.0 - prior.late_share) * np.exp(_log_normal(log_m, prior.log_midpoint_mean, prior.log_midpoint_sd))
+    late = prior.late_share * np.exp(_log_normal(log_m, prior.late_mean, prior.late_sd))
+    return np.log(np.maximum(usual + late, 1e-300))
 
 
 def _log_gain_prior(share: Array, prior: Prior) -> Array:

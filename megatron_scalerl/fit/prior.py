@@ -31,30 +31,36 @@ class Discrepancy:
 class Prior:
     """Prior distribution of one run's sigmoid, unit-free."""
 
-    log_exponent_mean: float = math.log(1.9)
+    log_exponent_mean: float = math.log(2.1)
     """Mean of log B."""
-    log_exponent_sd: float = 0.35
+    log_exponent_sd: float = 0.27
     """Standard deviation of log B."""
-    log_midpoint_mean: float = math.log(0.4)
+    log_midpoint_mean: float = math.log(0.35)
     """Mean of log(C_mid / largest fitted compute)."""
-    log_midpoint_sd: float = 1.2
+    log_midpoint_sd: float = 0.6
     """Standard deviation of log(C_mid / largest fitted compute)."""
+    late_share: float = 0.3
+    """Probability that the run is only at its start, where C_mid may lie far beyond the fitted compute."""
+    late_mean: float = math.log(3.0)
+    """Mean of log(C_mid / largest fitted compute) in that case."""
+    late_sd: float = 1.2
+    """Standard deviation in that case."""
     gain_alpha: float = 1.0
     """First Beta parameter of the share (A - R_0) / (1 - R_0)."""
-    gain_beta: float = 1.5
+    gain_beta: float = 2.0
     """Second Beta parameter of that share."""
-    noise_shape: float = 3.0
+    noise_shape: float = 8.0
     """Shape of the inverse-gamma prior of the noise variance where the validation size is known."""
-    noise_share: float = 0.5
+    noise_share: float = 0.6
     """Centre of that prior as a share of p (1 - p) / (prompts x generations): prompts differ in difficulty."""
     unknown_noise: float = 0.005
     """Centre of the noise (standard deviation, in pass rate) where the validation size is unknown."""
     unknown_noise_shape: float = 1.0
     """Shape of the inverse-gamma prior in that case: much weaker."""
     discrepancies: tuple[Discrepancy, ...] = (
-        Discrepancy(ratio=0.0, length=0.3, weight=0.3),
-        Discrepancy(ratio=1.0, length=0.3, weight=0.3),
-        Discrepancy(ratio=4.0, length=0.3, weight=0.4),
+        Discrepancy(ratio=0.0, length=0.5, weight=0.40),
+        Discrepancy(ratio=2.0, length=0.5, weight=0.35),
+        Discrepancy(ratio=8.0, length=0.8, weight=0.25),
     )
     """The hypotheses that are averaged, each by its posterior weight."""
 
@@ -77,6 +83,7 @@ DEFAULT_PRIOR = Prior()
 FLAT_PRIOR = Prior(
     log_exponent_sd=1e3,
     log_midpoint_sd=1e3,
+    late_share=0.0,
     gain_alpha=1.0,
     gain_beta=1.0,
     noise_shape=0.5,

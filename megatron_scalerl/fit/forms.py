@@ -1,0 +1,181 @@
+"""Other forms of the curve, to compare the sigmoid with: a power law and a line in log compute.
+
+    power law   R(C) = A - D / C^B     for C >= C_0     (Khatri et al. 2025, A.4: eq. 1 far beyond C_mid)
+    log-linear  R(C) = a + b log C
+
+Both are fitted by least squares. `compare_forms` judges all of them on the same window by the error of points
+that were held back, and by AICc.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from .sigmoid import Array, sigmoid
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerLaw:
+    """R(C) = asymptote - scale / C^exponent."""
+
+    asymptote: float
+    """A; capped at 1.0, which a pass rate cannot pass."""
+    scale: float
+    """D."""
+    exponent: float
+    """B."""
+
+    def __call__(self, compute: Array) -> Array:
+        return self.asymptote - self.scale * np.exp(-self.exponent * np.log(np.asarray(compute, dtype=float)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogLinear:
+    """R(C) = intercept + slope * log C."""
+
+    intercept: float
+    slope: float
+
+    def __call__(self, compute: Array) -> Array:
+        return self.intercept + self.slope * np.log(np.asarray(compute, dtype=float))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeastSquaresSigmoid:
+    """Eq. 1 with A, B and C_mid fitted together by least squares, R_0 fixed."""
+
+    asymptote: float
+    exponent: float
+    midpoint: float
+    initial: float
+
+    def __call__(self, compute: Array) -> Array:
+        return sigmoid(
+            compute,
+            asymptote=self.asymptote,
+            exponent=self.exponent,
+            midpoint=self.midpoint,
+            initial=self.initial,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormScore:
+    """How one form did on one run."""
+
+    form: str
+    asymptote: float
+    """The form's own A; nan for a form without one."""
+    parameters: int
+    aicc: float
+    """Corrected Akaike criterion of the fit on the whole window; lower is better."""
+    held_back_error: float
+    """Mean absolute error, in pass rate, of the last points when the others alone were fitted; nan if too few."""
+
+
+def fit_power_law(compute: Array, pass_rate: Array) -> PowerLaw:
+    """Least squares of A - D / C^B with 0 < A <= 1 and D >= 0, over all the points given.
+
+    For a given B the curve is linear in (A, D), so B alone is searched: a table, then a bounded refinement.
+    """
+    from scipy.optimize import minimize_scalar
+
+    x = np.log(compute / np.exp(np.mean(np.log(compute))))
+
+    def solve(log_b: float) -> tuple[float, float, float]:
+        basis = np.exp(-math.exp(log_b) * x)
+        return _linear_with_cap(basis, pass_rate)
+
+    table = np.linspace(math.log(0.02), math.log(8.0), 120)
+    costs = [solve(value)[0] for value in table]
+    best = int(np.argmin(costs))
+    around = (table[max(best - 1, 0)], table[min(best + 1, len(table) - 1)])
+    log_b = minimize_scalar(lambda v: solve(v)[0], bounds=around, method="bounded").x
+    _, asymptote, scale = solve(float(log_b))
+    exponent = math.exp(float(log_b))
+    centre = float(np.exp(np.mean(np.log(compute))))
+    return PowerLaw(asymptote=asymptote, scale=scale * centre**exponent, exponent=exponent)
+
+
+def _linear_with_cap(basis: Array, pass_rate: Array) -> tuple[float, float, float]:
+    """(squares, A, D) of A - D * basis with A <= 1 and D >= 0."""
+    centred = basis - basis.mean()
+    denominator = max(float(centred @ centred), 1e-300)
+    scale = max(-float(centred @ pass_rate) / denominator, 0.0)
+    asymptote = float(pass_rate.mean() + scale * basis.mean())
+    if asymptote > 1.0:
+        asymptote = 1.0
+        scale = max(float(basis @ (1.0 - pass_rate)) / max(float(basis @ basis), 1e-300), 0.0)
+    residual = pass_rate - asymptote + scale * basis
+    return float(residual @ residual), asymptote, scale
+
+
+def fit_log_linear(compute: Array, pass_rate: Array) -> LogLinear:
+    """Least squares of a + b log C."""
+    slope, intercept = np.polyfit(np.log(compute), pass_rate, 1)
+    return LogLinear(intercept=float(intercept), slope=float(slope))
+
+
+def fit_least_squares_sigmoid(compute: Array, pass_rate: Array, *, initial: float) -> LeastSquaresSigmoid:
+    """Least squares of eq. 1 over A in (R_0, 1], B in [0.1, 12] and C_mid, from several starts."""
+    from scipy.optimize import least_squares
+
+    x = np.log(compute / compute.max())
+
+    def residual(p: Array) -> Array:
+        return initial + (p[0] - initial) / (1.0 + np.exp(np.clip(np.exp(p[2]) * (p[1] - x), -700, 700))) - pass_rate
+
+    low, high = [initial + 1e-4, math.log(1e-3), math.log(0.1)], [1.0, math.log(100.0), math.log(12.0)]
+    top = float(np.clip(pass_rate.max() + 0.02, initial + 0.01, 0.99))
+    starts = [(a, math.log(m), math.log(1.8)) for a in (top, min(top + 0.1, 0.995)) for m in (0.1, 0.4, 1.5)]
+    best = min((least_squares(residual, start, bounds=(low, high)) for start in starts), key=lambda r: r.cost)
+    a, log_m, log_b = best.x
+    midpoint = float(np.exp(log_m) * compute.max())
+    return LeastSquaresSigmoid(
+        asymptote=float(a), exponent=float(np.exp(log_b)), midpoint=midpoint, initial=initial
+    )
+
+
+def compare_forms(
+    compute: Array, pass_rate: Array, *, initial: float, held_back: float = 0.3
+) -> list[FormScore]:
+    """Score sigmoid, power law and log-linear on the same points, best held-back error first.
+
+    held_back: share of the points, the last ones, that are predicted from the others.
+    """
+    order = np.argsort(compute, kind="stable")
+    c, y = np.asarray(compute, dtype=float)[order], np.asarray(pass_rate, dtype=float)[order]
+    cut = len(c) - max(int(round(held_back * len(c))), 1)
+    forms: list[tuple[str, int, Callable[[Array, Array], Callable[[Array], Array]]]] = [
+        ("sigmoid", 3, lambda a, b: fit_least_squares_sigmoid(a, b, initial=initial)),
+        ("power law", 3, fit_power_law),
+        ("log-linear", 2, fit_log_linear),
+    ]
+    scores = []
+    for name, parameters, fitter in forms:
+        curve = fitter(c, y)
+        error = math.nan
+        if cut >= 4:
+            error = float(np.mean(np.abs(fitter(c[:cut], y[:cut])(c[cut:]) - y[cut:])))
+        scores.append(
+            FormScore(
+                form=name,
+                asymptote=float(getattr(curve, "asymptote", math.nan)),
+                parameters=parameters,
+                aicc=aicc(y - curve(c), parameters),
+                held_back_error=error,
+            )
+        )
+    return sorted(scores, key=lambda s: (math.isnan(s.held_back_error), s.held_back_error))
+
+
+def aicc(residual: Array, parameters: int) -> float:
+    """Corrected Akaike criterion of a least-squares fit; the noise variance counts as one more parameter."""
+    n, k = len(residual), parameters + 1
+    if n <= k + 1:
+        return math.inf
+    return n * math.log(max(float(np.mean(residual**2)), 1e-30)) + 2 * k + 2 * k * (k + 1) / (n - k - 1)
