@@ -175,6 +175,7 @@ class Controller:
         record: dict[str, Any] = {"wait_for_batch_seconds": waited} | group_record(groups, plan.stats, self._step)
         if not plan.samples:
             self._empty_in_a_row += 1
+            await self._stream.trained(self._step)
             self._charge()
             self._metrics.step(self._step, {"skipped": 1} | record)
             self._progress.skipped(self._step)
@@ -217,7 +218,7 @@ class Controller:
     async def _publish(self) -> dict[str, float]:
         """Every engine serves the trainer's weights under the present version when this returns."""
         update = await self._sync.publish(self._step)
-        await self._stream.set_version(self._step)
+        await self._stream.trained(self._step)
         return {
             "publish_seconds": update.seconds_total,
             "engine_paused_seconds": update.seconds_paused,

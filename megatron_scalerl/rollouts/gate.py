@@ -5,7 +5,8 @@ whose oldest first token came from version u has the deadline u + k: it must tra
 Nothing is ever dropped for age, because dropping favours short completions. Two rules keep the bound
 (Khatri et al. 2025, section 2 name the bound k = 8; the rules are ours):
 
-* admission: a group starts only while fewer than (k + 1) * G groups are outstanding, in flight or ready;
+* admission: a group starts only while fewer than (k + 1) * G groups are outstanding: in flight, ready, or in
+  the batch whose step is being made (until its new version is served, young groups still start at the old one);
 * waiting: a batch of G ready groups, earliest deadline first, is released at version v only if what stays
   behind can still meet its deadlines, that is for every j = 1..k at most j * G outstanding groups have a
   deadline <= v + j, and none has one <= v.
@@ -31,6 +32,7 @@ class StalenessGate:
         self.max_staleness_steps = max_staleness_steps
         self._in_flight: dict[int, int] = {}
         self._ready: dict[int, int] = {}
+        self._training = 0
 
     @property
     def in_flight(self) -> int:
@@ -44,8 +46,8 @@ class StalenessGate:
 
     @property
     def outstanding(self) -> int:
-        """Groups in flight or ready; at most (k + 1) * groups_per_batch."""
-        return len(self._in_flight) + len(self._ready)
+        """Groups in flight, ready or in training; at most (k + 1) * groups_per_batch."""
+        return len(self._in_flight) + len(self._ready) + self._training
 
     def may_start(self) -> bool:
         """True while one more group keeps the admission rule."""
@@ -80,6 +82,12 @@ class StalenessGate:
         return tuple(chosen)
 
     def take(self, group_ids: tuple[int, ...]) -> None:
-        """The groups of a released batch leave the gate."""
+        """The groups of a released batch go into training."""
+        assert not self._training, "one batch trains at a time"
         for group_id in group_ids:
             del self._ready[group_id]
+        self._training = len(group_ids)
+
+    def trained(self) -> None:
+        """The batch is done with: its new version is served, or it made no step."""
+        self._training = 0

@@ -9,7 +9,7 @@ Who fills what, who empties it, and its bound:
   `max_in_flight` completions on one engine; each ends by putting its group into `_ready`.
 * `_ready`: emptied by `next_batch`, bounded by the same gate.
 
-One condition variable carries every change of state: a finished group, a new policy version, a stop. It
+One condition variable carries every change of state: a finished group, a finished step, a failure. It
 closes when the curriculum is dry and nothing is outstanding, or by `close`. A failing group task ends the
 stream: `next_batch` raises its exception.
 
@@ -84,10 +84,11 @@ class RolloutStream:
             self._ready[group.group_id] = group
         self._reissue = list(unfinished)
 
-    async def set_version(self, policy_version: int) -> None:
-        """Every engine serves this version from now on."""
+    async def trained(self, policy_version: int) -> None:
+        """The last batch is done with; every engine serves `policy_version` (the old one if it made no step)."""
         async with self._changed:
             self.policy_version = policy_version
+            self._gate.trained()
             self._changed.notify_all()
 
     async def next_batch(self) -> list[RolloutGroup] | None:
@@ -152,9 +153,10 @@ class RolloutStream:
                 task = asyncio.create_task(self._group(engine, group_id, prompt, epoch), name=f"group {group_id}")
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
+        except asyncio.CancelledError:
+            raise
         except BaseException as failure:
             await self._fail(failure)
-            raise
 
     def _draw(self) -> tuple[int, Prompt, int] | None:
         """The next group: one to issue again, else a fresh prompt; None when the curriculum is dry."""
@@ -201,7 +203,6 @@ class RolloutStream:
             raise
         except BaseException as failure:
             await self._fail(failure)
-            raise
 
     async def _completion(self, engine: EngineClient, prompt: Prompt, group_id: int, index: int):
         draw = self._sampler.draw(self._seed, group_id, index)
@@ -216,6 +217,7 @@ class RolloutStream:
         return result
 
     async def _fail(self, failure: BaseException) -> None:
+        """Keep the first failure; `next_batch` raises it."""
         if isinstance(failure, BaseExceptionGroup):
             failure = failure.exceptions[0]
         async with self._changed:

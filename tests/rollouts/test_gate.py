@@ -17,27 +17,29 @@ def simulate(k, groups_per_batch, slots, durations, step_times, steps, empty_ste
     running: list[tuple[float, int, int]] = []
     first_version: dict[int, int] = {}
     trained_at: dict[int, int] = {}
-    trainer_free = 0.0
+    step_ends: float | None = None
     while batches < steps:
         while gate.may_start() and len(running) < slots:
             gate.start(next_id, version)
             heapq.heappush(running, (now + durations(next_id), next_id, version))
             next_id += 1
         assert gate.outstanding <= (k + 1) * groups_per_batch
-        chosen = gate.batch(version) if now >= trainer_free else None
+        if step_ends is not None and now >= step_ends:
+            version += not empty_steps(batches)
+            gate.trained()
+            step_ends = None
+            batches += 1
+            continue
+        chosen = gate.batch(version) if step_ends is None else None
         if chosen is not None:
             gate.take(chosen)
             for group in chosen:
                 assert version - first_version[group] <= k, "a group trained older than k"
                 trained_at[group] = version
-            trainer_free = now + step_times(batches)
-            if not empty_steps(batches):
-                version += 1
-            batches += 1
-            continue
+            step_ends = now + step_times(batches)
         events = [running[0][0]] if running else []
-        if now < trainer_free:
-            events.append(trainer_free)
+        if step_ends is not None:
+            events.append(step_ends)
         assert events, "stuck: nothing is running and no batch may train"
         now = min(events)
         while running and running[0][0] <= now:
@@ -82,6 +84,7 @@ def test_waiting_only_for_the_deadline_itself_would_break_the_bound():
     gate.finish(0, 0)
     assert gate.batch(0) == (0,)
     gate.take((0,))
+    gate.trained()
     gate.start(3, 1)
     gate.finish(3, 1)
     assert gate.batch(1) is None, "groups 1 and 2 both have deadline 2: one of them must train now"
@@ -99,6 +102,8 @@ def test_k_zero_is_synchronous():
     gate.finish(0, 0)
     assert gate.batch(0) == (0, 1)
     gate.take((0, 1))
+    assert not gate.may_start(), "the old version is still served"
+    gate.trained()
     assert gate.may_start()
 
 

@@ -15,10 +15,10 @@ from megatron_scalerl.types import Prompt, Rollout, Score
 class StandInEngine:
     """Counts what it is given and answers after a drawn time, with the version at the first token."""
 
-    def __init__(self, seed=0, slowest_s=0.01):
+    def __init__(self, seed=0, slowest_s=0.01, version=0):
         self.random = random.Random(seed)
         self.slowest_s = slowest_s
-        self.version = 0
+        self.version = version
         self.running = self.most = 0
 
 
@@ -91,7 +91,7 @@ def test_batches_keep_the_bound_and_lose_nothing(tmp_path, k):
             await asyncio.sleep(0.002)
             for engine in engines:
                 engine.version = version + 1
-            await stream.set_version(version + 1)
+            await stream.trained(version + 1)
         await stream.close()
         return seen
 
@@ -104,11 +104,17 @@ def test_batches_keep_the_bound_and_lose_nothing(tmp_path, k):
 
 def test_k_zero_generates_only_between_steps(tmp_path):
     async def run():
-        stream = make_stream(tmp_path, k=0)
+        engine = StandInEngine()
+        stream = make_stream(tmp_path, k=0, engines=[engine])
         stream.start(0)
         groups = await stream.next_batch()
         await asyncio.sleep(0.05)
-        assert stream.in_flight == 3, "the gate admits the next batch only"
+        assert stream.in_flight == stream.ready == 0, "nothing starts under weights that a step is replacing"
+        engine.version = 1
+        await stream.trained(1)
+        await asyncio.sleep(0.05)
+        assert stream.in_flight + stream.ready == 3
+        await stream.close()
         return groups
 
     groups = asyncio.run(run())
@@ -117,11 +123,14 @@ def test_k_zero_generates_only_between_steps(tmp_path):
 
 def test_a_failing_completion_ends_the_stream_with_its_error(tmp_path):
     async def run():
-        stream = make_stream(tmp_path, sampler=StandInSampler(fail_at=9))
+        engine = StandInEngine()
+        stream = make_stream(tmp_path, sampler=StandInSampler(fail_at=9), engines=[engine])
         stream.start(0)
         try:
-            for _ in range(5):
+            for version in range(5):
                 await stream.next_batch()
+                engine.version = version + 1
+                await stream.trained(version + 1)
         finally:
             await stream.close()
 
@@ -131,9 +140,14 @@ def test_a_failing_completion_ends_the_stream_with_its_error(tmp_path):
 
 def test_a_dry_curriculum_ends_the_stream_with_its_reason(tmp_path):
     async def run():
-        stream = make_stream(tmp_path, prompts=7, max_epochs=1)
+        engine = StandInEngine()
+        stream = make_stream(tmp_path, prompts=7, max_epochs=1, engines=[engine])
         stream.start(0)
-        batches = [await stream.next_batch() for _ in range(3)]
+        batches = []
+        for version in range(3):
+            batches.append(await stream.next_batch())
+            engine.version = version + 1
+            await stream.trained(version + 1)
         return batches, stream.dry
 
     batches, reason = asyncio.run(run())
@@ -155,11 +169,16 @@ def test_unfinished_groups_are_issued_again_under_their_ids(tmp_path):
 
     async def second_life():
         known = {p.prompt_id: p for p in prompts(500)}
-        stream = make_stream(tmp_path, next_group_id=len(history.files) + len(lost))
+        engine = StandInEngine(version=1)
+        stream = make_stream(tmp_path, engines=[engine], next_group_id=len(history.files) + len(lost))
         ready = read_groups(tmp_path, history, history.unbatched())
         stream.restore(list(ready.values()), [(g, known[p], 0) for g, p in lost])
         stream.start(1)
-        taken = [g for _ in range(4) for g in await stream.next_batch()]
+        taken = []
+        for version in range(4):
+            taken += await stream.next_batch()
+            engine.version = version + 2
+            await stream.trained(version + 2)
         await stream.close()
         return taken
 
