@@ -1,9 +1,10 @@
 """The logit projection in plain PyTorch: any device, chunked over tokens, vocabulary-parallel.
 
-Each rank reduces its columns to four numbers per token (maximum m, s = sum exp(z - m), u = sum exp(z - m)
-(z - m), and the target's logit where it owns it); one all-gather brings them together and every rank merges
-them in rank order, so that the results are bitwise equal on all ranks. m starts from the row itself, not from
-0: rows whose logits are all far below 0 stay finite.
+Each rank reduces its columns to four numbers per token (maximum m, r = sum of exp(z - m) over all columns but
+that of the maximum, u = sum exp(z - m) (z - m), and the target's logit where it owns it); one all-gather
+brings them together and every rank merges them in rank order, so that the results are bitwise equal on all
+ranks. m starts from the row itself, not from 0: rows whose logits are all far below 0 stay finite. The maximum
+is left out of r so that log1p(r) keeps the log-probability of a token that is almost certain.
 """
 
 from __future__ import annotations
@@ -83,21 +84,22 @@ class _Projection:
 
 
 def _statistics(projection: _Projection, targets: torch.Tensor) -> torch.Tensor:
-    """[4, T]: m, s, u and the target's logit, of this rank's columns."""
+    """[4, T]: m, r, u and the target's logit, of this rank's columns."""
     lowest = torch.finfo(projection.accumulator).min
     tokens = projection.hidden.shape[0]
     out = projection.hidden.new_zeros((4, tokens), dtype=projection.accumulator)
     out[0] = lowest
+    out[1] = -1.0  # no column at all: 1 + r = 0
     out[3] = lowest
     if projection.columns.count == 0:
         return out
     for chunk in projection.chunks:
         z = projection.logits(chunk)
         rows, columns = projection.owned(targets[chunk])
-        m = z.amax(dim=1)
+        m, largest = z.max(dim=1)
         out[3, chunk.start + rows] = z[rows, columns]
         z -= m[:, None]
-        e = z.exp()
+        e = z.exp().scatter_(1, largest[:, None], 0.0)
         out[0, chunk], out[1, chunk] = m, e.sum(dim=1)
         out[2, chunk] = e.mul_(z).sum(dim=1)
     return out
@@ -105,16 +107,17 @@ def _statistics(projection: _Projection, targets: torch.Tensor) -> torch.Tensor:
 
 def _merge(stats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-sum-exp, target log-probability and entropy [T] from the ranks' [p, 4, T], summed in rank order."""
-    m, s, u, target = stats.unbind(1)
-    top = m.amax(dim=0)
-    total, centred = torch.zeros_like(top), torch.zeros_like(top)
+    m, rest, u, target = stats.unbind(1)
+    top, owner = m.max(dim=0)
+    others, centred = torch.zeros_like(top), torch.zeros_like(top)
     for rank in range(m.shape[0]):
-        gap = torch.where(s[rank] > 0, m[rank] - top, torch.zeros_like(top))
+        terms = 1.0 + rest[rank]
+        gap = torch.where(terms > 0, m[rank] - top, torch.zeros_like(top))
         weight = gap.exp()
-        total = total + weight * s[rank]
-        centred = centred + weight * (u[rank] + gap * s[rank])
-    log_total = total.log()
-    return top + log_total, (target.amax(dim=0) - top) - log_total, log_total - centred / total
+        others = others + torch.where(owner == rank, rest[rank], weight * terms)
+        centred = centred + weight * (u[rank] + gap * terms)
+    log_total = others.log1p()
+    return top + log_total, (target.amax(dim=0) - top) - log_total, log_total - centred / (1.0 + others)
 
 
 class TokenLogprobs(torch.autograd.Function):

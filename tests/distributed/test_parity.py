@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PLAIN = dict(ddp=dict(use_distributed_optimizer=False))
 """Gradients whole on every rank; the distributed optimiser keeps shards of them."""
 SP = dict(model=dict(sequence_parallel=True))
-TP2, PP2, EP2 = (dict([(f"{kind}_model_parallel_size", 2)]) for kind in ("tensor", "pipeline", "expert"))
+TP2, PP2, EP2 = ({f"{kind}_model_parallel_size": 2} for kind in ("tensor", "pipeline", "expert"))
 
 TWO_RANKS = {
     "llama tp2": ("llama", {**PLAIN, **TP2}),

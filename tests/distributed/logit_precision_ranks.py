@@ -1,0 +1,31 @@
+"""What the tests of HF parity and of the head's precision compute on each rank."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from parity_ranks import recipe
+from random_policies import rows
+
+
+def full_logits(jobs: list[tuple[str, str, dict[str, Any]]]) -> dict[str, torch.Tensor]:
+    """For (name, policy path, layout): logits [N, vocab] of the first fixed row, and the model's log-probs."""
+    from megatron.core import parallel_state
+
+    from megatron_scalerl.trainer.model import build_policy, unwrap
+    from megatron_scalerl.trainer.parallel import init_parallel
+
+    found: dict[str, Any] = {}
+    for name, path, layout in jobs:
+        settings = recipe(path, int(os.environ["WORLD_SIZE"]), layout)
+        parallel = init_parallel(settings)
+        chunks = build_policy(path, settings, parallel)
+        row = rows()[0]
+        inputs = (row["tokens"], row["position_ids"], row["cu_seqlens"])
+        with torch.no_grad():
+            pair = chunks[0](*inputs, row["targets"])
+        found[name] = (unwrap(chunks[0]).full_logits(*inputs), pair)
+        parallel_state.destroy_model_parallel()
+    return found

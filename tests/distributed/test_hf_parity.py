@@ -1,0 +1,85 @@
+"""Logits equal Hugging Face's to 5e-5, and the head is as precise as `policy.logits` says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import random_policies
+import torch
+from runner import run_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+KINDS = ("llama", "llama_tied", "llama4")
+BF16 = dict(dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Any]]:
+    root = tmp_path_factory.mktemp("hf")
+    return {kind: (str(root / kind), random_policies.make(kind, root / kind)) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def alone(policies: dict[str, tuple[str, Any]]) -> dict[str, Any]:
+    jobs = [(kind, path, {}) for kind, (path, _) in policies.items()]
+    jobs += [(f"{kind} bf16 {logits}", policies[kind][0], {**BF16, "logits": logits}) for kind in KINDS for logits in
+             ("fp32", "model")]  # fmt: skip
+    return run_ranks(1, "logit_precision_ranks:full_logits", jobs)[0]
+
+
+@pytest.fixture(scope="module")
+def by_two(policies: dict[str, tuple[str, Any]]) -> list[dict[str, Any]]:
+    tp2 = dict(tensor_model_parallel_size=2, model=dict(sequence_parallel=True))
+    jobs = [(f"{kind} tp2", path, tp2) for kind, (path, _) in policies.items()]
+    jobs.append(("llama bf16 tp2", policies["llama"][0], {**BF16, **tp2}))
+    return run_ranks(2, "logit_precision_ranks:full_logits", jobs)
+
+
+def hf_logits(model: Any) -> torch.Tensor:
+    row = random_policies.rows()[0]
+    starts = row["cu_seqlens"].tolist()
+    with torch.no_grad():
+        parts = [model(input_ids=row["tokens"][:, a:b]).logits[0] for a, b in zip(starts, starts[1:])]
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_logits_are_those_of_hugging_face(kind: str, policies: dict, alone: dict) -> None:
+    expected = hf_logits(policies[kind][1])
+    assert 5.0 < expected.abs().max() < 20.0
+    assert (alone[kind][0] - expected).abs().max() < 5e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensor_parallel_logits_are_those_of_hugging_face(kind: str, policies: dict, by_two: list) -> None:
+    expected = hf_logits(policies[kind][1])
+    for rank in range(2):
+        assert (by_two[rank][f"{kind} tp2"][0] - expected).abs().max() < 5e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probabilities_and_entropies_follow_from_the_logits(kind: str, policies: dict, alone: dict) -> None:
+    log_p = hf_logits(policies[kind][1]).double().log_softmax(-1)
+    targets = random_policies.rows()[0]["targets"]
+    found = alone[kind][1]
+    assert found.shape == (2, len(targets)) and found.dtype == torch.float32
+    assert (found[0] - log_p.gather(1, targets[:, None])[:, 0]).abs().max() < 5e-5
+    assert (found[1] + (log_p.exp() * log_p).sum(-1)).abs().max() < 5e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fp32_logits_carry_bits_below_bf16_and_model_logits_do_not(kind: str, alone: dict) -> None:
+    def share_off_grid(logits: torch.Tensor) -> float:
+        return (logits != logits.bfloat16().float()).float().mean().item()
+
+    assert share_off_grid(alone[f"{kind} bf16 fp32"][0]) > 0.95
+    assert share_off_grid(alone[f"{kind} bf16 model"][0]) == 0.0
+    precise, rounded = (alone[f"{kind} bf16 {logits}"][1][0] for logits in ("fp32", "model"))
+    assert precise.dtype == torch.float32 and 1e-3 < (precise - rounded).abs().max() < 0.5
+
+
+def test_log_probabilities_in_bf16_are_the_same_bits_on_both_ranks(by_two: list, alone: dict) -> None:
+    assert torch.equal(by_two[0]["llama bf16 tp2"][1], by_two[1]["llama bf16 tp2"][1])
+    assert (by_two[0]["llama bf16 tp2"][1] - alone["llama bf16 fp32"][1]).abs().max() < 1.0
