@@ -76,6 +76,12 @@ class EngineProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._exit: asyncio.Task[int] | None = None
 
+    @property
+    def pid(self) -> int:
+        """The server's process, which leads its group."""
+        assert self._process is not None, "started"
+        return self._process.pid
+
     async def start(self, *, version: int = 0) -> EngineInfo:
         """Start the server, wait until it answers, label its weights with `version`, and check it.
 
@@ -155,6 +161,8 @@ class EngineProcess:
         finally:
             loop.remove_reader(read)
             os.close(read)
+        if up.done() and not up.result():  # the pipe's other end went away: it is about to end
+            await asyncio.wait({self._exit}, timeout=_STOP_S)
         if self._exit.done():
             raise EngineDied(self._epitaph(f"ended with {self._exit.result()} before it was up"))
         if not up.done() or not up.result():

@@ -35,6 +35,9 @@ def register() -> None:
     for name, receiver in BACKENDS.items():
         if name not in Factory._registry:
             Factory.register_engine(name, "megatron_scalerl.weights.vllm_receiver", receiver)
+    if torch.cpu._is_amx_tile_supported():
+        # vLLM's bfloat16 attention uses these registers without asking the kernel for them (illegal instruction)
+        torch.cpu._init_amx()
     if os.environ.get("MSRL_DIE_WITH_PARENT") == "1":
         # an engine must not outlive the run that started it, not even one that was killed
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from transformers.models.llama4 import Llama4TextConfig
 
 VOCAB, EOS = 128, 2
-THINK_END = (5, 6)
-"""The closing tag of these policies: two tokens, so that half a tag can stand anywhere."""
+THINK_END = (5, 6, 7)
+"""The closing tag of these policies: three tokens, which a random policy practically never says in a row."""
 PHRASE = (20, 21, 22, *THINK_END)
 
 _SHARED: dict[str, Any] = {

@@ -1,0 +1,213 @@
+"""One real vLLM server: what it samples, what it forces, and whom it answers."""
+
+import asyncio
+import dataclasses
+import os
+import signal
+
+import aiohttp
+import pytest
+import tiny_policies
+from conftest import SECRET, recipe_for
+from tiny_policies import EOS, PHRASE, THINK_END
+
+from megatron_scalerl.rollouts.engine import (
+    SECRET_HEADER,
+    EngineDied,
+    EngineError,
+    EngineProcess,
+    SamplingSpec,
+    check_engine,
+)
+from megatron_scalerl.rollouts.interruption import Plan
+
+pytestmark = pytest.mark.slow
+
+PROMPT = [1, 30, 31, 32]
+
+
+def plan(**changes):
+    defaults = {"cut": 20, "phrase_ids": PHRASE, "think_end_ids": THINK_END, "answer_budget": 8, "eos_id": EOS}
+    return Plan(**defaults | changes)
+
+
+def interrupted(seed=0, **changes):
+    return SamplingSpec(max_tokens=0, seed=seed, interruption=plan(**changes))
+
+
+def free(seed=0, tokens=40):
+    return SamplingSpec(max_tokens=tokens, seed=seed, ignore_eos=True)
+
+
+def error_against(model, prompt, rollout):
+    """Largest |engine - transformers log-prob| over the sampled tokens."""
+    expected = tiny_policies.logprobs(model, prompt, list(rollout.token_ids))
+    triples = zip(expected, rollout.token_ids, rollout.rollout_logprobs)
+    return max(abs(row[t].item() - p) for (row, t, p), m in zip(triples, rollout.loss_mask) if m)
+
+
+def test_raw_logprobs_equal_log_softmax_and_seeds_decide(engine, policies, run):
+    async def scenario():
+        return await asyncio.gather(*(engine.client.generate(PROMPT, sampling=free(s)) for s in (0, 0, 1)))
+
+    first, same, other = run(scenario())
+    assert first.token_ids == same.token_ids != other.token_ids
+    assert error_against(tiny_policies.load(policies["dense_a"]), PROMPT, first) <= 1e-4
+    assert first.loss_mask == (True,) * 40 and first.truncated and not first.interrupted
+    assert first.policy_versions == (0,) * 40 and first.thinking_cut == 0
+
+
+def test_scores_of_given_tokens(engine, policies, run):
+    tokens = PROMPT + [40, 41, 42]
+    found = run(engine.client.score(tokens))
+    expected = tiny_policies.logprobs(tiny_policies.load(policies["dense_a"]), tokens[:1], tokens[1:])
+    assert len(found) == 6
+    assert max(abs(expected[i, t].item() - found[i]) for i, t in enumerate(tokens[1:])) <= 1e-4
+
+
+def test_the_phrase_stands_at_the_cut_for_many_at_once(engine, policies, run):
+    """Rows come, go and move in the batch, and the KV cache is thrown away twice on the way."""
+    cuts = [3 + 7 * i for i in range(24)]
+
+    async def scenario():
+        tasks = [
+            asyncio.create_task(engine.client.generate([*PROMPT, 50 + i], sampling=interrupted(i, cut=cut)))
+            for i, cut in enumerate(cuts)
+        ]
+        for landmark in (2, 8):
+            await tasks[landmark]
+            await engine.client.pause(clear_cache=True)
+            await engine.client.resume()
+        return await asyncio.gather(*tasks)
+
+    model = tiny_policies.load(policies["dense_a"])
+    for i, (cut, rollout) in enumerate(zip(cuts, run(scenario()))):
+        assert rollout.thinking_cut == cut
+        if EOS in rollout.token_ids[:cut]:  # ended before thinking did
+            assert not rollout.interrupted and not rollout.truncated
+            continue
+        end = cut + len(PHRASE)
+        assert rollout.interrupted and rollout.token_ids[cut:end] == PHRASE
+        assert rollout.loss_mask == (True,) * cut + (False,) * len(PHRASE) + (True,) * (len(rollout.token_ids) - end)
+        assert rollout.rollout_logprobs[cut:end] == (0.0,) * len(PHRASE)
+        answer = rollout.token_ids[end:]
+        assert (len(answer) == 8 and EOS not in answer) if rollout.truncated else answer.index(EOS) == len(answer) - 1
+        assert error_against(model, [*PROMPT, 50 + i], rollout) <= 1e-4
+
+
+def test_a_natural_end_never_gets_the_phrase(engine, run):
+    """The closing tag is declared to be what this seed says anyway; the answer runs far past the cut."""
+
+    async def scenario():
+        many = await asyncio.gather(*(engine.client.generate(PROMPT, sampling=free(s, 60)) for s in range(12)))
+        seed, said = next((r.seed, r.token_ids) for r in many if EOS not in r.token_ids)
+        tag = said[10:12]
+        changes = {"think_end_ids": tag, "phrase_ids": (20, 21, *tag), "answer_budget": 40}
+        at_the_cut = {cut: interrupted(seed, cut=cut, **changes) for cut in (20, 12, 11)}
+        return said, {cut: await engine.client.generate(PROMPT, sampling=s) for cut, s in at_the_cut.items()}
+
+    said, rollouts = run(scenario())
+    assert all(said[i : i + 2] != said[10:12] for i in range(10))
+    for cut in (20, 12):
+        assert rollouts[cut].token_ids == said[:52]
+        assert not rollouts[cut].interrupted and rollouts[cut].truncated and all(rollouts[cut].loss_mask)
+    # half the tag at the cut is no end: the whole phrase follows
+    assert rollouts[11].token_ids[:15] == (*said[:11], 20, 21, *said[10:12]) and rollouts[11].interrupted
+
+
+def test_a_broken_plan_is_refused(engine, run):
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4, "extra_args": {"msrl_cut": 3}}}
+    with pytest.raises(EngineError, match="400 .*expected a whole interruption plan"):
+        run(engine.client.post("/inference/v1/generate", body))
+
+
+def test_every_path_demands_the_secret(engine, run):
+    paths = ["/collective_rpc", "/pause", "/resume", "/update_weights", "/inference/v1/generate", "/abort_requests"]
+    paths += ["/v1/completions", "/v1/models", "/metrics", "/is_paused", "/ping", "/nowhere", "/health/x", "//health"]
+
+    async def status(session, method, path, headers):
+        async with session.request(method, engine.client.url + path, headers=headers, json={}) as response:
+            return response.status
+
+    async def scenario():
+        async with aiohttp.ClientSession() as session:
+            wrong = [{}, {SECRET_HEADER: "the-run-s-secre"}, {"Authorization": f"Bearer {SECRET}"}]
+            shut = {
+                (method, path): [await status(session, method, path, headers) for headers in wrong]
+                for path in paths
+                for method in ("GET", "POST", "OPTIONS")
+            }
+            health = await status(session, "GET", "/health", {})
+            known = await status(session, "GET", "/v1/models", {SECRET_HEADER: SECRET})
+            return shut, health, known
+
+    shut, health, known = run(scenario())
+    assert {code for codes in shut.values() for code in codes} == {401}
+    assert (health, known) == (200, 200)
+    assert b"false" in run(engine.client.get("/is_paused"))
+
+
+def test_a_cancelled_completion_is_aborted(engine, run):
+    async def scenario():
+        long = asyncio.create_task(engine.client.generate(PROMPT, sampling=free(0, 1900)))
+        await engine.client.generate(PROMPT, sampling=free(0, 20))
+        long.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await long
+        await engine.client.generate(PROMPT, sampling=free(0, 20))
+        return await engine.client.post("/abort_requests", {})
+
+    assert run(scenario()) == b'{"status":"aborted","aborted":0}'
+
+
+def test_a_port_in_use_is_one_clear_line(engine, policies, tmp_path):
+    recipe = recipe_for(policies["dense_a"], engine={"port": engine.port})
+    with pytest.raises(ValueError, match=rf"engine\.port: expected a free port, found 127\.0\.0\.1:{engine.port} in use"):
+        EngineProcess(recipe, secret=SECRET, log_path=tmp_path / "log", transport="gloo")
+
+
+def test_precision_is_asked_of_the_engine_and_its_death_is_noticed(policies, run, tmp_path):
+    both = {
+        logits: recipe_for(policies["dense_a"], policy={"dtype": "bfloat16", "logits": logits})
+        for logits in ("model", "fp32")
+    }
+    engines = {
+        logits: EngineProcess(recipe, secret=SECRET, log_path=tmp_path / f"{logits}.log", transport="gloo")
+        for logits, recipe in both.items()
+    }
+
+    async def scenario():
+        try:
+            infos = dict(zip(engines, await asyncio.gather(*(e.start(version=3) for e in engines.values()))))
+            victim = engines["model"]
+            watching = asyncio.create_task(victim.watch())
+            answer = asyncio.create_task(victim.client.generate(PROMPT, sampling=free(0, 1900)))
+            await victim.client.generate(PROMPT, sampling=free(0, 5))
+            os.kill(victim.pid, signal.SIGKILL)
+            with pytest.raises(EngineError, match="engine-0: POST /inference/v1/generate"):
+                await answer
+            with pytest.raises(EngineDied, match=r"engine-0 \(port \d+\) ended with -9"):
+                await watching
+            return infos
+        finally:
+            await asyncio.gather(*(e.stop() for e in engines.values()))
+
+    infos = run(scenario())
+    assert {k: i.head_dtype for k, i in infos.items()} == {"model": "bfloat16", "fp32": "float32"}
+    assert all((i.vocab_size, i.dtype, i.max_model_len) == (128, "bfloat16", 2048) for i in infos.values())
+    assert all((i.world_size, i.weight_version, i.weight_digest) == (1, "3", "") for i in infos.values())
+    for logits, info in infos.items():
+        check_engine(info, both[logits])
+    with pytest.raises(ValueError, match=r"policy\.logits fp32: expected float32 in trainer and engine, found bfloat16"):
+        check_engine(infos["model"], both["fp32"])
+    with pytest.raises(ValueError, match=r"policy\.logits model: expected bfloat16 in trainer and engine, found float32"):
+        check_engine(infos["fp32"], both["model"])
+    with pytest.raises(ValueError, match=r"engine\.vllm\.max_model_len: expected at least 1964, found 100"):
+        check_engine(dataclasses.replace(infos["fp32"], max_model_len=100), both["fp32"])
+
+
+def test_an_engine_that_cannot_start_shows_why(policies, run, tmp_path):
+    recipe = recipe_for(policies["dense_a"], vllm={"quantization": "fp9"})
+    process = EngineProcess(recipe, secret=SECRET, log_path=tmp_path / "log", transport="gloo")
+    with pytest.raises(EngineDied, match=r"(?s)ended with \d+ before it was up; the end of .*fp9"):
+        run(process.start())

@@ -1,0 +1,64 @@
+"""The command line of a vLLM server, without starting one."""
+
+import json
+
+import pytest
+from conftest import recipe_for
+
+from megatron_scalerl.rollouts.engine_options import check_options, engine_arguments, engine_environment
+
+
+def arguments(tmp_path, vllm=None, **sections):
+    return engine_arguments(recipe_for(tmp_path, vllm=vllm, **sections), host="127.0.0.1", port=8123, transport="gloo")
+
+
+def value(arguments, flag):
+    assert arguments.count(flag) == 1
+    return arguments[arguments.index(flag) + 1]
+
+
+def test_vllm_options_pass_through_unrenamed(tmp_path):
+    found = arguments(tmp_path, {"max_num_seqs": 7, "enforce_eager": False, "hf_overrides": {"x": 1}})
+    assert value(found, "--max-num-seqs") == "7"
+    assert "--no-enforce-eager" in found and "--enforce-eager" not in found
+    assert json.loads(value(found, "--hf-overrides")) == {"x": 1, "head_dtype": "float32"}
+
+
+def test_what_the_recipe_decides(tmp_path):
+    plain, other = arguments(tmp_path), arguments(
+        tmp_path, policy={"logits": "model", "dtype": "bfloat16"}, rollouts={"top_p": 0.9}
+    )
+    assert value(plain, "--logprobs-mode") == "raw_logprobs" and value(other, "--logprobs-mode") == "processed_logprobs"
+    assert json.loads(value(other, "--hf-overrides")) == {"head_dtype": "model"} and value(other, "--dtype") == "bfloat16"
+    assert "--no-enable-prefix-caching" in plain
+    assert json.loads(value(plain, "--weight-transfer-config")) == {"backend": "msrl_gloo"}
+    assert value(plain, "--middleware").endswith("SecretMiddleware")
+
+
+def test_one_s_own_logits_processor_joins_ours(tmp_path):
+    found = arguments(tmp_path, {"logits_processors": ["mine:Class"]})
+    at = found.index("--logits-processors")
+    assert found[at + 1].endswith(":ForcedTokens") and found[at + 2] == "mine:Class"
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"max_model_length": 5}, r"engine\.vllm\.max_model_length: .*the nearest is max_model_len\), found none"),
+        ({"max_num_seq": 5}, r"engine\.vllm\.max_num_seq: .*the nearest is max_num_seqs\)"),
+        ({"dtype": "float32"}, r"engine\.vllm\.dtype: .*set by policy\.dtype"),
+        ({"enable_prefix_caching": True}, r"engine\.vllm\.enable_prefix_caching: .*found one fixed"),
+        ({"hf_overrides": {"head_dtype": "model"}}, r"hf_overrides: expected no head_dtype \(set policy\.logits\)"),
+    ],
+)
+def test_refused_options(options, line):
+    with pytest.raises(ValueError, match=line):
+        check_options(options)
+
+
+def test_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+    recipe = recipe_for(tmp_path, engine={"threads": 3})
+    env = engine_environment(recipe, secret="s", ready_fd=9, devices="0,1")
+    assert (env["OMP_NUM_THREADS"], env["CUDA_VISIBLE_DEVICES"], env["MSRL_SECRET"]) == ("3", "0,1", "s")
+    assert env["VLLM_SERVER_DEV_MODE"] == "1" and "VLLM_CPU_KVCACHE_SPACE" not in env
