@@ -39,8 +39,14 @@ OURS = {
 }
 """vLLM's options that this product sets itself, and the recipe's key that decides them (None: fixed)."""
 
-CPU_DEFAULTS: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 256 << 20}
-"""Without torch.compile (no gain, needs a compiler); and a size, or else vLLM takes a share of all memory."""
+CPU_DEFAULTS: dict[str, Any] = {
+    "enforce_eager": True,
+    "enable_chunked_prefill": False,
+    "kv_cache_memory_bytes": 256 << 20,
+}
+"""Without torch.compile (no gain, needs a compiler). Without chunked prefill: a seeded request whose prompt is cut
+in two would rewind its generator, which on CPUs has no offset, and end the engine (gpu_model_runner.py,
+_bookkeeping_sync). And with a size, or else vLLM takes a share of all memory."""
 
 
 @cache
