@@ -1,0 +1,64 @@
+"""Every CPU patch is still needed by the installed Megatron-Core, and does its work.
+
+A patch whose line here fails in its first half is one that upstream has made unnecessary: remove it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import random_policies
+from runner import run_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+NO_GPU = "AssertionError: Torch not compiled with CUDA enabled|RuntimeError.*NVIDIA|Found no NVIDIA"
+EXPECTED = {
+    "current_device": (NO_GPU, "cpu"),
+    "rng_state": (NO_GPU, True),
+    "device_literal": (NO_GPU, [[False, True], [False, False]]),
+    "cuda_method": (NO_GPU, [1.0, 1.0]),
+    "type_name": ("AssertionError", 1.0),
+    "synchronize": (NO_GPU, None),
+    "dispatcher_stream": ("Stream|" + NO_GPU, True),
+    "router_gemm": ("NameError: name 'te_general_gemm' is not defined", True),
+    "router_not_compiled": ("goes through torch.compile", True),
+    "split_sizes": ("TypeError: .*incompatible function arguments", True),
+    "uneven_gather": ("invalid tensor size", [0.0, 1.0, 1.0]),
+    "adamw_state_before_first_step": ("AssertionError", True),
+    "adamw_step_of_loaded_state": ("KeyError: 'step'", True),
+    "adamw_step_per_parameter": ("after two steps parameters have counted", True),
+}
+"""patch -> (what upstream does without it, what the probe answers with it)"""
+
+
+@pytest.fixture(scope="module")
+def probed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("policy") / "llama4"
+    random_policies.make("llama4", path)
+    return run_ranks(2, "cpu_compat_ranks:probe_all", str(path))[0]
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_patch_is_needed_and_works(name: str, probed: dict[str, Any]) -> None:
+    without, with_all = probed[name]
+    error, answer = EXPECTED[name]
+    assert without, f"upstream works without the patch {name}: remove it"
+    pytest.fail(without) if not _matches(error, without) else None
+    assert with_all == answer
+
+
+def test_every_patch_has_a_probe(probed: dict[str, Any]) -> None:
+    patches, probes = probed["names"]
+    assert patches == probes == sorted(EXPECTED)
+
+
+def test_uninstall_puts_everything_back(probed: dict[str, Any]) -> None:
+    assert probed["restored"]
+
+
+def _matches(pattern: str, text: str) -> bool:
+    import re
+
+    return re.search(pattern, text, re.DOTALL) is not None
