@@ -9,7 +9,8 @@ from megatron_scalerl.rollouts.engine_options import check_options, engine_argum
 
 
 def arguments(tmp_path, vllm=None, **sections):
-    return engine_arguments(recipe_for(tmp_path, vllm=vllm, **sections), host="127.0.0.1", port=8123, transport="gloo")
+    recipe = recipe_for(tmp_path, vllm=vllm, **sections)
+    return engine_arguments(recipe, host="127.0.0.1", port=8123, transport="gloo")
 
 
 def value(arguments, flag):
@@ -25,11 +26,12 @@ def test_vllm_options_pass_through_unrenamed(tmp_path):
 
 
 def test_what_the_recipe_decides(tmp_path):
-    plain, other = arguments(tmp_path), arguments(
-        tmp_path, policy={"logits": "model", "dtype": "bfloat16"}, rollouts={"top_p": 0.9}
-    )
-    assert value(plain, "--logprobs-mode") == "raw_logprobs" and value(other, "--logprobs-mode") == "processed_logprobs"
-    assert json.loads(value(other, "--hf-overrides")) == {"head_dtype": "model"} and value(other, "--dtype") == "bfloat16"
+    other_settings = {"policy": {"logits": "model", "dtype": "bfloat16"}, "rollouts": {"top_p": 0.9}}
+    plain, other = arguments(tmp_path), arguments(tmp_path, **other_settings)
+    assert value(plain, "--logprobs-mode") == "raw_logprobs"
+    assert value(other, "--logprobs-mode") == "processed_logprobs"
+    assert json.loads(value(other, "--hf-overrides")) == {"head_dtype": "model"}
+    assert value(other, "--dtype") == "bfloat16"
     assert "--no-enable-prefix-caching" in plain
     assert json.loads(value(plain, "--weight-transfer-config")) == {"backend": "msrl_gloo"}
     assert value(plain, "--middleware").endswith("SecretMiddleware")

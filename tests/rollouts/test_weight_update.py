@@ -142,7 +142,7 @@ def test_a_manifest_without_every_parameter_is_refused(engine, policies, run, tm
             recipe = recipe_for(policies["dense_a"])
             async with SenderProcess(folder) as sender:
                 sync = await connected(sender, [engine.client], recipe)
-                with pytest.raises(WeightUpdateError, match="weight update: .*expected"):
+                with pytest.raises(WeightUpdateError, match=r"weight update: .*expected"):
                     await sync.publish(1)
             async with SenderProcess(policies["dense_a"]) as sender:
                 await (await connected(sender, [engine.client], recipe)).publish(0)

@@ -1,0 +1,140 @@
+"""The wire over gloo: a sender and receivers in threads of one process, each with its own group and store."""
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from megatron_scalerl.weights.digest import combine
+from megatron_scalerl.weights.manifest import manifest_of
+from megatron_scalerl.weights.transport import make_sender, resolve_transport
+from megatron_scalerl.weights.transport.gloo import Group, receive
+
+
+def spec(world_size=2, **changes):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    base = {"backend": "gloo", "host": "127.0.0.1", "port": port, "world_size": world_size}
+    return base | {"bucket_mib": 1, "timeout_s": 20, "secret": "s"} | changes
+
+
+def tensors(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return {
+        "a": torch.randn(3, 5, generator=g),
+        "b": torch.randn(300_000, generator=g).bfloat16(),
+        "scalar": torch.tensor(2.5),
+        "c": torch.randn(400, 1000, generator=g).t(),  # not contiguous, beyond one bucket
+    }
+
+
+def manifest(weights):
+    return manifest_of((n, str(t.dtype).removeprefix("torch."), t.shape) for n, t in weights.items())
+
+
+def joined(connection, receivers=1):
+    """(sender, groups of the receivers)"""
+    with ThreadPoolExecutor(receivers + 1) as pool:
+        sender = pool.submit(make_sender, connection)
+        groups = [pool.submit(Group, connection, rank + 1) for rank in range(receivers)]
+        return sender.result(), [g.result() for g in groups]
+
+
+def transfer(sender, groups, weights, *, sent_version=1, version=1, expected=None, flip=None):
+    """(sender's report or error, what each receiver got or its error)"""
+    if flip is not None:
+        ship = sender._ship
+
+        def faulty(packed):
+            packed[flip] ^= 1
+            ship(packed)
+
+        sender._ship = faulty
+
+    def take(group):
+        digests = []
+        try:
+            got = dict(receive(group, manifest(expected or weights), version, digests))
+        except RuntimeError:
+            group.close()
+            raise
+        return got, combine(digests)
+
+    with ThreadPoolExecutor(len(groups) + 1) as pool:
+        sent = pool.submit(sender.send, iter(weights.items()), manifest(weights), sent_version)
+        taken = [pool.submit(take, group) for group in groups]
+        errors = [f.exception() for f in (sent, *taken)]
+        return [error or f.result() for error, f in zip(errors, (sent, *taken))]
+
+
+def test_two_receivers_get_every_bit_twice_over():
+    sender, groups = joined(spec(world_size=3), receivers=2)
+    for seed in (0, 1):
+        weights = tensors(seed)
+        report, *received = transfer(sender, groups, weights)
+        for got, digest in received:
+            assert list(got) == list(weights) and digest == report["digest"]
+            for name, tensor in weights.items():
+                assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor)
+        # 60 -> 64, 600,000, 4 -> 16 and 1,600,000 bytes
+        assert report["bytes"] == 64 + 600_000 + 16 + 1_600_000 and report["seconds"] > 0
+
+
+@pytest.mark.parametrize("byte", [0, -1])
+def test_a_flipped_bit_is_noticed(byte):
+    sender, groups = joined(spec())
+    _, error = transfer(sender, groups, tensors(), flip=byte)
+    assert isinstance(error, RuntimeError) and "bucket 0 of 2: expected digest" in str(error)
+
+
+def test_another_version_and_another_manifest_are_noticed():
+    for changes in ({"version": 2}, {"expected": {"a": torch.zeros(3, 5)}}):
+        sender, groups = joined(spec(timeout_s=5))
+        _, error = transfer(sender, groups, tensors(), **changes)
+        assert isinstance(error, RuntimeError) and "expected the header" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("sent", "line"),
+    [
+        ({"a": torch.zeros(3, 4)}, r"expected ParamMeta\(name='a', .*shape=\(3, 5\)\), found .*\(3, 4\)"),
+        ({}, "found ParamMeta.name='nothing'"),
+        ({"a": torch.zeros(3, 5), "b": torch.zeros(1)}, "found b after the last"),
+    ],
+)
+def test_weights_that_are_not_the_manifest_s_break_the_update_on_both_sides(sent, line):
+    sender, (group,) = joined(spec())
+    promised = manifest({"a": torch.zeros(3, 5)})
+    with ThreadPoolExecutor(2) as pool:
+        send = pool.submit(sender.send, iter(sent.items()), promised, 1)
+        take = pool.submit(lambda: list(receive(group, promised, 1, [])))
+        with pytest.raises(ValueError, match=line):
+            send.result()
+        if "b" not in sent:  # the surplus is noticed after the last bucket has gone
+            with pytest.raises(RuntimeError):
+                take.result()
+    with pytest.raises(RuntimeError, match="is closed"):
+        sender.send(iter(sent.items()), promised, 2)
+
+
+def test_nobody_comes():
+    with pytest.raises(RuntimeError):
+        make_sender(spec(timeout_s=1))
+
+
+def test_another_run_s_secret_does_not_join():
+    connection = spec(timeout_s=3)
+    with ThreadPoolExecutor(2) as pool:
+        ends = pool.submit(make_sender, connection), pool.submit(Group, connection | {"secret": "other"}, 1)
+        assert all(isinstance(end.exception(), RuntimeError) for end in ends)
+
+
+def test_broken_connections_are_refused():
+    with pytest.raises(ValueError, match=r"weights\.transport: expected one of \['gloo', 'nccl'\], found 'smoke'"):
+        make_sender(spec(backend="smoke"))
+    with pytest.raises(ValueError, match="weights: expected a connection of"):
+        make_sender({"backend": "gloo"})
+    assert (resolve_transport("gloo"), resolve_transport("nccl")) == ("gloo", "nccl")
+    assert resolve_transport("auto") == ("nccl" if torch.cuda.is_available() else "gloo")
