@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -16,7 +17,7 @@ from rich.console import Console
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     arguments = _parser().parse_args(argv)
-    console = Console()
+    console = Console(soft_wrap=True)
     try:
         return arguments.command(arguments, console)
     except ValueError as mistake:
@@ -55,6 +56,8 @@ def _train(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _sft(arguments: argparse.Namespace, console: Console) -> int:
+    # upstream says at every import that Transformer Engine and apex are absent
+    warnings.filterwarnings("ignore", module=r"(megatron\.core|torch)\.")
     from megatron_scalerl.recipe_file import load_recipe
     from megatron_scalerl.sft import run_sft
 

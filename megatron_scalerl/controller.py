@@ -74,7 +74,6 @@ class Controller:
         fleet: Fleet,
         verifier: VerifierPool,
         progress: Progress,
-        secret: str,
     ) -> None:
         self._recipe = recipe
         self._training = inputs.prompts.training
@@ -91,7 +90,7 @@ class Controller:
         self._metrics = Metrics(folder.path, recipe.name)
         self._sampler = Sampler(recipe, inputs.tokenizer, verifier)
         self._verifier = verifier
-        self._sync = WeightSync(fleet.trainer, fleet.engines, recipe, secret=secret)
+        self._sync = WeightSync(fleet.trainer, fleet.engines, recipe)
         self._probe = Probe(recipe, self._sampler, fleet, [*inputs.prompts.training, *self._held_out])
         self._curriculum = Curriculum(
             inputs.prompts.training,

@@ -46,7 +46,7 @@ def check_inputs(recipe: Recipe) -> Inputs:
     prompts = load_prompts(tokenizer, recipe.prompts)
     if recipe.validation.every_steps and not prompts.held_out:
         raise ValueError("validation.every_steps: expected held-out prompts (prompts.held_out), found none")
-    longest = _longest_sequence(recipe, tokenizer, prompts)
+    longest = _longest_sequence(recipe, tokenizer)
     context = recipe.engine.vllm.get("max_model_len") or longest
     for key, limit in (
         ("engine.vllm.max_model_len", context),
@@ -55,8 +55,8 @@ def check_inputs(recipe: Recipe) -> Inputs:
     ):
         if longest > limit:
             raise ValueError(
-                f"{key}: expected at least {longest} (longest prompt {_longest_prompt(prompts)} + thinking + phrase "
-                f"+ answer), found {limit}"
+                f"{key}: expected at least {longest} (prompts.max_prompt_tokens {recipe.prompts.max_prompt_tokens} + "
+                f"thinking + phrase + answer), found {limit}"
             )
     return Inputs(
         tokenizer=tokenizer,
@@ -66,12 +66,8 @@ def check_inputs(recipe: Recipe) -> Inputs:
     )
 
 
-def _longest_prompt(prompts: PromptSet) -> int:
-    return max(len(p.token_ids) for p in (*prompts.training, *prompts.held_out))
-
-
-def _longest_sequence(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prompts: PromptSet) -> int:
+def _longest_sequence(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> int:
     phrase = 0
     if recipe.interruption.enabled:
         phrase = len(plan_ids(tokenizer, recipe.interruption.phrase, recipe.prompts.think_end)[0]) + 1
-    return _longest_prompt(prompts) + recipe.max_completion_tokens + phrase
+    return recipe.prompts.max_prompt_tokens + recipe.max_completion_tokens + phrase

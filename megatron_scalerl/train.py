@@ -42,8 +42,7 @@ async def _train(recipe: Recipe, inputs: Inputs, folder: RunFolder, console: Con
         correct=rewards.correct,
         incorrect=rewards.incorrect,
     )
-    secret = secrets.token_hex(32)
-    async with verifier, local_launcher(recipe, folder, secret) as launcher:
+    async with verifier, local_launcher(recipe, folder, secrets.token_hex(32)) as launcher:
         fleet = await launcher.start()
         console.print(
             f"{fleet.info.parameters:,} parameters, {fleet.trainer_devices} trainer and {fleet.engine_devices} "
@@ -52,12 +51,6 @@ async def _train(recipe: Recipe, inputs: Inputs, folder: RunFolder, console: Con
         )
         with Progress(console, recipe.steps) as progress:
             controller = Controller(
-                recipe=recipe,
-                inputs=inputs,
-                folder=folder,
-                fleet=fleet,
-                verifier=verifier,
-                progress=progress,
-                secret=secret,
+                recipe=recipe, inputs=inputs, folder=folder, fleet=fleet, verifier=verifier, progress=progress
             )
             return await launcher.while_alive(controller.run())

@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# The product's main job, small, on a machine without a GPU: installs everything, makes a tiny base policy, trains it
+# with the ScaleRL recipe (Megatron-Core trainer, vLLM engine, weights broadcast while completions are being
+# generated), and shows how a forecast from the first half of the run met the second.
+#
+#   examples/quickstart.sh [--seed N] [--smoke]
+#
+# --smoke does every step of it in small: a weak policy, six optimiser steps.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+seed=1
+smoke=()
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --seed) seed="$2"; shift 2 ;;
+    --smoke) smoke=(smoke); shift ;;
+    *) echo "quickstart.sh: expected --seed N or --smoke, found '$1'" >&2; exit 2 ;;
+  esac
+done
+began=$SECONDS
+say() { printf '\n[%4d s] %s\n' $((SECONDS - began)) "$*"; }
+
+say "installing"
+tools/install.sh cpu
+python=.venv/bin/python
+
+tiny="runs/tiny_$seed${smoke:+_smoke}"
+name="quickstart_$seed${smoke:+_smoke}"
+set -- "name=$name" "seed=$seed" "prompts.path=$tiny/prompts.jsonl" "prompts.held_out_path=$tiny/held_out.jsonl" \
+  "sft.path=$tiny/sft.jsonl"
+if [ -n "${smoke:-}" ]; then
+  set -- "$@" steps=6 sft.steps=60 rollouts.groups_per_batch=4 validation.every_steps=1 validation.prompts=40 \
+    validation.generations=2 checkpoint.every_steps=3 forecast.fit_from_steps=0 optimizer.warmup_steps=1
+fi
+
+say "making the task and an untrained policy in $tiny"
+$python -m megatron_scalerl.tiny "$tiny" --seed "$seed"
+say "warm start: supervised training by the same trainer"
+[ -e "$tiny/policy/config.json" ] ||
+  $python -m megatron_scalerl sft recipes/tiny_cpu.yaml "$@" "policy.path=$tiny/base_policy" --out "$tiny/policy"
+say "reinforcement learning with the ScaleRL recipe"
+$python -m megatron_scalerl train recipes/tiny_cpu.yaml "$@" "policy.path=$tiny/policy"
+say "what it gained, what it cost, and how the forecast met it"
+$python -m megatron_scalerl report "runs/$name"
+say "one interrupted completion of the last step"
+$python tools/show_rollouts.py "runs/$name" | head -n 40
+say "done"
