@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_scalerl.trainer.commit import discard, read_commit, write_commit
 from megatron_scalerl.trainer.parallel import Parallel
+from megatron_scalerl.trainer.shard_writer import writing_in_process
 from megatron_scalerl.trainer.step import Trainer
 
 EXTRA = "controller.json"
@@ -37,11 +38,12 @@ def save(path: str | Path, trainer: Trainer, extra: dict[str, Any]) -> None:
     if first:
         discard(path)
         path.mkdir(parents=True)
-        (path / EXTRA).write_text(json.dumps(extra), encoding="utf8")
     dist.barrier()
-    dist_checkpointing.save(_sharded_state(trainer, loading=False, generators=True), str(path))
+    with writing_in_process():
+        dist_checkpointing.save(_sharded_state(trainer, loading=False, generators=True), str(path))
     dist.barrier()
     if first:
+        (path / EXTRA).write_text(json.dumps(extra), encoding="utf8")
         write_commit(path, {"step": trainer.steps_made, "layout": _layout(trainer.parallel)})
     dist.barrier()
 

@@ -83,6 +83,7 @@ class ControllerLink:
         wire.secure_client(self._socket, settings.secret)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(settings.endpoint)
+        self._leaving = threading.Event()
 
     def greet(self) -> None:
         """Join the run. Raises RefusedError, with the controller's reason, if this rank is not wanted."""
@@ -101,6 +102,10 @@ class ControllerLink:
         assert isinstance(answer, wire.Welcome), answer
         threading.Thread(target=self._exit_when_alone, name="controller-watch", daemon=True).start()
 
+    def leave(self) -> None:
+        """From now on the controller may close its end: this rank exits by itself."""
+        self._leaving.set()
+
     def send(self, message: Any) -> None:
         self._socket.send(wire.encode(message))
 
@@ -114,6 +119,8 @@ class ControllerLink:
     def _exit_when_alone(self) -> None:
         # A thread of its own, because the main one computes for minutes without looking at its socket.
         recv_monitor_message(self._monitor)
+        if self._leaving.is_set():
+            return
         print(f"trainer rank {self._settings.rank}: the controller has gone, exiting", file=sys.stderr, flush=True)
         os._exit(EXIT_ORPHAN)
 
@@ -125,7 +132,7 @@ class ControllerLink:
     ) -> None:
         if error is None or isinstance(error, RefusedError):
             return
-        line = traceback.format_exception_only(error)[-1].strip()
+        line = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
         self.send(wire.Failed(rank=self._settings.rank, error=line))
 
 
@@ -231,6 +238,7 @@ def serve(link: ControllerLink, settings: WorkerSettings) -> None:
         command = link.receive()
         assert not isinstance(command, wire.Welcome | wire.Refused | wire.Ping), command
         if isinstance(command, wire.Stop):
+            link.leave()
             shutdown_parallel()
             link.send(wire.Done(call=command.call, rank=settings.rank, value=msgspec.Raw(wire.encode(None))))
             return

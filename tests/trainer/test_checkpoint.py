@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from random_policy import batches_of, random_samples
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_scalerl.trainer.checkpoint import load, save
 from megatron_scalerl.trainer.commit import latest
@@ -86,3 +88,23 @@ def test_a_missing_shard_is_named_and_nothing_is_loaded(new_trainer, tmp_path):
     with pytest.raises(ValueError, match=f"{shard.name}: expected a file of .* found none"):
         load(path, fresh)
     assert all(torch.equal(value, before[name]) for name, value in state(fresh).items())
+
+
+def test_saving_starts_no_process(new_trainer, tmp_path):
+    trainer = new_trainer()
+    steps(trainer, [1])
+    before = set(psutil.Process().children(recursive=True))
+    save(tmp_path / "step_000001", trainer, {})
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def test_a_disk_that_refuses_ends_the_save_without_a_commit(new_trainer, tmp_path, monkeypatch):
+    def full_disk(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    trainer = new_trainer()
+    steps(trainer, [1])
+    monkeypatch.setattr("megatron.core.dist_checkpointing.strategies.filesystem_async.os.fsync", full_disk)
+    with pytest.raises(CheckpointException, match="No space left on device"):
+        save(tmp_path / "step_000001", trainer, {})
+    assert latest(tmp_path) is None

@@ -1,0 +1,91 @@
+"""One answer of the trainer however a batch is spread, with unequal loads and fillers; resumed too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import random_policies
+import torch
+from runner import run_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+TP2, PP2, EP2 = ({f"{kind}_model_parallel_size": 2} for kind in ("tensor", "pipeline", "expert"))
+GSPO = {"loss": {"name": "gspo", "clip_low": 0.9, "clip_high": 9.0}}
+TWO_RANKS: dict[str, tuple[str, dict[str, int], int, dict[str, Any]]] = {
+    "llama dp2": ("llama", {}, 6, {}),
+    "llama dp2, three samples": ("llama", {}, 3, {}),
+    "llama dp2, one rank idle": ("llama", {}, 1, {}),
+    "llama dp2 gspo": ("llama", {}, 6, GSPO),
+    "llama tp2": ("llama", TP2, 6, {}),
+    "llama pp2": ("llama", PP2, 6, {}),
+    "llama4 ep2": ("llama4", EP2, 5, {}),
+    "llama4 ep2, one rank idle": ("llama4", EP2, 1, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("policies")
+    for kind in ("llama", "llama4"):
+        random_policies.make(kind, root / kind)
+    return {kind: str(root / kind) for kind in ("llama", "llama4")}
+
+
+def jobs(paths: dict[str, str], *, alone: bool) -> list[tuple[str, str, dict[str, int], int, dict[str, Any]]]:
+    return [
+        (name, paths[kind], {} if alone else layout, count, sections)
+        for name, (kind, layout, count, sections) in TWO_RANKS.items()
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(paths: dict[str, str]) -> dict[str, Any]:
+    return run_ranks(1, "trainer_ranks:many", jobs(paths, alone=True))[0]
+
+
+@pytest.fixture(scope="module")
+def together(paths: dict[str, str]) -> list[dict[str, Any]]:
+    return run_ranks(2, "trainer_ranks:many", jobs(paths, alone=False))
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_two_ranks_take_the_step_of_one(alone, together, name):
+    assert together[0][name] == together[1][name]
+    expected, reports = alone[name]["reports"], together[0][name]["reports"]
+    for (loss, norm, tokens, metrics), found in zip(expected, reports, strict=True):
+        assert found[0] == pytest.approx(loss, rel=1e-5, abs=1e-7)
+        assert found[1] == pytest.approx(norm, rel=1e-5)
+        assert found[2] == tokens
+        assert found[3].keys() == metrics.keys()
+        for key, value in metrics.items():
+            assert found[3][key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+    ours, theirs = alone[name]["logprobs"], together[0][name]["logprobs"]
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(torch.tensor(b), torch.tensor(a), rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("llama", {}), ("llama4", EP2)], ids=["dp2", "ep2"])
+def test_two_ranks_resume_bit_for_bit(paths, tmp_path, kind, layout):
+    path = str(tmp_path / "step_000002")
+    straight = run_ranks(2, "trainer_ranks:train_and_save", paths[kind], layout, path)
+    resumed = run_ranks(2, "trainer_ranks:load_and_train", paths[kind], layout, path)
+    for ours, theirs in zip(straight, resumed, strict=True):
+        assert theirs["extra"] == {"rank": 0} and theirs["made"] == 2
+        assert theirs["counters"] == {2.0} and theirs["final_counters"] == ours["final_counters"] == {4.0}
+        assert theirs["reports"] == ours["reports"]
+        assert [n for n, w in ours["weights"].items() if not torch.equal(w, theirs["weights"][n])] == []
+        for a, b in zip(ours["optimizer"], theirs["optimizer"], strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_a_checkpoint_of_two_tensor_parallel_ranks_loads_in_one_process(paths, tmp_path):
+    path = str(tmp_path / "step_000002")
+    straight = run_ranks(2, "trainer_ranks:train_and_save", paths["llama"], TP2, path)[0]
+    [resumed] = run_ranks(1, "trainer_ranks:load_and_train", paths["llama"], {}, path)
+    assert resumed["counters"] == {2.0} and resumed["final_counters"] == {4.0}
+    for (loss, norm), found in zip(straight["reports"], resumed["reports"], strict=True):
+        assert found == (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-5))
+    name = "decoder.final_layernorm.weight"  # whole on every rank
+    torch.testing.assert_close(resumed["weights"][name], straight["weights"][name], rtol=1e-5, atol=1e-5)

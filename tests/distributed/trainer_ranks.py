@@ -1,0 +1,121 @@
+"""What one rank of the trainer's distributed tests does."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from random_policy import batches_of, make_recipe, random_samples
+
+SMOOTH = {"lr": 1e-2, "warmup_steps": 0, "eps": 1e-3, "clip_grad": 0.5}
+"""AdamW whose first step is smooth in the gradient: with a tiny epsilon rounding would turn into steps."""
+PROBE = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [20, 30, 40, 50]]
+
+
+def recipe(policy: str, parallel: dict[str, int], **sections: Any) -> Any:
+    """The tests' recipe under a layout, for the world that this process is in."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    model = {"sequence_parallel": True} if parallel.get("tensor_model_parallel_size", 1) > 1 else {}
+    return make_recipe(
+        Path(policy),
+        **{
+            "optimizer": SMOOTH,
+            "trainer": {"world_size": world_size, "micro_batch_tokens": 128},
+            "megatron": {"parallel": parallel, "model": model},
+            **sections,
+        },
+    )
+
+
+def trainer_of(settings: Any) -> Any:
+    from megatron_scalerl.trainer.parallel import init_parallel
+    from megatron_scalerl.trainer.step import make_trainer
+
+    return make_trainer(settings, init_parallel(settings))
+
+
+def release() -> None:
+    """Lets the next job of this world cut it anew."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+
+
+def many(jobs: list[tuple[str, str, dict[str, int], int, dict[str, Any]]]) -> dict[str, Any]:
+    """For each (name, policy, layout, number of samples, sections): two steps, as this rank saw them."""
+    found = {}
+    for name, policy, parallel, count, sections in jobs:
+        trainer = trainer_of(recipe(policy, parallel, **sections))
+        reports = [_step(trainer, step, count) for step in (1, 2)]
+        found[name] = {
+            "reports": [(r.loss, r.grad_norm, r.tokens, dict(r.metrics)) for r in reports],
+            "logprobs": trainer.logprobs(PROBE),
+        }
+        release()
+    return found
+
+
+def _step(trainer: Any, step: int, count: int = 6) -> Any:
+    place = trainer.parallel
+    batches = batches_of(random_samples(step, count), step=step, dp_size=place.dp_size, micro_batch_tokens=64)
+    return trainer.step(batches[place.dp_rank])
+
+
+def train_and_save(policy: str, parallel: dict[str, int], path: str) -> dict[str, Any]:
+    """Two steps, a checkpoint, two more; the weights after them, and all optimiser state of this rank."""
+    from megatron_scalerl.trainer.checkpoint import save
+
+    trainer = trainer_of(recipe(policy, parallel))
+    for step in (1, 2):
+        _step(trainer, step)
+    save(path, trainer, {"rank": trainer.parallel.rank})
+    return _rest(trainer)
+
+
+def load_and_train(policy: str, parallel: dict[str, int], path: str) -> dict[str, Any]:
+    """The checkpoint, and the same last two steps."""
+    from megatron_scalerl.trainer.checkpoint import load
+
+    trainer = trainer_of(recipe(policy, parallel))
+    extra = load(path, trainer)
+    return {"extra": extra, "made": trainer.steps_made, "counters": _counters(trainer), **_rest(trainer)}
+
+
+def _rest(trainer: Any) -> dict[str, Any]:
+    reports = [_step(trainer, step) for step in (3, 4)]
+    return {
+        "reports": [(r.loss, r.grad_norm) for r in reports],
+        "weights": _weights(trainer),
+        "optimizer": _optimizer_state(trainer),
+        "final_counters": _counters(trainer),
+    }
+
+
+def _weights(trainer: Any) -> dict[str, Any]:
+    from megatron_scalerl.trainer.model import unwrap
+
+    return {name: p.detach().clone() for name, p in unwrap(trainer.chunks[0]).named_parameters()}
+
+
+def _optimizer_state(trainer: Any) -> list[Any]:
+    import torch
+
+    states = []
+    for optimizer in trainer.optimizer.chained_optimizers:
+        for group in optimizer.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.optimizer.state[parameter]
+                states.append([parameter.detach().clone(), *(torch.as_tensor(v).clone() for v in state.values())])
+    return states
+
+
+def _counters(trainer: Any) -> set[float]:
+    """AdamW's step counters of all parameters of this rank."""
+    return {
+        float(state["step"])
+        for optimizer in trainer.optimizer.chained_optimizers
+        for state in optimizer.optimizer.state.values()
+    }

@@ -1,0 +1,145 @@
+"""Trainer ranks as processes, driven by the client: every command, every way to be lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+
+import pytest
+import torch
+from random_policy import batches_of, make_recipe, random_samples
+from transformers import AutoModelForCausalLM
+
+from megatron_scalerl.recipe_file import dump_recipe
+from megatron_scalerl.trainer.client import TrainerClient, TrainerError
+from megatron_scalerl.trainer.worker import EXIT_ORPHAN
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+START_S = 300
+
+
+class World:
+    """A client and the processes of its ranks."""
+
+    def __init__(self, folder, policy, *, world_size):
+        self.client = TrainerClient(
+            world_size=world_size, run_id="run", incarnation="1.0", secret="a secret", command_timeout_s=120
+        )
+        self._recipe = folder / "recipe.yaml"
+        self._recipe.write_text(dump_recipe(make_recipe(policy, trainer={"world_size": world_size})))
+        self.processes: list[asyncio.subprocess.Process] = []
+
+    async def start(self):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(self.client.world_size):
+            env = {**os.environ, **self.client.worker_env(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            env |= {"MSRL_RECIPE": str(self._recipe), "OMP_NUM_THREADS": "1"}
+            self.processes.append(
+                await asyncio.create_subprocess_exec(sys.executable, "-m", "megatron_scalerl.trainer.worker", env=env)
+            )
+        return await self.client.wait_ready(START_S)
+
+    async def exits(self):
+        """Exit status of every rank."""
+        return [await asyncio.wait_for(p.wait(), 60) for p in self.processes]
+
+    def end(self):
+        self.client.close()
+        for process in self.processes:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+
+
+def run(scenario, *arguments, **keywords):
+    """The scenario's coroutine with a world that is gone afterwards."""
+
+    async def whole():
+        world = World(*arguments, **keywords)
+        try:
+            return await scenario(world)
+        finally:
+            world.end()
+
+    return asyncio.run(whole())
+
+
+def test_two_ranks_carry_out_every_command(tmp_path, policy):
+    samples = [random_samples(n) for n in (1, 2, 3)]
+    probe = [[5, 6, 7, 8], [9, 10, 11]]
+
+    async def scenario(world):
+        info = await world.start()
+        assert (info.world_size, info.dp_size, info.vocab_size, info.backend) == (2, 2, 64, "gloo")
+        assert (info.dtype, info.logits, info.device) == ("float32", "fp32", "cpu")
+        expected = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(policy).parameters())
+        assert info.parameters == expected
+        manifest = await world.client.manifest()
+        assert manifest[0].name == "model.embed_tokens.weight" and manifest[0].shape == (64, 32)
+        reports = []
+        for step in (1, 2):
+            reports.append(await world.client.step(batches_of(samples[step - 1], step=step, dp_size=2)))
+        assert [(r.step, r.policy_version) for r in reports] == [(1, 1), (2, 2)]
+        assert reports[0].tokens == sum(len(s.prompt_token_ids) + len(s.rollout.token_ids) for s in samples[0])
+        await world.client.save(tmp_path / "step_000002", {"batches": 2})
+        third = await world.client.step(batches_of(samples[2], step=3, dp_size=2))
+        scores = await world.client.logprobs(probe)
+        assert await world.client.load(tmp_path / "step_000002") == {"batches": 2}
+        again = await world.client.step(batches_of(samples[2], step=3, dp_size=2))
+        assert (again.loss, again.grad_norm) == (third.loss, third.grad_norm)
+        assert await world.client.logprobs(probe) == scores
+        await world.client.export_hf(tmp_path / "exported")
+        await world.client.stop()
+        assert await world.exits() == [0, 0]
+        return scores
+
+    scores = run(scenario, tmp_path, policy, world_size=2)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
+    for ids, found in zip(probe, scores, strict=True):
+        logits = model(torch.tensor([ids])).logits[0]
+        expected = torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(ids)[1:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=5e-5)
+
+
+def test_a_rank_that_raises_is_named_and_exits(tmp_path, policy):
+    [batch] = batches_of(random_samples(1))
+    batch.micro_batches[0].advantages[:] = float("inf")
+
+    async def scenario(world):
+        await world.start()
+        with pytest.raises(TrainerError, match=r"trainer rank 0: RuntimeError: step 1: expected finite loss"):
+            await world.client.step([batch])
+        return await world.exits()
+
+    assert run(scenario, tmp_path, policy, world_size=1) == [1]
+
+
+def test_a_killed_rank_is_named_and_the_others_exit_with_their_controller(tmp_path, policy):
+    async def scenario(world):
+        await world.start()
+        world.processes[1].send_signal(signal.SIGKILL)
+        with pytest.raises(TrainerError, match=r"trainer rank 1: the process has gone without a word"):
+            await world.client.step(batches_of(random_samples(1), dp_size=2))
+        world.client.close()
+        return await world.exits()
+
+    survivor, killed = run(scenario, tmp_path, policy, world_size=2)
+    assert killed == -signal.SIGKILL
+    # Whichever it notices first: that its controller has gone, or that its peer has.
+    assert survivor in (EXIT_ORPHAN, 1)
+
+
+def test_no_orphan_outlives_its_controller(tmp_path, policy):
+    async def scenario(world):
+        await world.start()
+        world.client.close()
+        return await world.exits()
+
+    assert run(scenario, tmp_path, policy, world_size=1) == [EXIT_ORPHAN]
