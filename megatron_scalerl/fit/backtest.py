@@ -61,7 +61,8 @@ def backtest(
     usable = np.flatnonzero(c >= (fit_from or 0.0))
     ends = [int(n) for n in usable[LEAST_POINTS - 1 : -1] if c[n] < c[-1]]
     if not ends:
-        raise ValueError(f"{curve.name}: expected at least {LEAST_POINTS + 1} points for a back-test, found {len(usable)}")
+        need = f"expected at least {LEAST_POINTS + 1} points for a back-test"
+        raise ValueError(f"{curve.name}: {need}, found {len(usable)}")
     if most is not None and len(ends) > most:
         ends = [ends[i] for i in np.unique(np.linspace(0, len(ends) - 1, most).round().astype(int))]
     history = []

@@ -134,7 +134,8 @@ def _words(
             np.random.default_rng(0).permutation(reference.posterior.asymptote), len(run.posterior.asymptote)
         )
         sure = float(np.mean(spread * math.copysign(1.0, difference) > 0))
-        return f"{run.name} moved the ceiling: A is {abs(difference):.3f} {ends} (probability {sure:.2f} that it is {ends})."
+        by = f"A is {abs(difference):.3f} {ends} (probability {sure:.2f} that it is {ends})"
+        return f"{run.name} moved the ceiling: {by}."
     move = f"B {refit.exponent:.2f} against {reference_refit.exponent:.2f} at the same A"
     if better >= SURE:
         return f"{run.name} kept the ceiling and is more efficient: {move} (probability {better:.2f})."

@@ -10,6 +10,7 @@ import numpy as np
 from .checks import FEW_POINTS, falling_tail
 from .result import TAIL, FitResult
 from .sigmoid import Array, compute_to_reach
+from .wording import short_number
 
 WORTH = 0.01
 """Gain in pass rate that a budget has to buy, unless told otherwise."""
@@ -117,19 +118,22 @@ def _verdict(
     fit: FitResult, now: float, budget: float, worth: float, probability: float, gain: float
 ) -> tuple[Verdict, str]:
     chance = f"{100 * probability:.0f} %"
-    bought = f"{budget:.3g} more compute gain {gain:+.3f} in the median"
+    units = fit.unit.replace("_", "-")
+    bought = f"{short_number(budget)} more {units} buy {gain:+.3f} in the median"
     fall = falling_tail(fit.compute, fit.pass_rate)
     if fall is not None and probability < SURE:
         return "stop", (
-            f"the pass rate has fallen by {fall[1]:.3f} since {fall[0]:.3g}; find the instability before spending more"
+            f"the pass rate has fallen by {fall[1]:.3f} since {short_number(fall[0])}; "
+            "find the instability before spending more"
         )
     if fit.n_points < FEW_POINTS:
         return "too early to say", f"only {fit.n_points} points; measure at least {FEW_POINTS}"
     if probability >= SURE:
-        return "go on", f"{bought}, and exceed {worth:g} with a probability of {chance}"
+        return "go on", f"{bought}, and more than {worth:g} with a probability of {chance}"
     if probability <= UNLIKELY:
-        return "stop", f"{bought}, and exceed {worth:g} with a probability of only {chance}"
+        return "stop", f"{bought}, and more than {worth:g} with a probability of only {chance}"
     lo, hi = fit.intervals["asymptote"]
     return "too early to say", (
-        f"{bought}, but whether they exceed {worth:g} is open ({chance}); A lies in [{lo:.3f}, {hi:.3f}]"
+        f"{bought}, but whether they buy more than {worth:g} is open (probability {chance}); "
+        f"A lies in [{lo:.3f}, {hi:.3f}]"
     )

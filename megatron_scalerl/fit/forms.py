@@ -149,7 +149,7 @@ def compare_forms(
     """
     order = np.argsort(compute, kind="stable")
     c, y = np.asarray(compute, dtype=float)[order], np.asarray(pass_rate, dtype=float)[order]
-    cut = len(c) - max(int(round(held_back * len(c))), 1)
+    cut = len(c) - max(round(held_back * len(c)), 1)
     forms: list[tuple[str, int, Callable[[Array, Array], Callable[[Array], Array]]]] = [
         ("sigmoid", 3, lambda a, b: fit_least_squares_sigmoid(a, b, initial=initial)),
         ("power law", 3, fit_power_law),

@@ -107,8 +107,8 @@ def _selections(table: Table, choice: Choice) -> list[tuple[str, Table]]:
         column, value = choice.series[-1]
         known = sorted({str(row.get(column)) for _, row in table.rows})[:8]
         raise ValueError(f"{table.path}: expected rows with {column} = {value}, found {column} in {known}")
-    single = len(choice.series) == 1 or len(groups) == 1
-    return [(key[-1] if single else "/".join(key), replace(table, rows=tuple(rows))) for key, rows in groups.items()]
+    starred = [n for n, (_, value) in enumerate(choice.series) if value == "*"] or [len(choice.series) - 1]
+    return [("/".join(key[n] for n in starred), replace(table, rows=tuple(rows))) for key, rows in groups.items()]
 
 
 def _curve(table: Table, choice: Choice, name: str) -> Curve:
@@ -124,7 +124,8 @@ def _curve(table: Table, choice: Choice, name: str) -> Curve:
         if c < 0:
             raise ValueError(f"{table.path}: row {number}: {compute_column}: expected compute >= 0, found {c:g}")
         if not 0.0 <= y <= 1.0:
-            raise ValueError(f"{table.path}: row {number}: {score_column}: expected a pass rate in [0, 1], found {y:g}")
+            where = f"{table.path}: row {number}: {score_column}"
+            raise ValueError(f"{where}: expected a pass rate in [0, 1], found {y:g}")
         points.append((c, y, row.get("step"), row))
     if not points:
         raise ValueError(f"{table.path}: expected rows with {score_column}, found none")

@@ -14,6 +14,7 @@ import numpy as np
 
 from .result import LEVEL, FitResult
 from .sigmoid import Array
+from .wording import short_number, unit_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,12 +52,22 @@ def plot_forecast(
         axes.axhline(target, color=INK, linewidth=1.0, linestyle=(0, (1, 2)))
         axes.annotate(f"target {target:.3f}", (0.01, target), xycoords=("axes fraction", "data"), va="bottom")
     axes.set_xscale("log")
-    _plain_ticks(axes)
+    plain_ticks(axes)
     axes.set_xlabel(unit_label(runs[0].unit))
     axes.set_ylabel("validation pass rate")
     axes.set_title(title or _title(runs), loc="left")
-    axes.legend(loc="lower right", frameon=False, fontsize=9)
+    _legend(figure, axes, alone=len(runs) == 1)
     return save(figure, path)
+
+
+def _legend(figure: "Figure", axes: "Axes", *, alone: bool) -> None:
+    """One run: inside, lower right, where a saturating curve never is. Several: below, clear of the data."""
+    if alone:
+        axes.legend(loc="lower right", frameon=False, fontsize=9)
+        return
+    handles, labels = axes.get_legend_handles_labels()
+    columns = 3 if max(map(len, labels)) < 32 else 2
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 
 def new_figure(rows: int = 1) -> tuple["Figure", "Axes"]:
@@ -96,15 +107,17 @@ def draw_run(
 ) -> None:
     """Draw one run's band, curve, points and asymptote in the colour and marker of `index`."""
     colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
-    x = np.geomspace(float(run.compute.min()) * 0.8, until, 160)
-    forecast = run.predict(x)
-    lo, mid, hi = (np.array([getattr(p, key) for p in forecast]) for key in ("lo", "pass_rate", "hi"))
-    axes.fill_between(x, lo, hi, color=colour, alpha=0.16, linewidth=0)
     end = float(run.compute.max())
-    known = x <= end
+    past = np.geomspace(float(run.compute.min()) * 0.8, end, 120)
+    future = np.geomspace(end, until, 120)
+    forecast = run.predict(future)
+    lo, mid, hi = (np.array([getattr(p, key) for p in forecast]) for key in ("lo", "pass_rate", "hi"))
+    axes.fill_between(future, _smooth(lo), _smooth(hi), color=colour, alpha=0.16, linewidth=0)
     name = f"{run.name}: A = {run.asymptote:.3f}" if not alone else "forecast"
-    axes.plot(x[known], mid[known], color=colour, linewidth=2.0)
-    axes.plot(x[~known], mid[~known], color=colour, linewidth=2.0, linestyle=(0, (4, 1.5)), label=name)
+    axes.plot(past, run.curve(past), color=colour, linewidth=2.0, label="sigmoid" if alone else None)
+    axes.plot(future, mid, color=colour, linewidth=2.0, linestyle=(0, (4, 1.5)), label=name if alone else None)
+    if not alone:
+        axes.plot([], [], marker, linestyle="-", color=colour, linewidth=2.0, markersize=4.5, label=name)
     axes.plot(
         run.compute, run.pass_rate, marker, color=colour, markersize=4.5, linestyle="none",
         label=f"fitted, {run.n_points} points" if alone else None,
@@ -120,10 +133,10 @@ def draw_run(
         axes.fill_between([], [], [], color=colour, alpha=0.16, label=f"{LEVEL:.0%} interval of a measurement")
 
 
-def unit_label(unit: str) -> str:
-    """Axis label of a compute unit as the ledger names it."""
-    known = {"gpu_hours": "GPU-hours", "device_hours": "device-hours (no GPU)"}
-    return "training compute, " + known.get(unit, unit)
+def _smooth(edge: Array) -> Array:
+    """Quantiles of draws are ragged; a running mean of five takes the sampling noise out of the band."""
+    padded = np.pad(edge, 2, mode="edge")
+    return np.convolve(padded, np.ones(5) / 5.0, mode="valid")
 
 
 def _name_asymptote(axes: "Axes", run: FitResult) -> None:
@@ -139,20 +152,13 @@ def _name_asymptote(axes: "Axes", run: FitResult) -> None:
     )
 
 
-def _plain_ticks(axes: "Axes") -> None:
+def plain_ticks(axes: "Axes") -> None:
+    """Name 1, 2 and 5 of every decade, as people write them."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
     axes.xaxis.set_minor_formatter(NullFormatter())
-
-
-def short_number(value: float) -> str:
-    """A compute as people write it: 0.05, 2, 500, 2k, 100k, 1.5M."""
-    for limit, suffix in ((1e6, "M"), (1e3, "k")):
-        if abs(value) >= limit:
-            return f"{value / limit:.3g}{suffix}"
-    return f"{value:.3g}"
 
 
 def _furthest(run: FitResult, unseen: Points | None) -> float:

@@ -60,7 +60,8 @@ def _from_csv(path: Path, text: str) -> Table:
         if not any(cell.strip() for cell in cells):
             continue
         if len(cells) != len(header):
-            raise ValueError(f"{path}: row {number}: expected {len(header)} cells as in the header, found {len(cells)}")
+            where = f"{path}: row {number}"
+            raise ValueError(f"{where}: expected {len(header)} cells as in the header, found {len(cells)}")
         rows.append((number, {name: cell.strip() for name, cell in zip(header, cells)}))
     if not rows:
         raise ValueError(f"{path}: expected rows below the header, found none")

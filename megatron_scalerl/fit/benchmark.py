@@ -1,0 +1,213 @@
+"""How well each method forecasts the published curves: fitted on what the authors fitted, judged on the rest.
+
+The same run appears in several figures, so everything is left out by physical run (data/runs.csv). The prior of
+the robust fit is chosen anew for each left-out run, from `CANDIDATES`, by the error on the other runs alone:
+neither the points nor the legend of a run inform the prior that forecasts it.
+
+    python -m megatron_scalerl.fit.benchmark
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+
+from .forecast import fit
+from .forms import fit_least_squares_sigmoid, fit_log_linear, fit_power_law
+from .paper import FIT_FROM
+from .prior import DEFAULT_PRIOR, Discrepancy, Prior
+from .published import GENERATIONS, PROMPTS, PublishedSeries, published_series
+from .result import FitResult
+from .sigmoid import Array
+
+COLLAPSING = "DeepSeek-GRPO"
+"""The run whose training became unstable while it was being forecast; no curve that only rises follows it."""
+NO_WANDER = (Discrepancy(ratio=0.0, length=0.5, weight=1.0),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One series, forecast beyond what was fitted."""
+
+    run: str
+    series: str
+    errors: Array
+    """[unseen] measured minus forecast pass rate."""
+    covered: Array
+    """[unseen] whether the measured point lies in its 90 % interval; nan where a method has none."""
+    half_width: float
+    """Mean half width of those intervals; nan where a method has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """Outcomes pooled over points."""
+
+    points: int
+    error: float
+    """Mean absolute error over all unseen points."""
+    by_run: float
+    """Mean over physical runs of their mean absolute error."""
+    coverage: float
+    half_width: float
+
+
+Method = Callable[[PublishedSeries], Outcome]
+
+
+def forecastable() -> list[PublishedSeries]:
+    """The published series that show points beyond the fitted ones."""
+    return [series for series in published_series() if series.predicted]
+
+
+def outcome(series: PublishedSeries, result: FitResult) -> Outcome:
+    """Judge a fit of the series' fitted part on its unseen part."""
+    unseen = ~series.fitted
+    forecast = result.predict(series.compute[unseen])
+    measured = series.pass_rate[unseen]
+    return Outcome(
+        run=series.run,
+        series=series.name,
+        errors=measured - np.array([p.pass_rate for p in forecast]),
+        covered=np.array([float(p.lo <= y <= p.hi) for p, y in zip(forecast, measured)]),
+        half_width=float(np.mean([p.hi - p.lo for p in forecast])) / 2,
+    )
+
+
+def fit_train(series: PublishedSeries, *, method: str = "robust", prior: Prior = DEFAULT_PRIOR) -> FitResult:
+    """Fit what the authors fitted of a series."""
+    return fit(
+        series.compute[series.fitted],
+        series.pass_rate[series.fitted],
+        initial=series.initial,
+        method=method,
+        prompts=PROMPTS,
+        generations=GENERATIONS,
+        prior=prior,
+        name=series.name,
+        draws=2000,
+    )
+
+
+def by_fit(method: str = "robust", prior: Prior = DEFAULT_PRIOR) -> Method:
+    """A method of `forecast.fit`."""
+    return lambda series: outcome(series, fit_train(series, method=method, prior=prior))
+
+
+def by_form(form: Callable[[PublishedSeries, Array, Array], Callable[[Array], Array]]) -> Method:
+    """A form fitted by least squares from the paper's 1.5k GPU-hours on; it has no intervals."""
+
+    def judge(series: PublishedSeries) -> Outcome:
+        kept = series.fitted & (series.compute >= FIT_FROM)
+        curve = form(series, series.compute[kept], series.pass_rate[kept])
+        errors = series.pass_rate[~series.fitted] - curve(series.compute[~series.fitted])
+        nothing = np.full(len(errors), math.nan)
+        return Outcome(run=series.run, series=series.name, errors=errors, covered=nothing, half_width=math.nan)
+
+    return judge
+
+
+def last_value(series: PublishedSeries) -> Outcome:
+    """Forecast the mean of the last three fitted points, for ever."""
+    level = float(series.pass_rate[series.fitted][-3:].mean())
+    errors = series.pass_rate[~series.fitted] - level
+    nothing = np.full(len(errors), math.nan)
+    return Outcome(run=series.run, series=series.name, errors=errors, covered=nothing, half_width=math.nan)
+
+
+METHODS: dict[str, Method] = {
+    "last value": last_value,
+    "log-linear": by_form(lambda s, c, y: fit_log_linear(c, y)),
+    "power law": by_form(lambda s, c, y: fit_power_law(c, y)),
+    "sigmoid, least squares": by_form(lambda s, c, y: fit_least_squares_sigmoid(c, y, initial=s.initial)),
+    "paper": by_fit("paper"),
+    "robust without wander": by_fit(prior=replace(DEFAULT_PRIOR, discrepancies=NO_WANDER)),
+    "robust, flat in B and C_mid": by_fit(
+        prior=replace(DEFAULT_PRIOR, log_exponent_sd=1.5, log_midpoint_sd=3.0, late_share=0.0, gain_beta=1.0)
+    ),
+    "robust": by_fit(),
+}
+
+
+def candidates() -> list[Prior]:
+    """The priors among which a leave-one-run-out choice is made; the default is one of them."""
+    calm = (
+        Discrepancy(ratio=0.0, length=0.5, weight=0.5),
+        Discrepancy(ratio=2.0, length=0.5, weight=0.5),
+    )
+    shapes = product((1.7, 1.9, 2.1, 2.3), (0.20, 0.27, 0.40), (1.0, 2.0), (DEFAULT_PRIOR.discrepancies, calm))
+    return [
+        replace(
+            DEFAULT_PRIOR,
+            log_exponent_mean=math.log(centre),
+            log_exponent_sd=sd,
+            gain_beta=gain,
+            discrepancies=wander,
+        )
+        for centre, sd, gain, wander in shapes
+    ]
+
+
+def leave_one_run_out(
+    table: Sequence[Sequence[Outcome]], *, without: Iterable[str] = ()
+) -> list[tuple[Outcome, int]]:
+    """(outcome, chosen candidate) of every series; `table[k]` holds the outcomes of candidate k.
+
+    For each physical run the candidate with the least error on the other runs is taken; runs in `without`
+    neither choose nor are reported.
+    """
+    ignored = set(without)
+    runs = list(dict.fromkeys(o.run for o in table[0] if o.run not in ignored))
+    out = []
+    for run in runs:
+        losses = [summarise([o for o in row if o.run != run and o.run not in ignored]).error for row in table]
+        best = int(np.argmin(losses))
+        out += [(o, best) for o in table[best] if o.run == run]
+    return out
+
+
+def summarise(outcomes: Sequence[Outcome]) -> Summary:
+    """Pool outcomes over their points."""
+    runs = list(dict.fromkeys(o.run for o in outcomes))
+    error = np.abs(np.concatenate([o.errors for o in outcomes]))
+    per_run = [np.abs(np.concatenate([o.errors for o in outcomes if o.run == run])).mean() for run in runs]
+    return Summary(
+        points=len(error),
+        error=float(error.mean()),
+        by_run=float(np.mean(per_run)),
+        coverage=float(np.concatenate([o.covered for o in outcomes]).mean()),
+        half_width=float(np.mean([o.half_width for o in outcomes])),
+    )
+
+
+def main() -> None:
+    """Print the comparison of methods and the leave-one-run-out result (minutes)."""
+    series = forecastable()
+    outcomes = {name: [method(s) for s in series] for name, method in METHODS.items()}
+    table = [[by_fit(prior=prior)(s) for s in series] for prior in candidates()]
+    for without in ((), (COLLAPSING,)):
+        print(f"without {', '.join(without) or 'nothing'}")
+        for name, found in outcomes.items():
+            _print(name, summarise([o for o in found if o.run not in without]))
+        chosen = leave_one_run_out(table, without=without)
+        _print("robust, prior chosen without the run", summarise([o for o, _ in chosen]))
+        for found, best in chosen:
+            prior = candidates()[best]
+            choice = f"B ~ {math.exp(prior.log_exponent_mean):.1f} ± {prior.log_exponent_sd:.2f}, gain {prior.gain_beta:g}"
+            each = summarise([found])
+            print(f"  {found.series:40s} {each.points:3d} {each.error:.5f} {each.coverage:5.2f}   {choice}")
+
+
+def _print(name: str, summary: Summary) -> None:
+    print(
+        f"{name:38s} points {summary.points:3d}  error {summary.error:.5f}  by run {summary.by_run:.5f}  "
+        f"coverage {summary.coverage:.3f}  half width {summary.half_width:.4f}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""The other figures of a report: the efficiency transform of a comparison, and the back-test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from .backtest import Backtest
+from .compare import Comparison
+from .plot import COLOURS, INK, MARKERS, new_figure, plain_ticks, save
+from .sigmoid import efficiency_transform
+from .wording import short_number, unit_label
+
+
+def plot_efficiency(path: str | Path, comparison: Comparison) -> Path:
+    """Plot F(R) = C^B against C on log axes for the runs that share a ceiling; the slope is B.
+
+    Points at or above the common A have no transform and are left out; the legend says how many.
+    """
+    figure, axes = new_figure()
+    for index, contender in enumerate(c for c in comparison.contenders if c.refit is not None):
+        run = contender.refit
+        assert run is not None
+        colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+        log_f = efficiency_transform(
+            run.pass_rate,
+            asymptote=run.asymptote,
+            exponent=run.exponent,
+            midpoint=run.midpoint,
+            initial=run.initial,
+        )
+        shown = np.isfinite(log_f)
+        lost = "" if shown.all() else f", {np.count_nonzero(~shown)} points above A"
+        ends = np.array([run.compute.min(), run.compute.max()])
+        label = f"{run.name}: B = {run.exponent:.2f}{lost}"
+        axes.plot(ends, np.exp(run.exponent * np.log(ends)), color=colour, linewidth=1.8)
+        style = {"color": colour, "markersize": 4.5, "linestyle": "none", "label": label}
+        axes.plot(run.compute[shown], np.exp(log_f[shown]), marker, **style)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    plain_ticks(axes)
+    axes.set_xlabel(unit_label(comparison.contenders[0].fit.unit))
+    axes.set_ylabel("F(R) = C$^B$")
+    axes.set_title(f"Efficiency at A = {comparison.fixed_asymptote:.3f}: the steeper, the better", loc="left")
+    axes.legend(loc="upper left", frameon=False, fontsize=9)
+    return save(figure, path)
+
+
+def plot_backtest(path: str | Path, test: Backtest, *, unit: str = "gpu_hours") -> Path:
+    """Plot the forecast of the last point against where the run would have been stopped."""
+    figure, axes = new_figure()
+    x = np.array([h.compute for h in test.history])
+    y, lo, hi = (np.array([getattr(h, key) for h in test.history]) for key in ("forecast", "lo", "hi"))
+    axes.fill_between(x, lo, hi, color=COLOURS[0], alpha=0.16, linewidth=0, label="90 % interval")
+    axes.plot(x, y, "o-", color=COLOURS[0], markersize=4.5, label="forecast of the last point")
+    low, high = test.final_pass_rate - test.margin, test.final_pass_rate + test.margin
+    axes.axhspan(low, high, color=COLOURS[2], alpha=0.15, linewidth=0, label=f"measured, ±{test.margin:g}")
+    axes.axhline(test.final_pass_rate, color=COLOURS[2], linewidth=1.2)
+    if test.settled_from is not None:
+        axes.axvline(test.settled_from, color=INK, linewidth=1.0, linestyle=(0, (1, 2)), label="settled from here")
+    axes.set_xscale("log")
+    plain_ticks(axes)
+    axes.set_xlabel(f"{unit_label(unit)}, fitted up to")
+    axes.set_ylabel(f"forecast for {short_number(test.final_compute)}")
+    axes.set_title(f"{test.name}: how the forecast of the last point moved", loc="left")
+    axes.legend(loc="best", frameon=False, fontsize=9)
+    return save(figure, path)

@@ -1,0 +1,17 @@
+"""How numbers and units are written for people."""
+
+from __future__ import annotations
+
+
+def short_number(value: float) -> str:
+    """A compute as people write it: 0.05, 2, 500, 2k, 100k, 1.5M."""
+    for limit, suffix in ((1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g}{suffix}"
+    return f"{value:.3g}"
+
+
+def unit_label(unit: str) -> str:
+    """Axis label of a compute unit as the ledger names it."""
+    known = {"gpu_hours": "GPU-hours", "device_hours": "device-hours (no GPU)"}
+    return "training compute, " + known.get(unit, unit)
