@@ -1,0 +1,109 @@
+"""Packed attention equals attention on each sequence alone; buckets cover every token once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_scalerl.trainer.layers.attention import SdpaCoreAttention
+from megatron_scalerl.trainer.layers.packing import SAME_BUCKET, cut, layout, packed_row
+
+CPU = torch.device("cpu")
+LENGTHS = [
+    pytest.param([7, 1, 30, 29, 12, 3], id="mixed"),
+    pytest.param([64], id="one"),
+    pytest.param([1, 1, 1], id="single tokens"),
+    pytest.param([5, 0, 9], id="an empty sequence"),
+]
+
+
+def starts_of(lengths: list[int]) -> list[int]:
+    return [0, *torch.tensor(lengths).cumsum(0).tolist()]
+
+
+def row_of(lengths: list[int], chunk: int | None = None):
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    return packed_row(torch.tensor(starts_of(lengths), dtype=torch.int32), positions, chunk=chunk)
+
+
+def attention(**options) -> SdpaCoreAttention:
+    config = SimpleNamespace(attention_dropout=0.0, context_parallel_size=1)
+    return SdpaCoreAttention(config, 1, None, "self", **options)
+
+
+def qkv(tokens: int, heads: int = 6, groups: int = 2, d: int = 8):
+    generator = torch.Generator().manual_seed(5)
+    shapes = ((tokens, 1, heads, d), (tokens, 1, groups, d), (tokens, 1, groups, d))
+    return [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def alone(q, k, v, starts: list[int]) -> torch.Tensor:
+    """Softmax attention written out, one sequence and one head at a time."""
+    repeat = q.shape[2] // k.shape[2]
+    parts = []
+    for a, b in zip(starts, starts[1:]):
+        mask = torch.full((b - a, b - a), float("-inf"), dtype=q.dtype).triu(1)
+        heads = []
+        for head in range(q.shape[2]):
+            scores = q[a:b, 0, head] @ k[a:b, 0, head // repeat].t() / q.shape[3] ** 0.5 + mask
+            heads.append(F.softmax(scores, -1) @ v[a:b, 0, head // repeat])
+        parts.append(torch.cat(heads, dim=1))
+    return torch.cat(parts)[:, None]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("chunk", [None, 8])
+def test_packed_attention_is_attention_on_each_sequence(lengths: list[int], chunk: int | None) -> None:
+    tensors = qkv(sum(lengths))
+    starts = starts_of(lengths)
+    pieces = starts if chunk is None else cut(starts, chunk)
+    found = attention(chunked=chunk is not None)(*tensors, None, packed_seq_params=row_of(lengths, chunk))
+    expected = alone(*tensors, pieces)
+    assert found.shape == (sum(lengths), 1, 48)
+    assert (found - expected).abs().max() < 1e-12
+    weights = torch.linspace(-1, 1, found.numel(), dtype=found.dtype).view_as(found)
+    grads = torch.autograd.grad((found * weights).sum(), tensors)
+    for grad, reference in zip(grads, torch.autograd.grad((expected * weights).sum(), tensors)):
+        assert (grad - reference).abs().max() < 1e-12
+
+
+def test_a_plain_batch_is_attention_on_each_row() -> None:
+    """[s, b] without a packed row: two sequences side by side."""
+    q, k, v = (torch.stack(x[:, 0].detach().split(10), dim=1) for x in qkv(20))
+    found = attention()(q, k, v, None)
+    for b in range(2):
+        expected = alone(q[:, b : b + 1], k[:, b : b + 1], v[:, b : b + 1], [0, 10])
+        assert (found[:, b : b + 1] - expected).abs().max() < 1e-12
+
+
+def test_the_query_scale_of_a_position_multiplies_its_query() -> None:
+    q, k, v = qkv(9)
+    scaled = attention(query_scale=lambda positions: 1.0 + positions.double())
+    found = scaled(q, k, v, None, packed_seq_params=row_of([4, 5]))
+    factors = torch.tensor([1.0, 2, 3, 4, 1, 2, 3, 4, 5], dtype=torch.float64)[:, None, None, None]
+    assert (found - alone(q * factors, k, v, [0, 4, 9])).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_buckets_hold_every_token_once_and_little_padding(lengths: list[int]) -> None:
+    found = layout(starts_of(lengths), device=CPU)
+    tokens = torch.cat([bucket.gather[bucket.valid] for bucket in found.buckets])
+    assert torch.equal(tokens[found.restore], torch.arange(sum(lengths)))
+    slots = sum(bucket.sequences * bucket.length for bucket in found.buckets)
+    assert slots <= sum(lengths) / SAME_BUCKET
+
+
+def test_chunks_start_anew_in_every_sequence() -> None:
+    assert cut([0, 10, 14, 22], 4) == [0, 4, 8, 10, 14, 18, 22]
+    whole = row_of([10, 4, 8], chunk=16)
+    assert whole.chunked is whole.layout
+
+
+def test_dropout_and_context_parallelism_are_refused() -> None:
+    for bad, key in (((0.1, 1), "attention_dropout"), ((0.0, 2), "context_parallel_size")):
+        config = SimpleNamespace(attention_dropout=bad[0], context_parallel_size=bad[1])
+        with pytest.raises(ValueError, match=key):
+            SdpaCoreAttention(config, 1, None, "self")
