@@ -1,0 +1,134 @@
+"""Megatron's options from recipe and family: what wins over what, and one clear line for a wrong key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from megatron_scalerl.models import family
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.trainer.options import ddp_config, model_options, optimizer_config
+from megatron_scalerl.trainer.parallel import Parallel, init_parallel
+
+
+def recipe(
+    megatron: dict[str, Any] | None = None,
+    *,
+    dtype: str = "float32",
+    world_size: int = 1,
+    optimizer: dict[str, Any] | None = None,
+) -> Recipe:
+    return Recipe(
+        name="options",
+        steps=1,
+        policy=dict(path="none", dtype=dtype),
+        prompts=dict(path="none"),
+        trainer=dict(world_size=world_size),
+        optimizer=optimizer or {},
+        megatron=megatron or {},
+    )
+
+
+def alone(pp_size: int = 1) -> Parallel:
+    sizes = {f"{name}_size": 1 for name in ("tp", "ep", "etp", "dp", "cp")}
+    ranks = {f"{name}_rank": 0 for name in ("tp", "pp", "ep", "etp", "dp", "cp")}
+    return Parallel(rank=0, world_size=1, device=torch.device("cpu"), groups=None, pp_size=pp_size, **sizes, **ranks)
+
+
+def llama() -> Any:
+    return family(LlamaConfig(vocab_size=8, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+                              num_attention_heads=4, num_key_value_heads=2))  # fmt: skip
+
+
+def test_megatron_model_wins_over_the_family_and_our_settings() -> None:
+    given = dict(layernorm_epsilon=1e-3, recompute_granularity="selective", max_sequence_length=77)
+    options = model_options(llama(), recipe(dict(model=given)), alone())
+    assert options.config.layernorm_epsilon == 1e-3 and options.config.recompute_granularity == "selective"
+    assert options.gpt["max_sequence_length"] == 77 and options.gpt["share_embeddings_and_output_weights"] is False
+    assert options.config.num_query_groups == 2 and options.config.normalization == "RMSNorm"
+
+
+def test_bf16_sets_every_dtype() -> None:
+    config = model_options(llama(), recipe(dtype="bfloat16"), alone()).config
+    assert config.bf16 and config.params_dtype is torch.bfloat16 and config.pipeline_dtype is torch.bfloat16
+    assert optimizer_config(recipe(dtype="bfloat16")).bf16
+
+
+def test_pipelines_exchange_rows_of_any_length() -> None:
+    assert model_options(llama(), recipe(), alone(pp_size=2)).config.variable_seq_lengths
+    assert not model_options(llama(), recipe(), alone()).config.variable_seq_lengths
+
+
+@pytest.mark.parametrize(
+    "section, key, nearest",
+    [
+        ("model", "layernorm_epsilom", "layernorm_epsilon"),
+        ("model", "max_sequence_lenght", "max_sequence_length"),
+        ("ddp", "overlap_grad_reduced", "overlap_grad_reduce"),
+        ("optimizer", "use_precision_aware_optimiser", "use_precision_aware_optimizer"),
+        ("parallel", "tensor_model_paralel_size", "tensor_model_parallel_size"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(section: str, key: str, nearest: str) -> None:
+    settings = recipe({section: {key: 1}})
+    makers = dict(
+        model=lambda: model_options(llama(), settings, alone()),
+        ddp=lambda: ddp_config(settings),
+        optimizer=lambda: optimizer_config(settings),
+        parallel=lambda: init_parallel(settings),
+    )
+    with pytest.raises(ValueError, match=rf"megatron\.{section}\.{key}.*nearest: {nearest}\)"):
+        makers[section]()
+
+
+@pytest.mark.parametrize(
+    "key, owner",
+    [
+        ("bf16", "policy.dtype"),
+        ("params_dtype", "policy.dtype"),
+        ("tensor_model_parallel_size", "megatron.parallel"),
+    ],
+)
+def test_a_key_of_another_section_is_sent_there(key: str, owner: str) -> None:
+    with pytest.raises(ValueError, match=rf"megatron\.model\.{key}: expected to be set by {owner}"):
+        model_options(llama(), recipe(dict(model={key: 2})), alone())
+
+
+def test_the_optimizer_section_reaches_adamw() -> None:
+    section = dict(lr=3e-4, betas=(0.8, 0.9), eps=1e-15, weight_decay=0.02, clip_grad=0.5)
+    config = optimizer_config(recipe(optimizer=section))
+    found = (config.lr, config.adam_beta1, config.adam_beta2, config.adam_eps, config.weight_decay, config.clip_grad)
+    assert found == (3e-4, 0.8, 0.9, 1e-15, 0.02, 0.5)
+    assert config.use_distributed_optimizer and config.decoupled_weight_decay
+    with pytest.raises(ValueError, match=r"megatron\.optimizer\.lr: expected to be set in the optimizer section"):
+        optimizer_config(recipe(dict(optimizer=dict(lr=1.0))))
+
+
+def test_gradients_are_reduced_in_fp32_and_overlapped_only_on_gpus() -> None:
+    config = ddp_config(recipe())
+    assert config.use_distributed_optimizer and config.grad_reduce_in_fp32
+    if not torch.cuda.is_available():
+        assert not config.overlap_grad_reduce and not config.overlap_param_gather
+    assert not ddp_config(recipe(dict(ddp=dict(use_distributed_optimizer=False)))).overlap_param_gather
+
+
+def test_a_world_that_cannot_be_cut_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = dict(RANK="0", WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    experts = recipe(dict(parallel=dict(expert_model_parallel_size=2)), world_size=3)
+    with pytest.raises(ValueError, match=r"expected a multiple of expert tensor 1 x expert 2 x pipeline 1.*found 3"):
+        init_parallel(experts)
+    with pytest.raises(ValueError, match=r"trainer\.world_size: expected 1 processes as the recipe says, found 3"):
+        init_parallel(recipe())
+    monkeypatch.delenv("MASTER_PORT")
+    with pytest.raises(ValueError, match=r"environment: expected RANK.*missing MASTER_PORT"):
+        init_parallel(recipe(world_size=3))
+
+
+def test_the_recipe_refuses_an_indivisible_world() -> None:
+    with pytest.raises(ValueError, match=r"multiple of tensor x pipeline x context parallel size 2, found 3"):
+        recipe(dict(parallel=dict(tensor_model_parallel_size=2)), world_size=3)
