@@ -30,7 +30,7 @@ class SamplingSpec:
     """How one completion is sampled."""
 
     max_tokens: int
-    """Budget where `interruption` is None; with a plan the plan's own limits hold and this one is not read."""
+    """Budget of the whole completion; with a plan the plan's own limit holds if it is lower."""
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
@@ -230,7 +230,7 @@ def _reason(content: bytes) -> str:
 def _sampling(spec: SamplingSpec) -> dict[str, Any]:
     plan = spec.interruption
     params: dict[str, Any] = {
-        "max_tokens": spec.max_tokens if plan is None else plan.max_tokens,
+        "max_tokens": spec.max_tokens if plan is None else min(spec.max_tokens, plan.max_tokens),
         "temperature": spec.temperature,
         "top_p": spec.top_p,
         "seed": spec.seed,
@@ -240,7 +240,7 @@ def _sampling(spec: SamplingSpec) -> dict[str, Any]:
     }
     if plan is not None:
         params["extra_args"] = plan.to_extra_args()
-        params["stop_token_ids"] = [plan.eos_id]
+        params["stop_token_ids"] = [] if spec.ignore_eos else [plan.eos_id]
     return params
 
 

@@ -32,7 +32,7 @@ def plan(**changes):
 
 
 def interrupted(seed=0, **changes):
-    return SamplingSpec(max_tokens=0, seed=seed, interruption=plan(**changes))
+    return SamplingSpec(max_tokens=2000, seed=seed, interruption=plan(**changes))
 
 
 def free(seed=0, tokens=40):
