@@ -1,4 +1,4 @@
-"""The command line: `python -m megatron_scalerl train | sft | report ...`.
+"""The command line: `python -m megatron_scalerl train | sft | report | export ...`.
 
 Exit codes: 0 done, 1 a process or an update failed (start again to go on from the last checkpoint), 2 a
 mistake in what was given (one line says which).
@@ -42,6 +42,10 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="what a run gained, what it cost, how its forecast met it")
     report.add_argument("run_dir", help="folder of the run")
     report.set_defaults(command=_report)
+    export = commands.add_parser("export", help="a run's newest checkpoint as a Hugging Face folder")
+    export.add_argument("run_dir", help="folder of the run")
+    export.add_argument("--out", required=True, help="folder to write")
+    export.set_defaults(command=_export)
     return parser
 
 
@@ -56,8 +60,7 @@ def _train(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _sft(arguments: argparse.Namespace, console: Console) -> int:
-    # upstream says at every import that Transformer Engine and apex are absent
-    warnings.filterwarnings("ignore", module=r"(megatron\.core|torch)\.")
+    _quiet_upstream()
     from megatron_scalerl.recipe_file import load_recipe
     from megatron_scalerl.sft import run_sft
 
@@ -70,6 +73,20 @@ def _report(arguments: argparse.Namespace, console: Console) -> int:
 
     report(arguments.run_dir, console)
     return 0
+
+
+def _export(arguments: argparse.Namespace, console: Console) -> int:
+    _quiet_upstream()
+    from megatron_scalerl.export import export
+
+    step = export(arguments.run_dir, arguments.out)
+    console.print(f"{arguments.out}: the policy of step {step}", highlight=False)
+    return 0
+
+
+def _quiet_upstream() -> None:
+    """Megatron-Core says at every import that Transformer Engine and apex are absent."""
+    warnings.filterwarnings("ignore", module=r"(megatron\.core|torch)\.")
 
 
 if __name__ == "__main__":

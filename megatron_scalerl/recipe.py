@@ -31,6 +31,8 @@ class Section(BaseModel):
 
 
 class PolicySection(Section):
+    """The policy that is trained."""
+
     path: str
     """Hugging Face folder of the policy to start from (config, safetensors, tokenizer)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -40,6 +42,8 @@ class PolicySection(Section):
 
 
 class PromptsSection(Section):
+    """Where prompts come from and how they are rendered."""
+
     path: str
     """Training prompts: a .jsonl or .parquet file, or a Hugging Face dataset folder."""
     split: str | None = None
@@ -68,6 +72,8 @@ class PromptsSection(Section):
 
 
 class CurriculumSection(Section):
+    """Which prompt comes next."""
+
     no_positive_resampling: Share | None = 0.9
     """A prompt whose latest group passed at least this share is not drawn in later epochs (section 3.2 of
     the paper: 0.9). null: uniform resampling. Silent in the paper: the history is the latest group only."""
@@ -76,6 +82,8 @@ class CurriculumSection(Section):
 
 
 class RolloutsSection(Section):
+    """How completions are sampled, and how old they may grow."""
+
     groups_per_batch: PositiveInt = 48
     """Prompts per optimiser step, before filtering (the paper: 48)."""
     group_size: PositiveInt = 16
@@ -94,6 +102,8 @@ class RolloutsSection(Section):
 
 
 class InterruptionSection(Section):
+    """Forced length interruption (section 2 of the paper)."""
+
     enabled: bool = True
     """False: thinking and answer share one budget of thinking_tokens[1] + answer_tokens."""
     thinking_tokens: tuple[NonNegativeInt, NonNegativeInt] = (10240, 12288)
@@ -114,6 +124,8 @@ class InterruptionSection(Section):
 
 
 class RewardsSection(Section):
+    """How completions are judged."""
+
     verifier: str = "math"
     """`math` (math-verify on the text after thinking) or `module:function` of one's own."""
     correct: float = 1.0
@@ -130,12 +142,16 @@ class RewardsSection(Section):
 
 
 class AdvantagesSection(Section):
+    """From rewards to advantages."""
+
     normalise: Literal["batch", "prompt", "none"] = "batch"
     """Standard deviation that divides the group-centred reward (section 3.2 of the paper: batch), one
     value per completion, over the completions that remain after filtering (silent in the paper)."""
 
 
 class FiltersSection(Section):
+    """Which groups train."""
+
     zero_variance: bool = True
     """Drop groups whose rewards are all equal, without refill (section 3.2 of the paper)."""
     max_empty_batches: PositiveInt = 50
@@ -143,6 +159,8 @@ class FiltersSection(Section):
 
 
 class LossSection(Section):
+    """The loss and its aggregation."""
+
     name: Literal["cispo", "dapo", "grpo", "gspo"] = "cispo"
     """Loss type (section 3.2 of the paper: cispo)."""
     max_is_weight: PositiveFloat = 5.0
@@ -158,6 +176,8 @@ class LossSection(Section):
 
 
 class OptimizerSection(Section):
+    """AdamW as in section 2 of the paper."""
+
     lr: NonNegativeFloat = 5e-7
     """Constant learning rate after the warm-up (the paper: 5e-7)."""
     warmup_steps: NonNegativeInt = 100
@@ -173,6 +193,8 @@ class OptimizerSection(Section):
 
 
 class TrainerSection(Section):
+    """The trainer's processes."""
+
     world_size: PositiveInt = 1
     """Trainer processes; data parallel size is world_size / (tensor x pipeline x context parallel size)."""
     threads: PositiveInt = 1
@@ -188,6 +210,8 @@ class TrainerSection(Section):
 
 
 class MegatronSection(Section):
+    """Megatron-Core's own options by their own names."""
+
     model: dict[str, Any] = {}
     """Fields of TransformerConfig and GPTModel's keywords, over what the policy's config.json says."""
     parallel: dict[str, Any] = {}
@@ -199,6 +223,8 @@ class MegatronSection(Section):
 
 
 class EngineSection(Section):
+    """The engines: vLLM servers."""
+
     count: PositiveInt = 1
     """Engines, each a vLLM server of its own."""
     devices_per_engine: PositiveInt = 1
@@ -219,6 +245,8 @@ class EngineSection(Section):
 
 
 class WeightsSection(Section):
+    """The weight broadcast and its proof."""
+
     transport: Literal["auto", "gloo", "nccl"] = "auto"
     """Wire from trainer to engines. auto: nccl where CUDA is available, gloo elsewhere."""
     bucket_mib: PositiveInt = 64
@@ -233,6 +261,8 @@ class WeightsSection(Section):
 
 
 class ValidationSection(Section):
+    """Mean@k on held-out prompts."""
+
     every_steps: NonNegativeInt = 100
     """Steps between validations, from step 0 (the paper: 100). 0: none."""
     prompts: PositiveInt | None = None
@@ -244,6 +274,8 @@ class ValidationSection(Section):
 
 
 class CheckpointSection(Section):
+    """When checkpoints are made."""
+
     every_steps: NonNegativeInt = 100
     """Steps between checkpoints. 0: only at the end."""
     keep: PositiveInt = 2
@@ -251,6 +283,8 @@ class CheckpointSection(Section):
 
 
 class ForecastSection(Section):
+    """What the closing report fits."""
+
     fit_from_steps: NonNegativeInt = 0
     """Validations before this step are left out of the fit (the paper: what lies before 1.5k GPU-hours)."""
     fit_until_share: Annotated[float, Field(gt=0, le=1)] = 0.5
@@ -258,6 +292,8 @@ class ForecastSection(Section):
 
 
 class SftSection(Section):
+    """The warm start (`python -m megatron_scalerl sft`)."""
+
     path: str | None = None
     """Warm-start examples: .jsonl with the columns `prompt` and `completion`."""
     steps: PositiveInt = 900

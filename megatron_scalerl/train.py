@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 
 from rich.console import Console
@@ -25,15 +26,10 @@ def train(recipe: Recipe, console: Console) -> str:
     inputs = check_inputs(recipe)
     for line in inputs.prompts.report.lines():
         console.print(line, highlight=False)
-    recipe = inputs.resolved(recipe)
-    folder = RunFolder(recipe)
-    try:
-        return asyncio.run(_train(recipe, inputs, folder, console))
-    finally:
-        folder.close()
+    return asyncio.run(_train(inputs.resolved(recipe), inputs, console))
 
 
-async def _train(recipe: Recipe, inputs: Inputs, folder: RunFolder, console: Console) -> str:
+async def _train(recipe: Recipe, inputs: Inputs, console: Console) -> str:
     rewards = recipe.rewards
     verifier = VerifierPool(
         rewards.verifier,
@@ -42,7 +38,16 @@ async def _train(recipe: Recipe, inputs: Inputs, folder: RunFolder, console: Con
         correct=rewards.correct,
         incorrect=rewards.incorrect,
     )
-    async with verifier, local_launcher(recipe, folder, secrets.token_hex(32)) as launcher:
+    async with verifier:
+        # only now, when nothing of the user's can be wrong any more, a folder is written
+        with contextlib.closing(RunFolder(recipe)) as folder:
+            return await _in_folder(recipe, inputs, folder, verifier, console)
+
+
+async def _in_folder(
+    recipe: Recipe, inputs: Inputs, folder: RunFolder, verifier: VerifierPool, console: Console
+) -> str:
+    async with local_launcher(recipe, folder, secrets.token_hex(32)) as launcher:
         fleet = await launcher.start()
         console.print(
             f"{fleet.info.parameters:,} parameters, {fleet.trainer_devices} trainer and {fleet.engine_devices} "

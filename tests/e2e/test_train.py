@@ -1,0 +1,87 @@
+"""Whole runs: real trainer ranks, a real engine, live weight updates, three steps each."""
+
+import json
+import shutil
+
+import pytest
+from conftest import overrides, run
+from safetensors.torch import load_file
+from torch import equal
+
+from megatron_scalerl.metrics import read_jsonl
+
+pytestmark = pytest.mark.slow
+
+
+def train(*settings, **keywords):
+    return run("-m", "megatron_scalerl", "train", "recipes/tiny_cpu.yaml", *settings, **keywords)
+
+
+def check_run(folder, steps=3):
+    records = [r for r in read_jsonl(folder / "metrics.jsonl") if "skipped" not in r]
+    assert [r["step"] for r in records] == list(range(1, steps + 1))
+    # the tolerance of 1e-4 nats is the recipe's; an engine with other weights would have ended the run
+    assert all(r["probe_mismatch_max"] <= 1e-4 for r in records)
+    # log-probs of the very first step are those of the weights both sides started from
+    assert records[0]["mismatch_max"] <= 1e-4
+    assert all(r["staleness_max"] <= 8 for r in records)
+    assert all(r["weight_bytes"] > 0 and r["grad_norm"] > 0 for r in records)
+    return records
+
+
+def test_tensor_parallel_dense(tiny_dense, tmp_path):
+    train(
+        *overrides(tiny_dense, tmp_path, "tp2", "trainer.world_size=2"),
+        "megatron.parallel.tensor_model_parallel_size=2", "megatron.model.sequence_parallel=true",
+    )  # fmt: skip
+    check_run(tmp_path / "tp2")
+    validations = read_jsonl(tmp_path / "tp2" / "validation.jsonl")
+    assert [v["step"] for v in validations] == [0, 3]
+    assert validations[1]["gpu_hours"] > validations[0]["gpu_hours"] == 0
+
+
+def test_expert_parallel_moe(tiny_moe, tmp_path):
+    train(
+        *overrides(tiny_moe, tmp_path, "ep2", "trainer.world_size=2"),
+        "megatron.parallel.expert_model_parallel_size=2",
+    )  # fmt: skip
+    check_run(tmp_path / "ep2")
+
+
+def test_a_restart_replays_the_journal_to_the_same_bits(tiny_dense, tmp_path):
+    settings = overrides(tiny_dense, tmp_path, "whole", "rollouts.max_staleness_steps=0", "checkpoint.every_steps=1")
+    settings += ["checkpoint.keep=9"]
+    train(*settings)
+    whole = tmp_path / "whole"
+    check_run(whole)
+    again = tmp_path / "again" / "whole"
+    shutil.copytree(whole, again)
+    for step in (2, 3):
+        shutil.rmtree(again / "checkpoints" / f"step_{step:06d}")
+    # the folder's recipe names where it lies; everything else is the same run
+    recipe = (again / "recipe.yaml").read_text().replace(str(tmp_path), str(tmp_path / "again"), 1)
+    (again / "recipe.yaml").write_text(recipe)
+    train(*[s.replace(f"output_dir={tmp_path}", f"output_dir={tmp_path / 'again'}") for s in settings])
+
+    for folder in (whole, again):
+        run("-m", "megatron_scalerl", "export", folder, "--out", folder / "hf")
+    first, second = (load_file(f / "hf" / "model.safetensors") for f in (whole, again))
+    assert first.keys() == second.keys()
+    assert all(equal(first[name], second[name]) for name in first)
+    start = load_file(tiny_dense / "policy" / "model.safetensors")
+    assert not equal(start["lm_head.weight"], first["lm_head.weight"])
+
+    lives = [json.loads(line) for line in (again / "lives").read_text().splitlines()]
+    assert len(lives) == 2 and lives[0]["run_id"] == lives[1]["run_id"]
+    losses = [[r["loss"] for r in read_jsonl(f / "metrics.jsonl")] for f in (whole, again)]
+    assert losses[0] == losses[1]
+    journals = [(f / "journal.jsonl").read_text() for f in (whole, again)]
+    assert journals[1].startswith(journals[0]), "nothing was drawn, generated or composed a second time"
+
+
+def test_engine_and_trainer_must_agree_on_logits(tiny_dense, tmp_path):
+    done = train(
+        *overrides(tiny_dense, tmp_path, "logits"), 'engine.vllm.hf_overrides={"head_dtype": "model"}', check=False
+    )
+    assert done.returncode == 2
+    assert "engine.vllm.hf_overrides" in done.stderr and len(done.stderr.strip().splitlines()) == 1

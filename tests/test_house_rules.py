@@ -1,0 +1,99 @@
+"""The rules that keep the code readable and portable, held by the code itself."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "megatron_scalerl"
+FILES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "tools").glob("*.py"), *(ROOT / "examples").glob("*.py")])
+SEAM = {"trainer/device.py", "trainer/cpu_compat.py", "logits/cuda_backend.py"}
+VLLM = {"rollouts/vllm_plugin.py", "weights/vllm_receiver.py"}
+
+
+def name(path):
+    return str(path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT))
+
+
+def functions(tree):
+    return [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+@pytest.fixture(scope="module")
+def trees():
+    return {path: ast.parse(path.read_text(encoding="utf8")) for path in FILES}
+
+
+def test_files_and_functions_stay_small(trees):
+    long_files = [name(p) for p in FILES if p.read_text().count("\n") > 400]
+    long_functions = [
+        f"{name(p)}:{f.name}" for p, t in trees.items() for f in functions(t) if f.end_lineno - f.lineno > 60
+    ]
+    assert (long_files, long_functions) == ([], [])
+
+
+def test_only_the_seam_says_cuda(trees):
+    said = {
+        name(path)
+        for path, tree in trees.items()
+        if path.is_relative_to(PACKAGE)
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and node.attr == "cuda")
+        or (isinstance(node, ast.Constant) and re.fullmatch(r"cuda(:\d+)?", str(node.value)))
+    }
+    assert said <= SEAM
+
+
+def test_only_the_plugin_imports_vllm(trees):
+    importing = {
+        name(path)
+        for path, tree in trees.items()
+        if path.is_relative_to(PACKAGE)
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Import) and any(a.name.split(".")[0] == "vllm" for a in node.names))
+        or (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm")
+    }
+    assert importing <= VLLM
+
+
+def test_only_parallel_reads_megatrons_globals(trees):
+    reading = {
+        name(path)
+        for path, tree in trees.items()
+        if path.is_relative_to(PACKAGE)
+        for node in ast.walk(tree)
+        if "parallel_state" in (getattr(node, "attr", ""), getattr(node, "id", ""))
+    }
+    assert reading <= {"trainer/parallel.py"}
+
+
+def test_nothing_catches_everything_silently(trees):
+    caught = [
+        f"{name(path)}:{node.lineno}"
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ExceptHandler)
+        and (node.type is None or getattr(node.type, "id", "") == "Exception")
+        and not any(isinstance(n, ast.Raise) for n in ast.walk(node))
+    ]
+    allowed = {"rewards/worker.py"}
+    assert [c for c in caught if c.split(":")[0] not in allowed] == []
+
+
+def test_public_names_say_what_they_are(trees):
+    silent = [
+        f"{name(path)}:{node.name}"
+        for path, tree in trees.items()
+        if path.is_relative_to(PACKAGE)
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        and not node.name.startswith("_")
+        and not ast.get_docstring(node)
+    ]
+    assert silent == []
+
+
+def test_no_junk_drawers():
+    assert [name(p) for p in FILES if p.stem in {"utils", "common", "helpers", "misc"}] == []
