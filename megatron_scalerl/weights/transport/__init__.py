@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron_scalerl.trainer import device
 from megatron_scalerl.weights.manifest import Manifest
 
 
@@ -47,7 +48,7 @@ def make_sender(spec: dict[str, Any]) -> Sender:
 
 
 def resolve_transport(name: str) -> str:
-    """gloo or nccl for the recipe's weights.transport, where `auto` asks for CUDA."""
+    """gloo or nccl for the recipe's weights.transport; `auto` is what the trainer's collectives use here."""
     if name != "auto":
         return name
-    return "nccl" if torch.cuda.is_available() else "gloo"
+    return device.backend()

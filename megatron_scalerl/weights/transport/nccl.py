@@ -14,7 +14,9 @@ class NcclGroup(Group):
     """A broadcast group on GPUs; each member uses its current device."""
 
     def __init__(self, spec: dict[str, Any], rank: int) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device())
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None, "NCCL needs an accelerator"
+        self.device = torch.device(accelerator.type, torch.accelerator.current_device_index())
         super().__init__(spec, rank)
 
     def _make(self, store: dist.Store, rank: int, world: int) -> Any:
@@ -25,7 +27,7 @@ class NcclGroup(Group):
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Rank 0's tensor to all, and wait until it is there. Raises RuntimeError."""
         super().broadcast(tensor)
-        torch.cuda.synchronize(self.device)
+        torch.accelerator.synchronize(self.device)
 
 
 class NcclSender(GlooSender):
