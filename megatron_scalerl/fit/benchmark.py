@@ -197,7 +197,8 @@ def main() -> None:
         _print("robust, prior chosen without the run", summarise([o for o, _ in chosen]))
         for found, best in chosen:
             prior = candidates()[best]
-            choice = f"B ~ {math.exp(prior.log_exponent_mean):.1f} ± {prior.log_exponent_sd:.2f}, gain {prior.gain_beta:g}"
+            choice = f"B {math.exp(prior.log_exponent_mean):.1f} ± {prior.log_exponent_sd:.2f}, gain {prior.gain_beta:g}"
+            choice += f", {len(prior.discrepancies)} hypotheses"
             each = summarise([found])
             print(f"  {found.series:40s} {each.points:3d} {each.error:.5f} {each.coverage:5.2f}   {choice}")
 

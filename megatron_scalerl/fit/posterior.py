@@ -1,22 +1,26 @@
 """Posterior of a run's sigmoid by summing over a grid: no chain, no starting value, nothing to converge.
 
-Given (B, C_mid) the sigmoid is linear in A, so the fit error is a quadratic in A and a three-dimensional
-grid costs little more than a two-dimensional one. The noise variance is integrated out in closed form
-(inverse-gamma prior), the discrepancy hypotheses are summed. The grid is laid three times, each time over the
-region that holds the mass of the last. The same data and seed give the same draws, bit for bit.
+Given (B, C_mid) the sigmoid is linear in A, so the likelihood is a bell in A whose centre and width are known:
+only (log B, log C_mid) needs a grid, and A gets nodes of its own in every cell, where its bell is. The noise
+variance is integrated out in closed form (inverse-gamma prior); the discrepancy hypotheses are summed. The grid
+is laid again over the region that holds the mass until that region stops shrinking. The same data and seed give
+the same draws, bit for bit.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from .prior import Bounds, Discrepancy, Prior
 from .sigmoid import Array
 
-GRID = (40, 50, 60)
-"""Nodes along B, C_mid and A."""
+COARSE, FINE = (24, 30), (56, 72)
+"""Nodes along B and C_mid: of the grids that find the region, and of the one that is drawn from."""
+ASYMPTOTE_NODES = 17
+REACH = 5.0
+"""Standard deviations of A on either side of its conditional best value that its nodes span."""
 NEGLIGIBLE = 1e-5
 """Marginal mass below which a node lies outside the region that the next grid covers."""
 
@@ -131,18 +135,19 @@ def sample(
     seed: int = 0,
 ) -> Posterior:
     """Draw from the posterior of (A, B, C_mid, R_0, noise, hypothesis) given the points."""
-    axes, mass = _refined_grid(observations, prior, bounds, fixed_asymptote)
+    grid = _refined_grid(observations, prior, bounds, fixed_asymptote)
     rng = np.random.default_rng([seed, 0])
-    flat = rng.choice(mass.size, size=draws, p=mass.ravel() / mass.sum())
-    start, hypothesis, i, j, k = np.unravel_index(flat, mass.shape)
-    log_b, log_m, a = (_inside_cell(axis, index, rng) for axis, index in zip(axes, (i, j, k)))
+    flat = rng.choice(grid.mass.size, size=draws, p=grid.mass.ravel() / grid.mass.sum())
+    start, hypothesis, i, j, k = np.unravel_index(flat, grid.mass.shape)
+    log_b, log_m = _inside_cell(grid.log_b, i, rng), _inside_cell(grid.log_m, j, rng)
     initial = np.asarray(observations.initials)[start]
-    a = a if fixed_asymptote is not None else np.maximum(a, initial)
-    shape = observations.noise_shape + len(observations.pass_rate) / 2
+    standing = grid.standing[start, hypothesis, i, j, k] + rng.uniform(-0.5, 0.5, draws) * grid.step[
+        start, hypothesis, i, j
+    ]  # fmt: skip
     posterior = Posterior(
         observations=observations,
         discrepancies=prior.discrepancies,
-        asymptote=a,
+        asymptote=np.full(draws, np.nan if fixed_asymptote is None else fixed_asymptote),
         exponent=np.exp(log_b),
         log_midpoint=log_m,
         initial=initial,
@@ -150,10 +155,31 @@ def sample(
         hypothesis=hypothesis,
         seed=seed,
     )
-    misfit = _misfit(posterior)
-    scale = observations.noise_shape * observations.noise_variance + misfit / 2
-    object.__setattr__(posterior, "noise_variance", scale / rng.gamma(shape, size=draws))
-    return posterior
+    if fixed_asymptote is None:
+        posterior = replace(posterior, asymptote=_asymptotes(posterior, standing, bounds))
+    shape = observations.noise_shape + len(observations.pass_rate) / 2
+    scale = observations.noise_shape * observations.noise_variance + _misfit(posterior) / 2
+    return replace(posterior, noise_variance=scale / rng.gamma(shape, size=draws))
+
+
+def _asymptotes(posterior: Posterior, standing: Array, bounds: Bounds) -> Array:
+    """[draws] A that stands `standing` standard deviations from the best A of each draw's own (B, C_mid).
+
+    A draw lies anywhere in its cell, and the best A moves across the cell by more than its own width.
+    """
+    obs = posterior.observations
+    logit = posterior.exponent[:, None] * (obs.log_compute - posterior.log_midpoint[:, None])
+    share = 1.0 / (1.0 + np.exp(-np.clip(logit, -700.0, 700.0)))
+    gain, width = np.empty(len(share)), np.empty(len(share))
+    for index, hypothesis in enumerate(posterior.discrepancies):
+        rows = posterior.hypothesis == index
+        white = _whitening(obs, hypothesis)[0]
+        shares, rises = share[rows] @ white.T, (obs.pass_rate - posterior.initial[rows, None]) @ white.T
+        gain[rows], width[rows] = _bell(
+            (rises**2).sum(axis=1), (shares * rises).sum(axis=1), (shares**2).sum(axis=1), obs
+        )
+    low = np.maximum(bounds.asymptote[0], posterior.initial)
+    return np.clip(posterior.initial + gain + standing * width, low, bounds.asymptote[1])
 
 
 def _misfit(posterior: Posterior) -> Array:
@@ -167,63 +193,108 @@ def _misfit(posterior: Posterior) -> Array:
     return out
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Grid:
+    """The last grid. A's nodes differ from cell to cell, so they are kept relative to each cell's bell."""
+
+    log_b: Array
+    log_m: Array
+    mass: Array
+    """[initials, hypotheses, B, C_mid, nodes of A] posterior mass."""
+    standing: Array
+    """Like mass: each node's distance from the cell's best A, in standard deviations."""
+    step: Array
+    """[initials, hypotheses, B, C_mid] distance between two nodes of A, in standard deviations."""
+
+
 def _inside_cell(axis: Array, index: Array, rng: np.random.Generator) -> Array:
-    if len(axis) == 1:
-        return np.full(len(index), axis[0])
     step = axis[1] - axis[0]
     return np.clip(axis[index] + rng.uniform(-0.5, 0.5, len(index)) * step, axis[0], axis[-1])
 
 
-def _refined_grid(
-    observations: Observations, prior: Prior, bounds: Bounds, fixed_asymptote: float | None
-) -> tuple[list[Array], Array]:
-    floor = max(min(observations.initials), bounds.asymptote[0]) + 1e-3
-    limits = [np.log(bounds.exponent), np.log(bounds.midpoint), np.array([floor, bounds.asymptote[1] - 1e-4])]
-    if fixed_asymptote is not None:
-        limits[2] = np.array([fixed_asymptote, fixed_asymptote])
+def _refined_grid(obs: Observations, prior: Prior, bounds: Bounds, fixed_asymptote: float | None) -> _Grid:
+    limits = [np.log(bounds.exponent), np.log(bounds.midpoint)]
     box = list(limits)
-    for _ in range(3):
-        axes = [np.linspace(*side, nodes if side[1] > side[0] else 1) for side, nodes in zip(box, GRID)]
-        log_mass = _log_posterior(observations, prior, *axes)
-        mass = np.exp(log_mass - log_mass.max())
-        box = [_region(mass.sum(axis=(0, 1)), axes, n, limits[n]) for n in range(3)]
-    return axes, mass
+    for _ in range(8):
+        grid = _grid(obs, prior, bounds, fixed_asymptote, [np.linspace(*s, n) for s, n in zip(box, COARSE)])
+        cells = grid.mass.sum(axis=(0, 1, 4))
+        smaller = [
+            _region(cells.sum(axis=1), grid.log_b, limits[0]),
+            _region(cells.sum(axis=0), grid.log_m, limits[1]),
+        ]
+        settled = all(np.ptp(new) > 0.7 * np.ptp(old) for new, old in zip(smaller, box))
+        box = smaller
+        if settled:
+            break
+    return _grid(obs, prior, bounds, fixed_asymptote, [np.linspace(*s, n) for s, n in zip(box, FINE)])
 
 
-def _region(mass: Array, axes: list[Array], axis: int, limit: Array) -> Array:
-    nodes = axes[axis]
-    if len(nodes) == 1:
-        return limit
-    marginal = mass.sum(axis=tuple(n for n in range(3) if n != axis))
+def _region(marginal: Array, nodes: Array, limit: Array) -> Array:
     kept = np.flatnonzero(marginal > NEGLIGIBLE * marginal.sum())
-    step = nodes[1] - nodes[0]
-    return np.array([max(nodes[kept[0]] - step, limit[0]), min(nodes[kept[-1]] + step, limit[1])])
+    margin = nodes[1] - nodes[0]
+    return np.array([max(nodes[kept[0]] - margin, limit[0]), min(nodes[kept[-1]] + margin, limit[1])])
 
 
-def _log_posterior(obs: Observations, prior: Prior, log_b: Array, log_m: Array, a: Array) -> Array:
-    """[initials, hypotheses, B, C_mid, A] log posterior density, up to a constant."""
-    x, n = obs.log_compute, len(obs.log_compute)
-    logit = np.exp(log_b)[:, None, None] * (x - log_m[None, :, None])
+def _grid(
+    obs: Observations, prior: Prior, bounds: Bounds, fixed_asymptote: float | None, axes: list[Array]
+) -> _Grid:
+    log_b, log_m = axes
+    n, cells = len(obs.log_compute), (len(log_b), len(log_m))
+    logit = np.exp(log_b)[:, None, None] * (obs.log_compute - log_m[None, :, None])
     share = (1.0 / (1.0 + np.exp(-np.clip(logit, -700.0, 700.0)))).reshape(-1, n)
-    place = _log_normal(log_b, prior.log_exponent_mean, prior.log_exponent_sd)[:, None, None]
-    place = place + _log_midpoint_prior(log_m, prior)[None, :, None]
-    grid = (len(log_b), len(log_m), 1)
+    place = _log_normal(log_b, prior.log_exponent_mean, prior.log_exponent_sd)[:, None]
+    place = place + _log_midpoint_prior(log_m, prior)[None, :]
+    nodes = ASYMPTOTE_NODES if fixed_asymptote is None else 1
+    sizes = (len(obs.initials), len(prior.discrepancies), *cells)
+    log_mass, standing, step = np.empty((*sizes, nodes)), np.empty((*sizes, nodes)), np.empty(sizes)
     shape, centre = obs.noise_shape + n / 2, obs.noise_shape * obs.noise_variance
-    out = np.empty((len(obs.initials), len(prior.discrepancies), len(log_b), len(log_m), len(a)))
     for h, hypothesis in enumerate(prior.discrepancies):
-        lower = np.linalg.cholesky(covariance(obs, hypothesis))
-        white = np.linalg.inv(lower)
+        white, volume = _whitening(obs, hypothesis)
         shares = share @ white.T
-        square = (shares**2).sum(axis=1).reshape(grid)
-        volume = -np.log(np.diag(lower)).sum() + np.log(hypothesis.weight)
+        square = (shares**2).sum(axis=1).reshape(cells)
         for r, initial in enumerate(obs.initials):
-            gain = a - initial
             rise = white @ (obs.pass_rate - initial)
-            misfit = rise @ rise - 2.0 * (shares @ rise).reshape(grid) * gain + square * gain**2
+            cross = (shares @ rise).reshape(cells)
+            best, width = _bell(rise @ rise, cross, square, obs)
+            gain, step[r, h] = _gain_nodes(best, width, initial, bounds, fixed_asymptote)
+            misfit = rise @ rise - 2.0 * cross[..., None] * gain + square[..., None] * gain**2
             likelihood = volume - shape * np.log(centre + np.maximum(misfit, 0.0) / 2)
-            weight = np.log(obs.initial_weights[r]) + _log_gain_prior(gain / (1.0 - initial), prior)
-            out[r, h] = likelihood + place + weight
-    return out
+            weight = np.log(hypothesis.weight * obs.initial_weights[r]) + np.log(step[r, h])[..., None]
+            gain_prior = _log_gain_prior(gain / (1.0 - initial), prior)
+            log_mass[r, h] = likelihood + place[..., None] + weight + gain_prior
+            standing[r, h] = (gain - best[..., None]) / width[..., None]
+            step[r, h] /= width
+    mass = np.exp(log_mass - log_mass.max())
+    return _Grid(log_b=log_b, log_m=log_m, mass=mass, standing=standing, step=step)
+
+
+def _whitening(obs: Observations, hypothesis: Discrepancy) -> tuple[Array, float]:
+    """(W, log det W): W turns residuals into independent ones of the noise's variance."""
+    lower = np.linalg.cholesky(covariance(obs, hypothesis))
+    return np.linalg.inv(lower), -float(np.log(np.diag(lower)).sum())
+
+
+def _bell(total: Array, cross: Array, square: Array, obs: Observations) -> tuple[Array, Array]:
+    """(best gain, its standard deviation) where the misfit is total - 2 cross gain + square gain^2."""
+    square = np.maximum(square, 1e-12)
+    best = cross / square
+    left = np.maximum(total - cross * best, 0.0)
+    variance = (obs.noise_shape * obs.noise_variance + left / 2) / (obs.noise_shape + len(obs.pass_rate) / 2)
+    return best, np.sqrt(variance / square)
+
+
+def _gain_nodes(
+    best: Array, width: Array, initial: float, bounds: Bounds, fixed_asymptote: float | None
+) -> tuple[Array, Array]:
+    """([..., nodes] gains A - R_0 around each cell's best one and inside the bounds, [...] their distance)."""
+    if fixed_asymptote is not None:
+        return np.full((*best.shape, 1), fixed_asymptote - initial), np.ones_like(best)
+    low, high = max(bounds.asymptote[0] - initial, 0.0), bounds.asymptote[1] - initial
+    sliver = 1e-3 * (high - low)
+    left = np.clip(best - REACH * width, low, high - sliver)
+    right = np.clip(best + REACH * width, low + sliver, high)
+    step = (right - left) / ASYMPTOTE_NODES
+    return left[..., None] + step[..., None] * (np.arange(ASYMPTOTE_NODES) + 0.5), step
 
 
 def _log_normal(x: Array, mean: float, sd: float) -> Array:
@@ -239,4 +310,4 @@ def _log_midpoint_prior(log_m: Array, prior: Prior) -> Array:
 def _log_gain_prior(share: Array, prior: Prior) -> Array:
     inside = np.clip(share, 1e-6, 1.0 - 1e-6)
     density = (prior.gain_alpha - 1.0) * np.log(inside) + (prior.gain_beta - 1.0) * np.log1p(-inside)
-    return np.where(share > 0.0, density, -np.inf)
+    return density
