@@ -22,7 +22,8 @@ from megatron_scalerl.models.rules import At
 def family(config: Any) -> Family:
     """The Family of a Llama4TextConfig, or of the text part of a Llama4Config."""
     text = getattr(config, "text_config", None) or config
-    prefix, head, carried = "model.", "lm_head.weight", ()
+    prefix, head = "model.", "lm_head.weight"
+    carried: tuple[str, ...] = ()
     if text is not config:
         prefix, head = "language_model.model.", "language_model.lm_head.weight"
         carried = ("vision_model.", "multi_modal_projector.")

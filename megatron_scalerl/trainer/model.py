@@ -187,9 +187,10 @@ def build_policy(
 
 def unwrap(chunk: torch.nn.Module) -> PolicyModel:
     """The PolicyModel inside a chunk."""
-    while not isinstance(chunk, PolicyModel):
-        chunk = chunk.module
-    return chunk
+    inner: Any = chunk
+    while not isinstance(inner, PolicyModel):
+        inner = inner.module
+    return inner
 
 
 def _sync_functions(config: Any, ddp: Any, chunks: list[Any]) -> None:

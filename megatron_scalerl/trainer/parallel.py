@@ -65,9 +65,15 @@ def init_parallel(recipe: Recipe) -> Parallel:
 
     The place in the world comes from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them;
     without them a world of one process needs no address. Raises ValueError where the world cannot be cut
-    that way or differs from trainer.world_size, and for an unknown key of megatron.parallel.
+    that way or differs from trainer.world_size, for an unknown key of megatron.parallel, and for an interleaved
+    pipeline without a GPU.
     """
     keywords = _known_keywords(recipe.megatron.parallel)
+    if not device.HAVE_GPU and keywords.get("virtual_pipeline_model_parallel_size"):
+        raise ValueError(
+            "megatron.parallel.virtual_pipeline_model_parallel_size: expected none without a GPU (the interleaved "
+            f"schedule hangs over gloo), found {keywords['virtual_pipeline_model_parallel_size']}"
+        )
     rank, world_size = _place_in_world(recipe.trainer.world_size)
     _check_divisible(keywords, world_size)
     place = device.prepare(threads=recipe.trainer.threads, deterministic=recipe.trainer.deterministic)

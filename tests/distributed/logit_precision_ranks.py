@@ -29,3 +29,22 @@ def full_logits(jobs: list[tuple[str, str, dict[str, Any]]]) -> dict[str, torch.
         found[name] = (unwrap(chunks[0]).full_logits(*inputs), pair)
         parallel_state.destroy_model_parallel()
     return found
+
+
+def save(jobs: list[tuple[str, str, dict[str, Any]]]) -> None:
+    """For (output folder, policy path, layout): loads, adds 1/8 to every weight, saves as a Hugging Face folder."""
+    from megatron.core import parallel_state
+
+    from megatron_scalerl.trainer.model import build_policy
+    from megatron_scalerl.trainer.parallel import init_parallel
+    from megatron_scalerl.weights.source import MegatronWeightSource, save_hf
+
+    for out, path, layout in jobs:
+        settings = recipe(path, int(os.environ["WORLD_SIZE"]), layout)
+        parallel = init_parallel(settings)
+        chunks = build_policy(path, settings, parallel)
+        with torch.no_grad():
+            for parameter in chunks[0].parameters():
+                parameter.add_(0.125)
+        save_hf(MegatronWeightSource(chunks, parallel), path, out)
+        parallel_state.destroy_model_parallel()

@@ -109,7 +109,7 @@ def _forward_backward(chunks: list[Any], parallel: Any, rows: list[Row]) -> tupl
         chunk.zero_grad_buffer()
     get_forward_backward_func()(
         forward_step_func=forward,
-        data_iterator=iter(mine),
+        data_iterator=[iter(mine) for _ in chunks] if len(chunks) > 1 else iter(mine),
         model=chunks,
         num_microbatches=len(mine),
         seq_length=max(row["tokens"].shape[1] for row in mine),

@@ -83,3 +83,31 @@ def test_fp32_logits_carry_bits_below_bf16_and_model_logits_do_not(kind: str, al
 def test_log_probabilities_in_bf16_are_the_same_bits_on_both_ranks(by_two: list, alone: dict) -> None:
     assert torch.equal(by_two[0]["llama bf16 tp2"][1], by_two[1]["llama bf16 tp2"][1])
     assert (by_two[0]["llama bf16 tp2"][1] - alone["llama bf16 fp32"][1]).abs().max() < 1.0
+
+
+LAYOUTS = {
+    "llama tp2": dict(tensor_model_parallel_size=2),
+    "llama_tied pp2": dict(pipeline_model_parallel_size=2),
+    "llama4 ep2": dict(expert_model_parallel_size=2),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(policies: dict, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("saved")
+    jobs = [(str(root / name), policies[name.split()[0]][0], layout) for name, layout in LAYOUTS.items()]
+    run_ranks(2, "logit_precision_ranks:save", jobs)
+    return {name: str(root / name) for name in LAYOUTS}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_saved_policy_loads_in_transformers_with_the_trained_weights(
+    name: str, saved: dict, policies: dict
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    before = policies[name.split()[0]][1].state_dict()
+    after = AutoModelForCausalLM.from_pretrained(saved[name], dtype=torch.float32).state_dict()
+    assert set(after) == set(before)
+    for key, value in before.items():
+        assert torch.equal(after[key], value + 0.125), key

@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 
 from megatron_scalerl.models import family
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.trainer import device
 from megatron_scalerl.trainer.options import ddp_config, model_options, optimizer_config
 from megatron_scalerl.trainer.parallel import Parallel, init_parallel
 
@@ -127,6 +128,15 @@ def test_a_world_that_cannot_be_cut_is_one_clear_line(monkeypatch: pytest.Monkey
     monkeypatch.delenv("MASTER_PORT")
     with pytest.raises(ValueError, match=r"environment: expected RANK.*missing MASTER_PORT"):
         init_parallel(recipe(world_size=3))
+
+
+def test_an_interleaved_pipeline_is_refused_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "HAVE_GPU", False)
+    parallel = dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    with pytest.raises(
+        ValueError, match=r"virtual_pipeline_model_parallel_size: expected none without a GPU.*found 2"
+    ):
+        init_parallel(recipe(dict(parallel=parallel), world_size=2))
 
 
 def test_the_recipe_refuses_an_indivisible_world() -> None:

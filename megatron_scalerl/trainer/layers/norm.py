@@ -17,7 +17,8 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
+        mark: Any = self.weight
+        mark.sequence_parallel = config.sequence_parallel
 
 
 class HeadRMSNorm(torch.nn.Module):
