@@ -40,12 +40,14 @@ def run_ranks(world_size: int, target: str, *args: Any, timeout_s: float = 480.0
         processes.append(process)
     try:
         return _collect(pipes, time.monotonic() + timeout_s)
+    except BaseException:
+        # The others wait in a collective for the one that failed.
+        for process in processes:
+            process.kill()
+        raise
     finally:
         for process in processes:
-            process.join(timeout=20)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.join()
 
 
 def _collect(pipes: dict[Connection, int], deadline: float) -> list[Any]:
