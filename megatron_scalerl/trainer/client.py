@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -117,7 +117,7 @@ class TrainerClient:
     async def stop(self) -> None:
         """Let every rank exit with 0, and close."""
         try:
-            await self._call(lambda call, _: wire.Stop(call=call), None)
+            await self._call(lambda call, _: wire.Stop(call=call), None, leaves=True)
         finally:
             self.close()
 
@@ -129,8 +129,11 @@ class TrainerClient:
             self._socket.close(linger=0)
             self._context.term()
 
-    async def _call(self, make: Callable[[int, int], wire.Command], kind: Any) -> Any:
-        """Send each rank its command, wait for all answers, and return rank 0's as `kind`."""
+    async def _call(self, make: Callable[[int, int], wire.Command], kind: Any, *, leaves: bool = False) -> Any:
+        """Send each rank its command, wait for all answers, and return rank 0's as `kind`.
+
+        `leaves` is True for the command after whose answer a rank may go without being missed.
+        """
         async with self._busy:
             self._calls += 1
             answers: dict[int, msgspec.Raw] = {}
@@ -140,8 +143,11 @@ class TrainerClient:
                 while len(answers) < self.world_size:
                     sender, message = await self._receive()
                     if isinstance(message, wire.Done):
-                        assert message.call == self._calls, (message.call, self._calls)
-                        answers[message.rank] = message.value
+                        # An earlier call's answer comes late when somebody stopped waiting for it.
+                        if message.call == self._calls:
+                            answers[message.rank] = message.value
+                            if leaves:
+                                del self._identities[message.rank]
                     else:
                         await self._greet(sender, message)
         return msgspec.msgpack.decode(answers[0], type=kind)
@@ -153,7 +159,9 @@ class TrainerClient:
             answer = wire.Welcome() if reason is None else wire.Refused(reason=reason)
             if reason is None:
                 self._identities[message.rank] = sender
-            await self._socket.send_multipart([sender, wire.encode(answer)])
+            # One that has gone meanwhile needs no answer; if it was ours, the monitor tells.
+            with _unless_gone():
+                await self._socket.send_multipart([sender, wire.encode(answer)])
             return
         assert isinstance(message, wire.Ready), message
         self._dp_ranks[message.rank] = message.dp_rank
@@ -171,8 +179,12 @@ class TrainerClient:
             return f"rank: expected 0 to {self.world_size - 1}, found {hello.rank}"
         return f"rank {hello.rank}: expected one process, found a second" if hello.rank in self._identities else None
 
-    async def _send(self, rank: int, message: Any) -> None:
-        await self._socket.send_multipart([self._identities[rank], wire.encode(message)])
+    async def _send(self, rank: int, message: Any, also: str = "") -> None:
+        """Raises TrainerError if the rank cannot be reached; `also` is what else is known."""
+        with _unless_gone():
+            await self._socket.send_multipart([self._identities[rank], wire.encode(message)])
+            return
+        raise TrainerError(f"trainer rank {rank}: the process has gone without a word{also}")
 
     async def _receive(self) -> tuple[bytes, wire.ToController]:
         """The next message. Raises TrainerError for a rank's failure and for a rank that has gone."""
@@ -188,20 +200,19 @@ class TrainerClient:
                 if not isinstance(message, wire.Hello) and sender not in self._identities.values():
                     continue
                 if isinstance(message, wire.Failed):
+                    await self._find_the_lost(heard=message.rank, also=f" (rank {message.rank}: {message.error})")
                     raise TrainerError(f"trainer rank {message.rank}: {message.error}")
                 return sender, message
             await self._monitor.recv_multipart()
             await self._find_the_lost()
 
-    async def _find_the_lost(self) -> None:
-        """Raise TrainerError for the first rank that joined and cannot be reached any more."""
-        for rank in sorted(self._identities):
-            try:
-                await self._send(rank, wire.Ping())
-            except zmq.ZMQError as error:
-                if error.errno != zmq.EHOSTUNREACH:
-                    raise
-                raise TrainerError(f"trainer rank {rank}: the process has gone without a word") from None
+    async def _find_the_lost(self, *, heard: int | None = None, also: str = "") -> None:
+        """Raise TrainerError for the first rank that joined and cannot be reached any more.
+
+        Its peers' collectives fail too and may be heard of first: `heard` is such a rank, `also` its error.
+        """
+        for rank in sorted(self._identities.keys() - {heard}):
+            await self._send(rank, wire.Ping(), also)
 
     @contextlib.asynccontextmanager
     async def _deadline(self, seconds: float, what: str, answered: Callable[[], set[int]]) -> AsyncIterator[None]:
@@ -212,3 +223,13 @@ class TrainerClient:
         except TimeoutError:
             silent = ", ".join(str(r) for r in range(self.world_size) if r not in answered())
             raise TrainerError(f"trainer rank {silent}: no answer to a {what} within {seconds:g} s") from None
+
+
+@contextlib.contextmanager
+def _unless_gone() -> Iterator[None]:
+    """Leaves the block where a message cannot be routed because its receiver is not connected."""
+    try:
+        yield
+    except zmq.ZMQError as error:
+        if error.errno != zmq.EHOSTUNREACH:
+            raise

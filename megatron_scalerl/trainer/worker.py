@@ -192,6 +192,8 @@ class Worker:
         if self.parallel.rank == 0:
             from megatron_scalerl.weights.transport import make_sender
 
+            if self._sender is not None:
+                self._sender.close()
             self._sender = make_sender(spec)
 
     def _send_weights(self, version: int) -> dict[str, Any] | None:
@@ -238,8 +240,8 @@ def serve(link: ControllerLink, settings: WorkerSettings) -> None:
         command = link.receive()
         assert not isinstance(command, wire.Welcome | wire.Refused | wire.Ping), command
         if isinstance(command, wire.Stop):
-            link.leave()
             shutdown_parallel()
+            link.leave()
             link.send(wire.Done(call=command.call, rank=settings.rank, value=msgspec.Raw(wire.encode(None))))
             return
         value = worker.run(command)

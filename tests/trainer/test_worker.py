@@ -17,10 +17,18 @@ from transformers import AutoModelForCausalLM
 from megatron_scalerl.recipe_file import dump_recipe
 from megatron_scalerl.trainer.client import TrainerClient, TrainerError
 from megatron_scalerl.trainer.worker import EXIT_ORPHAN
+from megatron_scalerl.weights.digest import combine
+from megatron_scalerl.weights.transport.gloo import Group, receive
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 START_S = 300
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 class World:
@@ -35,9 +43,8 @@ class World:
         self.processes: list[asyncio.subprocess.Process] = []
 
     async def start(self):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        """Start every rank, and wait."""
+        port = free_port()
         for rank in range(self.client.world_size):
             env = {**os.environ, **self.client.worker_env(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             env |= {"MSRL_RECIPE": str(self._recipe), "OMP_NUM_THREADS": "1"}
@@ -56,6 +63,21 @@ class World:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
+
+
+async def receive_weights(client, version):
+    """What an engine would get: the tensors by name, once the sender's report agrees with them."""
+    spec = {"backend": "gloo", "host": "127.0.0.1", "port": free_port(), "world_size": 2}
+    spec |= {"bucket_mib": 1, "timeout_s": 60, "secret": "a secret"}
+    _, group = await asyncio.gather(client.connect_weights(spec), asyncio.to_thread(Group, spec, 1))
+    manifest, digests = await client.manifest(), []
+
+    def collect():
+        return {name: tensor.clone() for name, tensor in receive(group, manifest, version, digests)}
+
+    report, tensors = await asyncio.gather(client.send_weights(version), asyncio.to_thread(collect))
+    assert report["digest"] == combine(digests) and report["bytes"] > 0
+    return tensors
 
 
 def run(scenario, *arguments, **keywords):
@@ -96,12 +118,15 @@ def test_two_ranks_carry_out_every_command(tmp_path, policy):
         assert (again.loss, again.grad_norm) == (third.loss, third.grad_norm)
         assert await world.client.logprobs(probe) == scores
         await world.client.export_hf(tmp_path / "exported")
+        sent = await receive_weights(world.client, version=3)
         await world.client.stop()
         assert await world.exits() == [0, 0]
-        return scores
+        return scores, sent
 
-    scores = run(scenario, tmp_path, policy, world_size=2)
+    scores, sent = run(scenario, tmp_path, policy, world_size=2)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
+    exported = model.state_dict()
+    assert sent.keys() == exported.keys() and all(torch.equal(w, exported[n]) for n, w in sent.items())
     for ids, found in zip(probe, scores, strict=True):
         logits = model(torch.tensor([ids])).logits[0]
         expected = torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(ids)[1:, None])[:, 0]
@@ -121,12 +146,19 @@ def test_a_rank_that_raises_is_named_and_exits(tmp_path, policy):
     assert run(scenario, tmp_path, policy, world_size=1) == [1]
 
 
-def test_a_killed_rank_is_named_and_the_others_exit_with_their_controller(tmp_path, policy):
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "in a step"])
+def test_a_killed_rank_is_named_and_the_others_exit_with_their_controller(tmp_path, policy, busy):
     async def scenario(world):
         await world.start()
-        world.processes[1].send_signal(signal.SIGKILL)
+        if not busy:
+            world.processes[1].send_signal(signal.SIGKILL)
+            await world.processes[1].wait()
+        stepping = asyncio.create_task(world.client.step(batches_of(random_samples(1, count=400), dp_size=2)))
+        if busy:
+            await asyncio.sleep(0)  # the commands are on their way
+            world.processes[1].send_signal(signal.SIGKILL)
         with pytest.raises(TrainerError, match=r"trainer rank 1: the process has gone without a word"):
-            await world.client.step(batches_of(random_samples(1), dp_size=2))
+            await stepping
         world.client.close()
         return await world.exits()
 
