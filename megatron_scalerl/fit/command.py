@@ -180,8 +180,11 @@ def _print(curves, fits, predictions, decisions, comparison, options) -> None:
     from . import text
 
     print(text.parameters_table(fits), end="\n\n")
-    for f, forecast, decision in zip(fits, predictions, decisions):
+    for curve, f, forecast, decision in zip(curves, fits, predictions, decisions):
         print(text.predictions_table(f.name, forecast, f.unit))
+        unseen = _unseen(curve, options)
+        if unseen is not None and len(unseen[0]):
+            print(text.unseen_table(f, *unseen))
         print(f"95 % of A at {text.reach(decision.to_asymptote)}")
         if decision.to_target is not None:
             print(f"{decision.target:g} at {text.reach(decision.to_target)}")

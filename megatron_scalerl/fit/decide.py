@@ -10,7 +10,7 @@ import numpy as np
 from .checks import FEW_POINTS, falling_tail
 from .result import TAIL, FitResult
 from .sigmoid import Array, compute_to_reach
-from .wording import short_number
+from .wording import short_number, unit_name
 
 WORTH = 0.01
 """Gain in pass rate that a budget has to buy, unless told otherwise."""
@@ -118,7 +118,7 @@ def _verdict(
     fit: FitResult, now: float, budget: float, worth: float, probability: float, gain: float
 ) -> tuple[Verdict, str]:
     chance = f"{100 * probability:.0f} %"
-    units = fit.unit.replace("_", "-")
+    units = unit_name(fit.unit)
     bought = f"{short_number(budget)} more {units} buy {gain:+.3f} in the median"
     fall = falling_tail(fit.compute, fit.pass_rate)
     if fall is not None and probability < SURE:

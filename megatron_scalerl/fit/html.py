@@ -13,7 +13,7 @@ from .decide import Decision
 from .forms import FormScore
 from .result import FitResult, Prediction
 from .text import reach, spread
-from .wording import short_number
+from .wording import short_number, unit_name
 
 CSS = """
 body{font:16px/1.5 system-ui,sans-serif;color:#222;background:#fff;max-width:860px;margin:2rem auto;padding:0 1rem}
@@ -137,7 +137,7 @@ def _predictions(runs: Sequence[RunReport]) -> str:
         for r in runs
         for p in r.predictions
     ]
-    unit = escape(runs[0].fit.unit.replace("_", "-"))
+    unit = escape(unit_name(runs[0].fit.unit))
     return "<h2>Forecast</h2>" + _rows(["run", unit, "pass rate", "90 % interval"], rows)
 
 

@@ -31,15 +31,15 @@ class Discrepancy:
 class Prior:
     """Prior distribution of one run's sigmoid, unit-free."""
 
-    log_exponent_mean: float = math.log(2.1)
-    """Mean of log B."""
-    log_exponent_sd: float = 0.27
-    """Standard deviation of log B."""
+    log_exponent_mean: float = math.log(2.145)
+    """Mean of log B: the median over the 26 published runs (`benchmark.learned_prior`)."""
+    log_exponent_sd: float = 0.322
+    """Standard deviation of log B: their scaled median absolute deviation."""
     log_midpoint_mean: float = math.log(0.35)
     """Mean of log(C_mid / largest fitted compute)."""
     log_midpoint_sd: float = 0.6
     """Standard deviation of log(C_mid / largest fitted compute)."""
-    late_share: float = 0.3
+    late_share: float = 0.25
     """Probability that the run is only at its start, where C_mid may lie far beyond the fitted compute."""
     late_mean: float = math.log(3.0)
     """Mean of log(C_mid / largest fitted compute) in that case."""
@@ -51,16 +51,16 @@ class Prior:
     """Second Beta parameter of that share."""
     noise_shape: float = 8.0
     """Shape of the inverse-gamma prior of the noise variance where the validation size is known."""
-    noise_share: float = 0.6
+    noise_share: float = 0.5
     """Centre of that prior as a share of p (1 - p) / (prompts x generations): prompts differ in difficulty."""
     unknown_noise: float = 0.005
     """Centre of the noise (standard deviation, in pass rate) where the validation size is unknown."""
     unknown_noise_shape: float = 1.0
     """Shape of the inverse-gamma prior in that case: much weaker."""
     discrepancies: tuple[Discrepancy, ...] = (
-        Discrepancy(ratio=0.0, length=0.5, weight=0.40),
-        Discrepancy(ratio=2.0, length=0.5, weight=0.35),
-        Discrepancy(ratio=8.0, length=0.8, weight=0.25),
+        Discrepancy(ratio=0.0, length=0.5, weight=0.35),
+        Discrepancy(ratio=2.0, length=0.5, weight=0.30),
+        Discrepancy(ratio=10.0, length=0.5, weight=0.35),
     )
     """The hypotheses that are averaged, each by its posterior weight."""
 

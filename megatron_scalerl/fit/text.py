@@ -11,7 +11,8 @@ from .compare import Comparison
 from .decide import Decision, Estimate
 from .forms import FormScore
 from .result import FitResult, Prediction
-from .wording import short_number
+from .sigmoid import Array
+from .wording import short_number, unit_name
 
 
 def fit_json(fit: FitResult, predictions: Sequence[Prediction], decision: Decision) -> dict[str, Any]:
@@ -119,7 +120,29 @@ def spread(value: float, interval: tuple[float, float], style: str | None) -> st
 def predictions_table(name: str, predictions: Sequence[Prediction], unit: str) -> str:
     """Forecast pass rates of one run with the interval of a measured point."""
     rows = [[short_number(p.compute), f"{p.pass_rate:.4f}", f"[{p.lo:.4f}, {p.hi:.4f}]"] for p in predictions]
-    return table([f"{name}, {unit.replace('_', '-')}", "pass rate", "90 % interval"], rows)
+    return table([f"{name}, {unit_name(unit)}", "pass rate", "90 % interval"], rows)
+
+
+def unseen_table(fit: FitResult, compute: Array, pass_rate: Array) -> str:
+    """Forecast against measurement for points that were left out of the fit."""
+    forecast = fit.predict(compute)
+    rows = [
+        [
+            short_number(p.compute),
+            f"{p.pass_rate:.4f}",
+            f"[{p.lo:.4f}, {p.hi:.4f}]",
+            f"{measured:.4f}",
+            f"{measured - p.pass_rate:+.4f}" + ("" if p.lo <= measured <= p.hi else " !"),
+        ]
+        for p, measured in zip(forecast, pass_rate)
+    ]
+    error = sum(abs(y - p.pass_rate) for p, y in zip(forecast, pass_rate)) / len(rows)
+    inside = sum(p.lo <= y <= p.hi for p, y in zip(forecast, pass_rate))
+    header = [f"{fit.name}, not fitted", "forecast", "90 % interval", "measured", "difference"]
+    return (
+        table(header, rows)
+        + f"\nmean absolute error {error:.4f}; {inside} of {len(rows)} measurements inside their interval"
+    )
 
 
 def comparison_table(comparison: Comparison) -> str:

@@ -13,5 +13,9 @@ def short_number(value: float) -> str:
 
 def unit_label(unit: str) -> str:
     """Axis label of a compute unit as the ledger names it."""
-    known = {"gpu_hours": "GPU-hours", "device_hours": "device-hours (no GPU)"}
-    return "training compute, " + known.get(unit, unit)
+    return "training steps" if unit == "steps" else "training compute, " + unit_name(unit)
+
+
+def unit_name(unit: str) -> str:
+    """A unit as people write it."""
+    return {"gpu_hours": "GPU-hours", "device_hours": "device-hours"}.get(unit, unit.replace("_", " "))

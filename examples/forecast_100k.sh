@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Forecast a 100,000 GPU-hour run from its first half, and compare with what was measured.
+#
+#   examples/forecast_100k.sh [FOLDER]
+#
+# The run is the 8B model at batch 2048 of Khatri et al. (2025, arXiv 2510.13786), Fig. 1a, digitised. Prints every
+# point beyond 50k GPU-hours, forecast against measured; writes forecast_100k.{png,svg,html} to FOLDER (default: .).
+set -euo pipefail
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+out="${1:-.}"
+"${PYTHON:-python}" "$here/tools/fit_curve.py" "$here/megatron_scalerl/fit/data/points.csv" \
+  --series figure=fig1a_scalerl_100k --series series=ScaleRL-bs2048-8B \
+  --r0 0.4018 --prompts 1000 --generations 16 \
+  --fit-until 50000 --predict 100000 --budget 50000 \
+  --plot "$out/forecast_100k.png" --html "$out/forecast_100k.html"
