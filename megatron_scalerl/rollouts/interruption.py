@@ -40,6 +40,10 @@ class Plan:
     """Tokens of the phrase and of the closing tag, which is its end."""
     think_end_ids: tuple[int, ...]
     """Tokens of the closing tag, at least one."""
+    think_end_first: frozenset[int] = frozenset()
+    """Tokens that may stand for the tag's first one, see `tag_variants`. Empty: only itself."""
+    think_end_last: frozenset[int] = frozenset()
+    """Tokens that may stand for the tag's last one. Empty: only itself."""
     answer_budget: int
     """Tokens after thinking has ended, an end of sequence by the policy among them."""
     eos_id: int
@@ -56,6 +60,17 @@ class Plan:
                 f"found {self.phrase_ids}"
             )
 
+    def ends_thinking(self, tokens: Sequence[int], end: int) -> bool:
+        """True if the tokens before index `end` close with the tag."""
+        tag_ids, start = self.think_end_ids, end - len(self.think_end_ids)
+        last = tokens[end - 1]
+        if start < 0 or (last != tag_ids[-1] and last not in self.think_end_last):
+            return False
+        return len(tag_ids) == 1 or (
+            (tokens[start] == tag_ids[0] or tokens[start] in self.think_end_first)
+            and tuple(tokens[start + 1 : end - 1]) == tag_ids[1:-1]
+        )
+
     @property
     def max_tokens(self) -> int:
         """Longest completion this plan allows, the forced end of sequence included."""
@@ -66,7 +81,7 @@ class Plan:
         return {
             "msrl_cut": self.cut,
             "msrl_phrase": list(self.phrase_ids),
-            "msrl_think_end": list(self.think_end_ids),
+            "msrl_think_end": [list(self.think_end_ids), list(self.think_end_first), list(self.think_end_last)],
             "msrl_answer_budget": self.answer_budget,
             "msrl_eos": self.eos_id,
         }
@@ -77,10 +92,13 @@ class Plan:
         if not extra or "msrl_cut" not in extra:
             return None
         try:
+            tag_ids, first, last = extra["msrl_think_end"]
             return cls(
                 cut=int(extra["msrl_cut"]),
                 phrase_ids=tuple(map(int, extra["msrl_phrase"])),
-                think_end_ids=tuple(map(int, extra["msrl_think_end"])),
+                think_end_ids=tuple(map(int, tag_ids)),
+                think_end_first=frozenset(map(int, first)),
+                think_end_last=frozenset(map(int, last)),
                 answer_budget=int(extra["msrl_answer_budget"]),
                 eos_id=int(extra["msrl_eos"]),
             )
@@ -105,16 +123,25 @@ def plan_ids(tokenizer: Any, phrase: str, think_end: str) -> tuple[tuple[int, ..
     return ids[0] + ids[1], ids[1]
 
 
-def _failure_table(pattern: Sequence[int]) -> list[int]:
-    """Knuth-Morris-Pratt: length of the longest proper border of each prefix."""
-    table = [0] * len(pattern)
-    k = 0
-    for i in range(1, len(pattern)):
-        while k and pattern[i] != pattern[k]:
-            k = table[k - 1]
-        k += pattern[i] == pattern[k]
-        table[i] = k
-    return table
+def tag_variants(tokenizer: Any, think_end_ids: tuple[int, ...]) -> tuple[frozenset[int], frozenset[int]]:
+    """(tokens that may stand for the tag's first token, tokens that may stand for its last).
+
+    A tag of several tokens merges with its neighbours in byte-pair vocabularies: Llama 3 writes the end of
+    "</think>" and a blank line as one token. Such a token closes the tag as well as the plain one. A piece with
+    letters in it is left alone: there a longer token is another word.
+    """
+    if len(think_end_ids) == 1:
+        return frozenset(), frozenset()
+    pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    first, last = pieces[think_end_ids[0]], pieces[think_end_ids[-1]]
+
+    def marks(piece: str) -> bool:
+        return bool(piece) and not any(c.isalnum() for c in piece)
+
+    named = [(i, piece) for i, piece in enumerate(pieces) if piece]
+    before = {i for i, piece in named if piece.endswith(first)} if marks(first) else set()
+    after = {i for i, piece in named if piece.startswith(last)} if marks(last) else set()
+    return frozenset(before - {think_end_ids[0]}), frozenset(after - {think_end_ids[-1]})
 
 
 class Forcing:
@@ -124,12 +151,10 @@ class Forcing:
     equal or longer one (preemption, pause) is fine.
     """
 
-    __slots__ = ("_answer_start", "_matched", "_read", "_table", "plan")
+    __slots__ = ("_answer_start", "_read", "plan")
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._table = _failure_table(plan.think_end_ids)
-        self._matched = 0
         self._read = 0
         self._answer_start = -1
 
@@ -148,15 +173,11 @@ class Forcing:
         return plan.eos_id if n >= self._answer_start + plan.answer_budget else None
 
     def _read_thinking(self, tokens: Sequence[int]) -> None:
-        plan, tag = self.plan, self.plan.think_end_ids
+        plan = self.plan
         until = min(len(tokens), plan.cut)
-        for i in range(self._read, until):
-            token = tokens[i]
-            while self._matched and tag[self._matched] != token:
-                self._matched = self._table[self._matched - 1]
-            self._matched += tag[self._matched] == token
-            if self._matched == len(tag):
-                self._answer_start = i + 1
+        for end in range(self._read + 1, until + 1):
+            if plan.ends_thinking(tokens, end):
+                self._answer_start = end
                 return
         self._read = until
         if len(tokens) > plan.cut:
@@ -179,15 +200,6 @@ class Tags:
     """Tokens that belong to the completion: a forced end of sequence does not."""
 
 
-def _natural_end(token_ids: Sequence[int], plan: Plan) -> int | None:
-    """Index after the first whole closing tag within the first `cut` tokens."""
-    tag_ids, width = plan.think_end_ids, len(plan.think_end_ids)
-    for end in range(width, min(len(token_ids), plan.cut) + 1):
-        if tuple(token_ids[end - width : end]) == tag_ids:
-            return end
-    return None
-
-
 def tag(token_ids: Sequence[int], plan: Plan) -> Tags:
     """What was forced on a finished completion, and whether a budget ended it.
 
@@ -195,7 +207,8 @@ def tag(token_ids: Sequence[int], plan: Plan) -> Tags:
     engine did not force what the plan says (it ran without the plugin, or with another plan).
     """
     length = kept = len(token_ids)
-    answer_start = _natural_end(token_ids, plan)
+    within = range(1, min(length, plan.cut) + 1)
+    answer_start = next((end for end in within if plan.ends_thinking(token_ids, end)), None)
     forced_until = plan.cut
     truncated = False
     if answer_start is None and length > plan.cut:

@@ -1,10 +1,12 @@
 """Forced interruption: the rule in the engine and the rule in the controller, by hand and against each other."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_scalerl.rollouts.interruption import Forcing, Plan, draw_cut, plan_ids, tag
+from megatron_scalerl.rollouts.interruption import Forcing, Plan, draw_cut, plan_ids, tag, tag_variants
 
 EOS, END, A, B = 2, 4, 7, 8
 
@@ -21,7 +23,7 @@ def grow(plan: Plan, wishes, limit: int = 200) -> tuple[list[int], list[bool]]:
         want = forcing.next_token(tokens)
         forced.append(want is not None)
         tokens.append(wish if want is None else want)
-        if tokens[-1] == EOS or len(tokens) == limit:
+        if tokens[-1] == plan.eos_id or len(tokens) == limit:
             break
     return tokens, forced
 
@@ -70,6 +72,34 @@ def test_a_tag_half_written_at_the_cut_is_not_an_end():
 def test_overlapping_tag_is_found():
     tokens, _ = grow(plan(cut=9, think_end_ids=(A, A, B), phrase_ids=(5, A, A, B)), [A, A, A, B, 6, 6, 6])
     assert tokens == [A, A, A, B, 6, 6, EOS]
+
+
+class _Pieces:
+    """A byte-pair vocabulary in which the tag's ends merge with what stands beside them."""
+
+    pieces = ("</", "think", ">", ">\n\n", ".</", "thinks", "x", "<", "</s>")
+
+    def __len__(self):
+        return len(self.pieces)
+
+    def convert_ids_to_tokens(self, ids):
+        return [self.pieces[i] for i in ids]
+
+
+def test_a_tag_that_merges_with_its_neighbours_ends_thinking():
+    first, last = tag_variants(_Pieces(), (0, 1, 2))
+    assert (first, last) == ({4}, {3})
+    assert tag_variants(_Pieces(), (1, 5)) == (frozenset(), frozenset())  # words stay words
+    assert tag_variants(_Pieces(), (8,)) == (frozenset(), frozenset())
+    merged = plan(cut=9, phrase_ids=(6, 0, 1, 2), think_end_ids=(0, 1, 2), eos_id=99)
+    merged = dataclasses.replace(merged, think_end_first=first, think_end_last=last)
+    for said in ([6, 4, 1, 3], [0, 1, 3], [6, 4, 1, 2], [0, 1, 2]):
+        tokens, forced = grow(merged, said + [6] * 20, 30)
+        assert tokens == [*said, 6, 6, 99] and not any(forced[:-1])
+        assert tag(tokens, merged).answer_start == len(said)
+    for said in ([4, 5, 3], [3, 1, 3], [4, 1, 4]):
+        assert tag(grow(merged, said + [6] * 20, 30)[0], merged).interrupted
+    assert Plan.from_extra_args(merged.to_extra_args()) == merged
 
 
 def test_a_completion_the_engine_did_not_interrupt_is_refused():
@@ -127,12 +157,14 @@ token = st.sampled_from([A, B, 5, 6, EOS])
     wishes=st.lists(token, min_size=80, max_size=80),
     cut=st.integers(1, 12),
     end=st.lists(st.sampled_from([A, B]), min_size=1, max_size=3),
+    variants=st.tuples(*[st.frozensets(st.sampled_from([5, 6]))] * 2),
     phrase=st.lists(st.sampled_from([A, B, 5, 6]), max_size=5),
     budget=st.integers(1, 6),
     limit=st.integers(1, 40),
 )
-def test_engine_and_controller_agree(wishes, cut, end, phrase, budget, limit):
+def test_engine_and_controller_agree(wishes, cut, end, variants, phrase, budget, limit):
     rules = plan(cut=cut, think_end_ids=tuple(end), phrase_ids=tuple(phrase + end), answer_budget=budget)
+    rules = dataclasses.replace(rules, think_end_first=variants[0], think_end_last=variants[1])
     tokens, forced = grow(rules, wishes, limit)
     tags = tag(tokens, rules)
     assert tags.loss_mask == tuple(not f for f in forced[: tags.kept_length])
