@@ -176,6 +176,7 @@ class Trainer:
                 torch.arange(size, device=place)[None],
                 torch.tensor([0, size], dtype=torch.int32, device=place),
             )
+            assert logits is not None
             ids.append(int(logits[-1].argmax()))
         return ids[len(token_ids) :]
 

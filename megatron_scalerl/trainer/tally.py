@@ -95,8 +95,8 @@ def _named(sums: list[float], maxima: list[float]) -> dict[str, float]:
         "is_weight_mean": total["weight"] / tokens,
         "is_weight_max": largest["weight"],
         "ess": total["weight"] ** 2 / (tokens * squared) if squared else 0.0,
-        "staleness_mean": total["staleness"] / tokens,
-        "staleness_max": largest["staleness"],
+        "token_staleness_mean": total["staleness"] / tokens,
+        "token_staleness_max": largest["staleness"],
     }
     counts = sums[len(_SUMS) : len(_SUMS) + len(_BUCKETS)]
     for name, count, mismatch in zip(_BUCKETS, counts, sums[len(_SUMS) + len(_BUCKETS) :]):

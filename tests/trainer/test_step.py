@@ -206,8 +206,8 @@ def test_metrics_count_what_they_say(new_trainer):
         "is_weight_mean": rho.mean(),
         "is_weight_max": rho.max(),
         "ess": rho.sum() ** 2 / (len(pairs) * rho.square().sum()),
-        "staleness_mean": sum(ages) / len(ages),
-        "staleness_max": max(ages),
+        "token_staleness_mean": sum(ages) / len(ages),
+        "token_staleness_max": max(ages),
     }
     for age, name in enumerate(("0", "1", "2", "3_4")):
         chosen = torch.tensor([a == age for a in ages])
