@@ -120,7 +120,7 @@ def rotary_frequencies(config: Any, head_dim: int) -> torch.Tensor:
     Rope types `default`, `linear` and `llama3` (Llama 3.1's scaling); others raise ValueError.
     """
     parameters = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
-    theta = float(parameters.get("rope_theta") or getattr(config, "rope_theta", 10000.0))
+    theta: Any = parameters.get("rope_theta") or getattr(config, "rope_theta", 10000.0)
     kind = parameters.get("rope_type", parameters.get("type", "default")) or "default"
     frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     if kind == "default":

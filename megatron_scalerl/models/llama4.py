@@ -71,6 +71,9 @@ def _transformer(text: Any, head_dim: int, styles: tuple[LayerStyle, ...]) -> di
         layernorm_epsilon=text.rms_norm_eps,
         init_method_std=text.initializer_range,
         rotary_interleaved=True,
+        # Transformer Engine's fused RoPE for packed rows knows no interleaved pairs
+        # (megatron/core/models/common/embeddings/rope_utils.py:290).
+        apply_rope_fusion=False,
         no_rope_freq=[int(not style.rope) for style in styles],
     )
     if not any(style.moe for style in styles):

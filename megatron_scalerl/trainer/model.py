@@ -100,6 +100,8 @@ class PolicyModel(GPTModel):
         """
         tokens, position_ids, cu_seqlens = self._divisible(tokens, position_ids, cu_seqlens)
         row = packed_row(cu_seqlens, position_ids, chunk=self.family.attention_chunk_size, fused=HAVE_TE)
+        if row.qkv_format == "thd":
+            self._check_unscaled(row)
         embedded = self.embedding(input_ids=tokens, position_ids=position_ids) if self.pre_process else None
         return self.decoder(
             hidden_states=embedded,
@@ -142,6 +144,17 @@ class PolicyModel(GPTModel):
             torch.cat([position_ids, filler], dim=1),
             torch.cat([cu_seqlens, end]),
         )
+
+    def _check_unscaled(self, row: PackedSeqParams) -> None:
+        """Transformer Engine's attention does not know the query scale: ValueError where it would not be 1."""
+        if self.family.query_scale is None:
+            return
+        scale = self.family.query_scale(torch.tensor([row.max_seqlen_q - 1]))
+        if scale.item() != 1.0:
+            raise ValueError(
+                "attn_temperature_tuning: expected sequences shorter than floor_scale with Transformer Engine's "
+                f"attention, found one of {row.max_seqlen_q} tokens"
+            )
 
     def _rotary_angles(self, row: PackedSeqParams) -> Tensor:
         """[N, 1, 1, d] angles per token; for Transformer Engine [longest, 1, 1, d], which it indexes itself."""
