@@ -38,6 +38,7 @@ def pack(
 
     Raises ValueError if a sample alone is longer than `micro_batch_tokens`.
     """
+    assert samples, "a batch with nothing left makes no step"
     lengths = [len(s.prompt_token_ids) + len(s.rollout.token_ids) for s in samples]
     for index, length in enumerate(lengths):
         if length > micro_batch_tokens:

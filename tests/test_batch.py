@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_groups import rollout
 
-from megatron_scalerl.batch import decode_batch, encode_batch, pack, real_tokens, sequence_ids
+from megatron_scalerl.batch import decode_batch, encode_batch, pack, real_tokens, scoring_micro_batches, sequence_ids
 from megatron_scalerl.types import Sample
 
 
@@ -130,3 +130,12 @@ def test_wire_round_trip_keeps_every_bit():
         for name in ours.__dataclass_fields__:
             a, b = getattr(ours, name), getattr(theirs, name)
             assert a.dtype == b.dtype and a.tobytes() == b.tobytes() and b.flags.writeable
+
+
+def test_scoring_keeps_the_order_and_marks_every_target():
+    lists = [(5, 6, 7), (8, 9), tuple(range(10, 20)), (3, 4, 5)]
+    rows = scoring_micro_batches(lists, micro_batch_tokens=6, pad_multiple=2)
+    assert [np.diff(mb.cu_seqlens).tolist() for mb in rows] == [[3, 2, 1], [10], [3, 1]]
+    targets = np.concatenate([mb.targets[mb.loss_mask] for mb in rows])
+    assert targets.tolist() == [t for ids in lists for t in ids[1:]]
+    assert not any(mb.token_weights.any() for mb in rows)

@@ -12,6 +12,8 @@ import pytest
 from megatron_scalerl.trainer import worker
 from megatron_scalerl.trainer.client import TrainerClient, TrainerError
 
+pytestmark = pytest.mark.slow
+
 WORKER = [sys.executable, "-m", "megatron_scalerl.trainer.worker"]
 
 
