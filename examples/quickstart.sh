@@ -34,7 +34,7 @@ if [ -n "${smoke:-}" ]; then
 fi
 
 say "making the task and an untrained policy in $tiny"
-$python -m megatron_scalerl.tiny "$tiny" --seed "$seed"
+$python -m megatron_scalerl.tiny "$tiny" --seed "$seed" --train-prompts 1000
 say "warm start: supervised training by the same trainer"
 [ -e "$tiny/policy/config.json" ] ||
   $python -m megatron_scalerl sft recipes/tiny_cpu.yaml "$@" "policy.path=$tiny/base_policy" --out "$tiny/policy"

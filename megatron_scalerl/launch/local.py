@@ -111,6 +111,8 @@ class LocalLauncher:
             "LOCAL_RANK": str(rank),
             "MSRL_RECIPE": str(self._folder.recipe_file),
             "OMP_NUM_THREADS": str(self._recipe.trainer.threads),
+            # upstream says at every import that Transformer Engine and apex are absent
+            "PYTHONWARNINGS": "ignore::UserWarning,ignore::FutureWarning",
         }
         return await ChildProcess.start(
             f"trainer-{rank}",
