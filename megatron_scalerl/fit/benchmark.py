@@ -200,8 +200,8 @@ def main() -> None:
         outcomes[name] = [leave_one_run_out(base)(s) for s in series]
     for without in ((), (COLLAPSING,)):
         print(f"without {', '.join(without) or 'nothing'}")
-        for name, found in outcomes.items():
-            _print(name, summarise([o for o in found if o.run not in without]))
+        for name, judged in outcomes.items():
+            _print(name, summarise([o for o in judged if o.run not in without]))
 
 
 def _print(name: str, summary: Summary) -> None:

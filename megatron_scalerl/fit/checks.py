@@ -62,8 +62,8 @@ def curve_warnings(
     fall = falling_tail(compute, pass_rate)
     if fall is not None:
         notes.append(
-            f"falling tail: the pass rate drops by {fall[1]:.3f} after {short_number(fall[0])}; a sigmoid cannot fall, "
-            "so the run may be unstable and the forecast too high"
+            f"falling tail: the pass rate drops by {fall[1]:.3f} after {short_number(fall[0])}; "
+            "a sigmoid cannot fall, so the run may be unstable and the forecast too high"
         )
     return notes
 
@@ -73,10 +73,8 @@ def truncation_warning(compute: Array, truncated: Array | None) -> list[str]:
     if truncated is None or not np.any(truncated > TRUNCATION_LIMIT):
         return []
     first = int(np.flatnonzero(truncated > TRUNCATION_LIMIT)[0])
-    return [
-        f"truncations reach {100 * np.nanmax(truncated):.0f} % (above 10 % first at compute {short_number(compute[first])}): "
-        "10-15 % destabilise training"
-    ]
+    most, where = 100 * np.nanmax(truncated), short_number(compute[first])
+    return [f"truncations reach {most:.0f} % (above 10 % first at {where}): 10-15 % destabilise training"]
 
 
 def falling_tail(compute: Array, pass_rate: Array) -> tuple[float, float] | None:

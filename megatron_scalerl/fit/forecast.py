@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from . import checks
 from .paper import ASYMPTOTES, FIT_FROM, PaperFit, fit_paper
@@ -15,7 +17,7 @@ from .result import TAIL, FitResult
 from .sigmoid import Array, sigmoid
 
 METHODS = ("robust", "paper")
-SUSPICIOUS = 2.5
+SUSPICIOUS = 3.0
 """Standardised leave-one-out residual from which a point is taken for an outlier and weighs less."""
 TAIL_FREEDOM = 4.0
 """Degrees of freedom of the Student t whose weights outliers get."""
@@ -66,7 +68,7 @@ def fit(
     if len(c) < 3:
         raise ValueError(f"{name}: expected at least 3 points with compute > 0 in the window, found {len(c)}")
     obs = _observations(c, y, initial, prompts, generations, prior if method == "robust" else FLAT_PRIOR)
-    options = {"fixed_asymptote": fixed_asymptote, "draws": draws, "seed": seed}
+    options: dict[str, Any] = {"fixed_asymptote": fixed_asymptote, "draws": draws, "seed": seed}
     if method == "robust":
         box = bounds or Bounds()
         posterior = _robust_posterior(obs, prior, box, options)
@@ -112,7 +114,7 @@ def _clean(compute, pass_rate, truncated_share) -> tuple[Array, Array, Array | N
     return c[order], y[order], truncated
 
 
-def _first(values: Array, good: Array) -> str:
+def _first(values: Array, good: NDArray[np.bool_]) -> str:
     index = int(np.flatnonzero(~good)[0])
     return f"{values[index]!r} at point {index + 1}"
 
@@ -136,7 +138,9 @@ def _assumed(y: Array) -> list[float]:
     return sorted({max(first - share * rise, 0.0) for share in (0.0, 0.125, 0.25, 0.375, 0.5)})
 
 
-def _window(c: Array, method: str, low: float | None, high: float | None) -> tuple[Array, list[str]]:
+def _window(
+    c: Array, method: str, low: float | None, high: float | None
+) -> tuple[NDArray[np.bool_], list[str]]:
     notes = []
     kept = c > 0
     if high is not None:
@@ -154,21 +158,21 @@ def _window(c: Array, method: str, low: float | None, high: float | None) -> tup
 def _observations(
     c: Array, y: Array, initial: float | None, prompts: int | None, generations: int | None, prior: Prior
 ) -> Observations:
-    for key, size in (("prompts", prompts), ("generations", generations)):
-        if size is not None and size < 1:
-            raise ValueError(f"{key}: expected a whole number >= 1, found {size!r}")
-    known = prompts is not None and generations is not None
+    for key, number in (("prompts", prompts), ("generations", generations)):
+        if number is not None and number < 1:
+            raise ValueError(f"{key}: expected a whole number >= 1, found {number!r}")
+    size = None if prompts is None or generations is None else prompts * generations
     binomial = np.clip(y * (1.0 - y), 0.01, None)
-    if known:
-        variance = prior.noise_share * float(binomial.mean()) / (prompts * generations)
+    if size is not None:
+        variance = prior.noise_share * float(binomial.mean()) / size
         shape = prior.noise_shape
     else:
         variance, shape = prior.unknown_noise**2, prior.unknown_noise_shape
     if initial is None:
         initials = tuple(_assumed(y))
         weights = tuple(1.0 / len(initials) for _ in initials)
-    elif known and prior is not FLAT_PRIOR:
-        error = math.sqrt(3.0 * prior.noise_share * initial * (1.0 - initial) / (prompts * generations))
+    elif size is not None and prior is not FLAT_PRIOR:
+        error = math.sqrt(3.0 * prior.noise_share * initial * (1.0 - initial) / size)
         initials = (initial, max(initial - error, 0.0), min(initial + error, 0.999))
         weights = (2.0 / 3.0, 1.0 / 6.0, 1.0 / 6.0)  # Gauss-Hermite: R_0 was measured, with the same noise
     else:
@@ -188,13 +192,14 @@ def _observations(
 def _robust_posterior(obs: Observations, prior: Prior, bounds: Bounds, options: dict) -> Posterior:
     """Sample, lower the weight of points that their neighbours disown, and sample again."""
     first = sample(obs, prior=prior, bounds=bounds, **{**options, "draws": 500})
-    weights = first.weights()
     residual = obs.pass_rate - np.median(first.curves(np.exp(obs.log_compute) * obs.scale), axis=0)
-    noise = math.sqrt(float(np.median(first.noise_variance)))
-    z = np.zeros(len(residual))
-    for weight, hypothesis in zip(weights, prior.discrepancies):
+    distance = np.zeros(len(residual))
+    for weight, hypothesis in zip(first.weights(), prior.discrepancies):
         inverse = np.linalg.inv(covariance(obs, hypothesis))
-        z += weight * (inverse @ residual) / (np.sqrt(np.diag(inverse)) * noise)
+        distance += weight * (inverse @ residual) / np.sqrt(np.diag(inverse))
+    # an outlier inflates the fitted noise, so the typical distance limits it; the known noise limits that
+    typical = max(1.4826 * float(np.median(np.abs(distance))), math.sqrt(obs.noise_variance))
+    z = distance / min(math.sqrt(float(np.median(first.noise_variance))), typical)
     excess = (TAIL_FREEDOM + z**2) / (TAIL_FREEDOM + 1.0)
     spread = np.where(np.abs(z) > SUSPICIOUS, obs.spread * np.maximum(excess, 1.0), obs.spread)
     weighted = Observations(**{**obs.__dict__, "spread": spread})

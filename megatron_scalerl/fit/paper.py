@@ -27,7 +27,7 @@ MIDPOINTS = (np.linspace(100.0, 4000.0, 100), np.linspace(4000.0, 40000.0, 100))
 MIDPOINT_REFERENCE = 8000.0
 """Fitted range, in GPU-hours, that those grids belong to; runs of another order rescale them by it."""
 _EXPONENTS = np.geomspace(0.1, 20.0, 120)
-_CANDIDATES = 300
+_CANDIDATES = 60
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -136,7 +136,7 @@ def draw_run(
 def _smooth(edge: Array) -> Array:
     """Quantiles of draws are ragged; a running mean of five takes the sampling noise out of the band."""
     padded = np.pad(edge, 2, mode="edge")
-    return np.convolve(padded, np.ones(5) / 5.0, mode="valid")
+    return np.convolve(padded, np.ones(5) / 5.0, mode="valid").astype(float)
 
 
 def _name_asymptote(axes: "Axes", run: FitResult) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +36,7 @@ def plot_efficiency(path: str | Path, comparison: Comparison) -> Path:
         ends = np.array([run.compute.min(), run.compute.max()])
         label = f"{run.name}: B = {run.exponent:.2f}{lost}"
         axes.plot(ends, np.exp(run.exponent * np.log(ends)), color=colour, linewidth=1.8)
-        style = {"color": colour, "markersize": 4.5, "linestyle": "none", "label": label}
+        style: dict[str, Any] = {"color": colour, "markersize": 4.5, "linestyle": "none", "label": label}
         axes.plot(run.compute[shown], np.exp(log_f[shown]), marker, **style)
     axes.set_xscale("log")
     axes.set_yscale("log")

@@ -10,11 +10,15 @@ the same draws, bit for bit.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .prior import Bounds, Discrepancy, Prior
 from .sigmoid import Array
+
+Index = NDArray[np.integer[Any]]
 
 COARSE, FINE = (24, 30), (56, 72)
 """Nodes along B and C_mid: of the grids that find the region, and of the one that is drawn from."""
@@ -63,7 +67,7 @@ class Posterior:
     """[draws]"""
     noise_variance: Array
     """[draws] variance of one measurement."""
-    hypothesis: Array
+    hypothesis: Index
     """[draws] index into `discrepancies`."""
     seed: int
 
@@ -207,7 +211,7 @@ class _Grid:
     """[initials, hypotheses, B, C_mid] distance between two nodes of A, in standard deviations."""
 
 
-def _inside_cell(axis: Array, index: Array, rng: np.random.Generator) -> Array:
+def _inside_cell(axis: Array, index: Index, rng: np.random.Generator) -> Array:
     step = axis[1] - axis[0]
     return np.clip(axis[index] + rng.uniform(-0.5, 0.5, len(index)) * step, axis[0], axis[-1])
 
@@ -216,7 +220,7 @@ def _refined_grid(obs: Observations, prior: Prior, bounds: Bounds, fixed_asympto
     limits = [np.log(bounds.exponent), np.log(bounds.midpoint)]
     box = list(limits)
     for _ in range(8):
-        grid = _grid(obs, prior, bounds, fixed_asymptote, [np.linspace(*s, n) for s, n in zip(box, COARSE)])
+        grid = _grid(obs, prior, bounds, fixed_asymptote, _axes(box, COARSE))
         cells = grid.mass.sum(axis=(0, 1, 4))
         smaller = [
             _region(cells.sum(axis=1), grid.log_b, limits[0]),
@@ -226,7 +230,11 @@ def _refined_grid(obs: Observations, prior: Prior, bounds: Bounds, fixed_asympto
         box = smaller
         if settled:
             break
-    return _grid(obs, prior, bounds, fixed_asymptote, [np.linspace(*s, n) for s, n in zip(box, FINE)])
+    return _grid(obs, prior, bounds, fixed_asymptote, _axes(box, FINE))
+
+
+def _axes(box: list[Array], counts: tuple[int, int]) -> list[Array]:
+    return [np.linspace(side[0], side[1], count) for side, count in zip(box, counts)]
 
 
 def _region(marginal: Array, nodes: Array, limit: Array) -> Array:

@@ -1,0 +1,188 @@
+"""The command line, the figures and the report, as a user meets them."""
+
+import base64
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_scalerl.fit.command import main
+from megatron_scalerl.fit.forecast import fit
+from megatron_scalerl.fit.plot import draw_run, new_figure, plot_forecast
+from megatron_scalerl.fit.published import DATA, published_run
+from megatron_scalerl.fit.wording import short_number, unit_label
+
+ROOT = Path(__file__).resolve().parents[2]
+POINTS = str(DATA / "points.csv")
+RECIPES = [POINTS, "--series", "figure=fig2_recipes", "--r0", "0.4", "--prompts", "1000", "--generations", "16"]
+SCALERL = [*RECIPES, "--series", "series=ScaleRL"]
+
+
+def tool(*arguments):
+    command = [sys.executable, str(ROOT / "tools" / "fit_curve.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_json_to_standard_output_and_nothing_else(capsys):
+    assert main([*SCALERL, "--fit-until", "8000", "--predict", "12000,16000", "--json", "-"]) == 0
+    captured = capsys.readouterr()
+    (found,) = json.loads(captured.out)["fits"]
+    assert captured.err == ""
+    wanted = {
+        "name", "method", "asymptote", "exponent", "midpoint", "initial", "intervals", "n_points", "rmse",
+        "predictions", "warnings", "verdict",
+    }  # fmt: skip
+    assert wanted <= set(found)
+    assert (found["name"], found["method"], found["initial"], found["n_points"]) == ("ScaleRL", "robust", 0.4, 22)
+    assert set(found["intervals"]) == {"asymptote", "exponent", "midpoint"}
+    for key, (lo, hi) in found["intervals"].items():
+        assert lo < found[key] < hi
+    assert [p["compute"] for p in found["predictions"]] == [12000.0, 16000.0]
+    for forecast in found["predictions"]:
+        assert forecast["lo"] < forecast["pass_rate"] < forecast["hi"]
+    assert found["predictions"][1]["lo"] < 0.609 < found["predictions"][1]["hi"]
+    assert found["verdict"].split(":")[0] in ("go on", "stop", "too early to say")
+
+
+def test_both_methods_and_a_fixed_asymptote(capsys):
+    answers = {}
+    for method in ("robust", "paper"):
+        assert main([*SCALERL, "--method", method, "--fixed-asymptote", "0.605", "--json", "-"]) == 0
+        answers[method] = json.loads(capsys.readouterr().out)["fits"][0]
+        assert answers[method]["asymptote"] == 0.605 and answers[method]["method"] == method
+    assert answers["paper"]["n_points"] == answers["robust"]["n_points"] - 2  # before 1.5k GPU-hours
+
+
+def test_terminal_shows_forecast_against_what_was_left_out(capsys):
+    assert main([*SCALERL, "--fit-until", "8000", "--backtest"]) == 0
+    out = capsys.readouterr().out
+    assert "not fitted" in out and "mean absolute error 0.00" in out and "11 of 11 measurements" in out
+    assert "verdict:" in out and "stayed within 0.02" in out
+
+
+def test_comparison_of_a_figure(capsys, tmp_path):
+    figure = tmp_path / "runs.png"
+    assert main([*RECIPES, "--series", "series=*", "--compare", "--json", "-", "--plot", str(figure)]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [f["name"] for f in answer["fits"]] == ["DeepSeek-GRPO", "Magistral", "MiniMax", "Qwen2.5-DAPO", "ScaleRL"]
+    assert [r["name"] for r in answer["comparison"]["runs"]] == [f["name"] for f in answer["fits"]]
+    assert figure.exists() and figure.with_suffix(".svg").exists()
+    assert (tmp_path / "runs_efficiency.png").exists()
+
+
+def test_report_is_one_file_with_its_figures_inside(tmp_path):
+    page = tmp_path / "report.html"
+    assert main([*SCALERL, "--fit-until", "8000", "--html", str(page), "--json", str(tmp_path / "a.json")]) == 0
+    html = page.read_text()
+    assert len(re.findall("<img ", html)) == 2
+    assert not re.findall(r"""(?:src|href)=["'](?!data:)""", html) and "<script" not in html
+    for image in re.findall(r"data:image/svg\+xml;base64,([^\"]+)", html):
+        assert base64.b64decode(image).lstrip().startswith(b"<?xml")
+    assert "ScaleRL" in html and 'class="verdict' in html
+    assert json.loads((tmp_path / "a.json").read_text())["fits"][0]["name"] == "ScaleRL"
+
+
+def test_a_name_cannot_break_the_report(tmp_path):
+    table = tmp_path / "t.csv"
+    table.write_text("run,gpu_hours,pass_rate\n" + "".join(f"<b>x,{n},{0.4 + n / 50}\n" for n in range(1, 9)))
+    page = tmp_path / "r.html"
+    assert main([str(table), "--series", "run=<b>x", "--r0", "0.4", "--html", str(page)]) == 0
+    assert "<b>x" not in page.read_text() and "&lt;b&gt;x" in page.read_text()
+
+
+def test_quickstart_run_folder(tmp_path, capsys):
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    hours = np.linspace(0, 0.3, 21)
+    rates = 0.41 + 0.44 / (1 + (0.09 / np.maximum(hours, 1e-9)) ** 1.7)
+    noisy = np.random.default_rng(0).binomial(800, rates) / 800
+    rows = [
+        {"step": 5 * n, "gpu_hours": h, "pass_rate": y, "prompts": 200, "generations": 4, "truncated_share": 0.12}
+        for n, (h, y) in enumerate(zip(hours, noisy))
+    ]
+    (folder / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "ledger.jsonl").write_text('{"unit": "device_hours"}\n')
+    assert main([str(folder), "--fit-until", "0.15", "--predict", "0.3", "--json", "-"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["fits"]
+    assert found["unit"] == "device_hours" and found["n_points"] == 10 and found["initial"] == noisy[0]
+    assert found["predictions"][0]["lo"] < rates[-1] < found["predictions"][0]["hi"]
+    assert any("truncations" in warning for warning in found["warnings"])
+
+
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path):
+    table = tmp_path / "bad.csv"
+    table.write_text("gpu_hours,pass_rate\n1,0.4\n2,1.5\n")
+    answer = tool(table, "--json", "-")
+    assert answer.returncode == 2 and answer.stdout == ""
+    line = "row 3: pass_rate: expected a pass rate in [0, 1], found 1.5"
+    assert answer.stderr == f"fit_curve: {table}: {line}\n"
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [["--predict", "a"], ["--predict", "-5"], ["--series", "ScaleRL"], ["--r0", "1.5"], ["--fit-from", "1e9"],
+     ["--plot", "figure.bmp"], ["--budget", "-1"]],
+)  # fmt: skip
+def test_bad_options_are_exit_code_2(extra, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([*SCALERL, *extra]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_warnings_are_exit_code_0(capsys):
+    assert main([*SCALERL, "--fit-until", "2000", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"][0]["warnings"]
+
+
+def test_import_and_help_touch_nothing_heavy():
+    code = (
+        "import sys; from megatron_scalerl.fit import command, forecast, plot; command.parser().format_help(); "
+        "print([m for m in ('torch', 'megatron', 'scipy', 'matplotlib', 'pydantic') if m in sys.modules])"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert answer.stdout.strip() == "[]"
+    assert tool("--help").returncode == 0
+
+
+def test_figure_shows_fitted_filled_and_unseen_hollow(tmp_path):
+    series = published_run("fig2_recipes/ScaleRL")
+    seen = series.fitted
+    result = fit(series.compute[seen], series.pass_rate[seen], initial=series.initial, name="ScaleRL", draws=500)
+    _, axes = new_figure()
+    later = (series.compute[~seen], series.pass_rate[~seen])
+    draw_run(axes, result, 0, unseen=later, until=32000.0, alone=True)
+    dots = {line.get_label(): line for line in axes.get_lines() if line.get_linestyle() == "None"}
+    assert dots["not fitted"].get_markerfacecolor() == "white"
+    np.testing.assert_array_equal(dots["not fitted"].get_xdata(), later[0])
+    filled = dots["fitted, 22 points"]
+    assert filled.get_markerfacecolor() == filled.get_color() != "white"
+    assert any(np.allclose(line.get_ydata(), result.asymptote) for line in axes.get_lines())
+    assert len(axes.collections) >= 1
+    png = plot_forecast(tmp_path / "one.png", result, unseen={"ScaleRL": later}, target=0.6)
+    assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert int.from_bytes(png.read_bytes()[16:20], "big") == 1600
+    with pytest.raises(ValueError, match=r"ends in \.png or \.svg"):
+        plot_forecast(tmp_path / "one.gif", result)
+
+
+def test_numbers_as_people_write_them():
+    assert [short_number(v) for v in (0.05, 2.0, 500.0, 2000.0, 102206.0, 1.5e6)] == [
+        "0.05", "2", "500", "2k", "102k", "1.5M",
+    ]  # fmt: skip
+    assert unit_label("gpu_hours") == "training compute, GPU-hours"
+    assert unit_label("device_hours") == "training compute, device-hours"
+
+
+@pytest.mark.parametrize("name", ["fit_a_curve.py", "forecast_100k.sh"])
+def test_examples_run(name, tmp_path):
+    if name.endswith(".py"):
+        command, figure = [sys.executable, str(ROOT / "examples" / name), str(tmp_path / "f.png")], "f.png"
+    else:
+        command, figure = ["bash", str(ROOT / "examples" / name), str(tmp_path)], "forecast_100k.png"
+    environment = {"PYTHONPATH": str(ROOT), "PYTHON": sys.executable, "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    answer = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert "measured" in answer.stdout and (tmp_path / figure).exists()

@@ -1,0 +1,155 @@
+"""Run folders, tables and exports in; one line out for what is wrong."""
+
+import json
+
+import numpy as np
+import pytest
+
+from megatron_scalerl.fit.inputs import Choice, read_curves
+
+
+def write(tmp_path, text, name="run.csv"):
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+def run_folder(tmp_path, steps=(0, 10, 20), **extra):
+    folder = tmp_path / "my_run"
+    folder.mkdir()
+    rows = [
+        {
+            "step": step, "policy_version": step, "gpu_hours": 0.01 + step / 100, "gpu_hours_total": 0.02 + step / 80,
+            "pass_rate": 0.40 + step / 200, "prompts": 200, "generations": 4, "truncated_share": 0.02,
+            "interrupted_share": 0.0, "mean_completion_tokens": 40.0, **extra,
+        }
+        for step in steps
+    ]  # fmt: skip
+    (folder / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_run_folder(tmp_path):
+    folder = run_folder(tmp_path)
+    (folder / "ledger.jsonl").write_text('{"unit": "device_hours"}\n{"step": 1}\n')
+    (curve,) = read_curves(folder)
+    assert (curve.name, curve.unit, curve.initial) == ("my_run", "device_hours", 0.40)
+    assert (curve.prompts, curve.generations) == (200, 4)
+    np.testing.assert_allclose(curve.compute, [0.11, 0.21])
+    np.testing.assert_allclose(curve.pass_rate, [0.45, 0.50])
+    np.testing.assert_allclose(curve.truncated_share, [0.02, 0.02])
+    (total,) = read_curves(folder, Choice(compute="gpu_hours_total"))
+    np.testing.assert_allclose(total.compute, [0.145, 0.27])
+
+
+def test_run_folder_without_a_ledger_counts_gpu_hours(tmp_path):
+    assert read_curves(run_folder(tmp_path))[0].unit == "gpu_hours"
+
+
+def test_a_step_validated_again_after_a_resume_counts_once_with_its_last_value(tmp_path):
+    folder = run_folder(tmp_path)
+    with open(folder / "validation.jsonl", "a") as handle:
+        handle.write(json.dumps({"step": 20, "gpu_hours": 0.25, "pass_rate": 0.48}) + "\n")
+    (curve,) = read_curves(folder)
+    np.testing.assert_allclose(curve.compute, [0.11, 0.25])
+    np.testing.assert_allclose(curve.pass_rate, [0.45, 0.48])
+
+
+def test_named_columns_and_series(tmp_path):
+    path = write(tmp_path, "who,cost,good\na,1,0.4\na,2,0.5\nb,1,0.3\nb,3,0.6\n")
+    choice = Choice(compute="cost", score="good", series=(("who", "b"),))
+    (curve,) = read_curves(path, choice)
+    assert curve.name == "b" and curve.compute.tolist() == [1, 3] and curve.pass_rate.tolist() == [0.3, 0.6]
+    both = read_curves(path, Choice(compute="cost", score="good", series=(("who", "*"),)))
+    assert [c.name for c in both] == ["a", "b"]
+
+
+def test_steps_times_hours_per_step(tmp_path):
+    path = write(tmp_path, "step,pass_rate\n0,0.4\n100,0.45\n200,0.5\n")
+    (curve,) = read_curves(path, Choice(hours_per_step=2.57))
+    assert curve.compute.tolist() == [257.0, 514.0] and curve.initial == 0.4 and curve.unit == "gpu_hours"
+    assert read_curves(path)[0].unit == "steps"
+
+
+def test_tensorboard_exports(tmp_path):
+    path = write(tmp_path, "Wall time,Step,Value\n1700000000.1,10,0.42\n1700000100.5,20,0.47\n")
+    (curve,) = read_curves(path, Choice(hours_per_step=0.5))
+    assert curve.compute.tolist() == [5.0, 10.0] and curve.pass_rate.tolist() == [0.42, 0.47]
+    path = write(tmp_path, "[[1700000000.1, 10, 0.42], [1700000100.5, 20, 0.47]]", "run.json")
+    assert read_curves(path)[0].pass_rate.tolist() == [0.42, 0.47]
+
+
+def test_wandb_chart_export_holds_a_run_per_column(tmp_path):
+    path = write(
+        tmp_path,
+        '"Step","base - pass_rate","base - pass_rate__MIN","base - pass_rate__MAX","new - pass_rate"\n'
+        '"10","0.41","0.41","0.41",""\n"20","0.45","0.45","0.45","0.47"\n"30","","","","0.50"\n',
+    )
+    base, new = read_curves(path)
+    assert (base.name, base.compute.tolist(), base.pass_rate.tolist()) == ("base", [10, 20], [0.41, 0.45])
+    assert (new.name, new.compute.tolist(), new.pass_rate.tolist()) == ("new", [20, 30], [0.47, 0.50])
+
+
+def test_rows_of_a_metrics_log_without_the_score_are_passed_over(tmp_path):
+    path = write(tmp_path, '{"gpu_hours": 1, "loss": 2}\n{"gpu_hours": 2, "pass_rate": 0.5}\n', "metrics.jsonl")
+    assert read_curves(path)[0].compute.tolist() == [2.0]
+
+
+def test_unsorted_is_sorted_and_said(tmp_path):
+    (curve,) = read_curves(write(tmp_path, "gpu_hours,pass_rate\n3,0.5\n1,0.4\n2,0.45\n"))
+    assert curve.compute.tolist() == [1, 2, 3] and curve.pass_rate.tolist() == [0.4, 0.45, 0.5]
+    assert "sorted" in curve.notes[0]
+
+
+def test_duplicates_are_said(tmp_path):
+    (curve,) = read_curves(write(tmp_path, "gpu_hours,pass_rate\n1,0.4\n1,0.4\n2,0.45\n2,0.46\n"))
+    assert curve.compute.tolist() == [1, 2, 2]
+    assert "1 rows repeat" in curve.notes[0] and "1 points share" in curve.notes[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected a header and rows, found an empty file"),
+        ("gpu_hours,pass_rate\n", "expected rows below the header, found none"),
+        ("pass_rate\n0.4\n", "row 1: expected at least two columns, found one"),
+        ("gpu_hours,pass_rate\n1,0.4\n2,nan\n", "row 3: pass_rate: expected a finite number, found 'nan'"),
+        ("gpu_hours,pass_rate\n1,0.4\n2,\n", "row 3: pass_rate: expected a finite number, found ''"),
+        ("gpu_hours,pass_rate\n1,0.4\n-2,0.5\n", "row 3: gpu_hours: expected compute >= 0, found -2"),
+        ("gpu_hours,pass_rate\n1,0.4\n2,41\n", r"row 3: pass_rate: expected a pass rate in \[0, 1\], found 41"),
+        ("gpu_hours,pass_rate\n1,0.4\n2\n", "row 3: expected 2 cells as in the header, found 1"),
+        ("x,pass_rate\n1,0.4\n", "row 1: expected a compute column .*--compute.*, found x, pass_rate"),
+        ("gpu_hours,y\n1,0.4\n", "row 1: expected a score column .*--score.*, found gpu_hours, y"),
+    ],
+)
+def test_bad_tables_are_refused_in_one_line(tmp_path, text, message):
+    path = write(tmp_path, text)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_curves(path)
+    assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.jsonl", '{"gpu_hours": 1\n', "row 1: expected one JSON object"),
+        ("a.jsonl", "[1, 2]\n", "row 1: expected one JSON object, found list"),
+        ("a.json", '{"a": 1}', "expected a JSON list of rows, found dict"),
+        ("a.jsonl", '{"gpu_hours": "x", "pass_rate": 0.4}\n', "row 1: gpu_hours: expected a finite number"),
+    ],
+)
+def test_bad_json_is_refused_in_one_line(tmp_path, name, text, message):
+    with pytest.raises(ValueError, match=message):
+        read_curves(write(tmp_path, text, name))
+
+
+def test_missing_inputs(tmp_path):
+    with pytest.raises(ValueError, match="found nothing there"):
+        read_curves(tmp_path / "none.csv")
+    with pytest.raises(ValueError, match=r"expected a run folder with validation\.jsonl"):
+        read_curves(tmp_path)
+    path = write(tmp_path, "who,gpu_hours,pass_rate\na,1,0.4\n")
+    with pytest.raises(ValueError, match="expected rows with who = b, found who in"):
+        read_curves(path, Choice(series=(("who", "b"),)))
+    with pytest.raises(ValueError, match=r"expected column 'cost' \(--compute\)"):
+        read_curves(path, Choice(compute="cost"))

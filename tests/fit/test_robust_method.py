@@ -1,0 +1,160 @@
+"""The robust fit: invariances, recovery, honesty about what is not known."""
+
+import numpy as np
+import pytest
+
+from megatron_scalerl.fit.forecast import fit
+from megatron_scalerl.fit.published import published_run, published_series
+from megatron_scalerl.fit.sigmoid import sigmoid
+
+
+def synthetic(n=24, *, asymptote=0.62, exponent=1.8, midpoint=0.3, initial=0.4, size=16000, seed=0, until=1.0):
+    """(compute, measured pass rate) of a run with binomial noise; compute ends at `until`."""
+    compute = np.linspace(until / n, until, n)
+    truth = sigmoid(
+        compute, asymptote=asymptote, exponent=exponent, midpoint=midpoint * until, initial=initial
+    )
+    return compute, np.random.default_rng(seed).binomial(size, truth) / size
+
+
+def test_the_unit_of_compute_reaches_nothing_but_the_midpoint():
+    compute, measured = synthetic()
+    hours = fit(compute * 0.3, measured, initial=0.4, prompts=1000, generations=16)
+    large = fit(compute * 1e5, measured, initial=0.4, prompts=1000, generations=16)
+    assert large.asymptote == pytest.approx(hours.asymptote, abs=1e-9)
+    assert large.exponent == pytest.approx(hours.exponent, rel=1e-9)
+    assert large.midpoint / 1e5 == pytest.approx(hours.midpoint / 0.3, rel=1e-9)
+    near, far = hours.predict([0.6])[0], large.predict([2e5])[0]
+    assert (near.pass_rate, near.lo, near.hi) == pytest.approx((far.pass_rate, far.lo, far.hi), abs=1e-9)
+
+
+def test_the_order_of_the_points_does_not_matter():
+    compute, measured = synthetic()
+    order = np.random.default_rng(3).permutation(len(compute))
+    straight = fit(compute, measured, initial=0.4)
+    shuffled = fit(compute[order], measured[order], initial=0.4)
+    assert shuffled.asymptote == straight.asymptote and shuffled.intervals == straight.intervals
+
+
+def test_same_seed_same_draws_other_seed_nearly_the_same():
+    compute, measured = synthetic(n=12)
+    one, again, other = (fit(compute, measured, initial=0.4, seed=seed) for seed in (5, 5, 6))
+    assert one.intervals == again.intervals and one.predict([2.0]) == again.predict([2.0])
+    assert one.intervals != other.intervals
+    assert other.asymptote == pytest.approx(one.asymptote, abs=0.004)
+
+
+def test_many_exact_points_leave_no_doubt():
+    compute = np.linspace(0.02, 1.0, 60)
+    curve = sigmoid(compute, asymptote=0.62, exponent=1.8, midpoint=0.12, initial=0.4)
+    result = fit(compute, curve, initial=0.4, prompts=10**6, generations=100)
+    assert result.asymptote == pytest.approx(0.62, abs=2e-3)
+    assert result.exponent == pytest.approx(1.8, abs=0.03)
+    assert result.midpoint == pytest.approx(0.12, abs=2e-3)
+    lo, hi = result.intervals["asymptote"]
+    assert lo < 0.62 < hi and hi - lo < 0.01
+
+
+def test_a_larger_validation_set_narrows_the_forecast():
+    compute, measured = synthetic()
+    small, large = (fit(compute, measured, initial=0.4, prompts=n, generations=16) for n in (60, 4000))
+    width = [p.hi - p.lo for p in (*small.predict([2.0]), *large.predict([2.0]))]
+    assert width[0] > 1.3 * width[1]
+
+
+def test_one_wild_point_hardly_moves_the_forecast():
+    compute, measured = synthetic()
+    wild = measured.copy()
+    wild[15] -= 0.10
+    before, after = (fit(compute, y, initial=0.4, prompts=1000, generations=16) for y in (measured, wild))
+    moved = abs(before.predict([2.0])[0].pass_rate - after.predict([2.0])[0].pass_rate)
+    assert moved < 0.01
+    assert after.posterior.observations.spread[15] > 10 * np.median(after.posterior.observations.spread)
+
+
+def test_fixed_asymptote_is_held_and_moves_the_exponent():
+    compute, measured = synthetic()
+    low, high = (fit(compute, measured, initial=0.4, fixed_asymptote=a) for a in (0.61, 0.66))
+    assert low.asymptote == 0.61 and low.intervals["asymptote"] == (0.61, 0.61)
+    assert low.exponent > high.exponent
+
+
+def test_missing_r0_is_assumed_and_said():
+    compute, measured = synthetic()
+    unknown = fit(compute, measured, initial=None, prompts=1000, generations=16)
+    known = fit(compute, measured, initial=0.4, prompts=1000, generations=16)
+    assert any("R_0 is missing" in warning for warning in unknown.warnings)
+    assert unknown.asymptote == pytest.approx(known.asymptote, abs=0.04)
+    with_start = fit([0.0, *compute], [0.4, *measured], initial=None)
+    assert with_start.initial == 0.4 and with_start.n_points == len(compute)
+    assert not any("R_0 is missing" in warning for warning in with_start.warnings)
+
+
+@pytest.mark.parametrize("series", [s for s in published_series() if s.predicted], ids=lambda s: s.name)
+def test_fitted_until_4k_no_ceiling_is_claimed_that_proves_wrong(series):
+    early = series.compute <= 4000
+    if np.count_nonzero(early) < 3:
+        early = series.compute <= 8000
+    result = fit(
+        series.compute[early], series.pass_rate[early], initial=series.initial, prompts=1000, generations=16
+    )
+    lo, hi = result.intervals["asymptote"]
+    assert lo - 0.02 <= series.asymptote <= hi + 0.02
+
+
+def test_an_early_stop_is_wider_than_a_late_one():
+    run = published_run("fig2_recipes/ScaleRL")
+    widths = []
+    for until in (4000, 8000, 16000):
+        result = fit(run.compute, run.pass_rate, initial=run.initial, fit_until=until, prompts=1000, generations=16)
+        lo, hi = result.intervals["asymptote"]
+        widths.append(hi - lo)
+    assert widths[0] > 3 * widths[1] > 3 * widths[2]
+
+
+def test_few_points_and_no_curvature_are_said():
+    compute, measured = synthetic(n=5, midpoint=4.0, asymptote=0.9)
+    result = fit(compute, measured, initial=0.4, prompts=1000, generations=16)
+    assert any("only 5 points" in warning for warning in result.warnings)
+    assert any("no curvature yet" in warning for warning in result.warnings)
+    lo, hi = result.intervals["asymptote"]
+    assert hi - lo > 0.15
+
+
+def test_a_falling_tail_is_found_where_it_starts():
+    run = published_run("DeepSeek-GRPO")
+    result = fit(run.compute, run.pass_rate, initial=run.initial, prompts=1000, generations=16)
+    (warning,) = [w for w in result.warnings if w.startswith("falling tail")]
+    assert "5.22k" in warning
+    compute, measured = synthetic(midpoint=0.1)
+    assert not any("falling" in w for w in fit(compute, measured, initial=0.4).warnings)
+
+
+def test_truncations_above_ten_percent_are_said():
+    compute, measured = synthetic(n=10)
+    shares = np.linspace(0.0, 0.18, 10)
+    result = fit(compute, measured, initial=0.4, truncated_share=shares)
+    (warning,) = [w for w in result.warnings if "truncations" in w]
+    assert "18 %" in warning and "first at 0.7" in warning
+    half = fit(compute, measured, initial=0.4, truncated_share=shares / 2)
+    assert not any("truncations" in w for w in half.warnings)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pass_rate": [0.5, 0.6, 1.2]}, r"pass_rate: expected values in \[0, 1\], found .*1.2.* at point 3"),
+        ({"compute": [1.0, -2.0, 3.0]}, "compute: expected finite values >= 0, found .*-2.0.* at point 2"),
+        ({"compute": [1.0, 2.0]}, "one length"),
+        ({"initial": 1.0}, r"R_0 in \[0, 1\)"),
+        ({"method": "magic"}, "expected one of robust, paper"),
+        ({"fit_from": 2.5}, "expected at least 3 points"),
+        ({"fixed_asymptote": 0.3}, r"in \(R_0, 1\]"),
+        ({"prompts": 0, "generations": 4}, "prompts: expected a whole number >= 1"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused_in_one_line(change, message):
+    arguments = {"compute": [1.0, 2.0, 3.0], "pass_rate": [0.5, 0.55, 0.58], "initial": 0.4, **change}
+    with pytest.raises(ValueError, match=message) as caught:
+        fit(**arguments)
+    assert "\n" not in str(caught.value)
