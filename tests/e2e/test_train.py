@@ -79,6 +79,26 @@ def test_a_restart_replays_the_journal_to_the_same_bits(tiny_dense, tmp_path):
     assert journals[1].startswith(journals[0]), "nothing was drawn, generated or composed a second time"
 
 
+def test_a_batch_with_nothing_left_makes_no_step(tiny_dense, tmp_path):
+    # with equal rewards every group has zero variance
+    done = train(
+        *overrides(tiny_dense, tmp_path, "empty", "rewards.incorrect=1.0", "filters.max_empty_batches=2")
+    )
+    assert "2 batches in a row had nothing left to train on" in done.stdout
+    records = read_jsonl(tmp_path / "empty" / "metrics.jsonl")
+    assert [(r["step"], r["skipped"]) for r in records] == [(0, 1), (0, 1)]
+    assert all(r["batch/samples"] == 0 and r["batch/groups"] == 4 for r in records)
+    batches = [e for e in read_jsonl(tmp_path / "empty" / "journal.jsonl") if e["event"] == "batch"]
+    assert [(b["batch"], b["step"], b["policy_version"]) for b in batches] == [(0, 1, 0), (1, 1, 0)]
+    versions = {
+        version
+        for row in read_jsonl(tmp_path / "empty" / "rollouts" / "groups-00000.jsonl")
+        for rollout in row["rollouts"]
+        for version in rollout["policy_versions"]
+    }
+    assert versions == {0}
+
+
 def test_engine_and_trainer_must_agree_on_logits(tiny_dense, tmp_path):
     done = train(
         *overrides(tiny_dense, tmp_path, "logits"), 'engine.vllm.hf_overrides={"head_dtype": "model"}', check=False

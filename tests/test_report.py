@@ -1,0 +1,77 @@
+"""The closing report on a written run: gain, ledger, and a forecast that is confronted with what it did not see."""
+
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from megatron_scalerl.fit.sigmoid import sigmoid
+from megatron_scalerl.report import forecasts, gain, report
+
+HOURS = np.linspace(0.02, 0.4, 20)
+CURVE = sigmoid(HOURS, asymptote=0.8, exponent=1.8, midpoint=0.08, initial=0.4)
+
+
+def write_run(folder, *, steps=20, noise=0.0):
+    rng = np.random.default_rng(3)
+    values = [0.4, *(CURVE + noise * rng.standard_normal(len(CURVE)))][: steps + 1]
+    with open(folder / "validation.jsonl", "w") as rows, open(folder / "validation_by_prompt.jsonl", "w") as prompts:
+        for number, value in enumerate(values):
+            hours = 0.0 if number == 0 else float(HOURS[number - 1])
+            row = {
+                "step": 5 * number, "policy_version": 5 * number, "pass_rate": float(value), "prompts": 200,
+                "generations": 4, "gpu_hours": hours, "gpu_hours_total": hours * 1.2, "truncated_share": 0.0,
+                "interrupted_share": 0.05, "mean_completion_tokens": 25.0,
+            }  # fmt: skip
+            rows.write(json.dumps(row) + "\n")
+            prompts.write(json.dumps({"step": 5 * number, "by_prompt": [float(value)] * 100 + [0.5] * 100}) + "\n")
+    (folder / "ledger.jsonl").write_text(
+        '{"unit": "device_hours"}\n'
+        '{"step": 1, "role": "trainer", "hours": 3.0}\n{"step": 1, "role": "engine", "hours": 1.0}\n'
+    )
+    (folder / "recipe.yaml").write_text("name: r\nforecast: {fit_from_steps: 0, fit_until_share: 0.5}\n")
+
+
+def test_a_noiseless_sigmoid_is_forecast(tmp_path):
+    write_run(tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
+    found = forecasts(rows, {"fit_from_steps": 0, "fit_until_share": 0.5}, name="r", unit="device_hours")
+    assert [m.method for m in found] == ["robust", "paper"]
+    for meeting in found:
+        assert meeting.result.n_points == 10 and len(meeting.rows) == 10
+        assert max(r["gpu_hours"] for r in meeting.rows) == pytest.approx(0.4)
+        assert np.abs(meeting.errors).max() < 0.02
+
+
+def test_gain_is_paired(tmp_path):
+    write_run(tmp_path)
+    found = gain(tmp_path)
+    # half of the prompts rise from 0.4 to the last value, the others stand at 0.5
+    assert found.last - found.first == pytest.approx((CURVE[-1] - 0.4) / 2)
+    assert found.low < found.last - found.first < found.high
+    # unpaired, the spread between the two halves would widen it; paired, only which half is drawn matters
+    assert found.high - found.low < 0.2 * (CURVE[-1] - 0.4)
+
+
+def test_the_report_names_everything(tmp_path):
+    write_run(tmp_path, noise=0.01)
+    console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
+    report(tmp_path, console)
+    text = console.export_text()
+    assert "held-out pass rate 0.450 at step 0" in text
+    assert "device-hours: 4 held: trainer 3 (75%), engine 1 (25%)" in text
+    assert "robust: error of the forecast mean" in text and "paper: error of the forecast mean" in text
+    assert (tmp_path / "forecast.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_too_short_a_run_says_so(tmp_path):
+    write_run(tmp_path, steps=2)
+    console = Console(record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    report(tmp_path, console)
+    assert "Too few validations" in console.export_text()
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"validation.jsonl: expected at least one line, found no file"):
+        report(tmp_path, Console())
