@@ -10,14 +10,12 @@ from megatron_scalerl.types import RolloutGroup
 def group_record(groups: Sequence[RolloutGroup], stats: Mapping[str, float], policy_version: int) -> dict[str, float]:
     """Scalars of the batch that `policy_version` trains on, before filtering; `stats` are the filters' counts.
 
-    `staleness_*` are optimiser steps since the oldest first token of a group; `token_staleness_mean` is the
-    mean over sampled tokens.
+    `staleness_*` are optimiser steps since the oldest first token of a group.
     """
     rollouts = [r for g in groups for r in g.rollouts]
     scores = [s for g in groups for s in g.scores]
     staleness = [policy_version - g.first_token_version for g in groups]
     tokens = sum(len(r.token_ids) for r in rollouts)
-    age = sum(policy_version - v for r in rollouts for v in r.policy_versions)
     count = len(rollouts)
     return {
         **{f"batch/{name}": value for name, value in stats.items()},
@@ -29,7 +27,6 @@ def group_record(groups: Sequence[RolloutGroup], stats: Mapping[str, float], pol
         "completion_tokens_mean": tokens / count,
         "staleness_mean": sum(staleness) / len(staleness),
         "staleness_max": float(max(staleness)),
-        "token_staleness_mean": age / max(1, tokens),
         "mixed_version_share": sum(r.policy_versions[0] != r.policy_versions[-1] for r in rollouts) / count,
         "epoch": float(max(g.epoch for g in groups)),
     }
