@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 from pathlib import Path
+from typing import Any
 
 import tenacity
 
@@ -154,10 +155,16 @@ class EngineProcess:
         assert self._exit is not None
         loop = asyncio.get_running_loop()
         up: asyncio.Future[bytes] = loop.create_future()
-        loop.add_reader(read, lambda: up.done() or up.set_result(os.read(read, 1)))
+
+        def readable() -> None:
+            loop.remove_reader(read)
+            up.set_result(os.read(read, 1))
+
+        loop.add_reader(read, readable)
         limit = self._recipe.engine.start_timeout_s
         try:
-            await asyncio.wait({up, self._exit}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {up, self._exit}
+            await asyncio.wait(either, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
         finally:
             loop.remove_reader(read)
             os.close(read)

@@ -92,7 +92,8 @@ def from_json(text: str) -> Manifest:
 
 def buckets(manifest: Manifest, bucket_mib: int = BUCKET_MIB) -> Iterator[Bucket]:
     """Pack the manifest in its order; a parameter larger than a bucket gets one of its own."""
-    limit, slots, offset = bucket_mib << 20, [], 0
+    limit, offset = bucket_mib << 20, 0
+    slots: list[Slot] = []
     for meta in manifest:
         size = -(-meta.nbytes // ALIGNMENT) * ALIGNMENT
         if slots and offset + size > limit:

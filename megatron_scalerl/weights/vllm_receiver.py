@@ -12,7 +12,7 @@ whole later update is loaded as if the broken one had never begun; until then th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from vllm.distributed.parallel_state import get_world_group
@@ -91,7 +91,8 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Every name of the manifest once, every parameter of the model from it. Raises RuntimeError."""
-        if self._group is None:
+        group, model = self._group, cast(Any, self.model)
+        if group is None:
             raise RuntimeError("weight update: expected a connection to the trainer, found none")
         self.digest = ""
         expected = {name for name, _ in self.model.named_parameters()}
@@ -99,12 +100,12 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         taken: list[str] = []
 
         def counted() -> Any:
-            for name, tensor in receive(self._group, self._manifest, update_info.version, digests):
+            for name, tensor in receive(group, self._manifest, update_info.version, digests):
                 taken.append(name)
                 yield name, tensor
 
         try:
-            loaded = self.model.load_weights(counted())
+            loaded = model.load_weights(counted())
             if taken != [meta.name for meta in self._manifest]:
                 raise RuntimeError(f"weight update: expected {len(self._manifest)} parameters, took {len(taken)}")
             if loaded is not None and (missing := sorted(expected - loaded)):
@@ -151,7 +152,7 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         On GPUs that step does nothing, and captured graphs need the kernels to stay.
         """
         for layer in self.model.modules():
-            method = getattr(layer, "quant_method", None)
+            method: Any = getattr(layer, "quant_method", None)
             if getattr(method, "moe_kernel", None) is not None:
                 method.moe_kernel = None
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_policies
 
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.engine import EngineProcess
@@ -42,6 +41,8 @@ def run() -> Iterator[Run]:
 @pytest.fixture(scope="session")
 def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Two dense policies of one shape, and two Llama-4 style mixtures of experts."""
+    import tiny_policies  # torch and transformers, which the quick tests of this folder do not need
+
     root = tmp_path_factory.mktemp("policies")
     names = {"dense_a": 0, "dense_b": 1, "moe_a": 2, "moe_b": 3}
     return {name: tiny_policies.make(root / name, name.split("_")[0], seed) for name, seed in names.items()}

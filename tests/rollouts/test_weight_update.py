@@ -1,6 +1,8 @@
 """Live weight updates into a real engine, proved by what it then says."""
 
 import asyncio
+import os
+import signal
 
 import pytest
 import tiny_policies
@@ -168,3 +170,30 @@ def test_a_mixture_of_experts_is_updated(policies, run, tmp_path):
     for name, rollout in zip(("moe_a", "moe_b"), run(scenario())):
         error, agreed = largest_error(tiny_policies.load(policies[name]), rollout)
         assert error <= 1e-4 and agreed == 1.0
+
+
+def test_two_engines_take_one_update_and_the_failing_one_is_named(engine, policies, run, tmp_path):
+    recipe = recipe_for(policies["dense_a"])
+    other = EngineProcess(recipe, index=1, secret=SECRET, log_path=tmp_path / "other.log", transport="gloo")
+
+    async def scenario():
+        await other.start()
+        try:
+            async with SenderProcess(policies["dense_b"]) as sender:
+                clients = [engine.client, other.client]
+                sync = await connected(sender, clients, recipe)
+                await sync.publish(1)
+                rollouts = [await client.generate(PROMPT, sampling=greedy(32)) for client in clients]
+                os.kill(other.pid, signal.SIGKILL)
+                with pytest.raises(WeightUpdateError, match=r"^engine-1: pause: ") as failure:
+                    await sync.publish(2)
+                assert "engine-0" not in str(failure.value)
+        finally:
+            await other.stop()
+        async with SenderProcess(policies["dense_a"]) as sender:
+            await (await connected(sender, [engine.client], recipe)).publish(0)
+        return rollouts
+
+    for rollout in run(scenario()):
+        error, agreed = largest_error(tiny_policies.load(policies["dense_b"]), rollout)
+        assert error <= 1e-4 and agreed == 1.0 and set(rollout.policy_versions) == {1}

@@ -37,7 +37,7 @@ class Group:
         self.timeout = timedelta(seconds=float(spec["timeout_s"]))
         self.bucket_mib = int(spec["bucket_mib"])
         host, port, world = str(spec["host"]), int(spec["port"]), int(spec["world_size"])
-        self._store = dist.TCPStore(
+        self._store: dist.TCPStore | None = dist.TCPStore(
             host, port, world, is_master=rank == 0, timeout=self.timeout, wait_for_workers=False
         )
         prefix = dist.PrefixStore(f"msrl/{spec['secret']}", self._store)
@@ -58,7 +58,7 @@ class Group:
         """Leave; the others' pending broadcasts fail at once."""
         group, self._group = self._group, None
         if group is not None:
-            group.abort() if hasattr(group, "abort") else None
+            group.abort()
         self._store = None
 
 
