@@ -16,7 +16,7 @@ from rich.console import Console
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     console = Console(soft_wrap=True)
     try:
         return arguments.command(arguments, console)
@@ -26,6 +26,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (RuntimeError, OSError) as failure:
         print(f"megatron_scalerl: {failure}", file=sys.stderr)
         return 1
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Arguments with overrides allowed on both sides of an option, which argparse alone refuses."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    strange = [text for text in rest if text.startswith("-") or "=" not in text or "overrides" not in arguments]
+    if strange:
+        parser.error(f"unrecognized arguments: {' '.join(strange)}")
+    if rest:
+        arguments.overrides += rest
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:
