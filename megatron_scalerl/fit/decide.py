@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from .checks import FEW_POINTS, falling_tail
+from .checks import FEW_POINTS, below_initial, falling_tail
 from .result import TAIL, FitResult
 from .sigmoid import Array, compute_to_reach
 from .wording import short_number, unit_name
@@ -121,7 +121,9 @@ def _verdict(
     units = unit_name(fit.unit)
     bought = f"{short_number(budget)} more {units} buy {gain:+.3f} in the median"
     fall = falling_tail(fit.compute, fit.pass_rate)
-    if fall is not None and probability < SURE:
+    if below_initial(fit.pass_rate, fit.initial):
+        return "stop", f"most points lie below R_0 = {fit.initial:.3f}; check R_0 and the run before spending more"
+    if fall is not None:
         return "stop", (
             f"the pass rate has fallen by {fall[1]:.3f} since {short_number(fall[0])}; "
             "find the instability before spending more"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,20 +68,29 @@ def fit(
     if len(c) < 3:
         raise ValueError(f"{name}: expected at least 3 points with compute > 0 in the window, found {len(c)}")
     obs = _observations(c, y, initial, prompts, generations, prior if method == "robust" else FLAT_PRIOR)
-    options: dict[str, Any] = {"fixed_asymptote": fixed_asymptote, "draws": draws, "seed": seed}
-    if method == "robust":
-        box = bounds or Bounds()
-        posterior = _robust_posterior(obs, prior, box, options)
-        a, b, m, r0 = _central(posterior)
-        notes += checks.posterior_edges(posterior, box, fixed=fixed_asymptote is not None)
-    else:
-        grid = fit_paper(c, y, initial=obs.initials[0], fixed_asymptote=fixed_asymptote)
-        a, b, m, r0 = grid.asymptote, grid.exponent, grid.midpoint, obs.initials[0]
-        posterior = sample(obs, prior=FLAT_PRIOR, bounds=_paper_bounds(grid, obs.scale), **options)
-        notes += checks.grid_edges(grid)
-    fitted = sigmoid(c, asymptote=a, exponent=b, midpoint=m, initial=r0)
-    notes += checks.curve_warnings(c, y, exponent=b, midpoint=m, posterior=posterior)
+    solve = _solve_robust if method == "robust" else _solve_paper
+    solution = solve(obs, prior, bounds or Bounds(), fixed_asymptote, draws, seed)
+    notes += solution.notes
     notes += checks.truncation_warning(c, truncated)
+    return _result(c, y, solution, notes, name=name, method=method, unit=unit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Solution:
+    """What either method finds."""
+
+    parameters: tuple[float, float, float, float]
+    """A, B, C_mid, R_0."""
+    posterior: Posterior
+    notes: list[str]
+
+
+def _result(
+    c: Array, y: Array, solution: _Solution, notes: list[str], *, name: str, method: str, unit: str
+) -> FitResult:
+    a, b, m, r0 = solution.parameters
+    fitted = sigmoid(c, asymptote=a, exponent=b, midpoint=m, initial=r0)
+    notes = notes + checks.curve_warnings(c, y, exponent=b, midpoint=m, posterior=solution.posterior)
     return FitResult(
         name=name,
         method=method,
@@ -89,15 +98,41 @@ def fit(
         exponent=b,
         midpoint=m,
         initial=r0,
-        intervals=_intervals(posterior, a, b, m),
+        intervals=_intervals(solution.posterior, a, b, m),
         n_points=len(c),
         rmse=float(np.sqrt(np.mean((y - fitted) ** 2))),
         warnings=tuple(dict.fromkeys(notes)),
         compute=c,
         pass_rate=y,
-        posterior=posterior,
+        posterior=solution.posterior,
         unit=unit,
     )
+
+
+def _solve_robust(
+    obs: Observations, prior: Prior, bounds: Bounds, fixed_asymptote: float | None, draws: int, seed: int
+) -> _Solution:
+    options = {"fixed_asymptote": fixed_asymptote, "draws": draws, "seed": seed}
+    posterior = _robust_posterior(obs, prior, bounds, options)
+    notes = checks.posterior_edges(posterior, bounds, fixed=fixed_asymptote is not None)
+    return _Solution(parameters=_central(posterior), posterior=posterior, notes=notes)
+
+
+def _solve_paper(
+    obs: Observations, prior: Prior, bounds: Bounds, fixed_asymptote: float | None, draws: int, seed: int
+) -> _Solution:
+    del prior, bounds  # the paper's grid is its own box, and it has no opinion
+    (initial,) = obs.initials[:1]
+    if initial >= ASYMPTOTES[-1] and fixed_asymptote is None:
+        raise ValueError(f"method paper: expected R_0 below its highest A, {ASYMPTOTES[-1]:g}, found {initial:.3f}")
+    compute = np.exp(obs.log_compute) * obs.scale
+    grid = fit_paper(compute, obs.pass_rate, initial=initial, fixed_asymptote=fixed_asymptote)
+    box = _paper_bounds(grid, obs.scale)
+    posterior = sample(
+        obs, prior=FLAT_PRIOR, bounds=box, fixed_asymptote=fixed_asymptote, draws=draws, seed=seed
+    )
+    parameters = (grid.asymptote, grid.exponent, grid.midpoint, initial)
+    return _Solution(parameters=parameters, posterior=posterior, notes=checks.grid_edges(grid))
 
 
 def _clean(compute, pass_rate, truncated_share) -> tuple[Array, Array, Array | None]:
@@ -134,7 +169,7 @@ def _known_initial(c: Array, y: Array, initial: float | None) -> tuple[float | N
 
 def _assumed(y: Array) -> list[float]:
     """Candidates for an unknown R_0: from the first point down by half of the rise seen so far."""
-    first, rise = float(y[0]), max(float(y.max() - y[0]), 0.02)
+    first, rise = min(float(y[0]), 0.999), max(float(y.max() - y[0]), 0.02)
     return sorted({max(first - share * rise, 0.0) for share in (0.0, 0.125, 0.25, 0.375, 0.5)})
 
 

@@ -70,7 +70,7 @@ def fit_paper(
 
 
 def _midpoint_grids(compute: Array) -> tuple[Array, ...]:
-    if compute.max() > FIT_FROM:
+    if FIT_FROM < compute.max() < 10.0 * MIDPOINTS[-1][-1]:
         return MIDPOINTS
     return tuple(grid * (compute.max() / MIDPOINT_REFERENCE) for grid in MIDPOINTS)
 

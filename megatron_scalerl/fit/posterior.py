@@ -94,8 +94,8 @@ class Posterior:
                 continue
             inverse = np.linalg.inv(covariance(obs, hypothesis))
             cross = wander(new, obs.log_compute, hypothesis)
-            mean[rows] += residual[rows] @ inverse @ cross.T
-            left = hypothesis.ratio - np.einsum("ij,jk,ik->i", cross, inverse, cross)
+            mean[rows] += residual[rows] @ (inverse @ cross.T)
+            left = hypothesis.ratio - ((cross @ inverse) * cross).sum(axis=1)
             variance[rows] = np.maximum(left, 0.0) * self.noise_variance[rows, None]
         return mean, variance
 
@@ -193,7 +193,7 @@ def _misfit(posterior: Posterior) -> Array:
     for index, hypothesis in enumerate(posterior.discrepancies):
         rows = posterior.hypothesis == index
         inverse = np.linalg.inv(covariance(obs, hypothesis))
-        out[rows] = np.einsum("ij,jk,ik->i", residual[rows], inverse, residual[rows])
+        out[rows] = ((residual[rows] @ inverse) * residual[rows]).sum(axis=1)
     return out
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from megatron_scalerl.fit.checks import falling_tail
 from megatron_scalerl.fit.forecast import fit
 from megatron_scalerl.fit.published import published_run, published_series
 from megatron_scalerl.fit.sigmoid import sigmoid
@@ -130,6 +131,30 @@ def test_a_falling_tail_is_found_where_it_starts():
     assert not any("falling" in w for w in fit(compute, measured, initial=0.4).warnings)
 
 
+def test_a_long_noisy_rising_run_does_not_fall():
+    compute = np.arange(1.0, 801.0)
+    rng = np.random.default_rng(0)
+    measured = 0.4 + 0.2 * compute / (compute + 200) + rng.normal(0, 0.01, 800)
+    assert falling_tail(compute, measured) is None
+    assert falling_tail(compute, np.where(compute > 700, measured - 0.03, measured)) is not None
+
+
+@pytest.mark.parametrize(
+    ("level", "method"), [(0.0, "robust"), (0.3, "robust"), (1.0, "robust"), (0.0, "paper"), (0.3, "paper")]
+)
+def test_degenerate_runs_are_fitted_without_a_numerical_complaint(level, method):
+    with np.errstate(all="raise", under="ignore"):
+        flat = np.full(10, level)
+        result = fit(np.arange(1.0, 11.0), flat, initial=None, method=method, prompts=200, generations=4)
+    assert np.isfinite([result.asymptote, result.exponent, result.midpoint]).all()
+    assert result.warnings
+
+
+def test_points_below_r0_are_said():
+    result = fit(np.arange(1.0, 11.0), np.full(10, 0.3), initial=0.4)
+    assert any("below R_0" in warning for warning in result.warnings)
+
+
 def test_truncations_above_ten_percent_are_said():
     compute, measured = synthetic(n=10)
     shares = np.linspace(0.0, 0.18, 10)
@@ -150,6 +175,7 @@ def test_truncations_above_ten_percent_are_said():
         ({"method": "magic"}, "expected one of robust, paper"),
         ({"fit_from": 2.5}, "expected at least 3 points"),
         ({"fixed_asymptote": 0.3}, r"in \(R_0, 1\]"),
+        ({"pass_rate": [0.9, 0.9, 0.9], "initial": 0.9, "method": "paper"}, "expected R_0 below its highest A"),
         ({"prompts": 0, "generations": 4}, "prompts: expected a whole number >= 1"),
     ],
 )
