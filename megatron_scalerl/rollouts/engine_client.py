@@ -21,6 +21,9 @@ SECRET_HEADER = "X-Run-Secret"
 """Every path but /health demands it."""
 
 
+_GENERATE = "/inference/v1/generate"
+
+
 class EngineError(RuntimeError):
     """An engine refused a request or broke off while answering it."""
 
@@ -143,14 +146,14 @@ class EngineClient:
     async def generate(self, prompt_token_ids: Sequence[int], *, sampling: SamplingSpec) -> Rollout:
         """One completion. Cancelling it aborts it in the engine. Raises EngineError."""
         body = {"token_ids": prompt_token_ids, "sampling_params": _sampling(sampling), "priority": sampling.priority}
-        answer = _decode_answer(await self.post("/inference/v1/generate", body))
+        answer = _decode_answer(await self.post(_GENERATE, body))
         return _rollout(answer.choices[0], sampling)
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Log-probs (nats) of token_ids[1:], each given the tokens before it. Raises EngineError."""
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
         answer = _decode_answer(
-            await self.post("/inference/v1/generate", {"token_ids": token_ids, "sampling_params": params})
+            await self.post(_GENERATE, {"token_ids": token_ids, "sampling_params": params})
         )
         assert answer.prompt_logprobs is not None, "asked for prompt log-probs"
         rows = answer.prompt_logprobs[1:]
@@ -207,8 +210,13 @@ class EngineClient:
                 headers={SECRET_HEADER: self.secret, "Content-Type": "application/json"},
             )
         data = None if body is None else _encode(body)
+        # the server drops a connection after an error inside it, which the next request on it would meet: only
+        # generations, which are many, share connections
+        headers = {} if path == _GENERATE else {"Connection": "close"}
         try:
-            async with self._session.request(method, self.url + path, data=data, params=query) as response:
+            async with self._session.request(
+                method, self.url + path, data=data, params=query, headers=headers
+            ) as response:
                 content = await response.read()
                 if response.status != 200:
                     raise EngineError(f"{self.name}: {method} {path}: {response.status} {_reason(content)}")
