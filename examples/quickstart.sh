@@ -42,6 +42,6 @@ say "reinforcement learning with the ScaleRL recipe"
 $python -m megatron_scalerl train recipes/tiny_cpu.yaml "$@" "policy.path=$tiny/policy"
 say "what it gained, what it cost, and how the forecast met it"
 $python -m megatron_scalerl report "runs/$name"
-say "one interrupted completion of the last step"
-$python tools/show_rollouts.py "runs/$name" | head -n 40
+say "a completion whose thinking was cut: forced tokens stand in ⟦⟧, ‹v7› is the version of the weights"
+$python tools/show_rollouts.py "runs/$name" --interrupted
 say "done"

@@ -81,7 +81,7 @@ class Controller:
         self._folder = folder
         self._fleet = fleet
         self._progress = progress
-        self._step = 0
+        self._step = self._saved_step = 0
         self._batches = 0
         self._empty_in_a_row = 0
         self._validation: asyncio.Task[None] | None = None
@@ -121,6 +121,7 @@ class Controller:
         if checkpoint is not None:
             extra = await self._fleet.trainer.load(str(checkpoint))
             self._step, self._batches = extra["step"], extra["batches"]
+            self._saved_step = self._step
         self._metrics.roll_back(self._step)
         self._ledger.roll_back(self._step)
         await self._sync.connect()
@@ -316,6 +317,7 @@ class Controller:
             str(self._folder.checkpoint(self._step)),
             {"step": self._step, "batches": self._batches, "run_id": self._folder.run_id},
         )
+        self._saved_step = self._step
         self._folder.keep_checkpoints(self._recipe.checkpoint.keep)
 
     async def _close_run(self) -> None:
@@ -327,7 +329,7 @@ class Controller:
             self._begin_validation()
             await self._pinned()
         self._charge()
-        if self._recipe.checkpoint.every_steps == 0 or self._step % self._recipe.checkpoint.every_steps:
+        if self._step > self._saved_step:
             await self._save()
         self._metrics.close()
         self._ledger.close()

@@ -3,6 +3,7 @@
     python tools/show_rollouts.py RUN_DIR                        a completion of the newest group
     python tools/show_rollouts.py RUN_DIR --step 12              of the first group that trained in step 12
     python tools/show_rollouts.py RUN_DIR --group 40 --index 3   the fourth completion of group 40
+    python tools/show_rollouts.py RUN_DIR --interrupted          the newest whose thinking was cut
 
 In the text ⟦forced⟧ tokens were not sampled and carry no loss; ‹v7› is put where version 7 takes over.
 """
@@ -22,10 +23,17 @@ from rich.console import Console
 from rich.text import Text
 
 
+class Rollout(msgspec.Struct):
+    """What must be read of a completion to choose it."""
+
+    interrupted: bool
+
+
 class Head(msgspec.Struct):
     """What must be read of a group to find it."""
 
     group_id: int
+    rollouts: list[Rollout]
     step: int | None = None
 
 
@@ -34,22 +42,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("--group", type=int, help="number of the group")
-    parser.add_argument("--index", type=int, default=0, help="completion within the group, from 0")
+    parser.add_argument("--index", type=int, help="completion within the group, from 0")
+    parser.add_argument("--interrupted", action="store_true", help="only completions whose thinking was cut")
     parser.add_argument("--step", type=int, help="optimiser step that trained the group")
     arguments = parser.parse_args(argv)
     try:
-        group = find_group(arguments.run_dir, arguments.group, arguments.step)
-        count = len(group["rollouts"])
-        if not 0 <= arguments.index < count:
-            raise ValueError(f"--index: expected 0 to {count - 1}, found {arguments.index}")
-        show(Console(soft_wrap=True), group, arguments.index, load_tokenizer(arguments.run_dir))
+        group = find_group(arguments.run_dir, arguments.group, arguments.step, interrupted=arguments.interrupted)
+        index = choose(group["rollouts"], arguments.index, interrupted=arguments.interrupted)
+        show(Console(soft_wrap=True), group, index, load_tokenizer(arguments.run_dir))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     return 0
 
 
-def find_group(run_dir: Path, group_id: int | None, step: int | None) -> dict[str, Any]:
+def choose(rollouts: Sequence[dict[str, Any]], index: int | None, *, interrupted: bool) -> int:
+    """The completion asked for; without an index the first, or the first interrupted one."""
+    if index is None:
+        return next(i for i, r in enumerate(rollouts) if r["interrupted"] or not interrupted)
+    if not 0 <= index < len(rollouts):
+        raise ValueError(f"--index: expected 0 to {len(rollouts) - 1}, found {index}")
+    return index
+
+
+def find_group(
+    run_dir: Path, group_id: int | None, step: int | None, *, interrupted: bool = False
+) -> dict[str, Any]:
     """The group asked for, with `step` filled in from the journal; the newest if neither is given.
 
     Raises ValueError if the run has no finished groups or not this one.
@@ -68,10 +86,13 @@ def find_group(run_dir: Path, group_id: int | None, step: int | None) -> dict[st
             continue
         if step is not None and trained != step:
             continue
+        if interrupted and not any(r.interrupted for r in head.rollouts):
+            continue
         if newest is None or (step is None and head.group_id > newest[0]):
             newest = (head.group_id, line)
     if newest is None:
         wanted = [f"group {group_id}"] * (group_id is not None) + [f"a group of step {step}"] * (step is not None)
+        wanted += ["an interrupted completion"] * interrupted
         expected = " and ".join(wanted) or "finished groups"
         raise ValueError(f"{run_dir}: expected {expected}, found none among {seen} finished groups")
     group = msgspec.json.decode(newest[1])

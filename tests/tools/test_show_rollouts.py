@@ -133,3 +133,11 @@ def test_a_folder_that_is_no_run_is_one_line_and_exit_code_2(tmp_path):
     done = subprocess.run([sys.executable, TOOL, tmp_path], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == f"{tmp_path}: expected a run's folder with rollouts in it, found none\n"
+
+
+def test_an_interrupted_completion_can_be_asked_for(tool, run_dir, capsys):
+    assert tool.main([str(run_dir), "--interrupted"]) == 0
+    out = capsys.readouterr().out
+    assert "completion 1 of 2" in out and "cut after 2 tokens, interrupted" in out
+    assert tool.main([str(run_dir), "--interrupted", "--index", "0"]) == 0
+    assert "completion 0 of 2" in capsys.readouterr().out
