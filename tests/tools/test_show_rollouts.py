@@ -19,7 +19,7 @@ PHRASE = "Okay, time is up. Let me stop thinking and formulate a final answer no
 @pytest.fixture(scope="module")
 def tool():
     spec = importlib.util.spec_from_file_location("show_rollouts", TOOL)
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
