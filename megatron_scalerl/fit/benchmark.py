@@ -128,7 +128,7 @@ METHODS: dict[str, Method] = {
     "paper": by_fit("paper"),
     "robust without wander": by_fit(prior=replace(DEFAULT_PRIOR, discrepancies=NO_WANDER)),
     "robust, flat in B and C_mid": by_fit(
-        prior=replace(DEFAULT_PRIOR, log_exponent_sd=1.5, log_midpoint_sd=3.0, late_share=0.0, gain_beta=1.0)
+        prior=replace(DEFAULT_PRIOR, log_exponent_sd=1.5, log_midpoint_sd=3.0, late_share=0.0)
     ),
     "robust": by_fit(),
 }
@@ -155,7 +155,7 @@ def leave_one_run_out(base: Prior = DEFAULT_PRIOR) -> Method:
 
 
 def structures() -> dict[str, Prior]:
-    """Other choices for what the prior does not learn: the room above R_0 and the wander."""
+    """Other choices for what the prior does not learn: the room above R_0, the midpoint and the wander."""
     wanders = {
         "wander 0, 2, 10": DEFAULT_PRIOR.discrepancies,
         "wander 0, 2, 8, the last one longer": (
@@ -168,10 +168,14 @@ def structures() -> dict[str, Prior]:
             Discrepancy(ratio=2.0, length=0.5, weight=0.50),
         ),
     }
-    return {
+    out = {
         f"Beta(1, {gain:g}), {name}": replace(DEFAULT_PRIOR, gain_beta=gain, discrepancies=wander)
-        for (name, wander), gain in product(wanders.items(), (1.0, 2.0, 3.0))
+        for (name, wander), gain in product(wanders.items(), (1.0, 2.0))
     }
+    for centre, sd in ((0.3, 0.7), (0.4, 0.5), (0.4, 0.7)):
+        moved = replace(DEFAULT_PRIOR, log_midpoint_mean=math.log(centre), log_midpoint_sd=sd)
+        out[f"midpoint {centre:g}, spread {sd:g}"] = moved
+    return out
 
 
 def summarise(outcomes: Sequence[Outcome]) -> Summary:

@@ -19,6 +19,8 @@ from .sigmoid import Array
 from .tables import Table, read_table
 
 COMPUTE_COLUMNS = ("gpu_hours", "device_hours", "compute", "gpu-hours", "hours", "flops")
+IDENTITY_COLUMNS = ("run", "series", "name", "figure", "recipe", "experiment", "model")
+"""Columns that tell runs apart; rows that differ in one of them are one run only if the user says so."""
 STEP_COLUMNS = ("step", "_step", "global_step", "steps", "trainer/global_step")
 SCORE_COLUMNS = ("pass_rate", "score", "mean@16", "validation/pass_rate", "val/pass_rate", "reward", "value")
 
@@ -115,7 +117,7 @@ def _curve(table: Table, choice: Choice, name: str) -> Curve:
     compute_column, scale, unit = _compute_column(table, choice)
     score_column = choice.score or _guess(table, SCORE_COLUMNS, "a score", "--score")
     _need(table, score_column, "--score")
-    points, notes = [], []
+    points, notes = [], _mixed(table)
     for number, row in table.rows:
         if table.sparse and _blank(row.get(score_column)):
             continue
@@ -150,6 +152,18 @@ def _curve(table: Table, choice: Choice, name: str) -> Curve:
         unit=unit,
         notes=tuple(notes),
     )
+
+
+def _mixed(table: Table) -> list[str]:
+    notes = []
+    for column in table.columns:
+        values = {str(row.get(column)) for _, row in table.rows}
+        if column.lower() in IDENTITY_COLUMNS and len(values) > 1:
+            notes.append(
+                f"{table.path.name}: rows of {len(values)} different {column} were fitted as one run; "
+                f"choose with --series {column}=VALUE"
+            )
+    return notes
 
 
 def _compute_column(table: Table, choice: Choice) -> tuple[str, float, str]:

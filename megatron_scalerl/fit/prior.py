@@ -35,9 +35,9 @@ class Prior:
     """Mean of log B: the median over the 26 published runs (`benchmark.learned_prior`)."""
     log_exponent_sd: float = 0.322
     """Standard deviation of log B: their scaled median absolute deviation."""
-    log_midpoint_mean: float = math.log(0.35)
+    log_midpoint_mean: float = math.log(0.3)
     """Mean of log(C_mid / largest fitted compute)."""
-    log_midpoint_sd: float = 0.6
+    log_midpoint_sd: float = 0.5
     """Standard deviation of log(C_mid / largest fitted compute)."""
     late_share: float = 0.25
     """Probability that the run is only at its start, where C_mid may lie far beyond the fitted compute."""
@@ -47,8 +47,8 @@ class Prior:
     """Standard deviation in that case."""
     gain_alpha: float = 1.0
     """First Beta parameter of the share (A - R_0) / (1 - R_0)."""
-    gain_beta: float = 2.0
-    """Second Beta parameter of that share."""
+    gain_beta: float = 1.0
+    """Second Beta parameter of that share; 1 and 1 is flat."""
     noise_shape: float = 8.0
     """Shape of the inverse-gamma prior of the noise variance where the validation size is known."""
     noise_share: float = 0.5

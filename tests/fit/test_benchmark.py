@@ -104,4 +104,4 @@ def test_nominal_coverage_over_synthetic_runs(prompts, generations, seed):
     rates = np.mean(hits, axis=0)
     assert np.all(rates >= 0.84) and np.all(rates <= 0.985), rates
     assert 0.86 <= rates[3:].mean() <= 0.97
-    assert 0.86 <= rates[:3].mean() <= 0.97
+    assert 0.86 <= rates[:3].mean() <= 0.98

@@ -64,6 +64,12 @@ def test_named_columns_and_series(tmp_path):
     assert [c.name for c in both] == ["a", "b"]
 
 
+def test_several_runs_in_one_table_are_not_joined_in_silence(tmp_path):
+    path = write(tmp_path, "run,gpu_hours,pass_rate\na,1,0.4\nb,2,0.5\n")
+    assert "rows of 2 different run were fitted as one" in read_curves(path)[0].notes[0]
+    assert read_curves(path, Choice(series=(("run", "b"),)))[0].notes == ()
+
+
 def test_steps_times_hours_per_step(tmp_path):
     path = write(tmp_path, "step,pass_rate\n0,0.4\n100,0.45\n200,0.5\n")
     (curve,) = read_curves(path, Choice(hours_per_step=2.57))
