@@ -57,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--plot", metavar="OUT.png", help="draw PNG and SVG (both are written, side by side)")
     p.add_argument("--html", metavar="OUT.html", help="write a report in one self-contained file")
     p.add_argument("--compare", action="store_true", help="compare the runs with the first one")
+    p.add_argument("--reference", metavar="NAME", help="run that the others are compared with; default: the first")
     p.add_argument("--fixed-asymptote", type=float, metavar="X", help="hold A at X")
     p.add_argument("--budget", type=float, metavar="C", help="further compute to judge; default: as much again")
     p.add_argument("--worth", type=float, metavar="X", help="gain that the budget has to buy; default 0.01")
@@ -71,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     from . import text
     from .decide import WORTH, decide
 
-    curves = _named_apart(_read(options))
+    curves = _reference_first(_named_apart(_read(options)), options.reference)
     fits = [_fit(curve, options) for curve in curves]
     asked = _computes(options.predict)
     predictions = [f.predict(asked or [k * float(f.compute.max()) for k in (2, 5, 10)]) for f in fits]
@@ -124,6 +125,13 @@ def _named_apart(curves: list["Curve"]) -> list["Curve"]:
             name = f"{here}/{name}" if parents.count(here) == 1 else f"{name} ({names[: index + 1].count(name)})"
         out.append(replace(curve, name=name))
     return out
+
+
+def _reference_first(curves: list["Curve"], name: str | None) -> list["Curve"]:
+    names = [curve.name for curve in curves]
+    if name is not None and name not in names:
+        raise ValueError(f"--reference: expected one of {', '.join(names)}, found {name!r}")
+    return sorted(curves, key=lambda curve: name is not None and curve.name != name)
 
 
 def _fit(curve: "Curve", options: argparse.Namespace, fixed_asymptote: float | None = None) -> "FitResult":
@@ -220,7 +228,7 @@ def _draw(curves, fits, predictions, decisions, comparison, options) -> None:
     from .plot import plot_forecast
     from .plot_more import plot_efficiency
 
-    unseen = {c.name: _unseen(c, options) for c in curves}
+    unseen = {c.name: _not_fitted(c, f) for c, f in zip(curves, fits)}
     computes = [p.compute for row in predictions for p in row] if options.predict else []
     until = max([2.0 * max(float(c.compute.max()) for c in curves), *computes])
     figure = {"unseen": unseen, "until": until, "target": options.target}
@@ -257,6 +265,13 @@ def _unseen(curve: "Curve", options: argparse.Namespace):
         return None
     later = curve.compute > options.fit_until
     return curve.compute[later], curve.pass_rate[later]
+
+
+def _not_fitted(curve: "Curve", fit_result: "FitResult"):
+    import numpy as np
+
+    outside = ~np.isin(curve.compute, fit_result.compute)
+    return curve.compute[outside], curve.pass_rate[outside]
 
 
 def _run_report(path: Path, curve, fit_result, predictions, decision, options) -> "RunReport":

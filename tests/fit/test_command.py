@@ -74,6 +74,14 @@ def test_comparison_of_a_figure(capsys, tmp_path):
     assert (tmp_path / "runs_efficiency.png").exists()
 
 
+def test_the_reference_comes_first(capsys):
+    chosen = [*RECIPES, "--series", "series=*", "--compare", "--reference", "ScaleRL", "--json", "-"]
+    assert main(chosen) == 0
+    runs = json.loads(capsys.readouterr().out)["comparison"]["runs"]
+    assert [r["name"] for r in runs][:2] == ["ScaleRL", "DeepSeek-GRPO"] and "reference" in runs[0]["words"]
+    assert main([*RECIPES, "--series", "series=*", "--reference", "None"]) == 2
+
+
 def test_report_is_one_file_with_its_figures_inside(tmp_path):
     page = tmp_path / "report.html"
     assert main([*SCALERL, "--fit-until", "8000", "--html", str(page), "--json", str(tmp_path / "a.json")]) == 0
