@@ -7,25 +7,18 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.rewards.math import extract_answer
 from megatron_scalerl.rewards.verifier import VerifierPool
 from megatron_scalerl.rollouts.engine_client import EngineClient, SamplingSpec
-from megatron_scalerl.rollouts.interruption import Plan, draw_cut, plan_ids
+from megatron_scalerl.rollouts.interruption import Plan, draw_cut, plan_ids, tag_variants
 from megatron_scalerl.types import Prompt, Rollout, Score
 
 TRAINING_PRIORITY, VALIDATION_PRIORITY = 1, 0
 """The engine serves lower numbers first: a validation holds the next weight update back."""
-
-
-class Verifier(Protocol):
-    """What the sampler needs of a verifier pool."""
-
-    async def score(self, answer_text: str | None, prompt: Prompt, rollout: Rollout) -> Score:
-        """Judge the text after thinking."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +34,7 @@ class Draw:
 class Sampler:
     """Completes prompts on engines and scores them."""
 
-    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, verifier: Verifier | VerifierPool) -> None:
+    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, verifier: VerifierPool) -> None:
         """Raises ValueError if think tags or phrase do not survive encode and decode."""
         self._recipe = recipe
         self._tokenizer = tokenizer
@@ -53,12 +46,8 @@ class Sampler:
         self._phrase_ids, self._think_end_ids = plan_ids(
             tokenizer, recipe.interruption.phrase, recipe.prompts.think_end
         )
-
-    @property
-    def longest_completion(self) -> int:
-        """Tokens that the longest completion can have, a forced phrase and a forced end included."""
-        i = self._recipe.interruption
-        return i.thinking_tokens[1] + i.answer_tokens + len(self._phrase_ids) + 1
+        self._think_end_first, self._think_end_last = tag_variants(tokenizer, self._think_end_ids)
+        self._unspoken = frozenset(tokenizer.all_special_ids) - frozenset(self._think_end_ids)
 
     def draw(self, seed: int, group_id: int, index: int) -> Draw:
         """The choices for completion `index` of a group; the same for the same three numbers."""
@@ -80,23 +69,30 @@ class Sampler:
 
     def answer_text(self, rollout: Rollout) -> str | None:
         """The text after thinking, None if thinking never ended."""
-        ids, tag = rollout.token_ids, self._think_end_ids
-        for end in range(len(tag), len(ids) + 1):
-            if ids[end - len(tag) : end] == tag:
-                return self._tokenizer.decode(list(ids[end:]), skip_special_tokens=True)
+        ids, width = rollout.token_ids, len(self._think_end_ids)
+        plan = self._plan(1)
+        for end in range(width, len(ids) + 1):
+            if plan.ends_thinking(ids, end):
+                # a tag may have merged with its neighbours, so it is decoded along and cut off as text
+                rest = [token for token in ids[end - width :] if token not in self._unspoken]
+                text = self._tokenizer.decode(rest, skip_special_tokens=False)
+                return extract_answer(text, self._recipe.prompts.think_end)
         return None
 
+    def _plan(self, cut: int) -> Plan:
+        return Plan(
+            cut=cut,
+            phrase_ids=self._phrase_ids,
+            think_end_ids=self._think_end_ids,
+            think_end_first=self._think_end_first,
+            think_end_last=self._think_end_last,
+            answer_budget=self._recipe.interruption.answer_tokens,
+            eos_id=self._eos_id,
+        )
+
     def _spec(self, draw: Draw, priority: int) -> SamplingSpec:
-        i, r = self._recipe.interruption, self._recipe.rollouts
-        plan = None
-        if i.enabled:
-            plan = Plan(
-                cut=draw.thinking_cut,
-                phrase_ids=self._phrase_ids,
-                think_end_ids=self._think_end_ids,
-                answer_budget=i.answer_tokens,
-                eos_id=self._eos_id,
-            )
+        r = self._recipe.rollouts
+        plan = self._plan(draw.thinking_cut) if self._recipe.interruption.enabled else None
         return SamplingSpec(
             max_tokens=plan.max_tokens if plan else self._recipe.max_completion_tokens,
             temperature=r.temperature,

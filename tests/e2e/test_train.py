@@ -4,9 +4,9 @@ import json
 import shutil
 
 import pytest
-from conftest import overrides, run
 from safetensors.torch import load_file
 from torch import equal
+from whole_runs import overrides, run
 
 from megatron_scalerl.metrics import read_jsonl
 

@@ -1,0 +1,14 @@
+"""What a rank of its own does for the live-update test: Megatron's greedy tokens of a Hugging Face folder."""
+
+from __future__ import annotations
+
+
+def greedy(recipe_path: str, policy: str, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """The `count` likeliest tokens after each prompt, by Megatron."""
+    from megatron_scalerl.recipe_file import load_recipe
+    from megatron_scalerl.trainer.parallel import init_parallel
+    from megatron_scalerl.trainer.step import make_trainer
+
+    recipe = load_recipe(recipe_path, [f"policy.path={policy}"])
+    trainer = make_trainer(recipe, init_parallel(recipe))
+    return [trainer.greedy(prompt, count) for prompt in prompts]

@@ -1,0 +1,100 @@
+"""Trainer and engine compute the same: on fresh weights, and after an optimiser step and a live update."""
+
+import asyncio
+import contextlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from distributed.runner import run_ranks
+from rich.console import Console
+from whole_runs import ROOT, overrides
+
+from megatron_scalerl.advantages import samples_of
+from megatron_scalerl.batch import pack
+from megatron_scalerl.launch.local import local_launcher
+from megatron_scalerl.preflight import check_inputs
+from megatron_scalerl.recipe_file import load_recipe
+from megatron_scalerl.rollouts.engine_client import SamplingSpec
+from megatron_scalerl.run_folder import RunFolder
+from megatron_scalerl.types import RolloutGroup, Score
+from megatron_scalerl.weights.sync import WeightSync
+
+pytestmark = pytest.mark.slow
+TOKENS = 24
+
+
+async def generate(engine, prompts, **sampling):
+    spec = SamplingSpec(max_tokens=TOKENS, ignore_eos=True, **sampling)
+    return await asyncio.gather(*(engine.generate(p.token_ids, sampling=spec) for p in prompts))
+
+
+async def differences(fleet, prompts, rollouts):
+    """|trainer - engine log-prob| of every generated token."""
+    scored = await fleet.trainer.logprobs([[*p.token_ids, *r.token_ids] for p, r in zip(prompts, rollouts)])
+    pairs = zip(prompts, rollouts, scored)
+    return np.abs(np.concatenate([np.array(s[len(p.token_ids) - 1 :]) - r.rollout_logprobs for p, r, s in pairs]))
+
+
+async def one_step(fleet, recipe, prompts, rollouts):
+    """An optimiser step on made-up rewards: every second completion of a prompt is right."""
+    half = len(prompts) // 2
+    groups = [
+        RolloutGroup(
+            group_id=i, prompt=prompts[i], rollouts=(rollouts[i], rollouts[i + half]),
+            scores=(Score(correct=True, reward=1.0), Score(correct=False, reward=-1.0)),
+            first_token_version=0, epoch=0,
+        )
+        for i in range(half)
+    ]  # fmt: skip
+    plan = samples_of(
+        groups, normalise="batch", truncated="wrong", zero_variance=True, reduction=recipe.loss.reduction
+    )
+    batches = pack(
+        plan.samples, step=1, dp_size=fleet.info.dp_size, micro_batch_tokens=512,
+        pad_multiple=fleet.info.pad_multiple, policy_version=0,
+    )  # fmt: skip
+    return await fleet.trainer.step(batches)
+
+
+async def scenario(recipe, inputs, out):
+    prompts = list(inputs.prompts.held_out[:4])
+    with contextlib.closing(RunFolder(recipe)) as folder:
+        async with local_launcher(recipe, folder, "secret" * 8) as launcher:
+            fleet = await launcher.start()
+            engine = fleet.engines[0]
+            sync = WeightSync(fleet.trainer, fleet.engines, recipe)
+            await sync.connect()
+            await sync.publish(0)
+            rollouts = await generate(engine, [*prompts, *prompts], seed=5)
+            # the same prompt twice with the same seed; other tokens for the second half
+            second = await generate(engine, prompts, seed=6)
+            fresh = await differences(fleet, [*prompts, *prompts], rollouts)
+            rollouts = [replace(r, truncated=False) for r in [*rollouts[:4], *second]]
+            await one_step(fleet, recipe, [*prompts, *prompts], rollouts)
+            before = await generate(engine, prompts, temperature=0.0)
+            await sync.publish(1)
+            after = await generate(engine, prompts, temperature=0.0)
+            updated = await differences(fleet, prompts, after)
+            await fleet.trainer.export_hf(str(out))
+    return prompts, fresh, before, after, updated
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_engine_equals_trainer_before_and_after_an_update(kind, request, tmp_path):
+    tiny = request.getfixturevalue(f"tiny_{kind}")
+    settings = overrides(tiny, tmp_path, "live", "optimizer.lr=0.02", "optimizer.warmup_steps=0")
+    recipe = load_recipe(ROOT / "recipes/tiny_cpu.yaml", settings)
+    inputs = check_inputs(recipe)
+    recipe = inputs.resolved(recipe)
+    out = tmp_path / "after_one_step"
+    prompts, fresh, before, after, updated = asyncio.run(scenario(recipe, inputs, out))
+    Console().print(f"{kind}: max |trainer - engine| {fresh.max():.2e} fresh, {updated.max():.2e} after the update")
+    assert fresh.max() <= 1e-4 and updated.max() <= 1e-4
+    assert {v for r in after for v in r.policy_versions} == {1}
+    assert [r.token_ids for r in before] != [r.token_ids for r in after], "the step changed what is likeliest"
+    ours = run_ranks(
+        1, "e2e.greedy_ranks:greedy", str(tmp_path / "live" / "recipe.yaml"), str(out),
+        [list(p.token_ids) for p in prompts], TOKENS,
+    )  # fmt: skip
+    assert [list(r.token_ids) for r in after] == ours[0]
