@@ -225,17 +225,23 @@ class Controller:
             "weight_bytes": float(update.bytes),
         }
 
-    def _begin_validation(self) -> None:
+    def _begin_validation(self, *, last: bool = False) -> None:
         """Start a validation of the present version; the next broadcast waits for it."""
         assert self._validation is None
-        self._validation = asyncio.create_task(self._validate(self._step, self._ledger.axis, self._ledger.hours()))
+        settings = self._recipe.validation
+        at_an_end = last or self._step in (0, self._recipe.steps)
+        generations = settings.end_generations if at_an_end else None
+        self._validation = asyncio.create_task(
+            self._validate(self._step, self._ledger.axis, self._ledger.hours(), generations or settings.generations)
+        )
 
-    async def _validate(self, step: int, hours: float, hours_total: float) -> None:
+    async def _validate(self, step: int, hours: float, hours_total: float, generations: int) -> None:
         result = await validate(
             engines=self._fleet.engines,
             sampler=self._sampler,
             prompts=self._held_out,
             settings=self._recipe.validation,
+            generations=generations,
             policy_version=step,
             max_in_flight=self._recipe.rollouts.max_in_flight,
         )
@@ -326,7 +332,7 @@ class Controller:
         await self._pinned()
         every = self._recipe.validation.every_steps
         if every and self._step % every:
-            self._begin_validation()
+            self._begin_validation(last=True)
             await self._pinned()
         self._charge()
         if self._step > self._saved_step:

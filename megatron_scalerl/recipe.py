@@ -269,6 +269,9 @@ class ValidationSection(Section):
     """Number of held-out prompts used. null: all."""
     generations: PositiveInt = 16
     """Completions per prompt, the k of mean@k (the paper: 16)."""
+    end_generations: PositiveInt | None = None
+    """Completions per prompt at step 0, whose value the forecast holds fixed, and at the end of the run; the
+    gain rests on these two. null: as `generations`."""
     seed: NonNegativeInt = 20251013
     """Seed of sampling and of the cuts, the same at every validation."""
 

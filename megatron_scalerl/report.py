@@ -90,8 +90,8 @@ def forecasts(rows: Sequence[dict[str, Any]], section: dict[str, Any], *, name: 
             [r["pass_rate"] for r in seen],
             initial=start["pass_rate"],
             method=method,
-            prompts=start["prompts"],
-            generations=start["generations"],
+            prompts=seen[0]["prompts"],
+            generations=seen[0]["generations"],
             name=name,
             unit=unit,
         )

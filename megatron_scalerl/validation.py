@@ -45,12 +45,16 @@ async def validate(
     sampler: Sampler,
     prompts: Sequence[Prompt],
     settings: ValidationSection,
+    generations: int,
     policy_version: int,
     max_in_flight: int,
 ) -> Validation:
-    """Complete and score every held-out prompt; the engines must serve `policy_version` throughout."""
+    """Complete and score every held-out prompt; the engines must serve `policy_version` throughout.
+
+    The first completions of a prompt are the same draws whatever `generations` is.
+    """
     prompts = prompts[: settings.prompts]
-    assert prompts and settings.generations >= 1
+    assert prompts and generations >= 1
     slots = asyncio.Semaphore(max_in_flight * len(engines))
 
     async def one(number: int, index: int) -> tuple[Rollout, Score]:
@@ -62,7 +66,7 @@ async def validate(
 
     async with asyncio.TaskGroup() as tasks:
         running = [
-            [tasks.create_task(one(number, index)) for index in range(settings.generations)]
+            [tasks.create_task(one(number, index)) for index in range(generations)]
             for number in range(len(prompts))
         ]
     done = [[task.result() for task in row] for row in running]
@@ -73,7 +77,7 @@ async def validate(
     return Validation(
         policy_version=policy_version,
         prompts=len(prompts),
-        generations=settings.generations,
+        generations=generations,
         pass_rate=sum(by_prompt) / len(by_prompt),
         by_prompt=by_prompt,
         truncated_share=sum(r.truncated for r in rollouts) / len(rollouts),
