@@ -15,6 +15,7 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from megatron_scalerl.tiny.tokenizer import BOS_ID, EOS_ID, MODEL_VOCABULARY, PAD_ID, save_tokenizer
 
@@ -75,6 +76,7 @@ def _save(model: PreTrainedModel, path: str | Path, seed: int) -> None:
     model.generation_config = GenerationConfig(
         bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID, do_sample=True, temperature=1.0
     )
+    disable_progress_bar()
     model.save_pretrained(path)
     save_tokenizer(path)
 
