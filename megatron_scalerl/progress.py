@@ -23,7 +23,7 @@ class Progress:
         self._bar = Bar(
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(),
+            BarColumn(bar_width=20),
             TextColumn("{task.fields[pass_rate]}"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
@@ -70,7 +70,7 @@ class Progress:
 
     def validation(self, result: PassRate) -> None:
         """One validation."""
-        self._bar.update(self._task, pass_rate=f"held-out pass rate {result.pass_rate:.3f}")
+        self._bar.update(self._task, pass_rate=f"held-out {result.pass_rate:.3f}")
         self._console.print(
             f"{result.step:5d}  held-out pass rate {result.pass_rate:.3f}"
             f" ({result.prompts} prompts x {result.generations}, {result.mean_completion_tokens:.1f} tokens,"
