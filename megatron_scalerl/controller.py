@@ -128,7 +128,8 @@ class Controller:
         self._charge_startup()
         await self._publish()
         await self._probe.check(self._step)
-        if self._step == 0 and self._due(self._recipe.validation.every_steps):
+        # at a restart too, if the last life ended before this version's validation did
+        if self._due(self._recipe.validation.every_steps) and not self._metrics.has_validation(self._step):
             self._begin_validation()
             await self._pinned()
             self._charge()

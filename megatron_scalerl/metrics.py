@@ -88,6 +88,10 @@ class Metrics:
         _append(self._validations, row)
         self._to_sinks(result.step, {f"validation/{k}": v for k, v in row.items() if k != "step"})
 
+    def has_validation(self, step: int) -> bool:
+        """True if the validation of this step is recorded."""
+        return self._validations.exists() and any(r["step"] == step for r in read_jsonl(self._validations))
+
     def roll_back(self, step: int) -> None:
         """Drop records of later steps: they are made again."""
         for path in (self._steps, self._validations, self._by_prompt):

@@ -25,7 +25,9 @@ def test_records_roll_back_and_sinks(tmp_path):
         ),
         by_prompt=[0.0, 0.5, 0.5, 0.0],
     )
+    assert metrics.has_validation(2) and not metrics.has_validation(1)
     metrics.roll_back(1)
+    assert not metrics.has_validation(2)
     metrics.step(2, {"loss": 9.0})
     metrics.close()
     assert [(r["step"], r["loss"]) for r in read_jsonl(tmp_path / "metrics.jsonl")] == [(1, 0.5), (2, 9.0)]
