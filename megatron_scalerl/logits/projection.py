@@ -1,0 +1,139 @@
+"""What a backend of the logit projection is given, and what it has to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+Precision = Literal["fp32", "model"]
+Entropy = Literal["none", "metric", "grad"]
+GradLogits = Literal["bf16", "bf16x2", "fp32"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projection:
+    """This rank's columns of the logits of T tokens, z = scale * hidden @ weight.T; nothing is computed yet."""
+
+    hidden: Tensor
+    """[T, H]; tokens without loss are not among them."""
+    weight: Tensor
+    """[n, H] in hidden's dtype: this rank's rows of the head without those of padding; n may be 0."""
+    targets: Tensor
+    """[T] int64, ids of the whole vocabulary."""
+    scale: Tensor
+    """1 / temperature in the accumulator's dtype: a number (0 dimensions) or [T]."""
+    first: int
+    """Id of column 0 in the whole vocabulary."""
+    round_logits: bool
+    """True rounds hidden @ weight.T to hidden's dtype before the scale, as an engine without an fp32 head does."""
+    entropy: bool
+    """True asks for u of the statistics; else u may stay 0."""
+    entropy_grad: bool
+    """True: `gradients` gets a gradient of the entropy."""
+    grad_logits: GradLogits
+    """How the gradient of bf16 logits enters the GEMMs: rounded to bf16, as the sum of two bf16 numbers, or as
+    it is against operands cast to fp32. fp32 and fp64 operands always meet it as it is."""
+    workspace_bytes: int
+    """Bound on a backend's blocks of logits, everything of size [tokens, columns] together."""
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.hidden.shape[0]
+
+    @property
+    def count(self) -> int:
+        """n, this rank's columns."""
+        return self.weight.shape[0]
+
+    @property
+    def accumulator(self) -> torch.dtype:
+        """fp64 for fp64 input, else fp32: the type of sums, logits and statistics."""
+        return torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
+
+    def of_tokens(self, rows: slice) -> Projection:
+        """The same projection of some of the tokens, as views."""
+        scale = self.scale if self.scale.dim() == 0 else self.scale[rows]
+        return replace(self, hidden=self.hidden[rows], targets=self.targets[rows], scale=scale)
+
+    def scale_of_rows(self) -> Tensor:
+        """The scale, to multiply a block [T, columns] by."""
+        return self.scale if self.scale.dim() == 0 else self.scale[:, None]
+
+    def owned(self, columns: slice) -> tuple[Tensor, Tensor]:
+        """Tokens whose target lies in these columns of this rank, and the target's place in the block."""
+        local = self.targets - (self.first + columns.start)
+        rows = ((local >= 0) & (local < columns.stop - columns.start)).nonzero()[:, 0]
+        return rows, local[rows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenGradients:
+    """What `gradients` needs to know of each token, all [T] in the accumulator's dtype."""
+
+    lse: Tensor
+    """Log-sum-exp over the whole vocabulary (nats)."""
+    logprob: Tensor
+    """Log-probability of the target (nats)."""
+    entropy: Tensor
+    """Entropy of the distribution (nats)."""
+    grad_logprob: Tensor
+    """Gradient of the log-probability."""
+    grad_entropy: Tensor | None
+    """Gradient of the entropy; None: it has none."""
+
+
+class Backend(Protocol):
+    """One way to compute a projection: three passes for two-pass losses, three for a loss inside the chunk.
+
+    `statistics` and `chunk_statistics` return [4, T] in the accumulator's dtype over this rank's columns:
+    0  m, the maximum of z; finfo.min where there is no column
+    1  r, the sum of exp(z - m) over all columns but that of the maximum; -1 where there is no column
+    2  u, the sum of exp(z - m) (z - m)
+    3  z of the target where this rank owns it, else finfo.min
+
+    `gradients` and `chunk_gradients` add dz @ weight to grad_hidden [T, H] (accumulator's dtype) and dz.T @ hidden
+    to grad_weight [n, H] (accumulator's or weight's dtype; it may be Megatron's main_grad itself), with
+
+        dz = scale * (grad_logprob (1_target - p) - grad_entropy p (log p + entropy)).
+    """
+
+    name: str
+    """What `backend=` calls it."""
+
+    def workspace(self, projection: Projection) -> int:
+        """Smallest number of bytes of workspace in which `statistics` and `gradients` can work."""
+        ...
+
+    def statistics(self, projection: Projection) -> Tensor:
+        """The statistics [4, T]."""
+        ...
+
+    def gradients(
+        self, projection: Projection, given: TokenGradients, grad_hidden: Tensor, grad_weight: Tensor | None
+    ) -> None:
+        """Computes the logits again and adds to both gradients; None: the weight has none."""
+        ...
+
+    def chunk_tokens(self, projection: Projection) -> int:
+        """Tokens whose logits over all columns fit into the workspace, with what `chunk_gradients` needs; maybe 0."""
+        ...
+
+    def chunk_statistics(self, projection: Projection, logits: Tensor) -> Tensor:
+        """The statistics of one chunk; leaves in `logits` [T, n] what `chunk_gradients` wants to find there."""
+        ...
+
+    def chunk_gradients(
+        self,
+        projection: Projection,
+        logits: Tensor,
+        stats: Tensor,
+        given: TokenGradients,
+        grad_hidden: Tensor,
+        grad_weight: Tensor | None,
+    ) -> None:
+        """As `gradients`, from what `chunk_statistics` left in `logits` and returned; may overwrite `logits`."""
+        ...
