@@ -1,9 +1,9 @@
 """How well each method forecasts the published curves: fitted on what the authors fitted, judged on the rest.
 
-The same run appears in several figures, so everything is left out by physical run (data/runs.csv). What the robust
-fit's prior learns from runs, where B lies and how far it spreads, is learned anew for each left-out run from the
-others: neither the points nor the legend of a run inform the prior that forecasts it. What it does not learn, but
-was set by hand (`structures`), is varied to show how little hangs on it.
+The same run appears in several figures, so everything is left out by physical run (data/runs.csv). The prior of the
+robust fit is learned anew for each left-out run from the others (`learning`), the choice of its settings included:
+neither the points nor the legend of a run inform the prior that forecasts it. Every setting that could have been
+chosen, and what is not learned at all (`varied`), is printed beside it.
 
     python -m megatron_scalerl.fit.benchmark
 """
@@ -13,12 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 import numpy as np
 
 from .forecast import fit
 from .forms import fit_least_squares_sigmoid, fit_log_linear, fit_power_law
+from .learning import Setting, choose, learn, settings
 from .paper import FIT_FROM
 from .prior import DEFAULT_PRIOR, Discrepancy, Prior
 from .published import GENERATIONS, PROMPTS, PublishedSeries, published_series
@@ -27,7 +27,8 @@ from .sigmoid import Array
 
 COLLAPSING = "DeepSeek-GRPO"
 """The run whose training became unstable while it was being forecast; no curve that only rises follows it."""
-NO_WANDER = (Discrepancy(ratio=0.0, length=0.5, weight=1.0),)
+LEFT_OUT = "robust, all learned without the run"
+NO_WANDER = (Discrepancy(deviation=0.0, length=0.5, weight=1.0),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,48 +135,23 @@ METHODS: dict[str, Method] = {
 }
 
 
-def learned_prior(without: str | None = None, base: Prior = DEFAULT_PRIOR) -> Prior:
-    """`base` with the prior of B learned from the published legends of all physical runs but `without`.
-
-    Location and scale are the median and the scaled median absolute deviation of log B, one value a run.
-    """
-    legends: dict[str, list[float]] = {}
-    for series in published_series():
-        if series.run != without:
-            legends.setdefault(series.run, []).append(math.log(series.exponent))
-    values = np.array([np.mean(each) for each in legends.values()])
-    centre = float(np.median(values))
-    scale = 1.4826 * float(np.median(np.abs(values - centre)))
-    return replace(base, log_exponent_mean=centre, log_exponent_sd=scale)
+def leave_one_run_out(grid: tuple[Setting, ...] | None = None) -> Method:
+    """The robust fit whose prior, every setting included, knows nothing of the run that it forecasts."""
+    return lambda series: outcome(series, fit_train(series, prior=learn((series.run,), grid)))
 
 
-def leave_one_run_out(base: Prior = DEFAULT_PRIOR) -> Method:
-    """The robust fit whose prior knows nothing of the run that it forecasts."""
-    return lambda series: outcome(series, fit_train(series, prior=learned_prior(series.run, base)))
+def varied() -> dict[str, Method]:
+    """What is not learned, set otherwise; everything else learned without the run."""
 
+    def changed(**changes) -> Method:
+        return lambda series: outcome(series, fit_train(series, prior=replace(learn((series.run,)), **changes)))
 
-def structures() -> dict[str, Prior]:
-    """Other choices for what the prior does not learn: the room above R_0, the midpoint and the wander."""
-    wanders = {
-        "wander 0, 2, 10": DEFAULT_PRIOR.discrepancies,
-        "wander 0, 2, 8, the last one longer": (
-            Discrepancy(ratio=0.0, length=0.5, weight=0.30),
-            Discrepancy(ratio=2.0, length=0.5, weight=0.35),
-            Discrepancy(ratio=8.0, length=0.8, weight=0.35),
-        ),
-        "wander 0, 2": (
-            Discrepancy(ratio=0.0, length=0.5, weight=0.50),
-            Discrepancy(ratio=2.0, length=0.5, weight=0.50),
-        ),
+    return {
+        "noise at a quarter of the binomial one": changed(noise_share=0.25),
+        "noise as binomial": changed(noise_share=1.0),
+        "noise less certain": changed(noise_shape=3.0),
+        "late midpoint at the end of the data": changed(late_mean=0.0),
     }
-    out = {
-        f"Beta(1, {gain:g}), {name}": replace(DEFAULT_PRIOR, gain_beta=gain, discrepancies=wander)
-        for (name, wander), gain in product(wanders.items(), (1.0, 2.0))
-    }
-    for centre, sd in ((0.3, 0.7), (0.4, 0.5), (0.4, 0.7)):
-        moved = replace(DEFAULT_PRIOR, log_midpoint_mean=math.log(centre), log_midpoint_sd=sd)
-        out[f"midpoint {centre:g}, spread {sd:g}"] = moved
-    return out
 
 
 def summarise(outcomes: Sequence[Outcome]) -> Summary:
@@ -193,24 +169,27 @@ def summarise(outcomes: Sequence[Outcome]) -> Summary:
 
 
 def main() -> None:
-    """Print the comparison of methods, the leave-one-run-out result by series, and the structures."""
+    """Print the comparison of methods, the leave-one-run-out result by series, and how much hangs on the settings."""
     series = forecastable()
-    methods = {**METHODS, "robust, prior learned without the run": leave_one_run_out()}
+    methods = {**METHODS, LEFT_OUT: leave_one_run_out()}
     outcomes = {name: [method(s) for s in series] for name, method in methods.items()}
-    for found, paper in zip(outcomes["robust, prior learned without the run"], outcomes["paper"]):
+    for found, paper in zip(outcomes[LEFT_OUT], outcomes["paper"]):
         _print(found.series, summarise([found]))
         _print("   paper", summarise([paper]))
-    for name, base in structures().items():
-        outcomes[name] = [leave_one_run_out(base)(s) for s in series]
+    others = {f"left out, {setting}": leave_one_run_out((setting,)) for setting in settings()}
+    for name, method in {**varied(), **others}.items():
+        outcomes[name] = [method(s) for s in series]
     for without in ((), (COLLAPSING,)):
         print(f"without {', '.join(without) or 'nothing'}")
         for name, judged in outcomes.items():
             _print(name, summarise([o for o in judged if o.run not in without]))
+    for run in dict.fromkeys(s.run for s in series):
+        print(f"chosen without {run}: {choose(frozenset((run,)), settings())}")
 
 
 def _print(name: str, summary: Summary) -> None:
     print(
-        f"{name:52s} points {summary.points:3d}  error {summary.error:.5f}  by run {summary.by_run:.5f}  "
+        f"{name:104s} points {summary.points:3d}  error {summary.error:.5f}  by run {summary.by_run:.5f}  "
         f"coverage {summary.coverage:.3f}  half width {summary.half_width:.4f}"
     )
 

@@ -67,7 +67,8 @@ def fit(
     c, y, truncated = c[kept], y[kept], None if truncated is None else truncated[kept]
     if len(c) < 3:
         raise ValueError(f"{name}: expected at least 3 points with compute > 0 in the window, found {len(c)}")
-    obs = _observations(c, y, initial, prompts, generations, prior if method == "robust" else FLAT_PRIOR)
+    prior = prior if method == "robust" else FLAT_PRIOR
+    obs = observe(c, y, initial, prompts=prompts, generations=generations, prior=prior)
     solve = _solve_robust if method == "robust" else _solve_paper
     solution = solve(obs, prior, bounds or Bounds(), fixed_asymptote, draws, seed)
     notes += solution.notes
@@ -113,7 +114,7 @@ def _solve_robust(
     obs: Observations, prior: Prior, bounds: Bounds, fixed_asymptote: float | None, draws: int, seed: int
 ) -> _Solution:
     options = {"fixed_asymptote": fixed_asymptote, "draws": draws, "seed": seed}
-    posterior = _robust_posterior(obs, prior, bounds, options)
+    posterior = robust_posterior(obs, prior, bounds, options)
     notes = checks.posterior_edges(posterior, bounds, fixed=fixed_asymptote is not None)
     return _Solution(parameters=_central(posterior), posterior=posterior, notes=notes)
 
@@ -190,9 +191,10 @@ def _window(
     return kept, notes
 
 
-def _observations(
-    c: Array, y: Array, initial: float | None, prompts: int | None, generations: int | None, prior: Prior
+def observe(
+    c: Array, y: Array, initial: float | None, *, prompts: int | None, generations: int | None, prior: Prior
 ) -> Observations:
+    """What `prior` makes of points with compute > 0, ascending, before it is fitted."""
     for key, number in (("prompts", prompts), ("generations", generations)):
         if number is not None and number < 1:
             raise ValueError(f"{key}: expected a whole number >= 1, found {number!r}")
@@ -221,10 +223,11 @@ def _observations(
         initial_weights=weights,
         noise_variance=variance,
         noise_shape=shape,
+        wander_unit=float(binomial.mean()) / variance,
     )
 
 
-def _robust_posterior(obs: Observations, prior: Prior, bounds: Bounds, options: dict) -> Posterior:
+def robust_posterior(obs: Observations, prior: Prior, bounds: Bounds, options: dict) -> Posterior:
     """Sample, lower the weight of points that their neighbours disown, and sample again."""
     first = sample(obs, prior=prior, bounds=bounds, **{**options, "draws": 500})
     residual = obs.pass_rate - np.median(first.curves(np.exp(obs.log_compute) * obs.scale), axis=0)

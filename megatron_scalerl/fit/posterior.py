@@ -49,6 +49,12 @@ class Observations:
     """Centre of the prior of the noise variance."""
     noise_shape: float
     """Shape of that inverse-gamma prior."""
+    wander_unit: float
+    """Mean p (1 - p) of the points over `noise_variance`: turns a wander's deviation into noise variances."""
+
+    def ratio(self, hypothesis: Discrepancy) -> float:
+        """Variance of the wander as a multiple of the variance of one measurement."""
+        return hypothesis.deviation**2 * self.wander_unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,12 +96,12 @@ class Posterior:
         residual = obs.pass_rate - self.curves(np.exp(obs.log_compute) * obs.scale)
         for index, hypothesis in enumerate(self.discrepancies):
             rows = self.hypothesis == index
-            if hypothesis.ratio == 0.0 or not rows.any():
+            if hypothesis.deviation == 0.0 or not rows.any():
                 continue
             inverse = np.linalg.inv(covariance(obs, hypothesis))
-            cross = wander(new, obs.log_compute, hypothesis)
+            cross = obs.ratio(hypothesis) * correlation(new, obs.log_compute, hypothesis)
             mean[rows] += residual[rows] @ (inverse @ cross.T)
-            left = hypothesis.ratio - ((cross @ inverse) * cross).sum(axis=1)
+            left = obs.ratio(hypothesis) - ((cross @ inverse) * cross).sum(axis=1)
             variance[rows] = np.maximum(left, 0.0) * self.noise_variance[rows, None]
         return mean, variance
 
@@ -118,15 +124,15 @@ class Posterior:
         return np.log(np.asarray(compute, dtype=float)) - np.log(self.observations.scale)
 
 
-def wander(left: Array, right: Array, hypothesis: Discrepancy) -> Array:
-    """[len(left), len(right)] covariance of the wander at two log computes, in units of the noise variance."""
-    return hypothesis.ratio * np.exp(-np.abs(left[:, None] - right[None, :]) / hypothesis.length)
+def correlation(left: Array, right: Array, hypothesis: Discrepancy) -> Array:
+    """[len(left), len(right)] correlation of the wander at two log computes."""
+    return np.exp(-np.abs(left[:, None] - right[None, :]) / hypothesis.length)
 
 
 def covariance(observations: Observations, hypothesis: Discrepancy) -> Array:
     """[n, n] covariance of the measured points around the sigmoid, in units of the noise variance."""
     x = observations.log_compute
-    return np.diag(observations.spread) + wander(x, x, hypothesis)
+    return np.diag(observations.spread) + observations.ratio(hypothesis) * correlation(x, x, hypothesis)
 
 
 def sample(
@@ -164,6 +170,24 @@ def sample(
     shape = observations.noise_shape + len(observations.pass_rate) / 2
     scale = observations.noise_shape * observations.noise_variance + _misfit(posterior) / 2
     return replace(posterior, noise_variance=scale / rng.gamma(shape, size=draws))
+
+
+def hypothesis_evidence(observations: Observations, *, prior: Prior, bounds: Bounds) -> Array:
+    """[hypotheses] log marginal likelihood of the points under each of the prior's, up to one common constant."""
+    grid = _refined_grid(observations, prior, bounds, None)
+    weights = np.array([hypothesis.weight for hypothesis in prior.discrepancies])
+    return np.log(np.maximum(grid.mass.sum(axis=(0, 2, 3, 4)), 1e-300)) - np.log(weights)
+
+
+def log_prior(posterior: Posterior, prior: Prior) -> Array:
+    """[draws] log density of `prior` at the draws, up to a constant; -inf where it lacks a draw's hypothesis."""
+    known = {(d.deviation, d.length): d.weight for d in prior.discrepancies}
+    with np.errstate(divide="ignore"):
+        weights = np.log([known.get((d.deviation, d.length), 0.0) for d in posterior.discrepancies])
+    share = (posterior.asymptote - posterior.initial) / (1.0 - posterior.initial)
+    place = _log_normal(np.log(posterior.exponent), prior.log_exponent_mean, prior.log_exponent_sd)
+    place = place + _log_midpoint_prior(posterior.log_midpoint, prior) + _log_gain_prior(share, prior)
+    return place + weights[posterior.hypothesis]
 
 
 def _asymptotes(posterior: Posterior, standing: Array, bounds: Bounds) -> Array:

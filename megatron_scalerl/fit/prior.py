@@ -1,8 +1,8 @@
 """What the robust fit believes before it sees a run: weak, unit-free, and the same for every run.
 
 No number here carries a compute unit: the midpoint is stated relative to the largest fitted compute, the
-asymptote as a share of the room above R_0, the discrepancy as a multiple of the measurement noise.
-docs/forecast.md says how the numbers were chosen and what each one is worth in forecast error.
+asymptote as a share of the room above R_0, the discrepancy as a share of sqrt(p (1 - p)). The numbers of B, C_mid,
+the gain and the discrepancies are what `learning.learn()` learns from all published runs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ class Discrepancy:
     the curve, and independent noise alone makes intervals far too narrow.
     """
 
-    ratio: float
-    """Variance of the wander as a multiple of the variance of one measurement; 0 is no wander."""
+    deviation: float
+    """Standard deviation of the wander as a share of sqrt(p (1 - p)); 0 is no wander. It belongs to the run: a
+    larger validation set makes it no smaller."""
     length: float
     """Correlation length in natural log of compute: 0.3 forgets about 1/e within 35 % more compute."""
     weight: float
@@ -31,15 +32,15 @@ class Discrepancy:
 class Prior:
     """Prior distribution of one run's sigmoid, unit-free."""
 
-    log_exponent_mean: float = math.log(2.145)
-    """Mean of log B: the median over the 26 published runs (`benchmark.learned_prior`)."""
+    log_exponent_mean: float = 0.7631
+    """Mean of log B: the median over the 26 published runs (`learning`)."""
     log_exponent_sd: float = 0.322
     """Standard deviation of log B: their scaled median absolute deviation."""
-    log_midpoint_mean: float = math.log(0.3)
-    """Mean of log(C_mid / largest fitted compute)."""
-    log_midpoint_sd: float = 0.5
+    log_midpoint_mean: float = math.log(0.3533)
+    """Mean of log(C_mid / largest fitted compute): their median."""
+    log_midpoint_sd: float = 0.7
     """Standard deviation of log(C_mid / largest fitted compute)."""
-    late_share: float = 0.25
+    late_share: float = 0.1
     """Probability that the run is only at its start, where C_mid may lie far beyond the fitted compute."""
     late_mean: float = math.log(3.0)
     """Mean of log(C_mid / largest fitted compute) in that case."""
@@ -47,8 +48,8 @@ class Prior:
     """Standard deviation in that case."""
     gain_alpha: float = 1.0
     """First Beta parameter of the share (A - R_0) / (1 - R_0)."""
-    gain_beta: float = 1.0
-    """Second Beta parameter of that share; 1 and 1 is flat."""
+    gain_beta: float = 2.0
+    """Second Beta parameter of that share; with 1 and 2 the density falls in a line to 0 at A = 1."""
     noise_shape: float = 8.0
     """Shape of the inverse-gamma prior of the noise variance where the validation size is known."""
     noise_share: float = 0.5
@@ -58,9 +59,11 @@ class Prior:
     unknown_noise_shape: float = 1.0
     """Shape of the inverse-gamma prior in that case: much weaker."""
     discrepancies: tuple[Discrepancy, ...] = (
-        Discrepancy(ratio=0.0, length=0.5, weight=0.35),
-        Discrepancy(ratio=2.0, length=0.5, weight=0.30),
-        Discrepancy(ratio=10.0, length=0.5, weight=0.35),
+        Discrepancy(deviation=0.0, length=0.5, weight=0.5),
+        Discrepancy(deviation=0.01, length=0.5, weight=0.0270),
+        Discrepancy(deviation=0.018, length=1.0, weight=0.3096),
+        Discrepancy(deviation=0.018, length=2.0, weight=0.0986),
+        Discrepancy(deviation=0.03, length=2.0, weight=0.0648),
     )
     """The hypotheses that are averaged, each by its posterior weight."""
 
@@ -89,6 +92,6 @@ FLAT_PRIOR = Prior(
     noise_shape=0.5,
     noise_share=0.5,
     unknown_noise_shape=0.5,
-    discrepancies=(Discrepancy(ratio=0.0, length=1.0, weight=1.0),),
+    discrepancies=(Discrepancy(deviation=0.0, length=1.0, weight=1.0),),
 )
 """No opinion and independent noise: how sure the paper's least squares may be, at most."""

@@ -58,9 +58,9 @@ def test_many_exact_points_leave_no_doubt():
 
 def test_a_larger_validation_set_narrows_the_forecast():
     compute, measured = synthetic()
-    small, large = (fit(compute, measured, initial=0.4, prompts=n, generations=16) for n in (60, 4000))
+    small, large = (fit(compute, measured, initial=0.4, prompts=n, generations=16) for n in (20, 4000))
     width = [p.hi - p.lo for p in (*small.predict([2.0]), *large.predict([2.0]))]
-    assert width[0] > 1.3 * width[1]
+    assert width[0] > 1.5 * width[1]
 
 
 def test_one_wild_point_hardly_moves_the_forecast():

@@ -1,0 +1,219 @@
+"""Learn the prior of the robust fit from published runs: all of it, from any set of runs.
+
+What a user's run is assumed to be like is taken from other runs, never from the one that is forecast:
+`learn(without=(run,))` uses neither the points nor the legends of `run`, and the shipped `DEFAULT_PRIOR` is
+`learn()`. Four things are learned, one vote a run however many figures show it:
+
+* where B lies and how far it spreads: the legends;
+* where C_mid lies in what was fitted: the legends;
+* how runs wander around their sigmoid: the marginal likelihood of their points (empirical Bayes);
+* how far to trust all that (`settings`): log predictive density of what each of the other runs measured after
+  the part that was fitted, forecast with a prior that was learned without it as well.
+
+    python -m megatron_scalerl.fit.learning
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+
+import numpy as np
+
+from .forecast import observe, robust_posterior
+from .posterior import Posterior, hypothesis_evidence, log_prior
+from .prior import Bounds, Discrepancy, Prior
+from .published import GENERATIONS, PROMPTS, PublishedSeries, published_series
+from .sigmoid import Array
+
+NO_WANDER_SHARE = 0.5
+"""Prior probability that a run does not wander at all: even odds. Not learned, as nearly all published runs wander
+(EM gives it less than 1 %) and the forecast has to be honest about runs that do not; it costs forecast error."""
+DEVIATIONS, LENGTHS = (0.006, 0.01, 0.018, 0.03), (0.25, 0.5, 1.0, 2.0)
+WANDERS = (Discrepancy(deviation=0.0, length=0.5, weight=1.0),) + tuple(
+    Discrepancy(deviation=deviation, length=length, weight=1.0) for deviation, length in product(DEVIATIONS, LENGTHS)
+)
+"""The hypotheses whose weights are learned."""
+NEGLIGIBLE_WEIGHT = 0.02
+"""Hypotheses below this weight are dropped: they cost time in every fit."""
+REFERENCE = Prior(
+    log_exponent_mean=math.log(2.0),
+    log_exponent_sd=0.6,
+    log_midpoint_mean=math.log(0.5),
+    log_midpoint_sd=1.0,
+    late_share=0.2,
+    discrepancies=WANDERS,
+)
+"""A prior without an opinion on any run; the settings are judged by reweighting its draws."""
+REFERENCE_DRAWS = 8000
+FEWEST = 5
+"""Fitted points that a forecast needs to take part in judging the settings."""
+INDIFFERENT = 0.01
+"""Difference in mean log density below which the earlier, weaker setting is kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How far the prior trusts what other runs look like."""
+
+    midpoint_sd: float
+    """Standard deviation of log(C_mid / largest fitted compute)."""
+    exponent_factor: float
+    """Multiple of the learned spread of log B."""
+    gain_beta: float
+    """Second Beta parameter of (A - R_0) / (1 - R_0)."""
+    late_share: float
+    """Probability that the run is only at its start."""
+
+
+def settings() -> tuple[Setting, ...]:
+    """The grid of settings, the weakest first."""
+    return tuple(
+        Setting(midpoint_sd=sd, exponent_factor=factor, gain_beta=beta, late_share=late)
+        for sd, factor, beta, late in product((0.7, 0.5, 0.35), (1.5, 1.0), (1.0, 2.0), (0.25, 0.1))
+    )
+
+
+def learn(without: Iterable[str] = (), grid: tuple[Setting, ...] | None = None) -> Prior:
+    """The prior that the published runs but `without` teach."""
+    left_out = frozenset(without)
+    return learned_with(choose(left_out, grid or settings()), left_out)
+
+
+def choose(without: frozenset[str], grid: tuple[Setting, ...]) -> Setting:
+    """The setting that forecasts every run but `without` best, each from all the others."""
+    scores = np.array([setting_score(setting, without) for setting in grid])
+    return grid[int(np.flatnonzero(scores >= scores.max() - INDIFFERENT)[0])]
+
+
+@cache
+def setting_score(setting: Setting, without: frozenset[str]) -> float:
+    """Mean over runs of the mean log density of their unseen points."""
+    scores = []
+    for run, tasks in _by_run(_tasks()).items():
+        if run not in without:
+            prior = learned_with(setting, without | {run})
+            scores.append(np.mean([_log_score(task, prior) for task in tasks]))
+    return float(np.mean(scores))
+
+
+def learned_with(setting: Setting, without: frozenset[str]) -> Prior:
+    """What the runs but `without` teach, trusted as `setting` says."""
+    exponent = _by_legend(without, lambda series: math.log(series.exponent))
+    midpoint = _by_legend(without, lambda series: math.log(series.midpoint / series.compute[series.fitted].max()))
+    centre = float(np.median(exponent))
+    spread = 1.4826 * float(np.median(np.abs(exponent - centre)))
+    return Prior(
+        log_exponent_mean=centre,
+        log_exponent_sd=setting.exponent_factor * spread,
+        log_midpoint_mean=float(np.median(midpoint)),
+        log_midpoint_sd=setting.midpoint_sd,
+        late_share=setting.late_share,
+        gain_beta=setting.gain_beta,
+        discrepancies=_discrepancies(without),
+    )
+
+
+def _by_legend(without: frozenset[str], value: Callable[[PublishedSeries], float]) -> Array:
+    runs = _by_run(tuple(s for s in published_series() if s.run not in without))
+    return np.array([np.mean([value(series) for series in each]) for each in runs.values()])
+
+
+def _by_run(items):
+    out: dict[str, list] = {}
+    for item in items:
+        out.setdefault(item.run, []).append(item)
+    return out
+
+
+@cache
+def _discrepancies(without: frozenset[str]) -> tuple[Discrepancy, ...]:
+    """No wander with its fixed share; the others by maximum marginal likelihood of the runs (EM)."""
+    runs = _by_run(tuple(s for s in published_series() if s.run not in without))
+    log_evidence = np.array([np.mean([wander_evidence(s.name) for s in each], axis=0) for each in runs.values()])
+    evidence = np.exp(log_evidence - log_evidence.max(axis=1, keepdims=True))[:, 1:]
+    weights = np.full(evidence.shape[1], 1.0 / evidence.shape[1])
+    for _ in range(300):
+        belongs = evidence * weights
+        belongs /= belongs.sum(axis=1, keepdims=True)
+        weights = belongs.sum(axis=0) + weights.size**-1.0  # one run's worth of doubt
+        weights /= weights.sum()
+    weights = np.where(weights >= NEGLIGIBLE_WEIGHT, weights, 0.0)
+    weights *= (1.0 - NO_WANDER_SHARE) / weights.sum()
+    kept = [replace(w, weight=float(share)) for w, share in zip(WANDERS[1:], weights) if share > 0.0]
+    return (replace(WANDERS[0], weight=NO_WANDER_SHARE), *kept)
+
+
+@cache
+def wander_evidence(name: str) -> Array:
+    """[hypotheses] log marginal likelihood of all points of one series under each of `WANDERS`."""
+    (series,) = (s for s in published_series() if s.name == name)
+    obs = observe(
+        series.compute, series.pass_rate, series.initial, prompts=PROMPTS, generations=GENERATIONS, prior=REFERENCE
+    )
+    return hypothesis_evidence(obs, prior=REFERENCE, bounds=Bounds())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Task:
+    """A forecast to judge settings by: points up to somewhere, then the rest."""
+
+    run: str
+    series: PublishedSeries
+    fitted: np.ndarray
+    unseen: np.ndarray
+
+
+@cache
+def _tasks() -> tuple[_Task, ...]:
+    """The authors' forecasts, and every series' fitted part forecast from its first half."""
+    out = []
+    for s in published_series():
+        half = s.compute <= 0.5 * s.compute[s.fitted].max()
+        for fitted, unseen in ((s.fitted, ~s.fitted), (half, s.fitted & ~half)):
+            if unseen.any() and np.count_nonzero(fitted) >= FEWEST:
+                out.append(_Task(run=s.run, series=s, fitted=fitted, unseen=unseen))
+    return tuple(out)
+
+
+def _log_score(task: _Task, prior: Prior) -> float:
+    """Mean log density of the unseen points, from the reference draws weighted to `prior`."""
+    reference, density = _reference(task)
+    weights = log_prior(reference, prior) - log_prior(reference, REFERENCE)
+    weights = np.exp(weights - weights.max())
+    return float(np.mean(np.log(weights @ density / weights.sum())))
+
+
+@cache
+def _reference(task: _Task) -> tuple[Posterior, Array]:
+    """(draws under REFERENCE, [draws, unseen] their density of each unseen point)."""
+    s = task.series
+    obs = observe(
+        s.compute[task.fitted],
+        s.pass_rate[task.fitted],
+        s.initial,
+        prompts=PROMPTS,
+        generations=GENERATIONS,
+        prior=REFERENCE,
+    )
+    posterior = robust_posterior(
+        obs, REFERENCE, Bounds(), {"fixed_asymptote": None, "draws": REFERENCE_DRAWS, "seed": 0}
+    )
+    mean, variance = posterior.true_pass_rate(s.compute[task.unseen])
+    variance = variance + posterior.noise_variance[:, None]
+    density = np.exp(-0.5 * (s.pass_rate[task.unseen] - mean) ** 2 / variance) / np.sqrt(2.0 * np.pi * variance)
+    return posterior, density
+
+
+def main() -> None:
+    """Print the score of every setting on all runs, and what is learned."""
+    for setting in settings():
+        print(f"{setting_score(setting, frozenset()):.4f}  {setting}")
+    print(learn())
+
+
+if __name__ == "__main__":
+    main()
