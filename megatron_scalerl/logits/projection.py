@@ -34,10 +34,11 @@ class Projection:
     entropy_grad: bool
     """True: `gradients` gets a gradient of the entropy."""
     grad_logits: GradLogits
-    """How the gradient of bf16 logits enters the GEMMs: rounded to bf16, as the sum of two bf16 numbers, or as
-    it is against operands cast to fp32. fp32 and fp64 operands always meet it as it is."""
+    """How the gradient of the logits of a bf16 head enters the GEMMs. "bf16": rounded. "bf16x2": as the sum of two
+    bf16 numbers for the weight's gradient; hidden's, which ends in bf16, takes the first of them. "fp32": as it is,
+    against operands cast to fp32. fp32 and fp64 operands always meet it as it is."""
     workspace_bytes: int
-    """Bound on a backend's blocks of logits, everything of size [tokens, columns] together."""
+    """Bound on what a backend allocates: blocks of logits and of their gradient, casts of operands, partial sums."""
 
     @property
     def tokens(self) -> int:
@@ -87,7 +88,7 @@ class TokenGradients:
 
 
 class Backend(Protocol):
-    """One way to compute a projection: three passes for two-pass losses, three for a loss inside the chunk.
+    """One way to compute a projection, in two passes (the logits are computed twice) or chunk by chunk (once).
 
     `statistics` and `chunk_statistics` return [4, T] in the accumulator's dtype over this rank's columns:
     0  m, the maximum of z; finfo.min where there is no column
@@ -102,7 +103,11 @@ class Backend(Protocol):
     """
 
     name: str
-    """What `backend=` calls it."""
+    """What `backend=` calls it; the file is logits/<name>_backend.py and holds the backend as BACKEND."""
+
+    def needs(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """What it lacks here, for a projection on `device` with operands of `dtype`; None where it can run."""
+        ...
 
     def workspace(self, projection: Projection) -> int:
         """Smallest number of bytes of workspace in which `statistics` and `gradients` can work."""
