@@ -8,7 +8,7 @@ into micro-batches changes neither loss nor gradient.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import msgspec
@@ -16,8 +16,9 @@ import numpy as np
 
 from megatron_scalerl.types import Batch, MicroBatch, Rollout, Sample
 
-_FILLS = {"staleness": -1}
+_FILLS = {"staleness": -1, "expert_choices": -1}
 """Value of padding positions where it is not 0."""
+_COLUMNS = tuple(f.name for f in fields(MicroBatch) if f.name not in ("position_ids", "cu_seqlens"))
 
 
 def pack(
@@ -89,6 +90,7 @@ def _micro_batch(samples: Sequence[Sample], pad_multiple: int, policy_version: i
     packed = [_sequence(sample, policy_version) for sample in samples]
     sizes = [len(columns["tokens"]) for columns in packed]
     joined = {key: np.concatenate([columns[key] for columns in packed]) for key in packed[0]}
+    joined |= _joined_choices(samples)
     cu_seqlens = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
     micro_batch = MicroBatch(cu_seqlens=cu_seqlens, **joined)
     total = sum(sizes)
@@ -120,6 +122,25 @@ def _sequence(sample: Sample, policy_version: int) -> dict[str, np.ndarray]:
     }
 
 
+def _joined_choices(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
+    """[N, L, K] experts of all samples in turn, -1 where a sample brings none; nothing if none does."""
+    known = [s.rollout.expert_choices for s in samples if s.rollout.expert_choices is not None]
+    if not known:
+        return {}
+    layers, topk = known[0].layers, known[0].topk
+    assert all((c.layers, c.topk) == (layers, topk) for c in known), "one policy, one number of layers and experts"
+    parts = []
+    for sample in samples:
+        tokens = len(sample.prompt_token_ids) + len(sample.rollout.token_ids)
+        part = np.full((tokens, layers, topk), -1, dtype=np.int32)
+        choices = sample.rollout.expert_choices
+        if choices is not None:
+            numbers = np.frombuffer(choices.data, dtype=f"<u{choices.width}").reshape(-1, layers, topk)
+            part[: min(tokens, len(numbers))] = numbers[:tokens]
+        parts.append(part)
+    return {"expert_choices": np.concatenate(parts)}
+
+
 def pad_to(micro_batch: MicroBatch, size: int) -> MicroBatch:
     """`micro_batch` with one more sequence of zero weight at its end, so that it holds `size` positions."""
     missing = size - len(micro_batch.tokens)
@@ -127,9 +148,11 @@ def pad_to(micro_batch: MicroBatch, size: int) -> MicroBatch:
     if missing == 0:
         return micro_batch
     columns = {}
-    for key in ("tokens", "targets", "loss_mask", "rollout_logprobs", "advantages", "token_weights", "staleness"):
+    for key in _COLUMNS:
         array = getattr(micro_batch, key)
-        columns[key] = np.concatenate([array, np.full(missing, _FILLS.get(key, 0), dtype=array.dtype)])
+        if array is not None:
+            fill = np.full((missing, *array.shape[1:]), _FILLS.get(key, 0), dtype=array.dtype)
+            columns[key] = np.concatenate([array, fill])
     return replace(
         micro_batch,
         position_ids=np.concatenate([micro_batch.position_ids, np.arange(missing, dtype=np.int64)]),

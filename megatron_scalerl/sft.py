@@ -21,7 +21,8 @@ from megatron_scalerl.batch import pack
 from megatron_scalerl.losses.inputs import LossInputs, LossOutput, masked, weighted_sum
 from megatron_scalerl.losses.reduction import token_weights
 from megatron_scalerl.prompts.rendering import PromptRenderer, check_think_tags
-from megatron_scalerl.recipe import OptimizerSection, Recipe, SftSection
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe_sections import OptimizerSection, SftSection
 from megatron_scalerl.trainer.parallel import init_parallel, shutdown_parallel
 from megatron_scalerl.trainer.step import make_trainer
 from megatron_scalerl.types import Rollout, Sample, StepReport

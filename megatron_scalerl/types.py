@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -48,6 +48,22 @@ class Rollout:
     """The drawn cut point: number of thinking tokens after which the phrase is forced (0: interruption off)."""
     seed: int
     """The sampling seed of this completion."""
+    expert_choices: ExpertChoices | None = None
+    """With rollouts.routing_replay."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertChoices:
+    """The experts that the engine's routers chose for the tokens of one completion. Produced by `rollouts`."""
+
+    layers: int
+    """L, all layers of the policy; what stands at a dense layer means nothing."""
+    topk: int
+    """K, experts a token."""
+    width: Literal[1, 2]
+    """Bytes of one number, little-endian and unsigned."""
+    data: bytes
+    """[P + T - 1, L, K] expert of each token of prompt and completion but the last, which no layer has seen."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,6 +140,8 @@ class MicroBatch:
     """[N] float32, 0 where loss_mask is False."""
     staleness: np.ndarray
     """[N] int32 optimiser steps from the version that sampled the target to the one that trains, -1 off mask."""
+    expert_choices: np.ndarray | None = None
+    """[N, L, K] int32 expert of each token as the engine chose it, -1 where the trainer's router shall choose."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_scalerl.recipe import ValidationSection
+from megatron_scalerl.recipe_sections import ValidationSection
 from megatron_scalerl.rollouts.engine_client import EngineClient
 from megatron_scalerl.rollouts.sampler import VALIDATION_PRIORITY, Sampler
 from megatron_scalerl.types import Prompt, Rollout, Score

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_scalerl.recipe import Recipe, Section
+from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe_file import RecipeError, dump_recipe, load_recipe, valid_keys
+from megatron_scalerl.recipe_sections import Section
 
 ROOT = Path(__file__).parent.parent
 MINIMAL = "name: t\nsteps: 3\npolicy: {path: x}\nprompts: {path: y}\n"

@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_scalerl.recipe import Recipe, SftSection
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe_sections import SftSection
 from megatron_scalerl.sft import _batches, read_examples, run_sft, schedule
 from megatron_scalerl.tiny.build import TinyArguments, build
 from megatron_scalerl.trainer import cpu_compat

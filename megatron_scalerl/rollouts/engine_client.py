@@ -6,16 +6,19 @@ answering is found by its health checks and by its process ending (`rollouts.eng
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import msgspec
+import numpy as np
 
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.interruption import Plan, tag
-from megatron_scalerl.types import Rollout
+from megatron_scalerl.types import ExpertChoices, Rollout
 
 SECRET_HEADER = "X-Run-Secret"
 """Every path but /health demands it."""
@@ -87,6 +90,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str
     logprobs: _Logprobs | None = None
     weight_versions: list[_Span] | None = None
+    routed_experts: str | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -272,7 +276,23 @@ def _rollout(choice: _Choice, spec: SamplingSpec) -> Rollout:
         truncated=truncated,
         thinking_cut=plan.cut if plan else 0,
         seed=spec.seed,
+        expert_choices=None if choice.routed_experts is None else _expert_choices(choice.routed_experts),
     )
+
+
+def _expert_choices(encoded: str) -> ExpertChoices:
+    """vLLM's array in .npy form, base64, [P + T - 1, L, K]. Raises EngineError for another."""
+    try:
+        array = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+    except ValueError as err:
+        raise EngineError(f"routed_experts: expected a base64 .npy array, found {err}") from None
+    if array.ndim != 3 or array.dtype not in (np.uint8, np.uint16):
+        raise EngineError(
+            f"routed_experts: expected uint8 or uint16 [tokens, layers, experts], found {array.dtype} {array.shape}"
+        )
+    _, layers, topk = array.shape
+    width: Literal[1, 2] = 1 if array.dtype == np.uint8 else 2
+    return ExpertChoices(layers=layers, topk=topk, width=width, data=array.astype(f"<u{width}").tobytes())
 
 
 def _versions(spans: list[_Span] | None, length: int) -> tuple[int, ...]:

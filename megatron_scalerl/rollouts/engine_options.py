@@ -32,6 +32,7 @@ OURS = {
     "weight_transfer_config": "weights.transport",
     "worker_extension_cls": None,
     "enable_prefix_caching": None,
+    "enable_return_routed_experts": "rollouts.routing_replay",
     "scheduling_policy": None,
     "api_server_count": None,
     "uds": None,
@@ -110,7 +111,8 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int, transport: str) ->
     options |= recipe.engine.vllm
     # the two lists where the user's entries join ours
     options["middleware"] = [f"{PLUGIN}.SecretMiddleware", *_as_list(options.get("middleware"))]
-    options["logits_processors"] = [f"{PLUGIN}:ForcedTokens", *_as_list(options.get("logits_processors"))]
+    if recipe.interruption.enabled or not recipe.rollouts.routing_replay:
+        options["logits_processors"] = [f"{PLUGIN}:ForcedTokens", *_as_list(options.get("logits_processors"))]
     head = "float32" if recipe.policy.logits == "fp32" else "model"
     options["hf_overrides"] = {**options.get("hf_overrides", {}), "head_dtype": head}
     options |= {
@@ -126,7 +128,19 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int, transport: str) ->
         "scheduling_policy": "priority",
         "enable_scale_out": True,
     }
+    if recipe.rollouts.routing_replay:
+        options |= _routing_options()
     return [text for name, value in options.items() for text in _argument(name, value)]
+
+
+def _routing_options() -> dict[str, Any]:
+    """What vLLM asks for before it reports expert choices (vllm/config/vllm.py, _verify_aux_output_compatibility)."""
+    if on_cpu():
+        raise ValueError(
+            "rollouts.routing_replay: expected vLLM for GPUs, whose second model runner reports the experts, found "
+            "the build for CPUs"
+        )
+    return {"enable_return_routed_experts": True, "enable_prefix_caching": True}
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -160,8 +174,8 @@ def engine_environment(recipe: Recipe, *, secret: str, ready_fd: int, devices: s
     env = dict(os.environ)
     env |= {
         "VLLM_SERVER_DEV_MODE": "1",
-        # the second model runner takes another kind of logits processor
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        # the second model runner takes another kind of logits processor, and alone reports expert choices
+        "VLLM_USE_V2_MODEL_RUNNER": str(int(recipe.rollouts.routing_replay)),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",
         "HF_HUB_OFFLINE": "1",

@@ -20,6 +20,7 @@ from megatron_scalerl.models import read_hf_config
 from megatron_scalerl.models.family import Family, padded_vocab_size
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer.device import HAVE_TE
+from megatron_scalerl.trainer.layers import routing
 from megatron_scalerl.trainer.layers.packing import packed_row
 from megatron_scalerl.trainer.layers.spec import block_submodules
 from megatron_scalerl.trainer.options import ModelOptions, ddp_config, model_options
@@ -57,6 +58,7 @@ class PolicyModel(GPTModel):
         self.logits = logits
         self.parallel = parallel
         self.rotary_pos_emb.inv_freq = family.inv_freq.to(parallel.device)
+        routing.install(self.decoder)
 
     def forward(
         self,
@@ -67,16 +69,18 @@ class PolicyModel(GPTModel):
         *,
         temperature: float = 1.0,
         entropy: Entropy = "metric",
+        expert_choices: Tensor | None = None,
     ) -> Tensor:
         """Log-probabilities of `targets` and entropies, [2, N] fp32, nats, on the last stage.
 
         tokens and position_ids [1, N] (positions count from 0 in every sequence), cu_seqlens [S+1] from 0 to
         N, targets [N]. Row 0: log-probability of the target given its sequence so far; row 1: entropy.
+        expert_choices [N, L, K] are the engine's (`layers.routing`), None: every router chooses itself.
         Earlier stages return hidden states. All ranks of a tensor- or pipeline-parallel group get the same
         arguments.
         """
         length = tokens.shape[1]
-        hidden = self.hidden_states(tokens, position_ids, cu_seqlens)
+        hidden = self.hidden_states(tokens, position_ids, cu_seqlens, expert_choices)
         if not self.post_process:
             return hidden
         assert targets is not None and targets.shape == (length,)
@@ -92,7 +96,9 @@ class PolicyModel(GPTModel):
         )
         return torch.stack(pair)
 
-    def hidden_states(self, tokens: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+    def hidden_states(
+        self, tokens: Tensor, position_ids: Tensor, cu_seqlens: Tensor, expert_choices: Tensor | None = None
+    ) -> Tensor:
         """[N, 1, H] states after this stage's layers (a tensor-parallel rank's share under sequence parallelism).
 
         Under sequence parallelism a row that the group's size does not divide is filled up by a sequence of
@@ -100,6 +106,10 @@ class PolicyModel(GPTModel):
         """
         tokens, position_ids, cu_seqlens = self._divisible(tokens, position_ids, cu_seqlens)
         row = packed_row(cu_seqlens, position_ids, chunk=self.family.attention_chunk_size, fused=HAVE_TE)
+        if expert_choices is not None:
+            size = self.parallel.tp_size if self.config.sequence_parallel else 1
+            rank = self.parallel.tp_rank if self.config.sequence_parallel else 0
+            row.expert_choices = routing.of_rank(expert_choices, tokens.shape[1], rank=rank, size=size)
         if row.qkv_format == "thd":
             self._check_unscaled(row)
         embedded = self.embedding(input_ids=tokens, position_ids=position_ids) if self.pre_process else None
@@ -178,6 +188,8 @@ def build_policy(
     """
     family = family_of(read_hf_config(hf_path))
     options = model_options(family, recipe, parallel)
+    if recipe.rollouts.routing_replay:
+        routing.check_replay(options.config, pipeline_size=parallel.pp_size)
     stages: list[int | None] = list(range(virtual_pipeline_size() or 0)) or [None]
     models = [
         PolicyModel(options, family, logits=recipe.policy.logits, parallel=parallel, vp_stage=stage).to(

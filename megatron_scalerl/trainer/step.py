@@ -24,7 +24,8 @@ from torch import Tensor
 
 from megatron_scalerl.batch import pad_to, real_tokens, scoring_micro_batches, sequence_ids
 from megatron_scalerl.losses import LossInputs, LossOutput, make_loss
-from megatron_scalerl.recipe import OptimizerSection, Recipe
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe_sections import OptimizerSection
 from megatron_scalerl.trainer import device
 from megatron_scalerl.trainer.model import build_policy, unwrap
 from megatron_scalerl.trainer.optimizer import build_optimizer
@@ -61,6 +62,7 @@ class _Row:
     token_weights: Tensor
     staleness: Tensor
     sequence_ids: Tensor
+    expert_choices: Tensor | None = None
 
 
 class Trainer:
@@ -207,7 +209,12 @@ class Trainer:
         def forward(rows: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             row = self._to_device(next(rows))
             output = model(
-                row.tokens[None], row.position_ids[None], row.cu_seqlens, row.targets, temperature=self._temperature
+                row.tokens[None],
+                row.position_ids[None],
+                row.cu_seqlens,
+                row.targets,
+                temperature=self._temperature,
+                expert_choices=row.expert_choices,
             )
             return output, partial(loss, row)
 
@@ -226,7 +233,8 @@ class Trainer:
 
     def _to_device(self, m: MicroBatch) -> _Row:
         place = self.parallel.device
-        columns = {name: torch.from_numpy(getattr(m, name)).to(place) for name in m.__dataclass_fields__}
+        arrays = {name: getattr(m, name) for name in m.__dataclass_fields__}
+        columns = {name: torch.from_numpy(array).to(place) for name, array in arrays.items() if array is not None}
         return _Row(**columns, sequence_ids=torch.from_numpy(sequence_ids(m)).to(place))
 
 

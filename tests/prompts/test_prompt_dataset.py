@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from megatron_scalerl.prompts.dataset import load_prompts, prompt_id, split_held_out
-from megatron_scalerl.recipe import PromptsSection
+from megatron_scalerl.recipe_sections import PromptsSection
 from megatron_scalerl.tiny.task import prompt_rows
 from megatron_scalerl.tiny.tokenizer import build_tokenizer
 

@@ -5,7 +5,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_scalerl.prompts.dataset import check_think_tags, check_vocabulary
-from megatron_scalerl.recipe import PAPER_PHRASE
+from megatron_scalerl.recipe_sections import PAPER_PHRASE
 from megatron_scalerl.tiny.tokenizer import build_tokenizer
 
 

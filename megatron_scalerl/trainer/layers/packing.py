@@ -48,6 +48,8 @@ class PackedRow(PackedSeqParams):
     """Whole sequences."""
     chunked: Layout | None = None
     """The same row cut further at multiples of the chunk, for layers with chunked attention."""
+    expert_choices: torch.Tensor | None = None
+    """[N', L, K] experts of this rank's tokens, see `layers.routing`."""
 
 
 def layout(starts: list[int], *, device: torch.device) -> Layout:
