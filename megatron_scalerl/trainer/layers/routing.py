@@ -1,0 +1,94 @@
+"""Routing replay: the trainer's routers take the experts that the engine took.
+
+Two engines of arithmetic round differently, and a router whose two best experts are nearly equal then picks
+another one: the token's log-probability jumps by far more than rounding. With the engine's choices the trainer's
+routers only weigh, forward and backward, and the gradient still reaches them through the weights.
+
+Megatron-Core's own RouterReplay keeps one set of choices for the whole process, and tells forward from
+recomputation by a switch; here they ride with the row (`PackedRow.expert_choices`), so that any pipeline schedule
+and the recomputation of whole layers find those of their own micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.router_replay import RouterReplay
+
+UNKNOWN = -1
+"""Stands for a token whose experts the router shall choose itself; all K or none."""
+
+
+class ReplayedRouting(RouterReplay):
+    """Stands at one router and gives it the experts of the row that passes."""
+
+    def __init__(self, layer: int) -> None:
+        # Not Megatron's own: it would add this one to a list that lives as long as the process.
+        self.layer = layer
+        self.choices: torch.Tensor | None = None
+
+    def before_layer(self, _module: torch.nn.Module, _args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Forward pre-hook of the transformer layer: takes this layer's choices off the row."""
+        choices = getattr(keywords.get("packed_seq_params"), "expert_choices", None)
+        self.choices = None if choices is None else choices[:, self.layer]
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., Any] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """([n, K] scores, [n, K] experts) of scores [n, E]: the row's experts, the router's own where unknown."""
+        assert default_compute_topk is not None
+        own, experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.choices is None:
+            return own, experts
+        if self.choices.shape != experts.shape:
+            raise ValueError(
+                f"expert_choices: expected {list(experts.shape)} at layer {self.layer}, found "
+                f"{list(self.choices.shape)}"
+            )
+        experts = torch.where(self.choices == UNKNOWN, experts, self.choices.to(experts.dtype))
+        return scores.gather(1, experts), experts
+
+
+def install(decoder: Any) -> None:
+    """Puts a ReplayedRouting at every router of a decoder's layers; without choices nothing changes."""
+    for layer in decoder.layers:
+        router = getattr(layer.mlp, "router", None)
+        if router is not None:
+            replay = ReplayedRouting(layer.layer_number - 1)
+            router.router_replay = replay
+            layer.register_forward_pre_hook(replay.before_layer, with_kwargs=True)
+
+
+def check_replay(config: TransformerConfig, *, pipeline_size: int) -> None:
+    """ValueError for options under which a router would not see its row's choices."""
+    if config.num_moe_experts is None:
+        raise ValueError("rollouts.routing_replay: expected a mixture-of-experts policy, found a dense one")
+    if config.moe_router_fusion:
+        raise ValueError("rollouts.routing_replay: expected megatron.model.moe_router_fusion false, found true")
+    partly = config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ())
+    if partly and pipeline_size > 1:
+        raise ValueError(
+            "rollouts.routing_replay: expected megatron.model.recompute_modules without moe in a pipeline (the "
+            "recomputation would meet another micro-batch's experts), found moe"
+        )
+
+
+def of_rank(choices: torch.Tensor, length: int, *, rank: int, size: int) -> torch.Tensor:
+    """[length / size, L, K] part of one tensor-parallel rank under sequence parallelism (size 1: the whole row).
+
+    choices [N, L, K] with N <= length; tokens that fill the row up are UNKNOWN.
+    """
+    missing = length - choices.shape[0]
+    if missing:
+        fill = choices.new_full((missing, *choices.shape[1:]), UNKNOWN)
+        choices = torch.cat([choices, fill])
+    share = length // size
+    return choices[rank * share : (rank + 1) * share]
