@@ -1,0 +1,204 @@
+"""Triton kernels over blocks of logits that a GEMM wrote: statistics of rows, and gradients of logits.
+
+Both read a block once and write next to nothing (statistics) or the gradient alone. They run on a GPU, or on CPU
+tensors in Triton's interpreter (TRITON_INTERPRET=1 before this module is imported).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+STATISTICS_BLOCK = 4096
+"""Columns that one pass of the statistics kernel holds in registers: 16 for each thread of 8 warps."""
+
+GRADIENT_BLOCK = 2048
+"""Columns of one program of the gradient kernel."""
+
+
+def compiled() -> bool:
+    """True where kernels are compiled for a GPU; False in the interpreter, which takes CPU tensors too."""
+    return isinstance(_row_statistics_kernel, triton.runtime.JITFunction)
+
+
+def no_statistics(tokens: int, device: torch.device) -> Tensor:
+    """Statistics [4, tokens] fp32 of no column at all, to be continued by `row_statistics`."""
+    lowest = torch.finfo(torch.float32).min
+    start = torch.tensor([lowest, -1.0, 0.0, lowest], dtype=torch.float32, device=device)
+    return start[:, None].expand(4, tokens).contiguous()
+
+
+def row_statistics(logits: Tensor, scale: Tensor, targets: Tensor, first: int, stats: Tensor) -> None:
+    """Adds a block of columns to the statistics [4, T] of `projection.Backend`, in place.
+
+    logits [T, columns] fp32 or bf16, not yet times `scale` (0 dimensions or [T], fp32); `first` is the id of its
+    column 0, `targets` [T] int64 are ids. The largest logit's own term stays out of r and a block with several
+    equal maxima counts them one by one, so r is exact where one token is almost certain.
+    """
+    tokens, columns = logits.shape
+    if tokens == 0 or columns == 0:
+        return
+    assert logits.stride(1) == 1 and stats.stride(1) == 1 and stats.dtype == torch.float32
+    _row_statistics_kernel[(tokens,)](
+        logits,
+        logits.stride(0),
+        scale,
+        scale.dim(),
+        targets,
+        stats,
+        stats.stride(0),
+        first,
+        columns,
+        BLOCK=min(STATISTICS_BLOCK, triton.next_power_of_2(columns)),
+        num_warps=8,
+    )
+
+
+def logit_gradient(
+    logits: Tensor,
+    scale: Tensor,
+    targets: Tensor,
+    first: int,
+    *,
+    lse: Tensor,
+    grad_logprob: Tensor,
+    at_target: Tensor,
+    entropy: Tensor,
+    grad_entropy: Tensor | None,
+    high: Tensor,
+    low: Tensor | None,
+) -> None:
+    """Gradient of a block of logits [T, columns], times scale, into `high` (and what is lost there into `low`).
+
+    `high` is bf16 or fp32 and may be `logits` itself where that is fp32; high + low carries 16 bits of the
+    gradient's significand. lse, grad_logprob, entropy and grad_entropy [T] fp32 as `projection.TokenGradients`
+    has them; at_target [T] is grad_logprob (1 - p) of the target, computed without cancellation.
+    """
+    tokens, columns = logits.shape
+    if tokens == 0 or columns == 0:
+        return
+    assert logits.stride(1) == high.stride(1) == 1 and (low is None or low.stride() == high.stride())
+    block = min(GRADIENT_BLOCK, triton.next_power_of_2(columns))
+    _logit_gradient_kernel[(tokens, triton.cdiv(columns, block))](
+        logits,
+        logits.stride(0),
+        scale,
+        scale.dim(),
+        targets,
+        lse,
+        grad_logprob,
+        at_target,
+        entropy,
+        entropy if grad_entropy is None else grad_entropy,
+        high,
+        high if low is None else low,
+        high.stride(0),
+        first,
+        columns,
+        ENTROPY=grad_entropy is not None,
+        SPLIT=low is not None,
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def merged(m0, r0, u0, m1, r1, u1):
+    """m, r, u of two sets of columns together; the first may be empty (r0 = -1), the second not."""
+    terms0 = 1.0 + r0
+    terms1 = 1.0 + r1
+    top = tl.maximum(m0, m1)
+    gap0 = tl.where(terms0 > 0, m0 - top, 0.0)
+    gap1 = m1 - top
+    weight0 = tl.exp(gap0)
+    weight1 = tl.exp(gap1)
+    r = tl.where(m1 > m0, r1 + weight0 * terms0, r0 + weight1 * terms1)
+    u = weight0 * (u0 + gap0 * terms0) + weight1 * (u1 + gap1 * terms1)
+    return top, r, u
+
+
+@triton.jit
+def _row_statistics_kernel(
+    logits, row_stride, scale, scale_stride, targets, stats, stats_stride, first, columns, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * row_stride
+    factor = tl.load(scale + row * scale_stride)
+    lane = tl.arange(0, BLOCK)
+    filled = lane < columns
+    # Every lane keeps the statistics of its own columns: no reduction before the end, one exponential per logit.
+    m = tl.load(start + lane, mask=filled, other=0.0).to(tl.float32) * factor
+    m = tl.where(filled, m, float("-inf"))
+    r = tl.zeros((BLOCK,), tl.float32)
+    u = tl.zeros((BLOCK,), tl.float32)
+    for begin in range(BLOCK, columns, BLOCK):
+        inside = begin + lane < columns
+        z = tl.load(start + begin + lane, mask=inside, other=0.0).to(tl.float32) * factor
+        rising = z > m
+        gap = -tl.abs(z - m)
+        e = tl.exp(gap)
+        terms = 1.0 + r
+        r = tl.where(inside, tl.where(rising, terms * e, r + e), r)
+        u = tl.where(inside, tl.where(rising, (u + gap * terms) * e, u + gap * e), u)
+        m = tl.where(inside & rising, z, m)
+
+    top = tl.max(m, 0)
+    largest = m == top
+    gap = tl.where(filled, m - top, 0.0)
+    weight = tl.where(filled, tl.exp(gap), 0.0)
+    terms = 1.0 + r
+    others = tl.sum(tl.where(largest, r, weight * terms), 0) + (tl.sum(largest.to(tl.float32), 0) - 1.0)
+    centred = tl.sum(weight * (u + gap * terms), 0)
+
+    out = stats + row
+    m0, r0, u0 = tl.load(out), tl.load(out + stats_stride), tl.load(out + 2 * stats_stride)
+    m1, r1, u1 = merged(m0, r0, u0, top, others, centred)
+    tl.store(out, m1)
+    tl.store(out + stats_stride, r1)
+    tl.store(out + 2 * stats_stride, u1)
+    column = tl.load(targets + row) - first
+    owned = (column >= 0) & (column < columns)
+    picked = tl.load(start + column, mask=owned, other=0.0).to(tl.float32) * factor
+    tl.store(out + 3 * stats_stride, picked, mask=owned)
+
+
+@triton.jit
+def _logit_gradient_kernel(
+    logits,
+    row_stride,
+    scale,
+    scale_stride,
+    targets,
+    lse,
+    grad_logprob,
+    at_target,
+    entropy,
+    grad_entropy,
+    high,
+    low,
+    out_stride,
+    first,
+    columns,
+    ENTROPY: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    factor = tl.load(scale + row * scale_stride)
+    z = tl.load(logits + row * row_stride + column, mask=inside, other=0.0).to(tl.float32) * factor
+    log_p = z - tl.load(lse + row)
+    p = tl.exp(log_p)
+    target = tl.load(targets + row) - first
+    dz = tl.where(column == target, tl.load(at_target + row), -p * tl.load(grad_logprob + row))
+    if ENTROPY:
+        dz -= tl.load(grad_entropy + row) * p * (log_p + tl.load(entropy + row))
+    dz *= factor
+    rounded = dz.to(high.dtype.element_ty)
+    tl.store(high + row * out_stride + column, rounded, mask=inside)
+    if SPLIT:
+        rest = dz - rounded.to(tl.float32)
+        tl.store(low + row * out_stride + column, rest.to(low.dtype.element_ty), mask=inside)

@@ -1,0 +1,61 @@
+"""Triton's interpreter for our kernels, inside a process that may have imported triton long before.
+
+TRITON_INTERPRET works only before the first import of triton, which Megatron-Core imports as well; so the fixture
+swaps every jitted function of ours, and those of Triton's library that they call, for its interpreted twin and
+puts them back afterwards. The interpreter stores bf16 as bit patterns, and its `dot` multiplies those as integers
+(triton-lang/triton issue 11584); `exact_bf16_dot` widens bf16 operands first, which is what tensor cores compute:
+products of bf16 numbers are exact in fp32.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.experimental.gluon  # noqa: F401  (looks at the library's jitted functions when it is first imported)
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.jit import JITFunction
+
+
+def interpret(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
+    """Interprets the kernels of these modules until the monkeypatch is undone."""
+    # Warnings of numpy about infinities that the kernels select away.
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", _quiet(interpreter.GridExecutor.__call__))
+    for module in (tl, tl.core, tl.standard, tl.math, *modules):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, JITFunction):
+                monkeypatch.setattr(module, name, interpreter.InterpretedFunction(value.fn))
+
+
+def exact_bf16_dot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the interpreter's dot multiply bf16 numbers, not their bit patterns."""
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def widened(operand: Any) -> Any:
+        if operand.dtype != tl.bfloat16:
+            return operand
+        return interpreter.TensorHandle((operand.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    monkeypatch.setattr(
+        interpreter.InterpreterBuilder,
+        "create_dot",
+        lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest),
+    )
+
+
+def _quiet(call: Any) -> Any:
+    def quiet(*arguments: Any, **keywords: Any) -> Any:
+        with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+            return call(*arguments, **keywords)
+
+    return quiet
+
+
+def truth(z: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-sum-exp, log-probability of the targets and entropy of logits [T, V], in fp64."""
+    log_p = z.double().log_softmax(-1)
+    return z.double().logsumexp(-1), log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
