@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from rollout_groups import rollout
 
 from megatron_scalerl.batch import decode_batch, encode_batch, pack, real_tokens, scoring_micro_batches, sequence_ids
-from megatron_scalerl.types import Sample
+from megatron_scalerl.types import ExpertChoices, Sample
 
 
 def sample(prompt=(1, 2, 3), *, advantage=0.5, weight=0.25, **kw) -> Sample:
@@ -129,7 +131,22 @@ def test_wire_round_trip_keeps_every_bit():
     for ours, theirs in zip(batch.micro_batches, back.micro_batches, strict=True):
         for name in ours.__dataclass_fields__:
             a, b = getattr(ours, name), getattr(theirs, name)
+            if name == "expert_choices":
+                assert a is b is None
+                continue
             assert a.dtype == b.dtype and a.tobytes() == b.tobytes() and b.flags.writeable
+
+
+def test_expert_choices_lie_beside_their_tokens_and_nowhere_else():
+    experts = np.arange(2 * 3 * 2, dtype="<u2").reshape(2, 3, 2) + 300  # prompt of 1, completion of 2: 2 seen tokens
+    brought = ExpertChoices(layers=3, topk=2, width=2, data=experts.tobytes())
+    first = sample((1,), tokens=(5, 6))
+    first = replace(first, rollout=replace(first.rollout, expert_choices=brought))
+    [batch] = pack_all([first, sample((4,), tokens=(7,))], pad_multiple=8)
+    [found] = [decode_batch(encode_batch(batch)).micro_batches[0].expert_choices]
+    assert found.shape == (8, 3, 2) and found.dtype == np.int32
+    assert found[:2].tolist() == experts.tolist()
+    assert (found[2:] == -1).all()
 
 
 def test_scoring_keeps_the_order_and_marks_every_target():

@@ -5,6 +5,7 @@ import json
 import pytest
 from conftest import recipe_for
 
+from megatron_scalerl.rollouts import engine_options
 from megatron_scalerl.rollouts.engine_options import check_options, engine_arguments, engine_environment
 
 
@@ -56,6 +57,27 @@ def test_one_s_own_logits_processor_joins_ours(tmp_path):
 def test_refused_options(options, line):
     with pytest.raises(ValueError, match=line):
         check_options(options)
+
+
+REPLAY = {"rollouts": {"routing_replay": True, "kv_cache": "recompute"}, "interruption": {"enabled": False}}
+
+
+def test_expert_choices_are_asked_of_the_runner_that_reports_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_options, "on_cpu", lambda: False)
+    found = arguments(tmp_path, **REPLAY)
+    assert "--enable-return-routed-experts" in found and "--enable-prefix-caching" in found
+    assert "--logits-processors" not in found
+    env = engine_environment(recipe_for(tmp_path, **REPLAY), secret="s", ready_fd=9, devices=None)
+    assert env["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+
+
+def test_no_expert_choices_on_cpus_nor_without_their_conditions(tmp_path):
+    with pytest.raises(ValueError, match=r"routing_replay: expected vLLM for GPUs.* found the build for CPUs"):
+        arguments(tmp_path, **REPLAY)
+    for part, found in (("rollouts", "false and keep"), ("interruption", "true and recompute")):
+        other = {**REPLAY, part: {"routing_replay": True} if part == "rollouts" else {}}
+        with pytest.raises(ValueError, match=f"routing_replay: expected .* found {found}"):
+            recipe_for(tmp_path, **other)
 
 
 def test_environment(tmp_path, monkeypatch):

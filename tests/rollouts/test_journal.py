@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_scalerl.rollouts.journal import BatchRecord, Journal, read_groups, read_history
-from megatron_scalerl.types import Prompt, Rollout, RolloutGroup, Score
+from megatron_scalerl.types import ExpertChoices, Prompt, Rollout, RolloutGroup, Score
 
 
 def group(group_id, version=3, correct=(True, False)):
@@ -17,6 +17,7 @@ def group(group_id, version=3, correct=(True, False)):
             truncated=False,
             thinking_cut=44,
             seed=11 + i,
+            expert_choices=ExpertChoices(layers=2, topk=1, width=1, data=bytes(range(8))) if i else None,
         )
         for i in range(len(correct))
     )

@@ -1,0 +1,67 @@
+"""What one rank of the routing replay tests does: one forward and backward pass with given experts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import parity_ranks
+import torch
+
+Row = dict[str, torch.Tensor]
+
+
+def many(jobs: list[tuple[str, str, dict[str, Any], list[Row]]]) -> dict[str, Any]:
+    """Runs (name, policy path, layout, rows) one after the other; this rank's answers by name."""
+    return {name: measure(path, layout, rows) for name, path, layout, rows in jobs}
+
+
+def measure(path: str, layout: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
+    """Log-probabilities of the targets and gradients of their sum, with the rows' experts where they bring some."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.utils import get_model_config
+
+    from megatron_scalerl.trainer.model import build_policy
+    from megatron_scalerl.trainer.parallel import init_parallel
+    from megatron_scalerl.weights.source import MegatronWeightSource
+
+    settings = parity_ranks.recipe(path, int(os.environ["WORLD_SIZE"]), layout)
+    parallel = init_parallel(settings)
+    chunks = build_policy(path, settings, parallel)
+    source = MegatronWeightSource(chunks, parallel)
+    get_model_config(chunks[0]).finalize_model_grads_func = finalize_model_grads
+    mine = rows[parallel.dp_rank :: parallel.dp_size]
+    logprobs: list[torch.Tensor] = []
+
+    def forward(iterator: Iterator[Row], model: Any) -> Any:
+        row = next(iterator)
+        choices = row.get("expert_choices")
+        output = model(
+            row["tokens"], row["position_ids"], row["cu_seqlens"], row["targets"], expert_choices=choices
+        )
+
+        def loss(output: torch.Tensor) -> Any:
+            logprobs.append(output[0].detach().clone())
+            return -output[0].sum() * (len(mine) * parallel.dp_size), {}
+
+        return output, loss
+
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iter(mine),
+        model=chunks,
+        num_microbatches=len(mine),
+        seq_length=mine[0]["tokens"].shape[1],
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    grads = parity_ranks._export_grads(source, chunks)
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    return {"logprobs": torch.stack(logprobs) if logprobs else None, "grads": grads}

@@ -1,0 +1,124 @@
+"""Routers that take the engine's experts: what routing flips do to log-probabilities and gradients is gone.
+
+The policy has pairs of experts whose router rows differ by one unit in the last place, so that rounding decides.
+Hugging Face stands for the engine: its routers see one unit in the last place of noise.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import random_policies
+import torch
+from runner import run_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+LAYERS, MOE = 4, (0, 2, 3)
+LENGTHS = ((40, 48), (30, 58))
+LAYOUTS = {
+    "plain": {},
+    "recompute": dict(model=dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)),
+}
+PAIRS = {
+    "ep2": dict(expert_model_parallel_size=2, ddp=dict(use_distributed_optimizer=False)),
+    "pp2": dict(pipeline_model_parallel_size=2),
+    "tp2": dict(tensor_model_parallel_size=2, model=dict(sequence_parallel=True)),
+}
+PAIRS["pp2 recompute"] = {**PAIRS["pp2"], **LAYOUTS["recompute"]}
+
+
+def engine(model: Any, rows: list[dict[str, torch.Tensor]], *, noisy: bool) -> tuple[torch.Tensor, list, dict]:
+    """(log-probabilities, experts of each row [N, L, 1], gradients of their sum) of Hugging Face."""
+    generator, chosen = torch.Generator().manual_seed(7), {}
+    hooks = []
+    for number in MOE:
+        router = model.model.layers[number].feed_forward.router
+
+        def noise(module: Any, args: Any) -> Any:
+            sign = torch.randint(-1, 2, args[0].shape, generator=generator)
+            return (args[0] * (1 + sign * 2.0**-23 * noisy),)
+
+        def keep(module: Any, args: Any, result: Any, number: int = number) -> None:
+            chosen.setdefault(number, []).append(result[1].topk(1, dim=-1).indices)
+
+        hooks += [router.register_forward_pre_hook(noise), router.register_forward_hook(keep)]
+    model.zero_grad()
+    logprobs, experts = [], []
+    for row in rows:
+        chosen.clear()
+        starts = row["cu_seqlens"].tolist()
+        logits = torch.cat([model(input_ids=row["tokens"][:, a:b]).logits[0] for a, b in zip(starts, starts[1:])])
+        logprobs.append(logits.log_softmax(-1).gather(1, row["targets"][:, None])[:, 0])
+        of_row = torch.full((len(row["targets"]), LAYERS, 1), -1)
+        for number in MOE:
+            of_row[:, number] = torch.cat(chosen[number])
+        experts.append(of_row)
+    (-torch.stack(logprobs).sum()).backward()
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(logprobs).detach(), experts, {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = Path(tmp_path_factory.mktemp("replay")) / "llama4"
+    model = random_policies.make("llama4", path)
+    with torch.no_grad():
+        for number in MOE:
+            weight = model.model.layers[number].feed_forward.router.weight
+            weight[1::2] = weight[0::2] * (1 + 2.0**-23)
+    model.save_pretrained(path)
+    rows = random_policies.rows(LENGTHS)
+    logprobs, experts, grads = engine(model, rows, noisy=True)
+    calm = engine(model, rows, noisy=False)
+    replayed = [{**row, "expert_choices": found} for row, found in zip(rows, experts)]
+    half = [{**row, "expert_choices": found.where(torch.arange(len(found))[:, None, None] % 2 == 0, -1)}
+            for row, found in zip(rows, experts)]  # fmt: skip
+    jobs = [("alone", str(path), {}, rows), ("half", str(path), {}, half)]
+    [one] = run_ranks(1, "routing_ranks:many", jobs + [(n, str(path), lay, replayed) for n, lay in LAYOUTS.items()])
+    two = run_ranks(2, "routing_ranks:many", [(n, str(path), layout, replayed) for n, layout in PAIRS.items()])
+    return dict(logprobs=logprobs, experts=experts, grads=grads, calm=calm, one=one, two=two)
+
+
+def off(found: torch.Tensor, run: dict[str, Any]) -> float:
+    return (found - run["logprobs"]).abs().max().item()
+
+
+def gradient_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Largest error of any tensor's gradient relative to its norm."""
+    assert found.keys() <= expected.keys() and len(found) > 30
+    return max(((g - expected[n]).norm() / expected[n].norm()).item() for n, g in found.items())
+
+
+def test_the_noise_flips_experts_and_log_probabilities(run: dict[str, Any]) -> None:
+    flipped = sum((a != b).sum().item() for a, b in zip(run["experts"], run["calm"][1]))
+    assert flipped >= 20
+    assert off(run["calm"][0], run) > 0.1
+    assert off(run["one"]["alone"]["logprobs"], run) > 0.1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_with_the_engines_experts_the_mismatch_is_rounding(layout: str, run: dict[str, Any]) -> None:
+    found = run["one"][layout]
+    assert off(found["logprobs"], run) < 5e-5
+    assert gradient_error(found["grads"], run["grads"]) < 1e-4
+    assert gradient_error(run["one"]["alone"]["grads"], run["grads"]) > 1e-2
+
+
+@pytest.mark.parametrize("layout", PAIRS)
+def test_every_parallel_layout_finds_its_own_experts(layout: str, run: dict[str, Any]) -> None:
+    answers = [rank[layout] for rank in run["two"]]
+    logprobs = [a["logprobs"] for a in answers if a["logprobs"] is not None]
+    if layout == "ep2":  # two data-parallel ranks, one row each
+        logprobs = [torch.cat(logprobs)]
+    assert all(off(found, run) < 5e-5 for found in logprobs)
+    assert gradient_error(answers[0]["grads"], run["grads"]) < 1e-4
+
+
+def test_unknown_tokens_are_routed_by_the_trainer_itself(run: dict[str, Any]) -> None:
+    half, alone, replayed = (run["one"][name]["logprobs"] for name in ("half", "alone", "plain"))
+    assert (half - replayed).abs().max() > 0.1
+    assert (half - alone).abs().max() > 0.1
