@@ -1,5 +1,6 @@
 """From hidden states to token log-probability and entropy, vocabulary-parallel, without rounding the logits."""
 
-from megatron_scalerl.logits.api import token_logprobs
+from megatron_scalerl.logits.api import token_logprobs, token_loss
+from megatron_scalerl.logits.choice import chosen_backend
 
-__all__ = ["token_logprobs"]
+__all__ = ["chosen_backend", "token_logprobs", "token_loss"]

@@ -86,6 +86,16 @@ class TokenGradients:
     grad_entropy: Tensor | None
     """Gradient of the entropy; None: it has none."""
 
+    def of_tokens(self, rows: slice) -> TokenGradients:
+        """The same of some of the tokens, as views."""
+        return TokenGradients(
+            lse=self.lse[rows],
+            logprob=self.logprob[rows],
+            entropy=self.entropy[rows],
+            grad_logprob=self.grad_logprob[rows],
+            grad_entropy=None if self.grad_entropy is None else self.grad_entropy[rows],
+        )
+
 
 class Backend(Protocol):
     """One way to compute a projection, in two passes (the logits are computed twice) or chunk by chunk (once).

@@ -1,190 +1,287 @@
-"""The logit projection in plain PyTorch: any device, chunked over tokens, vocabulary-parallel.
+"""The logit projection in plain PyTorch: any device, in blocks of tokens by columns.
 
-Each rank reduces its columns to four numbers per token (maximum m, r = sum of exp(z - m) over all columns but
-that of the maximum, u = sum exp(z - m) (z - m), and the target's logit where it owns it); one all-gather
-brings them together and every rank merges them in rank order, so that the results are bitwise equal on all
-ranks. m starts from the row itself, not from 0: rows whose logits are all far below 0 stay finite. The maximum
-is left out of r so that log1p(r) keeps the log-probability of a token that is almost certain.
+The vocabulary is the outer loop: a block of the head is cast once, and its gradient is one GEMM over a chunk of
+tokens. Each block's statistics are merged into the running ones at once. What follows a GEMM works in place, on
+tiles of rows that stay in a CPU's cache.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
-CHUNK_ELEMENTS = 2**24
-"""Default size of one block of logits (elements; 64 MiB in fp32)."""
+from megatron_scalerl.logits.exact import add_product, fp32_products, set_product
+from megatron_scalerl.logits.merge import merged, no_columns
+from megatron_scalerl.logits.projection import Projection, TokenGradients
 
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """How `TokenLogprobs` computes; see `logits.api.token_logprobs`."""
-
-    group: dist.ProcessGroup | None
-    round_logits: bool
-    entropy: bool
-    entropy_grad: bool
-    vocab_size: int | None
-    chunk_tokens: int
+SMALLEST = (4, 4)
+"""Tokens and columns of the smallest block."""
+TILE = 2**18
+"""Elements of a block that are worked on together after a GEMM (1 MiB in fp32)."""
+LARGEST = 2**24
+"""Elements of the largest block of logits on a CPU: larger ones were not faster."""
+LARGEST_CHUNK = 2**25
+"""The same where a chunk's whole rows are kept (`chunk_tokens`): the head's gradient is added to once a chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Columns:
-    """This rank's part of the vocabulary."""
+class _Costs:
+    """Bytes of workspace by what they grow with."""
 
-    first: int
-    count: int
-    """Columns that are not padding."""
+    element: int
+    """Per token and column: the block, the first of two bf16 terms."""
+    token: int
+    column: int
+    fixed: int
+    """Scratch of one tile."""
+
+    @classmethod
+    def of(cls, p: Projection) -> _Costs:
+        item = p.accumulator.itemsize
+        cast = item * p.hidden.shape[1] if _casts(p) else 0
+        narrow = p.hidden.dtype != p.accumulator
+        halves = 2 * (narrow and (p.round_logits or p.grad_logits == "bf16x2"))
+        # Per token the running statistics, before and after; per column the head's gradient before it is rounded.
+        return cls(
+            element=item + halves,
+            token=cast + 16 * item,
+            column=cast + (item * p.hidden.shape[1] if narrow else 0),
+            fixed=2 * item * min(TILE, p.tokens * p.count),
+        )
+
+    def bytes(self, tokens: int, columns: int) -> int:
+        scratch = min(self.fixed, 2 * self.element * tokens * columns)
+        return tokens * columns * self.element + tokens * self.token + columns * self.column + scratch
 
 
-def _columns(weight: torch.Tensor, options: Options) -> _Columns:
-    rows = weight.shape[0]
-    rank, size = (0, 1) if options.group is None else (options.group.rank(), options.group.size())
-    true_size = rows * size if options.vocab_size is None else options.vocab_size
-    assert 0 < true_size <= rows * size, f"vocabulary of {true_size} in {rows * size} rows"
-    return _Columns(first=rank * rows, count=max(0, min(rows, true_size - rank * rows)))
-
-
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-class _Projection:
-    """Blocks of logits of this rank's columns."""
-
-    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, options: Options):
-        self.columns = _columns(weight, options)
-        self.accumulator = _accumulator(hidden.dtype)
-        self.gemm_dtype = hidden.dtype if options.round_logits else self.accumulator
-        self.hidden = hidden
-        self.weight = weight[: self.columns.count].to(self.gemm_dtype)
-        self.scale = scale.to(self.accumulator)
-        self.chunks = [
-            slice(start, min(start + options.chunk_tokens, hidden.shape[0]))
-            for start in range(0, hidden.shape[0], options.chunk_tokens)
+def blocks(p: Projection) -> tuple[int, int]:
+    """Tokens and columns of a block: nearly square, as large as the workspace and LARGEST let it."""
+    costs = _Costs.of(p)
+    tokens, columns = min(p.tokens, SMALLEST[0]), min(p.count, SMALLEST[1])
+    limit = LARGEST if p.hidden.device.type == "cpu" else p.tokens * p.count
+    while True:
+        # The shorter side doubles first; one that has reached its end leaves the room to the other.
+        larger = sorted([(min(2 * tokens, p.tokens), columns), (tokens, min(2 * columns, p.count))], key=max)
+        fitting = [
+            (t, c)
+            for t, c in larger
+            if (t, c) != (tokens, columns) and t * c <= limit and costs.bytes(t, c) <= p.workspace_bytes
         ]
-
-    def scale_of(self, chunk: slice) -> torch.Tensor:
-        """1 / temperature, to multiply [chunk, columns] by."""
-        return self.scale if self.scale.dim() == 0 else self.scale[chunk, None]
-
-    def logits(self, chunk: slice) -> torch.Tensor:
-        """[chunk, columns] logits over temperature, in the accumulator's dtype."""
-        z = self.hidden[chunk].to(self.gemm_dtype) @ self.weight.t()
-        return z.to(self.accumulator) * self.scale_of(chunk)
-
-    def owned(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row and column, in a chunk, of the targets that lie on this rank."""
-        local = targets - self.columns.first
-        rows = ((local >= 0) & (local < self.columns.count)).nonzero()[:, 0]
-        return rows, local[rows]
+        if not fitting:
+            return tokens, columns
+        tokens, columns = fitting[0]
 
 
-def _statistics(projection: _Projection, targets: torch.Tensor) -> torch.Tensor:
-    """[4, T]: m, r, u and the target's logit, of this rank's columns."""
-    lowest = torch.finfo(projection.accumulator).min
-    tokens = projection.hidden.shape[0]
-    out = projection.hidden.new_zeros((4, tokens), dtype=projection.accumulator)
-    out[0] = lowest
-    out[1] = -1.0  # no column at all: 1 + r = 0
-    out[3] = lowest
-    if projection.columns.count == 0:
-        return out
-    for chunk in projection.chunks:
-        z = projection.logits(chunk)
-        rows, columns = projection.owned(targets[chunk])
-        m, largest = z.max(dim=1)
-        out[3, chunk.start + rows] = z[rows, columns]
-        z -= m[:, None]
-        e = z.exp().scatter_(1, largest[:, None], 0.0)
-        out[0, chunk], out[1, chunk] = m, e.sum(dim=1)
-        out[2, chunk] = e.mul_(z).sum(dim=1)
+class TorchBackend:
+    """See `projection.Backend`."""
+
+    name = "torch"
+
+    def needs(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Nothing: it runs wherever PyTorch does."""
+        return None
+
+    def workspace(self, projection: Projection) -> int:
+        """Bytes of the smallest block, SMALLEST."""
+        p = projection
+        return _Costs.of(p).bytes(min(p.tokens, SMALLEST[0]), min(p.count, SMALLEST[1]))
+
+    def statistics(self, projection: Projection) -> Tensor:
+        """The statistics [4, T], block by block."""
+        p = projection
+        stats = no_columns(p.tokens, p.hidden, p.accumulator)
+        if not p.tokens or not p.count:
+            return stats
+        tokens, columns = blocks(p)
+        buffer = p.hidden.new_empty(tokens * columns, dtype=p.accumulator)
+        for cols in _slices(p.count, columns):
+            head = _operand(p, p.weight[cols])
+            for rows in _slices(p.tokens, tokens):
+                part = p.of_tokens(rows)
+                z = _view(buffer, part.tokens, head.shape[0])
+                _logits(part, _operand(p, part.hidden), head, z)
+                found = _row_statistics(part, cols, z)
+                stats[:, rows] = merged(torch.stack([stats[:, rows], found]))
+        return stats
+
+    def gradients(
+        self, projection: Projection, given: TokenGradients, grad_hidden: Tensor, grad_weight: Tensor | None
+    ) -> None:
+        """Adds to both gradients, one block of the head after the other."""
+        p = projection
+        if not p.tokens or not p.count:
+            return
+        tokens, columns = blocks(p)
+        buffer = p.hidden.new_empty(tokens * columns, dtype=p.accumulator)
+        for cols in _slices(p.count, columns):
+            head = _operand(p, p.weight[cols])
+            sink = _Sink(None if grad_weight is None else grad_weight[cols], p)
+            for rows in _slices(p.tokens, tokens):
+                part = p.of_tokens(rows)
+                hidden, here = _operand(p, part.hidden), given.of_tokens(rows)
+                dz = _view(buffer, part.tokens, head.shape[0])
+                _logits(part, hidden, head, dz)
+                _to_gradient(part, cols, dz, here, here.lse)
+                _add_gradients(part, dz, hidden, head, grad_hidden[rows], sink.into)
+            sink.close()
+
+    def chunk_tokens(self, projection: Projection) -> int:
+        """Tokens of one chunk with whole rows, at most LARGEST_CHUNK elements on a CPU."""
+        p = projection
+        costs, columns = _Costs.of(p), max(1, min(p.count, _head_columns(p)))
+        per_token = costs.token + costs.element * p.count
+        fit = (p.workspace_bytes - costs.fixed - columns * costs.column) // per_token
+        limit = LARGEST_CHUNK // max(1, p.count) if p.hidden.device.type == "cpu" else p.tokens
+        return max(0, min(p.tokens, fit, max(1, limit)))
+
+    def chunk_statistics(self, projection: Projection, logits: Tensor) -> Tensor:
+        """The statistics of a chunk; `logits` then holds z - m."""
+        p = projection
+        if not p.tokens or not p.count:
+            return no_columns(p.tokens, p.hidden, p.accumulator)
+        hidden = _operand(p, p.hidden)
+        for cols in _slices(p.count, _head_columns(p)):
+            _logits(p, hidden, _operand(p, p.weight[cols]), logits[:, cols])
+        return _row_statistics(p, slice(0, p.count), logits)
+
+    def chunk_gradients(
+        self,
+        projection: Projection,
+        logits: Tensor,
+        stats: Tensor,
+        given: TokenGradients,
+        grad_hidden: Tensor,
+        grad_weight: Tensor | None,
+    ) -> None:
+        """Turns `logits` into their gradient and adds to both gradients."""
+        p = projection
+        if not p.tokens or not p.count:
+            return
+        _to_gradient(p, slice(0, p.count), logits, given, given.lse - stats[0])
+        hidden = _operand(p, p.hidden)
+        for cols in _slices(p.count, _head_columns(p)):
+            sink = _Sink(None if grad_weight is None else grad_weight[cols], p)
+            _add_gradients(p, logits[:, cols], hidden, _operand(p, p.weight[cols]), grad_hidden, sink.into)
+            sink.close()
+
+
+BACKEND = TorchBackend()
+
+
+class _Sink:
+    """Where a block of the head's gradient is added up: the gradient itself, or fp32 beside one that is narrower."""
+
+    def __init__(self, grad: Tensor | None, p: Projection):
+        self._grad = grad
+        self.into = grad
+        if grad is not None and grad.dtype != p.accumulator:
+            self.into = grad.new_zeros(grad.shape, dtype=p.accumulator)
+
+    def close(self) -> None:
+        """Rounds once, at the end."""
+        if self._grad is not None and self.into is not self._grad:
+            self._grad += self.into
+
+
+def _slices(total: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, total)) for start in range(0, total, size))
+
+
+def _view(buffer: Tensor, rows: int, columns: int) -> Tensor:
+    return buffer[: rows * columns].view(rows, columns)
+
+
+def _casts(p: Projection) -> bool:
+    """Only CPUs have no GEMM of bf16 operands with fp32 output."""
+    return p.hidden.dtype != p.accumulator and (p.hidden.device.type == "cpu" or p.grad_logits == "fp32")
+
+
+def _operand(p: Projection, values: Tensor) -> Tensor:
+    return values.to(p.accumulator) if _casts(p) else values
+
+
+def _head_columns(p: Projection) -> int:
+    """Columns of the head that are cast together where whole rows are kept."""
+    return min(p.count, 4096) if _casts(p) else p.count
+
+
+def _products(p: Projection, *, of_bf16: bool = True) -> AbstractContextManager[None]:
+    return fp32_products(p.hidden.device, of_bf16=of_bf16 and p.hidden.dtype == torch.bfloat16)
+
+
+def _logits(p: Projection, hidden: Tensor, head: Tensor, z: Tensor) -> None:
+    """z = scale * hidden @ head.T, in place."""
+    with _products(p):
+        if p.round_logits and p.hidden.dtype != p.accumulator:
+            z.copy_(p.hidden @ head.to(p.hidden.dtype).t())
+        else:
+            set_product(z, hidden, head.t())
+    # A number on an accelerator is not worth the wait.
+    if p.scale.dim() or p.scale.device.type != "cpu" or p.scale != 1.0:
+        z *= p.scale_of_rows()
+
+
+def _tiles(z: Tensor) -> Iterator[slice]:
+    return _slices(z.shape[0], max(1, TILE // z.shape[1]))
+
+
+def _row_statistics(p: Projection, cols: slice, z: Tensor) -> Tensor:
+    """[4, T] of a block; leaves z - m in it."""
+    out = no_columns(p.tokens, z, p.accumulator)
+    rows, columns = p.owned(cols)
+    out[3, rows] = z[rows, columns]
+    for tile in _tiles(z):
+        zt = z[tile]
+        m, largest = zt.max(dim=1)
+        zt -= m[:, None]
+        e = zt.exp().scatter_(1, largest[:, None], 0.0)
+        out[0, tile], out[1, tile] = m, e.sum(dim=1)
+        if p.entropy:
+            out[2, tile] = torch.linalg.vecdot(e, zt)
     return out
 
 
-def _merge(stats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-sum-exp, target log-probability and entropy [T] from the ranks' [p, 4, T], summed in rank order."""
-    m, rest, u, target = stats.unbind(1)
-    top, owner = m.max(dim=0)
-    others, centred = torch.zeros_like(top), torch.zeros_like(top)
-    for rank in range(m.shape[0]):
-        terms = 1.0 + rest[rank]
-        gap = torch.where(terms > 0, m[rank] - top, torch.zeros_like(top))
-        weight = gap.exp()
-        others = others + torch.where(owner == rank, rest[rank], weight * terms)
-        centred = centred + weight * (u[rank] + gap * terms)
-    log_total = others.log1p()
-    return top + log_total, (target.amax(dim=0) - top) - log_total, log_total - centred / (1.0 + others)
-
-
-class TokenLogprobs(torch.autograd.Function):
-    """See `logits.api.token_logprobs`; saves only the inputs, the log-sum-exp and the entropy."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        targets: torch.Tensor,
-        scale: torch.Tensor,
-        options: Options,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        stats = _statistics(_Projection(hidden, weight, scale, options), targets)
-        if options.group is None:
-            gathered = stats[None]
-        else:
-            parts = [torch.empty_like(stats) for _ in range(options.group.size())]
-            dist.all_gather(parts, stats, group=options.group)
-            gathered = torch.stack(parts)
-        lse, logprob, entropy = _merge(gathered)
-        ctx.save_for_backward(hidden, weight, targets, scale, lse, logprob, entropy)
-        ctx.options = options
-        if not options.entropy:
-            entropy = torch.zeros_like(logprob)
-        if not options.entropy_grad:
-            ctx.mark_non_differentiable(entropy)
-        return logprob, entropy
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, targets, scale, lse, logprob, entropy = ctx.saved_tensors
-        options: Options = ctx.options
-        projection = _Projection(hidden, weight, scale, options)
-        grad_hidden = hidden.new_zeros(hidden.shape, dtype=projection.accumulator)
-        grad_weight = weight.new_zeros(weight.shape, dtype=projection.accumulator)
-        rows_of_weight = grad_weight[: projection.columns.count]
-        for chunk in projection.chunks if projection.columns.count else ():
-            log_p = projection.logits(chunk).sub_(lse[chunk, None])
-            grad_entropy = grads[1][chunk, None] if options.entropy_grad else None
-            dz = _grad_logits(
-                projection, log_p, targets[chunk], logprob[chunk], entropy[chunk], grads[0][chunk], grad_entropy
-            )
-            dz = (dz * projection.scale_of(chunk)).to(projection.gemm_dtype)
-            grad_hidden[chunk] = (dz @ projection.weight).to(projection.accumulator)
-            rows_of_weight += (dz.t() @ hidden[chunk].to(projection.gemm_dtype)).to(projection.accumulator)
-        if options.group is not None:
-            dist.all_reduce(grad_hidden, group=options.group)
-        return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype), None, None, None
-
-
-def _grad_logits(
-    projection: _Projection,
-    log_p: torch.Tensor,
-    targets: torch.Tensor,
-    logprob: torch.Tensor,
-    entropy: torch.Tensor,
-    grad_logprob: torch.Tensor,
-    grad_entropy: torch.Tensor | None,
-) -> torch.Tensor:
-    """[chunk, columns] gradient: g (1_target - p) for the log-probability, -g p (log p + H) for the entropy."""
-    rows, columns = projection.owned(targets)
-    p = log_p.exp()
-    dz = -p * grad_logprob[:, None]
+def _to_gradient(p: Projection, cols: slice, z: Tensor, given: TokenGradients, log_total: Tensor) -> None:
+    """Turns z (or z - m) into dz in place; `log_total` [T] is what makes it the log-probability."""
+    g = given.grad_logprob * p.scale
+    g_entropy = None if given.grad_entropy is None else given.grad_entropy * p.scale
+    rows, columns = p.owned(cols)
+    for tile in _tiles(z):
+        log_p = z[tile].sub_(log_total[tile, None])
+        if g_entropy is None:
+            log_p.exp_().mul_(-g[tile, None])
+            continue
+        p_tile = log_p.exp()
+        log_p.add_(given.entropy[tile, None]).mul_(g_entropy[tile, None]).add_(g[tile, None]).mul_(p_tile).neg_()
     # 1 - p of the target without cancellation.
-    dz[rows, columns] = -torch.expm1(logprob[rows]) * grad_logprob[rows]
-    if grad_entropy is not None:
-        dz -= grad_entropy * p * (log_p + entropy[:, None])
-    return dz
+    dz = -torch.expm1(given.logprob[rows]) * g[rows]
+    if g_entropy is not None:
+        logprob = given.logprob[rows]
+        dz -= g_entropy[rows] * logprob.exp() * (logprob + given.entropy[rows])
+    z[rows, columns] = dz
+
+
+def _add_gradients(
+    p: Projection, dz: Tensor, hidden: Tensor, head: Tensor, grad_hidden: Tensor, grad_weight: Tensor | None
+) -> None:
+    """The two GEMMs of a block, with dz as `Projection.grad_logits` says; overwrites dz."""
+    if p.hidden.dtype == p.accumulator or p.grad_logits == "fp32":
+        with _products(p, of_bf16=False):
+            add_product(grad_hidden, dz, head)
+            if grad_weight is not None:
+                add_product(grad_weight, dz.t(), hidden)
+        return
+    first = dz.to(p.hidden.dtype) if p.grad_logits == "bf16x2" or not _casts(p) else None
+    with _products(p):
+        if p.grad_logits == "bf16x2" and grad_weight is not None and first is not None:
+            dz -= first
+            add_product(grad_weight, (dz if _casts(p) else dz.to(first.dtype)).t(), hidden)
+        if first is not None:
+            dz = dz.copy_(first) if _casts(p) else first
+        add_product(grad_hidden, dz, head)
+        if grad_weight is not None:
+            add_product(grad_weight, dz.t(), hidden)

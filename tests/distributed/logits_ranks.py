@@ -37,7 +37,7 @@ def run(level: float, padded: int, dtype: torch.dtype, group: object = None) -> 
     rows = padded // size
     mine = full[rank * rows : (rank + 1) * rows].clone().requires_grad_()
     h.requires_grad_()
-    logprob, entropy = token_logprobs(h, mine, y, group=group, entropy="grad", vocab_size=VOCAB, chunk_tokens=4)
+    logprob, entropy = token_logprobs(h, mine, y, group=group, entropy="grad", vocab_size=VOCAB, workspace_mb=0.002)
     weights = torch.linspace(-1.0, 2.0, 9, dtype=logprob.dtype)
     ((logprob * weights).sum() + (entropy * weights.flip(0)).sum()).backward()
     return dict(logprob=logprob.detach(), entropy=entropy.detach(), grad_h=h.grad, grad_w=mine.grad)

@@ -31,10 +31,10 @@ def test_two_words_by_hand() -> None:
     assert entropy.tolist() == pytest.approx([-0.75 * math.log(0.75) - 0.25 * math.log(0.25)] * 2, rel=1e-6)
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 3, 7, 100])
-def test_equals_log_softmax_for_every_chunk(chunk_tokens: int) -> None:
+@pytest.mark.parametrize("workspace_mb", [0.0012, 0.002, 1.0])
+def test_equals_log_softmax_for_every_workspace(workspace_mb: float) -> None:
     h, w, y = problem()
-    logprob, entropy = token_logprobs(h, w, y, entropy="metric", chunk_tokens=chunk_tokens)
+    logprob, entropy = token_logprobs(h, w, y, entropy="metric", workspace_mb=workspace_mb)
     expected = by_log_softmax(h, w, y)
     assert torch.allclose(logprob, expected[0], atol=1e-13) and torch.allclose(entropy, expected[1], atol=1e-13)
 
@@ -47,7 +47,7 @@ def test_gradients_in_fp64(entropy: str, temperature: float | str) -> None:
     h.requires_grad_(), w.requires_grad_()
 
     def function(h: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        pair = token_logprobs(h, w, y, entropy=entropy, temperature=tau, chunk_tokens=3, vocab_size=9)
+        pair = token_logprobs(h, w, y, entropy=entropy, temperature=tau, workspace_mb=0.0015, vocab_size=9)
         return pair if entropy == "grad" else pair[:1]
 
     y = y % 9

@@ -1,0 +1,222 @@
+"""The arguments of a projection, checked before any rank waits for another.
+
+Every mistake is a ValueError with expected and found. In a group the first exchange is a fixed number of integers
+on every rank: what a rank found wrong, and what all have to hold alike. So all ranks raise, and they raise the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_scalerl.logits.choice import choose_backend
+from megatron_scalerl.logits.function import Call
+from megatron_scalerl.logits.projection import Entropy, GradLogits, Precision
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+"""Of hidden and weight; what they hold is multiplied exactly."""
+_MESSAGE = 64
+"""Integers (8 bytes each) that a rank's message may take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to project; see `api.token_logprobs` for what each means."""
+
+    group: dist.ProcessGroup | None
+    logits: Precision
+    temperature: float | Tensor
+    entropy: Entropy
+    vocab_size: int | None
+    loss_mask: Tensor | None
+    grad_logits: GradLogits
+    sequence_parallel: bool
+    main_grad: bool | None
+    workspace_mb: float
+    backend: str
+
+
+def checked(hidden: Tensor, weight: Tensor, targets: Tensor, settings: Settings, *, in_chunks: bool) -> Call:
+    """What the autograd functions need. Raises ValueError, on all ranks of the group alike."""
+    group = settings.group if settings.group is not None and settings.group.size() > 1 else None
+    call, problem = None, ""
+    try:
+        call = _call(hidden, weight, targets, settings, group, in_chunks=in_chunks)
+    except ValueError as error:
+        if group is None:
+            raise
+        problem = str(error)
+    if group is not None:
+        _agree(group, hidden.device, problem, {} if call is None else _shared(call, hidden, weight))
+    assert call is not None
+    return call
+
+
+def _call(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    settings: Settings,
+    group: dist.ProcessGroup | None,
+    *,
+    in_chunks: bool,
+) -> Call:
+    _check_options(settings)
+    _check_operands(hidden, weight)
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    shared = settings.sequence_parallel and group is not None
+    tokens = hidden.shape[0] * (size if shared else 1)
+    _check_tokens(tokens, targets, settings, size if shared else 1)
+    rows = weight.shape[0]
+    true_size = rows * size if settings.vocab_size is None else settings.vocab_size
+    if not 0 < true_size <= rows * size:
+        raise ValueError(f"vocab_size: expected 1 to {rows * size} ({rows} rows on {size} ranks), found {true_size}")
+    kept = None if settings.loss_mask is None else settings.loss_mask.nonzero()[:, 0]
+    wanted = targets if kept is None else targets[kept]
+    _check_targets(wanted, kept, true_size)
+    scale = torch.as_tensor(1.0 / settings.temperature, device=hidden.device)
+    scale = scale.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32).detach()
+    call = Call(
+        backend=choose_backend(settings.backend, hidden.device, hidden.dtype),
+        group=group,
+        sequence_parallel=shared,
+        tokens=tokens,
+        kept=kept,
+        targets=wanted,
+        scale=scale if kept is None or scale.dim() == 0 else scale[kept],
+        first=rank * rows,
+        count=max(0, min(rows, true_size - rank * rows)),
+        round_logits=settings.logits == "model",
+        entropy=settings.entropy != "none",
+        entropy_grad=settings.entropy == "grad",
+        grad_logits=settings.grad_logits,
+        workspace_bytes=int(settings.workspace_mb * 2**20),
+        main_grad=_into_main_grad(weight, settings.main_grad),
+    )
+    _check_workspace(call, hidden, weight, in_chunks=in_chunks)
+    return call
+
+
+def _check_options(settings: Settings) -> None:
+    for name, kind in (("logits", Precision), ("entropy", Entropy), ("grad_logits", GradLogits)):
+        value, known = getattr(settings, name), get_args(kind)
+        if value not in known:
+            raise ValueError(f"{name}: expected {', '.join(known[:-1])} or {known[-1]}, found {value!r}")
+
+
+def _check_operands(hidden: Tensor, weight: Tensor) -> None:
+    if type(weight) not in (Tensor, torch.nn.Parameter) or weight.dtype not in DTYPES:
+        kind = type(weight).__name__ if type(weight) not in (Tensor, torch.nn.Parameter) else weight.dtype
+        raise ValueError(
+            "weight: expected a plain tensor in bfloat16, float32 or float64 (a quantised head has no exact logits), "
+            f"found {kind}"
+        )
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"expected hidden [T, H] and weight [V/p, H], found {list(hidden.shape)} and {list(weight.shape)}"
+        )
+    if hidden.dtype != weight.dtype or hidden.device != weight.device:
+        raise ValueError(
+            f"weight: expected {hidden.dtype} on {hidden.device}, as hidden, found {weight.dtype} on {weight.device}"
+        )
+
+
+def _check_tokens(tokens: int, targets: Tensor, settings: Settings, shares: int) -> None:
+    per_rank = f" ({shares} ranks have {tokens // shares} tokens each)" if shares > 1 else ""
+    if list(targets.shape) != [tokens]:
+        raise ValueError(f"expected targets [{tokens}], found {list(targets.shape)}{per_rank}")
+    if targets.dtype != torch.int64:
+        raise ValueError(f"targets: expected int64, found {targets.dtype}")
+    mask, temperature = settings.loss_mask, settings.temperature
+    if mask is not None and (list(mask.shape) != [tokens] or mask.dtype != torch.bool):
+        raise ValueError(f"expected loss_mask [{tokens}] in bool, found {list(mask.shape)} in {mask.dtype}")
+    if isinstance(temperature, Tensor) and list(temperature.shape) not in ([], [tokens]):
+        raise ValueError(f"expected temperature a number or [{tokens}], found {list(temperature.shape)}")
+    if not bool((torch.as_tensor(temperature) > 0).all()):
+        raise ValueError(f"temperature: expected above 0, found {float(torch.as_tensor(temperature).min())}")
+
+
+def _check_targets(targets: Tensor, kept: Tensor | None, vocabulary: int) -> None:
+    outside = ((targets < 0) | (targets >= vocabulary)).nonzero()[:, 0]
+    if outside.numel():
+        first = int(outside[0])
+        place = first if kept is None else int(kept[first])
+        raise ValueError(
+            f"targets: expected ids from 0 to {vocabulary - 1}, found {int(targets[first])} at position {place} "
+            f"({outside.numel()} such)"
+        )
+
+
+def _check_workspace(call: Call, hidden: Tensor, weight: Tensor, *, in_chunks: bool) -> None:
+    # Of the right shape without its memory: under sequence parallelism this rank has a part of it.
+    whole = hidden.new_empty((1, hidden.shape[1])).expand(call.targets.shape[0], -1)
+    p = call.projection_of(whole, weight.detach())
+    found = f"found {call.workspace_bytes / 2**20:.6g} MiB"
+    if call.workspace_bytes < call.backend.workspace(p):
+        need = call.backend.workspace(p) / 2**20
+        raise ValueError(f"workspace_mb: expected at least {need:.6g} MiB for one block of logits, {found}")
+    if in_chunks and p.tokens and not call.backend.chunk_tokens(p):
+        raise ValueError(f"workspace_mb: expected room for one token's {p.count} logits and their gradient, {found}")
+
+
+def _into_main_grad(weight: Tensor, wanted: bool | None) -> bool:
+    """Megatron's DDP has made a main_grad that the projection can add to."""
+    grad = getattr(weight, "main_grad", None)
+    able = (
+        isinstance(grad, Tensor)
+        and hasattr(weight, "grad_added_to_main_grad")
+        and grad.shape == weight.shape
+        and grad.dtype in (torch.float32, weight.dtype)
+    )
+    if wanted and not able:
+        raise ValueError(
+            f"main_grad: expected a weight whose main_grad {list(weight.shape)} Megatron's DDP has made, found "
+            f"{'none' if grad is None else list(grad.shape)}"
+        )
+    return able and wanted is not False
+
+
+def _shared(call: Call, hidden: Tensor, weight: Tensor) -> dict[str, Tensor | int]:
+    """What has to be equal on all ranks, by name; contents as sums that tell an order."""
+    order = torch.arange(1, call.targets.shape[0] + 1, device=hidden.device)
+    kept = call.kept if call.kept is not None else order
+    return {
+        "tokens": call.tokens,
+        "columns of hidden": hidden.shape[1],
+        "rows of weight": weight.shape[0],
+        "dtype of weight": DTYPES.index(weight.dtype),
+        "tokens with loss": call.targets.shape[0],
+        "loss_mask": (kept * order).sum(),
+        "targets": (call.targets * (order * 2654435761 % 4294967291)).sum(),
+        "temperature": (call.scale.double().expand(order.shape) * order).sum().view(torch.int64),
+        "entropy": call.entropy + call.entropy_grad,
+        "logits": int(call.round_logits),
+        "sequence_parallel": int(call.sequence_parallel),
+    }
+
+
+def _agree(group: dist.ProcessGroup, device: torch.device, problem: str, shared: dict[str, Tensor | int]) -> None:
+    """ValueError on every rank where one has a problem or two differ."""
+    text = problem.encode()[: 8 * _MESSAGE].ljust(8 * _MESSAGE, b"\0")
+    message = torch.frombuffer(bytearray(text), dtype=torch.int64).to(device)
+    facts = torch.stack([torch.as_tensor(value, device=device) for value in shared.values()] or [message[0]])
+    mine = torch.cat([message, facts.new_zeros(_FACTS)])
+    mine[_MESSAGE : _MESSAGE + len(facts)] = facts
+    everyone = mine.new_empty((group.size(), len(mine)))
+    dist.all_gather_into_tensor(everyone.view(-1), mine, group=group)
+    everyone = everyone.cpu()
+    for rank, row in enumerate(everyone):
+        said = row[:_MESSAGE].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+        if said:
+            raise ValueError(f"rank {rank} of {group.size()} of the tensor-parallel group: {said}")
+    for name, found in zip(shared, everyone[:, _MESSAGE:].t().tolist()):
+        if len(set(found)) > 1:
+            raise ValueError(f"{name}: expected the same on all ranks of the tensor-parallel group, found {found}")
+
+
+_FACTS = 16
+"""Room for what has to be equal."""

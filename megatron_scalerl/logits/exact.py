@@ -1,0 +1,55 @@
+"""Matrix products that keep what their operands hold: no TF32, no rounding of fp32, and tensor-core speed for bf16.
+
+A product of two bf16 numbers has 16 significant bits and is exact in fp32. So a GEMM of fp32 operands that hold
+bf16 numbers may convert them back, as a CPU's matrix unit wants them: only the order of the sum differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def fp32_products(device: torch.device, *, of_bf16: bool = False) -> Iterator[None]:
+    """Inside, GEMMs of fp32 operands on `device` multiply them as they are, whatever the user has set.
+
+    With `of_bf16` they may round operands to bf16 (a CPU does it where it is faster): right for operands that
+    hold bf16 numbers. The user's setting, which belongs to the process, is put back at the end.
+    """
+    # The backend's own switch, not torch.set_float32_matmul_precision: that one turns all of them.
+    switch: Any = torch.backends.mkldnn.matmul if device.type == "cpu" else _switch(device)
+    if switch is None:
+        yield
+        return
+    before = switch.fp32_precision
+    switch.fp32_precision = "bf16" if of_bf16 and device.type == "cpu" else "ieee"
+    try:
+        yield
+    finally:
+        switch.fp32_precision = before
+
+
+def _switch(device: torch.device) -> Any:
+    matmul = getattr(getattr(torch.backends, device.type, None), "matmul", None)
+    return matmul if hasattr(matmul, "fp32_precision") else None
+
+
+def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out += a @ b in out's dtype, fp32 or fp64; bf16 operands are multiplied exactly and summed in fp32."""
+    if a.dtype == out.dtype:
+        out.addmm_(a, b)
+    else:
+        out += torch.mm(a, b, out_dtype=out.dtype)
+
+
+def set_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out = a @ b, as `add_product`."""
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)

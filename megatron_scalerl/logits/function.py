@@ -1,0 +1,151 @@
+"""The logit projection as autograd sees it: one copy for all backends.
+
+Statistics of this rank's columns -> one all-gather -> the same merge on every rank, so that results are bitwise
+equal on all ranks -> only log-sum-exp, log-probability and entropy are kept; backward computes the logits again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_scalerl.logits.merge import merged, results
+from megatron_scalerl.logits.projection import Backend, GradLogits, Projection, TokenGradients
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of the projection after its arguments have been checked; produced by `arguments.checked`."""
+
+    backend: Backend
+    group: dist.ProcessGroup | None
+    """Tensor-parallel ranks, if there are several."""
+    sequence_parallel: bool
+    """hidden is this rank's share of the tokens, in rank order."""
+    tokens: int
+    """All tokens, those without loss among them."""
+    kept: Tensor | None
+    """Places of the tokens with loss; None: all."""
+    targets: Tensor
+    """Of the kept tokens."""
+    scale: Tensor
+    """1 / temperature, a number or one per kept token, in the accumulator's dtype."""
+    first: int
+    count: int
+    round_logits: bool
+    entropy: bool
+    entropy_grad: bool
+    grad_logits: GradLogits
+    workspace_bytes: int
+    main_grad: bool
+    """The weight's gradient goes straight into weight.main_grad."""
+
+    def projection(self, hidden: Tensor, weight: Tensor) -> Projection:
+        """What the backend works on; gathers hidden under sequence parallelism."""
+        if self.sequence_parallel and self.group is not None:
+            share, hidden = hidden, hidden.new_empty((self.tokens, hidden.shape[1]))
+            dist.all_gather_into_tensor(hidden, share.contiguous(), group=self.group)
+        if self.kept is not None:
+            hidden = hidden.index_select(0, self.kept)
+        return self.projection_of(hidden.detach(), weight.detach())
+
+    def projection_of(self, hidden: Tensor, weight: Tensor) -> Projection:
+        """The same, of hidden states that are those of the kept tokens already."""
+        return Projection(
+            hidden=hidden,
+            weight=weight[: self.count],
+            targets=self.targets,
+            scale=self.scale,
+            first=self.first,
+            round_logits=self.round_logits,
+            entropy=self.entropy,
+            entropy_grad=self.entropy_grad,
+            grad_logits=self.grad_logits,
+            workspace_bytes=self.workspace_bytes,
+        )
+
+    def merged(self, stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-sum-exp, log-probability and entropy of the kept tokens, from this rank's statistics."""
+        if self.group is None or not stats.shape[1]:
+            return results(stats)
+        parts = stats.new_empty((self.group.size(), *stats.shape))
+        dist.all_gather_into_tensor(parts.view(-1), stats.contiguous().view(-1), group=self.group)
+        return results(merged(parts))
+
+    def at_all_tokens(self, values: Tensor) -> Tensor:
+        """[tokens, ...] with 0 where there is no loss."""
+        if self.kept is None:
+            return values
+        return values.new_zeros((self.tokens, *values.shape[1:])).index_copy_(0, self.kept, values)
+
+    def grad_of_hidden(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
+        """The gradient of `hidden` as it was given, from this rank's columns' part for the kept tokens.
+
+        Summed over the group in the accumulator's dtype, then rounded.
+        """
+        if self.group is None:
+            return self.at_all_tokens(grad.to(dtype))
+        if not self.sequence_parallel:
+            if grad.shape[0]:
+                dist.all_reduce(grad, group=self.group)
+            return self.at_all_tokens(grad.to(dtype))
+        grad = self.at_all_tokens(grad)
+        share = grad.new_empty((self.tokens // self.group.size(), grad.shape[1]))
+        dist.reduce_scatter_tensor(share, grad, group=self.group)
+        return share.to(dtype)
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """See `api.token_logprobs`."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies, [tokens] each."""
+        lse, logprob, entropy = call.merged(call.backend.statistics(call.projection(hidden, weight)))
+        ctx.save_for_backward(hidden, weight, lse, logprob, entropy)
+        ctx.call = call
+        shown = call.at_all_tokens(entropy if call.entropy else torch.zeros_like(entropy))
+        if not call.entropy_grad:
+            ctx.mark_non_differentiable(shown)
+        return call.at_all_tokens(logprob), shown
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        """Computes the logits again."""
+        hidden, weight, lse, logprob, entropy = ctx.saved_tensors
+        call: Call = ctx.call
+        projection = call.projection(hidden, weight)
+        kept = [g if call.kept is None else g.index_select(0, call.kept) for g in grads]
+        given = TokenGradients(
+            lse=lse,
+            logprob=logprob,
+            entropy=entropy,
+            grad_logprob=kept[0],
+            grad_entropy=kept[1] if call.entropy_grad else None,
+        )
+        grad_hidden = torch.zeros_like(projection.hidden, dtype=projection.accumulator)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = weight.main_grad if call.main_grad else torch.zeros_like(weight)
+        into = None if grad_weight is None else grad_weight[: call.count]
+        call.backend.gradients(projection, given, grad_hidden, into)
+        if grad_weight is not None and call.main_grad:
+            grad_weight = added_to_main_grad(weight)
+        return call.grad_of_hidden(grad_hidden, hidden.dtype), grad_weight, None
+
+
+def added_to_main_grad(weight: Tensor) -> Tensor:
+    """Tells Megatron's DDP that weight.main_grad has this gradient, and returns a stand-in for autograd.
+
+    DDP's hook runs only where a gradient arrives, and adds it unless `grad_added_to_main_grad` is set. A weight
+    with `zero_out_wgrad` (an embedding tied within one stage) is added all the same, because autograd has summed
+    the stand-in with the embedding's own gradient: there it has to be 0. As
+    megatron/core/tensor_parallel/layers.py does, where a linear layer fuses the accumulation.
+    """
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    new = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
+    return new(weight)
