@@ -1,4 +1,4 @@
-"""A random Llama, its recipe and random samples: what the trainer's tests train on."""
+"""The recipe of a random policy and random samples: what the trainer's tests train on."""
 
 from __future__ import annotations
 
@@ -6,35 +6,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
 from megatron_scalerl.batch import pack
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.types import Batch, Rollout, Sample
 
 VOCAB = 64
-
-
-def write_policy(path: Path, *, seed: int = 0) -> Path:
-    """A two-layer Llama with large random weights, so that its distributions are far from uniform."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-        eos_token_id=2,
-        bos_token_id=1,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
 
 
 def make_recipe(path: Path, /, **sections: Any) -> Recipe:

@@ -2,35 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.models import llama, llama4
+from megatron_scalerl.models import llama, llama4, qwen3, qwen3_moe
 from megatron_scalerl.models.family import Family
 
-FAMILIES: dict[str, Callable[[Any], Family]] = {
+FAMILIES: dict[str, Callable[..., Family]] = {
     "llama": llama.family,
     "llama4": llama4.family,
     "llama4_text": llama4.family,
+    "qwen3": qwen3.family,
+    "qwen3_moe": qwen3_moe.family,
 }
 """`model_type` of config.json -> the family's maker."""
 
-__all__ = ["FAMILIES", "Family", "family", "read_hf_config"]
+__all__ = ["FAMILIES", "Family", "family", "family_of_folder", "read_hf_config"]
 
 
-def family(hf_config: Any) -> Family:
-    """The Family of a Hugging Face config. Raises ValueError for an unknown model_type."""
+def family(hf_config: Any, names: Collection[str] = ()) -> Family:
+    """The Family of a Hugging Face config; `names` are the checkpoint's tensors, where it comes in two layouts.
+
+    Raises ValueError for an unknown model_type.
+    """
     kind = hf_config.model_type
-    if kind not in FAMILIES:
-        raise ValueError(f"config.json: model_type: expected one of {', '.join(FAMILIES)}, found {kind!r}")
+    _check_known(kind)
+    if kind == "qwen3_moe":
+        return qwen3_moe.family(hf_config, fused=any(name.endswith(".mlp.experts.gate_up_proj") for name in names))
     return FAMILIES[kind](hf_config)
 
 
+def family_of_folder(hf_path: str | Path) -> Family:
+    """The Family of a Hugging Face folder, in the layout that its tensors have. Raises ValueError."""
+    from megatron_scalerl.weights.hf_folder import HfReader
+
+    return family(read_hf_config(hf_path), HfReader(hf_path).names)
+
+
 def read_hf_config(hf_path: str | Path) -> Any:
-    """The Hugging Face config of a folder. Raises ValueError where the folder holds no config.json."""
+    """The Hugging Face config of a folder.
+
+    Raises ValueError where the folder holds no config.json, and for one that cannot be read, whose model_type is
+    unknown or whose values have wrong types.
+    """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    if not (Path(hf_path) / "config.json").is_file():
+    path = Path(hf_path) / "config.json"
+    if not path.is_file():
         raise ValueError(f"policy.path: expected a Hugging Face folder with config.json, found {hf_path}")
-    return AutoConfig.from_pretrained(str(hf_path))
+    try:
+        found = json.loads(path.read_text())
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: expected JSON, found {error}") from error
+    _check_known(found.get("model_type") if isinstance(found, dict) else None)
+    try:
+        return AutoConfig.from_pretrained(str(hf_path))
+    except StrictDataclassError as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+
+
+def _check_known(kind: str | None) -> None:
+    if kind not in FAMILIES:
+        raise ValueError(f"config.json: model_type: expected one of {', '.join(FAMILIES)}, found {kind!r}")

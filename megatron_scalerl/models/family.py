@@ -8,7 +8,6 @@ those of Megatron's plain layers; `weights.source` knows what Transformer Engine
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -66,8 +65,8 @@ class LayerStyle:
 
     moe: bool = False
     rope: bool = True
-    qk_norm: bool = False
-    """Weightless RMS norm of queries and keys per head."""
+    qk_norm: Literal["none", "weightless", "weighted"] = "none"
+    """RMS norm of queries and keys per head, before RoPE: Llama 4's without weights, Qwen3's with."""
     chunked: bool = False
     """Attention inside chunks of `Family.attention_chunk_size` tokens."""
 
@@ -93,6 +92,10 @@ class Family:
     """Prefixes of tensors outside the policy (a vision tower) that saving copies from the source folder."""
     query_scale: Callable[[torch.Tensor], torch.Tensor] | None = field(default=None)
     """[N] positions -> [N] factor on the queries of layers without RoPE."""
+    attention_bias: bool = False
+    """True where the query, key, value and output projections have biases."""
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of generation_config.json that an engine needs to compute the same as the trainer."""
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
@@ -114,31 +117,24 @@ def require(config: Any, key: str, *allowed: Any) -> None:
         raise ValueError(f"config.json: {key}: expected {' or '.join(map(repr, allowed))}, found {found!r}")
 
 
-def rotary_frequencies(config: Any, head_dim: int) -> torch.Tensor:
-    """[head_dim/2] fp32 frequencies from either dialect: rope_parameters (transformers 5) or rope_theta (4).
-
-    Rope types `default`, `linear` and `llama3` (Llama 3.1's scaling); others raise ValueError.
-    """
-    parameters = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
-    theta: Any = parameters.get("rope_theta") or getattr(config, "rope_theta", 10000.0)
-    kind = parameters.get("rope_type", parameters.get("type", "default")) or "default"
-    frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
-    if kind == "default":
-        return frequencies
-    if kind == "linear":
-        return frequencies / parameters["factor"]
-    if kind == "llama3":
-        return _llama3_scaled(frequencies, parameters, getattr(config, "max_position_embeddings", 8192))
-    raise ValueError(f"config.json: rope_type: expected default, linear or llama3, found {kind!r}")
-
-
-def _llama3_scaled(frequencies: torch.Tensor, parameters: Mapping[str, Any], context: int) -> torch.Tensor:
-    """Llama 3.1's interpolation: long wavelengths divided by `factor`, short ones kept, a ramp between."""
-    factor, low, high = parameters["factor"], parameters["low_freq_factor"], parameters["high_freq_factor"]
-    original = parameters.get("original_max_position_embeddings", context)
-    wavelength = 2 * math.pi / frequencies
-    smooth = (original / wavelength - low) / (high - low)
-    ramp = (1 - smooth) * frequencies / factor + smooth * frequencies
-    scaled = torch.where(wavelength > original / low, frequencies / factor, frequencies)
-    middle = (wavelength >= original / high) & (wavelength <= original / low)
-    return torch.where(middle, ramp, scaled)
+def check_layout(family: Family, *, tp_size: int = 1, ep_size: int = 1, etp_size: int = 1) -> None:
+    """ValueError where a parallel size does not divide what it cuts: heads, key-value heads, MLPs, experts."""
+    options = family.transformer
+    experts = options.get("num_moe_experts") or 0
+    if ep_size > 1 and not experts:
+        raise ValueError(
+            f"megatron.parallel.expert_model_parallel_size: expected 1 for a policy without experts, found {ep_size}"
+        )
+    cuts = [
+        ("tensor", tp_size, "attention heads", options["num_attention_heads"]),
+        ("tensor", tp_size, "key-value heads", options["num_query_groups"]),
+        ("expert", ep_size, "experts", experts),
+        ("expert_tensor", etp_size, "expert MLP columns", options.get("moe_ffn_hidden_size") or 0),
+        ("tensor", tp_size, "shared expert columns", options.get("moe_shared_expert_intermediate_size") or 0),
+    ]
+    if not all(style.moe for style in family.layers):
+        cuts.append(("tensor", tp_size, "MLP columns", options["ffn_hidden_size"]))
+    for kind, size, what, total in cuts:
+        if total % size:
+            key = "expert_tensor_parallel_size" if kind == "expert_tensor" else f"{kind}_model_parallel_size"
+            raise ValueError(f"megatron.parallel.{key}: expected a divisor of {total} {what}, found {size}")

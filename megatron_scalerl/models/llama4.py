@@ -14,13 +14,18 @@ from typing import Any
 import torch
 
 from megatron_scalerl.models import rules
-from megatron_scalerl.models.family import Family, LayerStyle, Rule, require, rotary_frequencies
-from megatron_scalerl.models.llama import attention_rules, mlp_rules, outer_rules
+from megatron_scalerl.models.blocks import attention_rules, fused_expert_rules, head_size, mlp_rules, outer_rules
+from megatron_scalerl.models.family import Family, LayerStyle, Rule, require
+from megatron_scalerl.models.rope import rotary
 from megatron_scalerl.models.rules import At
 
 
 def family(config: Any) -> Family:
-    """The Family of a Llama4TextConfig, or of the text part of a Llama4Config."""
+    """The Family of a Llama4TextConfig, or of the text part of a Llama4Config.
+
+    Raises ValueError for what the map does not cover: biases, other activations, more than one expert per token,
+    YaRN.
+    """
     text = getattr(config, "text_config", None) or config
     prefix, head = "model.", "lm_head.weight"
     carried: tuple[str, ...] = ()
@@ -29,10 +34,13 @@ def family(config: Any) -> Family:
         carried = ("vision_model.", "multi_modal_projector.")
     require(text, "attention_bias", False)
     require(text, "hidden_act", "silu")
-    head_dim = text.head_dim or text.hidden_size // text.num_attention_heads
+    require(text, "num_experts_per_tok", 1)
+    head_dim = head_size(text)
+    rope = rotary(text, head_dim)
+    if rope.factor != 1.0:
+        raise ValueError("config.json: rope_type: expected default, linear or llama3 for Llama 4, found 'yarn'")
     moe_layers = set(text.moe_layers)
     styles = tuple(_style(text, layer, moe=layer in moe_layers) for layer in range(text.num_hidden_layers))
-    frequencies = rotary_frequencies(text, head_dim)
     return Family(
         name="llama4",
         transformer=_transformer(text, head_dim, styles),
@@ -41,12 +49,14 @@ def family(config: Any) -> Family:
             share_embeddings_and_output_weights=bool(text.tie_word_embeddings),
         ),
         vocab_size=text.vocab_size,
-        inv_freq=frequencies,
+        inv_freq=rope.inv_freq,
         layers=styles,
-        rules=_rules(text, styles, prefix, head, head_dim),
+        rules=_rules(text, styles, prefix, head),
         carried=carried,
         attention_chunk_size=text.attention_chunk_size,
         query_scale=_query_scale(text) if text.attn_temperature_tuning else None,
+        # vLLM reads this there and otherwise decides by its max_model_len (vllm/model_executor/models/llama4.py).
+        generation_config={"attn_temperature_tuning": bool(text.attn_temperature_tuning)},
     )
 
 
@@ -55,7 +65,7 @@ def _style(text: Any, layer: int, *, moe: bool) -> LayerStyle:
     return LayerStyle(
         moe=moe,
         rope=rope,
-        qk_norm=rope and bool(text.use_qk_norm),
+        qk_norm="weightless" if rope and text.use_qk_norm else "none",
         chunked=text.layer_types[layer] == "chunked_attention",
     )
 
@@ -99,11 +109,11 @@ def attention_temperature(positions: torch.Tensor, *, floor_scale: float, attn_s
     return torch.log1p(torch.floor((positions.float() + 1.0) / floor_scale)) * attn_scale + 1.0
 
 
-def _rules(text: Any, styles: tuple[LayerStyle, ...], prefix: str, head: str, head_dim: int) -> tuple[Rule, ...]:
+def _rules(text: Any, styles: tuple[LayerStyle, ...], prefix: str, head: str) -> tuple[Rule, ...]:
     first, last = outer_rules(text, prefix, head)
     found = list(first)
     for layer, style in enumerate(styles):
-        found += attention_rules(text, layer, prefix, head_dim=head_dim, groups=text.num_key_value_heads)
+        found += attention_rules(text, layer, prefix)
         hf, megatron = f"{prefix}layers.{layer}.feed_forward.", f"decoder.layers.{layer}.mlp."
         if style.moe:
             found += _moe_rules(text, layer, hf, megatron)
@@ -120,7 +130,6 @@ def _rules(text: Any, styles: tuple[LayerStyle, ...], prefix: str, head: str, he
 
 
 def _moe_rules(text: Any, layer: int, hf: str, megatron: str) -> list[Rule]:
-    sizes = dict(experts=text.num_local_experts, ffn=text.intermediate_size, hidden=text.hidden_size)
     shape = (text.num_local_experts, text.hidden_size)
     at = At(layer=layer)
     found = [rules.replicated(f"{megatron}router.weight", f"{hf}router.weight", shape, at)]
@@ -131,19 +140,14 @@ def _moe_rules(text: Any, layer: int, hf: str, megatron: str) -> list[Rule]:
         hidden=text.hidden_size,
         at=at,
     )
-    kinds = (
-        ("linear_fc1", "gate_up_proj", rules.fused_expert_gate_up),
-        ("linear_fc2", "down_proj", rules.fused_expert_down),
+    experts = fused_expert_rules(
+        f"{hf}experts.",
+        megatron,
+        layer=layer,
+        what="config.json: intermediate_size",
+        transposed=True,
+        experts=text.num_local_experts,
+        ffn=text.intermediate_size,
+        hidden=text.hidden_size,
     )
-    for projection, tensor, kind in kinds:
-        for expert in range(text.num_local_experts):
-            found.append(
-                kind(
-                    f"{megatron}experts.local_experts.{expert}.{projection}.weight",
-                    f"{hf}experts.{tensor}",
-                    at=At(layer=layer, expert=expert),
-                    what="config.json: intermediate_size",
-                    **sizes,
-                )
-            )
-    return found
+    return found + experts

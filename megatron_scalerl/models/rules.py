@@ -56,17 +56,21 @@ def row(megatron: str, hf: str, out: int, inner: int, at: At, *, what: str) -> R
 
 
 def query_key_value(
-    megatron: str, hf: tuple[str, str, str], *, heads: int, groups: int, head_dim: int, hidden: int, at: At
+    megatron: str, hf: tuple[str, str, str], *, heads: int, groups: int, head_dim: int, hidden: int | None, at: At
 ) -> Rule:
-    """Megatron's fused projection: for each group its queries, its key, its value; cut by groups."""
+    """Megatron's fused projection: for each group its queries, its key, its value; cut by groups.
+
+    `hidden` is None for the projection's bias.
+    """
     per_group = heads // groups
     height = (per_group + 2) * head_dim
+    width = () if hidden is None else (hidden,)
 
     def of_group(group: int, local: int) -> tuple[Piece, ...]:
         rows = (per_group * head_dim, head_dim, head_dim)
         found, offset = [], local * height
         for name, count in zip(hf, rows):
-            index = (slice(group * count, (group + 1) * count), slice(0, hidden))
+            index = (slice(group * count, (group + 1) * count), *_all(width))
             found.append(Piece(hf_name=name, hf_index=index, axis=0, start=offset, stop=offset + count))
             offset += count
         return tuple(found)
@@ -76,9 +80,9 @@ def query_key_value(
         return tuple(piece for local in range(mine) for piece in of_group(rank * mine + local, local))
 
     shapes: dict[str, tuple[int, ...]] = {
-        hf[0]: (heads * head_dim, hidden),
-        hf[1]: (groups * head_dim, hidden),
-        hf[2]: (groups * head_dim, hidden),
+        hf[0]: (heads * head_dim, *width),
+        hf[1]: (groups * head_dim, *width),
+        hf[2]: (groups * head_dim, *width),
     }
     return _rule(megatron, shapes, pieces, at)
 
@@ -97,33 +101,40 @@ def gate_up(megatron: str, gate: str, up: str, *, ffn: int, hidden: int, at: At,
     return _rule(megatron, {gate: (ffn, hidden), up: (ffn, hidden)}, pieces, at)
 
 
-def fused_expert_gate_up(megatron: str, hf: str, *, experts: int, ffn: int, hidden: int, at: At, what: str) -> Rule:
-    """One expert's part of a fused [experts, hidden, 2 ffn] tensor (gate columns, then up columns)."""
+def fused_expert_gate_up(
+    megatron: str, hf: str, *, experts: int, ffn: int, hidden: int, at: At, what: str, transposed: bool
+) -> Rule:
+    """One expert's part of a fused [experts, 2 ffn, hidden] tensor (gate, up); `transposed` swaps the last two."""
     expert = _expert_of(at)
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:
         width = divided(ffn, size, what)
         found = []
         for half in (0, 1):
-            columns = slice(half * ffn + rank * width, half * ffn + (rank + 1) * width)
-            index = (expert, slice(0, hidden), columns)
-            start = half * width
-            found.append(Piece(hf_name=hf, hf_index=index, axis=0, start=start, stop=start + width, transposed=True))
+            cut = (slice(half * ffn + rank * width, half * ffn + (rank + 1) * width), slice(0, hidden))
+            index = (expert, *(cut[::-1] if transposed else cut))
+            place = dict(axis=0, start=half * width, stop=(half + 1) * width)
+            found.append(Piece(hf_name=hf, hf_index=index, transposed=transposed, **place))
         return tuple(found)
 
-    return _rule(megatron, {hf: (experts, hidden, 2 * ffn)}, pieces, at)
+    shape = (experts, hidden, 2 * ffn) if transposed else (experts, 2 * ffn, hidden)
+    return _rule(megatron, {hf: shape}, pieces, at)
 
 
-def fused_expert_down(megatron: str, hf: str, *, experts: int, ffn: int, hidden: int, at: At, what: str) -> Rule:
-    """One expert's part of a fused [experts, ffn, hidden] tensor."""
+def fused_expert_down(
+    megatron: str, hf: str, *, experts: int, ffn: int, hidden: int, at: At, what: str, transposed: bool
+) -> Rule:
+    """One expert's part of a fused [experts, hidden, ffn] tensor; `transposed` swaps the last two."""
     expert = _expert_of(at)
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:
         width = divided(ffn, size, what)
-        index = (expert, slice(rank * width, (rank + 1) * width), slice(0, hidden))
-        return (Piece(hf_name=hf, hf_index=index, axis=1, start=0, stop=width, transposed=True),)
+        cut = (slice(0, hidden), slice(rank * width, (rank + 1) * width))
+        index = (expert, *(cut[::-1] if transposed else cut))
+        return (Piece(hf_name=hf, hf_index=index, axis=1, start=0, stop=width, transposed=transposed),)
 
-    return _rule(megatron, {hf: (experts, ffn, hidden)}, pieces, at)
+    shape = (experts, ffn, hidden) if transposed else (experts, hidden, ffn)
+    return _rule(megatron, {hf: shape}, pieces, at)
 
 
 def _expert_of(at: At) -> int:

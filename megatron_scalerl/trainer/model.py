@@ -15,8 +15,7 @@ from torch import Tensor
 
 from megatron_scalerl.logits import token_logprobs
 from megatron_scalerl.logits.api import Entropy, Precision
-from megatron_scalerl.models import family as family_of
-from megatron_scalerl.models import read_hf_config
+from megatron_scalerl.models import family_of_folder
 from megatron_scalerl.models.family import Family, padded_vocab_size
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer.device import HAVE_TE
@@ -186,7 +185,7 @@ def build_policy(
     Each chunk is DistributedDataParallel(Float16Module(PolicyModel)) in bf16 and DistributedDataParallel(
     PolicyModel) in fp32. Raises ValueError for options and checkpoints that do not fit.
     """
-    family = family_of(read_hf_config(hf_path))
+    family = family_of_folder(hf_path)
     options = model_options(family, recipe, parallel)
     if recipe.rollouts.routing_replay:
         routing.check_replay(options.config, pipeline_size=parallel.pp_size)

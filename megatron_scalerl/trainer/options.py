@@ -15,7 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
-from megatron_scalerl.models.family import Family
+from megatron_scalerl.models.family import Family, check_layout
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer.device import HAVE_GPU, HAVE_TE
 from megatron_scalerl.trainer.parallel import Parallel
@@ -41,9 +41,10 @@ class ModelOptions:
 def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOptions:
     """Family's options, then ours for this device, then megatron.model over both.
 
-    Raises ValueError for a key that neither TransformerConfig nor GPTModel has, naming the nearest one, and
-    for one that belongs to megatron.parallel or policy.dtype.
+    Raises ValueError for a key that neither TransformerConfig nor GPTModel has, naming the nearest one, for
+    one that belongs to megatron.parallel or policy.dtype, and for a parallel size that does not divide what it cuts.
     """
+    check_layout(family, tp_size=parallel.tp_size, ep_size=parallel.ep_size, etp_size=parallel.etp_size)
     owned = _owned_by_others(recipe, parallel)
     known = {f.name for f in fields(TransformerConfig)}
     given = recipe.megatron.model

@@ -76,6 +76,7 @@ class MegatronWeightSource:
         self._dtype: torch.dtype = _inner(chunks[0]).config.params_dtype
         self._units = _units(self.family.rules)
         self._stage_of_layer = _stage_of_layer(self._parameters, parallel)
+        self._experts_in_all: int = self.family.transformer.get("num_moe_experts") or 0
 
     def manifest(self) -> Manifest:
         """Name, dtype and full shape of every tensor that `tensors` gives, in its order; not collective."""
@@ -142,20 +143,46 @@ class MegatronWeightSource:
                 yield [rule], [gathered]
 
     def _experts(self, unit: "_Unit") -> Iterator[tuple[list[Rule], list[list[torch.Tensor]]]]:
-        """Like `_dense`, one expert of every expert-parallel rank at a time."""
+        """Like `_dense`, one expert of every expert-parallel rank at a time; experts stored alone one by one."""
         groups, size = self.parallel.groups, self.parallel.ep_size
         if groups.expt_dp.rank() != 0:
             return
-        local = len(unit.rules) // size
-        for index in range(local):
-            mine = unit.rules[self.parallel.ep_rank * local + index]
-            of_ep_ranks = _gather(self._parameters[mine.megatron].data, groups.ep)
-            if of_ep_ranks is None:
+        local = self._experts_in_all // size
+        by_place: dict[int, list[Rule]] = {}
+        for rule in unit.rules:
+            assert rule.expert is not None
+            by_place.setdefault(rule.expert % local, []).append(rule)
+        for rules in by_place.values():
+            owners = [rule.expert // local for rule in rules if rule.expert is not None]
+            of_owners = self._from_owners(rules, owners)
+            if of_owners is None:
                 continue
-            of_tp_ranks = [_gather(shard, groups.expt_tp) for shard in of_ep_ranks]
+            of_tp_ranks = [_gather(shard, groups.expt_tp) for shard in of_owners]
             if of_tp_ranks[0] is not None:
-                rules = [unit.rules[rank * local + index] for rank in range(size)]
                 yield rules, [shards for shards in of_tp_ranks if shards is not None]
+
+    def _from_owners(self, rules: list[Rule], owners: list[int]) -> list[torch.Tensor] | None:
+        """Shards of the experts that `rules` name on the group's rank 0, each from the rank that owns it."""
+        group, me = self.parallel.groups.ep, self.parallel.ep_rank
+        mine = [self._parameters[rule.megatron].data for rule, owner in zip(rules, owners) if owner == me]
+        if len(owners) == group.size():
+            return _gather(mine[0], group)
+        assert len(owners) == 1, "a tensor holds one expert or all of them"
+        if me == 0:
+            if owners[0] == 0:
+                return mine
+            shard = torch.empty(self._expert_shape(rules[0]), dtype=self._dtype, device=self.parallel.device)
+            dist.recv(shard, group=group, group_src=owners[0])
+            return [shard]
+        if owners[0] == me:
+            dist.send(mine[0].contiguous(), group=group, group_dst=0)
+        return None
+
+    def _expert_shape(self, rule: Rule) -> torch.Size:
+        """Shape of an expert's shard: that of the same projection of this rank's first expert."""
+        first = self.parallel.ep_rank * self._experts_in_all // self.parallel.ep_size
+        name = rule.megatron.replace(f".local_experts.{rule.expert}.", f".local_experts.{first}.")
+        return self._parameters[name].shape
 
     def _stage(self, unit: "_Unit") -> int:
         rule = unit.rules[0]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import Llama4TextConfig, LlamaConfig, PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers import Llama4TextConfig, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from megatron_scalerl.models import family
-from megatron_scalerl.models.family import padded_vocab_size, rotary_frequencies
+from megatron_scalerl.models import family, read_hf_config
+from megatron_scalerl.models.family import check_layout, padded_vocab_size
 from megatron_scalerl.models.llama4 import attention_temperature
 
 LLAMA: dict[str, Any] = dict(
@@ -22,18 +22,29 @@ LLAMA4: dict[str, Any] = dict(
     vocab_size=37, hidden_size=24, intermediate_size=20, intermediate_size_mlp=40, num_hidden_layers=4,
     num_attention_heads=4, num_key_value_heads=2, head_dim=6, num_local_experts=3, moe_layers=[1, 3],
 )  # fmt: skip
+QWEN3_MOE: dict[str, Any] = dict(**LLAMA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20)
 CONFIGS = {
     "llama": lambda: LlamaConfig(**LLAMA),
     "llama tied": lambda: LlamaConfig(**LLAMA, tie_word_embeddings=True),
+    "llama biased": lambda: LlamaConfig(**LLAMA, attention_bias=True),
+    "qwen3": lambda: Qwen3Config(**{**LLAMA, "head_dim": 10}),
+    "qwen3 tied": lambda: Qwen3Config(**LLAMA, tie_word_embeddings=True),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**QWEN3_MOE, mlp_only_layers=[0]),
+    "qwen3_moe fused": lambda: Qwen3MoeConfig(**QWEN3_MOE, decoder_sparse_step=2),
     "llama4": lambda: Llama4TextConfig(**LLAMA4),
 }
+FUSED = ("model.layers.1.mlp.experts.gate_up_proj",)
+
+
+def family_of(kind: str) -> Any:
+    return family(CONFIGS[kind](), FUSED if kind.endswith("fused") else ())
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_shards_put_together_are_the_checkpoint(kind: str, size: int) -> None:
     """Every element of every tensor lies in exactly one piece, and comes back where it was."""
-    found = family(CONFIGS[kind]())
+    found = family_of(kind)
     generator = torch.Generator().manual_seed(1)
     shapes = {name: shape for rule in found.rules for name, shape in rule.hf_shapes.items()}
     source = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -55,14 +66,9 @@ def test_shards_put_together_are_the_checkpoint(kind: str, size: int) -> None:
 
 def shard_shape(rule: Any, size: int) -> tuple[int, ...]:
     pieces = [piece for rank in range(size) for piece in rule.pieces(rank, size)]
-    shape = (
-        list(pieces[0].of_shard(torch.zeros(100, 100)).shape) if len(next(iter(rule.hf_shapes.values()))) > 1 else [1]
-    )
-    index = pieces[0].hf_index
-    lengths = [part.stop - part.start for part in index if isinstance(part, slice)]
+    lengths = [part.stop - part.start for part in pieces[0].hf_index if isinstance(part, slice)]
     lengths = lengths[::-1] if pieces[0].transposed else lengths
     lengths[pieces[0].axis] = max(piece.stop for piece in pieces)
-    assert len(shape) == len(lengths)
     return tuple(lengths)
 
 
@@ -81,39 +87,48 @@ def test_query_key_value_rows_are_grouped() -> None:
     ]
 
 
-def test_names_are_those_of_hugging_face() -> None:
-    from transformers import Llama4ForCausalLM, LlamaForCausalLM
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_names_are_those_of_hugging_face(kind: str) -> None:
+    """Names and shapes of transformers' own module; Qwen3's experts in its checkpoints' layout as well."""
+    from transformers import AutoModelForCausalLM
 
-    for kind, maker in (("llama", LlamaForCausalLM), ("llama tied", LlamaForCausalLM), ("llama4", Llama4ForCausalLM)):
-        config = CONFIGS[kind]()
-        with torch.device("meta"):
-            model = maker(config)
-        expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        found = {name: shape for rule in family(config).rules for name, shape in rule.hf_shapes.items()}
-        assert found == expected, kind
-
-
-def test_llama3_scaling_equals_transformers() -> None:
-    scaling = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
-    config = LlamaConfig(head_dim=128, rope_parameters=dict(**scaling, original_max_position_embeddings=8192))
-    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    assert torch.allclose(rotary_frequencies(config, 128), expected, rtol=1e-6)
-    plain = rotary_frequencies(
-        LlamaConfig(head_dim=128, rope_parameters=dict(rope_type="default", rope_theta=5e5)), 128
-    )
-    ratio = plain / rotary_frequencies(config, 128)
-    assert ratio[0] == 1.0 and ratio[-1] == pytest.approx(8.0) and 1.0 < ratio[32] < 8.0
+    config = CONFIGS[kind]()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    found = {name: shape for rule in family_of(kind).rules for name, shape in rule.hf_shapes.items()}
+    if kind == "qwen3_moe":
+        fused = {name: expected.pop(name) for name in list(expected) if ".experts." in name}
+        assert list(fused.values()) == [(4, 40, 24), (4, 24, 20)]
+        for expert in range(4):
+            prefix = f"model.layers.1.mlp.experts.{expert}."
+            expected |= {f"{prefix}{k}_proj.weight": (20, 24) for k in ("gate", "up")}
+            expected[f"{prefix}down_proj.weight"] = (24, 20)
+    assert found == expected
 
 
-def test_both_dialects_of_rope_are_read() -> None:
-    """transformers 4 says rope_theta, transformers 5 rope_parameters: theta 100 in dimension 4 is (1, 0.1)."""
-    old, new = PretrainedConfig(), PretrainedConfig()
-    old.rope_theta, new.rope_parameters = 100.0, dict(rope_type="default", rope_theta=100.0)
-    for config in (old, new):
-        assert rotary_frequencies(config, 4).tolist() == pytest.approx([1.0, 0.1])
-    new.rope_parameters = dict(rope_type="yarn", rope_theta=100.0)
-    with pytest.raises(ValueError, match="rope_type: expected default, linear or llama3, found 'yarn'"):
-        rotary_frequencies(new, 4)
+def test_a_fused_expert_is_cut_as_it_is_stored() -> None:
+    """Expert 3 of a [4, 40, 24] tensor on the second of two ranks: gate rows 10 to 20, up rows 30 to 40."""
+    name = "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"
+    rule = next(r for r in family_of("qwen3_moe fused").rules if r.megatron == name)
+    assert rule.hf_shapes == {"model.layers.1.mlp.experts.gate_up_proj": (4, 40, 24)} and rule.expert == 3
+    gate, up = rule.pieces(1, 2)
+    assert (gate.hf_index[:2], gate.start, gate.stop) == ((3, slice(10, 20)), 0, 10)
+    assert (up.hf_index[:2], up.start, up.stop) == ((3, slice(30, 40)), 10, 20)
+    assert not gate.transposed and not up.transposed
+
+
+def test_qwen3_moe_layers_mix_as_in_the_config() -> None:
+    """mlp_only_layers wins over decoder_sparse_step, which counts from 1."""
+    deep = {**QWEN3_MOE, "num_hidden_layers": 6}
+    found = family(Qwen3MoeConfig(**deep, decoder_sparse_step=2, mlp_only_layers=[3]))
+    assert found.transformer["moe_layer_freq"] == [0, 1, 0, 0, 0, 1]
+    assert [style.moe for style in found.layers] == [False, True, False, False, False, True]
+    assert {style.qk_norm for style in found.layers} == {"weighted"} and found.transformer["qk_layernorm"] is True
+    assert family(Qwen3MoeConfig(**QWEN3_MOE, norm_topk_prob=True)).transformer["moe_router_pre_softmax"] is False
+    assert found.transformer["moe_router_pre_softmax"] is True
+    dense = family(Qwen3MoeConfig(**QWEN3_MOE, mlp_only_layers=[0, 1]))
+    assert "num_moe_experts" not in dense.transformer
 
 
 def test_llama4_layers_differ_as_in_the_config() -> None:
@@ -121,7 +136,7 @@ def test_llama4_layers_differ_as_in_the_config() -> None:
     found = family(Llama4TextConfig(**LLAMA4))
     assert [style.moe for style in found.layers] == [False, True, False, True]
     assert [style.rope for style in found.layers] == [True, True, True, False]
-    assert [style.qk_norm for style in found.layers] == [True, True, True, False]
+    assert [style.qk_norm for style in found.layers] == ["weightless", "weightless", "weightless", "none"]
     assert [style.chunked for style in found.layers] == [True, True, True, False]
     assert found.transformer["no_rope_freq"] == [0, 0, 0, 1]
     assert found.attention_chunk_size == 8192
@@ -148,16 +163,73 @@ def test_the_vocabulary_is_padded_to_the_ranks(rank: int, rows: tuple[int, int])
     assert (piece.hf_index[0].start, piece.hf_index[0].stop) == rows
 
 
-def test_what_the_map_does_not_cover_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"config.json: attention_bias: expected False, found True"):
-        family(LlamaConfig(**LLAMA, attention_bias=True))
-    with pytest.raises(ValueError, match=r"hidden_act: expected 'silu', found 'gelu'"):
-        family(LlamaConfig(**LLAMA, hidden_act="gelu"))
-    with pytest.raises(ValueError, match=r"model_type: expected one of llama, llama4, llama4_text, found 'mamba'"):
-        unknown = PretrainedConfig()
-        unknown.model_type = "mamba"
+@pytest.mark.parametrize(
+    "config, line",
+    [
+        (lambda: LlamaConfig(**LLAMA, mlp_bias=True), r"config.json: mlp_bias: expected False, found True"),
+        (lambda: LlamaConfig(**LLAMA, hidden_act="gelu"), r"hidden_act: expected 'silu', found 'gelu'"),
+        (
+            lambda: Qwen3Config(**LLAMA, use_sliding_window=True, max_window_layers=1),
+            r"use_sliding_window: expected False, found True",
+        ),
+        (
+            lambda: Qwen3Config(**LLAMA, layer_types=["full_attention", "sliding_attention"]),
+            r"layer_types: expected full_attention, found full_attention, sliding_attention",
+        ),
+        (
+            lambda: Qwen3MoeConfig(**{**QWEN3_MOE, "num_experts_per_tok": 1}, norm_topk_prob=True),
+            r"num_experts_per_tok: expected 2 or more with norm_topk_prob, found 1",
+        ),
+        (lambda: Llama4TextConfig(**LLAMA4, attention_bias=True), r"attention_bias: expected False, found True"),
+        (lambda: Llama4TextConfig(**LLAMA4, num_experts_per_tok=2), r"num_experts_per_tok: expected 1, found 2"),
+        (
+            lambda: Llama4TextConfig(**LLAMA4, rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0)),
+            r"rope_type: expected default, linear or llama3 for Llama 4, found 'yarn'",
+        ),
+    ],
+)
+def test_what_the_map_does_not_cover_is_refused(config: Any, line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        family(config())
+
+
+KNOWN = "expected one of llama, llama4, llama4_text, qwen3, qwen3_moe"
+
+
+def test_unknown_and_broken_configs_are_one_line(tmp_path: Path) -> None:
+    unknown = PretrainedConfig()
+    unknown.model_type = "mamba"
+    with pytest.raises(ValueError, match=rf"model_type: {KNOWN}, found 'mamba'"):
         family(unknown)
-    rule = family(CONFIGS["llama"]()).rules[2]
+    path = tmp_path / "config.json"
+    for text, line in (
+        ('{"model_type": "gpt_neox"}', rf"config.json: model_type: {KNOWN}, found 'gpt_neox'"),
+        ("[]", rf"config.json: model_type: {KNOWN}, found None"),
+        ("{", r"config.json: expected JSON, found Expecting property name"),
+        ('{"model_type": "llama4_text", "attn_temperature_tuning": 4}', r"attn_temperature_tuning.* expected bool"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=line) as caught:
+            read_hf_config(tmp_path)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "kind, sizes, line",
+    [
+        ("llama", dict(tp_size=4), r"tensor_model_parallel_size: expected a divisor of 2 key-value heads, found 4"),
+        ("llama", dict(tp_size=3), r"tensor_model_parallel_size: expected a divisor of 4 attention heads, found 3"),
+        ("llama", dict(ep_size=2), r"expert_model_parallel_size: expected 1 for a policy without experts, found 2"),
+        ("llama4", dict(ep_size=2), r"expert_model_parallel_size: expected a divisor of 3 experts, found 2"),
+        ("qwen3_moe", dict(ep_size=3), r"expert_model_parallel_size: expected a divisor of 4 experts, found 3"),
+        ("qwen3_moe", dict(etp_size=8), r"expert_tensor_parallel_size: expected a divisor of 20 expert MLP columns"),
+    ],
+)
+def test_parallel_sizes_divide_what_they_cut(kind: str, sizes: dict[str, int], line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        check_layout(family_of(kind), **sizes)
+    check_layout(family_of(kind), tp_size=2)
+    rule = next(rule for rule in family_of(kind).rules if rule.megatron.endswith("linear_qkv.weight"))
     with pytest.raises(ValueError, match=r"num_key_value_heads: expected a multiple of the parallel size 4, found 2"):
         rule.pieces(0, 4)
 

@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from random_policy import write_policy
+    from random_policies import write_policy
 
     return write_policy(tmp_path_factory.mktemp("policy") / "llama")
 

@@ -13,6 +13,16 @@ from torch import Tensor
 from megatron_scalerl.trainer.layers.packing import Layout, PackedRow
 
 
+def with_bias(linear: type) -> type:
+    """The linear layer with a bias; Megatron's attention output has one only where every other layer has."""
+
+    class WithBias(linear):  # type: ignore[misc]
+        def __init__(self, *args: Any, bias: bool = False, **keywords: Any):
+            super().__init__(*args, bias=True, **keywords)
+
+    return WithBias
+
+
 class SdpaCoreAttention(torch.nn.Module):
     """Core attention for Megatron's SelfAttention; grouped queries, no attention bias, no dropout.
 

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron_scalerl.models.family import Family, LayerStyle
 from megatron_scalerl.trainer.device import HAVE_TE
-from megatron_scalerl.trainer.layers.attention import SdpaCoreAttention
+from megatron_scalerl.trainer.layers.attention import SdpaCoreAttention, with_bias
 from megatron_scalerl.trainer.layers.norm import HeadRMSNorm, SequenceParallelRMSNorm
 
 
@@ -100,17 +100,20 @@ def _attention_spec(config: TransformerConfig, family: Family, style: LayerStyle
     if core is SdpaCoreAttention:
         scale = None if style.rope else family.query_scale
         core = partial(SdpaCoreAttention, chunked=style.chunked, query_scale=scale)
-    if style.qk_norm:
-        qk_norm: Any = HeadRMSNorm
-    else:
-        qk_norm = provider.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else IdentityOp
+    qk_norms: dict[str, Any] = {
+        "none": IdentityOp,
+        "weightless": HeadRMSNorm,
+        "weighted": provider.layer_norm(rms_norm=True, for_qk=True),
+    }
+    qk_norm = qk_norms[style.qk_norm]
+    proj = provider.row_parallel_linear()
     return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=provider.column_parallel_layer_norm_linear() if fused else provider.column_parallel_linear(),
             core_attention=core,
-            linear_proj=provider.row_parallel_linear(),
+            linear_proj=with_bias(proj) if family.attention_bias else proj,
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,
         ),

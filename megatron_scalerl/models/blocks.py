@@ -1,0 +1,174 @@
+"""Rules and options that families share: embedding and head, attention, gated MLP, per-expert MLPs, dense models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_scalerl.models import rules
+from megatron_scalerl.models.family import Family, LayerStyle, Rule, require
+from megatron_scalerl.models.rope import rotary
+from megatron_scalerl.models.rules import At
+
+
+def head_size(config: Any) -> int:
+    """Dimension of one attention head; need not be hidden size / heads."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def key_value_heads(config: Any) -> int:
+    """Key and value heads; as many as query heads where the config does not say."""
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def build_family(
+    config: Any,
+    *,
+    name: str,
+    layers: tuple[LayerStyle, ...],
+    rules: tuple[Rule, ...],
+    transformer: dict[str, Any] | None = None,
+) -> Family:
+    """The Family of a config in the words of Llama and Qwen; `transformer` adds fields of TransformerConfig."""
+    head_dim, bias = head_size(config), bool(getattr(config, "attention_bias", False))
+    rope = rotary(config, head_dim)
+    return Family(
+        name=name,
+        transformer=dict(
+            num_layers=config.num_hidden_layers,
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            num_query_groups=key_value_heads(config),
+            kv_channels=head_dim,
+            ffn_hidden_size=config.intermediate_size,
+            layernorm_epsilon=config.rms_norm_eps,
+            init_method_std=config.initializer_range,
+            softmax_scale=rope.softmax_scale(head_dim),
+            add_qkv_bias=bias,
+            **(transformer or {}),
+        ),
+        gpt=dict(
+            max_sequence_length=config.max_position_embeddings,
+            share_embeddings_and_output_weights=bool(config.tie_word_embeddings),
+        ),
+        vocab_size=config.vocab_size,
+        inv_freq=rope.inv_freq,
+        layers=layers,
+        rules=rules,
+        attention_bias=bias,
+    )
+
+
+def dense_rules(config: Any, *, qk_norm: bool = False) -> tuple[Rule, ...]:
+    """The weight map of a model whose layers all hold one gated MLP."""
+    first, last = outer_rules(config, "model.", "lm_head.weight")
+    found = list(first)
+    for layer in range(config.num_hidden_layers):
+        found += attention_rules(config, layer, "model.", qk_norm=qk_norm)
+        hf, megatron = f"model.layers.{layer}.mlp.", f"decoder.layers.{layer}.mlp."
+        found += mlp_rules(hf, megatron, ffn=config.intermediate_size, hidden=config.hidden_size, at=At(layer=layer))
+    return (*found, *last)
+
+
+def outer_rules(config: Any, prefix: str, head: str) -> tuple[tuple[Rule, ...], tuple[Rule, ...]]:
+    """Rules before the layers (embedding) and after them (final norm, head)."""
+    embedding = f"{prefix}embed_tokens.weight"
+    vocab, hidden, tied = config.vocab_size, config.hidden_size, bool(config.tie_word_embeddings)
+    first = rules.vocabulary("embedding.word_embeddings.weight", embedding, vocab, hidden, At(place="first"))
+    norm = rules.replicated("decoder.final_layernorm.weight", f"{prefix}norm.weight", (hidden,), At(place="last"))
+    last = rules.vocabulary(
+        "output_layer.weight", embedding if tied else head, vocab, hidden, At(place="last"), exported=not tied
+    )
+    return (first,), (norm, last)
+
+
+def attention_rules(config: Any, layer: int, prefix: str, *, qk_norm: bool = False) -> list[Rule]:
+    """Norms and attention projections of one layer; `qk_norm` where queries and keys have norms with weights."""
+    hf, megatron, at = f"{prefix}layers.{layer}.", f"decoder.layers.{layer}.", At(layer=layer)
+    attention, ours = f"{hf}self_attn.", f"{megatron}self_attention."
+    hidden, heads, head_dim = config.hidden_size, config.num_attention_heads, head_size(config)
+    qkv = dict(heads=heads, groups=key_value_heads(config), head_dim=head_dim, at=at)
+    what = "config.json: num_attention_heads"
+    found = [
+        rules.replicated(f"{megatron}input_layernorm.weight", f"{hf}input_layernorm.weight", (hidden,), at),
+        rules.query_key_value(f"{ours}linear_qkv.weight", _projections(attention, "weight"), hidden=hidden, **qkv),
+        rules.row(
+            f"{ours}linear_proj.weight", f"{attention}o_proj.weight", hidden, heads * head_dim, at, what=what
+        ),
+        rules.replicated(
+            f"{megatron}pre_mlp_layernorm.weight", f"{hf}post_attention_layernorm.weight", (hidden,), at
+        ),
+    ]
+    if getattr(config, "attention_bias", False):
+        found.append(
+            rules.query_key_value(f"{ours}linear_qkv.bias", _projections(attention, "bias"), hidden=None, **qkv)
+        )
+        found.append(rules.replicated(f"{ours}linear_proj.bias", f"{attention}o_proj.bias", (hidden,), at))
+    if qk_norm:
+        for kind in "qk":
+            found.append(
+                rules.replicated(f"{ours}{kind}_layernorm.weight", f"{attention}{kind}_norm.weight", (head_dim,), at)
+            )
+    return found
+
+
+def _projections(attention: str, what: str) -> tuple[str, str, str]:
+    q, k, v = (f"{attention}{kind}_proj.{what}" for kind in "qkv")
+    return q, k, v
+
+
+def mlp_rules(
+    hf: str, megatron: str, *, ffn: int, hidden: int, at: At, what: str = "config.json: intermediate_size"
+) -> list[Rule]:
+    """A gated MLP: `hf`{gate,up,down}_proj.weight and `megatron`linear_fc{1,2}.weight."""
+    gate, up, down = (f"{hf}{kind}_proj.weight" for kind in ("gate", "up", "down"))
+    return [
+        rules.gate_up(f"{megatron}linear_fc1.weight", gate, up, ffn=ffn, hidden=hidden, at=at, what=what),
+        rules.row(f"{megatron}linear_fc2.weight", down, hidden, ffn, at, what=what),
+    ]
+
+
+def expert_rules(
+    hf: str, megatron: str, *, experts: int, ffn: int, hidden: int, layer: int, what: str
+) -> list[Rule]:
+    """Experts as gated MLPs of their own: `hf`E.{gate,up,down}_proj.weight."""
+    found: list[Rule] = []
+    for expert in range(experts):
+        at = At(layer=layer, expert=expert)
+        ours = f"{megatron}experts.local_experts.{expert}."
+        found += mlp_rules(f"{hf}{expert}.", ours, ffn=ffn, hidden=hidden, at=at, what=what)
+    return found
+
+
+def fused_expert_rules(
+    hf: str, megatron: str, *, experts: int, ffn: int, hidden: int, layer: int, what: str, transposed: bool
+) -> list[Rule]:
+    """Experts fused into `hf`gate_up_proj and `hf`down_proj; `transposed` where they are stored [in, out]."""
+    found: list[Rule] = []
+    for projection, tensor, kind in (
+        ("linear_fc1", "gate_up_proj", rules.fused_expert_gate_up),
+        ("linear_fc2", "down_proj", rules.fused_expert_down),
+    ):
+        for expert in range(experts):
+            found.append(
+                kind(
+                    f"{megatron}experts.local_experts.{expert}.{projection}.weight",
+                    f"{hf}{tensor}",
+                    experts=experts,
+                    ffn=ffn,
+                    hidden=hidden,
+                    at=At(layer=layer, expert=expert),
+                    what=what,
+                    transposed=transposed,
+                )
+            )
+    return found
+
+
+def require_full_attention(config: Any) -> None:
+    """ValueError where some layers attend inside a sliding window."""
+    require(config, "hidden_act", "silu")
+    if getattr(config, "use_sliding_window", False):
+        raise ValueError("config.json: use_sliding_window: expected False, found True")
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise ValueError(f"config.json: layer_types: expected full_attention, found {', '.join(sorted(kinds))}")

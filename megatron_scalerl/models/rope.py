@@ -1,0 +1,115 @@
+"""Rotary frequencies from a Hugging Face config, in either dialect and with the scalings the families know."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+KINDS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """Rotary position embedding of a policy."""
+
+    inv_freq: torch.Tensor
+    """[d/2] fp32 frequencies, scaling applied."""
+    factor: float = 1.0
+    """Factor on the rotated queries and on the rotated keys (YaRN's; Hugging Face puts it on cosine and sine)."""
+
+    def softmax_scale(self, head_dim: int) -> float | None:
+        """Factor on query times key that stands for both factors; None where it is the usual 1 / sqrt(d)."""
+        return None if self.factor == 1.0 else self.factor**2 / math.sqrt(head_dim)
+
+
+def rotary(config: Any, head_dim: int) -> Rotary:
+    """The Rotary of either dialect: rope_parameters (transformers 5) or rope_theta and rope_scaling (4).
+
+    Rope types `default`, `linear`, `llama3` (Llama 3.1's scaling) and `yarn` (arXiv 2309.00071); others raise
+    ValueError, and so does a scaling that lacks one of its keys.
+    """
+    parameters = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+    theta = float(parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
+    kind = parameters.get("rope_type", parameters.get("type", "default")) or "default"
+    if kind not in KINDS:
+        raise ValueError(f"config.json: rope_type: expected one of {', '.join(KINDS)}, found {kind!r}")
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            f"config.json: partial_rotary_factor: expected 1, found {parameters['partial_rotary_factor']}"
+        )
+    frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+    parameters.setdefault(
+        "original_max_position_embeddings",
+        getattr(config, "original_max_position_embeddings", None) or getattr(config, "max_position_embeddings", None),
+    )
+    if kind == "linear":
+        return Rotary(inv_freq=frequencies / _need(parameters, "factor"))
+    if kind == "llama3":
+        return Rotary(inv_freq=_llama3(frequencies, parameters))
+    if kind == "yarn":
+        context = getattr(config, "max_position_embeddings", None)
+        return _yarn(parameters, theta=theta, head_dim=head_dim, context=context)
+    return Rotary(inv_freq=frequencies)
+
+
+def _need(parameters: Mapping[str, Any], key: str) -> float:
+    found = parameters.get(key)
+    if found is None:
+        raise ValueError(f"config.json: rope scaling: expected the key {key}, found {sorted(parameters)}")
+    return float(found)
+
+
+def _llama3(frequencies: torch.Tensor, parameters: Mapping[str, Any]) -> torch.Tensor:
+    """Llama 3.1's interpolation: long wavelengths divided by `factor`, short ones kept, a ramp between.
+
+    Llama 4 Scout has no ramp: both of its bounds are 1.
+    """
+    factor, low, high = (_need(parameters, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    original = _need(parameters, "original_max_position_embeddings")
+    wavelength = 2 * math.pi / frequencies
+    smooth = (original / wavelength - low) / (high - low) if high != low else torch.zeros_like(frequencies)
+    ramp = (1 - smooth) * frequencies / factor + smooth * frequencies
+    scaled = torch.where(wavelength > original / low, frequencies / factor, frequencies)
+    middle = (wavelength >= original / high) & (wavelength <= original / low) & (high != low)
+    return torch.where(middle, ramp, scaled)
+
+
+def _yarn(parameters: Mapping[str, Any], *, theta: float, head_dim: int, context: int | None) -> Rotary:
+    """YaRN: low frequencies interpolated, high ones kept, a ramp over the dimensions between."""
+    original = _need(parameters, "original_max_position_embeddings")
+    given = parameters.get("factor")
+    factor = float(given) if given is not None else (context or original) / original
+    fast, slow = float(parameters.get("beta_fast") or 32), float(parameters.get("beta_slow") or 1)
+    low, high = (_dimension_of(rotations, theta, head_dim, original) for rotations in (fast, slow))
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    powers = theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    kept = 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    mixed = 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept
+    return Rotary(inv_freq=mixed, factor=_yarn_factor(parameters, factor))
+
+
+def _dimension_of(rotations: float, theta: float, head_dim: int, original: float) -> float:
+    """Dimension whose frequency turns `rotations` times over the original context."""
+    return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+
+def _yarn_factor(parameters: Mapping[str, Any], factor: float) -> float:
+    given = parameters.get("attention_factor")
+    if given is not None:
+        return float(given)
+    top, bottom = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if top and bottom:
+        return _mscale(factor, top) / _mscale(factor, bottom)
+    return _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,0 +1,151 @@
+"""Random tiny Hugging Face policies of every family whose logits reach 5 to 20, and fixed packed rows for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB = 65
+"""Odd, so that two tensor-parallel ranks need a padded row."""
+ROWS = ((5, 17, 31, 24), (40, 9, 20, 12))
+"""Sequence lengths of the two micro-batches."""
+
+_SHARED: dict[str, Any] = dict(
+    vocab_size=VOCAB,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+_LLAMA3_ROPE = dict(
+    rope_type="llama3", rope_theta=10000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)  # fmt: skip
+YARN_ROPE = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=128)
+"""Attention factor 0.1 ln 4 + 1 = 1.139."""
+
+
+def _llama(**settings: Any) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**{**_SHARED, **settings})
+
+
+def _qwen3(**settings: Any) -> Any:
+    """Heads of 24, where hidden size / heads is 16."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(**{**_SHARED, "head_dim": 24, **settings})
+
+
+def _qwen3_moe(**settings: Any) -> Any:
+    """Two of four experts for every token."""
+    from transformers import Qwen3MoeConfig
+
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, head_dim=24)
+    return Qwen3MoeConfig(**{**_SHARED, **experts, **settings})
+
+
+def llama4_text(**settings: Any) -> Any:
+    """A Llama4TextConfig: layer 3 without RoPE; chunks and temperature steps shorter than the sequences."""
+    from transformers import Llama4TextConfig
+
+    moe = dict(intermediate_size=64, intermediate_size_mlp=96, head_dim=16, num_local_experts=4)
+    return Llama4TextConfig(**{**_SHARED, **moe, "attention_chunk_size": 16, "floor_scale": 8, **settings})
+
+
+def _llama4_multimodal() -> Any:
+    """A Llama4Config: the text model above with a tiny vision tower."""
+    from transformers import Llama4Config
+
+    vision = dict(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vision_output_dim=64,
+        image_size=28, patch_size=14, projector_input_dim=64, projector_output_dim=64,
+    )  # fmt: skip
+    text = llama4_text(interleave_moe_layer_step=2)
+    return Llama4Config(
+        text_config=text.to_dict(), vision_config=vision, image_token_index=60, boi_token_index=61, eoi_token_index=62
+    )
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "llama": _llama,
+    "llama_tied": lambda: _llama(tie_word_embeddings=True, rope_parameters=_LLAMA3_ROPE),
+    "llama_biased": lambda: _llama(attention_bias=True, rope_parameters=YARN_ROPE),
+    "qwen3": _qwen3,
+    "qwen3_tied": lambda: _qwen3(tie_word_embeddings=True, num_key_value_heads=1, rope_parameters=YARN_ROPE),
+    "qwen3_moe": lambda: _qwen3_moe(norm_topk_prob=True, mlp_only_layers=[1]),
+    "qwen3_moe_tied": lambda: _qwen3_moe(norm_topk_prob=False, decoder_sparse_step=2, tie_word_embeddings=True),
+    "llama4": lambda: llama4_text(moe_layers=[0, 2, 3]),
+    "llama4_tied": lambda: llama4_text(interleave_moe_layer_step=2, tie_word_embeddings=True),
+    "llama4_multimodal": _llama4_multimodal,
+}
+"""Kind -> config. Layers that mix dense and experts in every mixture; one key-value head in qwen3_tied."""
+FUSED = ("qwen3_moe_tied",)
+"""Kinds that are saved in transformers' in-memory layout: a layer's experts in one tensor."""
+
+
+def make(kind: str, path: str | Path, *, dtype: torch.dtype = torch.float32, config: Any = None) -> Any:
+    """Makes and saves the policy `kind` (a key of KINDS); returns the Hugging Face model.
+
+    `config` replaces the kind's own.
+    """
+    from transformers import AutoModelForCausalLM, Llama4ForConditionalGeneration
+
+    torch.manual_seed(20251013)
+    config = config or KINDS[kind]()
+    whole = config.model_type == "llama4"
+    model = Llama4ForConditionalGeneration(config) if whole else AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.3)
+            else:
+                parameter.add_(torch.randn_like(parameter) * (0.3 if "bias" in name else 0.1))
+    model = model.to(dtype).eval()
+    model.save_pretrained(path, save_original_format=kind not in FUSED)
+    return model
+
+
+def write_policy(path: Path, *, seed: int = 0) -> Path:
+    """A two-layer Llama with large random weights, so that its distributions are far from uniform."""
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    small = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8)
+    config = _llama(**small, max_position_embeddings=256, initializer_range=0.3, pad_token_id=None)
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def rows(lengths: tuple[tuple[int, ...], ...] = ROWS) -> list[dict[str, torch.Tensor]]:
+    """Packed rows of random tokens: the same tokens in sequence k of the concatenated list, however packed."""
+    found, counter = [], 0
+    for row in lengths:
+        tokens, targets, weights = [], [], []
+        for length in row:
+            generator = torch.Generator().manual_seed(1000 + counter)
+            ids = torch.randint(0, VOCAB, (length + 1,), generator=generator)
+            weight = torch.rand(length, generator=generator) - 0.3
+            weight[-1] = 0.0
+            tokens, targets, weights = [*tokens, ids[:-1]], [*targets, ids[1:]], [*weights, weight]
+            counter += 1
+        cu_seqlens = torch.tensor([0, *row]).cumsum(0).int()
+        found.append(
+            dict(
+                tokens=torch.cat(tokens)[None],
+                position_ids=torch.cat([torch.arange(length) for length in row])[None],
+                cu_seqlens=cu_seqlens,
+                targets=torch.cat(targets),
+                weights=torch.cat(weights),
+            )
+        )
+    return found
