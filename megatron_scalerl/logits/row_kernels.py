@@ -23,13 +23,6 @@ def compiled() -> bool:
     return isinstance(_row_statistics_kernel, triton.runtime.JITFunction)
 
 
-def no_statistics(tokens: int, device: torch.device) -> Tensor:
-    """Statistics [4, tokens] fp32 of no column at all, to be continued by `row_statistics`."""
-    lowest = torch.finfo(torch.float32).min
-    start = torch.tensor([lowest, -1.0, 0.0, lowest], dtype=torch.float32, device=device)
-    return start[:, None].expand(4, tokens).contiguous()
-
-
 def row_statistics(logits: Tensor, scale: Tensor, targets: Tensor, first: int, stats: Tensor) -> None:
     """Adds a block of columns to the statistics [4, T] of `projection.Backend`, in place.
 
@@ -105,7 +98,7 @@ def logit_gradient(
 
 
 @triton.jit
-def merged(m0, r0, u0, m1, r1, u1):
+def merged_pair(m0, r0, u0, m1, r1, u1):
     """m, r, u of two sets of columns together; the first may be empty (r0 = -1), the second not."""
     terms0 = 1.0 + r0
     terms1 = 1.0 + r1
@@ -154,7 +147,7 @@ def _row_statistics_kernel(
 
     out = stats + row
     m0, r0, u0 = tl.load(out), tl.load(out + stats_stride), tl.load(out + 2 * stats_stride)
-    m1, r1, u1 = merged(m0, r0, u0, top, others, centred)
+    m1, r1, u1 = merged_pair(m0, r0, u0, top, others, centred)
     tl.store(out, m1)
     tl.store(out + stats_stride, r1)
     tl.store(out + 2 * stats_stride, u1)

@@ -1,10 +1,10 @@
 """Triton's interpreter for our kernels, inside a process that may have imported triton long before.
 
-TRITON_INTERPRET works only before the first import of triton, which Megatron-Core imports as well; so the fixture
-swaps every jitted function of ours, and those of Triton's library that they call, for its interpreted twin and
-puts them back afterwards. The interpreter stores bf16 as bit patterns, and its `dot` multiplies those as integers
-(triton-lang/triton issue 11584); `exact_bf16_dot` widens bf16 operands first, which is what tensor cores compute:
-products of bf16 numbers are exact in fp32.
+TRITON_INTERPRET works only before the first import of triton, which Megatron-Core imports as well; so `interpret`
+swaps every jitted function of ours, and those of Triton's library that they call, for its interpreted twin until
+the test is over. The interpreter of Triton 3.9 keeps bf16 as bit patterns: its `dot` multiplies those as integers
+(triton-lang/triton issue 11584) and its cast from fp32 cuts them off. `bf16_as_on_a_gpu` mends both: operands of a
+`dot` are widened, for products of bf16 numbers are exact in fp32, and casts round to nearest even.
 """
 
 from __future__ import annotations
@@ -31,20 +31,25 @@ def interpret(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
                 monkeypatch.setattr(module, name, interpreter.InterpretedFunction(value.fn))
 
 
-def exact_bf16_dot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the interpreter's dot multiply bf16 numbers, not their bit patterns."""
-    dot = interpreter.InterpreterBuilder.create_dot
+def bf16_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the interpreter multiply and round bf16 numbers as tensor cores and casts do."""
+    builder = interpreter.InterpreterBuilder
+    dot, cast = builder.create_dot, builder.cast_impl
 
     def widened(operand: Any) -> Any:
         if operand.dtype != tl.bfloat16:
             return operand
         return interpreter.TensorHandle((operand.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
-    monkeypatch.setattr(
-        interpreter.InterpreterBuilder,
-        "create_dot",
-        lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest),
-    )
+    def rounded(self: Any, source: Any, dtype: Any) -> Any:
+        if (source.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
+            return cast(self, source, dtype)
+        bits = np.ascontiguousarray(source.data).view(np.uint32)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return interpreter.TensorHandle(nearest.astype(np.uint16), dtype.scalar)
+
+    monkeypatch.setattr(builder, "create_dot", lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest))
+    monkeypatch.setattr(builder, "cast_impl", rounded)
 
 
 def _quiet(call: Any) -> Any:
