@@ -99,9 +99,9 @@ class CudaBackend:
     def needs(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """A GPU (or Triton's interpreter) and operands that its kernels know."""
         if device.type != "cuda" and compiled():
-            return f"needs tensors on a CUDA device, found {device.type}"
+            return "a CUDA GPU"
         if dtype not in (torch.bfloat16, torch.float32):
-            return f"needs bfloat16 or float32 operands, found {str(dtype).removeprefix('torch.')}"
+            return "operands in bfloat16 or float32"
         return None
 
     def workspace(self, projection: Projection) -> int:

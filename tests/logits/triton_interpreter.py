@@ -25,6 +25,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
     """Interprets the kernels of these modules until the monkeypatch is undone."""
     # Warnings of numpy about infinities that the kernels select away.
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", _quiet(interpreter.GridExecutor.__call__))
+    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", _tidy_call)
     for module in (tl, tl.core, tl.standard, tl.math, *modules):
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction):
@@ -50,6 +51,15 @@ def bf16_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(builder, "create_dot", lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest))
     monkeypatch.setattr(builder, "cast_impl", rounded)
+
+
+def _tidy_call(self: interpreter.InterpretedFunction, *arguments: Any, **keywords: Any) -> Any:
+    """A call between interpreted functions; the original never undoes its patches, and nothing compiles after it."""
+    scope = interpreter._patch_lang(self.fn)
+    try:
+        return self.rewrite()(*arguments, **keywords)
+    finally:
+        scope.restore()
 
 
 def _quiet(call: Any) -> Any:

@@ -1,0 +1,146 @@
+"""The Triton kernels over rows of logits, in Triton's interpreter, against fp64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from triton_interpreter import bf16_as_on_a_gpu, interpret, truth
+
+from megatron_scalerl.logits import row_kernels
+from megatron_scalerl.logits.merge import no_columns, results
+from megatron_scalerl.logits.row_kernels import logit_gradient, row_statistics
+
+ONE = torch.tensor(1.0)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch, row_kernels)
+    bf16_as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(row_kernels, "STATISTICS_BLOCK", 32)
+    monkeypatch.setattr(row_kernels, "GRADIENT_BLOCK", 32)
+
+
+def statistics(z: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor = ONE, first: int = 0) -> torch.Tensor:
+    stats = no_columns(z.shape[0], z, torch.float32)
+    row_statistics(z, scale, targets, first, stats)
+    return stats
+
+
+def assert_true(stats: torch.Tensor, z: torch.Tensor, targets: torch.Tensor, tolerance: float = 2e-6) -> None:
+    for found, expected in zip(results(stats), truth(z, targets)):
+        assert (found.double() - expected).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("columns", [1, 31, 32, 33, 100])
+@pytest.mark.parametrize("temperature", ["number", "vector"])
+def test_statistics_of_ragged_rows(columns: int, temperature: str) -> None:
+    """First, last and inner targets, on and beside the edges of the kernel's blocks of 32 columns."""
+    torch.manual_seed(1)
+    edges = [0, 31, 32, 33, 63, 64, 95, 96, columns - 1]
+    targets = torch.tensor([t for t in edges if t < columns])
+    z = 4.0 * torch.randn(len(targets), columns)
+    scale = torch.tensor(0.7) if temperature == "number" else torch.linspace(0.5, 2.0, len(targets))
+    scaled = z * (scale if scale.dim() == 0 else scale[:, None])
+    assert_true(statistics(z, targets, scale), scaled, targets)
+
+
+@pytest.mark.parametrize("level", [-1e4, -300.0, 0.0, 300.0, 1e4])
+def test_statistics_at_any_level(level: float) -> None:
+    """A running maximum that starts at 0 would give nan for rows far below it."""
+    torch.manual_seed(2)
+    z = torch.randn(3, 70) + level
+    targets = torch.tensor([0, 33, 69])
+    assert_true(statistics(z, targets), z, targets, tolerance=max(2e-6, abs(level) * 2**-22))
+
+
+def test_equal_logits_count_one_by_one() -> None:
+    """All 70 equal: r = 69 in each row, exactly; u = 0."""
+    stats = statistics(torch.full((2, 70), -5.0), torch.tensor([0, 69]))
+    assert stats.tolist() == [[-5.0] * 2, [69.0] * 2, [0.0] * 2, [-5.0] * 2]
+
+
+@pytest.mark.parametrize("place", [0, 31, 32, 69])
+def test_an_almost_certain_token_keeps_its_logarithm(place: int) -> None:
+    """p = 1 / (1 + 69 e^-30): log p = -6.5e-12 is lost where 1 is added to the sum first."""
+    z = torch.zeros(1, 70)
+    z[0, place] = 30.0
+    logprob = results(statistics(z, torch.tensor([place])))[1]
+    assert logprob.item() == pytest.approx(-69 * math.exp(-30.0), rel=1e-5)
+
+
+def test_blocks_continue_each_other() -> None:
+    """Blocks of columns in any order, as views of wider rows, give what one gives; each picks its own targets."""
+    torch.manual_seed(3)
+    z, targets = 3.0 * torch.randn(6, 90), torch.tensor([0, 39, 40, 69, 70, 89])
+    stats = no_columns(6, z, torch.float32)
+    for start, stop in ((40, 70), (0, 40), (70, 90)):
+        row_statistics(z[:, start:stop], ONE, targets, start, stats)
+    assert_true(stats, z, targets)
+    assert (stats[3] == z[torch.arange(6), targets]).all()
+
+
+def test_a_target_elsewhere_is_not_picked() -> None:
+    """Columns 100..169 of the vocabulary: ids 99 and 170 belong to the neighbours."""
+    stats = statistics(torch.randn(4, 70), torch.tensor([99, 100, 169, 170]), first=100)
+    assert (stats[3] == torch.finfo(torch.float32).min).tolist() == [True, False, False, True]
+
+
+def test_bf16_logits_are_read_as_they_are() -> None:
+    z, targets = torch.randn(3, 70).bfloat16(), torch.tensor([1, 2, 3])
+    assert torch.equal(statistics(z, targets), statistics(z.float(), targets))
+
+
+def gradients(z: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype, *, split: bool, entropy: bool):
+    """(high, low, exact): dz by the kernel and by autograd in fp64, with a temperature for each token."""
+    tokens = z.shape[0]
+    scale, g, g_entropy = torch.linspace(0.5, 2.0, tokens), torch.randn(tokens), torch.randn(tokens)
+    exact = z.double().requires_grad_()
+    lse, logprob, h = truth_with_gradient(exact * scale[:, None], targets)
+    ((logprob * g).sum() + (h * g_entropy).sum() * entropy).backward()
+    high = torch.empty_like(z, dtype=dtype) if dtype != z.dtype else z.clone()
+    low = torch.empty_like(high) if split else None
+    logit_gradient(
+        high if dtype == z.dtype else z,
+        scale,
+        targets,
+        0,
+        lse=lse.float(),
+        grad_logprob=g,
+        at_target=-torch.expm1(logprob.float()) * g,
+        entropy=h.float(),
+        grad_entropy=g_entropy if entropy else None,
+        high=high,
+        low=low,
+    )
+    return high, low, exact.grad
+
+
+def truth_with_gradient(z: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    log_p = z.log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return z.logsumexp(-1).detach(), log_p.gather(1, targets[:, None])[:, 0], entropy
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_logit_gradient(entropy: bool) -> None:
+    """In place in fp32; rounded to bf16: within 3e-3; with what rounding left: within 1e-5 (relative)."""
+    torch.manual_seed(4)
+    z, targets = 3.0 * torch.randn(5, 70), torch.tensor([0, 31, 32, 64, 69])
+    error = {}
+    for name in ("fp32", "bf16", "bf16x2"):
+        dtype, split = torch.float32 if name == "fp32" else torch.bfloat16, name == "bf16x2"
+        high, low, exact = gradients(z, targets, dtype, split=split, entropy=entropy)
+        found = high.double() if low is None else high.double() + low.double()
+        error[name] = ((found - exact).norm() / exact.norm()).item()
+    assert error["fp32"] < 1e-6 and 5e-4 < error["bf16"] < 3e-3 and error["bf16x2"] < 1e-5
+
+
+def test_a_certain_target_keeps_its_gradient() -> None:
+    """1 - p = 69 e^-30: from p itself it would be 0."""
+    z, target = torch.zeros(1, 70), torch.tensor([40])
+    z[0, 40] = 30.0
+    high, _, exact = gradients(z, target, torch.float32, split=False, entropy=False)
+    assert high[0, 40].item() == pytest.approx(exact[0, 40].item(), rel=1e-5) and exact[0, 40] != 0
