@@ -1,0 +1,198 @@
+"""One tensor as `torch.save` writes it, without torch: a zip archive that holds its bits uncompressed.
+
+The parts of a distributed checkpoint's file are such archives, one after another. The CRC-32 of the bits stands
+in the archive, where any zip tool finds it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import IO, Any
+
+import numpy as np
+
+from megatron_scalerl.convert.arrays import BITS
+from megatron_scalerl.convert.mapped import MappedFile
+
+_STORAGES = {"F32": "FloatStorage", "BF16": "BFloat16Storage", "F16": "HalfStorage"}
+_TYPES = {storage: dtype for dtype, storage in _STORAGES.items()}
+_ALIGNMENT = 64
+_LOCAL = struct.Struct("<IHHHHHIIIHH")
+_CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
+_END = struct.Struct("<IHHHHIIH")
+_FILL = b"FB"
+"""torch's mark of the field that fills up to the alignment."""
+_VERSION = 20
+_LIMIT = (1 << 32) - (1 << 20)
+"""Bytes that an archive without the 64-bit extension holds."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Entry:
+    name: bytes
+    header: int
+    """Offset of its local header in the archive."""
+    size: int
+    checksum: int
+
+
+def write_blob(file: IO[bytes], dtype: str, shape: Sequence[int], bands: Iterable[np.ndarray]) -> int:
+    """Append a tensor whose bits come in `bands`, and return the archive's length.
+
+    `file` must be a real file, positioned at its end.
+    """
+    size = prod(shape) * BITS[dtype].itemsize
+    assert size < _LIMIT, f"{size} bytes in one part of a checkpoint"
+    start = file.tell()
+    entries = [_small(file, start, b"archive/data.pkl", _pickled(dtype, shape))]
+    entries.append(_small(file, start, b"archive/byteorder", b"little"))
+    entries.append(_data(file, start, size, bands))
+    entries.append(_small(file, start, b"archive/version", b"3\n"))
+    directory = file.tell() - start
+    for entry in entries:
+        times = (_VERSION, _VERSION, 0, 0, 0, 0, entry.checksum, entry.size, entry.size, len(entry.name))
+        file.write(_CENTRAL.pack(0x02014B50, *times, 0, 0, 0, 0, 0, entry.header) + entry.name)
+    length = file.tell() - start - directory
+    file.write(_END.pack(0x06054B50, 0, 0, len(entries), len(entries), length, directory, 0))
+    return file.tell() - start
+
+
+def _small(file: IO[bytes], start: int, name: bytes, content: bytes) -> _Entry:
+    entry = _Entry(name=name, header=file.tell() - start, size=len(content), checksum=zlib.crc32(content))
+    file.write(_local_header(entry, b"") + content)
+    return entry
+
+
+def _data(file: IO[bytes], start: int, size: int, bands: Iterable[np.ndarray]) -> _Entry:
+    entry = _Entry(name=b"archive/data/0", header=file.tell() - start, size=size, checksum=0)
+    # Aligned in the file, so that a mapping can be viewed in the tensor's type.
+    fill = -(file.tell() + _LOCAL.size + len(entry.name) + 4) % _ALIGNMENT
+    extra = _FILL + struct.pack("<H", fill) + b"Z" * fill
+    file.write(_local_header(entry, extra))
+    written = 0
+    for band in bands:
+        view = memoryview(band.reshape(-1).view(np.uint8))
+        entry.checksum = zlib.crc32(view, entry.checksum)
+        file.write(view)
+        written += len(view)
+    assert written == size, (written, size)
+    file.flush()
+    os.pwrite(file.fileno(), _local_header(entry, extra), start + entry.header)
+    return entry
+
+
+def _local_header(entry: _Entry, extra: bytes) -> bytes:
+    sizes = (entry.checksum, entry.size, entry.size, len(entry.name), len(extra))
+    return _LOCAL.pack(0x04034B50, _VERSION, 0, 0, 0, 0, *sizes) + entry.name + extra
+
+
+def _pickled(dtype: str, shape: Sequence[int]) -> bytes:
+    """The pickle of a contiguous tensor, opcode by opcode: its storage's class is torch's, which is not loaded."""
+    count = prod(shape)
+    storage = b"(" + _text("storage") + f"ctorch\n{_STORAGES[dtype]}\n".encode() + _text("0") + _text("cpu")
+    storage += _number(count) + b"tQ"
+    numbers = _number(0) + _numbers(shape) + _numbers(_strides(shape))
+    return (
+        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + storage + numbers + b"\x89ccollections\nOrderedDict\n)RtR."
+    )
+
+
+def _text(text: str) -> bytes:
+    return b"X" + struct.pack("<I", len(text)) + text.encode()
+
+
+def _number(value: int) -> bytes:
+    if value < 1 << 31:
+        return b"J" + struct.pack("<i", value)
+    packed = value.to_bytes(8, "little")
+    return b"\x8a" + bytes([len(packed)]) + packed
+
+
+def _numbers(values: Sequence[int]) -> bytes:
+    return b"(" + b"".join(map(_number, values)) + b"t"
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def find_blob(file: MappedFile, offset: int, length: int) -> tuple[str, tuple[int, ...], int]:
+    """(type, shape, offset of the bits in the file) of the tensor in one archive, ours or torch's own.
+
+    Raises ValueError for what is no saved tensor, or one whose bits do not lie in order.
+    """
+    try:
+        with zipfile.ZipFile(_Window(file, offset, length)) as archive:
+            names = {name.split("/", 1)[-1]: name for name in archive.namelist()}
+            dtype, shape, strides = _unpickled(archive.read(names["data.pkl"]))
+            entry = archive.getinfo(names["data/0"])
+    except (zipfile.BadZipFile, KeyError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{file.path}: expected a saved tensor at byte {offset}, found {error!r}") from None
+    meaningful = [(s, n) for s, n in zip(strides, shape) if n != 1]
+    expected = [(s, n) for s, n in zip(_strides(shape), shape) if n != 1]
+    if meaningful != expected or entry.file_size != prod(shape) * BITS[dtype].itemsize:
+        raise ValueError(f"{file.path}: expected a contiguous tensor at byte {offset}, found strides {strides}")
+    at = offset + entry.header_offset
+    name_length, extra_length = struct.unpack_from("<HH", file.bytes, at + 26)
+    return dtype, shape, at + _LOCAL.size + name_length + extra_length
+
+
+def _unpickled(data: bytes) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    return _TensorUnpickler(io.BytesIO(data)).load()
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    """Knows tensors and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return _described
+        if module == "torch" and name in _TYPES:
+            return _TYPES[name]
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        raise pickle.UnpicklingError(f"{module}.{name} in a tensor")
+
+    def persistent_load(self, pid: Any) -> Any:
+        return pid[1]
+
+
+def _described(dtype: str, offset: int, shape: Any, strides: Any, *_: Any) -> tuple[str, tuple[int, ...], Any]:
+    if offset:
+        raise pickle.UnpicklingError(f"offset {offset} in a tensor's storage")
+    return dtype, tuple(shape), tuple(strides)
+
+
+class _Window(io.RawIOBase):
+    """Part of a mapped file, as a file."""
+
+    def __init__(self, file: MappedFile, offset: int, length: int):
+        self._bytes, self._start, self._length, self._at = file.bytes, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        end = self._length if size < 0 else min(self._length, self._at + size)
+        data = bytes(self._bytes[self._start + self._at : self._start + end])
+        self._at += len(data)
+        return data

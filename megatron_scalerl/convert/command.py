@@ -1,0 +1,111 @@
+"""The command line of the converter: `to-megatron`, `to-hf`, `verify`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_scalerl.convert.arrays import TORCH_NAMES
+from megatron_scalerl.convert.options import Options, Summary
+
+EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE, EXIT_INTERRUPTED = 0, 1, 2, 130
+_DTYPES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; 0 done, 2 with one line on standard error for a mistake in what was given."""
+    arguments = _parser().parse_args(argv)
+    console = Console(soft_wrap=True)
+    warnings.filterwarnings("ignore", module=r"(megatron\.core|torch|transformers)\.")
+    started = time.monotonic()
+    try:
+        summary = arguments.command(arguments, console)
+    except ValueError as mistake:
+        print(f"convert_checkpoint: {mistake}", file=sys.stderr)
+        return EXIT_MISTAKE
+    except (RuntimeError, OSError) as failure:
+        print(f"convert_checkpoint: {failure}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("convert_checkpoint: interrupted; the same command goes on from here", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    console.print(_said(arguments, summary, time.monotonic() - started), highlight=False)
+    return EXIT_DONE
+
+
+def _said(arguments: argparse.Namespace, summary: Summary, seconds: float) -> str:
+    size = f"{summary.tensors} tensors, {_size(summary.nbytes)}"
+    if arguments.name == "verify":
+        return f"{arguments.first} and {arguments.second}: {size}, equal bit for bit"
+    resumed = f", {_size(summary.resumed_bytes)} of it from an interrupted conversion" * bool(summary.resumed_bytes)
+    verified = ", compared bit for bit" * summary.verified
+    return f"{arguments.out}: {size} in {seconds:.1f} s{resumed}{verified}"
+
+
+def _size(nbytes: int) -> str:
+    for unit, scale in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if nbytes >= 1 << scale:
+            return f"{nbytes / (1 << scale):.2f} {unit}"
+    return f"{nbytes} bytes"
+
+
+def _parser() -> argparse.ArgumentParser:
+    description = "Hugging Face folders to Megatron torch_dist checkpoints and back, streaming."
+    parser = argparse.ArgumentParser(prog="convert_checkpoint.py", description=description)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="name")
+    there = commands.add_parser("to-megatron", help="a checkpoint that opens under any TP x PP x EP")
+    there.add_argument("source", type=Path, metavar="HF_DIR")
+    back = commands.add_parser("to-hf", help="a folder that opens in transformers and in vLLM")
+    back.add_argument("source", type=Path, metavar="MEGATRON_DIR")
+    back.add_argument(
+        "--like", type=Path, metavar="HF_DIR", help="the folder that the policy came from; for checkpoints of a run"
+    )
+    for command, run in ((there, _to_megatron), (back, _to_hf)):
+        command.add_argument("out", type=Path, metavar="OUT")
+        command.add_argument("--verify", action="store_true", help="compare every tensor bit for bit at the end")
+        command.add_argument("--allow-nonfinite", action="store_true", help="let NaN and Inf pass")
+        command.set_defaults(command=run)
+    same = commands.add_parser("verify", help="compare two folders, of either kind, bit for bit")
+    same.add_argument("first", type=Path, metavar="A")
+    same.add_argument("second", type=Path, metavar="B")
+    same.set_defaults(command=_verify)
+    for command in (there, back, same):
+        command.add_argument("--processes", type=int, default=2, metavar="N", help="workers (default: 2)")
+        command.add_argument("--dtype", choices=list(_DTYPES), help="type of the policy's weights (default: as is)")
+    return parser
+
+
+def _options(arguments: argparse.Namespace, console: Console) -> Options:
+    if arguments.processes < 1:
+        raise ValueError(f"--processes: expected 1 or more, found {arguments.processes}")
+    return Options(
+        processes=arguments.processes,
+        dtype=_DTYPES.get(arguments.dtype),
+        verify=getattr(arguments, "verify", False),
+        allow_nonfinite=getattr(arguments, "allow_nonfinite", False),
+        console=console,
+    )
+
+
+def _to_megatron(arguments: argparse.Namespace, console: Console) -> Summary:
+    from megatron_scalerl.convert.to_megatron import to_megatron
+
+    return to_megatron(arguments.source, arguments.out, _options(arguments, console))
+
+
+def _to_hf(arguments: argparse.Namespace, console: Console) -> Summary:
+    from megatron_scalerl.convert.to_hf import to_hf
+
+    return to_hf(arguments.source, arguments.out, _options(arguments, console), like=arguments.like)
+
+
+def _verify(arguments: argparse.Namespace, console: Console) -> Summary:
+    from megatron_scalerl.convert.verify import verify
+
+    return verify(arguments.first, arguments.second, _options(arguments, console))

@@ -1,0 +1,65 @@
+"""What travels beside the weights: config, tokenizer, chat template, generation config; and what the config says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megatron_scalerl.convert import manifest as manifests
+from megatron_scalerl.convert.hf_folder import side_files
+from megatron_scalerl.convert.work_folder import write_durably
+from megatron_scalerl.models import FAMILIES, family, read_hf_config
+from megatron_scalerl.models.family import Family
+from megatron_scalerl.trainer.commit import COMMIT
+
+SIDE_FOLDER = "hugging_face"
+"""Where a Megatron checkpoint keeps them."""
+
+
+def policy_family(path: Path) -> Family:
+    """The family of a folder's config.json.
+
+    Raises ValueError for an architecture that is not known (those that are get listed) or not covered.
+    """
+    file = path / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{path}: expected a Hugging Face folder with config.json, found none")
+    try:
+        kind = json.loads(file.read_text(encoding="utf8")).get("model_type")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file}: expected JSON, found {error}") from None
+    if kind not in FAMILIES:  # before transformers, which has a page of its own to say about it
+        raise ValueError(f"{file}: model_type: expected one of {', '.join(FAMILIES)}, found {kind!r}")
+    return family(read_hf_config(path))
+
+
+def copy_side_files(source: Path, target: Path, dtype: str | None = None) -> None:
+    """Copy everything but weights; `dtype` is put into config.json where that says another."""
+    target.mkdir(exist_ok=True)
+    for file in side_files(source):
+        if file.name not in (manifests.FILE, COMMIT):
+            (target / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source / file, target / file)
+    path = target / "config.json"
+    config = json.loads(path.read_text(encoding="utf8"))
+    if dtype is not None and _set_dtype(config, dtype):
+        write_durably(path, (json.dumps(config, indent=2) + "\n").encode())
+
+
+def _set_dtype(config: dict[str, Any], dtype: str) -> bool:
+    """True where something changed. A vision tower keeps the type that it says."""
+    changed = False
+    for part in (config, config.get("text_config") or {}):
+        for key in ("dtype", "torch_dtype"):
+            if part.get(key, dtype) != dtype:
+                part[key], changed = dtype, True
+    return changed
+
+
+def source_marks(path: Path, files: Iterable[str]) -> list[Any]:
+    """What changes when a source's files do."""
+    stats = [(file, (path / file).stat()) for file in files]
+    return [str(path.resolve()), [(file, s.st_size, s.st_mtime_ns, s.st_ino) for file, s in stats]]

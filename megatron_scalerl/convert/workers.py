@@ -1,0 +1,142 @@
+"""Runs jobs in several processes and brings back what each left behind.
+
+One pipe per worker carries its progress and records to the first process, which alone reads them; a worker that
+is ahead waits in its pipe. The first failure ends all. Workers die with the process that started them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from megatron_scalerl.convert.jobs import Context, Job, OpenSources, Record, SourceFiles
+
+_PR_SET_PDEATHSIG = 1
+
+OnBytes = Callable[[int], None]
+OnDone = Callable[[Job, Record], None]
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    sources: Sequence[SourceFiles],
+    *,
+    folder: Path,
+    processes: int,
+    allow_nonfinite: bool,
+    on_bytes: OnBytes,
+    on_done: OnDone,
+) -> None:
+    """Runs every job once; `on_done` is called in this process as each is finished.
+
+    Raises ValueError for what is wrong with the data or cannot be written, RuntimeError where a worker was killed.
+    """
+    shares = [share for share in _balanced(jobs, processes) if share]
+    if len(shares) <= 1:
+        for job, record in _run_share(shares[0] if shares else [], sources, folder, allow_nonfinite, on_bytes):
+            on_done(job, record)
+        return
+    by_name = {job.name: job for job in jobs}
+    with _started(shares, sources, folder, allow_nonfinite) as pipes:
+        while pipes:
+            for pipe in wait(list(pipes)):
+                assert isinstance(pipe, Connection)
+                kind, *content = _message(pipe, pipes[pipe])
+                if kind == "bytes":
+                    on_bytes(content[0])
+                elif kind == "done":
+                    on_done(by_name[content[0]], content[1])
+                elif kind == "mistake":
+                    raise ValueError(content[0])
+                else:
+                    del pipes[pipe]
+
+
+def _message(pipe: Connection, worker: int) -> tuple[Any, ...]:
+    try:
+        message: tuple[Any, ...] = pipe.recv()
+    except EOFError:
+        raise RuntimeError(f"conversion: worker {worker} ended before its work was done") from None
+    return message
+
+
+def _balanced(jobs: Sequence[Job], processes: int) -> list[list[Job]]:
+    """Largest first to whoever has least; each share then in the given order, which is that of the files."""
+    shares: list[list[Job]] = [[] for _ in range(max(1, processes))]
+    loads = [0] * len(shares)
+    for job in sorted(jobs, key=lambda job: -job.nbytes):
+        least = loads.index(min(loads))
+        shares[least].append(job)
+        loads[least] += job.nbytes
+    order = {job.name: number for number, job in enumerate(jobs)}
+    return [sorted(share, key=lambda job: order[job.name]) for share in shares]
+
+
+@contextmanager
+def _started(
+    shares: Sequence[Sequence[Job]], sources: Sequence[SourceFiles], folder: Path, allow_nonfinite: bool
+) -> Iterator[dict[Connection, int]]:
+    # Not forked: threads and memory of the first process stay where they are.
+    context = multiprocessing.get_context("spawn")
+    pipes: dict[Connection, int] = {}
+    processes = []
+    try:
+        for number, share in enumerate(shares):
+            ours, theirs = context.Pipe(duplex=False)
+            arguments = (theirs, os.getpid(), share, sources, folder, allow_nonfinite)
+            process = context.Process(target=_worker, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            pipes[ours] = number
+            processes.append(process)
+        yield pipes
+    finally:
+        for process in processes:
+            if pipes:  # not all are through: something failed
+                process.kill()
+            process.join()
+
+
+def _worker(
+    pipe: Connection,
+    parent: int,
+    share: Sequence[Job],
+    sources: Sequence[SourceFiles],
+    folder: Path,
+    allow_nonfinite: bool,
+) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends its workers
+    try:
+        for job, record in _run_share(share, sources, folder, allow_nonfinite, lambda n: pipe.send(("bytes", n))):
+            pipe.send(("done", job.name, record))
+    except ValueError as mistake:
+        pipe.send(("mistake", str(mistake)))
+    else:
+        pipe.send(("end",))
+
+
+def _run_share(
+    share: Sequence[Job],
+    sources: Sequence[SourceFiles],
+    folder: Path,
+    allow_nonfinite: bool,
+    report: OnBytes,
+) -> Iterator[tuple[Job, Record]]:
+    opened = [OpenSources(files) for files in sources]
+    context = Context(sources=opened, folder=folder, allow_nonfinite=allow_nonfinite, report=report)
+    for job in share:
+        try:
+            record = job.run(context)
+        except OSError as error:  # a full disk, a limit on the size of files, a disk that fails
+            raise ValueError(f"{job.name}: expected to be written in full, found: {error.strerror}") from None
+        yield job, record
