@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
@@ -69,6 +71,8 @@ class EngineInfo:
     """Label of the weights in use."""
     weight_digest: str
     """Digest of the bytes of the last update, empty before the first."""
+    attention_temperature: bool | None = None
+    """Whether layers without RoPE scale their queries by position; None where the policy has no such layers."""
 
 
 class _Token(msgspec.Struct):
@@ -108,11 +112,13 @@ def check_engine(info: EngineInfo, recipe: Recipe) -> None:
     Raises ValueError with the recipe's key, what it asks for and what the engine runs.
     """
     logits = "float32" if recipe.policy.logits == "fp32" else recipe.policy.dtype
+    wanted = None if info.attention_temperature is None else attention_temperature(recipe)
     need = recipe.prompts.max_prompt_tokens + recipe.max_completion_tokens
     for key, expected, found in (
         ("policy.dtype", recipe.policy.dtype, info.dtype),
         (f"policy.logits {recipe.policy.logits}", logits, info.head_dtype),
         ("rollouts.temperature, rollouts.top_p", logprobs_mode(recipe), info.logprobs_mode),
+        ("config.json: attn_temperature_tuning", wanted, info.attention_temperature),
     ):
         if expected != found:
             raise ValueError(f"{key}: expected {expected} in trainer and engine, found {found} in the engine")
@@ -124,6 +130,14 @@ def logprobs_mode(recipe: Recipe) -> str:
     """Which log-probs the engine reports: those of the policy, or those of the distribution sampled from."""
     plain = recipe.rollouts.temperature == 1 and recipe.rollouts.top_p == 1
     return "raw_logprobs" if plain else "processed_logprobs"
+
+
+def attention_temperature(recipe: Recipe) -> bool | None:
+    """Whether the policy scales the queries of layers without RoPE by position (Llama 4); None for other families."""
+    path = Path(recipe.policy.path) / "config.json"
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    text = config.get("text_config") or config
+    return bool(text.get("attn_temperature_tuning", True)) if text.get("model_type") == "llama4_text" else None
 
 
 class EngineClient:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.rollouts.engine_client import logprobs_mode
+from megatron_scalerl.rollouts.engine_client import attention_temperature, logprobs_mode
 
 PLUGIN = "megatron_scalerl.rollouts.vllm_plugin"
 
@@ -115,6 +115,12 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int, transport: str) ->
         options["logits_processors"] = [f"{PLUGIN}:ForcedTokens", *_as_list(options.get("logits_processors"))]
     head = "float32" if recipe.policy.logits == "fp32" else "model"
     options["hf_overrides"] = {**options.get("hf_overrides", {}), "head_dtype": head}
+    temperature = attention_temperature(recipe)
+    if temperature is not None:
+        # vLLM asks the generation config, not config.json, and without it decides by max_model_len
+        # (vllm/model_executor/models/llama4.py, Llama4ForCausalLM.__init__)
+        given = options.get("override_generation_config", {})
+        options["override_generation_config"] = {"attn_temperature_tuning": temperature, **given}
     options |= {
         "model": recipe.policy.path,
         "host": host,

@@ -146,7 +146,14 @@ class WorkerExtension:
             "max_model_len": config.max_model_len,
             "pid": os.getpid(),
             "weight_digest": getattr(receiver, "digest", ""),
+            "attention_temperature": _attention_temperature(self.model_runner.get_model()),  # type: ignore[attr-defined]
         }
+
+
+def _attention_temperature(model: torch.nn.Module) -> bool | None:
+    """Whether Llama 4's layers without RoPE scale their queries; None where there is no such layer."""
+    found = {bool(layer.attn_temperature_tuning) for layer in model.modules() if getattr(layer, "nope", False)}
+    return None if not found else found == {True}
 
 
 @torch.inference_mode()

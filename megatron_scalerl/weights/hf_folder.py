@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -76,12 +77,21 @@ class HfReader:
 class HfWriter(AbstractContextManager["HfWriter"]):
     """Writes a policy's folder beside its place and moves it there when everything is in it.
 
-    `carried` tensors are copied from the source folder. Raises ValueError where the place is taken by something
-    that is no Hugging Face folder; an older Hugging Face folder is replaced.
+    `carried` tensors are copied from the source folder; `generation` keys go into generation_config.json. Raises
+    ValueError where the place is taken by something that is no Hugging Face folder; an older one is replaced.
     """
 
-    def __init__(self, source: str | Path, out: str | Path, manifest: Manifest, *, carried: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        source: str | Path,
+        out: str | Path,
+        manifest: Manifest,
+        *,
+        carried: tuple[str, ...] = (),
+        generation: Mapping[str, Any] | None = None,
+    ):
         self.source, self.out = Path(source), Path(out)
+        self._generation = dict(generation or {})
         if self.out.exists() and not (self.out / "config.json").is_file():
             raise ValueError(f"{self.out}: expected no such path or a Hugging Face folder, found something else")
         self._carried = carried
@@ -148,6 +158,7 @@ class HfWriter(AbstractContextManager["HfWriter"]):
                 if key in part:
                     part[key] = self._dtype
         path.write_text(json.dumps(config, indent=2) + "\n")
+        add_generation_keys(self._work, self._generation)
 
     def _publish(self) -> None:
         old = self._work.with_suffix(".replaced")
@@ -155,6 +166,24 @@ class HfWriter(AbstractContextManager["HfWriter"]):
             self.out.rename(old)
         self._work.rename(self.out)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def add_generation_keys(folder: Path, keys: Mapping[str, Any]) -> None:
+    """Puts `keys` (`Family.generation_config`) into a folder's generation_config.json.
+
+    A folder without one gets one that keeps the special tokens of config.json: readers then look there no more.
+    """
+    if not keys:
+        return
+    path = folder / "generation_config.json"
+    if path.is_file():
+        found = json.loads(path.read_text())
+    else:
+        config = json.loads((folder / "config.json").read_text())
+        text = config.get("text_config") or config
+        special = ("bos_token_id", "eos_token_id", "pad_token_id")
+        found = {key: text[key] for key in special if text.get(key) is not None}
+    path.write_text(json.dumps({**found, **keys}, indent=2) + "\n")
 
 
 def _plan(manifest: Manifest) -> tuple[dict[str, int], dict[int, int]]:

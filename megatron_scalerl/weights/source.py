@@ -59,7 +59,10 @@ def save_hf(source: "MegatronWeightSource", src_hf_path: str | Path, out_path: s
         for _ in source.tensors():
             pass
         return
-    writer = HfWriter(src_hf_path, out_path, source.manifest(), carried=source.family.carried)
+    family = source.family
+    writer = HfWriter(
+        src_hf_path, out_path, source.manifest(), carried=family.carried, generation=family.generation_config
+    )
     with writer:
         for name, tensor in source.tensors():
             writer.add(name, tensor)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from parity_ranks import recipe
 from random_policies import rows
 
+from megatron_scalerl.models.family import Family
+
 Job = tuple[str, str, dict[str, Any], str]
 """Name, policy path, layout, folder to save into ("" for none)."""
 
 
 def logits_and_saved(jobs: list[Job]) -> dict[str, torch.Tensor]:
-    """Logits [N, vocab] of the first fixed row on ranks of the last stage; saves the untouched weights."""
+    """Logits [N, vocab] of the second fixed row on ranks of the last stage; saves the untouched weights."""
     from megatron.core import parallel_state
 
     from megatron_scalerl.trainer.model import build_policy
@@ -35,13 +39,61 @@ def logits_and_saved(jobs: list[Job]) -> dict[str, torch.Tensor]:
     return found
 
 
+def logits_without(jobs: list[tuple[str, str]]) -> dict[str, torch.Tensor]:
+    """Logits of policies that lack one feature: for (feature, policy path), the feature being a key of WITHOUT."""
+    from megatron_scalerl.trainer import model
+
+    whole, found = model.family_of_folder, {}
+    for feature, path in jobs:
+        model.family_of_folder = lambda path, take=WITHOUT[feature]: take(whole(path))
+        found |= logits_and_saved([(feature, path, {}, "")])
+    model.family_of_folder = whole
+    return found
+
+
+def _option(**options: Any) -> Callable[[Family], Family]:
+    return lambda family: replace(family, transformer={**family.transformer, **options})
+
+
+def _layers(**style: Any) -> Callable[[Family], Family]:
+    return lambda family: replace(family, layers=tuple(replace(layer, **style) for layer in family.layers))
+
+
+def _rope_everywhere(family: Family) -> Family:
+    """The layer without RoPE gets it, still without norm and chunks."""
+    return replace(family, transformer={**family.transformer, "no_rope_freq": [0] * len(family.layers)})
+
+
+WITHOUT: dict[str, Callable[[Family], Family]] = {
+    "llama4: chunked attention": _layers(chunked=False),
+    "llama4: no chunks in layers without RoPE": _layers(chunked=True),
+    "llama4: attention temperature": lambda family: replace(family, query_scale=None),
+    "llama4: layers without RoPE": _rope_everywhere,
+    "llama4: query and key norm": _layers(qk_norm="none"),
+    "llama4: no such norm without RoPE": _layers(qk_norm="weightless"),
+    "llama4: interleaved rotary pairs": _option(rotary_interleaved=False),
+    "llama4: probability on the expert's input": _option(moe_apply_probs_on_input=False),
+    "llama4: sigmoid router": _option(moe_router_score_function="softmax", moe_router_pre_softmax=True),
+    "llama4: shared expert": _option(moe_shared_expert_intermediate_size=None),
+    "qwen3: query and key norm": _layers(qk_norm="none"),
+    "qwen3: weights of that norm": _layers(qk_norm="weightless"),
+    "qwen3_moe: normalised probabilities": _option(moe_router_pre_softmax=True),
+    "qwen3_moe: two experts": _option(moe_router_topk=1, moe_router_pre_softmax=True),
+    "qwen3_moe_tied: probabilities over all experts": _option(moe_router_pre_softmax=False),
+    "qwen3_tied: YaRN's attention factor": _option(softmax_scale=None),
+    "llama_biased: output bias": lambda family: replace(family, attention_bias=False),
+    "llama_biased: query, key and value biases": _option(add_qkv_bias=False),
+}
+"""Policy kind and feature -> the family without it."""
+
+
 def _logits(chunks: list[Any]) -> list[torch.Tensor]:
     """One tensor on the last stage, nothing before it."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_scalerl.trainer.model import unwrap
 
-    row = rows()[0]
+    row = rows()[1]
     inputs = (row["tokens"], row["position_ids"], row["cu_seqlens"])
     found: list[torch.Tensor] = []
 

@@ -30,22 +30,39 @@ TWO_RANKS = {
     "llama dp2 overlapped": ("llama", dict(ddp=dict(overlap_grad_reduce=True, overlap_param_gather=True))),
     "llama_tied tp2": ("llama_tied", {**PLAIN, **TP2}),
     "llama_tied pp2": ("llama_tied", {**PLAIN, **PP2}),
+    "llama_biased tp2": ("llama_biased", {**PLAIN, **TP2}),
+    "llama_biased tp2 sp": ("llama_biased", {**PLAIN, **TP2, **SP}),
+    "qwen3 tp2": ("qwen3", {**PLAIN, **TP2}),
+    "qwen3 tp2 sp": ("qwen3", {**PLAIN, **TP2, **SP}),
+    "qwen3 pp2": ("qwen3", {**PLAIN, **PP2}),
+    "qwen3_moe ep2": ("qwen3_moe", {**PLAIN, **EP2}),
+    "qwen3_moe pp2": ("qwen3_moe", {**PLAIN, **PP2}),
+    "qwen3_moe tp2 sp": ("qwen3_moe", {**PLAIN, **TP2, **SP}),
     "llama4 ep2": ("llama4", {**PLAIN, **EP2}),
     "llama4 ep2 distributed optimiser": ("llama4", EP2),
     "llama4 pp2": ("llama4", {**PLAIN, **PP2}),
     "llama4 tp2 sp": ("llama4", {**PLAIN, **TP2, **SP}),
 }
 BF16 = dict(dtype="bfloat16")
-IN_BF16 = {"llama": {**BF16, **TP2, **SP}, "llama_tied": {**BF16, **PP2}, "llama4": {**BF16, **EP2}}
+IN_BF16 = {
+    "llama": {**BF16, **TP2, **SP},
+    "llama_tied": {**BF16, **PP2},
+    "llama_biased": {**BF16, **PP2},
+    "qwen3": {**BF16, **TP2, **SP},
+    "qwen3_moe": {**BF16, **EP2},
+    "llama4": {**BF16, **EP2},
+}
 """Layouts in bf16, with fp32 main weights in the distributed optimiser."""
 FOUR_RANKS = {
     "llama tp2 pp2 sp": ("llama", {**PLAIN, **TP2, **PP2, **SP}),
     "llama tp2 dp2": ("llama", {**PLAIN, **TP2}),
+    "qwen3_moe tp2 ep2": ("qwen3_moe", {**PLAIN, **TP2, **EP2, **SP}),
+    "qwen3_moe pp2 ep2": ("qwen3_moe", {**PLAIN, **PP2, **EP2}),
     "llama4 tp2 ep2": ("llama4", {**PLAIN, **TP2, **EP2, **SP}),
     "llama4 tp2 ep2 etp1": ("llama4", {**PLAIN, **TP2, **EP2, **SP, "expert_tensor_parallel_size": 1}),
     "llama4 pp2 ep2": ("llama4", {**PLAIN, **PP2, **EP2}),
 }
-KINDS = ("llama", "llama_tied", "llama4")
+KINDS = ("llama", "llama_tied", "llama_biased", "qwen3", "qwen3_moe", "llama4")
 RECOMPUTED = dict(model=dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1))
 UNPACKED = tuple((length,) for row in random_policies.ROWS for length in row)
 

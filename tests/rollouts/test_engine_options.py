@@ -44,6 +44,24 @@ def test_one_s_own_logits_processor_joins_ours(tmp_path):
     assert found[at + 1].endswith(":ForcedTokens") and found[at + 2] == "mine:Class"
 
 
+@pytest.mark.parametrize("text", ["%s", '{"text_config": %s}'])
+@pytest.mark.parametrize("on", [True, False])
+def test_llama4_attention_temperature_is_that_of_the_policy(tmp_path, text, on):
+    policy = json.dumps({"model_type": "llama4_text", "attn_temperature_tuning": on})
+    (tmp_path / "config.json").write_text(text % policy)
+    found = json.loads(value(arguments(tmp_path), "--override-generation-config"))
+    assert found == {"attn_temperature_tuning": on}
+    given = {"override_generation_config": {"max_new_tokens": 5}}
+    found = json.loads(value(arguments(tmp_path, given), "--override-generation-config"))
+    assert found == {"attn_temperature_tuning": on, "max_new_tokens": 5}
+
+
+def test_other_families_have_no_attention_temperature(tmp_path):
+    assert "--override-generation-config" not in arguments(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    assert "--override-generation-config" not in arguments(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [

@@ -112,3 +112,17 @@ def test_an_older_policy_is_replaced_and_anything_else_refused(source: Path, tmp
     other.mkdir()
     with pytest.raises(ValueError, match="expected no such path or a Hugging Face folder"):
         HfWriter(source, other, MANIFEST)
+
+
+def test_generation_keys_join_what_is_there(source: Path, tmp_path: Path) -> None:
+    """vLLM reads Llama 4's attention temperature there; a folder without the file keeps its special tokens."""
+    keys = {"attn_temperature_tuning": True}
+    (source / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    for out in ("with", "without"):
+        with HfWriter(source, tmp_path / out, MANIFEST, generation=keys) as writer:
+            for meta in MANIFEST:
+                writer.add(meta.name, TENSORS[meta.name])
+        (source / "generation_config.json").unlink(missing_ok=True)
+        (source / "config.json").write_text('{"text_config": {"eos_token_id": 2, "pad_token_id": null}}')
+    found = [json.loads((tmp_path / out / "generation_config.json").read_text()) for out in ("with", "without")]
+    assert found == [{"eos_token_id": [3, 4], **keys}, {"eos_token_id": 2, **keys}]

@@ -1,0 +1,179 @@
+"""Every family equals Hugging Face: logits to 5e-5 under every layout, weights to the bit after a round trip."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import family_ranks
+import pytest
+import random_policies
+import torch
+from runner import run_ranks
+from safetensors.torch import load_file
+
+from megatron_scalerl.weights.hf_folder import INDEX, HfReader
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+KINDS = tuple(random_policies.KINDS)
+TP2 = dict(tensor_model_parallel_size=2, model=dict(sequence_parallel=True))
+PP2 = dict(pipeline_model_parallel_size=2)
+EP2 = dict(expert_model_parallel_size=2)
+BF16 = dict(dtype="bfloat16")
+
+
+def _layouts(kind: str) -> dict[str, dict[str, Any]]:
+    """Three ways to cut a policy over two ranks; one key-value head cannot be cut, dense layers have no experts."""
+    found: dict[str, dict[str, Any]] = {"pp2": PP2}
+    found |= {} if kind == "qwen3_tied" else {"tp2": TP2}
+    return found | ({"ep2": EP2} if "moe" in kind or "llama4" in kind else {"dp2": {}})
+
+
+BY_TWO = {f"{kind} {name}": layout for kind in KINDS for name, layout in _layouts(kind).items()}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("families")
+
+
+@pytest.fixture(scope="module")
+def expected(root: Path) -> dict[str, torch.Tensor]:
+    """Hugging Face's logits of the row, sequence by sequence; saves the policies in fp32 and in bf16."""
+    row = random_policies.rows()[1]
+    starts = row["cu_seqlens"].tolist()
+    found = {}
+    for kind in KINDS:
+        random_policies.make(kind, root / f"{kind} bf16", dtype=torch.bfloat16)
+        model = random_policies.make(kind, root / kind)
+        with torch.no_grad():
+            parts = [model(input_ids=row["tokens"][:, a:b]).logits[0] for a, b in zip(starts, starts[1:])]
+        found[kind] = torch.cat(parts)
+        assert 5.0 < found[kind].abs().max() < 20.0
+    return found
+
+
+def jobs(root: Path, layouts: dict[str, dict[str, Any]]) -> list[family_ranks.Job]:
+    """Every policy in fp32, and once more in bf16, saved beside its source."""
+    found: list[family_ranks.Job] = []
+    for name, layout in layouts.items():
+        kind = name.split()[0]
+        found.append((name, str(root / kind), layout, str(root / f"out {name}")))
+        found.append((f"{name} bf16", str(root / f"{kind} bf16"), {**BF16, **layout}, str(root / f"out {name} bf16")))
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(root: Path, expected: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return run_ranks(1, "family_ranks:logits_and_saved", jobs(root, {kind: {} for kind in KINDS}))[0]
+
+
+@pytest.fixture(scope="module")
+def by_two(root: Path, expected: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    return run_ranks(2, "family_ranks:logits_and_saved", jobs(root, BY_TWO))
+
+
+@pytest.fixture(scope="module")
+def without(root: Path, expected: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    features = [(feature, str(root / feature.split(":")[0])) for feature in family_ranks.WITHOUT]
+    return run_ranks(1, "family_ranks:logits_without", features)[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_hugging_face(kind: str, expected: dict, alone: dict) -> None:
+    """Packed here, sequence by sequence there."""
+    assert (alone[kind] - expected[kind]).abs().max() < 5e-5
+
+
+@pytest.mark.parametrize("name", BY_TWO)
+def test_logits_on_two_ranks_are_those_of_hugging_face(name: str, expected: dict, by_two: list) -> None:
+    ranks = [rank[name] for rank in by_two if name in rank]
+    assert len(ranks) == (1 if "pp2" in name else 2)
+    for logits in ranks:
+        assert (logits - expected[name.split()[0]]).abs().max() < 5e-5
+
+
+@pytest.mark.parametrize("feature", family_ranks.WITHOUT)
+def test_every_feature_of_a_family_is_felt(feature: str, expected: dict, without: dict, alone: dict) -> None:
+    """A policy without it is far from Hugging Face on the same row: the tests above see that it is there."""
+    kind = feature.split(":")[0]
+    assert (without[feature] - expected[kind]).abs().max() > 100 * 5e-5
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", [*KINDS, *BY_TWO])
+def test_a_saved_policy_is_its_source_to_the_bit(
+    name: str, precision: str, root: Path, alone: dict, by_two: list
+) -> None:
+    suffix = " bf16" if precision == "bf16" else ""
+    same_weights(root / f"{name.split()[0]}{suffix}", root / f"out {name}{suffix}")
+
+
+def same_weights(source: Path, saved: Path) -> None:
+    """Names, types, shapes and bytes of every tensor."""
+    before, after = whole(source), whole(saved)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype and after[name].shape == tensor.shape, name
+        assert torch.equal(after[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def whole(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def test_the_layouts_on_disk_are_the_ones_meant(root: Path, expected: dict) -> None:
+    assert HfReader(root / "qwen3_moe").names.count("model.layers.0.mlp.experts.3.up_proj.weight") == 1
+    assert HfReader(root / "qwen3_moe_tied").names.count("model.layers.1.mlp.experts.gate_up_proj") == 1
+    assert "lm_head.weight" not in HfReader(root / "llama4_tied").names
+
+
+def test_a_multimodal_policy_is_a_whole_checkpoint_again(root: Path, expected: dict, alone: dict) -> None:
+    """The vision tower's bytes travel, the index names every tensor, and transformers runs it."""
+    from transformers import Llama4ForConditionalGeneration
+
+    source, saved = root / "llama4_multimodal", root / "out llama4_multimodal"
+    index = json.loads((saved / INDEX).read_text())
+    names = set(HfReader(source).names)
+    assert set(index["weight_map"]) == names and any(name.startswith("vision_model.") for name in names)
+    assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in whole(source).values())
+    for name, file in index["weight_map"].items():
+        assert name in load_file(saved / file)
+    model, info = Llama4ForConditionalGeneration.from_pretrained(saved, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    images = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(1))
+    old = Llama4ForConditionalGeneration.from_pretrained(source)
+    with torch.no_grad():
+        assert torch.equal(
+            *(m.get_image_features(images, vision_feature_select_strategy="default").last_hidden_state
+              for m in (old, model))
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["llama4 ep2", "llama4_multimodal"])
+def test_llama4_says_its_attention_temperature_where_engines_look(name: str, root: Path, alone: dict, by_two: list):
+    from transformers import GenerationConfig
+
+    assert not hasattr(GenerationConfig.from_pretrained(root / name.split()[0]), "attn_temperature_tuning")
+    found = GenerationConfig.from_pretrained(root / f"out {name}")
+    assert found.to_diff_dict()["attn_temperature_tuning"] is True and found.eos_token_id == 2
+
+
+def test_the_text_part_runs_on_its_own(root: Path, tmp_path: Path, expected: dict, alone: dict) -> None:
+    """The exported text weights in Llama4ForCausalLM: the logits of the whole model."""
+    from transformers import Llama4ForCausalLM
+
+    from megatron_scalerl.models import read_hf_config
+
+    saved = root / "out llama4_multimodal"
+    prefix = "language_model."
+    weights = {k.removeprefix(prefix): v for k, v in whole(saved).items() if k.startswith(prefix)}
+    model = Llama4ForCausalLM(read_hf_config(saved).text_config).eval()
+    model.load_state_dict(weights)
+    row = random_policies.rows()[1]
+    first = row["cu_seqlens"][1]
+    with torch.no_grad():
+        logits = model(input_ids=row["tokens"][:, :first]).logits[0]
+    assert torch.equal(logits, expected["llama4_multimodal"][:first])
