@@ -1,0 +1,298 @@
+"""The GPU backends on CPU tensors: their Triton kernels interpreted, their GEMMs in fp32 on cast blocks.
+
+Everything of them runs here but `torch.mm(out_dtype=)`, `torch.addmm(out_dtype=)` and the device itself.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton_interpreter import bf16_as_on_a_gpu, interpret
+
+from megatron_scalerl.logits import cuda_backend, fused_kernel, row_kernels, token_logprobs
+from megatron_scalerl.logits.api import token_loss
+from megatron_scalerl.logits.choice import choose_backend
+from megatron_scalerl.logits.cuda_backend import BACKEND, gradient_block, statistics_block
+from megatron_scalerl.logits.fused_kernel import Tiles
+from megatron_scalerl.logits.merge import merged, results
+from megatron_scalerl.logits.projection import Projection, TokenGradients
+
+TOKENS, WIDTH, VOCAB = 21, 24, 150
+BOTH = pytest.mark.parametrize("backend", ["cuda", "triton"])
+TIGHT, ROOMY = 12_000, 2**20
+"""Bytes of workspace: blocks of 8 to 24 tokens by 16 to 80 columns; one block."""
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch, row_kernels, fused_kernel)
+    bf16_as_on_a_gpu(monkeypatch)
+    small = {"TOKEN_STEP": 8, "COLUMN_STEP": 16, "FEWEST_TOKENS": 16, "FEWEST_COLUMNS": 32, "CHUNK_COLUMNS": 64}
+    for name, value in small.items():
+        monkeypatch.setattr(cuda_backend, name, value)
+    tiles = Tiles(tokens=16, columns=32, width=16, warps=4, stages=1, runs=2)
+    for name in ("BF16_TILES", "FP32_TILES"):
+        monkeypatch.setattr(fused_kernel, name, tiles)
+    monkeypatch.setattr(fused_kernel, "FEWEST_PROGRAMS", 1)
+
+
+def problem(dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """hidden, weight and targets; the targets lie on edges of blocks and of the vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(TOKENS, WIDTH, generator=generator).to(dtype)
+    weight = (0.4 * torch.randn(VOCAB, WIDTH, generator=generator)).to(dtype)
+    targets = torch.tensor([0, 15, 16, 31, 32, 47, 63, 64, 79, 80, 127, 128, VOCAB - 1]).repeat(2)[:TOKENS]
+    return hidden, weight, targets
+
+
+def truth(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: torch.Tensor):
+    """Log-probabilities and entropies in fp64, with their gradients' leaves."""
+    h, w = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    log_p = (h @ w.t() / temperature.double()[:, None]).log_softmax(-1)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1), h, w
+
+
+def weighted(logprob: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+    g = torch.linspace(-1.0, 2.0, TOKENS).to(logprob.dtype)
+    return (logprob * g).sum() + (entropy * g.flip(0)).sum()
+
+
+def weighted_chunk(logprob: torch.Tensor, entropy: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """The terms of `weighted` that belong to some of the tokens."""
+    g = torch.linspace(-1.0, 2.0, TOKENS)
+    return (logprob * g[places]).sum() + (entropy * g.flip(0)[places]).sum()
+
+
+def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((found.double() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.usefixtures("interpreted")
+@BOTH
+@pytest.mark.parametrize("workspace", [TIGHT, ROOMY])
+@pytest.mark.parametrize(("mode", "bound"), [("bf16", 3e-3), ("bf16x2", 1e-5), ("fp32", 1e-6)])
+def test_bf16_head_against_fp64(backend: str, workspace: int, mode: Any, bound: float) -> None:
+    """Values within 1e-5 nats; the head's gradient, in an fp32 main_grad, within the bound of its kind."""
+    hidden, weight, targets = problem(torch.bfloat16)
+    temperature = torch.linspace(0.5, 2.0, TOKENS)
+    hidden.requires_grad_(), weight.requires_grad_()
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(VOCAB, WIDTH), False
+    options: dict[str, Any] = dict(grad_logits=mode, workspace_mb=workspace / 2**20, backend=backend, main_grad=True)
+    logprob, entropy = token_logprobs(hidden, weight, targets, temperature=temperature, entropy="grad", **options)
+    weighted(logprob, entropy).backward()
+    exact = truth(hidden, weight, targets, temperature)
+    weighted(*exact[:2]).backward()
+    assert (logprob - exact[0]).abs().max() < 1e-5 and (entropy - exact[1]).abs().max() < 1e-5
+    assert relative(weight.main_grad, exact[3].grad) < bound
+    assert relative(hidden.grad, exact[2].grad) < 4e-3  # rounded to bf16 at the end
+
+
+@pytest.mark.usefixtures("interpreted")
+@BOTH
+@pytest.mark.parametrize("logits", ["fp32", "model"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equals_the_torch_backend(backend: str, logits: Any, dtype: torch.dtype) -> None:
+    """Also with a padded vocabulary, tokens without loss and a tight workspace."""
+    results_of = {}
+    for name in (backend, "torch"):
+        hidden, weight, targets = problem(dtype)
+        hidden.requires_grad_(), weight.requires_grad_()
+        mask = torch.arange(TOKENS) % 3 > 0
+        options: dict[str, Any] = dict(vocab_size=VOCAB - 20, loss_mask=mask, entropy="grad", temperature=0.7)
+        logprob, entropy = token_logprobs(
+            hidden, weight, targets % 130, logits=logits, workspace_mb=TIGHT / 2**20, backend=name, **options
+        )
+        weighted(logprob, entropy).backward()
+        results_of[name] = logprob.detach(), entropy.detach(), hidden.grad, weight.grad
+        assert weight.grad[VOCAB - 20 :].abs().max() == 0 and logprob[~mask].abs().max() == 0
+    found, expected = results_of[backend], results_of["torch"]
+    assert all((a - b).abs().max() < 1e-5 for a, b in zip(found[:2], expected[:2]))
+    bound = 1e-6 if dtype == torch.float32 else 6e-3
+    assert all(relative(a, b.double()) < bound for a, b in zip(found[2:], expected[2:]))
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("level", [-1e4, 1e4])
+def test_any_level_stays_finite(level: float) -> None:
+    hidden, weight, targets = problem(torch.float32)
+    hidden[:, 0], weight[:, 0] = 1.0, level
+    hidden.requires_grad_(), weight.requires_grad_()
+    logprob, entropy = token_logprobs(hidden, weight, targets, entropy="grad", backend="cuda")
+    exact = truth(hidden[:, 1:], weight[:, 1:], targets, torch.ones(TOKENS))
+    assert (logprob - exact[0]).abs().max() < 4e-3 and (entropy - exact[1]).abs().max() < 4e-3  # ulp at 1e4: 1e-3
+    weighted(logprob, entropy).backward()
+    assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_certain_token_keeps_its_gradient() -> None:
+    hidden, weight = torch.tensor([[20.0]], requires_grad=True), torch.tensor([[1.0], [0.0]])
+    token_logprobs(hidden, weight, torch.tensor([0]), backend="cuda")[0].sum().backward()
+    assert hidden.grad is not None and hidden.grad.item() == pytest.approx(math.exp(-20.0), rel=1e-3)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("workspace", [TIGHT, ROOMY])
+def test_accumulating_twice_is_accumulating_both(workspace: int) -> None:
+    """main_grad += 2 micro-batches = the sum of each alone, on top of what was there."""
+    grads = []
+    for seeds in ((1,), (2,), (1, 2)):
+        weight = problem(torch.bfloat16)[1].requires_grad_()
+        weight.main_grad, weight.grad_added_to_main_grad = torch.ones(VOCAB, WIDTH), False
+        for seed in seeds:
+            hidden, _, targets = problem(torch.bfloat16, seed)
+            logprob, _ = token_logprobs(hidden, weight, targets, workspace_mb=workspace / 2**20, backend="cuda")
+            logprob.sum().backward()
+        grads.append(weight.main_grad - 1)
+    assert torch.allclose(grads[0] + grads[1], grads[2], atol=1e-5) and grads[2].abs().max() > 0.1
+
+
+@pytest.mark.usefixtures("interpreted")
+@BOTH
+def test_a_loss_inside_the_chunk(backend: str) -> None:
+    """token_loss gives what token_logprobs and the same loss give."""
+    grads = []
+    for inside in (False, True):
+        hidden, weight, targets = problem(torch.float32)
+        hidden.requires_grad_(), weight.requires_grad_()
+        options: dict[str, Any] = dict(entropy="grad", workspace_mb=TIGHT / 2**20, backend=backend)
+        if inside:
+            loss = token_loss(hidden, weight, targets, weighted_chunk, **options)[0]
+        else:
+            loss = weighted(*token_logprobs(hidden, weight, targets, **options))
+        loss.backward()
+        grads.append((loss.detach(), hidden.grad, weight.grad))
+    assert all(relative(a, b.double()) < 1e-6 for a, b in zip(grads[1], grads[0]))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_two_shards_give_what_one_does() -> None:
+    """Tensor parallelism of 2 by hand: merged statistics, and the shards' gradients of hidden summed."""
+    hidden, weight, targets = problem(torch.float32)
+    whole = projection_of(hidden, weight, targets)
+    shards = [replace(whole, weight=weight[:70]), replace(whole, weight=weight[70:], first=70)]
+    outcome = []
+    for parts in ([whole], shards):
+        lse, logprob, entropy = results(merged(torch.stack([BACKEND.statistics(p) for p in parts])))
+        g = torch.linspace(-1.0, 2.0, TOKENS)
+        given = TokenGradients(lse=lse, logprob=logprob, entropy=entropy, grad_logprob=g, grad_entropy=g.flip(0))
+        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        for p in parts:
+            BACKEND.gradients(p, given, grad_hidden, grad_weight[p.first : p.first + p.count])
+        outcome.append((logprob, entropy, grad_hidden, grad_weight))
+    for one, two in zip(*outcome):
+        assert (one - two).abs().max() < 2e-6 * max(1.0, one.abs().max().item())
+
+
+def projection_of(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, **changes: Any) -> Projection:
+    options: dict[str, Any] = dict(
+        scale=torch.tensor(1.0),
+        first=0,
+        round_logits=False,
+        entropy=True,
+        entropy_grad=True,
+        grad_logits="bf16",
+        workspace_bytes=TIGHT,
+    )
+    return Projection(hidden=hidden, weight=weight, targets=targets, **{**options, **changes})
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that operations make, while they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        given = [t for t in tree_leaves((arguments, keywords)) if isinstance(t, torch.Tensor)]
+        before = {tensor.untyped_storage()._cdata for tensor in given}
+        out = function(*arguments, **(keywords or {}))
+        for tensor in tree_leaves(out):
+            # set_ hands a storage on: so the interpreter shows a kernel its arguments.
+            if not isinstance(tensor, torch.Tensor) or "set_" in str(function):
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata not in before | self._seen:
+                self._seen.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        return out
+
+    def _gone(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size
+
+
+@pytest.mark.usefixtures("interpreted")
+@BOTH
+def test_the_workspace_is_honoured(backend: str) -> None:
+    """fp32 operands (no casts): beside results and numbers per token nothing exceeds it, a tenth of all logits."""
+    hidden, weight, targets = (t.repeat(2, 1) if t.dim() == 2 else t.repeat(2) for t in problem(torch.float32))
+    budget, per_token = 5_000, 4 * len(targets)
+    p = projection_of(hidden, weight, targets, workspace_bytes=budget)
+    chosen = choose_backend(backend, torch.device("cpu"), torch.float32)
+    assert chosen.workspace(p) <= budget < 4 * hidden.shape[0] * weight.shape[0] / 10
+    with LiveBytes() as live:
+        lse, logprob, entropy = results(chosen.statistics(p))
+    assert live.peak < budget + 16 * per_token
+    given = TokenGradients(lse=lse, logprob=logprob, entropy=entropy, grad_logprob=-logprob, grad_entropy=entropy)
+    sums = torch.zeros_like(hidden), torch.zeros_like(weight)
+    with LiveBytes() as live:
+        chosen.gradients(p, given, *sums)
+    assert 0.5 * budget < live.peak < budget + 8 * per_token
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    tokens=st.integers(1, 40_000),
+    columns=st.integers(1, 260_000),
+    width=st.sampled_from([64, 1024, 8192]),
+    mode=st.sampled_from(["bf16", "bf16x2", "fp32"]),
+    rounded=st.booleans(),
+    narrow=st.booleans(),
+    room=st.floats(0.0, 12.0),
+)
+def test_blocks_fit_into_every_workspace(
+    tokens: int, columns: int, width: int, mode: Any, rounded: bool, narrow: bool, room: float
+) -> None:
+    """From the smallest workspace that is allowed to 2^12 times it; whole rows or whole columns where they fit."""
+    hidden = torch.empty(1, width, dtype=torch.bfloat16).expand(tokens, -1)
+    weight = torch.empty(1, width, dtype=torch.bfloat16).expand(columns, -1)
+    p = projection_of(hidden, weight, torch.empty(0), grad_logits=mode, round_logits=rounded)
+    p = replace(p, workspace_bytes=int(BACKEND.workspace(p) * 2**room))
+    element = 2 if rounded else 4
+    rows, cols = statistics_block(p)
+    assert 1 <= rows <= tokens and 1 <= cols <= columns and rows * cols * element <= p.workspace_bytes
+    assert cols == columns or rows <= cuda_backend.FEWEST_TOKENS
+    rows, cols = gradient_block(p, summed_apart=narrow)
+    apart = {"bf16": 2, "bf16x2": 4, "fp32": 4 if rounded else 0}[mode]
+    beside = 4 * width * ((rows + cols) * (mode == "fp32") + cols * narrow)
+    assert 1 <= rows <= tokens and 1 <= cols <= columns and (rows == tokens or cols <= cuda_backend.FEWEST_COLUMNS)
+    assert rows * cols * (element + apart) + beside <= p.workspace_bytes
+    for size, whole, step in ((rows, tokens, 128), (cols, columns, 256)):
+        assert size == whole or size % step == 0 or size < step
+
+
+def test_a_gpu_is_needed_outside_the_interpreter() -> None:
+    hidden, weight, targets = problem(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"backend cuda: expected a CUDA GPU, found a projection of .* on cpu"):
+        token_logprobs(hidden, weight, targets, backend="cuda")
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_fp64_is_left_to_the_torch_backend() -> None:
+    hidden, weight, targets = problem(torch.float64)
+    with pytest.raises(ValueError, match="backend triton: expected operands in bfloat16 or float32"):
+        token_logprobs(hidden, weight, targets, backend="triton")
