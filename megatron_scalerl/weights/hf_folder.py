@@ -178,6 +178,8 @@ def add_generation_keys(folder: Path, keys: Mapping[str, Any]) -> None:
     path = folder / "generation_config.json"
     if path.is_file():
         found = json.loads(path.read_text())
+        # transformers ignores keys that it does not know where this one is set
+        found.pop("_from_model_config", None)
     else:
         config = json.loads((folder / "config.json").read_text())
         text = config.get("text_config") or config

@@ -117,7 +117,7 @@ def test_an_older_policy_is_replaced_and_anything_else_refused(source: Path, tmp
 def test_generation_keys_join_what_is_there(source: Path, tmp_path: Path) -> None:
     """vLLM reads Llama 4's attention temperature there; a folder without the file keeps its special tokens."""
     keys = {"attn_temperature_tuning": True}
-    (source / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    (source / "generation_config.json").write_text('{"eos_token_id": [3, 4], "_from_model_config": true}')
     for out in ("with", "without"):
         with HfWriter(source, tmp_path / out, MANIFEST, generation=keys) as writer:
             for meta in MANIFEST:
