@@ -202,6 +202,17 @@ class TrainerSection(Section):
     """CPU threads of each trainer process."""
     micro_batch_tokens: PositiveInt = 16384
     """Capacity of one packed micro-batch (tokens); at least the longest prompt plus completion."""
+    logit_workspace_mb: PositiveFloat = 512.0
+    """Memory for blocks of logits beside hidden states, head and gradients (MiB); smaller is a little slower."""
+    logit_backend: Annotated[str, Field(pattern="^(auto|cuda|torch|triton)$")] = "auto"
+    """What computes logits: auto (the first that runs here), torch (anywhere), cuda or triton (a GPU)."""
+    logit_gradient: Literal["bf16", "bf16x2", "fp32"] = "bf16"
+    """How the gradient of a bfloat16 head's logits enters matrix products: rounded, as the sum of two bf16 numbers
+    for the head's own gradient (error 1e-5 instead of 3e-3, one more product), or in fp32 (slow)."""
+    loss_in_chunk: bool = True
+    """Take a loss that is a sum over tokens (cispo, dapo, grpo) where a chunk's logits are computed, instead of
+    computing them again for the gradient: a quarter less work, for an fp32 gradient of the head that stays until
+    the backward pass."""
     step_timeout_s: PositiveFloat = 3600.0
     """Seconds the controller waits for one trainer command before the run fails."""
     start_timeout_s: PositiveFloat = 600.0

@@ -18,6 +18,10 @@ from megatron_scalerl.losses.inputs import LossInputs, LossOutput
 LOSSES: dict[str, Callable[..., LossOutput]] = {"cispo": cispo, "dapo": dapo, "grpo": grpo, "gspo": gspo}
 """Loss by the name that the recipe gives."""
 
+SEPARABLE = frozenset({"cispo", "dapo", "grpo"})
+"""Losses that are a sum of each token's own loss, so that they can be taken over any part of the tokens. GSPO's
+ratio is that of a whole sequence."""
+
 
 def make_loss(
     name: str, *, max_is_weight: float, clip_low: float | None = None, clip_high: float | None = None
@@ -36,4 +40,4 @@ def make_loss(
     return partial(cispo, max_is_weight=max_is_weight)
 
 
-__all__ = ["LOSSES", "LossInputs", "LossOutput", "cispo", "dapo", "grpo", "gspo", "make_loss"]
+__all__ = ["LOSSES", "SEPARABLE", "LossInputs", "LossOutput", "cispo", "dapo", "grpo", "gspo", "make_loss"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from megatron_scalerl.logits import token_logprobs
-from megatron_scalerl.logits.api import Entropy, Precision
+from megatron_scalerl.logits import token_logprobs, token_loss
+from megatron_scalerl.logits.chunk_loss import ChunkLoss
+from megatron_scalerl.logits.projection import Entropy
 from megatron_scalerl.models import family_of_folder
 from megatron_scalerl.models.family import Family, padded_vocab_size
 from megatron_scalerl.recipe import Recipe
@@ -35,7 +38,7 @@ class PolicyModel(GPTModel):
         options: ModelOptions,
         family: Family,
         *,
-        logits: Precision,
+        recipe: Recipe,
         parallel: Parallel,
         vp_stage: int | None = None,
     ):
@@ -54,7 +57,19 @@ class PolicyModel(GPTModel):
             **options.gpt,
         )
         self.family = family
-        self.logits = logits
+        self.logits = recipe.policy.logits
+        self.projection: dict[str, Any] = dict(
+            group=parallel.groups.tp,
+            logits=recipe.policy.logits,
+            vocab_size=family.vocab_size,
+            grad_logits=recipe.trainer.logit_gradient,
+            sequence_parallel=options.config.sequence_parallel,
+            workspace_mb=recipe.trainer.logit_workspace_mb,
+            backend=recipe.trainer.logit_backend,
+        )
+        if self.post_process:
+            # Megatron-Core 0.16.1 has no `logit_dtype`; where GPTModel has one it materialises [N, vocab] logits.
+            self.output_layer.forward = self._use_head
         self.parallel = parallel
         self.rotary_pos_emb.inv_freq = family.inv_freq.to(parallel.device)
         routing.install(self.decoder)
@@ -69,31 +84,35 @@ class PolicyModel(GPTModel):
         temperature: float = 1.0,
         entropy: Entropy = "metric",
         expert_choices: Tensor | None = None,
-    ) -> Tensor:
+        loss_mask: Tensor | None = None,
+        loss: ChunkLoss | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Log-probabilities of `targets` and entropies, [2, N] fp32, nats, on the last stage.
 
         tokens and position_ids [1, N] (positions count from 0 in every sequence), cu_seqlens [S+1] from 0 to
-        N, targets [N]. Row 0: log-probability of the target given its sequence so far; row 1: entropy.
-        expert_choices [N, L, K] are the engine's (`layers.routing`), None: every router chooses itself.
-        Earlier stages return hidden states. All ranks of a tensor- or pipeline-parallel group get the same
-        arguments.
+        N, targets [N]. Row 0: log-probability of the target given its sequence so far; row 1: entropy. Off
+        `loss_mask` [N] (default: all tokens count) both are 0. With `loss` (see `logits.api.token_loss`) the result
+        is the loss and these two, which then carry no gradient. expert_choices [N, L, K] are the engine's
+        (`layers.routing`), None: every router chooses itself. Earlier stages return hidden states. All ranks of a
+        tensor- or pipeline-parallel group get the same arguments.
         """
         length = tokens.shape[1]
         hidden = self.hidden_states(tokens, position_ids, cu_seqlens, expert_choices)
         if not self.post_process:
             return hidden
         assert targets is not None and targets.shape == (length,)
-        pair = token_logprobs(
-            self._whole_row(hidden, length),
-            self._head_weight(),
-            targets,
-            group=self.parallel.groups.tp,
-            logits=self.logits,
-            temperature=temperature,
-            entropy=entropy,
-            vocab_size=self.family.vocab_size,
-        )
-        return torch.stack(pair)
+        shares = self.parallel.tp_size if self.config.sequence_parallel else 1
+        filled = hidden.shape[0] * shares - length
+        if filled:
+            loss_mask = loss_mask if loss_mask is not None else torch.ones_like(targets, dtype=torch.bool)
+            targets, loss_mask = (torch.cat([t, t.new_zeros(filled)]) for t in (targets, loss_mask))
+        options = dict(self.projection, temperature=temperature, entropy=entropy, loss_mask=loss_mask)
+        if loss is None:
+            project = partial(token_logprobs, hidden[:, 0], targets=targets, **options)
+            return torch.stack(self.output_layer(project))[:, :length]
+        project = partial(token_loss, hidden[:, 0], targets=targets, loss=loss, **options)
+        value, *pair = self.output_layer(project)
+        return value, torch.stack(pair)[:, :length]
 
     def hidden_states(
         self, tokens: Tensor, position_ids: Tensor, cu_seqlens: Tensor, expert_choices: Tensor | None = None
@@ -125,19 +144,27 @@ class PolicyModel(GPTModel):
         hidden = self.hidden_states(tokens, position_ids, cu_seqlens)
         if not self.post_process:
             return None
-        hidden, weight = self._whole_row(hidden, tokens.shape[1]), self._head_weight()
-        mine = (hidden @ weight.t()).float() if self.logits == "model" else hidden.float() @ weight.float().t()
+        hidden = self._whole_row(hidden, tokens.shape[1])
+
+        def project(weight: Tensor) -> Tensor:
+            return (hidden @ weight.t()).float() if self.logits == "model" else hidden.float() @ weight.float().t()
+
+        mine = self.output_layer(project)
         parts = [torch.empty_like(mine) for _ in range(self.parallel.tp_size)]
         torch.distributed.all_gather(parts, mine.contiguous(), group=self.parallel.groups.tp)
         return torch.cat(parts, dim=1)[:, : self.family.vocab_size]
 
-    def _head_weight(self) -> Tensor:
-        if self.share_embeddings_and_output_weights:
-            return self.shared_embedding_or_output_weight()
-        return self.output_layer.weight
+    def _use_head(self, project: Callable[..., Any]) -> Any:
+        """The output layer's forward: `project` with the head's weight.
+
+        Called through the layer, so that Megatron's hooks on it run: under overlap_param_gather they wait for
+        weights that are still on their way.
+        """
+        tied = self.share_embeddings_and_output_weights
+        return project(weight=self.shared_embedding_or_output_weight() if tied else self.output_layer.weight)
 
     def _whole_row(self, hidden: Tensor, length: int) -> Tensor:
-        """[length, H]. The projection sums its gradient over the group, so the gather's backward only splits."""
+        """[length, H] of the whole group under sequence parallelism."""
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return hidden[:length, 0]
@@ -191,9 +218,7 @@ def build_policy(
         routing.check_replay(options.config, pipeline_size=parallel.pp_size)
     stages: list[int | None] = list(range(virtual_pipeline_size() or 0)) or [None]
     models = [
-        PolicyModel(options, family, logits=recipe.policy.logits, parallel=parallel, vp_stage=stage).to(
-            parallel.device
-        )
+        PolicyModel(options, family, recipe=recipe, parallel=parallel, vp_stage=stage).to(parallel.device)
         for stage in stages
     ]
     if load_weights:

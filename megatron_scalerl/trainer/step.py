@@ -23,7 +23,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_scalerl.batch import pad_to, real_tokens, scoring_micro_batches, sequence_ids
-from megatron_scalerl.losses import LossInputs, LossOutput, make_loss
+from megatron_scalerl.losses import SEPARABLE, LossInputs, LossOutput, make_loss
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe_sections import OptimizerSection
 from megatron_scalerl.trainer import device
@@ -64,12 +64,21 @@ class _Row:
     sequence_ids: Tensor
     expert_choices: Tensor | None = None
 
+    def loss_inputs(self, trainer_logprobs: Tensor, places: Tensor | None = None) -> LossInputs:
+        """What a loss reads, of all positions or of those at `places` [C], whose log-probabilities are given."""
+        names = ("rollout_logprobs", "advantages", "loss_mask", "token_weights", "sequence_ids")
+        columns = {name: getattr(self, name) for name in names}
+        if places is not None:
+            columns = {name: values[places] for name, values in columns.items()}
+        return LossInputs(trainer_logprobs=trainer_logprobs, **columns)
+
 
 class Trainer:
     """The policy, its optimiser and its loss on one rank. Every rank must call every method together.
 
     `chunks` are the DDP-wrapped model chunks of this rank (one, but for interleaved pipelines). `temperature`
     divides the logits before the log-probabilities that are trained, as it did when the engine sampled.
+    `loss_in_chunk`: the loss is a sum over tokens and is taken inside the projection, see `logits.api.token_loss`.
     """
 
     def __init__(
@@ -84,6 +93,7 @@ class Trainer:
         micro_batch_tokens: int,
         pad_multiple: int,
         temperature: float = 1.0,
+        loss_in_chunk: bool = False,
     ) -> None:
         self.chunks = chunks
         self.optimizer = optimizer
@@ -95,6 +105,7 @@ class Trainer:
         self._weight_decay = weight_decay
         self._micro_batch_tokens = micro_batch_tokens
         self._temperature = temperature
+        self._loss_in_chunk = loss_in_chunk
         self._config = get_model_config(chunks[0])
         self._config.finalize_model_grads_func = _finalize
         # With calculate_per_token_loss the gradient buffers add up instead of averaging.
@@ -182,20 +193,20 @@ class Trainer:
             ids.append(int(logits[-1].argmax()))
         return ids[len(token_ids) :]
 
-    def _train_loss(self, tally: Tally, count: int, row: _Row, output: Tensor) -> _MegatronLoss:
+    def _train_loss(
+        self, tally: Tally, count: int, row: _Row, output: Tensor | tuple[Tensor, Tensor]
+    ) -> _MegatronLoss:
         """Our sum over one of `count` micro-batches, times what Megatron will divide by."""
-        inputs = LossInputs(
-            trainer_logprobs=output[0],
-            rollout_logprobs=row.rollout_logprobs,
-            advantages=row.advantages,
-            loss_mask=row.loss_mask,
-            token_weights=row.token_weights,
-            sequence_ids=row.sequence_ids,
-        )
+        taken, pair = output if isinstance(output, tuple) else (None, output)
+        inputs = row.loss_inputs(pair[0])
         result = self._loss(inputs)
-        tally.add(inputs, result, output[1].detach(), row.staleness)
+        tally.add(inputs, result, pair[1].detach(), row.staleness)
         # A new tensor, since the schedule divides what it gets in place.
-        return result.loss * (count * self._averaged_ranks), {}
+        return (result.loss if taken is None else taken) * (count * self._averaged_ranks), {}
+
+    def _chunk_loss(self, row: _Row, logprobs: Tensor, entropies: Tensor, places: Tensor) -> Tensor:
+        """Our sum over some of a row's tokens."""
+        return self._loss(row.loss_inputs(logprobs, places)).loss
 
     def _schedule(
         self, micro_batches: Sequence[MicroBatch], loss: Callable[[_Row, Tensor], Any], *, train: bool
@@ -215,6 +226,8 @@ class Trainer:
                 row.targets,
                 temperature=self._temperature,
                 expert_choices=row.expert_choices,
+                loss_mask=row.loss_mask,
+                loss=partial(self._chunk_loss, row) if train and self._loss_in_chunk else None,
             )
             return output, partial(loss, row)
 
@@ -267,6 +280,7 @@ def make_trainer(
         micro_batch_tokens=recipe.trainer.micro_batch_tokens,
         pad_multiple=pad_multiple(parallel),
         temperature=recipe.rollouts.temperature,
+        loss_in_chunk=recipe.trainer.loss_in_chunk and loss is None and section.name in SEPARABLE,
     )
 
 
