@@ -11,41 +11,34 @@ from typing import Any
 from megatron_scalerl.convert import manifest as manifests
 from megatron_scalerl.convert.hf_folder import side_files
 from megatron_scalerl.convert.work_folder import write_durably
-from megatron_scalerl.models import FAMILIES, family, read_hf_config
-from megatron_scalerl.models.family import Family
+from megatron_scalerl.models import read_hf_config
 from megatron_scalerl.trainer.commit import COMMIT
 
 SIDE_FOLDER = "hugging_face"
 """Where a Megatron checkpoint keeps them."""
 
 
-def policy_family(path: Path) -> Family:
-    """The family of a folder's config.json.
-
-    Raises ValueError for an architecture that is not known (those that are get listed) or not covered.
-    """
-    file = path / "config.json"
-    if not file.is_file():
+def policy_config(path: Path) -> Any:
+    """A folder's config. Raises ValueError for an architecture that is not known; those that are get listed."""
+    if not (path / "config.json").is_file():
         raise ValueError(f"{path}: expected a Hugging Face folder with config.json, found none")
-    try:
-        kind = json.loads(file.read_text(encoding="utf8")).get("model_type")
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file}: expected JSON, found {error}") from None
-    if kind not in FAMILIES:  # before transformers, which has a page of its own to say about it
-        raise ValueError(f"{file}: model_type: expected one of {', '.join(FAMILIES)}, found {kind!r}")
-    return family(read_hf_config(path))
+    return read_hf_config(path)
 
 
-def copy_side_files(source: Path, target: Path, dtype: str | None = None) -> None:
-    """Copy everything but weights; `dtype` is put into config.json where that says another."""
+def copy_side_files(source: Path, target: Path) -> None:
+    """Copy everything but weights."""
     target.mkdir(exist_ok=True)
     for file in side_files(source):
         if file.name not in (manifests.FILE, COMMIT):
             (target / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source / file, target / file)
-    path = target / "config.json"
+
+
+def set_config_dtype(folder: Path, dtype: str) -> None:
+    """Put the weights' type into a folder's config.json; one that says so already stays as it is."""
+    path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf8"))
-    if dtype is not None and _set_dtype(config, dtype):
+    if _set_dtype(config, dtype):
         write_durably(path, (json.dumps(config, indent=2) + "\n").encode())
 
 

@@ -13,11 +13,12 @@ from megatron_scalerl.convert.jobs import SafetensorsJob
 from megatron_scalerl.convert.manifest import Manifest
 from megatron_scalerl.convert.options import Options, Summary, progress
 from megatron_scalerl.convert.safetensors_plan import ShardPlan, fill_jobs, plan_shard
-from megatron_scalerl.convert.side_files import copy_side_files, source_marks
+from megatron_scalerl.convert.side_files import copy_side_files, set_config_dtype, source_marks
 from megatron_scalerl.convert.verify import compare
 from megatron_scalerl.convert.views import MegatronView, folder_view, megatron_view
 from megatron_scalerl.convert.work_folder import WorkFolder, work_folder, write_durably
 from megatron_scalerl.convert.workers import run_jobs
+from megatron_scalerl.weights.hf_folder import add_generation_keys
 
 
 def to_hf(
@@ -78,7 +79,10 @@ def _fingerprint(view: MegatronView, options: Options, jobs: list[SafetensorsJob
 
 def _finish(work: WorkFolder, view: MegatronView, shards: list[ShardPlan], checksums: dict[str, str]) -> None:
     kinds = {view.tensors[name].dtype for name in view.tensors if name not in view.carried}
-    copy_side_files(view.side, work.path, TORCH_NAMES[kinds.pop()] if len(kinds) == 1 else None)
+    copy_side_files(view.side, work.path)
+    add_generation_keys(work.path, view.generation)
+    if len(kinds) == 1:
+        set_config_dtype(work.path, TORCH_NAMES[kinds.pop()])
     if view.index_metadata is not None:
         sizes = [recipe.nbytes for shard in shards for recipe, _ in shard.tensors]
         index = {

@@ -15,7 +15,7 @@ from megatron_scalerl.convert.layout import extra_states, place_of
 from megatron_scalerl.convert.manifest import Manifest
 from megatron_scalerl.convert.options import Options, Summary, progress
 from megatron_scalerl.convert.safetensors_plan import ShardPlan, fill_jobs, plan_shard
-from megatron_scalerl.convert.side_files import SIDE_FOLDER, copy_side_files, policy_family, source_marks
+from megatron_scalerl.convert.side_files import SIDE_FOLDER, copy_side_files, policy_config, source_marks
 from megatron_scalerl.convert.verify import compare
 from megatron_scalerl.convert.views import CARRIED, folder_view, megatron_view, raw_tensor
 from megatron_scalerl.convert.weight_map import (
@@ -27,6 +27,7 @@ from megatron_scalerl.convert.weight_map import (
 )
 from megatron_scalerl.convert.work_folder import WorkFolder, work_folder, write_durably
 from megatron_scalerl.convert.workers import run_jobs
+from megatron_scalerl.models import family as family_of
 from megatron_scalerl.models.family import Family, Rule
 from megatron_scalerl.trainer.commit import write_commit
 
@@ -78,8 +79,9 @@ def to_megatron(hf_path: str | Path, out: str | Path, options: Options | None = 
 
 
 def _plan(hf_path: Path, options: Options) -> _Plan:
-    family = policy_family(hf_path)
+    config = policy_config(hf_path)
     folder = open_folder(hf_path)
+    family = family_of(config, folder.tensors)
     names = checked_names(folder, family)
     units = list(_units(folder, family, names, options.dtype))
     carried = _carried(folder, names)

@@ -14,7 +14,7 @@ from megatron_scalerl.convert.hf_folder import HfFolder, Shard, open_folder, rea
 from megatron_scalerl.convert.jobs import SourceFiles
 from megatron_scalerl.convert.manifest import Manifest
 from megatron_scalerl.convert.safetensors_plan import Tensor
-from megatron_scalerl.convert.side_files import SIDE_FOLDER, policy_family
+from megatron_scalerl.convert.side_files import SIDE_FOLDER, policy_config
 from megatron_scalerl.convert.weight_map import (
     bytes_recipe,
     checked_names,
@@ -22,6 +22,7 @@ from megatron_scalerl.convert.weight_map import (
     parameter_shape,
     tensor_recipes,
 )
+from megatron_scalerl.models import family as family_of
 from megatron_scalerl.models.family import Family
 
 CARRIED = "carried.safetensors"
@@ -51,8 +52,8 @@ class MegatronView(View):
     carried: tuple[str, ...]
     checksums: Mapping[str, str]
     """What the manifest says of tensors that are exported in the type they are held in."""
-    held_dtype: str | None
-    """The one type of the policy's weights, None where there are several."""
+    generation: Mapping[str, Any]
+    """Keys that generation_config.json must have."""
 
 
 def open_view(path: str | Path) -> View:
@@ -86,14 +87,15 @@ def megatron_view(path: str | Path, *, like: str | Path | None = None, dtype: st
     Raises ValueError where the checkpoint is not whole, does not fit the config, or has neither config nor `like`.
     """
     path = Path(path)
-    own = manifests.read(path) if like is None else None
-    if own is None and like is None:
-        raise ValueError(
-            f"{path}: expected {manifests.FILE}, found none; name the Hugging Face folder that it came from (--like)"
-        )
-    side = path / SIDE_FOLDER if like is None else Path(like)
-    family = policy_family(side)
-    outer, layout = _own_layout(side, own) if own is not None else _layout_of(side, family)
+    if like is None:
+        side, layout = path / SIDE_FOLDER, _own_manifest(path)
+        outer = _carried_folder(side, layout)
+        family = family_of(policy_config(side), layout.tensors)
+    else:
+        side = Path(like)
+        config, outer = policy_config(side), open_folder(side)
+        family = family_of(config, outer.tensors)
+        layout = _layout_of(outer, family)
     held = _held(path, family)
     recipes = tensor_recipes(family, held, dtype, str(path))
     tensors = {name: Tensor(dtype=r.dtype, shape=r.shape, recipe=r) for name, r in recipes.items()}
@@ -103,19 +105,18 @@ def megatron_view(path: str | Path, *, like: str | Path | None = None, dtype: st
     for name in layout.carried:
         assert outer is not None
         raw[name] = raw_tensor(outer, name)
-    kinds = {h.dtype for h in held.values()}
     return MegatronView(
         path=path,
         files=SourceFiles(hugging_face=outer, megatron=path, held=held),
         tensors={**tensors, **raw},
         raw=raw,
         side=side,
+        generation=family.generation_config,
         shards=layout.shards,
         index_metadata=layout.index_metadata,
         copies=layout.copies,
         carried=layout.carried,
         checksums=_known_checksums(layout, {**tensors, **raw}),
-        held_dtype=next(iter(kinds)) if len(kinds) == 1 else None,
     )
 
 
@@ -124,9 +125,18 @@ def _held(path: Path, family: Family) -> dict[str, Held]:
     return held_parameters(path, family, shapes)
 
 
-def _own_layout(side: Path, own: Manifest) -> tuple[HfFolder | None, Manifest]:
+def _own_manifest(path: Path) -> Manifest:
+    own = manifests.read(path)
+    if own is None:
+        raise ValueError(
+            f"{path}: expected {manifests.FILE}, found none; name the Hugging Face folder that it came from (--like)"
+        )
+    return own
+
+
+def _carried_folder(side: Path, own: Manifest) -> HfFolder | None:
     if not own.carried:
-        return None, own
+        return None
     file = side / CARRIED
     if not file.is_file():
         raise ValueError(f"{file}: expected the tensors that are carried along, found no file")
@@ -136,21 +146,19 @@ def _own_layout(side: Path, own: Manifest) -> tuple[HfFolder | None, Manifest]:
     lacking = [name for name in own.carried if name not in tensors]
     if lacking:
         raise ValueError(f"{file}: expected tensor {lacking[0]}, found none of that name")
-    return HfFolder(path=side, tensors=tensors, shards=(shard,), index_metadata=None), own
+    return HfFolder(path=side, tensors=tensors, shards=(shard,), index_metadata=None)
 
 
-def _layout_of(like: Path, family: Family) -> tuple[HfFolder, Manifest]:
+def _layout_of(folder: HfFolder, family: Family) -> Manifest:
     """The layout of another folder: a trained policy goes back into the files that it came from."""
-    folder = open_folder(like)
     names = checked_names(folder, family)
-    layout = Manifest(
+    return Manifest(
         tensors={},
         shards=folder.shards,
         index_metadata=folder.index_metadata,
         copies=names.copies,
         carried=names.carried,
     )
-    return folder, layout
 
 
 def _known_checksums(layout: Manifest, tensors: Mapping[str, Tensor]) -> dict[str, str]:

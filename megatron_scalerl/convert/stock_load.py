@@ -1,0 +1,27 @@
+"""Weights of a trainer from a Megatron checkpoint, by Megatron's own load, under whatever layout the trainer has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing
+
+from megatron_scalerl.trainer.commit import COMMIT, read_commit
+
+
+def load_megatron(chunks: Sequence[Any], path: str | Path) -> None:
+    """Fill this rank's model chunks from a checkpoint that the converter wrote. Every rank must call it.
+
+    Parameters convert to the model's type; rows that pad the vocabulary become 0. Raises ValueError for a folder
+    that is no whole checkpoint.
+    """
+    path = Path(path)
+    if (path / COMMIT).is_file() or not path.is_dir():
+        read_commit(path)
+    keys = ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
+    wanted = {key: chunk.sharded_state_dict() for key, chunk in zip(keys, chunks)}
+    state = dist_checkpointing.load(wanted, str(path))
+    for key, chunk in zip(keys, chunks):
+        chunk.load_state_dict(state[key])

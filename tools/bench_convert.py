@@ -1,0 +1,255 @@
+"""Measures checkpoint conversion against `cp` of the same bytes, and the memory that it takes.
+
+    python tools/bench_convert.py                     2 GiB of random bf16 weights of a dense policy
+    python tools/bench_convert.py --kind moe          fused, transposed experts as in Llama 4
+    python tools/bench_convert.py --gib 8 --processes 4 --rounds 5 --folder /scratch --json out.json
+
+Every round runs cp, to-megatron, cp, to-hf, one after another. Each starts with its source out of the page cache
+and ends with its result on the disk. Checksums and the search for NaN are on. Anonymous memory is RssAnon of each
+process, sampled every 10 ms. A target that is missed makes the exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron_scalerl.convert.hf_folder import INDEX
+from megatron_scalerl.convert.options import Options
+from megatron_scalerl.convert.to_hf import to_hf
+from megatron_scalerl.convert.to_megatron import to_megatron
+from megatron_scalerl.models import family, read_hf_config
+
+TARGET = 0.40
+"""Conversion throughput over that of cp."""
+SLACK_BYTES = 1 << 30
+_SHARD_BYTES = 1 << 30
+_SAMPLE_SECONDS = 0.01
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; 0 where both targets are met, 1 otherwise."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kind", choices=("dense", "moe"), default="dense")
+    parser.add_argument("--gib", type=float, default=2.0, help="size of the checkpoint")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    arguments = parser.parse_args(argv)
+    console = Console(soft_wrap=True)
+    with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="bench_convert_") as folder:
+        source = Path(folder) / "hugging_face"
+        nbytes, largest = make_checkpoint(source, arguments.kind, round(arguments.gib * 2**30))
+        console.print(
+            f"{arguments.kind}: {nbytes / 2**30:.2f} GiB of bf16, largest tensor {largest / 2**20:.0f} MiB, "
+            f"{arguments.processes} processes, {os.cpu_count()} cores",
+            highlight=False,
+        )
+        figures = measure(source, nbytes, largest, arguments.rounds, arguments.processes, console)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({**vars_of(arguments), **figures}, indent=1) + "\n")
+    return 0 if show(figures, console) else 1
+
+
+def vars_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What was asked for, as JSON."""
+    return dict(kind=arguments.kind, gib=arguments.gib, processes=arguments.processes, rounds=arguments.rounds)
+
+
+def measure(
+    source: Path, nbytes: int, largest: int, rounds: int, processes: int, console: Console
+) -> dict[str, Any]:
+    """Seconds of every round, median ratios, and peak anonymous memory."""
+    place = source.parent
+    megatron, back, copy = place / "megatron", place / "back", place / "copy"
+    options = Options(processes=processes)
+    steps: list[tuple[str, Path, Path, Callable[[], Any]]] = [
+        ("cp", source, copy, lambda: subprocess.run(["cp", "-r", source, copy], check=True)),
+        ("to-megatron", source, megatron, lambda: to_megatron(source, megatron, options)),
+        ("cp back", megatron, copy, lambda: subprocess.run(["cp", "-r", megatron, copy], check=True)),
+        ("to-hf", megatron, back, lambda: to_hf(megatron, back, options)),
+    ]
+    seconds: dict[str, list[float]] = {name: [] for name, *_ in steps}
+    peaks: dict[str, int] = {}
+    for _ in range(rounds):
+        for name, origin, target, step in steps:
+            settle(origin)
+            with sampled_memory() as peak:
+                started = time.perf_counter()
+                step()
+                settle(target)
+                seconds[name].append(time.perf_counter() - started)
+            peaks[name] = max(peaks.get(name, 0), peak[0])
+            if name.startswith("cp"):
+                shutil.rmtree(target)
+        check_same(source, back)
+        shutil.rmtree(megatron)
+        shutil.rmtree(back)
+        console.print("  ".join(f"{name} {found[-1]:.2f} s" for name, found in seconds.items()), highlight=False)
+    ratios = {
+        name: statistics.median(c / s for c, s in zip(seconds[cp], seconds[name]))
+        for name, cp in (("to-megatron", "cp"), ("to-hf", "cp back"))
+    }
+    return dict(
+        nbytes=nbytes, largest_tensor=largest, seconds=seconds, ratios=ratios, target_ratio=TARGET,
+        peak_anonymous={name: peaks[name] for name in ratios}, promised_anonymous=2 * largest + SLACK_BYTES,
+    )  # fmt: skip
+
+
+def show(figures: dict[str, Any], console: Console) -> bool:
+    """Print the table; True where all targets are met."""
+    met = True
+    promised = figures["promised_anonymous"]
+    for name, ratio in figures["ratios"].items():
+        rate = figures["nbytes"] / statistics.median(figures["seconds"][name]) / 2**30
+        peak = figures["peak_anonymous"][name]
+        met &= ratio >= TARGET and peak <= promised
+        console.print(
+            f"{name:<12} {rate:5.2f} GiB/s, {ratio:4.2f} of cp's throughput (target {TARGET:.2f}); "
+            f"anonymous memory {peak / 2**20:.0f} MiB per process (promised {promised / 2**20:.0f} MiB)",
+            highlight=False,
+        )
+    return bool(met)
+
+
+def settle(folder: Path) -> None:
+    """Everything in the folder is on the disk and out of the page cache."""
+    for path in [folder, *folder.rglob("*")]:
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        if path.is_file():
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
+
+
+@contextmanager
+def sampled_memory() -> Iterator[list[int]]:
+    """The largest RssAnon of this process and its children while the block runs, in bytes, in a list of one."""
+    peak, stop = [0], threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(_SAMPLE_SECONDS):
+            pids = [os.getpid(), *(child.pid for child in multiprocessing.active_children() if child.pid)]
+            peak[0] = max(peak[0], *(anonymous_bytes(pid) for pid in pids))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        stop.set()
+        thread.join()
+
+
+def anonymous_bytes(pid: int) -> int:
+    """RssAnon of a process, 0 for one that has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon")), 0)
+
+
+def check_same(source: Path, back: Path) -> None:
+    """The round trip gave every weight file back byte for byte."""
+    for path in sorted(source.glob("*.safetensors")):
+        same = subprocess.run(["cmp", path, back / path.name], check=False).returncode == 0
+        assert same, f"{path.name} came back different"
+
+
+def make_checkpoint(path: Path, kind: str, nbytes: int) -> tuple[int, int]:
+    """Write random bf16 weights of a policy of about `nbytes`; returns its bytes and those of its largest tensor."""
+    path.mkdir(parents=True)
+    config = _config(kind)
+    per_layer, rest = _bytes_of(path, config, 1)
+    config["num_hidden_layers"] = max(1, -(-(nbytes - rest) // per_layer))
+    shapes = _shapes(path, config)
+    sizes = {name: 2 * int(np.prod(shape)) for name, shape in shapes.items()}
+    files: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if filled and filled + size > _SHARD_BYTES:
+            files.append([])
+            filled = 0
+        files[-1].append(name)
+        filled += size
+    index = {}
+    for number, names in enumerate(files):
+        file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        _write_random(path / file, {name: shapes[name] for name in names}, seed=number)
+        index |= dict.fromkeys(names, file)
+    total = sum(sizes.values())
+    (path / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}))
+    return total, max(sizes.values())
+
+
+def _config(kind: str) -> dict[str, Any]:
+    shared = dict(
+        vocab_size=32000, hidden_size=2048, num_attention_heads=16, num_key_value_heads=4, head_dim=128,
+        max_position_embeddings=4096, tie_word_embeddings=False, dtype="bfloat16",
+    )  # fmt: skip
+    if kind == "dense":
+        return dict(**shared, model_type="llama", architectures=["LlamaForCausalLM"], intermediate_size=8192)
+    return dict(
+        **shared, model_type="llama4_text", architectures=["Llama4ForCausalLM"], intermediate_size=2048,
+        intermediate_size_mlp=4096, num_local_experts=16, num_experts_per_tok=1, interleave_moe_layer_step=1,
+    )  # fmt: skip
+
+
+def _shapes(path: Path, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    (path / "config.json").write_text(json.dumps(config))
+    rules = family(read_hf_config(path)).rules
+    return {name: tuple(shape) for rule in rules for name, shape in rule.hf_shapes.items()}
+
+
+def _bytes_of(path: Path, config: dict[str, Any], layers: int) -> tuple[int, int]:
+    """(bytes of one more layer, bytes of the rest)"""
+    totals = [
+        sum(2 * int(np.prod(shape)) for shape in _shapes(path, {**config, "num_hidden_layers": count}).values())
+        for count in (layers, layers + 1)
+    ]
+    return totals[1] - totals[0], 2 * totals[0] - totals[1]
+
+
+def _write_random(path: Path, shapes: dict[str, tuple[int, ...]], seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, shape in shapes.items():
+        end = offset + 2 * int(np.prod(shape))
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for shape in shapes.values():
+            left = int(np.prod(shape))
+            while left:  # random signs and mantissas, exponents that are finite
+                count = min(left, 1 << 24)
+                bits = generator.integers(0, 1 << 16, count, dtype=np.uint16)
+                file.write(((bits & 0x83FF) | 0x3C00).tobytes())
+                left -= count
+
+
+if __name__ == "__main__":
+    sys.exit(main())
