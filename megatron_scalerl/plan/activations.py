@@ -1,0 +1,184 @@
+"""Activations that the backward pass needs, per token of a packed micro-batch, by layer and by recompute setting.
+
+Two sets of kernels are modelled, since they keep different things:
+
+* `fused`: Transformer Engine on GPUs. Norms inside the linear layers keep input and output, SwiGLU keeps its input,
+  attention keeps queries, keys, values, output and a log-sum-exp. Read from its sources, not measured here.
+* `plain`: what runs without Transformer Engine (`trainer/layers`). Norms keep two fp32 copies, unfused SwiGLU keeps
+  five instead of three widths, rotary angles are kept per token, attention keeps padded copies. Measured with
+  `torch.autograd.graph.saved_tensors_hooks`; tools/bench_plan.py compares whole runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_scalerl.models.family import Family, LayerStyle
+from megatron_scalerl.plan.layout import Layout
+from megatron_scalerl.recipe import Recipe
+
+Kernels = Literal["fused", "plain"]
+MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
+"""Megatron's recompute_modules that are counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompute:
+    """Megatron's recompute settings, from megatron.model."""
+
+    granularity: Literal["none", "selective", "full"]
+    modules: Collection[str] = ()
+    method: str = "uniform"
+    layers: int = 1
+
+    def __str__(self) -> str:
+        if self.granularity == "selective":
+            return f"selective ({', '.join(self.modules)})"
+        return self.granularity if self.granularity == "none" else f"full ({self.method}, {self.layers})"
+
+
+def recompute_of(recipe: Recipe) -> Recompute:
+    """The recipe's recompute settings. Raises ValueError for what is not counted."""
+    model = recipe.megatron.model
+    granularity = model.get("recompute_granularity") or "none"
+    modules = tuple(model.get("recompute_modules") or ("core_attn",)) if granularity == "selective" else ()
+    for module in modules:
+        if module not in MODULES:
+            known = ", ".join(MODULES)
+            raise ValueError(f"megatron.model.recompute_modules: expected some of {known}, found {module!r}")
+    if granularity not in ("none", "selective", "full"):
+        raise ValueError(f"megatron.model.recompute_granularity: expected selective or full, found {granularity!r}")
+    return Recompute(
+        granularity=granularity, modules=modules, method=model.get("recompute_method") or "uniform",
+        layers=int(model.get("recompute_num_layers") or 1),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Widths of one layer, from the family's Megatron options."""
+
+    hidden: int
+    query: int
+    key: int
+    heads: int
+    groups: int
+    head_dim: int
+    ffn: int
+    """Of a dense MLP, or of the shared expert; 0: none."""
+    expert_ffn: int
+    experts: int
+    top_k: int
+    probs_on_input: bool
+    qk_norm: bool
+    rope: bool
+
+
+def shape_of(family: Family, style: LayerStyle) -> Shape:
+    """The widths of a layer of that style."""
+    t: dict[str, Any] = dict(family.transformer)
+    shared = t.get("moe_shared_expert_intermediate_size") or 0
+    return Shape(
+        hidden=t["hidden_size"],
+        query=t["num_attention_heads"] * t["kv_channels"],
+        key=t["num_query_groups"] * t["kv_channels"],
+        heads=t["num_attention_heads"],
+        groups=t["num_query_groups"],
+        head_dim=t["kv_channels"],
+        ffn=shared if style.moe else t["ffn_hidden_size"],
+        expert_ffn=(t.get("moe_ffn_hidden_size") or 0) if style.moe else 0,
+        experts=(t.get("num_moe_experts") or 0) if style.moe else 0,
+        top_k=t.get("moe_router_topk", 1) if style.moe else 0,
+        probs_on_input=bool(t.get("moe_apply_probs_on_input")),
+        qk_norm=style.qk_norm not in (False, "none"),
+        rope=style.rope,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerBytes:
+    """Bytes a token that one layer keeps on one rank, by the part that recompute can drop."""
+
+    norms: float
+    norm_outputs: float
+    attention: float
+    """Projections' inputs, rotary angles, norms of queries and keys."""
+    core: float
+    """What core attention keeps."""
+    core_inputs: float
+    """What core attention keeps when it is recomputed."""
+    mlp: float
+    """Inside the dense MLP or the shared expert."""
+    experts: float
+    """Router, dispatch, inside the experts."""
+    activation: float
+    """The part of `experts` that is the output of the activation function."""
+
+    @property
+    def total(self) -> float:
+        """Without recompute."""
+        return self.norms + self.norm_outputs + self.attention + self.core + self.mlp + self.experts
+
+
+def layer_bytes(shape: Shape, layout: Layout, *, width: int, kernels: Kernels, imbalance: float) -> LayerBytes:
+    """What a layer keeps for one token of the rank's part of a micro-batch; `width` is bytes a number."""
+    tp, sp = layout.tp, layout.sp
+    q, kv, h = shape.query / tp, shape.key / tp, shape.hidden / sp
+    heads, groups = shape.heads / tp, shape.groups / tp
+    plain = kernels == "plain"
+    angles = 4 * shape.head_dim * width if shape.rope and (plain or shape.qk_norm) else 0
+    qk_norm = 4 * (q + kv + heads + groups) if shape.qk_norm else 0
+    if shape.qk_norm and width == 4:
+        qk_norm += 4 * (q + kv)  # the key is a view of the whole projection
+    lse = 4 * heads
+    copies = (2 * q if plain else q) + 2 * kv
+    inner = 5 if plain else 3
+    return LayerBytes(
+        norms=2 * (8 * h + 4) if plain else 2 * h * width,
+        norm_outputs=2 * h * width,
+        attention=q * width + angles + qk_norm,
+        core=copies * width + lse,
+        core_inputs=(q + 2 * kv) * width,
+        mlp=inner * shape.ffn / tp * width,
+        experts=_experts(shape, layout, width, inner, imbalance),
+        activation=shape.top_k / sp * imbalance * shape.expert_ffn / layout.etp * width,
+    )
+
+
+def _experts(shape: Shape, layout: Layout, width: int, inner: int, imbalance: float) -> float:
+    if not shape.experts:
+        return 0.0
+    # a rank's experts get as many tokens as it sends, times what the busiest gets over the mean
+    routed = shape.top_k / layout.sp * (imbalance if layout.ep > 1 else 1.0) * layout.etp
+    inside = inner if shape.probs_on_input or inner == 3 else inner + 1
+    weighted = shape.hidden / layout.sp * width if shape.probs_on_input else 0.0
+    router = (9 * shape.experts + 24) / layout.sp
+    return router + weighted + routed * (shape.hidden + inside * shape.expert_ffn / layout.etp) * width
+
+
+def kept(bytes_: LayerBytes, recompute: Recompute, *, moe: bool, width: int, hidden: float) -> float:
+    """Bytes a token that one layer keeps until its backward pass under the recompute setting."""
+    if recompute.granularity == "full":
+        return hidden * width
+    total = bytes_.total
+    if "core_attn" in recompute.modules:
+        total += bytes_.core_inputs - bytes_.core
+    if "layernorm" in recompute.modules:
+        total -= bytes_.norm_outputs
+    if "moe" in recompute.modules and moe:
+        total -= bytes_.experts + bytes_.mlp
+    else:
+        total -= bytes_.mlp if ("shared_experts" if moe else "mlp") in recompute.modules else 0.0
+        total -= bytes_.activation if "moe_act" in recompute.modules else 0.0
+    return total
+
+
+def backward_bytes(shape: Shape, layout: Layout, *, width: int, imbalance: float) -> float:
+    """Bytes a token of gradients that live at once in a layer's backward pass: MLP, residual, gathered input."""
+    dense = 4 * shape.ffn / layout.tp
+    routed = shape.top_k / layout.sp * (imbalance if layout.ep > 1 else 1.0)
+    expert = routed * (4 * shape.expert_ffn + 2 * shape.hidden)
+    gathered = 2 * shape.hidden if layout.sequence_parallel else 0
+    return (max(dense, expert) + 2 * shape.hidden / layout.sp + gathered) * width

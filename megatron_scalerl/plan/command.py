@@ -1,0 +1,89 @@
+"""The command line of the planner: `tools/plan.py RECIPE --gpus N [options]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_scalerl.plan.assumptions import Assumptions, described
+from megatron_scalerl.plan.hardware import GPUS
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Plan and print; 0, or 2 for bad input and, with --check, for a rank that does not fit."""
+    options = parser().parse_args(arguments)
+    try:
+        return run(options)
+    except ValueError as error:
+        print(f"plan: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"plan: {error.filename}: expected a usable path, found {error.strerror}", file=sys.stderr)
+        return 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options; the flags of the assumptions come from their own table."""
+    p = argparse.ArgumentParser(
+        prog="plan.py",
+        description="Whether a recipe fits its GPUs and what it costs, before any GPU is asked for.",
+        epilog="Example: plan.py recipes/scalerl_llama4_scout_17bx16.yaml --gpus 256 --check",
+    )
+    p.add_argument("recipe", metavar="RECIPE", help="recipe file")
+    p.add_argument("overrides", nargs="*", metavar="key.path=value", help="overrides of the recipe")
+    p.add_argument("--gpus", type=_positive, required=True, metavar="N", help="GPUs of trainer and engines together")
+    p.add_argument("--gpu", choices=sorted(GPUS), default="h100-80g", help="default: h100-80g")
+    p.add_argument("--config", metavar="DIR", help="folder with the policy's config.json; default: policy.path, else "
+                   "configs/<its name> beside the recipe")  # fmt: skip
+    p.add_argument("--check", action="store_true", help="only say whether it fits; exit 2 where a rank does not")
+    p.add_argument("--json", metavar="OUT|-", help="write the same numbers as JSON; - prints nothing else")
+    group = p.add_argument_group("assumptions, with their defaults")
+    for f in described():
+        default = "computed" if f.default is None else f"{f.default:g} {f.metadata['unit']}".strip()
+        text = f"{f.metadata['what']} ({default})".replace("%", "%%")
+        group.add_argument("--" + f.name.replace("_", "-"), type=_number, metavar="X", default=f.default, help=text)
+    return p
+
+
+def run(options: argparse.Namespace) -> int:
+    """As `main`, raising ValueError for bad input."""
+    from rich.console import Console
+
+    from megatron_scalerl.plan.planner import as_numbers, config_folder, make_plan
+    from megatron_scalerl.plan.text import show, verdict
+    from megatron_scalerl.recipe_file import load_recipe
+
+    recipe = load_recipe(options.recipe, options.overrides)
+    assumed = Assumptions(**{f.name: getattr(options, f.name) for f in described()})
+    folder = config_folder(recipe, options.recipe, options.config)
+    plan = make_plan(recipe, folder, options.gpus, GPUS[options.gpu], assumed)
+    if options.json:
+        text = json.dumps(as_numbers(plan), indent=2)
+        print(text) if options.json == "-" else Path(options.json).write_text(text + "\n")
+    if options.check:
+        problems = plan.problems()
+        if problems:
+            print(f"plan: {recipe.name}: {problems[0]}", file=sys.stderr)
+            return 2
+        if options.json != "-":
+            print(f"{recipe.name} on {options.gpus} x {plan.gpu.name}: {verdict(plan)}")
+    elif options.json != "-":
+        show(plan, Console(width=None if sys.stdout.isatty() else 100))
+    return 0
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, found {text}")
+    return number
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, found {text}")
+    return number

@@ -1,0 +1,130 @@
+"""Parameters: exact, from the family's weight map, in all and on every rank.
+
+The map's rules say which rectangle of which Hugging Face tensor a rank of a given group size holds: the same table
+that loads a checkpoint. `meta_build` builds the same ranks from Megatron's own modules, to prove it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron_scalerl.models import family as family_of
+from megatron_scalerl.models import read_hf_config
+from megatron_scalerl.models.family import Family, Rule
+from megatron_scalerl.plan.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """Parameters of a policy."""
+
+    total: int
+    """Of the policy that is trained; a vision tower is not part of it."""
+    active: int
+    """Used for one token, embedding included."""
+    experts: int
+    """Of all routed experts."""
+    embedding: int
+    head: int
+    """Of the logit projection; with tied embeddings the same weights as `embedding`, counted once in `total`."""
+    carried: int
+    """Of the vision tower and its projector, which the run does not load."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankParameters:
+    """Parameters that one rank of a pipeline stage holds, vocabulary padding included."""
+
+    dense: int
+    expert: int
+    largest: int
+    """Of the largest single weight."""
+
+    @property
+    def total(self) -> int:
+        """All of the rank's parameters."""
+        return self.dense + self.expert
+
+
+def load_family(config_path: str | Path) -> tuple[Family, Any]:
+    """Family and Hugging Face config of a folder with a config.json. Raises ValueError."""
+    config = read_hf_config(config_path)
+    return family_of(config), config
+
+
+def count(family: Family, config: Any = None) -> Parameters:
+    """Parameters of the whole policy; `config` is needed to count a vision tower."""
+    rules = [r for r in family.rules if r.exported]
+    total = sum(elements(r) for r in rules)
+    experts = sum(elements(r) for r in rules if r.expert is not None)
+    first = sum(elements(r) for r in rules if r.place == "first")
+    number = family.transformer.get("num_moe_experts") or 1
+    used = family.transformer.get("moe_router_topk", 1) if experts else 1
+    return Parameters(
+        total=total,
+        active=total - experts + experts * used // number,
+        experts=experts,
+        embedding=first,
+        head=next(elements(r) for r in family.rules if r.megatron == "output_layer.weight"),
+        carried=_carried(family, config) if config is not None and family.carried else 0,
+    )
+
+
+def elements(rule: Rule, size: int = 1) -> int:
+    """Elements of a parameter on rank 0 of a group of `size`; rank 0 never has fewer than the others."""
+    found = 0
+    for piece in rule.pieces(0, size):
+        area = 1
+        for index in piece.hf_index:
+            area *= index.stop - index.start if isinstance(index, slice) else 1
+        found += area
+    return found
+
+
+def of_stage(family: Family, layout: Layout, stage: int) -> RankParameters:
+    """What each rank of a pipeline stage holds. Raises ValueError where a size does not divide what it cuts."""
+    dense, expert = [0], [0]
+    for rule in _rules_of_stage(family, layout, stage):
+        if rule.expert is None:
+            dense.append(elements(rule, layout.tp))
+        else:
+            expert.append(elements(rule, layout.etp))
+    return RankParameters(dense=sum(dense), expert=sum(expert), largest=max(*dense, *expert))
+
+
+def _rules_of_stage(family: Family, layout: Layout, stage: int) -> Iterator[Rule]:
+    last = layout.pp - 1
+    experts = family.transformer.get("num_moe_experts") or 1
+    for rule in family.rules:
+        place = {"first": 0, "last": last}.get(rule.place)
+        mine = stage == place if place is not None else rule.layer in layout.stages[stage]
+        # one stage shares tied embeddings, several have a copy at the head
+        copied = rule.exported or layout.pp > 1
+        if mine and copied and (rule.expert is None or rule.expert < experts // layout.ep):
+            yield rule
+
+
+def _carried(family: Family, config: Any) -> int:
+    """Parameters outside the policy, from transformers' own modules on the meta device, with one text layer."""
+    return _carried_of(config.to_json_string(), family.carried)
+
+
+@cache
+def _carried_of(config_json: str, prefixes: tuple[str, ...]) -> int:
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    fields = json.loads(config_json)
+    by_layer = ("layer_types", "no_rope_layers", "moe_layers")
+    text = {k: v for k, v in fields["text_config"].items() if k not in by_layer}
+    fields["text_config"] = text | {"num_hidden_layers": 1}
+    kind = fields.pop("model_type")
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **fields))
+    names = ((name.removeprefix("model."), p.numel()) for name, p in model.named_parameters())
+    return sum(size for name, size in names if name.startswith(prefixes))

@@ -1,0 +1,163 @@
+"""Memory of one trainer rank at its peak: what stays, what a micro-batch adds.
+
+Bytes a parameter with Megatron's distributed optimizer over d ranks, fp32 gradients: bf16 weights 2 + 4 + 12/d,
+fp32 weights 4 + 4 + 8/d (they are their own main weights). The peak comes in the backward pass, when all saved
+activations are there and one more thing is worked on: the logits, or one layer's recomputation and gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_scalerl.models.family import Family
+from megatron_scalerl.plan import activations
+from megatron_scalerl.plan.activations import Kernels, Recompute
+from megatron_scalerl.plan.assumptions import Assumptions
+from megatron_scalerl.plan.counting import RankParameters, of_stage
+from megatron_scalerl.plan.hardware import GIB, MIB
+from megatron_scalerl.plan.layout import Layout
+from megatron_scalerl.plan.logit_memory import logit_bytes
+from megatron_scalerl.recipe import Recipe
+
+WIDTH = {"float32": 4, "bfloat16": 2}
+PLAIN_RUNTIME_BYTES = 72 * MIB
+"""Code pages, thread pools and kernels that a CPU process gains by its first step (measured, machine A)."""
+PLAIN_KERNEL_CACHE_BYTES = 256 * MIB
+"""oneDNN keeps a bf16 kernel for each of its last 1,024 shapes; experts bring new shapes at every call (measured)."""
+_NOT_COUNTED = ("optimizer_cpu_offload", "use_precision_aware_optimizer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """One line of a memory table."""
+
+    name: str
+    bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """The peak of the ranks of one pipeline stage."""
+
+    stage: int
+    parameters: RankParameters
+    terms: tuple[Term, ...]
+
+    @property
+    def total(self) -> float:
+        """Bytes."""
+        return sum(term.bytes for term in self.terms)
+
+
+def trainer_memory(
+    recipe: Recipe,
+    family: Family,
+    layout: Layout,
+    assumed: Assumptions,
+    *,
+    kernels: Kernels,
+    micro_batches: int = 2**30,
+) -> tuple[RankMemory, ...]:
+    """The peak of each pipeline stage. Raises ValueError for optimizer options that are not counted.
+
+    `micro_batches` a step bounds what a pipeline holds in flight.
+    """
+    for key in _NOT_COUNTED:
+        if recipe.megatron.optimizer.get(key):
+            raise ValueError(f"megatron.optimizer.{key}: expected false, the planner does not count it")
+    return tuple(
+        _stage_memory(recipe, family, layout, assumed, kernels, micro_batches, stage) for stage in range(layout.pp)
+    )
+
+
+def _stage_memory(
+    recipe: Recipe,
+    family: Family,
+    layout: Layout,
+    assumed: Assumptions,
+    kernels: Kernels,
+    micro_batches: int,
+    stage: int,
+) -> RankMemory:
+    p = of_stage(family, layout, stage)
+    static = _static(recipe, layout, p)
+    saved, layer_work = _activations(recipe, family, layout, assumed, kernels, micro_batches, stage)
+    last = stage == layout.pp - 1
+    logits = logit_bytes(recipe, family, layout, tokens_of(recipe, layout), kernels=kernels) if last else 0.0
+    if kernels == "plain":
+        cache = PLAIN_KERNEL_CACHE_BYTES if p.expert and recipe.policy.dtype == "bfloat16" else 0
+        rest = Term(name="runtime", bytes=PLAIN_RUNTIME_BYTES + cache)
+    else:
+        loss = assumed.fragmentation * (saved + max(logits, layer_work))
+        rest = Term(name="CUDA, NCCL, fragmentation", bytes=assumed.runtime_gib * GIB + loss)
+    work = Term(name="logit workspace" if logits > layer_work else "one layer's work", bytes=max(logits, layer_work))
+    terms = (*static, Term(name="saved activations", bytes=saved), work, rest)
+    return RankMemory(stage=stage, parameters=p, terms=terms)
+
+
+def tokens_of(recipe: Recipe, layout: Layout) -> int:
+    """Tokens of a full micro-batch on one context-parallel rank."""
+    return -(-recipe.trainer.micro_batch_tokens // layout.cp)
+
+
+def _static(recipe: Recipe, layout: Layout, p: RankParameters) -> tuple[Term, ...]:
+    width = WIDTH[recipe.policy.dtype]
+    grad = 4 if recipe.megatron.ddp.get("grad_reduce_in_fp32", True) else width
+    sharded = p.dense / layout.dense_shards + p.expert / layout.expert_shards
+    main = 4 if width == 2 else 0
+    return (
+        Term(name="weights", bytes=width * p.total),
+        Term(name="gradients", bytes=grad * p.total),
+        Term(name="main weights (fp32)", bytes=main * sharded),
+        Term(name="Adam moments", bytes=8 * sharded),
+    )
+
+
+def _activations(
+    recipe: Recipe,
+    family: Family,
+    layout: Layout,
+    assumed: Assumptions,
+    kernels: Kernels,
+    micro_batches: int,
+    stage: int,
+) -> tuple[float, float]:
+    """(saved, the most that one layer needs on top), bytes."""
+    width, tokens = WIDTH[recipe.policy.dtype], tokens_of(recipe, layout)
+    recompute = activations.recompute_of(recipe)
+    layers = layout.stages[stage]
+    saved, work = [], [0.0]
+    for index, layer in enumerate(layers):
+        style = family.layers[layer]
+        shape = activations.shape_of(family, style)
+        whole = activations.layer_bytes(
+            shape, layout, width=width, kernels=kernels, imbalance=assumed.expert_imbalance
+        )
+        setting = _setting_of(recompute, index)
+        per_token = activations.kept(whole, setting, moe=style.moe, width=width, hidden=shape.hidden / layout.sp)
+        if setting.granularity == "full" and setting.method == "uniform" and index % setting.layers:
+            per_token = 0.0
+        redone = whole.total * (setting.layers if setting.method == "uniform" else 1)
+        again = redone if setting.granularity == "full" else whole.total - per_token
+        saved.append(per_token)
+        work.append(
+            again + activations.backward_bytes(shape, layout, width=width, imbalance=assumed.expert_imbalance)
+        )
+    in_flight = layout.layers_in_flight(stage, micro_batches) / len(layers)
+    ends = _ends(family, layout, width, kernels, stage)
+    return tokens * (sum(saved) * in_flight + ends), tokens * max(work)
+
+
+def _setting_of(recompute: Recompute, index: int) -> Recompute:
+    """Of the stage's layer `index`: with the method "block" only the first layers are recomputed."""
+    if recompute.granularity == "full" and recompute.method == "block" and index >= recompute.layers:
+        return Recompute(granularity="none")
+    return recompute
+
+
+def _ends(family: Family, layout: Layout, width: int, kernels: Kernels, stage: int) -> float:
+    """Bytes a token before the first and after the last layer."""
+    hidden = family.transformer["hidden_size"]
+    norm = 8 * hidden if kernels == "plain" else 2 * hidden * width
+    head = norm / layout.sp + hidden * width + 12  # the head's input is the whole row
+    return (head if stage == layout.pp - 1 else 0) + (8 if stage == 0 else 0)

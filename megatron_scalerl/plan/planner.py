@@ -1,0 +1,213 @@
+"""The plan of a recipe on a number of GPUs: everything that the command prints, as one value."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_scalerl.models.family import Family
+from megatron_scalerl.plan.activations import recompute_of
+from megatron_scalerl.plan.assumptions import Assumptions
+from megatron_scalerl.plan.counting import Parameters, count, load_family
+from megatron_scalerl.plan.engine import Decoding, EngineMemory, decoding, engine_memory
+from megatron_scalerl.plan.hardware import GIB, Gpu
+from megatron_scalerl.plan.layout import Layout, layout_of
+from megatron_scalerl.plan.lengths import Lengths, assumed_lengths
+from megatron_scalerl.plan.memory import RankMemory, trainer_memory
+from megatron_scalerl.plan.simulate import Setting, Timing, simulate
+from megatron_scalerl.plan.split import Simulated, Split, best_splits, gpus_of, recipe_split, setting_of, splits
+from megatron_scalerl.plan.work import StepWork, UpdateBound, publish_seconds, step_work, update_bounds, update_bytes
+from megatron_scalerl.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a recipe needs and costs. Produced by `make_plan`."""
+
+    recipe: Recipe
+    gpu: Gpu
+    gpus: int
+    assumed: Assumptions
+    config: str
+    """Where the architecture was read."""
+    parameters: Parameters
+    split: Split
+    split_is_recipes: bool
+    layout: Layout
+    recompute: str
+    trainer: tuple[RankMemory, ...]
+    engine: EngineMemory
+    decoding: Decoding
+    lengths: Lengths
+    work: StepWork
+    update_bytes: int
+    update_bounds: tuple[UpdateBound, ...]
+    publish_seconds: float
+    timing: Timing
+    best: tuple[Simulated, ...]
+    """The best splits of the same GPUs, best first."""
+
+    @property
+    def gpu_hours_per_1000_steps(self) -> float:
+        """Both roles, idle time included, validation left out."""
+        return self.gpus * self.timing.step_seconds * 1000 / 3600
+
+    @property
+    def headroom(self) -> float:
+        """Bytes left on the fullest trainer rank; negative where it does not fit."""
+        return self.gpu.memory_bytes - max(stage.total for stage in self.trainer)
+
+    def problems(self) -> list[str]:
+        """One line for each rank that does not fit: which and by how much."""
+        found = [
+            f"trainer ranks of pipeline stage {s.stage} need {s.total / GIB:.1f} GiB, {self.gpu.name} has "
+            f"{self.gpu.memory_bytes / GIB:.1f}: {(s.total - self.gpu.memory_bytes) / GIB:.1f} GiB too much"
+            for s in self.trainer
+            if s.total > self.gpu.memory_bytes
+        ]
+        if self.engine.missing_bytes:
+            found.append(
+                f"engines have no room for one sequence of {self.engine.context_tokens:,} tokens: "
+                f"{self.engine.missing_bytes / GIB:.1f} GiB a device are missing"
+            )
+        need = self.recipe.prompts.max_prompt_tokens + self.recipe.max_completion_tokens
+        if self.recipe.trainer.micro_batch_tokens < need:
+            found.append(
+                f"trainer.micro_batch_tokens: expected at least {need}, the longest prompt and completion, found "
+                f"{self.recipe.trainer.micro_batch_tokens}"
+            )
+        return found
+
+
+def config_folder(recipe: Recipe, recipe_path: str | Path, given: str | Path | None = None) -> Path:
+    """Where the architecture is: `given`, the policy's folder, or configs/<its name> beside the recipe.
+
+    Raises ValueError where none has a config.json.
+    """
+    folder = Path(recipe.policy.path)
+    shipped = Path(recipe_path).parent / "configs" / folder.name
+    tried = [Path(given)] if given else [folder, shipped]
+    for place in tried:
+        if (place / "config.json").is_file():
+            return place
+    raise ValueError(f"policy.path: expected config.json in {' or '.join(map(str, tried))}, found none")
+
+
+def make_plan(
+    recipe: Recipe, config: str | Path, gpus: int, gpu: Gpu, assumed: Assumptions, *, lengths: Lengths | None = None
+) -> Plan:
+    """The plan. The recipe's own split is taken where it adds up to `gpus`, else the best one is.
+
+    Raises ValueError for an architecture, a layout or an option that cannot be planned.
+    """
+    family, hf_config = load_family(config)
+    parameters = count(family, hf_config)
+    lengths = lengths or assumed_lengths(recipe, assumed)
+    engine = engine_memory(recipe, family, parameters, gpu, assumed)
+    speed = decoding(recipe, parameters, engine, gpu, lengths, assumed)
+    size = update_bytes(recipe, parameters)
+    base = _base(recipe, speed, lengths, publish_seconds(size, gpu, assumed))
+    own = recipe_split(recipe)
+    is_own = gpus_of(recipe, own) == gpus
+    best = _search(recipe, family, parameters, gpus, gpu, lengths, assumed, base)
+    split = own if is_own else best[0].split
+    layout = layout_of(recipe, family, split.trainer)
+    work = step_work(recipe, family, parameters, layout, gpu, lengths, assumed)
+    return Plan(
+        recipe=recipe,
+        gpu=gpu,
+        gpus=gpus,
+        assumed=assumed,
+        config=str(Path(config) / "config.json"),
+        parameters=parameters,
+        split=split,
+        split_is_recipes=is_own,
+        layout=layout,
+        recompute=str(recompute_of(recipe)),
+        trainer=trainer_memory(
+            recipe, family, layout, assumed, kernels="fused", micro_batches=int(work.micro_batches) + 1
+        ),
+        engine=engine,
+        decoding=speed,
+        lengths=lengths,
+        work=work,
+        update_bytes=size,
+        update_bounds=update_bounds(size, gpu),
+        publish_seconds=base.publish_seconds,
+        timing=simulate(setting_of(recipe, split, base, work.train_seconds)),
+        best=tuple(best),
+    )
+
+
+def _base(recipe: Recipe, speed: Decoding, lengths: Lengths, publish: float) -> Setting:
+    r = recipe.rollouts
+    return Setting(
+        groups_per_batch=r.groups_per_batch,
+        group_size=r.group_size,
+        max_staleness_steps=r.max_staleness_steps,
+        engines=1,
+        max_in_flight=r.max_in_flight,
+        decoding=speed,
+        lengths=lengths,
+        train_seconds=1.0,
+        publish_seconds=publish,
+        steps=30 + 2 * r.max_staleness_steps,
+        warm_up=10 + 2 * r.max_staleness_steps,
+    )
+
+
+def _search(
+    recipe: Recipe, family: Family, p: Parameters, gpus: int, gpu: Gpu, lengths: Lengths, assumed: Assumptions,
+    base: Setting,
+) -> list[Simulated]:  # fmt: skip
+    """The best splits that fit, or the best of all where none fits. Raises ValueError where nothing can be split."""
+    fitting: list[tuple[Split, float]] = []
+    all_: list[tuple[Split, float]] = []
+    for split in splits(recipe, gpus, gpu):
+        layout = layout_of(recipe, family, split.trainer)
+        work = step_work(recipe, family, p, layout, gpu, lengths, assumed)
+        stages = trainer_memory(
+            recipe, family, layout, assumed, kernels="fused", micro_batches=int(work.micro_batches) + 1
+        )
+        all_.append((split, work.train_seconds))
+        if max(stage.total for stage in stages) <= gpu.memory_bytes:
+            fitting.append((split, work.train_seconds))
+    if not all_:
+        raise ValueError(
+            f"--gpus: expected a number that splits into trainer ranks (a multiple of their model-parallel sizes and "
+            f"of {gpu.per_node} a node) and engines of {recipe.engine.devices_per_engine}, found {gpus}"
+        )
+    return best_splits(recipe, fitting or all_, base)
+
+
+def as_numbers(plan: Plan) -> dict[str, Any]:
+    """The plan for --json: every number of the printed tables, sizes in bytes and times in seconds."""
+    return {
+        "recipe": plan.recipe.name,
+        "gpus": plan.gpus,
+        "gpu": asdict(plan.gpu),
+        "config": plan.config,
+        "fits": not plan.problems(),
+        "problems": plan.problems(),
+        "parameters": asdict(plan.parameters) | {"with_carried": plan.parameters.total + plan.parameters.carried},
+        "split": asdict(plan.split) | {"devices_per_engine": plan.engine.devices, "of_recipe": plan.split_is_recipes},
+        "layout": asdict(plan.layout)
+        | {"stages": [[s.start, s.stop] for s in plan.layout.stages], "dp": plan.layout.dp,
+           "recompute": plan.recompute, "micro_batch_tokens": plan.recipe.trainer.micro_batch_tokens},
+        "trainer_memory": [asdict(s) | {"total": s.total} for s in plan.trainer],
+        "trainer_headroom_bytes": plan.headroom,
+        "engine_memory": asdict(plan.engine)
+        | {"kv_tokens": plan.engine.kv_tokens, "full_sequences": plan.engine.full_sequences},
+        "decoding": asdict(plan.decoding)
+        | {"tokens_per_second": plan.decoding.tokens_per_second(plan.decoding.running)},
+        "completion_tokens": {"mean": plan.lengths.mean, "median": plan.lengths.quantile(0.5),
+                              "p90": plan.lengths.quantile(0.9), "max": max(plan.lengths.tokens)},
+        "work": asdict(plan.work),
+        "weight_update": {"bytes": plan.update_bytes, "assumed_seconds": plan.publish_seconds,
+                          "lower_bounds": [asdict(b) for b in plan.update_bounds]},
+        "timing": asdict(plan.timing),
+        "gpu_hours_per_1000_steps": plan.gpu_hours_per_1000_steps,
+        "best_splits": [asdict(s) for s in plan.best],
+        "assumptions": asdict(plan.assumed),
+    }  # fmt: skip

@@ -1,0 +1,216 @@
+"""A run's timing without its work: the PipelineRL-k queue with the product's own staleness gate.
+
+Events: an engine's next completion ends, the trainer's step ends. Engines decode at the speed of `engine.Decoding`,
+get whole groups as `rollouts.stream` gives them (least loaded first, room for the whole group), and stand still
+while weights arrive; the trainer takes batches as `rollouts.gate` releases them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from megatron_scalerl.plan.engine import Decoding
+from megatron_scalerl.plan.lengths import Lengths
+from megatron_scalerl.rollouts.gate import StalenessGate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What the simulation is about."""
+
+    groups_per_batch: int
+    group_size: int
+    max_staleness_steps: int
+    engines: int
+    max_in_flight: int
+    decoding: Decoding
+    lengths: Lengths
+    train_seconds: float
+    """Of a batch of mean size; a batch takes its share by tokens."""
+    publish_seconds: float
+    other_seconds: float = 0.0
+    """Of the trainer's side between two steps, with engines running."""
+    steps: int = 40
+    warm_up: int = 12
+    """First steps that are left out: the pipeline fills."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Means over the steps after the warm-up."""
+
+    step_seconds: float
+    steps_per_hour: float
+    trainer_waits: float
+    """Share of the time in which the trainer waits for a batch."""
+    engines_idle: float
+    """Share of the engines' time without any completion: the gate holds them back."""
+    running: float
+    """Completions that run on an engine, mean over time."""
+    staleness_mean: float
+    """Optimiser steps between a completion's first token and its training."""
+    staleness_max: int
+    engine_tokens_per_second: float
+    """Of one engine, over all of its time."""
+
+
+@dataclass
+class _Engine:
+    decoding: Decoding
+    clock: float = 0.0
+    """Time up to which `progress` counts; later than now while weights arrive or prompts are read."""
+    progress: float = 0.0
+    """Tokens that a completion which runs all the time has got."""
+    running: list[tuple[float, int]] = field(default_factory=list)
+    """Heap of (progress at the end, group)."""
+    waiting: deque[tuple[int, int]] = field(default_factory=deque)
+    """(length, group) of completions that have no place yet."""
+    stamp: int = 0
+    idle: float = 0.0
+    busy: float = 0.0
+    """Completions x seconds."""
+
+    @property
+    def load(self) -> int:
+        return len(self.running) + len(self.waiting)
+
+    def advance(self, now: float) -> None:
+        """Decode up to `now`."""
+        if now <= self.clock:
+            return
+        elapsed = now - self.clock
+        if self.running:
+            self.progress += elapsed / self.decoding.step_seconds(len(self.running))
+            self.busy += elapsed * len(self.running)
+        else:
+            self.idle += elapsed
+        self.clock = now
+
+    def add(self, length: int, group: int) -> None:
+        self.waiting.append((length, group))
+        self.fill()
+
+    def fill(self) -> None:
+        """Completions that wait take free places; their prompts cost time in which nothing else runs."""
+        while self.waiting and len(self.running) < self.decoding.running:
+            length, group = self.waiting.popleft()
+            heapq.heappush(self.running, (self.progress + length, group))
+            self.clock += self.decoding.prefill_seconds
+
+    def next_end(self) -> float:
+        return self.clock + (self.running[0][0] - self.progress) * self.decoding.step_seconds(len(self.running))
+
+
+class _Run:
+    def __init__(self, s: Setting) -> None:
+        self.s = s
+        self.rng = random.Random(s.seed)
+        self.gate = StalenessGate(groups_per_batch=s.groups_per_batch, max_staleness_steps=s.max_staleness_steps)
+        self.engines = [_Engine(s.decoding) for _ in range(s.engines)]
+        self.events: list[tuple[float, int, int]] = []
+        """Heap of (time, engine, stamp)."""
+        self.left: dict[int, int] = {}
+        self.tokens: dict[int, int] = {}
+        self.started: dict[int, int] = {}
+        self.groups = 0
+        self.version = 0
+        self.now = 0.0
+
+    def admit(self) -> None:
+        """Start groups while the gate and an engine have room."""
+        while self.gate.may_start():
+            index = min(range(len(self.engines)), key=lambda i: self.engines[i].load)
+            engine = self.engines[index]
+            if engine.load + self.s.group_size > self.s.max_in_flight:
+                return
+            group = self.groups
+            self.groups += 1
+            self.gate.start(group, self.version)
+            self.started[group], self.left[group], self.tokens[group] = self.version, self.s.group_size, 0
+            engine.advance(self.now)
+            for _ in range(self.s.group_size):
+                length = self.rng.choice(self.s.lengths.tokens)
+                self.tokens[group] += length
+                engine.add(length, group)
+            self.schedule(index)
+
+    def schedule(self, index: int) -> None:
+        engine = self.engines[index]
+        engine.stamp += 1
+        if engine.running:
+            heapq.heappush(self.events, (engine.next_end(), index, engine.stamp))
+
+    def until(self, end: float) -> None:
+        """Let engines run up to `end`."""
+        while self.events and self.events[0][0] <= end:
+            self.one_event()
+        self.now = max(self.now, end)
+
+    def one_event(self) -> None:
+        time, index, stamp = heapq.heappop(self.events)
+        engine = self.engines[index]
+        if stamp != engine.stamp:
+            return
+        self.now = max(self.now, time)
+        engine.advance(time)
+        while engine.running and engine.running[0][0] <= engine.progress + 1e-6:
+            _, group = heapq.heappop(engine.running)
+            self.left[group] -= 1
+            if not self.left[group]:
+                del self.left[group]
+                self.gate.finish(group, self.started[group])
+        engine.fill()
+        self.schedule(index)
+        self.admit()
+
+    def publish(self) -> None:
+        """All engines stand still while the new weights arrive."""
+        end = self.now + self.s.publish_seconds
+        for index, engine in enumerate(self.engines):
+            engine.advance(self.now)
+            engine.clock = max(engine.clock, self.now) + self.s.publish_seconds
+            self.schedule(index)
+        self.now = end
+        self.version += 1
+        self.gate.trained()
+        self.admit()
+
+
+def simulate(s: Setting) -> Timing:
+    """Run the queue for `steps` steps and report the means after the warm-up."""
+    run = _Run(s)
+    mean_tokens = s.groups_per_batch * s.group_size * s.lengths.mean
+    run.admit()
+    waited, ages, begun, idle, busy = 0.0, [], 0.0, 0.0, 0.0
+    for step in range(s.steps):
+        if step == s.warm_up:
+            begun, waited, ages = run.now, 0.0, []
+            idle, busy = sum(e.idle for e in run.engines), sum(e.busy for e in run.engines)
+        asked = run.now
+        while (batch := run.gate.batch(run.version)) is None:
+            assert run.events, "the gate waits and nothing runs"
+            run.one_event()
+        waited += run.now - asked
+        run.gate.take(batch)
+        run.admit()
+        ages += [run.version - run.started.pop(g) for g in batch]
+        work = sum(run.tokens.pop(g) for g in batch) / mean_tokens
+        run.until(run.now + s.train_seconds * work + s.other_seconds)
+        run.publish()
+    wall, counted = run.now - begun, s.steps - s.warm_up
+    engine_time = wall * s.engines
+    return Timing(
+        step_seconds=wall / counted,
+        steps_per_hour=3600 * counted / wall,
+        trainer_waits=waited / wall,
+        engines_idle=(sum(e.idle for e in run.engines) - idle) / engine_time,
+        running=(sum(e.busy for e in run.engines) - busy) / engine_time,
+        staleness_mean=fmean(ages),
+        staleness_max=max(ages),
+        engine_tokens_per_second=mean_tokens * counted / wall / s.engines,
+    )

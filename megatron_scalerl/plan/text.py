@@ -1,0 +1,169 @@
+"""The plan as tables for a terminal of a hundred columns."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_scalerl.plan.assumptions import Assumptions, described
+from megatron_scalerl.plan.hardware import GIB
+from megatron_scalerl.plan.planner import Plan
+
+Part = tuple[str, Table]
+"""A title and a table."""
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Print the whole plan: summary, memory, step, balance, assumptions."""
+    console.print(f"[bold]{plan.recipe.name}[/bold] on {plan.gpus} x {plan.gpu.name}", highlight=False)
+    for part in (_summary, _trainer, _engine, _step, _balance, _assumptions):
+        title, table = part(plan)
+        if title:
+            console.print(f"\n[bold]{title}[/bold]", highlight=False)
+        console.print(table, highlight=False)
+    for line in plan.problems():
+        console.print(f"[red]does not fit:[/red] {line}", highlight=False)
+
+
+def _table(title: str, *columns: str) -> Part:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+    return title, table
+
+
+def _pairs(title: str, *rows: tuple[str, str]) -> Part:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(min_width=26, style="dim")
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return title, table
+
+
+def _summary(plan: Plan) -> Part:
+    p, split, each = plan.parameters, plan.split, plan.engine.devices
+    rows = [("parameters", f"{p.total:,}")]
+    if p.experts:
+        rows.append(("  active for a token", f"{p.active:,}, the embedding's {p.embedding:,} among them"))
+    if p.carried:
+        rows.append(("  with the vision tower", f"{p.total + p.carried:,}; it is not loaded, exports carry it through"))
+    origin = "as the recipe says" if plan.split_is_recipes else "chosen here"
+    generate = f"{split.engines * each} generate in {split.engines} engines of {each}"
+    rows += [
+        ("architecture", plan.config),
+        ("split", f"{split.trainer} GPUs train, {generate} ({origin})"),
+        ("memory", fits(plan)),
+        ("balance", who_waits(plan)),
+        ("steps per hour", f"{plan.timing.steps_per_hour:,.1f} ({plan.timing.step_seconds:,.1f} s a step)"),
+        ("GPU-hours per 1,000 steps", f"{plan.gpu_hours_per_1000_steps:,.0f}"),
+    ]
+    return _pairs("", *rows)
+
+
+def verdict(plan: Plan) -> str:
+    """One line: fits or not, headroom, which side waits, cost."""
+    return f"{fits(plan)}; {who_waits(plan)}; {plan.gpu_hours_per_1000_steps:,.0f} GPU-hours per 1,000 steps"
+
+
+def fits(plan: Plan) -> str:
+    """Whether every rank fits, and what is left where it is tightest."""
+    problems = plan.problems()
+    if problems:
+        return f"does not fit: {problems[0]}"
+    return (
+        f"fits: {plan.headroom / GIB:.1f} GiB free on the fullest trainer rank, {plan.engine.full_sequences:.1f} "
+        "longest sequences at once on an engine"
+    )
+
+
+def who_waits(plan: Plan) -> str:
+    """Which side waits for the other, in words with its share."""
+    t = plan.timing
+    if t.trainer_waits >= 0.02:
+        return f"the trainer waits for batches {t.trainer_waits:.0%} of the time"
+    if plan.best and plan.best[0].timing.step_seconds < 0.98 * t.step_seconds:
+        return "the engines wait: the trainer never does, and the staleness bound holds them back"
+    return "the trainer hardly waits, and no other split is faster"
+
+
+def _trainer(plan: Plan) -> Part:
+    at = plan.layout
+    sizes = f"TP {at.tp}, PP {at.pp}, CP {at.cp}, EP {at.ep}, expert TP {at.etp}, DP {at.dp}"
+    first, last = plan.trainer[0], plan.trainer[-1]
+    stages = [first] if first is last else [first, last]
+    part = _table(f"trainer rank (GiB): {sizes}, recompute {plan.recompute}", "", *(f"stage {s.stage}" for s in stages))
+    table = part[1]
+    table.add_row("parameters of the rank", *(f"{s.parameters.total:,}" for s in stages))
+    for name in dict.fromkeys(term.name for s in stages for term in s.terms):
+        found = [sum(t.bytes for t in s.terms if t.name == name) for s in stages]
+        table.add_row(name, *(f"{size / GIB:,.2f}" for size in found))
+    table.add_row("[bold]peak[/bold]", *(f"[bold]{s.total / GIB:,.2f}[/bold]" for s in stages))
+    free = [f"{(plan.gpu.memory_bytes - s.total) / GIB:,.2f}" for s in stages]
+    table.add_row(f"free of {plan.gpu.memory_bytes / GIB:.1f}", *free)
+    return part
+
+
+def _engine(plan: Plan) -> Part:
+    e, d = plan.engine, plan.decoding
+    rate, step = d.tokens_per_second(d.running), d.step_seconds(d.running)
+    parts = f"weights {e.weights_bytes / GIB:.1f} + overhead {e.overhead_bytes / GIB:.1f} + KV {e.kv_bytes / GIB:.1f}"
+    lag = max(plan.lengths.tokens) * step / plan.timing.step_seconds
+    return _pairs(
+        "engine",
+        ("GiB a device", f"{parts} = {e.limit_bytes / GIB:.1f}"),
+        ("KV cache", f"{e.kv_bytes_per_token / 1024:,.0f} KiB a token, {e.kv_tokens:,} tokens an engine"),
+        ("sequences at once", f"{e.full_sequences:.1f} of {e.context_tokens:,} tokens, {d.running} of mean length"),
+        ("decoding, full", f"{1000 * step:.1f} ms a token: {rate:,.0f} tok/s an engine, {rate / e.devices:,.0f} a GPU"),
+        ("longest completion", f"{lag:.1f} optimiser steps at that load; the staleness bound is "
+                               f"{plan.recipe.rollouts.max_staleness_steps}"),
+    )  # fmt: skip
+
+
+def _step(plan: Plan) -> Part:
+    w, n = plan.work, plan.lengths
+    bounds = [("  not below", f"{b.seconds:.3f} s: {b.way}") for b in plan.update_bounds]
+    length = f"mean {n.mean:,.0f}, median {n.quantile(0.5):,}, 90 % below {n.quantile(0.9):,} tokens"
+    packed = f"{w.micro_batches:.1f} micro-batches of {plan.recipe.trainer.micro_batch_tokens:,} tokens a rank"
+    return _pairs(
+        "one step",
+        ("completions", f"{w.completions:,}: {length}"),
+        ("tokens", f"{w.generated_tokens:,.0f} generated, {w.trained_tokens:,.0f} trained with their prompts"),
+        ("FLOPs", f"{w.model_flops:.3g} of the model, {w.hardware_flops:.3g} with what is computed again"),
+        ("trainer", f"{w.train_seconds:.1f} s; {packed}, pipeline bubble {w.bubble:.0%}"),
+        ("weight update", f"{plan.update_bytes:,} bytes; {plan.publish_seconds:.2f} s assumed"),
+        *bounds,
+    )
+
+
+def _balance(plan: Plan) -> Part:
+    columns = ("train s", "step s", "trainer waits", "running", "engines idle", "staleness", "GPU-h/1,000")
+    k = plan.recipe.rollouts.max_staleness_steps
+    part = _table(f"balance: the PipelineRL-{k} queue, simulated", "train + generate", *columns)
+    rows = [(plan.split, plan.work.train_seconds, plan.timing, " (this)")]
+    rows += [(s.split, s.train_seconds, s.timing, "") for s in plan.best[:4] if s.split != plan.split]
+    for split, seconds, t, note in rows:
+        part[1].add_row(
+            f"{split.trainer} + {split.engines * plan.engine.devices}{note}",
+            f"{seconds:.1f}",
+            f"{t.step_seconds:.1f}",
+            f"{t.trainer_waits:.0%}",
+            f"{t.running:.0f}",
+            f"{t.engines_idle:.0%}",
+            f"{t.staleness_mean:.1f}, max {t.staleness_max}",
+            f"{plan.gpus * t.step_seconds / 3.6:,.0f}",
+        )
+    return part
+
+
+def _assumptions(plan: Plan) -> Part:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("flag", "value", "what", "source"):
+        table.add_column(column, overflow="fold", no_wrap=column in ("flag", "value"))
+    for f in described():
+        value, default = getattr(plan.assumed, f.name), getattr(Assumptions(), f.name)
+        shown = "computed" if value is None else f"{value:g} {f.metadata['unit']}".strip()
+        source = f.metadata["source"] if value == default else "given on the command line"
+        table.add_row("--" + f.name.replace("_", "-"), shown, f.metadata["what"], source)
+    table.add_row("--gpu", "", plan.gpu.name, plan.gpu.source)
+    return "assumed; each is a flag", table
