@@ -1,0 +1,65 @@
+"""What each rank does for the converter's tests: open a checkpoint the stock way, train from it, save one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from parity_ranks import recipe
+
+Job = tuple[str, str, dict[str, Any]]
+"""Hugging Face folder, Megatron folder, layout."""
+
+
+def differing_parameters(jobs: list[Job]) -> list[dict[str, Any]]:
+    """For every job: this rank's parameters after the stock load that differ from those read from Hugging Face.
+
+    Both sides start from other values than the checkpoint's; `changed` counts parameters that the load changed.
+    """
+    from megatron.core import dist_checkpointing, parallel_state
+
+    from megatron_scalerl.trainer.model import build_policy
+    from megatron_scalerl.trainer.parallel import init_parallel
+
+    found = []
+    for hf_path, megatron_path, layout in jobs:
+        settings = recipe(hf_path, int(os.environ["WORLD_SIZE"]), layout)
+        parallel = init_parallel(settings)
+        expected = dict(build_policy(hf_path, settings, parallel)[0].named_parameters())
+        module = build_policy(hf_path, settings, parallel, load_weights=False)[0].module
+        before = {name: value.clone() for name, value in module.named_parameters()}
+        state = dist_checkpointing.load({"model": module.sharded_state_dict()}, megatron_path)
+        module.load_state_dict(state["model"])
+        loaded = dict(module.named_parameters())
+        found.append(
+            dict(
+                parameters=len(loaded),
+                different=[n for n, value in loaded.items() if not torch.equal(value, expected[f"module.{n}"])],
+                changed=sum(not torch.equal(value, before[n]) for n, value in loaded.items()),
+            )
+        )
+        torch.distributed.barrier()
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def save_the_stock_way(jobs: list[Job]) -> None:
+    """Writes a Hugging Face folder's policy as Megatron does, in the layout's own chunks."""
+    from megatron.core import dist_checkpointing, parallel_state
+
+    from megatron_scalerl.trainer.model import build_policy
+    from megatron_scalerl.trainer.parallel import init_parallel
+    from megatron_scalerl.trainer.shard_writer import writing_in_process
+
+    for hf_path, out, layout in jobs:
+        settings = recipe(hf_path, int(os.environ["WORLD_SIZE"]), layout)
+        parallel = init_parallel(settings)
+        module = build_policy(hf_path, settings, parallel)[0].module
+        Path(out).mkdir(parents=True, exist_ok=True)
+        torch.distributed.barrier()
+        with writing_in_process():
+            dist_checkpointing.save({"model": module.sharded_state_dict()}, out)
+        torch.distributed.barrier()
+        parallel_state.destroy_model_parallel()

@@ -1,0 +1,97 @@
+"""A converted checkpoint opens the stock way under every layout, and a stock one of any layout comes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from random_policies import make
+from runner import run_ranks
+from safetensors.torch import load_file
+
+from megatron_scalerl.convert.options import Options
+from megatron_scalerl.convert.to_hf import to_hf
+from megatron_scalerl.convert.to_megatron import to_megatron
+from megatron_scalerl.convert.verify import verify
+
+pytestmark = pytest.mark.slow
+
+TP2 = dict(tensor_model_parallel_size=2)
+PP2 = dict(pipeline_model_parallel_size=2)
+EP2 = dict(expert_model_parallel_size=2)
+ETP1 = dict(expert_tensor_parallel_size=1)
+BF16 = dict(dtype="bfloat16")
+KINDS = ("llama", "llama_tied", "llama_biased", "qwen3_tied", "qwen3_moe", "qwen3_moe_tied", "llama4", "llama4_tied")
+MOE = ("qwen3_moe", "llama4")
+ALONE = [(kind, {}) for kind in KINDS]
+BY_TWO = [
+    *((kind, TP2) for kind in KINDS if kind != "qwen3_tied"),  # one key-value head is not cut
+    *((kind, PP2) for kind in KINDS),
+    *((kind, EP2) for kind in MOE),
+    *((kind, {**TP2, **EP2, **ETP1}) for kind in MOE),
+    ("llama4", {**EP2, **BF16}),
+]
+BY_FOUR = [("llama", {**TP2, **PP2}), ("llama4", {**TP2, **PP2, **EP2, **ETP1}), ("qwen3_moe", {**PP2, **EP2})]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Policies KIND.hf and their checkpoints KIND.megatron, with large parameters cut into several chunks."""
+    root = tmp_path_factory.mktemp("converted")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron_scalerl.convert.to_megatron.CHUNK_BYTES", 5000)
+        for kind in KINDS:
+            make(kind, root / f"{kind}.hf")
+            to_megatron(root / f"{kind}.hf", root / f"{kind}.megatron")
+    return root
+
+
+@pytest.mark.parametrize("world, cases", [(1, ALONE), (2, BY_TWO), (4, BY_FOUR)], ids=["1", "2", "4"])
+def test_the_stock_load_opens_it_under_every_layout(world: int, cases: list[Any], root: Path) -> None:
+    jobs = [(str(root / f"{kind}.hf"), str(root / f"{kind}.megatron"), layout) for kind, layout in cases]
+    for rank, answers in enumerate(run_ranks(world, "convert_ranks:differing_parameters", jobs)):
+        for (kind, layout), answer in zip(cases, answers):
+            assert answer["different"] == [], (rank, kind, layout)
+            # Norms start as ones and are loaded as something else; matrices start random.
+            assert answer["changed"] == answer["parameters"] > 10, (rank, kind, layout)
+
+
+@pytest.mark.parametrize("kind, layout", [("llama", TP2), ("llama4", {**TP2, **EP2, **ETP1}), ("qwen3_moe", PP2)])
+def test_a_stock_checkpoint_of_any_layout_comes_back(kind: str, layout: Any, root: Path, tmp_path: Path) -> None:
+    source = root / f"{kind}.hf"
+    run_ranks(2, "convert_ranks:save_the_stock_way", [(str(source), str(tmp_path / "stock"), layout)])
+    to_hf(tmp_path / "stock", tmp_path / "back", Options(verify=True), like=source)
+    verify(source, tmp_path / "back")
+    to_hf(tmp_path / "stock", tmp_path / "narrow", Options(dtype="BF16"), like=source)
+    verify(source, tmp_path / "narrow", Options(dtype="BF16"))
+
+
+def test_keys_shapes_and_types_are_those_of_the_stock_save(root: Path, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    kinds = ("llama_biased", "llama_tied", "qwen3_moe", "llama4")
+    jobs = [(str(root / f"{kind}.hf"), str(tmp_path / kind), {}) for kind in kinds]
+    run_ranks(1, "convert_ranks:save_the_stock_way", jobs)
+    for kind in kinds:
+        stock = FileSystemReader(tmp_path / kind).read_metadata().state_dict_metadata
+        ours = FileSystemReader(root / f"{kind}.megatron").read_metadata().state_dict_metadata
+        assert [key for key in stock if key not in ours] == []
+        tensors = {key: entry for key, entry in stock.items() if hasattr(entry, "size")}
+        assert {k: (ours[k].size, ours[k].properties) for k in tensors} == {
+            k: (entry.size, entry.properties) for k, entry in tensors.items()
+        }
+        # Besides: what Transformer Engine's layers look for, no other weights.
+        besides = [key for key in ours if key not in stock and "_extra_state" not in key]
+        assert all(key.endswith(".pre_mlp_layernorm.weight") for key in besides)
+
+
+def test_chunks_are_read_by_torch_alone(root: Path) -> None:
+    from torch.distributed.checkpoint import FileSystemReader, load
+
+    folder = root / "llama.megatron"
+    target = {"output_layer.weight": torch.zeros(65, 64)}
+    load(target, storage_reader=FileSystemReader(folder), no_dist=True)
+    expected = load_file(root / "llama.hf" / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(target["output_layer.weight"], expected)
