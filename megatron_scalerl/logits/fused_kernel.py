@@ -130,6 +130,21 @@ def _tile(
 
 
 @triton.jit
+def _tile_statistics(z, inside, ENTROPY: tl.constexpr):
+    """m, r, u of each row of a tile; the maximum's own term stays out of r, equal maxima beside it count 1 each."""
+    z = tl.where(inside, z, float("-inf"))
+    top = tl.max(z, 1)
+    gap = z - top[:, None]
+    e = tl.exp(gap)
+    largest = gap == 0.0
+    others = tl.sum(tl.where(largest, 0.0, e), 1) + (tl.sum(largest.to(tl.float32), 1) - 1.0)
+    centred = tl.zeros_like(top)
+    if ENTROPY:
+        centred = tl.sum(tl.where(inside, e * gap, 0.0), 1)
+    return top, others, centred
+
+
+@triton.jit
 def _fused_statistics_kernel(
     hidden,
     hidden_stride,
@@ -170,36 +185,16 @@ def _fused_statistics_kernel(
     for begin in range(run * columns_per_run, tl.minimum(columns, (run + 1) * columns_per_run), BLOCK_V):
         column = begin + tl.arange(0, BLOCK_V)
         z = _tile(
-            hidden,
-            hidden_stride,
-            weight,
-            weight_stride,
-            token,
-            column,
-            tokens,
-            columns,
-            width,
-            WHOLE,
-            BLOCK_T,
-            BLOCK_V,
-            BLOCK_H,
-        )
+            hidden, hidden_stride, weight, weight_stride, token, column, tokens, columns, width,
+            WHOLE, BLOCK_T, BLOCK_V, BLOCK_H,
+        )  # fmt: skip
         if ROUND:
             z = z.to(hidden.dtype.element_ty).to(tl.float32)
         z *= factor[:, None]
         inside = (column < columns)[None, :]
         hit = (column[None, :] == target[:, None]) & inside
         picked = tl.maximum(picked, tl.max(tl.where(hit, z, LOWEST), 1))
-        z = tl.where(inside, z, float("-inf"))
-        top = tl.max(z, 1)
-        gap = z - top[:, None]
-        e = tl.exp(gap)
-        largest = gap == 0.0
-        # The maximum's own term stays out; equal maxima beside it count 1 each.
-        others = tl.sum(tl.where(largest, 0.0, e), 1) + (tl.sum(largest.to(tl.float32), 1) - 1.0)
-        centred = tl.zeros((BLOCK_T,), tl.float32)
-        if ENTROPY:
-            centred = tl.sum(tl.where(inside, e * gap, 0.0), 1)
+        top, others, centred = _tile_statistics(z, inside, ENTROPY)
         m, r, u = merged_pair(m, r, u, top, others, centred)
 
     base = out + run.to(tl.int64) * 4 * tokens + token
