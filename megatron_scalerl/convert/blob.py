@@ -146,7 +146,10 @@ def find_blob(file: MappedFile, offset: int, length: int) -> tuple[str, tuple[in
 
 
 def _unpickled(data: bytes) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    return _TensorUnpickler(io.BytesIO(data)).load()
+    found = _TensorUnpickler(io.BytesIO(data)).load()
+    if not isinstance(found, _Description):
+        raise pickle.UnpicklingError(f"a {type(found).__name__}")
+    return found.dtype, found.shape, found.strides
 
 
 class _TensorUnpickler(pickle.Unpickler):
@@ -165,10 +168,17 @@ class _TensorUnpickler(pickle.Unpickler):
         return pid[1]
 
 
-def _described(dtype: str, offset: int, shape: Any, strides: Any, *_: Any) -> tuple[str, tuple[int, ...], Any]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Description:
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def _described(dtype: str, offset: int, shape: Any, strides: Any, *_: Any) -> _Description:
     if offset:
         raise pickle.UnpicklingError(f"offset {offset} in a tensor's storage")
-    return dtype, tuple(shape), tuple(strides)
+    return _Description(dtype=dtype, shape=tuple(shape), strides=tuple(strides))
 
 
 class _Window(io.RawIOBase):

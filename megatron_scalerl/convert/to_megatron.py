@@ -85,7 +85,7 @@ def _plan(hf_path: Path, options: Options) -> _Plan:
     names = checked_names(folder, family)
     units = list(_units(folder, family, names, options.dtype))
     carried = _carried(folder, names)
-    total = sum(unit.nbytes for unit in units) + sum(shard.nbytes for shard in carried)
+    total = sum(unit.nbytes for unit in units) + sum(recipe.nbytes for s in carried for recipe, _ in s.tensors)
     job_bytes = options.bytes_of_a_job(total)
     jobs: list[Job] = [
         CheckpointJob(file=f"__0_{number}.distcp", units=tuple(group))
