@@ -6,6 +6,7 @@ on every rank: what a rank found wrong, and what all have to hold alike. So all 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import get_args
 
@@ -97,7 +98,7 @@ def _call(
         workspace_bytes=int(settings.workspace_mb * 2**20),
         main_grad=_into_main_grad(weight, settings.main_grad),
     )
-    _check_workspace(call, hidden, weight, in_chunks=in_chunks)
+    _check_workspace(call, hidden, weight, settings.workspace_mb, in_chunks=in_chunks)
     return call
 
 
@@ -151,16 +152,18 @@ def _check_targets(targets: Tensor, kept: Tensor | None, vocabulary: int) -> Non
         )
 
 
-def _check_workspace(call: Call, hidden: Tensor, weight: Tensor, *, in_chunks: bool) -> None:
+def _check_workspace(call: Call, hidden: Tensor, weight: Tensor, found: float, *, in_chunks: bool) -> None:
     # Of the right shape without its memory: under sequence parallelism this rank has a part of it.
     whole = hidden.new_empty((1, hidden.shape[1])).expand(call.targets.shape[0], -1)
     p = call.projection_of(whole, weight.detach())
-    found = f"found {call.workspace_bytes / 2**20:.6g} MiB"
-    if call.workspace_bytes < call.backend.workspace(p):
-        need = call.backend.workspace(p) / 2**20
-        raise ValueError(f"workspace_mb: expected at least {need:.6g} MiB for one block of logits, {found}")
+    need = call.backend.workspace(p)
+    if call.workspace_bytes < need:
+        mib = math.ceil(need / 2**20 * 1000) / 1000
+        raise ValueError(f"workspace_mb: expected at least {mib} for one block of logits, found {found:g}")
     if in_chunks and p.tokens and not call.backend.chunk_tokens(p):
-        raise ValueError(f"workspace_mb: expected room for one token's {p.count} logits and their gradient, {found}")
+        raise ValueError(
+            f"workspace_mb: expected room for one token's {p.count} logits and their gradient, found {found:g}"
+        )
 
 
 def _into_main_grad(weight: Tensor, wanted: bool | None) -> bool:

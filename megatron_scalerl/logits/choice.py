@@ -23,25 +23,26 @@ def backend_names() -> list[str]:
 
 
 def load_backend(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
-    """The backend `name`. Raises ValueError for an unknown one, and for one that cannot run here."""
+    """The backend `name` for operands of `dtype` on `device`.
+
+    Raises ValueError for an unknown one, and for one that cannot run here, with what it needs.
+    """
     if name not in backend_names():
         raise ValueError(f"backend: expected auto or one of {', '.join(sorted(backend_names()))}, found {name!r}")
-    backend = _load(name)
-    lacking = backend.needs(device, dtype)
-    if lacking is not None:
-        raise ValueError(f"backend {name}: expected {lacking}, found a projection of {dtype} on {device.type}")
-    return backend
+    found = _found(name, device, dtype)
+    if isinstance(found, str):
+        raise ValueError(f"backend {name}: expected {found}, found a projection of {dtype} on {device.type}")
+    return found
 
 
 def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
-    """`load_backend`, with "auto": the first of `backend_names` that can run here; logs each choice once."""
+    """`load_backend`, with "auto": on a CPU the plain one, elsewhere the first that can run. Logs each choice once."""
     if name != "auto":
         chosen = load_backend(name, device, dtype)
-    elif device.type == "cpu":
-        chosen = _load("torch")
     else:
-        able = (_load(candidate) for candidate in backend_names())
-        chosen = next(backend for backend in able if backend.needs(device, dtype) is None)
+        names = ["torch"] if device.type == "cpu" else backend_names()
+        able = (_found(candidate, device, dtype) for candidate in names)
+        chosen = next(found for found in able if not isinstance(found, str))
     said = (chosen.name, device.type)
     if said not in _said:
         _said.add(said)
@@ -52,6 +53,16 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> Backe
 def chosen_backend(device: torch.device | str, dtype: torch.dtype = torch.bfloat16, backend: str = "auto") -> str:
     """Name of the backend that a projection with `dtype` operands on `device` gets. ValueError as `load_backend`."""
     return choose_backend(backend, torch.device(device), dtype).name
+
+
+def _found(name: str, device: torch.device, dtype: torch.dtype) -> Backend | str:
+    """The backend, or what it needs and has not here."""
+    try:
+        backend = _load(name)
+    except ImportError as error:
+        return f"{error.name} to be installed"
+    lacking = backend.needs(device, dtype)
+    return backend if lacking is None else lacking
 
 
 def _load(name: str) -> Backend:

@@ -36,8 +36,8 @@ class _Costs:
     """Per token and column: the block, the first of two bf16 terms."""
     token: int
     column: int
-    fixed: int
-    """Scratch of one tile."""
+    scratch: int
+    """Of a whole tile, at most."""
 
     @classmethod
     def of(cls, p: Projection) -> _Costs:
@@ -50,11 +50,11 @@ class _Costs:
             element=item + halves,
             token=cast + 16 * item,
             column=cast + (item * p.hidden.shape[1] if narrow else 0),
-            fixed=2 * item * min(TILE, p.tokens * p.count),
+            scratch=2 * item * min(TILE, p.tokens * p.count),
         )
 
     def bytes(self, tokens: int, columns: int) -> int:
-        scratch = min(self.fixed, 2 * self.element * tokens * columns)
+        scratch = min(self.scratch, 2 * self.element * tokens * columns)
         return tokens * columns * self.element + tokens * self.token + columns * self.column + scratch
 
 
@@ -132,9 +132,11 @@ class TorchBackend:
     def chunk_tokens(self, projection: Projection) -> int:
         """Tokens of one chunk with whole rows, at most LARGEST_CHUNK elements on a CPU."""
         p = projection
-        costs, columns = _Costs.of(p), max(1, min(p.count, _head_columns(p)))
+        costs = _Costs.of(p)
+        left = p.workspace_bytes - (_head_columns(p) * costs.column if _casts(p) else 0)
         per_token = costs.token + costs.element * p.count
-        fit = (p.workspace_bytes - costs.fixed - columns * costs.column) // per_token
+        # The scratch of a tile, or of a chunk that is smaller than one.
+        fit = max((left - costs.scratch) // per_token, left // (per_token + 2 * p.accumulator.itemsize * p.count))
         limit = LARGEST_CHUNK // max(1, p.count) if p.hidden.device.type == "cpu" else p.tokens
         return max(0, min(p.tokens, fit, max(1, limit)))
 
@@ -205,8 +207,10 @@ def _operand(p: Projection, values: Tensor) -> Tensor:
 
 
 def _head_columns(p: Projection) -> int:
-    """Columns of the head that are cast together where whole rows are kept."""
-    return min(p.count, 4096) if _casts(p) else p.count
+    """Columns of the head that are cast together where whole rows are kept: at most a quarter of the workspace."""
+    if not _casts(p):
+        return p.count
+    return min(p.count, 4096, max(SMALLEST[1], p.workspace_bytes // (4 * _Costs.of(p).column)))
 
 
 def _products(p: Projection, *, of_bf16: bool = True) -> AbstractContextManager[None]:

@@ -6,21 +6,13 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from logit_problems import by_log_softmax, gradients_by_log_softmax, problem, relative
 
 from megatron_scalerl.logits import token_logprobs
 
-
-def problem(tokens: int = 7, hidden: int = 5, vocab: int = 11, dtype: torch.dtype = torch.float64):
-    generator = torch.Generator().manual_seed(3)
-    h = torch.randn(tokens, hidden, generator=generator, dtype=torch.float64)
-    w = torch.randn(vocab, hidden, generator=generator, dtype=torch.float64)
-    y = torch.randint(0, vocab, (tokens,), generator=generator)
-    return h.to(dtype), w.to(dtype), y
-
-
-def by_log_softmax(h: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    log_p = (h.double() @ w.double().t()).log_softmax(-1)
-    return log_p.gather(1, y[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+KIB = 1 / 1024
 
 
 def test_two_words_by_hand() -> None:
@@ -31,7 +23,7 @@ def test_two_words_by_hand() -> None:
     assert entropy.tolist() == pytest.approx([-0.75 * math.log(0.75) - 0.25 * math.log(0.25)] * 2, rel=1e-6)
 
 
-@pytest.mark.parametrize("workspace_mb", [0.0012, 0.002, 1.0])
+@pytest.mark.parametrize("workspace_mb", [1.2 * KIB, 2 * KIB, 1.0])
 def test_equals_log_softmax_for_every_workspace(workspace_mb: float) -> None:
     h, w, y = problem()
     logprob, entropy = token_logprobs(h, w, y, entropy="metric", workspace_mb=workspace_mb)
@@ -47,11 +39,47 @@ def test_gradients_in_fp64(entropy: str, temperature: float | str) -> None:
     h.requires_grad_(), w.requires_grad_()
 
     def function(h: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        pair = token_logprobs(h, w, y, entropy=entropy, temperature=tau, workspace_mb=0.0015, vocab_size=9)
+        pair = token_logprobs(h, w, y, entropy=entropy, temperature=tau, workspace_mb=1.5 * KIB, vocab_size=9)
         return pair if entropy == "grad" else pair[:1]
 
     y = y % 9
     assert torch.autograd.gradcheck(function, (h, w), atol=1e-7)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.integers(0, 40),
+    width=st.integers(1, 12),
+    vocab=st.integers(1, 60),
+    more_workspace=st.integers(0, 8192),
+    seed=st.integers(0, 99),
+)
+def test_any_shape_in_any_workspace(tokens: int, width: int, vocab: int, more_workspace: int, seed: int) -> None:
+    """From the smallest blocks up; ragged ends, one token, one column, none."""
+    generator = torch.Generator().manual_seed(seed)
+    h, w = (torch.randn(n, width, generator=generator, dtype=torch.float64) for n in (tokens, vocab))
+    y = torch.randint(0, vocab, (tokens,), generator=generator)
+    of_logprob, of_entropy = torch.randn(2, tokens, generator=generator, dtype=torch.float64)
+    h.requires_grad_(), w.requires_grad_()
+    smallest = 8 * (16 + 4 * 16 + 2 * 16)
+    logprob, entropy = token_logprobs(h, w, y, entropy="grad", workspace_mb=(smallest + more_workspace) / 2**20)
+    (logprob @ of_logprob + entropy @ of_entropy).backward()
+    expected = by_log_softmax(h, w, y)
+    grad_h, grad_w = gradients_by_log_softmax(h, w, y, of_logprob, of_entropy)
+    for ours, theirs in ((logprob, expected[0]), (entropy, expected[1]), (h.grad, grad_h), (w.grad, grad_w)):
+        torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-10)
+
+
+def test_a_target_in_every_column_and_block() -> None:
+    """Blocks of 4 to 16 columns of 37: each column is some token's target."""
+    h, w, _ = problem(tokens=37, vocab=37)
+    y = torch.arange(37)
+    h.requires_grad_(), w.requires_grad_()
+    logprob = token_logprobs(h, w, y, workspace_mb=4 * KIB)[0]
+    logprob.sum().backward()
+    assert torch.allclose(logprob, by_log_softmax(h, w, y)[0], atol=1e-13)
+    grad_h, grad_w = gradients_by_log_softmax(h, w, y, torch.ones(37))
+    assert torch.allclose(h.grad, grad_h, atol=1e-12) and torch.allclose(w.grad, grad_w, atol=1e-12)
 
 
 def test_entropy_carries_no_gradient_unless_asked() -> None:
@@ -72,11 +100,48 @@ def test_padded_columns_have_probability_zero() -> None:
     assert padded.grad is not None and padded.grad[11:].abs().max() == 0 and padded.grad[:11].abs().min() > 0
 
 
+def test_tokens_without_loss_are_left_out() -> None:
+    """Their hidden states may be nan and their targets nonsense: neither is read. The others are as without them."""
+    h, w, y = problem(tokens=9)
+    mask = torch.tensor([True, False, True, True, False, False, True, False, True])
+    tau = torch.linspace(0.5, 2.0, 9, dtype=torch.float64)
+    h[~mask], y[~mask] = math.nan, -100
+    leaves = h.clone().requires_grad_(), w.clone().requires_grad_()
+    pair = token_logprobs(*leaves, y, entropy="grad", loss_mask=mask, temperature=tau)
+    assert pair[0][~mask].abs().sum() == 0 and pair[1][~mask].abs().sum() == 0
+    short = h[mask].clone().requires_grad_(), w.clone().requires_grad_()
+    expected = token_logprobs(*short, y[mask], entropy="grad", temperature=tau[mask])
+    assert torch.equal(pair[0][mask], expected[0]) and torch.equal(pair[1][mask], expected[1])
+    for logprob, entropy in (pair, expected):
+        (logprob.sum() + 0.5 * entropy.sum()).backward()
+    assert leaves[0].grad[~mask].abs().sum() == 0
+    assert torch.equal(leaves[0].grad[mask], short[0].grad) and torch.equal(leaves[1].grad, short[1].grad)
+
+
+def test_no_token_with_loss_at_all() -> None:
+    h, w, y = problem()
+    h.requires_grad_(), w.requires_grad_()
+    logprob = token_logprobs(h, w, y, loss_mask=torch.zeros(7, dtype=torch.bool))[0]
+    logprob.sum().backward()
+    assert logprob.tolist() == [0.0] * 7 and h.grad.abs().sum() == 0 and w.grad.abs().sum() == 0
+
+
+def test_only_what_needs_a_gradient_gets_one() -> None:
+    h, w, y = problem()
+    expected = gradients_by_log_softmax(h, w, y, torch.ones(7))
+    for index in range(2):
+        leaves = [h.clone(), w.clone()]
+        leaves[index].requires_grad_()
+        token_logprobs(*leaves, y)[0].sum().backward()
+        assert torch.allclose(leaves[index].grad, expected[index], atol=1e-12) and leaves[1 - index].grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("level", [-1e4, -300.0, 0.0, 300.0, 1e4])
-def test_logits_far_from_zero_stay_exact(level: float) -> None:
+def test_logits_far_from_zero_stay_exact(level: float, dtype: torch.dtype) -> None:
     """Adding one number to all logits changes nothing; a running maximum that starts at 0 would give nan."""
-    h = torch.tensor([[1.0, level]] * 3)
-    w = torch.tensor([[2.0, 1.0], [1.0, 1.0], [0.0, 1.0]])
+    h = torch.tensor([[1.0, level]] * 3).to(dtype)
+    w = torch.tensor([[2.0, 1.0], [1.0, 1.0], [0.0, 1.0]]).to(dtype)
     w.requires_grad_()
     y = torch.tensor([0, 1, 2])
     logprob, entropy = token_logprobs(h, w, y, entropy="grad")
@@ -95,10 +160,12 @@ def test_equal_logits_are_uniform() -> None:
     assert entropy.tolist() == pytest.approx([math.log(50)] * 4, rel=1e-6)
 
 
-def test_a_certain_token_keeps_its_gradient() -> None:
-    """1 - p of a token with p = 1 - 2e-9: computed from p it would be 0 in fp32."""
-    h, w = torch.tensor([[20.0]], requires_grad=True), torch.tensor([[1.0], [0.0]])
-    token_logprobs(h, w, torch.tensor([0]))[0].sum().backward()
+@pytest.mark.parametrize("workspace_mb", [1.0, 0.35 * KIB])
+def test_a_certain_token_keeps_its_gradient(workspace_mb: float) -> None:
+    """1 - p of a token with p = 1 - 2e-9: computed from p it would be 0 in fp32. In one block and in three."""
+    h = torch.tensor([[20.0]], requires_grad=True)
+    w = torch.tensor([[1.0], *[[-10.0]] * 8, [0.0]])
+    token_logprobs(h, w, torch.tensor([0]), workspace_mb=workspace_mb)[0].sum().backward()
     assert h.grad is not None and h.grad.item() == pytest.approx(math.exp(-20.0), rel=1e-3)
 
 
@@ -115,11 +182,20 @@ def test_fp32_logits_are_exact_and_model_logits_are_rounded() -> None:
     assert torch.equal(rounded, token_logprobs(z, torch.eye(200), y)[0])
 
 
-def test_bad_arguments_are_named() -> None:
-    h, w, y = problem()
-    with pytest.raises(ValueError, match=r"hidden \[T, H\] and weight"):
-        token_logprobs(h, w[:, :2], y)
-    with pytest.raises(ValueError, match=r"targets \[7\], found \[6\]"):
-        token_logprobs(h, w, y[:6])
-    with pytest.raises(ValueError, match="fp32 or model, found 'bf16'"):
-        token_logprobs(h, w, y, logits="bf16")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_within_5e_5_nats_for_logits_up_to_50(dtype: torch.dtype, temperature: float) -> None:
+    h, w, y = problem(tokens=512, hidden=256, vocab=3000, dtype=dtype, top=50.0 * temperature)
+    y[::2] = (h.double() @ w.double().t()).argmax(1)[::2]
+    logprob, entropy = token_logprobs(h, w, y, entropy="metric", temperature=temperature, workspace_mb=2.0)
+    expected = by_log_softmax(h, w, y, temperature)
+    assert (logprob.double() - expected[0]).abs().max() < 5e-5
+    assert (entropy.double() - expected[1]).abs().max() < 5e-5
+
+
+def test_temperature_divides_logits_token_by_token() -> None:
+    h, w, y = problem(dtype=torch.float32)
+    tau = torch.tensor([0.3, 0.5, 0.8, 1.0, 1.3, 2.0, 5.0])
+    found = token_logprobs(h, w, y, temperature=tau, entropy="metric")
+    expected = by_log_softmax(h, w, y, tau)
+    assert relative(found[0], expected[0]) < 1e-6 and relative(found[1], expected[1]) < 1e-6

@@ -1,0 +1,148 @@
+"""Every mistake in the projection's arguments is a ValueError with what was expected and what was found."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+from logit_problems import as_megatron_parameter, problem
+
+from megatron_scalerl.logits import choice, chosen_backend, token_logprobs, token_loss
+from megatron_scalerl.logits.projection import Projection
+
+
+class Quantised(torch.Tensor):
+    """A head whose numbers are not those that it shows, as quantisation libraries make them."""
+
+
+def with_target(place: int, target: int, tokens: int = 7) -> torch.Tensor:
+    return torch.zeros(tokens, dtype=torch.int64).index_fill(0, torch.tensor([place]), target)
+
+
+H, W, Y = problem(dtype=torch.float32)
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "width": (dict(weight=W[:, :2]), r"expected hidden \[T, H\] and weight \[V/p, H\], found \[7, 5\] and \[11, 2\]"),
+    "dimensions": (dict(hidden=H[None]), r"expected hidden \[T, H\] .* found \[1, 7, 5\]"),
+    "tokens": (dict(targets=Y[:6]), r"expected targets \[7\], found \[6\]"),
+    "type of targets": (dict(targets=Y.int()), "targets: expected int64, found torch.int32"),
+    "target above": (
+        dict(targets=with_target(4, 11)),
+        r"targets: expected ids from 0 to 10, found 11 at position 4 \(1 such\)",
+    ),
+    "target below": (dict(targets=with_target(2, -100)), "found -100 at position 2"),
+    "target in the padding": (dict(targets=with_target(6, 9), vocab_size=9), "from 0 to 8, found 9 at position 6"),
+    "target with loss": (
+        dict(targets=with_target(5, 99), loss_mask=torch.arange(7) > 3),
+        "from 0 to 10, found 99 at position 5",
+    ),
+    "vocabulary": (dict(vocab_size=12), r"vocab_size: expected 1 to 11 \(11 rows on 1 ranks\), found 12"),
+    "mask": (dict(loss_mask=torch.ones(6, dtype=bool)), r"expected loss_mask \[7\] in bool, found \[6\]"),
+    "type of mask": (dict(loss_mask=torch.ones(7)), r"in bool, found .* torch.float32"),
+    "temperatures": (dict(temperature=torch.ones(3)), r"expected temperature a number or \[7\], found \[3\]"),
+    "temperature": (dict(temperature=0.0), "temperature: expected above 0, found 0.0"),
+    "temperature nan": (dict(temperature=math.nan), r"temperature: expected above 0, found nan"),
+    "int8 head": (dict(weight=W.to(torch.int8)), "quantised head has no exact logits.*found torch.int8"),
+    "uint8 head": (dict(weight=W.to(torch.uint8)), "found torch.uint8"),
+    "fp8 head": (dict(weight=W.to(torch.float8_e4m3fn)), "found torch.float8_e4m3fn"),
+    "fp16 head": (dict(weight=W.half()), "bfloat16, float32 or float64 .*found torch.float16"),
+    "head of a subclass": (dict(weight=W.as_subclass(Quantised)), "expected a plain tensor .*found Quantised"),
+    "another type than hidden": (
+        dict(weight=W.bfloat16()),
+        "weight: expected torch.float32 on cpu, as hidden, found torch.bfloat16 on cpu",
+    ),
+    "no main_grad": (dict(main_grad=True), r"main_grad: expected a weight whose main_grad \[11, 5\].*found none"),
+    "main_grad of another shape": (
+        dict(weight=as_megatron_parameter(W).requires_grad_(), main_grad=True, cut=True),
+        r"main_grad \[11, 5\] .*found \[10, 5\]",
+    ),
+    "logits": (dict(logits="bf16"), "logits: expected fp32 or model, found 'bf16'"),
+    "entropy": (dict(entropy="yes"), "entropy: expected none, metric or grad, found 'yes'"),
+    "grad_logits": (dict(grad_logits="fp8"), "grad_logits: expected bf16, bf16x2 or fp32, found 'fp8'"),
+    "backend": (dict(backend="numpy"), r"backend: expected auto or one of .*torch.*, found 'numpy'"),
+    "workspace": (
+        dict(workspace_mb=0.0001),
+        r"workspace_mb: expected at least 0\.001 for one block of logits, found 0.0001",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_a_mistake_is_named(mistake: str, in_chunks: bool) -> None:
+    changes, message = MISTAKES[mistake]
+    arguments = dict(hidden=H, weight=W, targets=Y) | changes
+    if arguments.pop("cut", False):
+        arguments["weight"].main_grad = torch.zeros(10, 5)
+    with pytest.raises(ValueError, match=message):
+        if in_chunks:
+            token_loss(loss=lambda lp, e, i: lp.sum(), **arguments)
+        else:
+            token_logprobs(**arguments)
+
+
+def test_without_loss_a_target_may_be_anything() -> None:
+    mask = torch.arange(7) != 2
+    assert token_logprobs(H, W, with_target(2, -100), loss_mask=mask)[0][2] == 0.0
+
+
+def test_a_loss_in_the_chunk_needs_room_for_a_whole_row() -> None:
+    h, w, y = problem(tokens=8, hidden=2, vocab=5000, dtype=torch.float32)
+    token_logprobs(h, w, y, workspace_mb=0.01)
+    with pytest.raises(ValueError, match=r"room for one token's 5000 logits .*, found 0.01"):
+        token_loss(h, w, y, lambda lp, e, i: lp.sum(), workspace_mb=0.01)
+
+
+class NeedsTheMoon:
+    """A backend that lacks something everywhere."""
+
+    name = "moon"
+
+    def needs(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        return "a rocket"
+
+    def workspace(self, projection: Projection) -> int:
+        return 0
+
+
+def test_a_backend_that_cannot_run_here_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {name: choice._load(name) for name in choice.backend_names()}
+    monkeypatch.setattr(choice, "backend_names", lambda: ["moon", *found])
+    monkeypatch.setattr(choice, "_load", lambda name: NeedsTheMoon() if name == "moon" else found[name])
+    with pytest.raises(ValueError, match=r"backend moon: expected a rocket, found .*torch.float32 on cpu"):
+        token_logprobs(H, W, Y, backend="moon")
+    # On another device auto asks one after the other.
+    assert choice.choose_backend("auto", torch.device("meta"), torch.float64).name == "torch"
+
+
+def test_a_backend_without_its_package_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = choice._load
+
+    def without_triton(name: str) -> choice.Backend:
+        if name != "torch":
+            raise ModuleNotFoundError("No module named 'triton'", name="triton")
+        return load(name)
+
+    monkeypatch.setattr(choice, "_load", without_triton)
+    with pytest.raises(ValueError, match="backend triton: expected triton to be installed"):
+        token_logprobs(H, W, Y, backend="triton")
+    assert choice.choose_backend("auto", torch.device("meta"), torch.float32).name == "torch"
+
+
+def test_a_gpu_backend_on_a_cpu_asks_for_a_gpu() -> None:
+    gpu = [name for name in choice.backend_names() if name != "torch"]
+    assert gpu == ["cuda", "triton"]
+    for name in gpu:
+        with pytest.raises(ValueError, match=f"backend {name}: expected a CUDA GPU.*found .* on cpu"):
+            token_logprobs(H, W, Y, backend=name)
+
+
+def test_the_choice_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "_said", set())
+    with caplog.at_level(logging.INFO, logger=choice.logger.name):
+        assert chosen_backend("cpu") == "torch"
+        token_logprobs(H, W, Y)
+        token_logprobs(H, W, Y)
+    assert [record.getMessage() for record in caplog.records] == ["logit projection: backend torch on cpu (auto)"]

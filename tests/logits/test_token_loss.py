@@ -1,0 +1,127 @@
+"""The loss inside the chunk: the value and the gradients of the two-pass way, from one computation of the logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from logit_problems import LiveBytes, as_megatron_parameter, problem, relative
+
+from megatron_scalerl.logits import token_logprobs, token_loss, torch_backend
+from megatron_scalerl.losses import SEPARABLE, LossInputs, make_loss
+
+TOKENS = 50
+
+
+def rows(seed: int = 2) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return dict(
+        rollout_logprobs=-3.0 * torch.rand(TOKENS, generator=generator),
+        advantages=torch.randn(TOKENS, generator=generator),
+        loss_mask=torch.rand(TOKENS, generator=generator) < 0.8,
+        token_weights=torch.rand(TOKENS, generator=generator),
+        sequence_ids=torch.arange(TOKENS) // 10,
+    )
+
+
+def leaves(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    h, w, y = problem(TOKENS, 16, 70, dtype)
+    return h.requires_grad_(), w.requires_grad_(), y
+
+
+@pytest.mark.parametrize("chunk", [1, 7, TOKENS])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", sorted(SEPARABLE))
+def test_equals_two_passes(name: str, dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_backend, "LARGEST_CHUNK", chunk * 70)
+    loss, columns = make_loss(name, max_is_weight=1.5), rows()
+    h, w, y = leaves(dtype)
+    options = dict(entropy="metric", loss_mask=columns["loss_mask"], temperature=0.7, grad_logits="bf16x2")
+    logprobs, entropies = token_logprobs(h, w, y, **options)
+    expected = loss(LossInputs(trainer_logprobs=logprobs, **columns)).loss
+    (3.0 * expected).backward()
+    two_pass = h.grad, w.grad
+    h, w, y = leaves(dtype)
+    shown: list[int] = []
+
+    def of_chunk(logprobs: torch.Tensor, entropies: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        shown.extend(places.tolist())
+        assert len(places) <= chunk
+        return loss(LossInputs(trainer_logprobs=logprobs, **{k: v[places] for k, v in columns.items()})).loss
+
+    value, *pair = token_loss(h, w, y, of_chunk, **options)
+    (3.0 * value).backward()
+    assert shown == columns["loss_mask"].nonzero()[:, 0].tolist()
+    exact = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-6}[dtype]
+    assert abs(value - expected) < exact * 10 and abs(expected) > 0.01
+    assert torch.allclose(pair[0], logprobs, atol=10 * exact) and torch.allclose(pair[1], entropies, atol=10 * exact)
+    assert not pair[0].requires_grad and not pair[1].requires_grad
+    for ours, theirs in zip((h.grad, w.grad), two_pass):
+        assert relative(ours, theirs.double()) < max(exact, 5e-3 * (dtype is torch.bfloat16))
+
+
+def test_the_loss_may_read_the_entropy() -> None:
+    h, w, y = leaves(torch.float64)
+    logprob, entropy = token_logprobs(h, w, y, entropy="grad")
+    (logprob.square().sum() + 0.1 * entropy.exp().sum()).backward()
+    expected = h.grad, w.grad
+    h, w, y = leaves(torch.float64)
+    value, _, _ = token_loss(h, w, y, lambda lp, e, _: lp.square().sum() + 0.1 * e.exp().sum(), entropy="grad")
+    value.backward()
+    assert relative(h.grad, expected[0]) < 1e-12 and relative(w.grad, expected[1]) < 1e-12
+
+
+def test_without_a_gradient_there_is_only_the_value() -> None:
+    h, w, y = leaves(torch.float32)
+    with torch.no_grad():
+        value, logprobs, _ = token_loss(h, w, y, lambda lp, e, i: lp.sum())
+    assert not value.requires_grad and value == pytest.approx(float(logprobs.sum()), rel=1e-6)
+
+
+def test_no_token_with_loss() -> None:
+    h, w, y = leaves(torch.float32)
+    value, logprobs, _ = token_loss(h, w, y, lambda lp, e, i: lp.sum(), loss_mask=torch.zeros(TOKENS, dtype=bool))
+    value.backward()
+    assert value == 0 and logprobs.abs().sum() == 0 and h.grad.abs().sum() == 0 and w.grad.abs().sum() == 0
+
+
+def test_main_grad_gets_the_scaled_gradient_once_per_backward() -> None:
+    h, w, y = (t.detach() for t in leaves(torch.bfloat16))
+    head, plain = as_megatron_parameter(w), as_megatron_parameter(w)
+    for scale in (0.5, 2.0):
+        value, _, _ = token_loss(h, head, y, lambda lp, e, i: lp.sum(), grad_logits="fp32")
+        assert head.main_grad.abs().sum() == 0 or scale == 2.0
+        (scale * value).backward()
+    assert head.grad_added_to_main_grad
+    (2.5 * token_logprobs(h, plain, y, grad_logits="fp32")[0].sum()).backward()
+    assert relative(head.main_grad, plain.main_grad.double()) < 1e-6
+
+
+def test_logits_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elements that GEMMs put out: T x V for the logits, T x H and V x H for the gradients; in two passes 2 T x V."""
+    h, w, y = leaves(torch.float32)
+    vocab = w.shape[0]
+
+    def elements(compute: object) -> int:
+        made = []
+        for name in ("set_product", "add_product"):
+            original = getattr(torch_backend, name)
+            monkeypatch.setattr(
+                torch_backend, name, lambda out, a, b, f=original: (made.append(out.numel()), f(out, a, b))
+            )
+        compute()
+        monkeypatch.undo()
+        return sum(made)
+
+    grads = h.numel() + w.numel()
+    assert elements(lambda: token_loss(h, w, y, lambda lp, e, i: lp.sum())[0].backward()) == TOKENS * vocab + grads
+    assert elements(lambda: token_logprobs(h, w, y)[0].sum().backward()) == 2 * TOKENS * vocab + grads
+
+
+def test_nothing_of_the_logits_lives_until_backward() -> None:
+    h, w, y = problem(200, 4, 500, torch.float32)
+    h.requires_grad_(), w.requires_grad_()
+    with LiveBytes() as live:
+        results = token_loss(h, w, y, lambda lp, e, i: lp.sum())
+        kept = live.now
+    assert live.peak > 4 * 200 * 500 > 4 * kept
+    results[0].backward()
