@@ -32,6 +32,8 @@ class PolicySection(Section):
 
     path: str
     """Hugging Face folder of the policy to start from (config, safetensors, tokenizer)."""
+    megatron_path: str | None = None
+    """Converted checkpoint (docs/checkpoints.md) whose weights the trainer starts from. null: those of path."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights and activations in trainer and engine; bfloat16 keeps fp32 main weights in the trainer."""
     logits: Literal["fp32", "model"] = "fp32"

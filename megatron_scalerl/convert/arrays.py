@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-BITS = {"F32": np.dtype(np.uint32), "BF16": np.dtype(np.uint16), "F16": np.dtype(np.uint16)}
+BITS: dict[str, np.dtype] = {"F32": np.dtype(np.uint32), "BF16": np.dtype(np.uint16), "F16": np.dtype(np.uint16)}
 """Types that a policy's weights may have -> integers that hold their bits."""
 TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """safetensors' name -> torch's."""

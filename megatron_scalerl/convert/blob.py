@@ -79,7 +79,7 @@ def _data(file: IO[bytes], start: int, size: int, bands: Iterable[np.ndarray]) -
     file.write(_local_header(entry, extra))
     written = 0
     for band in bands:
-        view = memoryview(band.reshape(-1).view(np.uint8))
+        view = band.reshape(-1).view(np.uint8).data
         entry.checksum = zlib.crc32(view, entry.checksum)
         file.write(view)
         written += len(view)

@@ -59,11 +59,11 @@ def _add_chunk(metadata: Metadata, file: str, chunk: Record) -> None:
         if key not in metadata.state_dict_metadata:
             dtype = getattr(torch, TORCH_NAMES[chunk["dtype"]])
             properties = TensorProperties(dtype=dtype)
-            entry = TensorStorageMetadata(properties=properties, size=torch.Size(size), chunks=[])
-            metadata.state_dict_metadata[key] = entry
-        metadata.state_dict_metadata[key].chunks.append(
-            ChunkStorageMetadata(offsets=offset, sizes=torch.Size(chunk["shape"]))
-        )
+            empty = TensorStorageMetadata(properties=properties, size=torch.Size(size), chunks=[])
+            metadata.state_dict_metadata[key] = empty
+        entry = metadata.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        entry.chunks.append(ChunkStorageMetadata(offsets=offset, sizes=torch.Size(chunk["shape"])))
         metadata.storage_data[MetadataIndex(key, offset)] = _StorageInfo(file, chunk["start"], chunk["length"])
 
 

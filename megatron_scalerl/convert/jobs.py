@@ -155,7 +155,7 @@ def _checksum(recipe: Recipe, context: Context) -> str:
     state = xxhash.xxh3_64()
     for rows in bands(recipe, context.sources[0]):
         _check_finite(recipe, rows, context)
-        state.update(memoryview(rows.reshape(-1)))
+        state.update(rows.reshape(-1).data)
     return state.hexdigest()
 
 
@@ -224,7 +224,7 @@ def _write_tensor(file: Any, recipe: Recipe, offset: int, context: Context) -> s
     state = xxhash.xxh3_64()
     for rows in bands(recipe, context.sources[0]):
         _check_finite(recipe, rows, context)
-        data = memoryview(rows.reshape(-1).view(np.uint8))
+        data = rows.reshape(-1).view(np.uint8).data
         state.update(data)
         while data:  # an unbuffered file may take less than it is given
             data = data[file.write(data) :]

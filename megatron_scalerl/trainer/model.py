@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from megatron_scalerl.convert.stock_load import load_megatron
 from megatron_scalerl.logits import token_logprobs, token_loss
 from megatron_scalerl.logits.chunk_loss import ChunkLoss
 from megatron_scalerl.logits.projection import Entropy
@@ -207,7 +208,9 @@ class PolicyModel(GPTModel):
 def build_policy(
     hf_path: str | Path, recipe: Recipe, parallel: Parallel, *, load_weights: bool = True
 ) -> list[torch.nn.Module]:
-    """Model chunks of this pipeline stage with the weights of `hf_path`, ready for Megatron's schedules.
+    """Model chunks of this pipeline stage, ready for Megatron's schedules, with the weights of `hf_path`.
+
+    Where the recipe names policy.megatron_path they come from there.
 
     Each chunk is DistributedDataParallel(Float16Module(PolicyModel)) in bf16 and DistributedDataParallel(
     PolicyModel) in fp32. Raises ValueError for options and checkpoints that do not fit.
@@ -221,7 +224,9 @@ def build_policy(
         PolicyModel(options, family, recipe=recipe, parallel=parallel, vp_stage=stage).to(parallel.device)
         for stage in stages
     ]
-    if load_weights:
+    if load_weights and recipe.policy.megatron_path:
+        load_megatron(models, recipe.policy.megatron_path)
+    elif load_weights:
         load_hf(models, family, hf_path, parallel)
     config, ddp = options.config, ddp_config(recipe)
     wrapped = [Float16Module(config, model) if config.bf16 else model for model in models]
