@@ -28,7 +28,7 @@ def export(run_dir: str | Path, out: str | Path) -> int:
     parallel = init_parallel(recipe)
     try:
         trainer = make_trainer(recipe, parallel)
-        checkpoint.load(newest, trainer)
+        checkpoint.load_policy(newest, trainer)
         save_hf(MegatronWeightSource(trainer.chunks, parallel), recipe.policy.path, out)
     finally:
         shutdown_parallel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def llama4_text(**settings: Any) -> Any:
     return Llama4TextConfig(**{**_SHARED, **moe, "attention_chunk_size": 16, "floor_scale": 8, **settings})
 
 
-def _llama4_multimodal() -> Any:
+def _llama4_multimodal(**settings: Any) -> Any:
     """A Llama4Config: the text model above with a tiny vision tower."""
     from transformers import Llama4Config
 
@@ -70,40 +71,43 @@ def _llama4_multimodal() -> Any:
         hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128, vision_output_dim=64,
         image_size=28, patch_size=14, projector_input_dim=64, projector_output_dim=64,
     )  # fmt: skip
-    text = llama4_text(interleave_moe_layer_step=2)
+    text = llama4_text(interleave_moe_layer_step=2, **settings)
     return Llama4Config(
         text_config=text.to_dict(), vision_config=vision, image_token_index=60, boi_token_index=61, eoi_token_index=62
     )
 
 
-KINDS: dict[str, Callable[[], Any]] = {
+_ONE_HEAD = dict(num_key_value_heads=1, rope_parameters=YARN_ROPE)
+
+KINDS: dict[str, Callable[..., Any]] = {
     "llama": _llama,
-    "llama_tied": lambda: _llama(tie_word_embeddings=True, rope_parameters=_LLAMA3_ROPE),
-    "llama_biased": lambda: _llama(attention_bias=True, rope_parameters=YARN_ROPE),
+    "llama_tied": partial(_llama, tie_word_embeddings=True, rope_parameters=_LLAMA3_ROPE),
+    "llama_biased": partial(_llama, attention_bias=True, rope_parameters=YARN_ROPE),
     "qwen3": _qwen3,
-    "qwen3_tied": lambda: _qwen3(tie_word_embeddings=True, num_key_value_heads=1, rope_parameters=YARN_ROPE),
-    "qwen3_moe": lambda: _qwen3_moe(norm_topk_prob=True, mlp_only_layers=[1]),
-    "qwen3_moe_tied": lambda: _qwen3_moe(norm_topk_prob=False, decoder_sparse_step=2, tie_word_embeddings=True),
-    "llama4": lambda: llama4_text(moe_layers=[0, 2, 3]),
-    "llama4_tied": lambda: llama4_text(interleave_moe_layer_step=2, tie_word_embeddings=True),
+    "qwen3_tied": partial(_qwen3, tie_word_embeddings=True, **_ONE_HEAD),
+    "qwen3_moe": partial(_qwen3_moe, norm_topk_prob=True, mlp_only_layers=[1]),
+    "qwen3_moe_tied": partial(_qwen3_moe, norm_topk_prob=False, decoder_sparse_step=2, tie_word_embeddings=True),
+    "llama4": partial(llama4_text, moe_layers=[0, 2, 3]),
+    "llama4_tied": partial(llama4_text, interleave_moe_layer_step=2, tie_word_embeddings=True),
     "llama4_multimodal": _llama4_multimodal,
 }
-"""Kind -> config. Layers that mix dense and experts in every mixture; one key-value head in qwen3_tied."""
+"""Kind -> config, whose keywords win. Layers mix dense and experts in every way; one key-value head in qwen3_tied."""
+FOR_ENGINES: dict[str, Any] = dict(head_dim=32, vocab_size=64)
+"""Settings that vLLM on CPUs can serve, with the vocabulary of the tiny tokenizer."""
+LLAMA4_FOR_ENGINES: dict[str, Any] = dict(**FOR_ENGINES, attention_chunk_size=128, floor_scale=64)
+"""Chunks of vLLM's block size on CPUs."""
 QUIET = ("llama_biased",)
 """Kinds with smaller weights in the layers: Hugging Face's own fp32 is 1e-4 away from fp64 without."""
 FUSED = ("qwen3_moe_tied",)
 """Kinds that are saved in transformers' in-memory layout: a layer's experts in one tensor."""
 
 
-def make(kind: str, path: str | Path, *, dtype: torch.dtype = torch.float32, config: Any = None) -> Any:
-    """Makes and saves the policy `kind` (a key of KINDS); returns the Hugging Face model.
-
-    `config` replaces the kind's own.
-    """
+def make(kind: str, path: str | Path, *, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+    """Makes and saves the policy `kind` of KINDS, its config changed by `settings`; returns transformers' model."""
     from transformers import AutoModelForCausalLM, Llama4ForConditionalGeneration
 
     torch.manual_seed(20251013)
-    config = config or KINDS[kind]()
+    config = KINDS[kind](**settings)
     whole = config.model_type == "llama4"
     model = Llama4ForConditionalGeneration(config) if whole else AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

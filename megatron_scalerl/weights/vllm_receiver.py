@@ -64,6 +64,7 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         self.digest = ""
         self._group: Group | None = None
         self._manifest: Manifest = ()
+        self._copies: dict[str, list[str]] = {}
 
     def init_transfer_engine(self, init_info: ConnectInfo) -> None:
         """Join the sender's group, leaving an earlier one."""
@@ -76,6 +77,7 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
     def start_weight_update(self) -> None:
         """Take the parameters off, a broken update's leavings first."""
         self._abandon()
+        self._copies = self._tied()
         if self.device.type == "cpu":
             self._forget_expert_kernels()
         initialize_layerwise_reload(self.model)
@@ -103,6 +105,8 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
             for name, tensor in receive(group, self._manifest, update_info.version, digests):
                 taken.append(name)
                 yield name, tensor
+                for copy in self._copies.get(name, ()):
+                    yield copy, tensor
 
         try:
             loaded = model.load_weights(counted())
@@ -125,6 +129,22 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         if self._group is not None:
             self._group.close()
             self._group = None
+
+    def _tied(self) -> dict[str, list[str]]:
+        """Parameter -> other names of the same one: a head that is tied to the embedding.
+
+        A layerwise reload takes them apart, and on CPUs each packs weights of its own: both are loaded, and then
+        put back into the one place that they share.
+        """
+        first: dict[int, str] = {}
+        found: dict[str, list[str]] = {}
+        for prefix, layer in self.model.named_modules():  # each layer once, under its first name
+            for key, parameter in layer.named_parameters(recurse=False):
+                name = f"{prefix}.{key}"
+                original = first.setdefault(id(parameter), name)
+                if original != name:
+                    found.setdefault(original, []).append(name)
+        return found
 
     def _refuse_gaps(self) -> None:
         """A fused layer of which only a part came would keep its old rest without a word."""

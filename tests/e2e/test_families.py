@@ -1,0 +1,85 @@
+"""RL steps with every family: trainer ranks, a real engine, live updates; both sides compute the same log-probs."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import random_policies
+from safetensors.torch import load_file
+from torch import equal
+from whole_runs import run
+
+from megatron_scalerl.metrics import read_jsonl
+
+pytestmark = pytest.mark.slow
+
+EP2 = ("trainer.world_size=2", "megatron.parallel.expert_model_parallel_size=2")
+FAMILIES = {
+    "llama_biased": (random_policies.FOR_ENGINES, 40, ()),
+    "qwen3_tied": (random_policies.FOR_ENGINES, 40, ()),
+    "qwen3_moe": (random_policies.FOR_ENGINES, 40, EP2),
+    "qwen3_moe_tied": (random_policies.FOR_ENGINES, 40, EP2),
+    "llama4_tied": (random_policies.LLAMA4_FOR_ENGINES, 300, EP2),
+}
+"""Kind -> its settings, length of the prompts (tokens), layout. Llama 4 is past its second chunk, and past
+the fourth step of its attention temperature."""
+REPEATED = ("qwen3_moe_tied",)
+"""Kinds of a family that has another one; its experts are stored, and sent to the engine, in one tensor."""
+
+
+def make_run(kind, folder):
+    """A random policy with the tiny tokenizer, and prompts of random digits."""
+    from megatron_scalerl.tiny.tokenizer import save_tokenizer
+
+    settings, length, _ = FAMILIES[kind]
+    random_policies.make(kind, folder / "policy", **settings)
+    save_tokenizer(folder / "policy")
+    rng = random.Random(1)
+    for name, count in (("prompts", 40), ("held_out", 8)):
+        rows = [{"prompt": "".join(rng.choices("0123456789+-", k=length)), "answer": "0"} for _ in range(count)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def train(kind, tmp_path, *more, **keywords):
+    _, length, layout = FAMILIES[kind]
+    return run(
+        "-m", "megatron_scalerl", "train", "recipes/tiny_cpu.yaml", "name=run", f"output_dir={tmp_path}", "steps=2",
+        f"policy.path={tmp_path / 'policy'}", f"prompts.path={tmp_path / 'prompts.jsonl'}",
+        f"prompts.held_out_path={tmp_path / 'held_out.jsonl'}", f"prompts.max_prompt_tokens={length + 20}",
+        "rewards.verifier=coin:toss", "rewards.truncated=wrong", "interruption.answer_tokens=40",
+        "rollouts.groups_per_batch=4", "rollouts.group_size=8", "rollouts.max_in_flight=64",
+        "validation.every_steps=0", "checkpoint.every_steps=0", "optimizer.warmup_steps=1", "optimizer.lr=1e-2",
+        "weights.probe_every=1", "weights.probe_tolerance=1e-4", "trainer.micro_batch_tokens=1024", *layout,
+        *more, **keywords,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.full if kind in REPEATED else ()) for kind in FAMILIES]
+)
+def test_two_steps_with_a_real_engine(kind, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    make_run(kind, tmp_path)
+    train(kind, tmp_path)
+    records = [record for record in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "skipped" not in record]
+    assert [record["step"] for record in records] == [1, 2]
+    # completions of the first step came from the weights that trainer and engine started with
+    assert records[0]["mismatch_max"] <= 1e-4
+    # and the probe from those that the engine got after every step
+    assert all(record["probe_mismatch_max"] <= 1e-4 and record["grad_norm"] > 0 for record in records)
+    if FAMILIES[kind][2] != EP2:
+        return
+    run("-m", "megatron_scalerl", "export", tmp_path / "run", "--out", tmp_path / "hf")
+    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "policy", tmp_path / "hf"))
+    assert before.keys() == after.keys()
+    assert not any(equal(before[name], after[name]) for name in before)
+
+
+def test_an_engine_with_another_attention_temperature_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    make_run("llama4_tied", tmp_path)
+    other = 'engine.vllm.override_generation_config={"attn_temperature_tuning": false}'
+    done = train("llama4_tied", tmp_path, other, check=False)
+    expected = "config.json: attn_temperature_tuning: expected True in trainer and engine, found False in the engine"
+    assert done.returncode == 2 and expected in done.stderr
