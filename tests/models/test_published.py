@@ -1,0 +1,103 @@
+"""Published policies by their config.json as transformers 4 wrote it: every tensor and every parameter counted."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_scalerl.models import family, read_hf_config
+from megatron_scalerl.models.family import check_layout
+
+LLAMA3_ROPE = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+)
+QWEN3 = dict(
+    head_dim=128, num_key_value_heads=8, rms_norm_eps=1e-6, rope_theta=1000000, rope_scaling=None, vocab_size=151936,
+    max_position_embeddings=40960, attention_bias=False, use_sliding_window=False, sliding_window=None,
+    max_window_layers=36, torch_dtype="bfloat16", tie_word_embeddings=False, hidden_act="silu",
+)  # fmt: skip
+SCOUT_TEXT = dict(
+    model_type="llama4_text", hidden_size=5120, intermediate_size=8192, intermediate_size_mlp=16384,
+    num_hidden_layers=48, num_attention_heads=40, num_key_value_heads=8, head_dim=128, vocab_size=202048,
+    max_position_embeddings=10485760, rms_norm_eps=1e-5, rope_theta=500000.0, num_local_experts=16,
+    num_experts_per_tok=1, interleave_moe_layer_step=1, no_rope_layers=[], use_qk_norm=True,
+    attention_chunk_size=8192, attn_temperature_tuning=True, tie_word_embeddings=False, torch_dtype="bfloat16",
+    rope_scaling={**LLAMA3_ROPE, "factor": 16.0, "high_freq_factor": 1.0},
+)  # fmt: skip
+PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
+    "Llama-3.1-8B": (
+        8_030_261_248,
+        dict(
+            model_type="llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+            num_attention_heads=32, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072,
+            rms_norm_eps=1e-5, rope_theta=500000.0, rope_scaling=LLAMA3_ROPE, tie_word_embeddings=False,
+            attention_bias=False, mlp_bias=False, hidden_act="silu", torch_dtype="bfloat16",
+        ),
+    ),
+    "Qwen3-0.6B": (
+        596_049_920,
+        dict(
+            **{**QWEN3, "tie_word_embeddings": True}, model_type="qwen3", hidden_size=1024, intermediate_size=3072,
+            num_hidden_layers=28, num_attention_heads=16,
+        ),
+    ),
+    "Qwen3-8B": (
+        8_190_735_360,
+        dict(
+            **QWEN3, model_type="qwen3", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
+            num_attention_heads=32,
+        ),
+    ),
+    "Qwen3-30B-A3B": (
+        30_532_122_624,
+        dict(
+            **{**QWEN3, "num_key_value_heads": 4}, model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144,
+            num_hidden_layers=48, num_attention_heads=32, num_experts=128, num_experts_per_tok=8,
+            moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
+        ),
+    ),
+    "Llama-4-Scout-17B-16E": (107_769_861_120, dict(model_type="llama4", text_config=SCOUT_TEXT, vision_config={})),
+}  # fmt: skip
+"""Name -> (parameters without the vision tower, config.json)."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_parameter_of_a_published_policy_has_its_place(name: str, tmp_path: Path) -> None:
+    """Names and shapes are those of transformers' module, experts counted together; none is there twice."""
+    expected, written = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    config = read_hf_config(tmp_path)
+    found = {tensor: shape for rule in family(config).rules for tensor, shape in rule.hf_shapes.items()}
+    assert sum(prod(shape) for shape in found.values()) == expected
+    theirs = {tensor: tuple(p.shape) for tensor, p in on_meta(config).named_parameters() if "vision" not in tensor}
+    theirs.pop("multi_modal_projector.linear_1.weight", None)
+    assert sum(prod(shape) for shape in theirs.values()) == expected
+    if name != "Qwen3-30B-A3B":
+        assert found == theirs
+    check_layout(family(config), tp_size=4, ep_size=16 if "num_moe_experts" in family(config).transformer else 1)
+
+
+def on_meta(config: Any) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM, Llama4ForConditionalGeneration
+
+    with torch.device("meta"):
+        if config.model_type == "llama4":
+            return Llama4ForConditionalGeneration(config)
+        return AutoModelForCausalLM.from_config(config)
+
+
+def test_scout_has_rope_in_three_of_four_layers(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Llama-4-Scout-17B-16E"][1]))
+    found = family(read_hf_config(tmp_path))
+    assert found.transformer["no_rope_freq"] == [0, 0, 0, 1] * 12
+    assert [style.chunked for style in found.layers] == [style.rope for style in found.layers]
+    assert all(style.moe for style in found.layers) and found.attention_chunk_size == 8192
+    assert found.generation_config == {"attn_temperature_tuning": True}
+    # no ramp between kept and divided frequencies: ratios are 1 or 16
+    plain = 1.0 / 5e5 ** (torch.arange(0, 128, 2) / 128)
+    assert set((plain / found.inv_freq).round().int().tolist()) == {1, 16}
