@@ -36,7 +36,7 @@ def load_backend(name: str, device: torch.device, dtype: torch.dtype) -> Backend
 
 
 def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
-    """`load_backend`, with "auto": on a CPU the plain one, elsewhere the first that can run. Logs each choice once."""
+    """`load_backend`, and "auto": on a CPU the plain one, elsewhere the first that can run. Logs a choice once."""
     if name != "auto":
         chosen = load_backend(name, device, dtype)
     else:

@@ -2,42 +2,115 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 
-VOCAB = 10
+VOCAB = 12
+TOKENS = 12
+"""One token for each id: targets on both edges of every shard of 1, 2 and 4 ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One projection of the fixed problem."""
+
+    level: float = 0.0
+    """Of all logits."""
+    padded: int = VOCAB
+    """Rows of the head in all."""
+    dtype: torch.dtype = torch.float32
+    sequence_parallel: bool = False
+    masked: bool = False
+    in_chunks: bool = False
+    workspace_mb: float = 0.003
 
 
 def problem(level: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(11)
-    h = torch.randn(9, 6, generator=generator, dtype=torch.float64)
+    h = torch.randn(TOKENS, 6, generator=generator, dtype=torch.float64)
     w = torch.randn(VOCAB, 6, generator=generator, dtype=torch.float64)
     h[:, 0], w[:, 0] = 1.0, level
-    return h.to(dtype), w.to(dtype), torch.arange(9) % VOCAB
+    return h.to(dtype), w.to(dtype), torch.arange(TOKENS).roll(5)
 
 
-def both_dtypes(cases: list[tuple[float, int]]) -> list[dict[str, torch.Tensor]]:
-    """For each (level of the logits, padded vocabulary) and fp64, fp32: results and gradients of this rank."""
+def many(cases: list[Case]) -> list[dict[str, torch.Tensor]]:
+    """Every case, on this rank of a world that is one tensor-parallel group."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    return [
-        run(level, padded, dtype, dist.group.WORLD)
-        for level, padded in cases
-        for dtype in (torch.float64, torch.float32)
-    ]
+    return [run(case, dist.group.WORLD) for case in cases]
 
 
-def run(level: float, padded: int, dtype: torch.dtype, group: object = None) -> dict[str, torch.Tensor]:
-    """Log-probabilities, entropies and the gradients of a weighted sum; `padded` rows in all, cut over the group."""
+def run(case: Case, group: Any = None) -> dict[str, torch.Tensor]:
+    """Log-probabilities, entropies and the gradients of a weighted sum; the head is cut over the group."""
+    from megatron_scalerl.logits import token_logprobs, token_loss
+
+    h, w, y = problem(case.level, case.dtype)
+    full = torch.cat([w, w.new_full((case.padded - VOCAB, w.shape[1]), 5.0)])
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    weight = full.chunk(size)[rank].clone().requires_grad_()
+    share = case.sequence_parallel and group is not None
+    hidden = (h.chunk(size)[rank] if share else h).clone().requires_grad_()
+    mask = torch.arange(TOKENS) % 3 != 1 if case.masked else None
+    options = dict(
+        group=group, entropy="grad", vocab_size=VOCAB, workspace_mb=case.workspace_mb,
+        sequence_parallel=case.sequence_parallel, loss_mask=mask,
+    )  # fmt: skip
+    weights = torch.linspace(-1.0, 2.0, TOKENS, dtype=torch.float64).to(h.dtype)
+
+    def loss(logprobs: torch.Tensor, entropies: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        return (logprobs * weights[places]).sum() + (entropies * weights.flip(0)[places]).sum()
+
+    if case.in_chunks:
+        value, logprob, entropy = token_loss(hidden, weight, y, loss, **options)
+    else:
+        logprob, entropy = token_logprobs(hidden, weight, y, **options)
+        value = loss(logprob, entropy, torch.arange(TOKENS))
+    value.backward()
+    found = dict(value=value.detach(), logprob=logprob.detach(), entropy=entropy.detach())
+    return dict(found, grad_h=hidden.grad, grad_w=weight.grad)
+
+
+MISTAKES = ("target", "share", "rows", "dtype", "mask", "workspace", "quantised", "temperature")
+
+
+def mistaken(names: tuple[str, ...]) -> dict[str, str]:
+    """What this rank raises when rank 1 alone gives something else; all ranks must raise, then go on together."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    return {name: _mistake(name, dist.group.WORLD) for name in names}
+
+
+def _mistake(name: str, group: Any) -> str:
     from megatron_scalerl.logits import token_logprobs
 
-    h, w, y = problem(level, dtype)
-    full = torch.cat([w, w.new_full((padded - VOCAB, w.shape[1]), 5.0)])
-    rank, size = (0, 1) if group is None else (group.rank(), group.size())
-    rows = padded // size
-    mine = full[rank * rows : (rank + 1) * rows].clone().requires_grad_()
-    h.requires_grad_()
-    logprob, entropy = token_logprobs(h, mine, y, group=group, entropy="grad", vocab_size=VOCAB, workspace_mb=0.002)
-    weights = torch.linspace(-1.0, 2.0, 9, dtype=logprob.dtype)
-    ((logprob * weights).sum() + (entropy * weights.flip(0)).sum()).backward()
-    return dict(logprob=logprob.detach(), entropy=entropy.detach(), grad_h=h.grad, grad_w=mine.grad)
+    h, w, y = problem(0.0, torch.float32)
+    arguments: dict[str, Any] = dict(hidden=h, weight=w.chunk(group.size())[group.rank()], targets=y, group=group)
+    arguments["sequence_parallel"] = name == "share"
+    if name == "share":
+        arguments["hidden"] = h.chunk(group.size())[group.rank()]
+    if name == "rows":
+        arguments["targets"] = y % 10
+    if group.rank() == 1:
+        arguments |= {
+            "target": dict(targets=y.index_fill(0, torch.tensor([7]), VOCAB)),
+            "share": dict(hidden=h[:5]),
+            "rows": dict(weight=w[:5]),
+            "dtype": dict(weight=arguments["weight"].bfloat16(), hidden=h.bfloat16()),
+            "mask": dict(loss_mask=torch.arange(TOKENS) != 3),
+            "workspace": dict(workspace_mb=1e-5),
+            "quantised": dict(weight=arguments["weight"].to(torch.int8)),
+            "temperature": dict(temperature=0.5),
+        }[name]
+    try:
+        token_logprobs(**arguments)
+    except ValueError as error:
+        message = str(error)
+    else:
+        message = "nothing"
+    # The group is as it was: the next collective is the same on all ranks.
+    assert token_logprobs(h, w.chunk(group.size())[group.rank()], y, group=group)[0].isfinite().all()
+    return message

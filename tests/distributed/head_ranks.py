@@ -1,0 +1,94 @@
+"""What one rank of the tests of the trainer's head does: gradients in Megatron's own DDP, and trainer steps."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import random_policies
+import torch
+import trainer_ranks
+from parity_ranks import recipe
+from random_policy import make_recipe
+
+
+def gradients(jobs: list[tuple[str, str, dict[str, Any], bool | None, bool]]) -> dict[str, Any]:
+    """For each (name, policy path, layout, main_grad, loss in chunk): every main_grad after two micro-batches."""
+    from megatron.core import parallel_state
+
+    from megatron_scalerl.trainer.model import build_policy, unwrap
+    from megatron_scalerl.trainer.parallel import init_parallel
+
+    found = {}
+    for name, path, layout, main_grad, in_chunk in jobs:
+        settings = recipe(path, int(os.environ["WORLD_SIZE"]), layout)
+        parallel = init_parallel(settings)
+        chunks = build_policy(path, settings, parallel)
+        model = unwrap(chunks[0])
+        model.projection["main_grad"] = main_grad
+        _backward(chunks, parallel, in_chunk)
+        grads = {key: p.main_grad.clone() for key, p in model.named_parameters()}
+        flags = {key: p.grad_added_to_main_grad for key, p in model.named_parameters() if p.grad_added_to_main_grad}
+        left = [key for key, p in model.named_parameters() if p.grad is not None]
+        found[name] = dict(grads=grads, straight=sorted(flags), left=left)
+        torch.distributed.barrier()
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def _backward(chunks: list[Any], parallel: Any, in_chunk: bool) -> None:
+    """Both fixed rows (one per data-parallel rank) through Megatron's schedule, with a plain weighted sum as loss."""
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.utils import get_model_config
+
+    mine = random_policies.rows()[parallel.dp_rank :: parallel.dp_size]
+    get_model_config(chunks[0]).finalize_model_grads_func = finalize_model_grads
+
+    def forward(iterator: Any, model: Any) -> Any:
+        row = next(iterator)
+
+        def of_chunk(logprobs: Any, entropies: Any, places: Any) -> Any:
+            return -(logprobs * row["weights"][places]).sum()
+
+        output = model(
+            row["tokens"], row["position_ids"], row["cu_seqlens"], row["targets"], loss=of_chunk if in_chunk else None
+        )
+
+        def loss(output: Any) -> Any:
+            value = output[0] if in_chunk else of_chunk(output[0], None, slice(None))
+            return value * (len(mine) * parallel.dp_size), {}
+
+        return output, loss
+
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iter(mine),
+        model=chunks,
+        num_microbatches=len(mine),
+        seq_length=max(row["tokens"].shape[1] for row in mine),
+        micro_batch_size=1,
+        forward_only=False,
+    )
+
+
+def steps(jobs: list[tuple[str, str, dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+    """For each (name, policy path, megatron section, further trainer keys): reports of three steps and more."""
+    from megatron_scalerl.weights.source import MegatronWeightSource
+
+    found = {}
+    for name, path, megatron, keys in jobs:
+        trainer_keys = {"world_size": int(os.environ["WORLD_SIZE"]), "micro_batch_tokens": 128, **keys}
+        settings = make_recipe(path, optimizer=trainer_ranks.SMOOTH, trainer=trainer_keys, megatron=megatron)
+        trainer = trainer_ranks.trainer_of(settings)
+        reports = [trainer_ranks._step(trainer, step) for step in (1, 2, 3)]
+        source = MegatronWeightSource(trainer.chunks, trainer.parallel)
+        found[name] = dict(
+            reports=[(r.loss, r.grad_norm, dict(r.metrics)) for r in reports],
+            logprobs=trainer.logprobs(trainer_ranks.PROBE),
+            weights={key: tensor.clone() for key, tensor in source.tensors()},
+        )
+        trainer_ranks.release()
+    return found
