@@ -42,7 +42,7 @@ from megatron_scalerl.logits.api import token_loss
 SHAPES = {"cpu": (4096, 1024, 32768), "gpu": (16384, 4096, 128256)}
 """Tokens, hidden size and vocabulary of the targets."""
 CHECKED_TOKENS = 64
-THIRD, SIXTH, CHUNK = 512, 128, 512
+THIRD, SIXTH, CHUNK = 512, 96, 512
 """MiB of workspace on a CPU: a third and a sixth of the naive path's extra memory, and with the loss in the chunk."""
 
 Run = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
@@ -177,6 +177,8 @@ class Bench:
         self.h = h.to(self.device).requires_grad_()
         self.w = (w * (4.0 / options.hidden**0.5)).to(self.device).requires_grad_()
         self.y = torch.randint(0, options.vocab, (options.tokens,), generator=generator).to(self.device)
+        size = 8192 if self.on_gpu else min(2048, max(64, options.vocab // 16))
+        self.square = torch.ones(size, size, dtype=torch.bfloat16, device=self.device)
 
     def step(self, contender: Contender, *, backward: bool) -> tuple[float, float, Tensor | None]:
         """Seconds of wall and processor for one pass, and log-probabilities if there are any."""
@@ -210,18 +212,13 @@ class Bench:
             exact = (self.h[:n].double() @ self.w.double().t()).log_softmax(-1).gather(1, self.y[:n, None])[:, 0]
             return (logprob[:n].double() - exact).abs().max().item()
 
-    def gemm_rate(self) -> float:
-        """Operations per second of a large square bf16 GEMM, median of 5."""
-        size = 8192 if self.on_gpu else min(2048, max(64, self.options.vocab // 16))
-        a = torch.ones(size, size, dtype=torch.bfloat16, device=self.device)
-        seconds = []
-        for _ in range(7):
-            self.wait()
-            start = time.perf_counter()
-            a @ a
-            self.wait()
-            seconds.append(time.perf_counter() - start)
-        return 2.0 * size**3 / statistics.median(seconds[2:])
+    def gemm_seconds(self) -> float:
+        """Of one large square bf16 GEMM."""
+        self.wait()
+        start = time.perf_counter()
+        self.square @ self.square
+        self.wait()
+        return time.perf_counter() - start
 
     def peak_extra(self, contender: Contender) -> dict[str, float]:
         """MiB above the operands: forward, and forward plus backward."""
@@ -265,8 +262,8 @@ def memory_of(contender: Contender, options: argparse.Namespace, bench: Bench) -
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def measure(bench: Bench, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One line for each contender."""
+def measure(bench: Bench, options: argparse.Namespace) -> tuple[float, list[dict[str, Any]]]:
+    """Operations per second of the large GEMM, and one line for each contender."""
     able: list[Contender] = []
     lines: dict[str, dict[str, Any]] = {}
     for contender in contenders(options):
@@ -279,12 +276,15 @@ def measure(bench: Bench, options: argparse.Namespace) -> list[dict[str, Any]]:
         except (RuntimeError, TypeError, ValueError) as error:
             line["status"] = f"failed: {str(error).splitlines()[0][:200]}"
     seconds: dict[tuple[str, bool], list[tuple[float, float]]] = {}
+    bench.gemm_seconds()
+    gemms: list[float] = []
     for _ in range(options.rounds):
         for contender in able:
+            gemms.append(bench.gemm_seconds())
             for backward in (False, True):
                 taken = bench.step(contender, backward=backward)[:2]
                 seconds.setdefault((contender.name, backward), []).append(taken)
-    rate = bench.gemm_rate()
+    rate = 2.0 * bench.square.shape[0] ** 3 / statistics.median(gemms)
     gemm = 2.0 * options.tokens * options.hidden * options.vocab / rate
     for contender in able:
         line = lines[contender.name]
@@ -298,7 +298,7 @@ def measure(bench: Bench, options: argparse.Namespace) -> list[dict[str, Any]]:
         line["gemm_share_forward"] = gemms_forward * gemm / line["forward_seconds"]
         line["gemm_share"] = contender.gemms * gemm / line["total_seconds"]
         line.update(memory_of(contender, options, bench))
-    return [_rounded(line) for line in lines.values()]
+    return rate, [_rounded(line) for line in lines.values()]
 
 
 def _rounded(value: Any) -> Any:
@@ -387,11 +387,11 @@ def main() -> None:
         return
     head = {"bench": "logits", "device": options.device, "dtype": "bfloat16", "rounds": options.rounds}
     shape = {name: getattr(options, name) for name in ("tokens", "hidden", "vocab", "threads")}
-    rate = _rounded(bench.gemm_rate() / 1e12)
-    print(json.dumps({**head, **shape, "gemm_tflops": rate, "machine": machine(options.device)}), flush=True)
-    lines = measure(bench, options)
+    found = machine(options.device)
+    rate, lines = measure(bench, options)
+    print(json.dumps({**head, **shape, "gemm_tflops": _rounded(rate / 1e12), "machine": found}))
     for line in lines:
-        print(json.dumps(line), flush=True)
+        print(json.dumps(line))
     print(json.dumps({"bench": "logits", "targets": targets(lines, options.device)}))
 
 

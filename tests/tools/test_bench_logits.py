@@ -33,7 +33,7 @@ def test_targets_are_judged_by_the_lines(bench):
     lines = [
         line(bench.NAIVE, total_seconds=10.0, extra_mib=1000.0),
         line("torch, 512 MiB", total_seconds=5.0, extra_mib=400.0, error=6e-5),
-        {"contender": "torch, 128 MiB", "status": "failed: out of memory"},
+        {"contender": "torch, 96 MiB", "status": "failed: out of memory"},
     ]
     found = {(t["contender"], t["what"].split()[0]): t for t in bench.targets(lines, "cpu")}
     assert found["torch, 512 MiB", "total_seconds"] == {
@@ -44,7 +44,7 @@ def test_targets_are_judged_by_the_lines(bench):
         "met": True,
     }
     assert [found["torch, 512 MiB", what]["met"] for what in ("extra_mib", "error")] == [False, False]
-    assert found["torch, 128 MiB", "total_seconds"]["met"] is None
+    assert found["torch, 96 MiB", "total_seconds"]["met"] is None
 
 
 def test_a_share_of_the_gemm_rate_has_to_be_reached(bench):
@@ -74,6 +74,6 @@ def test_a_line_for_the_run_each_contender_and_the_targets():
     assert by_name["torch linear_cross_entropy"]["error"] > 1e-3  # bf16
     assert naive["total_seconds"] > naive["forward_seconds"] > 0
     assert ours["gemm_share"] == pytest.approx(
-        4 * 2 * 2048 * 32 * 8192 / (head["gemm_tflops"] * 1e12) / ours["total_seconds"], rel=0.9
+        4 * 2 * 2048 * 32 * 8192 / (head["gemm_tflops"] * 1e12) / ours["total_seconds"], rel=2e-3
     )
     assert len(last["targets"]) == 7
