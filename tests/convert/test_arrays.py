@@ -44,7 +44,7 @@ def test_one_bad_value_is_found_wherever_it_is(dtype, bad):
 
 
 def test_a_transposed_copy_over_several_tiles_is_whole():
-    source = np.arange(600 * 300, dtype=np.uint32).reshape(600, 300)
-    target = np.zeros((300, 600), np.uint32)
+    source = np.arange(1100 * 300, dtype=np.uint32).reshape(1100, 300)
+    target = np.zeros((300, 1100), np.uint32)
     copy_into(target, source.T)
     assert np.array_equal(target, source.T)
