@@ -35,10 +35,14 @@ def family(hf_config: Any, names: Collection[str] = ()) -> Family:
 
 
 def family_of_folder(hf_path: str | Path) -> Family:
-    """The Family of a Hugging Face folder, in the layout that its tensors have. Raises ValueError."""
+    """The Family of a Hugging Face folder, in the layout that its tensors have; without any, the usual one.
+
+    Raises ValueError.
+    """
     from megatron_scalerl.weights.hf_folder import HfReader
 
-    return family(read_hf_config(hf_path), HfReader(hf_path).names)
+    stored = any(Path(hf_path).glob("*.safetensors"))
+    return family(read_hf_config(hf_path), HfReader(hf_path).names if stored else ())
 
 
 def read_hf_config(hf_path: str | Path) -> Any:

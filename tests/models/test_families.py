@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Llama4TextConfig, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from megatron_scalerl.models import family, read_hf_config
+from megatron_scalerl.models import family, family_of_folder, read_hf_config
 from megatron_scalerl.models.family import check_layout, padded_vocab_size
 from megatron_scalerl.models.llama4 import attention_temperature
 
@@ -116,6 +116,21 @@ def test_a_fused_expert_is_cut_as_it_is_stored() -> None:
     assert (gate.hf_index[:2], gate.start, gate.stop) == ((3, slice(10, 20)), 0, 10)
     assert (up.hf_index[:2], up.start, up.stop) == ((3, slice(30, 40)), 10, 20)
     assert not gate.transposed and not up.transposed
+
+
+def test_a_folder_says_how_its_experts_are_stored(tmp_path: Path) -> None:
+    """Neither the config nor transformers' module does."""
+    from safetensors.torch import save_file
+
+    CONFIGS["qwen3_moe fused"]().save_pretrained(tmp_path)
+    name = "model.layers.1.mlp.experts.{}"
+    for stored in (None, "0.up_proj.weight", "gate_up_proj"):
+        if stored:
+            save_file({name.format(stored): torch.zeros(1)}, tmp_path / "model.safetensors")
+        found = {n: shape for rule in family_of_folder(tmp_path).rules for n, shape in rule.hf_shapes.items()}
+        fused = stored == "gate_up_proj"
+        assert found.get(name.format("gate_up_proj")) == ((4, 40, 24) if fused else None)
+        assert found.get(name.format("0.up_proj.weight")) == (None if fused else (20, 24))
 
 
 def test_qwen3_moe_layers_mix_as_in_the_config() -> None:
