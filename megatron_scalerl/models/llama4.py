@@ -19,6 +19,9 @@ from megatron_scalerl.models.family import Family, LayerStyle, Rule, require
 from megatron_scalerl.models.rope import rotary
 from megatron_scalerl.models.rules import At
 
+VISION = ("vision_model.", "multi_modal_projector.")
+"""Prefixes of the multimodal model's tensors that are no part of the policy: never trained, never sent."""
+
 
 def family(config: Any) -> Family:
     """The Family of a Llama4TextConfig, or of the text part of a Llama4Config.
@@ -31,7 +34,7 @@ def family(config: Any) -> Family:
     carried: tuple[str, ...] = ()
     if text is not config:
         prefix, head = "language_model.model.", "language_model.lm_head.weight"
-        carried = ("vision_model.", "multi_modal_projector.")
+        carried = VISION
     require(text, "attention_bias", False)
     require(text, "hidden_act", "silu")
     require(text, "num_experts_per_tok", 1)

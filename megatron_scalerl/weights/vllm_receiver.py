@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
+from megatron_scalerl.models.llama4 import VISION
 from megatron_scalerl.weights.digest import combine
 from megatron_scalerl.weights.manifest import Manifest, from_json
 from megatron_scalerl.weights.transport.gloo import Group, receive
@@ -92,12 +93,12 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Every name of the manifest once, every parameter of the model from it. Raises RuntimeError."""
+        """Every name of the manifest once, every parameter of the policy from it. Raises RuntimeError."""
         group, model = self._group, cast(Any, self.model)
         if group is None:
             raise RuntimeError("weight update: expected a connection to the trainer, found none")
         self.digest = ""
-        expected = {name for name, _ in self.model.named_parameters()}
+        expected = {name for name, _ in self.model.named_parameters() if not name.startswith(VISION)}
         digests: list[int] = []
         taken: list[str] = []
 
