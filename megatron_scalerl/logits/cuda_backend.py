@@ -249,7 +249,7 @@ class _Total:
 
     def close(self) -> None:
         """Rounds once, at the end."""
-        if self._grad is not None and self.into is not self._grad:
+        if self._grad is not None and self.into is not None and self.into is not self._grad:
             self._grad += self.into
 
 
