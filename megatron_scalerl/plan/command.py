@@ -14,7 +14,7 @@ from megatron_scalerl.plan.hardware import GPUS
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Plan and print; 0, or 2 for bad input and, with --check, for a rank that does not fit."""
-    options = parser().parse_args(arguments)
+    options = parser().parse_intermixed_args(arguments)
     try:
         return run(options)
     except ValueError as error:
@@ -38,6 +38,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--gpu", choices=sorted(GPUS), default="h100-80g", help="default: h100-80g")
     p.add_argument("--config", metavar="DIR", help="folder with the policy's config.json; default: policy.path, else "
                    "configs/<its name> beside the recipe")  # fmt: skip
+    p.add_argument("--no-build", action="store_true", help="do not build the ranks from Megatron's modules on "
+                   "the meta device, which proves the counts (5 s)")  # fmt: skip
     p.add_argument("--check", action="store_true", help="only say whether it fits; exit 2 where a rank does not")
     p.add_argument("--json", metavar="OUT|-", help="write the same numbers as JSON; - prints nothing else")
     group = p.add_argument_group("assumptions, with their defaults")
@@ -52,6 +54,7 @@ def run(options: argparse.Namespace) -> int:
     """As `main`, raising ValueError for bad input."""
     from rich.console import Console
 
+    from megatron_scalerl.plan.build_check import compare_with_build
     from megatron_scalerl.plan.planner import as_numbers, config_folder, make_plan
     from megatron_scalerl.plan.text import show, verdict
     from megatron_scalerl.recipe_file import load_recipe
@@ -60,8 +63,9 @@ def run(options: argparse.Namespace) -> int:
     assumed = Assumptions(**{f.name: getattr(options, f.name) for f in described()})
     folder = config_folder(recipe, options.recipe, options.config)
     plan = make_plan(recipe, folder, options.gpus, GPUS[options.gpu], assumed)
+    built = "not asked for" if options.no_build else compare_with_build(plan, folder)
     if options.json:
-        text = json.dumps(as_numbers(plan), indent=2)
+        text = json.dumps(as_numbers(plan) | {"meta_build": built}, indent=2)
         print(text) if options.json == "-" else Path(options.json).write_text(text + "\n")
     if options.check:
         problems = plan.problems()
@@ -71,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
         if options.json != "-":
             print(f"{recipe.name} on {options.gpus} x {plan.gpu.name}: {verdict(plan)}")
     elif options.json != "-":
-        show(plan, Console(width=None if sys.stdout.isatty() else 100))
+        show(plan, built, Console(width=None if sys.stdout.isatty() else 100))
     return 0
 
 

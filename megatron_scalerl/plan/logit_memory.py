@@ -1,23 +1,44 @@
-"""Memory of the logit projection at its worst, the backward pass of one micro-batch."""
+"""Memory of the logit projection of one micro-batch (`megatron_scalerl.logits`)."""
 
 from __future__ import annotations
 
+from megatron_scalerl.logits.torch_backend import LARGEST, LARGEST_CHUNK, TILE
 from megatron_scalerl.models.family import Family, padded_vocab_size
 from megatron_scalerl.plan.activations import Kernels
 from megatron_scalerl.plan.hardware import MIB
 from megatron_scalerl.plan.layout import Layout
 from megatron_scalerl.recipe import Recipe
 
-BLOCK_BYTES = 64 * MIB
-"""One block of logits, chunked over tokens (logits/torch_backend.py)."""
-BLOCKS = 4
-"""Blocks that live at once in the backward pass: logits, probabilities, gradient, its scaled copy."""
+_CAST_COLUMNS = 4096
+"""Columns of the head that a CPU casts to fp32 together."""
+SUMS_OVER_TOKENS = ("cispo", "dapo", "grpo")
+"""Losses that can be taken inside a chunk."""
 
 
-def logit_bytes(recipe: Recipe, family: Family, layout: Layout, tokens: int, *, kernels: Kernels) -> float:
-    """Blocks of logits, fp32 gradients of hidden states and head, the head's fp32 copy under bf16 weights."""
+def in_chunk(recipe: Recipe) -> bool:
+    """True where the loss is taken where the logits are, which are then computed once."""
+    return recipe.trainer.loss_in_chunk and recipe.loss.name in SUMS_OVER_TOKENS
+
+
+def logit_bytes(
+    recipe: Recipe, family: Family, layout: Layout, tokens: int, *, kernels: Kernels
+) -> tuple[float, float]:
+    """(gradients that stay until the backward pass, blocks of logits and what belongs to them), bytes.
+
+    trainer.logit_workspace_mb bounds the blocks. A GPU uses it up, a CPU takes blocks of at most 2^25 numbers.
+    """
     hidden = family.transformer["hidden_size"]
     rows = padded_vocab_size(family.vocab_size, layout.tp) // layout.tp
-    blocks = BLOCKS * min(BLOCK_BYTES, 4 * rows * tokens)
-    head_copy = 4 * rows * hidden if recipe.policy.dtype == "bfloat16" and recipe.policy.logits == "fp32" else 0
-    return blocks + 4 * tokens * hidden + 4 * rows * hidden + head_copy
+    narrow = recipe.policy.dtype == "bfloat16"
+    stays = 4 * tokens * hidden + (4 * rows * hidden if in_chunk(recipe) else 0)
+    kept = (2 if narrow else 4) * tokens * hidden  # the tokens with loss, picked out
+    limit = recipe.trainer.logit_workspace_mb * MIB
+    if kernels == "fused":
+        return stays, kept + limit
+    numbers = min(LARGEST_CHUNK if in_chunk(recipe) else LARGEST, rows * tokens)
+    block = numbers * 4 + 8 * TILE
+    if narrow:
+        chunk = numbers / rows
+        block += 4 * chunk * hidden + 8 * min(rows, _CAST_COLUMNS) * hidden
+        block += 2 * numbers * (recipe.trainer.logit_gradient == "bf16x2")
+    return stays, kept + min(limit, block)

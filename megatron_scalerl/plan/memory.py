@@ -82,16 +82,18 @@ def _stage_memory(
     p = of_stage(family, layout, stage)
     static = _static(recipe, layout, p)
     saved, layer_work = _activations(recipe, family, layout, assumed, kernels, micro_batches, stage)
-    last = stage == layout.pp - 1
-    logits = logit_bytes(recipe, family, layout, tokens_of(recipe, layout), kernels=kernels) if last else 0.0
+    stays, logits = 0.0, 0.0
+    if stage == layout.pp - 1:
+        stays, logits = logit_bytes(recipe, family, layout, tokens_of(recipe, layout), kernels=kernels)
     if kernels == "plain":
         cache = PLAIN_KERNEL_CACHE_BYTES if p.expert and recipe.policy.dtype == "bfloat16" else 0
         rest = Term(name="runtime", bytes=PLAIN_RUNTIME_BYTES + cache)
     else:
-        loss = assumed.fragmentation * (saved + max(logits, layer_work))
+        loss = assumed.fragmentation * (saved + stays + max(logits, layer_work))
         rest = Term(name="CUDA, NCCL, fragmentation", bytes=assumed.runtime_gib * GIB + loss)
     work = Term(name="logit workspace" if logits > layer_work else "one layer's work", bytes=max(logits, layer_work))
-    terms = (*static, Term(name="saved activations", bytes=saved), work, rest)
+    held = Term(name="gradients of the logits' inputs", bytes=stays)
+    terms = (*static, Term(name="saved activations", bytes=saved), held, work, rest)
     return RankMemory(stage=stage, parameters=p, terms=terms)
 
 

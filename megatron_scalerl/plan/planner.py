@@ -152,7 +152,7 @@ def _base(recipe: Recipe, speed: Decoding, lengths: Lengths, publish: float) -> 
         lengths=lengths,
         train_seconds=1.0,
         publish_seconds=publish,
-        steps=30 + 2 * r.max_staleness_steps,
+        steps=50 + 2 * r.max_staleness_steps,
         warm_up=10 + 2 * r.max_staleness_steps,
     )
 

@@ -13,11 +13,11 @@ Part = tuple[str, Table]
 """A title and a table."""
 
 
-def show(plan: Plan, console: Console) -> None:
-    """Print the whole plan: summary, memory, step, balance, assumptions."""
+def show(plan: Plan, built: str, console: Console) -> None:
+    """Print the whole plan: summary, memory, step, balance, assumptions; `built` is what the meta build said."""
     console.print(f"[bold]{plan.recipe.name}[/bold] on {plan.gpus} x {plan.gpu.name}", highlight=False)
-    for part in (_summary, _trainer, _engine, _step, _balance, _assumptions):
-        title, table = part(plan)
+    tables = [part(plan) for part in (_trainer, _engine, _step, _balance, _assumptions)]
+    for title, table in (_summary(plan, built), *tables):
         if title:
             console.print(f"\n[bold]{title}[/bold]", highlight=False)
         console.print(table, highlight=False)
@@ -41,16 +41,17 @@ def _pairs(title: str, *rows: tuple[str, str]) -> Part:
     return title, table
 
 
-def _summary(plan: Plan) -> Part:
+def _summary(plan: Plan, built: str) -> Part:
     p, split, each = plan.parameters, plan.split, plan.engine.devices
     rows = [("parameters", f"{p.total:,}")]
     if p.experts:
         rows.append(("  active for a token", f"{p.active:,}, the embedding's {p.embedding:,} among them"))
     if p.carried:
-        rows.append(("  with the vision tower", f"{p.total + p.carried:,}; it is not loaded, exports carry it through"))
+        rows.append(("  with the vision tower", f"{p.total + p.carried:,}; not loaded, exports carry it through"))
     origin = "as the recipe says" if plan.split_is_recipes else "chosen here"
     generate = f"{split.engines * each} generate in {split.engines} engines of {each}"
     rows += [
+        ("  built on the meta device", built),
         ("architecture", plan.config),
         ("split", f"{split.trainer} GPUs train, {generate} ({origin})"),
         ("memory", fits(plan)),
@@ -92,7 +93,8 @@ def _trainer(plan: Plan) -> Part:
     sizes = f"TP {at.tp}, PP {at.pp}, CP {at.cp}, EP {at.ep}, expert TP {at.etp}, DP {at.dp}"
     first, last = plan.trainer[0], plan.trainer[-1]
     stages = [first] if first is last else [first, last]
-    part = _table(f"trainer rank (GiB): {sizes}, recompute {plan.recompute}", "", *(f"stage {s.stage}" for s in stages))
+    title = f"trainer rank (GiB): {sizes}, recompute {plan.recompute}"
+    part = _table(title, "", *(f"stage {s.stage}" for s in stages))
     table = part[1]
     table.add_row("parameters of the rank", *(f"{s.parameters.total:,}" for s in stages))
     for name in dict.fromkeys(term.name for s in stages for term in s.terms):
@@ -114,7 +116,7 @@ def _engine(plan: Plan) -> Part:
         ("GiB a device", f"{parts} = {e.limit_bytes / GIB:.1f}"),
         ("KV cache", f"{e.kv_bytes_per_token / 1024:,.0f} KiB a token, {e.kv_tokens:,} tokens an engine"),
         ("sequences at once", f"{e.full_sequences:.1f} of {e.context_tokens:,} tokens, {d.running} of mean length"),
-        ("decoding, full", f"{1000 * step:.1f} ms a token: {rate:,.0f} tok/s an engine, {rate / e.devices:,.0f} a GPU"),
+        ("decoding, full", f"{1000 * step:.1f} ms a token: {rate:,.0f} tok/s, {rate / e.devices:,.0f} a GPU"),
         ("longest completion", f"{lag:.1f} optimiser steps at that load; the staleness bound is "
                                f"{plan.recipe.rollouts.max_staleness_steps}"),
     )  # fmt: skip

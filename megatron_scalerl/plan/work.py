@@ -12,6 +12,7 @@ from megatron_scalerl.plan.counting import Parameters
 from megatron_scalerl.plan.hardware import Gpu
 from megatron_scalerl.plan.layout import Layout
 from megatron_scalerl.plan.lengths import Lengths
+from megatron_scalerl.plan.logit_memory import in_chunk
 from megatron_scalerl.plan.memory import WIDTH
 from megatron_scalerl.recipe import Recipe
 
@@ -27,7 +28,7 @@ class StepWork:
     model_flops: float
     """Forward and backward, each weight once."""
     hardware_flops: float
-    """With what is computed again: layers under recompute, logits in the backward pass."""
+    """With what is computed again: layers under recompute, logits where the loss is not taken with them."""
     micro_batches: float
     """Of one data-parallel rank."""
     bubble: float
@@ -52,7 +53,7 @@ def step_work(
     trained = assumed.kept_share * (generated + completions * assumed.prompt_tokens)
     body, again, head = _flops_per_token(recipe, family, lengths, assumed)
     utilisation = assumed.moe_utilisation if p.experts else assumed.dense_utilisation
-    hardware = trained * (3 * body + again + 4 * head)
+    hardware = trained * (3 * body + again + (3 if in_chunk(recipe) else 4) * head)
     micro_batches = max(1.0, trained / layout.dp / (recipe.trainer.micro_batch_tokens * assumed.packing))
     bubble = (layout.pp - 1) / (micro_batches * layout.chunks)
     computed = hardware / (layout.world_size * gpu.bf16_flops * utilisation) * (1 + bubble)

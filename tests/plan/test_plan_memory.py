@@ -1,0 +1,119 @@
+"""Memory: hand-computed bytes, what each setting changes, and the peak of real runs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_scalerl.plan.activations import layer_bytes, recompute_of, shape_of
+from megatron_scalerl.plan.assumptions import Assumptions
+from megatron_scalerl.plan.counting import count, load_family
+from megatron_scalerl.plan.engine import engine_memory
+from megatron_scalerl.plan.hardware import GIB, GPUS
+from megatron_scalerl.plan.layout import layout_of
+from megatron_scalerl.plan.memory import trainer_memory
+from megatron_scalerl.recipe_file import load_recipe
+
+ROOT = Path(__file__).parents[2]
+H100 = GPUS["h100-80g"]
+
+
+def plan_of(*overrides, name="scalerl_llama3_8b", kernels="fused"):
+    recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml", overrides)
+    family, _ = load_family(ROOT / "recipes" / "configs" / Path(recipe.policy.path).name)
+    layout = layout_of(recipe, family, recipe.trainer.world_size)
+    return recipe, family, layout, trainer_memory(recipe, family, layout, Assumptions(), kernels=kernels)
+
+
+def terms(memory):
+    return {term.name: term.bytes for term in memory.terms}
+
+
+def test_static_bytes_a_parameter():
+    _, _, _, [rank] = plan_of()
+    n = 4_015_263_744
+    t = terms(rank)
+    assert t["weights"] == 2 * n and t["gradients"] == 4 * n
+    assert t["main weights (fp32)"] == 4 * n / 8 and t["Adam moments"] == 8 * n / 8  # 8 data-parallel ranks
+
+
+def test_fp32_weights_are_their_own_main_weights():
+    _, _, _, [rank] = plan_of("policy.dtype=float32", "megatron.ddp.use_distributed_optimizer=false")
+    t, n = terms(rank), 4_015_263_744
+    assert (t["weights"], t["main weights (fp32)"], t["Adam moments"]) == (4 * n, 0, 8 * n)
+
+
+def test_experts_share_their_optimiser_over_fewer_ranks():
+    _, _, _, stages = plan_of(name="scalerl_llama4_scout_17bx16")
+    assert terms(stages[0])["Adam moments"] == pytest.approx(8 * (1_393_295_360 / 12 + 3_019_898_880 / 3))
+
+
+def test_context_parallelism_halves_activations_and_shares_optimiser():
+    _, _, _, [one] = plan_of(name="scalerl_llama3_8b_32k")
+    _, _, _, [two] = plan_of("megatron.parallel.context_parallel_size=4", name="scalerl_llama3_8b_32k")
+    assert terms(two)["saved activations"] == pytest.approx(terms(one)["saved activations"] / 2)
+    assert terms(two)["Adam moments"] == terms(one)["Adam moments"]  # data x context parallel ranks stay 8
+
+
+def test_saved_bytes_of_a_dense_layer_by_hand():
+    recipe, family, layout, _ = plan_of()
+    shape = shape_of(family, family.layers[0])
+    one = layout_of(load_recipe(ROOT / "recipes" / "tiny_cpu.yaml"), family, 1)
+    # plain, fp32: two norms (2 fp32 copies and a number), their outputs, projection input, angles, padded q k v and
+    # output with its log-sum-exp, five widths of the MLP
+    plain = layer_bytes(shape, one, width=4, kernels="plain", imbalance=1.0)
+    h, kv, f = 4096, 1024, 14336
+    assert plain.total == 2 * (8 * h + 4) + 4 * (2 * h + h + 4 * 128 + 2 * h + 2 * kv + 5 * f) + 4 * 32
+    fused = layer_bytes(shape, one, width=2, kernels="fused", imbalance=1.0)
+    assert fused.total == 2 * (2 * h + 2 * h + h + h + 2 * kv + 3 * f) + 4 * 32
+    halved = layer_bytes(shape, layout, width=2, kernels="fused", imbalance=1.0)
+    assert halved.total == fused.total / 2  # TP 2 with sequence parallelism
+
+
+def test_recompute_keeps_less():
+    none = ["megatron.model.recompute_granularity=null", "megatron.model.recompute_modules=null"]
+    full = ["megatron.model.recompute_modules=null", "megatron.model.recompute_granularity=full"]
+    sizes = [terms(plan_of(*o)[3][0])["saved activations"] for o in (none, [], full)]
+    tokens, layers = 16_512, 32
+    assert sizes[0] - sizes[1] == tokens * layers * 3 * 14_336 / 2 * 2  # the MLP's inside, TP 2, bf16
+    assert sizes[2] == tokens * (layers * 2048 * 2 + 4096 + 2 * 4096 + 12 + 8)
+    with pytest.raises(ValueError, match=r"recompute_modules: expected some of core_attn.*, found 'mla_up_proj'"):
+        recompute_of(load_recipe(ROOT / "recipes/tiny_cpu.yaml",
+                                 ["megatron.model.recompute_granularity=selective",
+                                  "megatron.model.recompute_modules=[mla_up_proj]"]))  # fmt: skip
+
+
+def test_engine_counts_key_value_heads():
+    recipe, family, _, _ = plan_of()
+    e = engine_memory(recipe, family, count(family), H100, Assumptions())
+    assert e.kv_bytes_per_token == 2 * 32 * 8 * 128 * 2 == 131_072
+    assert e.kv_bytes == H100.memory_bytes * 0.92 - 2 * 8_030_261_248 - 4 * GIB
+    assert e.full_sequences == pytest.approx(e.kv_tokens / 16_512) and e.missing_bytes == 0
+
+
+def test_engine_options_that_disagree():
+    recipe, family, _, _ = plan_of("engine.vllm.tensor_parallel_size=2")
+    with pytest.raises(ValueError, match="multiply to devices_per_engine 1, found 2"):
+        engine_memory(recipe, family, count(family), H100, Assumptions())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["dense-fp32", "dense-bf16-selective", "moe-fp32"])
+def test_the_peak_of_real_runs(case):
+    check_peak(case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["dense-fp32-recompute", "dense-bf16", "moe-bf16"])
+def test_the_peak_of_more_real_runs(case):
+    check_peak(case)
+
+
+def check_peak(case):
+    argv = [sys.executable, str(ROOT / "tools" / "bench_plan.py"), "memory", "--only", case]
+    out = subprocess.run(argv, check=True, capture_output=True, text=True, timeout=550).stdout
+    result = json.loads(out.strip().splitlines()[-1])
+    assert 0.85 <= result["ratio"] <= 1.15, result
+    assert result["predicted_mib"] == pytest.approx(sum(result["terms_mib"].values()), abs=1)

@@ -1,0 +1,97 @@
+"""The simulated queue: closed forms where there are some, the bound on staleness, which side waits."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from megatron_scalerl.plan.assumptions import Assumptions
+from megatron_scalerl.plan.engine import Decoding
+from megatron_scalerl.plan.lengths import Lengths, assumed_lengths
+from megatron_scalerl.plan.simulate import Setting, simulate
+from megatron_scalerl.recipe import Recipe
+
+RNG = random.Random(3)
+SPREAD = Lengths(tuple(RNG.randint(100, 1900) for _ in range(4000)))
+SPEED = Decoding(fixed_seconds=0.01, per_completion_seconds=0.0, prefill_seconds=0.0, running=64)
+BASE = Setting(
+    groups_per_batch=4,
+    group_size=4,
+    max_staleness_steps=4,
+    engines=2,
+    max_in_flight=64,
+    decoding=SPEED,
+    lengths=Lengths((1000,)),
+    train_seconds=1.0,
+    publish_seconds=0.5,
+    steps=40,
+    warm_up=20,
+)
+
+
+def test_synchronous_is_the_sum_of_its_parts():
+    # 16 completions of 1,000 tokens at 10 ms each: all at once on two engines
+    t = simulate(replace(BASE, max_staleness_steps=0))
+    assert t.step_seconds == pytest.approx(10.0 + 1.0 + 0.5)
+    assert t.trainer_waits == pytest.approx(10.0 / 11.5)
+    assert t.engines_idle == pytest.approx(1.0 / 11.5)  # they wait while the trainer works, pauses are not idle
+    assert (t.staleness_mean, t.staleness_max) == (0, 0)
+
+
+def test_a_slow_trainer_sets_the_pace():
+    t = simulate(replace(BASE, train_seconds=30.0, lengths=SPREAD))
+    assert t.trainer_waits == 0 and t.step_seconds == pytest.approx(30.5, rel=0.1)
+    assert t.engines_idle > 0.5
+    assert t.engine_tokens_per_second == pytest.approx(16 * SPREAD.mean / t.step_seconds / 2)
+
+
+def test_slow_engines_set_the_pace():
+    # each token costs 10 ms for each completion that runs: an engine makes 100 tokens/s whatever it holds
+    speed = Decoding(fixed_seconds=0.0, per_completion_seconds=0.01, prefill_seconds=0.0, running=64)
+    t = simulate(replace(BASE, decoding=speed, publish_seconds=0.0))
+    assert t.step_seconds == pytest.approx(16 * 1000 / 200, rel=0.02)
+    assert t.trainer_waits == pytest.approx(1 - 1.0 / t.step_seconds, abs=0.02)
+    assert t.engines_idle < 0.01
+
+
+@pytest.mark.parametrize("k", [0, 1, 4, 8])
+def test_nothing_older_than_k_is_trained(k):
+    t = simulate(replace(BASE, max_staleness_steps=k, lengths=SPREAD, train_seconds=3.0))
+    assert t.staleness_max <= k
+
+
+def test_pipelining_is_faster_until_the_longest_completion_holds_it():
+    steps = [
+        simulate(replace(BASE, max_staleness_steps=k, lengths=SPREAD, train_seconds=3.0)).step_seconds
+        for k in (0, 1, 8)
+    ]
+    assert steps[0] > steps[1] > steps[2]
+    # 19 s for 1,900 tokens: no k steps can be shorter than the longest completion in them
+    assert steps[1] > 19 / 2 * 0.8
+
+
+def test_completions_beyond_the_cache_wait():
+    few = replace(SPEED, running=2)
+    t = simulate(replace(BASE, max_staleness_steps=0, decoding=few))
+    assert t.step_seconds == pytest.approx(4 * 10.0 + 1.5)  # 8 on each engine, 2 at a time
+
+
+def test_prompts_cost_time():
+    t = simulate(replace(BASE, max_staleness_steps=0, decoding=replace(SPEED, prefill_seconds=0.25)))
+    assert t.step_seconds == pytest.approx(10.0 + 8 * 0.25 + 1.5)
+
+
+def test_the_same_seed_is_the_same_run():
+    one, two = (simulate(replace(BASE, lengths=SPREAD, seed=5)) for _ in range(2))
+    assert one == two != simulate(replace(BASE, lengths=SPREAD, seed=6))
+
+
+def test_assumed_lengths_keep_the_budget():
+    data = {"name": "t", "steps": 1, "policy": {"path": "x"}, "prompts": {"path": "y"}}
+    lengths = assumed_lengths(Recipe.model_validate(data), Assumptions())
+    assert max(lengths.tokens) <= 12_288 + 2_048
+    at_least_cut = sum(n >= 10_240 for n in lengths.tokens) / len(lengths.tokens)
+    assert 0.08 < at_least_cut < 0.20
+    short = assumed_lengths(Recipe.model_validate(data), Assumptions(thinking_median=0.1))
+    assert short.mean < lengths.mean / 2
+    assert Lengths((10, 30)).mean_resident == (100 + 900) / 2 / (2 * 20)

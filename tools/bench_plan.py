@@ -1,0 +1,327 @@
+"""The planner's memory model and its simulation against real runs on this machine.
+
+    python tools/bench_plan.py memory [--only NAME]
+    python tools/bench_plan.py queue --tiny runs/tiny_1 [--steps 24]
+
+`memory` trains random policies of 22 and 35 million parameters for two steps, each in a process of its own, and
+compares the peak of resident memory above the same process before the model was built with the plan's figure. Big
+blocks are returned to the system when they are freed (MALLOC_MMAP_THRESHOLD_), as a GPU's allocator would reuse them;
+with glibc's own threshold its fragmentation, not the model, would be measured.
+
+`queue` runs recipes/tiny_cpu.yaml synchronously (k = 0), takes generation speed, step time, publication and lengths
+from it, predicts the run at k = 8, makes that run and compares; once more with the trainer seconds of that run, which
+shares its cores with an engine. `tiny` is a folder as examples/quickstart.sh makes it.
+Prints one JSON line per comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+MIB = 2**20
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+CASES: dict[str, dict[str, Any]] = {
+    "dense-fp32": {"policy": "dense", "dtype": "float32", "tokens": 2048},
+    "dense-fp32-recompute": {"policy": "dense", "dtype": "float32", "tokens": 4096, "model": FULL},
+    "dense-bf16": {"policy": "dense", "dtype": "bfloat16", "tokens": 4096},
+    "dense-bf16-selective": {
+        "policy": "dense", "dtype": "bfloat16", "tokens": 4096,
+        "model": {"recompute_granularity": "selective", "recompute_modules": ["mlp", "core_attn"]},
+    },
+    "moe-fp32": {"policy": "moe", "dtype": "float32", "tokens": 2048},
+    "moe-bf16": {"policy": "moe", "dtype": "bfloat16", "tokens": 1024},
+}  # fmt: skip
+"""Name -> policy, type, micro_batch_tokens and megatron.model."""
+SEQUENCE = 512
+VOCABULARY = 8192
+WAIT = "wait_for_batch_seconds"
+MEASURED = ("step_seconds", "train_seconds", WAIT, "engine_paused_seconds")
+FIXED_OVER_PER_COMPLETION = 13.0
+"""Of one decoding step of the tiny policy: 105 tok/s with one completion, 1,400 with 128, one thread."""
+
+
+def main() -> None:
+    """Compare and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("memory", "queue", "rank"))
+    parser.add_argument("--only", choices=list(CASES), help="memory: one configuration")
+    parser.add_argument("--tiny", default="runs/tiny_1", help="queue: folder with a warm policy")
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--skip", type=int, default=10, help="queue: steps left out, the pipeline fills")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    a = parser.parse_args()
+    if a.what == "rank":
+        print(json.dumps(measure_rank(json.loads(a.case))))
+        return
+    if a.what == "queue":
+        if not Path(a.tiny, "policy", "config.json").is_file():
+            parser.exit(
+                2, f"--tiny: expected a folder with a warm policy, found {a.tiny}; run examples/quickstart.sh\n"
+            )
+        print(json.dumps(compare_queue(Path(a.tiny), a.steps, a.skip)))
+        return
+    for name in [a.only] if a.only else list(CASES):
+        print(json.dumps(compare_memory(name)), flush=True)
+
+
+def compare_memory(name: str) -> dict[str, Any]:
+    """One configuration: predicted and measured peak above the idle process, bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        case = CASES[name] | {"path": folder}
+        write_policy(case["policy"], folder)
+        env = os.environ | {
+            "MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore",
+        }  # fmt: skip
+        argv = [sys.executable, __file__, "rank", "--case", json.dumps(case)]
+        found = subprocess.run(argv, env=env, check=True, capture_output=True, text=True).stdout
+        measured = json.loads(found.strip().splitlines()[-1])
+        terms, parameters = predicted(case)
+    total = sum(terms.values())
+    return {
+        "bench": "plan memory",
+        "case": name,
+        "parameters": parameters,
+        "micro_batch_tokens": case["tokens"],
+        "predicted_mib": round(total / MIB),
+        "measured_mib": round(measured["peak_above_idle"] / MIB),
+        "ratio": round(total / measured["peak_above_idle"], 3),
+        "idle_mib": round(measured["idle"] / MIB),
+        "terms_mib": {term: round(size / MIB, 1) for term, size in terms.items()},
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def write_policy(kind: str, folder: str) -> None:
+    """A random policy: dense Llama of 22 million parameters, or Llama 4 with 4 experts of 35 million."""
+    import torch
+    from transformers import Llama4ForCausalLM, Llama4TextConfig, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    common: dict[str, Any] = dict(
+        vocab_size=VOCABULARY, hidden_size=384, num_attention_heads=6, num_key_value_heads=2, head_dim=64,
+        max_position_embeddings=4096, tie_word_embeddings=False,
+    )  # fmt: skip
+    if kind == "dense":
+        model: Any = LlamaForCausalLM(LlamaConfig(**common, intermediate_size=1024, num_hidden_layers=10))
+    else:
+        model = Llama4ForCausalLM(
+            Llama4TextConfig(**common, intermediate_size=768, num_hidden_layers=6, num_local_experts=4)
+        )
+        with torch.no_grad():  # transformers leaves the fused experts as they come
+            for name, parameter in model.named_parameters():
+                if "norm" not in name:
+                    parameter.normal_(0.0, 0.02)
+    model.save_pretrained(folder)
+
+
+def case_recipe(case: dict[str, Any]) -> Any:
+    """The recipe of one configuration."""
+    from megatron_scalerl.recipe import Recipe
+
+    return Recipe.model_validate(
+        {
+            "name": "bench_plan",
+            "steps": 2,
+            "policy": {"path": case["path"], "dtype": case["dtype"]},
+            "prompts": {"path": "none.jsonl"},
+            "trainer": {"micro_batch_tokens": case["tokens"]},
+            "megatron": {"model": case.get("model", {})},
+        }
+    )
+
+
+def predicted(case: dict[str, Any]) -> tuple[dict[str, float], int]:
+    """(the plan's terms, bytes, with the kernels of this machine; parameters)."""
+    from megatron_scalerl.plan.assumptions import Assumptions
+    from megatron_scalerl.plan.counting import load_family
+    from megatron_scalerl.plan.layout import layout_of
+    from megatron_scalerl.plan.memory import trainer_memory
+
+    recipe = case_recipe(case)
+    family, _ = load_family(case["path"])
+    layout = layout_of(recipe, family, 1)
+    [rank] = trainer_memory(recipe, family, layout, Assumptions(), kernels="plain")
+    return {term.name: term.bytes for term in rank.terms}, rank.parameters.total
+
+
+def measure_rank(case: dict[str, Any]) -> dict[str, int]:
+    """Two optimiser steps on two full micro-batches; resident memory before, and its peak above that."""
+    import gc
+
+    from megatron_scalerl.batch import pack
+    from megatron_scalerl.trainer.parallel import init_parallel
+    from megatron_scalerl.trainer.step import make_trainer
+
+    recipe = case_recipe(case)
+    parallel = init_parallel(recipe)
+    samples = draw_samples(2 * case["tokens"] // SEQUENCE)
+    [batch] = pack(samples, step=1, dp_size=1, micro_batch_tokens=case["tokens"], pad_multiple=1, policy_version=0)
+    gc.collect()
+    idle = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    trainer = make_trainer(recipe, parallel)
+    for step in (1, 2):
+        trainer.step(replace(batch, step=step))
+    return {"idle": idle, "peak_above_idle": resident("VmHWM") - idle}
+
+
+def draw_samples(count: int) -> list[Any]:
+    """Samples of random tokens, a quarter of each its prompt."""
+    import random
+
+    from megatron_scalerl.types import Rollout, Sample
+
+    rng = random.Random(0)
+    prompt, size = SEQUENCE // 4, SEQUENCE - SEQUENCE // 4
+    return [
+        Sample(
+            prompt_token_ids=tuple(rng.randrange(VOCABULARY) for _ in range(prompt)),
+            rollout=Rollout(
+                token_ids=tuple(rng.randrange(VOCABULARY) for _ in range(size)),
+                rollout_logprobs=(-9.0,) * size,
+                policy_versions=(0,) * size,
+                loss_mask=(True,) * size,
+                interrupted=False,
+                truncated=False,
+                thinking_cut=0,
+                seed=0,
+            ),
+            advantage=rng.choice((-1.0, 1.0)),
+            token_weight=1e-4,
+        )
+        for _ in range(count)
+    ]
+
+
+def resident(field: str) -> int:
+    """VmRSS or its peak VmHWM of this process, bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"/proc/self/status has no {field}")
+
+
+def compare_queue(tiny: Path, steps: int, skip: int) -> dict[str, Any]:
+    """Predict the run at k = 8 from the run at k = 0, make it, compare."""
+    from megatron_scalerl.plan.lengths import seen_lengths
+    from megatron_scalerl.plan.simulate import simulate
+    from megatron_scalerl.recipe_file import load_recipe
+
+    recipe = load_recipe("recipes/tiny_cpu.yaml")
+    rows, tokens = train(tiny, 0, steps)
+    settled = rows[skip:]
+    setting = queue_setting(recipe, seen_lengths(tokens), settled, steps, skip)
+    speed = per_completion(setting, mean_of(settled, WAIT))
+    timing = simulate(setting(speed, 8))
+    real, real_tokens = train(tiny, 8, steps)
+    real = real[skip:]
+    busy = replace(
+        setting(speed, 8), train_seconds=mean_of(real, "train_seconds"),
+        publish_seconds=mean_of(real, "engine_paused_seconds"),
+    )  # fmt: skip
+    shared = simulate(busy)
+    wall = sum(row["step_seconds"] for row in real)
+    return {
+        "bench": "plan queue",
+        "predicted_steps_per_hour": round(timing.steps_per_hour, 1),
+        "measured_steps_per_hour": round(3600 * len(real) / wall, 1),
+        "ratio": round(timing.steps_per_hour * wall / 3600 / len(real), 3),
+        "predicted_trainer_waits": round(timing.trainer_waits, 3),
+        "measured_trainer_waits": round(sum(row["wait_for_batch_seconds"] for row in real) / wall, 3),
+        "predicted_staleness": round(timing.staleness_mean, 2),
+        "measured_staleness": round(statistics.fmean(row["staleness_mean"] for row in real), 2),
+        "with_its_train_seconds": {
+            "steps_per_hour": round(shared.steps_per_hour, 1),
+            "ratio": round(shared.steps_per_hour * wall / 3600 / len(real), 3),
+            "trainer_waits": round(shared.trainer_waits, 3),
+            "staleness": round(shared.staleness_mean, 2),
+        },
+        "k0": {key: round(mean_of(settled, key), 3) for key in MEASURED},
+        "k8": {key: round(mean_of(real, key), 3) for key in MEASURED},
+        "mean_tokens": [round(statistics.fmean(t), 1) for t in (tokens, real_tokens)],
+        "steps": len(real),
+        "machine": f"{os.cpu_count()} cores",
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def mean_of(rows: list[dict[str, Any]], key: str) -> float:
+    """Mean of a column of the metrics."""
+    return statistics.fmean(row[key] for row in rows)
+
+
+def queue_setting(recipe: Any, lengths: Any, rows: list[dict[str, Any]], steps: int, skip: int) -> Any:
+    """(seconds a completion adds to a decoding step, k) -> the simulation's setting, the rest as measured."""
+    from megatron_scalerl.plan.engine import Decoding
+    from megatron_scalerl.plan.simulate import Setting
+
+    train_, publish = mean_of(rows, "train_seconds"), mean_of(rows, "engine_paused_seconds")
+    other = max(0.0, mean_of(rows, "step_seconds") - train_ - publish - mean_of(rows, WAIT))
+    running = min(recipe.engine.vllm["max_num_seqs"], recipe.rollouts.max_in_flight)
+
+    def setting(per: float, k: int) -> Setting:
+        speed = Decoding(
+            fixed_seconds=FIXED_OVER_PER_COMPLETION * per, per_completion_seconds=per, prefill_seconds=0.0,
+            running=running,
+        )  # fmt: skip
+        return Setting(
+            groups_per_batch=recipe.rollouts.groups_per_batch,
+            group_size=recipe.rollouts.group_size,
+            max_staleness_steps=k,
+            engines=1,
+            max_in_flight=recipe.rollouts.max_in_flight,
+            decoding=speed,
+            lengths=lengths,
+            train_seconds=train_,
+            publish_seconds=publish,
+            other_seconds=other,
+            steps=steps,
+            warm_up=skip,
+        )
+
+    return setting
+
+
+def per_completion(setting: Any, waited: float) -> float:
+    """The speed at which the simulated synchronous run waits as long for a batch as the real one did."""
+    from megatron_scalerl.plan.simulate import simulate
+
+    low, high = 1e-6, 1.0
+    for _ in range(30):
+        middle = (low * high) ** 0.5
+        timing = simulate(setting(middle, 0))
+        low, high = (middle, high) if timing.trainer_waits * timing.step_seconds < waited else (low, middle)
+    return (low * high) ** 0.5
+
+
+def train(tiny: Path, k: int, steps: int) -> tuple[list[dict[str, Any]], list[int]]:
+    """(metrics by step, completion lengths) of one real run without validations."""
+    with tempfile.TemporaryDirectory() as out:
+        argv = [
+            sys.executable, "-m", "megatron_scalerl", "train", "recipes/tiny_cpu.yaml",
+            "name=bench", f"output_dir={out}", f"steps={steps}", f"policy.path={tiny / 'policy'}",
+            f"prompts.path={tiny / 'prompts.jsonl'}", f"prompts.held_out_path={tiny / 'held_out.jsonl'}",
+            "validation.every_steps=0", "checkpoint.every_steps=0", "weights.probe_every=0",
+            f"rollouts.max_staleness_steps={k}",
+        ]  # fmt: skip
+        subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        run = Path(out, "bench")
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        groups = [json.loads(line) for f in (run / "rollouts").glob("*.jsonl") for line in f.read_text().splitlines()]
+    return rows, [len(rollout["token_ids"]) for group in groups for rollout in group["rollouts"]]
+
+
+if __name__ == "__main__":
+    main()
