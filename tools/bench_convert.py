@@ -15,6 +15,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import platform
 import shutil
 import statistics
 import subprocess
@@ -34,9 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_scalerl.convert.hf_folder import INDEX
 from megatron_scalerl.convert.options import Options
-from megatron_scalerl.convert.to_hf import to_hf
-from megatron_scalerl.convert.to_megatron import to_megatron
-from megatron_scalerl.models import family, read_hf_config
+
+# The rest of the package comes where it is used: workers import this file again, and need no torch.
 
 TARGET = 0.40
 """Conversion throughput over that of cp."""
@@ -72,13 +72,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def vars_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """What was asked for, as JSON."""
-    return dict(kind=arguments.kind, gib=arguments.gib, processes=arguments.processes, rounds=arguments.rounds)
+    asked = {name: getattr(arguments, name) for name in ("kind", "gib", "processes", "rounds")}
+    return dict(bench="convert", **asked)
 
 
 def measure(
     source: Path, nbytes: int, largest: int, rounds: int, processes: int, console: Console
 ) -> dict[str, Any]:
     """Seconds of every round, median ratios, and peak anonymous memory."""
+    from megatron_scalerl.convert.to_hf import to_hf
+    from megatron_scalerl.convert.to_megatron import to_megatron
+
     place = source.parent
     megatron, back, copy = place / "megatron", place / "back", place / "copy"
     options = Options(processes=processes)
@@ -89,7 +93,7 @@ def measure(
         ("to-hf", megatron, back, lambda: to_hf(megatron, back, options)),
     ]
     seconds: dict[str, list[float]] = {name: [] for name, *_ in steps}
-    peaks: dict[str, int] = {}
+    peaks: dict[str, list[int]] = {}
     for _ in range(rounds):
         for name, origin, target, step in steps:
             settle(origin)
@@ -98,7 +102,7 @@ def measure(
                 step()
                 settle(target)
                 seconds[name].append(time.perf_counter() - started)
-            peaks[name] = max(peaks.get(name, 0), peak[0])
+            peaks[name] = [max(pair) for pair in zip(peaks.get(name, [0, 0]), peak)]
             if name.startswith("cp"):
                 shutil.rmtree(target)
         check_same(source, back)
@@ -111,7 +115,8 @@ def measure(
     }
     return dict(
         nbytes=nbytes, largest_tensor=largest, seconds=seconds, ratios=ratios, target_ratio=TARGET,
-        peak_anonymous={name: peaks[name] for name in ratios}, promised_anonymous=2 * largest + SLACK_BYTES,
+        peak_anonymous={name: peaks[name][0] for name in ratios}, promised_anonymous=2 * largest + SLACK_BYTES,
+        peak_workers={name: peaks[name][1] for name in ratios}, machine=machine(),
     )  # fmt: skip
 
 
@@ -125,10 +130,19 @@ def show(figures: dict[str, Any], console: Console) -> bool:
         met &= ratio >= TARGET and peak <= promised
         console.print(
             f"{name:<12} {rate:5.2f} GiB/s, {ratio:4.2f} of cp's throughput (target {TARGET:.2f}); "
-            f"anonymous memory {peak / 2**20:.0f} MiB per process (promised {promised / 2**20:.0f} MiB)",
+            f"anonymous memory {peak / 2**20:.0f} MiB, of workers "
+            f"{figures['peak_workers'][name] / 2**20:.0f} MiB (promised {promised / 2**20:.0f} MiB)",
             highlight=False,
         )
     return bool(met)
+
+
+def machine() -> dict[str, Any]:
+    """What this ran on, and how busy it was."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    load = round(os.getloadavg()[0], 2)
+    return {"cpu": models[0] if models else platform.machine(), "cores": os.cpu_count(), "load_average": load}
 
 
 def settle(folder: Path) -> None:
@@ -143,13 +157,14 @@ def settle(folder: Path) -> None:
 
 @contextmanager
 def sampled_memory() -> Iterator[list[int]]:
-    """The largest RssAnon of this process and its children while the block runs, in bytes, in a list of one."""
-    peak, stop = [0], threading.Event()
+    """[largest RssAnon of this process and its workers, of its workers alone] while the block runs, in bytes."""
+    peak, stop = [0, 0], threading.Event()
 
     def watch() -> None:
         while not stop.wait(_SAMPLE_SECONDS):
-            pids = [os.getpid(), *(child.pid for child in multiprocessing.active_children() if child.pid)]
-            peak[0] = max(peak[0], *(anonymous_bytes(pid) for pid in pids))
+            workers = [anonymous_bytes(child.pid) for child in multiprocessing.active_children() if child.pid]
+            peak[0] = max(peak[0], anonymous_bytes(os.getpid()), *workers)
+            peak[1] = max(peak[1], *workers, 0)
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -216,6 +231,8 @@ def _config(kind: str) -> dict[str, Any]:
 
 
 def _shapes(path: Path, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    from megatron_scalerl.models import family, read_hf_config
+
     (path / "config.json").write_text(json.dumps(config))
     rules = family(read_hf_config(path)).rules
     return {name: tuple(shape) for rule in rules for name, shape in rule.hf_shapes.items()}
