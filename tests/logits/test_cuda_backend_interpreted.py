@@ -157,6 +157,21 @@ def test_accumulating_twice_is_accumulating_both(workspace: int) -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("workspace", [TIGHT, ROOMY])
+def test_a_narrow_gradient_is_rounded_once(workspace: int) -> None:
+    """Parts and blocks are summed in fp32 beside a bf16 gradient and added to what it holds: 1/2 + sum, to bf16."""
+    hidden, weight, targets = problem(torch.bfloat16)
+    p = projection_of(hidden, weight, targets, grad_logits="bf16x2", workspace_bytes=workspace)
+    lse, logprob, entropy = results(BACKEND.statistics(p))
+    g = torch.linspace(-1.0, 2.0, TOKENS)
+    given = TokenGradients(lse=lse, logprob=logprob, entropy=entropy, grad_logprob=g, grad_entropy=None)
+    wide, narrow = torch.full((VOCAB, WIDTH), 0.5), torch.full((VOCAB, WIDTH), 0.5, dtype=torch.bfloat16)
+    for grad_weight in (wide, narrow):
+        BACKEND.gradients(p, given, torch.zeros(TOKENS, WIDTH), grad_weight)
+    assert (narrow == wide.bfloat16()).float().mean() > 0.999 and (wide - 0.5).abs().max() > 0.1
+
+
+@pytest.mark.usefixtures("interpreted")
 @BOTH
 def test_a_loss_inside_the_chunk(backend: str) -> None:
     """token_loss gives what token_logprobs and the same loss give."""

@@ -59,6 +59,19 @@ def test_statistics_of_ragged_shapes(shape: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
+def test_nothing_beside_the_operands_is_read() -> None:
+    """Operands that are views into matrices of nan: a hidden size of 33 in tiles of 16, 17 tokens, 65 columns."""
+    p = projection(17, 65, 33)
+    inner = []
+    for matrix in (p.hidden, p.weight):
+        outer = torch.full((matrix.shape[0] + 40, matrix.shape[1] + 20), torch.nan)
+        outer[: matrix.shape[0], : matrix.shape[1]] = matrix
+        inner.append(outer[: matrix.shape[0], : matrix.shape[1]])
+    views = replace(p, hidden=inner[0], weight=inner[1])
+    assert torch.equal(fused_statistics(views, TILES), fused_statistics(p, TILES))
+
+
+@pytest.mark.usefixtures("interpreted")
 def test_bf16_operands_are_multiplied_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     """As bf16 (with the interpreter's dot mended) and as fp32 that holds the same numbers: the same bits."""
     bf16_as_on_a_gpu(monkeypatch)
