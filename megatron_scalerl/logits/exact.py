@@ -21,8 +21,7 @@ def fp32_products(device: torch.device, *, of_bf16: bool = False) -> Iterator[No
     With `of_bf16` they may round operands to bf16 (a CPU does it where it is faster): right for operands that
     hold bf16 numbers. The user's setting, which belongs to the process, is put back at the end.
     """
-    # The backend's own switch, not torch.set_float32_matmul_precision: that one turns all of them.
-    switch: Any = torch.backends.mkldnn.matmul if device.type == "cpu" else _switch(device)
+    switch = _switch(device)
     if switch is None:
         yield
         return
@@ -35,7 +34,9 @@ def fp32_products(device: torch.device, *, of_bf16: bool = False) -> Iterator[No
 
 
 def _switch(device: torch.device) -> Any:
-    matmul = getattr(getattr(torch.backends, device.type, None), "matmul", None)
+    """The device's own: torch.set_float32_matmul_precision would turn all of them. None where there is none."""
+    backend = getattr(torch.backends, "mkldnn" if device.type == "cpu" else device.type, None)
+    matmul = getattr(backend, "matmul", None)
     return matmul if hasattr(matmul, "fp32_precision") else None
 
 

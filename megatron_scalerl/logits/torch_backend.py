@@ -178,15 +178,15 @@ class _Sink:
     """Where a block of the head's gradient is added up: the gradient itself, or fp32 beside one that is narrower."""
 
     def __init__(self, grad: Tensor | None, p: Projection):
-        self._grad = grad
         self.into = grad
+        self._narrow: Tensor | None = None
         if grad is not None and grad.dtype != p.accumulator:
-            self.into = grad.new_zeros(grad.shape, dtype=p.accumulator)
+            self._narrow, self.into = grad, grad.new_zeros(grad.shape, dtype=p.accumulator)
 
     def close(self) -> None:
         """Rounds once, at the end."""
-        if self._grad is not None and self.into is not self._grad:
-            self._grad += self.into
+        if self._narrow is not None and self.into is not None:
+            self._narrow += self.into
 
 
 def _slices(total: int, size: int) -> Iterator[slice]:

@@ -109,11 +109,10 @@ class PolicyModel(GPTModel):
             targets, loss_mask = (torch.cat([t, t.new_zeros(filled)]) for t in (targets, loss_mask))
         options = dict(self.projection, temperature=temperature, entropy=entropy, loss_mask=loss_mask)
         if loss is None:
-            project = partial(token_logprobs, hidden[:, 0], targets=targets, **options)
-            return torch.stack(self.output_layer(project))[:, :length]
-        project = partial(token_loss, hidden[:, 0], targets=targets, loss=loss, **options)
-        value, *pair = self.output_layer(project)
-        return value, torch.stack(pair)[:, :length]
+            pair = self.output_layer(partial(token_logprobs, hidden[:, 0], targets=targets, **options))
+            return torch.stack(pair)[:, :length]
+        taken, *pair = self.output_layer(partial(token_loss, hidden[:, 0], targets=targets, loss=loss, **options))
+        return taken, torch.stack(pair)[:, :length]
 
     def hidden_states(
         self, tokens: Tensor, position_ids: Tensor, cu_seqlens: Tensor, expert_choices: Tensor | None = None
