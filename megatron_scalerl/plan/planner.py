@@ -20,6 +20,9 @@ from megatron_scalerl.plan.split import Simulated, Split, best_splits, gpus_of, 
 from megatron_scalerl.plan.work import StepWork, UpdateBound, publish_seconds, step_work, update_bounds, update_bytes
 from megatron_scalerl.recipe import Recipe
 
+COMPLETIONS = 20_000
+"""Simulated after the warm-up, or ten steps if those are more."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -142,6 +145,7 @@ def make_plan(
 
 def _base(recipe: Recipe, speed: Decoding, lengths: Lengths, publish: float) -> Setting:
     r = recipe.rollouts
+    warm_up = 4 + r.max_staleness_steps
     return Setting(
         groups_per_batch=r.groups_per_batch,
         group_size=r.group_size,
@@ -152,8 +156,8 @@ def _base(recipe: Recipe, speed: Decoding, lengths: Lengths, publish: float) -> 
         lengths=lengths,
         train_seconds=1.0,
         publish_seconds=publish,
-        steps=50 + 2 * r.max_staleness_steps,
-        warm_up=10 + 2 * r.max_staleness_steps,
+        steps=warm_up + max(10, COMPLETIONS // (r.groups_per_batch * r.group_size)),
+        warm_up=warm_up,
     )
 
 

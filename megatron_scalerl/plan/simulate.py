@@ -70,14 +70,12 @@ class _Engine:
     """Heap of (progress at the end, group)."""
     waiting: deque[tuple[int, int]] = field(default_factory=deque)
     """(length, group) of completions that have no place yet."""
+    load: int = 0
+    """Completions that run or wait."""
     stamp: int = 0
     idle: float = 0.0
     busy: float = 0.0
     """Completions x seconds."""
-
-    @property
-    def load(self) -> int:
-        return len(self.running) + len(self.waiting)
 
     def advance(self, now: float) -> None:
         """Decode up to `now`."""
@@ -93,6 +91,7 @@ class _Engine:
 
     def add(self, length: int, group: int) -> None:
         self.waiting.append((length, group))
+        self.load += 1
         self.fill()
 
     def fill(self) -> None:
@@ -124,7 +123,8 @@ class _Run:
     def admit(self) -> None:
         """Start groups while the gate and an engine have room."""
         while self.gate.may_start():
-            index = min(range(len(self.engines)), key=lambda i: self.engines[i].load)
+            loads = [engine.load for engine in self.engines]
+            index = loads.index(min(loads))
             engine = self.engines[index]
             if engine.load + self.s.group_size > self.s.max_in_flight:
                 return
@@ -151,22 +151,27 @@ class _Run:
             self.one_event()
         self.now = max(self.now, end)
 
-    def one_event(self) -> None:
+    def one_event(self) -> bool:
+        """The next completion ends; True where its group is whole with it."""
         time, index, stamp = heapq.heappop(self.events)
         engine = self.engines[index]
         if stamp != engine.stamp:
-            return
+            return False
+        ready = self.gate.ready
         self.now = max(self.now, time)
         engine.advance(time)
         while engine.running and engine.running[0][0] <= engine.progress + 1e-6:
             _, group = heapq.heappop(engine.running)
+            engine.load -= 1
             self.left[group] -= 1
             if not self.left[group]:
                 del self.left[group]
                 self.gate.finish(group, self.started[group])
         engine.fill()
         self.schedule(index)
-        self.admit()
+        if self.gate.ready > ready or engine.load + self.s.group_size <= self.s.max_in_flight:
+            self.admit()
+        return self.gate.ready > ready
 
     def publish(self) -> None:
         """All engines stand still while the new weights arrive."""
@@ -193,8 +198,8 @@ def simulate(s: Setting) -> Timing:
             idle, busy = sum(e.idle for e in run.engines), sum(e.busy for e in run.engines)
         asked = run.now
         while (batch := run.gate.batch(run.version)) is None:
-            assert run.events, "the gate waits and nothing runs"
-            run.one_event()
+            while not run.one_event():
+                assert run.events, "the gate waits and nothing runs"
         waited += run.now - asked
         run.gate.take(batch)
         run.admit()

@@ -11,7 +11,7 @@ from megatron_scalerl.plan.layout import model_parallel_unit
 from megatron_scalerl.plan.simulate import Setting, Timing, simulate
 from megatron_scalerl.recipe import Recipe
 
-SIMULATED = 16
+SIMULATED = 5
 """Splits that are simulated, the best by estimate."""
 
 

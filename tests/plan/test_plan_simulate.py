@@ -41,7 +41,7 @@ def test_synchronous_is_the_sum_of_its_parts():
 def test_a_slow_trainer_sets_the_pace():
     t = simulate(replace(BASE, train_seconds=30.0, lengths=SPREAD))
     assert t.trainer_waits == 0 and t.step_seconds == pytest.approx(30.5, rel=0.1)
-    assert t.engines_idle > 0.5
+    assert t.engines_idle > 0.3
     assert t.engine_tokens_per_second == pytest.approx(16 * SPREAD.mean / t.step_seconds / 2)
 
 

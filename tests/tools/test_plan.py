@@ -1,0 +1,118 @@
+"""tools/plan.py: its recipes fit, its numbers are the printed ones, bad input is one line and exit 2."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_scalerl.plan.command import main
+
+ROOT = Path(__file__).parents[2]
+GPUS = {
+    "scalerl_llama3_8b": 80,
+    "scalerl_llama3_8b_32k": 80,
+    "scalerl_llama3_8b_bs2048": 80,
+    "scalerl_llama4_scout_17bx16": 256,
+}
+
+
+def recipe(name):
+    return str(ROOT / "recipes" / f"{name}.yaml")
+
+
+def test_every_full_size_recipe_is_checked():
+    assert {p.stem for p in (ROOT / "recipes").glob("scalerl_*.yaml")} == set(GPUS)
+
+
+@pytest.mark.parametrize("name", sorted(GPUS))
+def test_recipes_fit_their_gpus_with_room_to_spare(name, capsys):
+    assert main([recipe(name), "--gpus", str(GPUS[name]), "--no-build", "--json", "-"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["fits"] and plan["problems"] == []
+    assert plan["split"]["of_recipe"], "the recipe's own split adds up to the stated GPUs"
+    assert plan["trainer_headroom_bytes"] > 0.15 * plan["gpu"]["memory_bytes"]
+    assert plan["engine_memory"]["full_sequences"] >= 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(GPUS))
+def test_check_passes_with_the_build(name, capsys):
+    assert main([recipe(name), "--gpus", str(GPUS[name]), "--check"]) == 0
+    assert "fits" in capsys.readouterr().out
+
+
+def test_the_scout_recipe_has_the_planners_split(capsys):
+    assert main([recipe("scalerl_llama4_scout_17bx16"), "--gpus", "256", "--no-build", "--json", "-"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    best = plan["best_splits"][0]["split"]
+    assert (plan["split"]["trainer"], plan["split"]["engines"]) == (best["trainer"], best["engines"]) == (96, 20)
+
+
+def test_printed_numbers_are_those_of_the_json(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    assert main([recipe("scalerl_llama3_8b"), "--gpus", "80", "--no-build", "--json", str(out)]) == 0
+    text, plan = capsys.readouterr().out, json.loads(out.read_text())
+    assert "8,030,261,248" in text and plan["parameters"]["total"] == 8_030_261_248
+    assert f"{plan['trainer_memory'][0]['total'] / 2**30:,.2f}" in text
+    assert f"{plan['gpu_hours_per_1000_steps']:,.0f}" in text
+    assert f"{plan['weight_update']['bytes']:,} bytes" in text and plan["weight_update"]["bytes"] == 16_060_522_496
+    bound = plan["weight_update"]["lower_bounds"][0]
+    assert bound["seconds"] == pytest.approx(16_060_522_496 / 50e9) and f"{bound['seconds']:.3f} s" in text
+    assert max(map(len, text.splitlines())) <= 100
+    assert "--engine-tokens-per-second" in text and "arXiv" in text  # assumptions with their sources
+
+
+def test_another_number_of_gpus_is_split_here(capsys):
+    assert main([recipe("scalerl_llama3_8b"), "--gpus", "48", "--no-build", "--json", "-"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert not plan["split"]["of_recipe"] and plan["split"]["trainer"] + plan["split"]["engines"] == 48
+    steps = [s["timing"]["step_seconds"] for s in plan["best_splits"]]
+    assert steps[0] <= min(steps) * 1.02
+
+
+def test_assumptions_are_flags(capsys):
+    argv = [recipe("scalerl_llama3_8b"), "--gpus", "80", "--no-build", "--json", "-"]
+    main(argv)
+    one = json.loads(capsys.readouterr().out)
+    main([*argv, "--dense-utilisation", "0.2", "--gpu", "h200"])
+    two = json.loads(capsys.readouterr().out)
+    assert two["work"]["train_seconds"] == pytest.approx(2 * one["work"]["train_seconds"])
+    assert two["engine_memory"]["kv_bytes"] > 2 * one["engine_memory"]["kv_bytes"]
+
+
+def test_check_says_which_rank_and_by_how_much(capsys):
+    whole = ["megatron.parallel.tensor_model_parallel_size=1", "megatron.model.sequence_parallel=false"]
+    assert main([recipe("scalerl_llama3_8b"), "--gpus", "80", "--no-build", "--check", *whole]) == 2
+    error = capsys.readouterr().err
+    assert "trainer ranks of pipeline stage 0 need" in error and "GiB too much" in error and error.count("\n") == 1
+
+
+def test_check_sees_an_engine_without_room(capsys):
+    assert main([recipe("scalerl_llama3_8b"), "--gpus", "80", "--no-build", "--check",
+                 "engine.vllm.gpu_memory_utilization=0.25"]) == 2  # fmt: skip
+    assert "engines have no room for one sequence of 16,512 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["recipes/none.yaml", "--gpus", "8"], "expected a recipe file, found nothing"),
+        (["{r}", "--gpus", "80", "policy.path=models/none"], "expected config.json in"),
+        (["{r}", "--gpus", "80", "policy.pat=x"], "unknown key policy.pat"),
+        (["{r}", "--gpus", "1"], "--gpus: expected a number that splits"),
+        (["{r}", "--gpus", "80", "megatron.optimizer.optimizer_cpu_offload=true"], "does not count it"),
+        (["{r}", "--gpus", "80", "megatron.parallel.tensor_model_parallel_size=3"], "expected a multiple of"),
+        (["{r}", "--gpus", "80", "--json", "/nowhere/x.json"], "/nowhere/x.json: expected a usable path"),
+    ],
+)
+def test_bad_input_is_one_line(argv, said, capsys):
+    words = [word.format(r=recipe("scalerl_llama3_8b")) for word in argv]
+    assert main([*words, "--no-build"]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1 and error.startswith("plan: ")
+
+
+def test_a_number_that_is_none(capsys):
+    with pytest.raises(SystemExit) as end:
+        main([recipe("scalerl_llama3_8b"), "--gpus", "0"])
+    assert end.value.code == 2 and "expected at least 1, found 0" in capsys.readouterr().err
