@@ -21,20 +21,37 @@ def fp32_products(device: torch.device, *, of_bf16: bool = False) -> Iterator[No
     With `of_bf16` they may round operands to bf16 (a CPU does it where it is faster): right for operands that
     hold bf16 numbers. The user's setting, which belongs to the process, is put back at the end.
     """
+    on_cpu = device.type == "cpu"
+    user = None if on_cpu else _older_setting()
     switch = _switch(device)
-    if switch is None:
-        yield
-        return
-    before = switch.fp32_precision
-    switch.fp32_precision = "bf16" if of_bf16 and device.type == "cpu" else "ieee"
+    if user is not None:
+        torch.set_float32_matmul_precision("highest")
+    elif switch is not None:
+        before = switch.fp32_precision
+        switch.fp32_precision = "bf16" if of_bf16 and on_cpu else "ieee"
     try:
         yield
     finally:
-        switch.fp32_precision = before
+        if user is not None:
+            torch.set_float32_matmul_precision(user)
+        elif switch is not None:
+            switch.fp32_precision = before
+
+
+def _older_setting() -> str | None:
+    """PyTorch's setting for all backends, None where the user has set one backend by itself.
+
+    The two must not be mixed: with the older one at "high" and an accelerator's own at "ieee", whoever asks
+    (the profiler does) whether TF32 is allowed gets a RuntimeError.
+    """
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
 
 
 def _switch(device: torch.device) -> Any:
-    """The device's own: torch.set_float32_matmul_precision would turn all of them. None where there is none."""
+    """The device's own. None where there is none."""
     backend = getattr(torch.backends, "mkldnn" if device.type == "cpu" else device.type, None)
     matmul = getattr(backend, "matmul", None)
     return matmul if hasattr(matmul, "fp32_precision") else None

@@ -10,7 +10,7 @@ import torch
 import megatron_scalerl
 from megatron_scalerl.trainer import device
 
-SEAM = {"trainer/device.py", "trainer/cpu_compat.py"}
+SEAM = {"trainer/device.py", "trainer/cpu_compat.py", "logits/cuda_backend.py"}
 GUARDED = ("trainer", "logits", "models", "losses")
 
 
