@@ -42,7 +42,7 @@ class Recompute:
 def recompute_of(recipe: Recipe) -> Recompute:
     """The recipe's recompute settings. Raises ValueError for what is not counted."""
     model = recipe.megatron.model
-    granularity = model.get("recompute_granularity") or "none"
+    granularity: Any = model.get("recompute_granularity") or "none"
     modules = tuple(model.get("recompute_modules") or ("core_attn",)) if granularity == "selective" else ()
     for module in modules:
         if module not in MODULES:

@@ -30,7 +30,14 @@ def compare_with_build(plan: Plan, config: str | Path) -> str:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "recipe.yaml")
         file.write_text(dump_recipe(plan.recipe))
-        argv = [sys.executable, "-m", "megatron_scalerl.plan.meta_build", file, config, str(plan.layout.world_size)]
+        argv = [
+            sys.executable,
+            "-m",
+            "megatron_scalerl.plan.meta_build",
+            str(file),
+            str(config),
+            str(plan.layout.world_size),
+        ]
         done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip() and "[Gloo]" not in line]

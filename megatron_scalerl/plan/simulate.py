@@ -191,7 +191,8 @@ def simulate(s: Setting) -> Timing:
     run = _Run(s)
     mean_tokens = s.groups_per_batch * s.group_size * s.lengths.mean
     run.admit()
-    waited, ages, begun, idle, busy = 0.0, [], 0.0, 0.0, 0.0
+    ages: list[int] = []
+    waited = begun = idle = busy = 0.0
     for step in range(s.steps):
         if step == s.warm_up:
             begun, waited, ages = run.now, 0.0, []
