@@ -67,19 +67,6 @@ def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
     return extra
 
 
-def load_policy(path: str | Path, trainer: Trainer) -> None:
-    """Load only the weights and the step of the checkpoint at `path`, under any layout. Every rank must call it.
-
-    The optimiser's state cannot be read under another expert-parallel size. Raises ValueError as `load` does.
-    """
-    facts = read_commit(Path(path))
-    template = {key: chunk.sharded_state_dict() for key, chunk in _chunk_keys(trainer)}
-    state = dist_checkpointing.load(template, str(path))
-    for key, chunk in _chunk_keys(trainer):
-        chunk.load_state_dict(state[key])
-    trainer.steps_made = int(facts["step"])
-
-
 def _sharded_state(trainer: Trainer, *, loading: bool, generators: bool) -> dict[str, Any]:
     """What Megatron saves, or the template that it loads into."""
     state: dict[str, Any] = {key: chunk.sharded_state_dict() for key, chunk in _chunk_keys(trainer)}

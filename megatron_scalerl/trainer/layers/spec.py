@@ -72,7 +72,7 @@ def _layer_spec(config: TransformerConfig, family: Family, style: LayerStyle, pr
         num_experts=config.num_moe_experts if style.moe else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
     )
-    names = {} if fused else _CHECKPOINT_NAMES
+    names = {} if fused else _MOE_NAMES if style.moe else _DENSE_NAMES
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -87,11 +87,10 @@ def _layer_spec(config: TransformerConfig, family: Family, style: LayerStyle, pr
     )
 
 
-_CHECKPOINT_NAMES = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
-"""Distributed checkpoints call the norms as Transformer Engine does, so that either half reads the other's."""
+_MOE_NAMES = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+_DENSE_NAMES = {**_MOE_NAMES, "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+"""Distributed checkpoints call the norms as Transformer Engine does, so that either half reads the other's: as part of
+the linear layer that follows, where one does."""
 
 
 def _attention_spec(config: TransformerConfig, family: Family, style: LayerStyle, provider: Any) -> ModuleSpec:
