@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron_scalerl.models.family import Family, LayerStyle
 from megatron_scalerl.trainer.device import HAVE_TE
-from megatron_scalerl.trainer.layers.attention import SdpaCoreAttention, with_bias
+from megatron_scalerl.trainer.layers.attention import SdpaCoreAttention, with_bias, with_chunks
 from megatron_scalerl.trainer.layers.norm import HeadRMSNorm, SequenceParallelRMSNorm
 
 
@@ -89,16 +89,18 @@ def _layer_spec(config: TransformerConfig, family: Family, style: LayerStyle, pr
 
 _MOE_NAMES = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 _DENSE_NAMES = {**_MOE_NAMES, "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
-"""Distributed checkpoints call the norms as Transformer Engine does, so that either half reads the other's: as part of
-the linear layer that follows, where one does."""
+"""Distributed checkpoints call the norms as Transformer Engine does, so that either half reads the other's: where
+the linear layer that follows has the norm fused into it, as part of that layer."""
 
 
 def _attention_spec(config: TransformerConfig, family: Family, style: LayerStyle, provider: Any) -> ModuleSpec:
     fused = provider.fuse_layernorm_and_linear()
     core = provider.core_attention()
+    scale = None if style.rope else family.query_scale
     if core is SdpaCoreAttention:
-        scale = None if style.rope else family.query_scale
         core = partial(SdpaCoreAttention, chunked=style.chunked, query_scale=scale)
+    elif style.chunked or scale is not None:
+        core = with_chunks(core, chunked=style.chunked, query_scale=scale)
     qk_norms: dict[str, Any] = {
         "none": IdentityOp,
         "weightless": HeadRMSNorm,
