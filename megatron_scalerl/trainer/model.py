@@ -24,6 +24,7 @@ from megatron_scalerl.models.family import Family, padded_vocab_size
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer.device import HAVE_TE
 from megatron_scalerl.trainer.layers import routing
+from megatron_scalerl.trainer.layers.context import Share, share_of
 from megatron_scalerl.trainer.layers.packing import packed_row
 from megatron_scalerl.trainer.layers.spec import block_submodules
 from megatron_scalerl.trainer.options import ModelOptions, ddp_config, model_options
@@ -95,42 +96,49 @@ class PolicyModel(GPTModel):
         `loss_mask` [N] (default: all tokens count) both are 0. With `loss` (see `logits.api.token_loss`) the result
         is the loss and these two, which then carry no gradient. expert_choices [N, L, K] are the engine's
         (`layers.routing`), None: every router chooses itself. Earlier stages return hidden states. All ranks of a
-        tensor- or pipeline-parallel group get the same arguments.
+        tensor-, context- or pipeline-parallel group get the same arguments. With context parallelism each computes
+        its share of the row and gets the whole row's result; of `loss`, its share's.
         """
-        length = tokens.shape[1]
-        hidden = self.hidden_states(tokens, position_ids, cu_seqlens, expert_choices)
+        share = self._share(cu_seqlens)
+        hidden = self.hidden_states(share, tokens, position_ids, expert_choices)
         if not self.post_process:
             return hidden
-        assert targets is not None and targets.shape == (length,)
-        shares = self.parallel.tp_size if self.config.sequence_parallel else 1
-        filled = hidden.shape[0] * shares - length
-        if filled:
-            loss_mask = loss_mask if loss_mask is not None else torch.ones_like(targets, dtype=torch.bool)
-            targets, loss_mask = (torch.cat([t, t.new_zeros(filled)]) for t in (targets, loss_mask))
-        options = dict(self.projection, temperature=temperature, entropy=entropy, loss_mask=loss_mask)
+        assert targets is not None and targets.shape == (share.length,)
+        if loss_mask is None and share.places is not None:
+            loss_mask = torch.ones_like(targets, dtype=torch.bool)
+        options = dict(
+            self.projection,
+            temperature=temperature,
+            entropy=entropy,
+            loss_mask=None if loss_mask is None else share.of_row(loss_mask),
+            targets=share.of_row(targets),
+        )
         if loss is None:
-            pair = self.output_layer(partial(token_logprobs, hidden[:, 0], targets=targets, **options))
-            return torch.stack(pair)[:, :length]
-        taken, *pair = self.output_layer(partial(token_loss, hidden[:, 0], targets=targets, loss=loss, **options))
-        return taken, torch.stack(pair)[:, :length]
+            pair = self.output_layer(partial(token_logprobs, hidden[:, 0], **options))
+            return share.whole(torch.stack(pair, dim=1)).t()
+        if share.places is not None:
+            loss = partial(_loss_of_row, loss, share.places)
+        taken, *pair = self.output_layer(partial(token_loss, hidden[:, 0], loss=loss, **options))
+        return taken, share.whole(torch.stack(pair, dim=1)).t()
 
     def hidden_states(
-        self, tokens: Tensor, position_ids: Tensor, cu_seqlens: Tensor, expert_choices: Tensor | None = None
+        self, share: Share, tokens: Tensor, position_ids: Tensor, expert_choices: Tensor | None = None
     ) -> Tensor:
-        """[N, 1, H] states after this stage's layers (a tensor-parallel rank's share under sequence parallelism).
+        """[n, 1, H] states of this rank's tokens after this stage's layers.
 
-        Under sequence parallelism a row that the group's size does not divide is filled up by a sequence of
-        its own.
+        Under sequence parallelism n is cut further over the tensor-parallel ranks.
         """
-        tokens, position_ids, cu_seqlens = self._divisible(tokens, position_ids, cu_seqlens)
-        row = packed_row(cu_seqlens, position_ids, chunk=self.family.attention_chunk_size, fused=HAVE_TE)
+        positions = position_ids[0] if share.position_ids is None else share.position_ids
+        tokens = share.of_row(tokens[0])[None]
+        chunk = self.family.attention_chunk_size
+        cu_seqlens = torch.tensor(share.starts, dtype=torch.int32)
+        row = packed_row(cu_seqlens, positions, chunk=chunk, fused=HAVE_TE, share=share)
         if expert_choices is not None:
             size = self.parallel.tp_size if self.config.sequence_parallel else 1
             rank = self.parallel.tp_rank if self.config.sequence_parallel else 0
-            row.expert_choices = routing.of_rank(expert_choices, tokens.shape[1], rank=rank, size=size)
-        if row.qkv_format == "thd":
-            self._check_unscaled(row)
-        embedded = self.embedding(input_ids=tokens, position_ids=position_ids) if self.pre_process else None
+            choices = share.of_row(expert_choices, fill=routing.UNKNOWN)
+            row.expert_choices = routing.of_rank(choices, tokens.shape[1], rank=rank, size=size)
+        embedded = self.embedding(input_ids=tokens, position_ids=positions[None]) if self.pre_process else None
         return self.decoder(
             hidden_states=embedded,
             attention_mask=None,
@@ -141,10 +149,11 @@ class PolicyModel(GPTModel):
     @torch.no_grad()
     def full_logits(self, tokens: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor | None:
         """[N, vocab] fp32 logits of the whole vocabulary, for probes and tests; None before the last stage."""
-        hidden = self.hidden_states(tokens, position_ids, cu_seqlens)
+        share = self._share(cu_seqlens)
+        hidden = self.hidden_states(share, tokens, position_ids)
         if not self.post_process:
             return None
-        hidden = self._whole_row(hidden, tokens.shape[1])
+        hidden = self._whole_row(hidden, share)
 
         def project(weight: Tensor) -> Tensor:
             return (hidden @ weight.t()).float() if self.logits == "model" else hidden.float() @ weight.float().t()
@@ -163,37 +172,25 @@ class PolicyModel(GPTModel):
         tied = self.share_embeddings_and_output_weights
         return project(weight=self.shared_embedding_or_output_weight() if tied else self.output_layer.weight)
 
-    def _whole_row(self, hidden: Tensor, length: int) -> Tensor:
-        """[length, H] of the whole group under sequence parallelism."""
+    def _whole_row(self, hidden: Tensor, share: Share) -> Tensor:
+        """[N, H] of the whole row, on every rank."""
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        return hidden[:length, 0]
+        return share.whole(hidden[:, 0])
 
-    def _divisible(self, tokens: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        missing = -tokens.shape[1] % self.parallel.tp_size if self.config.sequence_parallel else 0
-        if not missing:
-            return tokens, position_ids, cu_seqlens
-        filler = torch.arange(missing, device=tokens.device, dtype=position_ids.dtype)[None]
-        end = cu_seqlens[-1:] + missing
-        return (
-            torch.cat([tokens, tokens.new_zeros((1, missing))], dim=1),
-            torch.cat([position_ids, filler], dim=1),
-            torch.cat([cu_seqlens, end]),
+    def _share(self, cu_seqlens: Tensor) -> Share:
+        """This rank's tokens, filled up so that context and sequence parallelism can cut the row evenly."""
+        return share_of(
+            cu_seqlens.tolist(),
+            rank=self.parallel.cp_rank,
+            size=self.parallel.cp_size,
+            group=self.parallel.groups.cp,
+            divisor=self.parallel.tp_size if self.config.sequence_parallel else 1,
+            device=cu_seqlens.device,
         )
 
-    def _check_unscaled(self, row: PackedSeqParams) -> None:
-        """Transformer Engine's attention does not know the query scale: ValueError where it would not be 1."""
-        if self.family.query_scale is None:
-            return
-        scale = self.family.query_scale(torch.tensor([row.max_seqlen_q - 1]))
-        if scale.item() != 1.0:
-            raise ValueError(
-                "attn_temperature_tuning: expected sequences shorter than floor_scale with Transformer Engine's "
-                f"attention, found one of {row.max_seqlen_q} tokens"
-            )
-
     def _rotary_angles(self, row: PackedSeqParams) -> Tensor:
-        """[N, 1, 1, d] angles per token; for Transformer Engine [longest, 1, 1, d], which it indexes itself."""
+        """[n, 1, 1, d] angles per token; for Transformer Engine [longest, 1, 1, d], which it indexes itself."""
         frequencies = self.rotary_pos_emb.inv_freq
         if row.qkv_format == "thd":
             positions = torch.arange(row.max_seqlen_q, device=frequencies.device)
@@ -202,6 +199,11 @@ class PolicyModel(GPTModel):
         half = positions.float()[:, None] * frequencies
         pairs = torch.repeat_interleave(half, 2, dim=-1) if self.config.rotary_interleaved else half.repeat(1, 2)
         return pairs[:, None, None, :]
+
+
+def _loss_of_row(loss: ChunkLoss, row_places: Tensor, logprobs: Tensor, entropies: Tensor, places: Tensor) -> Tensor:
+    """`loss` of some tokens of a rank's share, told which tokens of the whole row they are."""
+    return loss(logprobs, entropies, row_places[places])
 
 
 def build_policy(

@@ -57,6 +57,11 @@ def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOp
     settings = {**_common(), **_device_settings(), **family.transformer, "variable_seq_lengths": parallel.pp_size > 1}
     settings |= _moe_settings() if family.transformer.get("num_moe_experts") else {}
     settings |= {k: v for k, v in given.items() if k in known}
+    if parallel.cp_size > 1 and parallel.pp_size > 1 and not settings["variable_seq_lengths"]:
+        raise ValueError(
+            "megatron.model.variable_seq_lengths: expected true in a pipeline with context parallelism (padding "
+            "depends on each row's sequences), found false"
+        )
     return ModelOptions(config=TransformerConfig(**settings, **owned), gpt=gpt)
 
 

@@ -3,7 +3,8 @@
 The loss is a plain sum over the tokens of all micro-batches and ranks; every denominator is inside the token
 weights. Megatron would divide twice: its schedule divides the loss in place by the number of micro-batches, its
 gradient buffers divide by the data-parallel size. The loss handed over is multiplied by both, so that gradients
-are those of the plain sum.
+are those of the plain sum. With context parallelism the schedule multiplies by that size and the buffers divide by
+it, too: what is left is the sum of the ranks' gradients, each of its own tokens.
 """
 
 from __future__ import annotations
@@ -108,8 +109,9 @@ class Trainer:
         self._loss_in_chunk = loss_in_chunk
         self._config = get_model_config(chunks[0])
         self._config.finalize_model_grads_func = _finalize
-        # With calculate_per_token_loss the gradient buffers add up instead of averaging.
-        self._averaged_ranks = 1 if self._config.calculate_per_token_loss else parallel.dp_size
+        # With calculate_per_token_loss the gradient buffers add up instead of averaging, over context-parallel ranks
+        # too, by whose number the schedule multiplies all the same.
+        self._averaged_ranks = 1 / parallel.cp_size if self._config.calculate_per_token_loss else parallel.dp_size
         self._counts = parallel.is_last_stage and parallel.tp_rank == 0 and parallel.cp_rank == 0
 
     def step(self, batch: Batch) -> StepReport:

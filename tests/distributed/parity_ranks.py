@@ -116,7 +116,7 @@ def _forward_backward(chunks: list[Any], parallel: Any, rows: list[Row]) -> tupl
         micro_batch_size=1,
         forward_only=False,
     )
-    if not parallel.is_last_stage or parallel.tp_rank:
+    if not parallel.is_last_stage or parallel.tp_rank or parallel.cp_rank:
         total.zero_()
     dist.all_reduce(total)
     return float(total), torch.cat(logprobs, dim=1) if logprobs else None

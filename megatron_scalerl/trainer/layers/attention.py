@@ -1,4 +1,7 @@
-"""Causal self-attention by PyTorch's scaled_dot_product_attention, on packed rows and on plain batches."""
+"""Causal self-attention by PyTorch's scaled_dot_product_attention, on packed rows and on plain batches.
+
+Beside it, Llama 4's chunks and query scale around Transformer Engine's attention.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
+from megatron_scalerl.trainer.layers.context import Context, Span
 from megatron_scalerl.trainer.layers.packing import Layout, PackedRow
 
 
@@ -23,12 +28,40 @@ def with_bias(linear: type) -> type:
     return WithBias
 
 
+def with_chunks(core: type, *, chunked: bool, query_scale: Any) -> type:
+    """A core attention for packed rows in Megatron's "thd" format, with what a Llama-4 layer adds to it.
+
+    `chunked`: it sees the row's chunks as sequences of their own (queries and keys have been rotated by their
+    positions in the whole sequences by then). `query_scale` maps positions [N] to a factor on the queries [N, heads,
+    d]. Read against Transformer Engine's class as Megatron-Core 0.16.1 wraps it, and not run with it.
+    """
+
+    class WithChunks(core):  # type: ignore[misc]
+        def forward(
+            self,
+            query: Tensor,
+            *others: Any,
+            packed_seq_params: PackedRow | None = None,
+            **keywords: Any,
+        ) -> Tensor:
+            """[N, heads, d] queries and what else `core` takes."""
+            assert packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
+            if query_scale is not None:
+                scale = query_scale(packed_seq_params.position_ids)
+                query = query * scale.to(query.dtype)[:, None, None]
+            row = packed_seq_params.in_chunks if chunked else None
+            return super().forward(query, *others, packed_seq_params=row or packed_seq_params, **keywords)
+
+    return WithChunks
+
+
 class SdpaCoreAttention(torch.nn.Module):
     """Core attention for Megatron's SelfAttention; grouped queries, no attention bias, no dropout.
 
     A packed row comes as one sequence [N, 1, heads, d] with a `PackedRow`: its sequences are gathered into a
     few padded buckets, attended causally, and scattered back, so tokens never see another sequence.
-    Without a `PackedRow` the input is a plain batch [s, b, heads, d].
+    Without a `PackedRow` the input is a plain batch [s, b, heads, d]. With context parallelism N are this rank's
+    tokens (`layers.context`): it gathers the keys and values of all ranks, and attends with its own queries.
     `chunked` layers (Llama 4) attend inside chunks of the sequence; `query_scale` (Llama 4's layers
     without RoPE) maps positions [N] to a factor on the queries.
     """
@@ -49,11 +82,6 @@ class SdpaCoreAttention(torch.nn.Module):
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout:
             raise ValueError(f"megatron.model.attention_dropout: expected 0 with our attention, found {dropout}")
-        if config.context_parallel_size > 1:
-            raise ValueError(
-                "megatron.parallel.context_parallel_size: expected 1 without Transformer Engine, found "
-                f"{config.context_parallel_size}"
-            )
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale
         self.chunked = chunked
@@ -79,9 +107,12 @@ class SdpaCoreAttention(torch.nn.Module):
         if self.query_scale is not None:
             scale = self.query_scale(packed_seq_params.position_ids)
             query = query * scale.to(query.dtype)[:, None, None, None]
+        q, k, v, context = query[:, 0], key[:, 0], value[:, 0], packed_seq_params.context
+        if context is not None:
+            return self._shared(q, k, v, context).reshape(s, 1, heads * d)
         layout = packed_seq_params.chunked if self.chunked else packed_seq_params.layout
         assert layout is not None, "this row was laid out for Transformer Engine"
-        return self._packed(query[:, 0], key[:, 0], value[:, 0], layout).reshape(s, 1, heads * d)
+        return self._packed(q, k, v, layout).reshape(s, 1, heads * d)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:
         outputs = []
@@ -94,6 +125,24 @@ class SdpaCoreAttention(torch.nn.Module):
             out = self._attend(q, k, v).transpose(1, 2).reshape(-1, *query.shape[1:])
             outputs.append(out if bucket.valid.numel() == out.shape[0] else out.index_select(0, bucket.valid))
         return torch.cat(outputs).index_select(0, layout.restore)
+
+    def _shared(self, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
+        """[n, heads, d] of this rank's tokens; the gradients of keys and values are summed over the ranks."""
+        gathered = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=context.group)
+        keys, values = gathered.index_select(0, context.order).split([key.shape[-1], value.shape[-1]], dim=-1)
+        spans = context.chunked if self.chunked else context.spans
+        parts = query.split([span.queries for span in spans])
+        return torch.cat([self._span(part, keys, values, span) for part, span in zip(parts, spans)])
+
+    def _span(self, query: Tensor, keys: Tensor, values: Tensor, span: Span) -> Tensor:
+        seen = slice(span.start, span.start + span.keys)
+        q, k, v = (x.transpose(0, 1)[None] for x in (query, keys[seen], values[seen]))
+        mask = torch.ones((span.queries, span.keys), dtype=torch.bool, device=query.device)
+        mask = mask.tril(span.keys - span.queries)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return out[0].transpose(0, 1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron_scalerl.trainer.layers.context import Context, Share
 
 SAME_BUCKET = 0.75
 """A sequence shares a bucket with longer ones down to this share of the longest. Measured on 48 sequences of
@@ -43,11 +45,15 @@ class PackedRow(PackedSeqParams):
     """
 
     position_ids: torch.Tensor | None = None
-    """[N] position of each token in its sequence."""
+    """[N] position of each of this rank's tokens in its sequence."""
     layout: Layout | None = None
-    """Whole sequences."""
+    """Whole sequences; None with Transformer Engine or `context`."""
     chunked: Layout | None = None
     """The same row cut further at multiples of the chunk, for layers with chunked attention."""
+    context: Context | None = None
+    """In the place of both layouts with context parallelism, without Transformer Engine."""
+    in_chunks: PackedRow | None = None
+    """The row whose cu_seqlens are cut further, for chunked layers with Transformer Engine; None: no sequence is."""
     expert_choices: torch.Tensor | None = None
     """[N', L, K] experts of this rank's tokens, see `layers.routing`."""
 
@@ -93,27 +99,50 @@ def cut(starts: list[int], chunk: int) -> list[int]:
 
 
 def packed_row(
-    cu_seqlens: torch.Tensor, position_ids: torch.Tensor, *, chunk: int | None = None, fused: bool = False
+    cu_seqlens: torch.Tensor,
+    position_ids: torch.Tensor,
+    *,
+    chunk: int | None = None,
+    fused: bool = False,
+    share: Share | None = None,
 ) -> PackedRow:
-    """The PackedRow of one row: `cu_seqlens` [S+1], `position_ids` [1, N] or [N]; `fused` for Transformer Engine."""
+    """The PackedRow of one row: `cu_seqlens` [S+1] of whole sequences, `position_ids` [1, N] or [N].
+
+    `fused` is for Transformer Engine. With context parallelism `share` is this rank's, N its tokens, and cu_seqlens
+    are those of the padded sequences. Raises ValueError for chunks in sequences that Transformer Engine cuts itself.
+    """
     starts = cu_seqlens.tolist()
     longest = max((b - a for a, b in zip(starts, starts[1:])), default=0)
-    assert starts[0] == 0 and starts[-1] == position_ids.numel(), "cu_seqlens must cover the row"
-    chunks = chunk is not None and chunk < longest
-    if fused and chunks:
+    cut_in = share.size if share else 1
+    assert starts[0] == 0 and starts[-1] == position_ids.numel() * cut_in, "cu_seqlens must cover the row"
+    inner = chunk if chunk is not None and chunk < longest else None
+    if fused and inner and cut_in > 1:
         raise ValueError(
             f"attention_chunk_size: expected at least the longest sequence ({longest} tokens) with Transformer "
-            f"Engine's attention, found {chunk}"
+            f"Engine's context parallelism, which cuts whole sequences, found {chunk}"
         )
-    whole = None if fused else layout(starts, device=position_ids.device)
-    boundaries = cu_seqlens.to(device=position_ids.device, dtype=torch.int32)
-    return PackedRow(
+    place = position_ids.device
+    boundaries = cu_seqlens.to(device=place, dtype=torch.int32)
+    row = PackedRow(
         qkv_format="thd" if fused else "sbhd",
         cu_seqlens_q=boundaries,
         cu_seqlens_kv=boundaries,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         position_ids=position_ids.flatten(),
-        layout=whole,
-        chunked=layout(cut(starts, chunk), device=position_ids.device) if chunks and chunk else whole,
+    )
+    if fused:
+        row.in_chunks = _cut_row(row, starts, inner) if inner else None
+    elif share and cut_in > 1:
+        row.context = share.context(inner)
+    else:
+        row.layout = layout(starts, device=place)
+        row.chunked = layout(cut(starts, inner), device=place) if inner else row.layout
+    return row
+
+
+def _cut_row(row: PackedRow, starts: list[int], chunk: int) -> PackedRow:
+    boundaries = torch.tensor(cut(starts, chunk), dtype=torch.int32, device=row.cu_seqlens_q.device)
+    return replace(
+        row, cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries, max_seqlen_q=chunk, max_seqlen_kv=chunk
     )

@@ -1,0 +1,154 @@
+"""Context parallelism: which tokens of a packed row a rank computes, and which keys its queries see.
+
+Every sequence is padded to a multiple of 2 x size tokens and cut into as many chunks; rank r computes chunks r and
+2 x size - 1 - r, so that causal attention costs every rank the same. Megatron's RoPE for packed rows
+(megatron/core/models/common/embeddings/rope_utils.py:129) and Transformer Engine's attention for them
+(thd_get_partitioned_indices; read, not run) expect that order, and cu_seqlens of whole padded sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+
+PADDING = -1
+"""Place of a token that the given row does not have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Queries next to each other in a rank's share, and their keys: the queries are the last of them."""
+
+    queries: int
+    start: int
+    """Place of the first key in the padded row."""
+    keys: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What attention needs beside a rank's own queries, keys and values."""
+
+    group: Any
+    """The context-parallel process group."""
+    order: Tensor
+    """[M] place of each token of the padded row among the shares of all ranks in turn."""
+    spans: tuple[Span, ...]
+    """This rank's queries, in the order of its share."""
+    chunked: tuple[Span, ...]
+    """The same where attention stays inside chunks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """A rank's tokens of a packed row of N tokens: n of the M that the row has with padding."""
+
+    starts: list[int]
+    """[S+1] starts of the padded sequences, one that fills the row up among them; the last is M."""
+    rank: int
+    size: int
+    group: Any
+    length: int
+    """N"""
+    places: Tensor | None = None
+    """[n] place of each token in the given row, PADDING where there is none; None: the share is that row."""
+    position_ids: Tensor | None = None
+    """[n] position of each token in its sequence; None with `places`."""
+    order: Tensor | None = None
+    """See `Context.order`; None with `places`."""
+    back: Tensor | None = None
+    """[N] place of each token of the given row among the shares of all ranks in turn; None with `places`."""
+
+    def of_row(self, values: Tensor, fill: int = 0) -> Tensor:
+        """[n, ...] of this rank from the given row's [N, ...]; padding is `fill`."""
+        if self.places is None:
+            return values
+        taken = values.index_select(0, self.places.clamp(min=0))
+        padding = (self.places == PADDING).view(-1, *[1] * (values.dim() - 1))
+        return taken.masked_fill(padding, fill)
+
+    def whole(self, values: Tensor) -> Tensor:
+        """The given row's [N, ...], the same on all ranks, from each rank's [n, ...].
+
+        The gradient of a rank's part is that of its own result, not the sum over ranks: what is computed from the
+        whole row is computed on every rank.
+        """
+        if self.back is None:
+            return values
+        gathered = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False, group=self.group)
+        return gathered.index_select(0, self.back)
+
+    def context(self, chunk: int | None) -> Context:
+        """For attention by `layers.attention`, with chunks of `chunk` tokens where a layer has them."""
+        assert self.order is not None
+        whole = spans(self.starts, rank=self.rank, size=self.size)
+        chunked = whole if chunk is None else spans(self.starts, rank=self.rank, size=self.size, chunk=chunk)
+        return Context(group=self.group, order=self.order, spans=whole, chunked=chunked)
+
+
+def share_of(starts: list[int], *, rank: int, size: int, group: Any, divisor: int, device: torch.device) -> Share:
+    """The share of context-parallel rank `rank` of `size` in a row of the sequences between `starts` ([S+1]).
+
+    Every rank's share has the same number of tokens, a multiple of `divisor`: the tensor-parallel size under
+    sequence parallelism. The row grows by less than 2 x size tokens a sequence, and by a sequence of its own at the
+    end, which is all that is padded without context parallelism.
+    """
+    multiple = 2 * size if size > 1 else 1
+    lengths = [b - a for a, b in zip(starts, starts[1:])]
+    padded = [-(-length // multiple) * multiple for length in lengths]
+    filler = -sum(padded) % (multiple * divisor)
+    if padded == lengths and not filler and size == 1:
+        return Share(starts=starts, rank=rank, size=size, group=group, length=starts[-1])
+    if filler:
+        lengths, padded = [*lengths, 0], [*padded, filler]
+    ends = [0, *accumulate(padded)]
+    places = torch.full((ends[-1],), PADDING)
+    positions = torch.cat([torch.arange(length) for length in padded])
+    given = torch.cat([torch.arange(a, a + n) for a, n in zip(ends, lengths)])
+    places[given] = torch.arange(starts[-1])
+    taken = [_tokens(ends, rank=r, size=size) for r in range(size)]
+    order = torch.empty_like(places)
+    order[torch.cat(taken)] = torch.arange(ends[-1])
+    return Share(
+        starts=ends,
+        rank=rank,
+        size=size,
+        group=group,
+        length=starts[-1],
+        places=places[taken[rank]].to(device),
+        position_ids=positions[taken[rank]].to(device),
+        order=order.to(device),
+        back=order[given].to(device),
+    )
+
+
+def _tokens(starts: list[int], *, rank: int, size: int) -> Tensor:
+    """[n] places in the padded row of a rank's tokens."""
+    if size == 1:
+        return torch.arange(starts[-1])
+    parts = []
+    for a, b in zip(starts, starts[1:]):
+        chunk = (b - a) // (2 * size)
+        parts += [torch.arange(a + j * chunk, a + (j + 1) * chunk) for j in (rank, 2 * size - 1 - rank)]
+    return torch.cat(parts)
+
+
+def spans(starts: list[int], *, rank: int, size: int, chunk: int | None = None) -> tuple[Span, ...]:
+    """The keys up to each of a rank's queries: of the sequence, or of its chunk of `chunk` tokens."""
+    found = []
+    for a, b in zip(starts, starts[1:]):
+        part = (b - a) // (2 * size)
+        reach = chunk or max(b - a, 1)
+        for j in (rank, 2 * size - 1 - rank):
+            here, end = j * part, (j + 1) * part
+            while here < end:
+                first = here // reach * reach
+                stop = min(end, first + reach)
+                found.append(Span(queries=stop - here, start=a + first, keys=stop - first))
+                here = stop
+    return tuple(found)
