@@ -160,9 +160,10 @@ def _check_workspace(call: Call, hidden: Tensor, weight: Tensor, found: float, *
     if call.workspace_bytes < need:
         mib = math.ceil(need / 2**20 * 1000) / 1000
         raise ValueError(f"workspace_mb: expected at least {mib} for one block of logits, found {found:g}")
-    if in_chunks and p.tokens and not call.backend.chunk_tokens(p):
+    if in_chunks and p.tokens and not call.chunk_tokens(p, weight):
         raise ValueError(
-            f"workspace_mb: expected room for one token's {p.count} logits and their gradient, found {found:g}"
+            f"workspace_mb: expected room for one token's {weight.shape[0]} logits and their gradient, "
+            f"found {found:g}"
         )
 
 

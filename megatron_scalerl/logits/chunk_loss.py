@@ -30,7 +30,7 @@ class TokenLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The loss, and log-probabilities and entropies [tokens]."""
         p = call.projection(hidden, weight)
-        size = max(1, call.backend.chunk_tokens(p))
+        size = max(1, call.chunk_tokens(p, weight))
         logits = p.hidden.new_empty((min(size, p.tokens), p.count), dtype=p.accumulator)
         grad_hidden = torch.zeros_like(p.hidden, dtype=p.accumulator) if any(ctx.needs_input_grad) else None
         grad_weight = torch.zeros_like(weight, dtype=p.accumulator) if ctx.needs_input_grad[1] else None

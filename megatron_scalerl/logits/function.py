@@ -6,7 +6,7 @@ equal on all ranks -> only log-sum-exp, log-probability and entropy are kept; ba
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,6 +67,10 @@ class Call:
             grad_logits=self.grad_logits,
             workspace_bytes=self.workspace_bytes,
         )
+
+    def chunk_tokens(self, projection: Projection, weight: Tensor) -> int:
+        """Tokens of a chunk with whole rows, the same on all ranks, which meet after each: padding counts as rows."""
+        return self.backend.chunk_tokens(replace(projection, weight=weight.detach()))
 
     def merged(self, stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log-sum-exp, log-probability and entropy of the kept tokens, from this rank's statistics."""
