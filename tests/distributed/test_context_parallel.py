@@ -62,12 +62,17 @@ def by_four(policies: dict[str, tuple[str, Any]]) -> list[dict[str, Any]]:
 
 
 def same_answer(found: dict[str, Any], expected: dict[str, Any], path: str) -> None:
-    """The step of one rank, and the weights that it leads to (all but rounding of AdamW's first, signed, step)."""
+    """The step of one rank, and the weights that it leads to.
+
+    AdamW's first step is its learning rate times the gradient's sign: where a gradient is as small as rounding, the
+    sign is anything.
+    """
     same_step(found, expected)
     same_weights(found, path)
     for name, weight in expected["stepped"].items():
-        step = (weight - expected["weights"][name]).norm()
-        assert (found["stepped"][name] - weight).norm() < 1e-2 * step, name
+        moved = (weight - expected["weights"][name]).abs() > 1e-4
+        apart = (found["stepped"][name] - weight).abs() > 1e-5
+        assert moved.any() and apart.float().mean() < 1e-3, name
 
 
 @pytest.mark.parametrize("name", TWO_RANKS)
@@ -144,3 +149,14 @@ def test_replayed_experts_follow_their_tokens(policies: dict) -> None:
         assert (rank["cp2"]["logprobs"] - one["replayed"]["logprobs"]).abs().max() < 2e-5
     for name, grad in one["replayed"]["grads"].items():
         assert (two[0]["cp2"]["grads"][name] - grad).norm() <= 2e-5 * grad.norm(), name
+
+
+def test_a_run_resumes_bit_for_bit(policies: dict, tmp_path) -> None:
+    path = str(tmp_path / "step_000002")
+    straight = run_ranks(2, "trainer_ranks:train_and_save", policies["llama"][0], CP2, path)
+    resumed = run_ranks(2, "trainer_ranks:load_and_train", policies["llama"][0], CP2, path)
+    for ours, theirs in zip(straight, resumed, strict=True):
+        assert theirs["reports"] == ours["reports"]
+        assert [n for n, w in ours["weights"].items() if not torch.equal(w, theirs["weights"][n])] == []
+    one, two = (rank["weights"] for rank in resumed)
+    assert [name for name, weight in one.items() if not torch.equal(weight, two[name])] == []

@@ -1,0 +1,60 @@
+"""Packed rows as Transformer Engine gets them take the same step: Megatron's RoPE for them, chunks, temperature.
+
+A reference stands in for Transformer Engine's attention. What is shown is everything around it: the boundaries, the
+rotary angles that Megatron looks up, the query scale, and the order of tokens under context parallelism.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import random_policies
+from runner import run_ranks
+from test_parity import PLAIN, SP, TP2, same_step
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+CP2 = {"context_parallel_size": 2}
+POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama4": ("llama4", {}),
+    "llama4 one chunk": ("llama4", {"attention_chunk_size": 64}),
+}
+ALONE = ("llama", "llama4")
+TWO_RANKS = {
+    "llama cp2": ("llama", {**PLAIN, **CP2}),
+    "llama4 tp2 sp": ("llama4", {**PLAIN, **TP2, **SP}),
+    "llama4 one chunk cp2": ("llama4 one chunk", {**PLAIN, **CP2}),
+}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("policies")
+    for name, (kind, settings) in POLICIES.items():
+        random_policies.make(kind, root / name, **settings)
+    return {name: str(root / name) for name in POLICIES}
+
+
+@pytest.fixture(scope="module")
+def expected(paths: dict[str, str]) -> dict[str, Any]:
+    return run_ranks(1, "parity_ranks:many", [(name, path, PLAIN) for name, path in paths.items()])[0]
+
+
+@pytest.fixture(scope="module")
+def found(paths: dict[str, str]) -> dict[str, Any]:
+    one = run_ranks(1, "varlen_ranks:many", [(name, paths[name], PLAIN) for name in ALONE])[0]
+    jobs = [(name, paths[kind], layout) for name, (kind, layout) in TWO_RANKS.items()]
+    return one | run_ranks(2, "varlen_ranks:many", jobs)[0]
+
+
+@pytest.mark.parametrize("name", [*ALONE, *TWO_RANKS])
+def test_the_step_is_that_of_our_attention(name: str, found: dict[str, Any], expected: dict[str, Any]) -> None:
+    kind = TWO_RANKS[name][0] if name in TWO_RANKS else name
+    same_step(found[name], expected[kind])
+    assert (found[name]["logprobs"] - expected[kind]["logprobs"]).abs().max() < 5e-5
+
+
+def test_chunks_make_a_difference(expected: dict[str, Any]) -> None:
+    assert (expected["llama4"]["logprobs"] - expected["llama4 one chunk"]["logprobs"]).abs().max() > 0.1

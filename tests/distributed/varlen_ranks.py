@@ -1,0 +1,19 @@
+"""What one rank does in the tests of packed rows as Transformer Engine gets them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import parity_ranks
+
+
+def many(jobs: list[tuple[str, str, dict[str, Any]]]) -> dict[str, Any]:
+    """`parity_ranks.many` with rows in Megatron's "thd" format and a reference in the place of TE's attention."""
+    from varlen_reference import ReferenceVarlenProvider
+
+    from megatron_scalerl.trainer import model
+    from megatron_scalerl.trainer.layers import spec
+
+    model.HAVE_TE = True
+    spec.spec_provider = ReferenceVarlenProvider
+    return parity_ranks.many(jobs)
