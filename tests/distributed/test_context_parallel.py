@@ -26,6 +26,7 @@ TWO_RANKS = {
     "llama4 cp2 recomputed": ("llama4", {**PLAIN, **CP2, **RECOMPUTED}),
     "qwen3_moe cp2": ("qwen3_moe", {**PLAIN, **CP2}),
 }
+BF16 = dict(dtype="bfloat16")
 FOUR_RANKS = {
     "llama cp2 tp2 sp": ("llama", {**PLAIN, **CP2, **TP2, **SP}),
     "llama4 cp2 tp2 sp": ("llama4", {**PLAIN, **CP2, **TP2, **SP}),
@@ -46,12 +47,14 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, A
 
 @pytest.fixture(scope="module")
 def alone(policies: dict[str, tuple[str, Any]]) -> dict[str, Any]:
-    return run_ranks(1, "parity_ranks:many", [(kind, policies[kind][0], PLAIN) for kind in KINDS])[0]
+    jobs = [(kind, policies[kind][0], PLAIN) for kind in KINDS] + [("llama4 bf16", policies["llama4"][0], BF16)]
+    return run_ranks(1, "parity_ranks:many", jobs)[0]
 
 
 @pytest.fixture(scope="module")
 def by_two(policies: dict[str, tuple[str, Any]]) -> list[dict[str, Any]]:
     jobs = [(name, policies[kind][0], layout) for name, (kind, layout) in TWO_RANKS.items()]
+    jobs.append(("llama4 bf16 cp2", policies["llama4"][0], {**BF16, **CP2}))
     return run_ranks(2, "parity_ranks:many", jobs)
 
 
@@ -86,6 +89,12 @@ def test_two_ranks_take_the_step_of_one(name: str, by_two: list, alone: dict, po
 def test_four_ranks_take_the_step_of_one(name: str, by_four: list, alone: dict, policies: dict) -> None:
     kind = FOUR_RANKS[name][0]
     same_answer(by_four[0][name], alone[kind], policies[kind][0])
+
+
+def test_bf16_steps_agree_within_bf16(by_two: list, alone: dict) -> None:
+    found, expected = by_two[0]["llama4 bf16 cp2"], alone["llama4 bf16"]
+    assert found["loss"] == pytest.approx(expected["loss"], rel=0.02)
+    assert float(found["grad_norm"]) == pytest.approx(float(expected["grad_norm"]), rel=0.2)
 
 
 @pytest.mark.parametrize("kind", KINDS)

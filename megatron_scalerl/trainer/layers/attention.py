@@ -83,6 +83,7 @@ class SdpaCoreAttention(torch.nn.Module):
         if dropout:
             raise ValueError(f"megatron.model.attention_dropout: expected 0 with our attention, found {dropout}")
         self.layer_number = layer_number
+        self.context_size = config.context_parallel_size
         self.softmax_scale = softmax_scale
         self.chunked = chunked
         self.query_scale = query_scale
@@ -100,6 +101,8 @@ class SdpaCoreAttention(torch.nn.Module):
         """[s, b, heads, d] queries, [s, b, groups, d] keys and values to [s, b, heads * d]."""
         assert attention_bias is None
         s, b, heads, d = query.shape
+        split = packed_seq_params is not None and packed_seq_params.context is not None
+        assert split == (self.context_size > 1), "context parallelism cuts packed rows only"
         if packed_seq_params is None:
             out = self._attend(query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3))
             return out.permute(2, 0, 1, 3).reshape(s, b, heads * d)
