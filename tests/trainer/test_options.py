@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -142,3 +143,12 @@ def test_an_interleaved_pipeline_is_refused_on_cpus(monkeypatch: pytest.MonkeyPa
 def test_the_recipe_refuses_an_indivisible_world() -> None:
     with pytest.raises(ValueError, match=r"multiple of tensor x pipeline x context parallel size 2, found 3"):
         recipe(dict(parallel=dict(tensor_model_parallel_size=2)), world_size=3)
+
+
+def test_a_pipeline_with_context_parallelism_wants_variable_lengths() -> None:
+    place = replace(alone(pp_size=2), cp_size=2)
+    assert model_options(llama(), recipe(), place).config.variable_seq_lengths
+    given = recipe(dict(model=dict(variable_seq_lengths=False)))
+    assert not model_options(llama(), given, alone(pp_size=2)).config.variable_seq_lengths
+    with pytest.raises(ValueError, match=r"megatron.model.variable_seq_lengths: expected true .* found false"):
+        model_options(llama(), given, place)
