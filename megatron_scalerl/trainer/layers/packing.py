@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -121,28 +121,24 @@ def packed_row(
             f"attention_chunk_size: expected at least the longest sequence ({longest} tokens) with Transformer "
             f"Engine's context parallelism, which cuts whole sequences, found {chunk}"
         )
-    place = position_ids.device
-    boundaries = cu_seqlens.to(device=place, dtype=torch.int32)
-    row = PackedRow(
+    row = _plain_row(starts, position_ids, longest, fused)
+    if fused:
+        row.in_chunks = _plain_row(cut(starts, inner), position_ids, inner, fused) if inner else None
+    elif share and cut_in > 1:
+        row.context = share.context(inner)
+    else:
+        row.layout = layout(starts, device=position_ids.device)
+        row.chunked = layout(cut(starts, inner), device=position_ids.device) if inner else row.layout
+    return row
+
+
+def _plain_row(starts: list[int], position_ids: torch.Tensor, longest: int, fused: bool) -> PackedRow:
+    boundaries = torch.tensor(starts, dtype=torch.int32, device=position_ids.device)
+    return PackedRow(
         qkv_format="thd" if fused else "sbhd",
         cu_seqlens_q=boundaries,
         cu_seqlens_kv=boundaries,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         position_ids=position_ids.flatten(),
-    )
-    if fused:
-        row.in_chunks = _cut_row(row, starts, inner) if inner else None
-    elif share and cut_in > 1:
-        row.context = share.context(inner)
-    else:
-        row.layout = layout(starts, device=place)
-        row.chunked = layout(cut(starts, inner), device=place) if inner else row.layout
-    return row
-
-
-def _cut_row(row: PackedRow, starts: list[int], chunk: int) -> PackedRow:
-    boundaries = torch.tensor(cut(starts, chunk), dtype=torch.int32, device=row.cu_seqlens_q.device)
-    return replace(
-        row, cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries, max_seqlen_q=chunk, max_seqlen_kv=chunk
     )
