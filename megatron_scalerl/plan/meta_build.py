@@ -5,7 +5,7 @@
 The proof of `counting`: the same PolicyModel that trains, at its full size and in its full world, in one process and
 without memory: collectives are PyTorch's fake ones. A process of its own, because Megatron's globals and the CPU
 patches are process-wide. Prints one JSON line: for each pipeline stage its dense and expert parameters.
-Context parallelism, which cuts no weight, is counted as data parallelism, so that it needs no Transformer Engine.
+Context parallelism, which cuts no weight, is counted as data parallelism.
 """
 
 from __future__ import annotations

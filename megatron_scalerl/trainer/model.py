@@ -137,7 +137,7 @@ class PolicyModel(GPTModel):
             size = self.parallel.tp_size if self.config.sequence_parallel else 1
             rank = self.parallel.tp_rank if self.config.sequence_parallel else 0
             choices = share.of_row(expert_choices, fill=routing.UNKNOWN)
-            row.expert_choices = routing.of_rank(choices, tokens.shape[1], rank=rank, size=size)
+            row.expert_choices = routing.of_rank(choices, rank=rank, size=size)
         embedded = self.embedding(input_ids=tokens, position_ids=positions[None]) if self.pre_process else None
         return self.decoder(
             hidden_states=embedded,

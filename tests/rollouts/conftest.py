@@ -8,27 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_recipes import SECRET, recipe_for
 
-from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.engine import EngineProcess
 
-SECRET = "the-run-s-secret"
-
 Run = Callable[[Awaitable[Any]], Any]
-
-
-def recipe_for(folder: Path, *, vllm: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Recipe:
-    """A recipe whose engine serves a tiny policy."""
-    defaults: dict[str, dict[str, Any]] = {
-        "policy": {"path": str(folder), "dtype": "float32"},
-        "prompts": {"path": "none", "max_prompt_tokens": 64},
-        "interruption": {"thinking_tokens": [1, 1800], "answer_tokens": 100},
-        "weights": {"bucket_mib": 1, "timeout_s": 120},
-        "engine": {
-            "vllm": {"max_model_len": 2048, "max_num_seqs": 32, "kv_cache_memory_bytes": 64 << 20} | (vllm or {})
-        },
-    }
-    return Recipe(name="test", steps=1, **{k: defaults.get(k, {}) | sections.get(k, {}) for k in defaults | sections})
 
 
 @pytest.fixture(scope="session")

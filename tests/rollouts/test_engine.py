@@ -8,7 +8,7 @@ import signal
 import aiohttp
 import pytest
 import tiny_policies
-from conftest import SECRET, recipe_for
+from engine_recipes import SECRET, recipe_for
 from tiny_policies import EOS, PHRASE, THINK_END
 
 from megatron_scalerl.rollouts.engine import (

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import recipe_for
+from engine_recipes import recipe_for
 
 from megatron_scalerl.rollouts import engine_options
 from megatron_scalerl.rollouts.engine_options import check_options, engine_arguments, engine_environment

@@ -7,7 +7,7 @@ import signal
 import pytest
 import tiny_policies
 import torch
-from conftest import SECRET, recipe_for
+from engine_recipes import SECRET, recipe_for
 from sender_process import SenderProcess
 
 from megatron_scalerl.rollouts.engine import EngineProcess, SamplingSpec

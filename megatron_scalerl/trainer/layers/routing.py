@@ -81,14 +81,7 @@ def check_replay(config: TransformerConfig, *, pipeline_size: int) -> None:
         )
 
 
-def of_rank(choices: torch.Tensor, length: int, *, rank: int, size: int) -> torch.Tensor:
-    """[length / size, L, K] part of one tensor-parallel rank under sequence parallelism (size 1: the whole row).
-
-    choices [N, L, K] with N <= length; tokens that fill the row up are UNKNOWN.
-    """
-    missing = length - choices.shape[0]
-    if missing:
-        fill = choices.new_full((missing, *choices.shape[1:]), UNKNOWN)
-        choices = torch.cat([choices, fill])
-    share = length // size
+def of_rank(choices: torch.Tensor, *, rank: int, size: int) -> torch.Tensor:
+    """[n / size, L, K] part of choices [n, L, K] that a tensor-parallel rank's routers see (size 1: all)."""
+    share = choices.shape[0] // size
     return choices[rank * share : (rank + 1) * share]
