@@ -67,7 +67,7 @@ def held_parameters(path: str | Path, family: Family, shapes: Mapping[str, tuple
             continue
         address = next((a for a in place_of(rule, family).readable if a.key in chunks), None)
         if address is None:
-            missing.append(place_of(rule, family).written[0].key)
+            missing.append(place_of(rule, family).written.key)
             continue
         entry = metadata.state_dict_metadata[address.key]
         found[rule.megatron] = _held(path, rule, address, entry, chunks[address.key], shapes[rule.megatron])

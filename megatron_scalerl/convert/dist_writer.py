@@ -53,18 +53,15 @@ def finish_checkpoint(folder: Path, records: Iterable[Record], extra_states: Ite
 
 
 def _add_chunk(metadata: Metadata, file: str, chunk: Record) -> None:
-    """One chunk under each of its keys: a second name of a tensor costs no second copy."""
-    offset = torch.Size(chunk["offset"])
-    for key, size in chunk["keys"]:
-        if key not in metadata.state_dict_metadata:
-            dtype = getattr(torch, TORCH_NAMES[chunk["dtype"]])
-            properties = TensorProperties(dtype=dtype)
-            empty = TensorStorageMetadata(properties=properties, size=torch.Size(size), chunks=[])
-            metadata.state_dict_metadata[key] = empty
-        entry = metadata.state_dict_metadata[key]
-        assert isinstance(entry, TensorStorageMetadata)
-        entry.chunks.append(ChunkStorageMetadata(offsets=offset, sizes=torch.Size(chunk["shape"])))
-        metadata.storage_data[MetadataIndex(key, offset)] = _StorageInfo(file, chunk["start"], chunk["length"])
+    key, offset = chunk["key"], torch.Size(chunk["offset"])
+    if key not in metadata.state_dict_metadata:
+        properties = TensorProperties(dtype=getattr(torch, TORCH_NAMES[chunk["dtype"]]))
+        empty = TensorStorageMetadata(properties=properties, size=torch.Size(chunk["size"]), chunks=[])
+        metadata.state_dict_metadata[key] = empty
+    entry = metadata.state_dict_metadata[key]
+    assert isinstance(entry, TensorStorageMetadata)
+    entry.chunks.append(ChunkStorageMetadata(offsets=offset, sizes=torch.Size(chunk["shape"])))
+    metadata.storage_data[MetadataIndex(key, offset)] = _StorageInfo(file, chunk["start"], chunk["length"])
 
 
 def _saved(value: object) -> bytes:

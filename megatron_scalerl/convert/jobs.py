@@ -82,7 +82,7 @@ class Blob:
     """Rows `start` to `stop` of a parameter, one chunk of the checkpoint."""
 
     recipe: Recipe
-    addresses: tuple[Address, ...]
+    address: Address
     start: int
     stop: int
 
@@ -171,12 +171,15 @@ def _write_chunk(file: Any, blob: Blob, context: Context) -> Record:
             context.report(rows.nbytes)
 
     start = file.tell()
-    lead = blob.addresses[0].offset
+    lead = blob.address.offset
     shape = (*(1 for _ in lead), *blob.shape)
     length = write_blob(file, blob.recipe.dtype, shape, told())
-    keys = [[address.key, list(address.sizes) + list(blob.recipe.shape)] for address in blob.addresses]
+    size = [*blob.address.sizes, *blob.recipe.shape]
     offset = [*lead, blob.start, *(0 for _ in blob.shape[1:])]
-    return dict(keys=keys, dtype=blob.recipe.dtype, offset=offset, shape=list(shape), start=start, length=length)
+    return dict(
+        key=blob.address.key, size=size, dtype=blob.recipe.dtype, offset=offset, shape=list(shape), start=start,
+        length=length,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -40,22 +40,18 @@ class Address:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """All addresses under which a parameter is written, or may be found."""
+    """Where a parameter is written, and where it may be found."""
 
-    written: tuple[Address, ...]
-    """The first is that of plain layers; further ones are names that Transformer Engine's layers use."""
+    written: Address
     readable: tuple[Address, ...]
     """Every address that a checkpoint of this family may have it at; they exclude each other."""
 
 
 def place_of(rule: Rule, family: Family) -> Place:
     """Where the checkpoint keeps `rule`'s parameter."""
-    names = _names(rule, family)
-    here, other = (_address(rule, family, name, stacked=s) for name in names[:1] for s in _stackings(family))
-    written = [here, *(_address(rule, family, name, stacked=_stackings(family)[0]) for name in names[1:])]
-    readable = [here, other]
-    readable += [_address(rule, family, name, stacked=s) for name in names[1:] for s in _stackings(family)]
-    return Place(written=tuple(dict.fromkeys(written)), readable=tuple(dict.fromkeys(readable)))
+    name = _name(rule, family)
+    here, other = (_address(rule, family, name, stacked=stacked) for stacked in _stackings(family))
+    return Place(written=here, readable=tuple(dict.fromkeys((here, other))))
 
 
 def extra_states(family: Family) -> Iterator[str]:
@@ -63,11 +59,11 @@ def extra_states(family: Family) -> Iterator[str]:
     for rule in family.rules:
         if not rule.exported:
             continue
-        for address in place_of(rule, family).written:
-            if _LINEAR.search(address.key) or _TE_MODULES.search(address.key):
-                yield _object_key(address.key.removesuffix("weight"), address)
-            if address.key.endswith(".linear_qkv.weight"):
-                yield _object_key(address.key.removesuffix("linear_qkv.weight") + "core_attention.", address)
+        address = place_of(rule, family).written
+        if _LINEAR.search(address.key) or _TE_MODULES.search(address.key):
+            yield _object_key(address.key.removesuffix("weight"), address)
+        if address.key.endswith(".linear_qkv.weight"):
+            yield _object_key(address.key.removesuffix("linear_qkv.weight") + "core_attention.", address)
 
 
 def _object_key(module: str, address: Address) -> str:
@@ -82,15 +78,14 @@ def _stackings(family: Family) -> tuple[bool, bool]:
     return stacked, not stacked
 
 
-def _names(rule: Rule, family: Family) -> list[str]:
-    """Names of the parameter in checkpoints, before layers and experts are folded."""
+def _name(rule: Rule, family: Family) -> str:
+    """Name of the parameter in checkpoints, before layers and experts are folded."""
     for plain, fused in _NORMS.items():
         if rule.megatron.endswith(f".{plain}"):
-            renamed = rule.megatron.removesuffix(plain) + fused
             # Transformer Engine has no fused norm before experts and keeps it under its plain name.
             alone = plain.startswith("pre_mlp") and family.layers[rule.layer].moe
-            return [renamed, rule.megatron] if alone else [renamed]
-    return [rule.megatron]
+            return rule.megatron if alone else rule.megatron.removesuffix(plain) + fused
+    return rule.megatron
 
 
 def _address(rule: Rule, family: Family, name: str, *, stacked: bool) -> Address:

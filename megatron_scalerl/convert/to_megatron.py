@@ -115,10 +115,10 @@ def _blobs(rule: Rule, folder: HfFolder, family: Family, dtype: str | None) -> I
     kinds = {folder.tensors[name].dtype for name in rule.hf_shapes}
     source = only_dtype(kinds, f"{folder.path}: {', '.join(rule.hf_shapes)}")
     recipe = parameter_recipe(rule, source, dtype or source)
-    addresses = place_of(rule, family).written
+    address = place_of(rule, family).written
     rows = max(1, CHUNK_BYTES // recipe.row_bytes)
     for start in range(0, recipe.shape[0], rows):
-        yield Blob(recipe=recipe, addresses=addresses, start=start, stop=min(start + rows, recipe.shape[0]))
+        yield Blob(recipe=recipe, address=address, start=start, stop=min(start + rows, recipe.shape[0]))
 
 
 def _carried(folder: HfFolder, names: Names) -> tuple[ShardPlan, ...]:
