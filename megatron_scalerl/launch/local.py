@@ -62,10 +62,10 @@ class LocalLauncher:
         for rank in range(self._recipe.trainer.world_size):
             self._trainers.append(await self._start_rank(rank, port))
         self._watches = [asyncio.create_task(p.died(), name=p.name) for p in self._trainers]
-        info, *_ = await self.while_alive(
+        info, _ = await self.while_alive(
             asyncio.gather(
                 self._client.wait_ready(self._recipe.trainer.start_timeout_s),
-                *(engine.start() for engine in self._engines),
+                asyncio.gather(*(engine.start() for engine in self._engines)),
             )
         )
         self._watches += [asyncio.create_task(_end_of(e), name=e.name) for e in self._engines]

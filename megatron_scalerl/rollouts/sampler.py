@@ -75,7 +75,7 @@ class Sampler:
             if plan.ends_thinking(ids, end):
                 # a tag may have merged with its neighbours, so it is decoded along and cut off as text
                 rest = [token for token in ids[end - width :] if token not in self._unspoken]
-                text = self._tokenizer.decode(rest, skip_special_tokens=False)
+                text = str(self._tokenizer.decode(rest, skip_special_tokens=False))
                 return extract_answer(text, self._recipe.prompts.think_end)
         return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -89,9 +89,9 @@ class TrainerClient:
         """Names, types and shapes of the weights in the order of sending."""
         return await self._call(lambda call, _: wire.Manifest(call=call), tuple[ParamMeta, ...])
 
-    async def connect_weights(self, spec: dict[str, Any]) -> None:
+    async def connect_weights(self, spec: Mapping[str, Any]) -> None:
         """Open the trainer's end of the weight transport."""
-        await self._call(lambda call, _: wire.ConnectWeights(call=call, spec=spec), None)
+        await self._call(lambda call, _: wire.ConnectWeights(call=call, spec=dict(spec)), None)
 
     async def send_weights(self, version: int) -> dict[str, Any]:
         """Send all weights as `version`; returns the sender's report (seconds, bytes ...)."""
