@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from megatron_scalerl.convert.arrays import TORCH_NAMES
 from megatron_scalerl.convert.dist_reader import FORMAT_FILE, METADATA
 from megatron_scalerl.convert.jobs import Record
-from megatron_scalerl.convert.work_folder import write_durably
+from megatron_scalerl.durable import write_durably
 
 COMMON = "common.pt"
 _FORMAT = dict(

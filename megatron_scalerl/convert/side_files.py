@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_scalerl.convert import manifest as manifests
 from megatron_scalerl.convert.hf_folder import side_files
-from megatron_scalerl.convert.work_folder import write_durably
+from megatron_scalerl.durable import write_durably
 from megatron_scalerl.models import read_hf_config
 from megatron_scalerl.trainer.commit import COMMIT
 

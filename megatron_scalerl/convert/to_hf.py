@@ -16,8 +16,9 @@ from megatron_scalerl.convert.safetensors_plan import ShardPlan, fill_jobs, plan
 from megatron_scalerl.convert.side_files import copy_side_files, set_config_dtype, source_marks
 from megatron_scalerl.convert.verify import compare
 from megatron_scalerl.convert.views import MegatronView, folder_view, megatron_view
-from megatron_scalerl.convert.work_folder import WorkFolder, work_folder, write_durably
+from megatron_scalerl.convert.work_folder import WorkFolder, work_folder
 from megatron_scalerl.convert.workers import run_jobs
+from megatron_scalerl.durable import write_durably
 from megatron_scalerl.weights.hf_folder import add_generation_keys
 
 

@@ -25,8 +25,9 @@ from megatron_scalerl.convert.weight_map import (
     only_dtype,
     parameter_recipe,
 )
-from megatron_scalerl.convert.work_folder import WorkFolder, work_folder, write_durably
+from megatron_scalerl.convert.work_folder import WorkFolder, work_folder
 from megatron_scalerl.convert.workers import run_jobs
+from megatron_scalerl.durable import write_durably
 from megatron_scalerl.models import family as family_of
 from megatron_scalerl.models.family import Family, Rule
 from megatron_scalerl.trainer.commit import write_commit

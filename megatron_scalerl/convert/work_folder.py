@@ -11,13 +11,13 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from megatron_scalerl.convert.jobs import Job, Record
+from megatron_scalerl.durable import sync_folder, write_durably
 
 _PLAN = "plan.json"
 _RECORDS = "records"
@@ -80,25 +80,6 @@ def work_folder(out: str | Path, plan: Mapping[str, Any], *, nbytes: int, done_b
         except (ValueError, OSError):
             shutil.rmtree(state)
             raise
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a file under another name, sync it, and rename it."""
-    draft = path.with_name(f".{path.name}.draft")
-    with draft.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.rename(path)
-
-
-def sync_folder(path: Path) -> None:
-    """The names in a folder are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _lock(lock: IO[str], out: Path) -> None:

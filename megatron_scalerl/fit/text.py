@@ -9,7 +9,6 @@ from typing import Any
 from .backtest import Backtest
 from .compare import Comparison
 from .decide import Decision, Estimate
-from .forms import FormScore
 from .result import FitResult, Prediction
 from .sigmoid import Array
 from .wording import short_number, unit_name
@@ -197,17 +196,3 @@ def settled_sentence(test: Backtest) -> str:
         f"{test.name}: from {short_number(test.settled_from)} on, the forecast of the last point ({measured}) "
         f"stayed within {test.margin:g}."
     )
-
-
-def forms_table(scores: Sequence[FormScore]) -> str:
-    """Model comparison, best held-back error first."""
-    rows = [
-        [
-            s.form,
-            "-" if math.isnan(s.asymptote) else f"{s.asymptote:.3f}",
-            "-" if math.isnan(s.held_back_error) else f"{s.held_back_error:.4f}",
-            f"{s.aicc:.1f}",
-        ]
-        for s in scores
-    ]
-    return table(["form", "A", "error of the held-back points", "AICc"], rows)

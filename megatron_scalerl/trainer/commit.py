@@ -8,12 +8,13 @@ controller reads checkpoints' names too.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from megatron_scalerl.durable import sync_folder, write_durably
 
 COMMIT = "COMMIT"
 _STEP = re.compile(r"step_(\d+)")
@@ -29,14 +30,9 @@ def write_commit(path: str | Path, facts: Mapping[str, Any]) -> None:
     path = Path(path)
     files = {str(f.relative_to(path)): f.stat().st_size for f in sorted(path.rglob("*")) if f.is_file()}
     files.pop(COMMIT, None)
-    draft = path / f".{COMMIT}.draft"
-    with draft.open("w", encoding="utf8") as stream:
-        json.dump({**facts, "files": files}, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
-    draft.rename(path / COMMIT)
-    _sync_folder(path)
-    _sync_folder(path.parent)
+    write_durably(path / COMMIT, json.dumps({**facts, "files": files}, indent=1).encode())
+    sync_folder(path)
+    sync_folder(path.parent)
 
 
 def read_commit(path: str | Path) -> dict[str, Any]:
@@ -94,11 +90,3 @@ def discard(path: str | Path) -> None:
     (path / COMMIT).unlink(missing_ok=True)
     if path.exists():
         shutil.rmtree(path)
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -88,8 +88,3 @@ def synchronize() -> None:
     """Waits for the work queued on `device()`, for a wall time that means something."""
     if HAVE_GPU:
         torch.cuda.synchronize()
-
-
-def peak_memory_bytes() -> int:
-    """Largest device memory held by PyTorch in this process; 0 on a CPU."""
-    return torch.cuda.max_memory_allocated() if HAVE_GPU else 0
