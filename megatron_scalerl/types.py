@@ -12,6 +12,18 @@ from typing import Any, Literal
 import numpy as np
 
 
+class CompletionLost(RuntimeError):
+    """One completion cannot be used, through no fault of the policy; `reason` says why in one word.
+
+    It is left out of its group and counted, and its siblings stay. Raised by `rollouts.engine_client` (an answer
+    without log-probabilities: `no_logprobs`) and by `rewards.verifier` (its judge was lost twice: `verifier_lost`).
+    """
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
     """One problem, rendered and tokenised. Produced by `prompts.dataset`."""
