@@ -7,17 +7,18 @@ from pathlib import Path
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a file under another name, sync it, and rename it."""
+    """Write a file under another name, sync it, rename it, and sync its folder."""
     draft = path.with_name(f".{path.name}.draft")
     with draft.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    draft.rename(path)
+    draft.replace(path)
+    sync(path.parent)
 
 
-def sync_folder(path: Path) -> None:
-    """The names in a folder are on the disk."""
+def sync(path: Path) -> None:
+    """The content of a file, or the names in a folder, are on the disk when this returns."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from megatron_scalerl.durable import sync
+
 _BLOCK = 1 << 16
 
 
@@ -32,7 +34,7 @@ class JsonlWriter:
         created = not self.path.exists()
         self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, mode)
         if created:
-            _sync_folder_of(self.path)
+            sync(self.path.parent)
         self._encoder = msgspec.json.Encoder()
 
     def append(self, *rows: Any) -> None:
@@ -97,7 +99,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     path = Path(path)
     if not path.exists():
         return []
-    rows = []
+    rows: list[dict[str, Any]] = []
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -124,7 +126,7 @@ def rewrite(path: str | Path, rows: Iterable[Any], *, private: bool = False) -> 
     finally:
         writer.close()
     draft.replace(path)
-    _sync_folder_of(path)
+    sync(path.parent)
 
 
 def _is_object(line: bytes) -> bool:
@@ -132,11 +134,3 @@ def _is_object(line: bytes) -> bool:
         return isinstance(msgspec.json.decode(line), dict)
     except msgspec.DecodeError:
         return False
-
-
-def _sync_folder_of(path: Path) -> None:
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_scalerl.jsonl import JsonlWriter, read_jsonl, rewrite
 from megatron_scalerl.types import PassRate
 
 
@@ -25,12 +26,20 @@ class Sink(Protocol):
 
 
 class TensorBoardSink:
-    """Event files in RUN/tensorboard."""
+    """Event files in RUN/tensorboard, written anew from the records at every start.
+
+    So what a restart drops is gone from them too. The first event tells a TensorBoard that is watching to forget what
+    it has read so far.
+    """
 
     def __init__(self, run_dir: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._writer = EventFileWriter(str(run_dir / "tensorboard"))
+        folder = run_dir / "tensorboard"
+        shutil.rmtree(folder, ignore_errors=True)
+        self._writer = EventFileWriter(str(folder))
+        self._writer.add_event(Event(step=0, session_log=SessionLog(status=SessionLog.START)))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Record named scalars of one step."""
@@ -46,7 +55,10 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A W&B run of the recipe's name; used where wandb is installed and WANDB_MODE is not disabled."""
+    """A W&B run of the recipe's name; used where wandb is installed and WANDB_MODE is not disabled.
+
+    W&B ignores records of steps that it has seen: after a restart it keeps the first ones.
+    """
 
     def __init__(self, run_dir: Path, name: str) -> None:
         import wandb
@@ -63,67 +75,76 @@ class WandbSink:
 
 
 class Metrics:
-    """Writes step records and validations, and rolls both back to a checkpoint at a restart."""
+    """Writes step records and validations; step records that a restart makes again are dropped first.
 
-    def __init__(self, run_dir: str | Path, name: str) -> None:
+    Validations stay: the batches behind them are trained again with the same rollouts, and what was measured and
+    paid for once is not measured again.
+    """
+
+    def __init__(self, run_dir: str | Path, name: str, *, step: int, batches: int, last_step: int) -> None:
+        """step, batches: of the checkpoint that the run goes on from. last_step: newest step in the journal."""
         run_dir = Path(run_dir)
-        self._steps = run_dir / "metrics.jsonl"
-        self._validations = run_dir / "validation.jsonl"
-        self._by_prompt = run_dir / "validation_by_prompt.jsonl"
+        steps, validations, by_prompt = (
+            run_dir / f"{name}.jsonl" for name in ("metrics", "validation", "validation_by_prompt")
+        )
+        rewrite(steps, [r for r in read_jsonl(steps) if r["step"] <= step and r.get("batches", 0) <= batches])
+        rows = [r for r in read_jsonl(validations) if r["step"] <= last_step]
+        rewrite(validations, rows)
+        self._validated = {row["step"] for row in rows}
+        # written before its validation: a crash between the two leaves one that nothing belongs to
+        rewrite(by_prompt, [r for r in read_jsonl(by_prompt) if r["step"] in self._validated])
+        self._steps, self._validations, self._by_prompt = map(JsonlWriter, (steps, validations, by_prompt))
         self._sinks: list[Sink] = []
         if importlib.util.find_spec("tensorboard"):
-            self._sinks.append(TensorBoardSink(run_dir))
+            self._sinks.append(self._tensorboard(run_dir))
         if importlib.util.find_spec("wandb") and os.environ.get("WANDB_MODE") != "disabled":
             self._sinks.append(WandbSink(run_dir, name))
 
     def step(self, step: int, record: Mapping[str, Any]) -> None:
-        """Append one step's record; numbers also go to the sinks."""
-        _append(self._steps, {"step": step, **record})
+        """Append one record; numbers also go to the sinks. `record["batches"]` counts batches up to this one."""
+        self._steps.append({"step": step, **record})
         self._to_sinks(step, record)
 
     def validation(self, result: PassRate, by_prompt: Sequence[float]) -> None:
         """Append one validation, and each held-out prompt's own pass rate for paired comparisons."""
         row = asdict(result)
-        _append(self._by_prompt, {"step": result.step, "by_prompt": list(by_prompt)})
-        _append(self._validations, row)
-        self._to_sinks(result.step, {f"validation/{k}": v for k, v in row.items() if k != "step"})
+        self._by_prompt.append({"step": result.step, "by_prompt": list(by_prompt)})
+        self._validations.append(row)
+        self._validated.add(result.step)
+        self._to_sinks(result.step, _validation_scalars(row))
 
     def has_validation(self, step: int) -> bool:
         """True if the validation of this step is recorded."""
-        return self._validations.exists() and any(r["step"] == step for r in read_jsonl(self._validations))
-
-    def roll_back(self, step: int) -> None:
-        """Drop records of later steps: they are made again."""
-        for path in (self._steps, self._validations, self._by_prompt):
-            if path.exists():
-                rows = [r for r in read_jsonl(path) if r["step"] <= step]
-                temporary = path.with_suffix(".tmp")
-                temporary.write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf8")
-                os.replace(temporary, path)
+        return step in self._validated
 
     def close(self) -> None:
-        """Close every sink."""
+        """Close every file and sink."""
+        for file in (self._steps, self._validations, self._by_prompt):
+            file.close()
         for sink in self._sinks:
             sink.close()
 
+    def _tensorboard(self, run_dir: Path) -> TensorBoardSink:
+        sink = TensorBoardSink(run_dir)
+        for row in read_jsonl(self._steps.path):
+            sink.write(row["step"], _finite(row))
+        for row in read_jsonl(self._validations.path):
+            sink.write(row["step"], _finite(_validation_scalars(row)))
+        return sink
+
     def _to_sinks(self, step: int, record: Mapping[str, Any]) -> None:
-        scalars = {k: float(v) for k, v in record.items() if isinstance(v, (int, float)) and math.isfinite(v)}
+        scalars = _finite(record)
         for sink in self._sinks:
             sink.write(step, scalars)
 
 
-def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """Every whole line of a JSONL file; a torn last line is left out."""
-    rows = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf8").split("\n")[:-1], 1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            raise ValueError(f"{path} line {number}: expected a JSON object, found {line[:40]!r}") from None
-    return rows
+def _validation_scalars(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"validation/{k}": v for k, v in row.items() if k != "step"}
 
 
-def _append(path: Path, row: Mapping[str, Any]) -> None:
-    with open(path, "a", encoding="utf8") as file:
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        file.write(json.dumps(finite) + "\n")
+def _finite(record: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        k: float(v)
+        for k, v in record.items()
+        if k != "step" and isinstance(v, (int, float)) and math.isfinite(v)
+    }

@@ -74,7 +74,8 @@ class Progress:
         self._console.print(
             f"{result.step:5d}  held-out pass rate {result.pass_rate:.3f}"
             f" ({result.prompts} prompts x {result.generations}, {result.mean_completion_tokens:.1f} tokens,"
-            f" interrupted {result.interrupted_share:.3f}, truncated {result.truncated_share:.3f})",
+            f" interrupted {result.interrupted_share:.3f}, truncated {result.truncated_share:.3f}"
+            f"{'' if result.entropy is None else f', entropy {result.entropy:.3f}'})",
             style="green",
             highlight=False,
         )

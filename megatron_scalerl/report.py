@@ -5,7 +5,6 @@ Reads RUN/validation.jsonl, validation_by_prompt.jsonl, ledger.jsonl and recipe.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from rich.table import Table
 
 from megatron_scalerl.fit.forecast import FitResult, fit
 from megatron_scalerl.fit.plot import plot_forecast
+from megatron_scalerl.jsonl import read_jsonl
 
 BOOTSTRAP_DRAWS = 10_000
 
@@ -54,7 +54,7 @@ def report(run_dir: str | Path, console: Console) -> None:
     run_dir = Path(run_dir)
     rows = read_rows(run_dir / "validation.jsonl")
     recipe = yaml.safe_load((run_dir / "recipe.yaml").read_text(encoding="utf8"))
-    unit = json.loads((run_dir / "ledger.jsonl").open(encoding="utf8").readline())["unit"]
+    unit = str(read_rows(run_dir / "ledger.jsonl")[0]["unit"])
     _print_gain(console, gain(run_dir))
     _print_ledger(console, run_dir, unit)
     meetings = forecasts(rows, recipe["forecast"], name=recipe["name"], unit=unit)
@@ -127,10 +127,10 @@ def plot(run_dir: str | Path, meeting: Meeting) -> Path:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The lines of a run's JSONL file. Raises ValueError where it is missing or empty."""
-    lines = path.read_text(encoding="utf8").split("\n")[:-1] if path.exists() else []
-    if not lines:
+    rows = read_jsonl(path)
+    if not rows:
         raise ValueError(f"{path}: expected at least one line, found {'none' if path.exists() else 'no file'}")
-    return [json.loads(line) for line in lines]
+    return rows
 
 
 def _print_gain(console: Console, found: Gain) -> None:
@@ -144,8 +144,9 @@ def _print_gain(console: Console, found: Gain) -> None:
 
 def _print_ledger(console: Console, run_dir: Path, unit: str) -> None:
     hours: dict[str, float] = {}
-    for row in read_rows(run_dir / "ledger.jsonl")[1:]:
-        hours[row["role"]] = hours.get(row["role"], 0.0) + row["hours"]
+    for row in read_rows(run_dir / "ledger.jsonl"):
+        if "role" in row:  # the others: the head, and heartbeats of a run under way
+            hours[row["role"]] = hours.get(row["role"], 0.0) + row["hours"]
     total = sum(hours.values())
     parts = ", ".join(f"{role} {value:.4g} ({value / total:.0%})" for role, value in hours.items())
     console.print(f"ledger, {unit.replace('_', '-')}: {total:.4g} held: {parts}", highlight=False)

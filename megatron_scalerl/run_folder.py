@@ -1,29 +1,56 @@
-"""RUN/: who may write into it, which recipe it belongs to, and which life of the run this is.
+"""RUN/: who may write into it, which recipe it belongs to, and which attempt of the run this is.
 
     recipe.yaml      the recipe as resolved
-    lives            one line per start: run id, number of the life, when
+    lives            one line per start: run id, incarnation, when
+    end.json         how the latest attempt that ended regularly did
     journal.jsonl    rollouts/ ledger.jsonl metrics.jsonl validation.jsonl tensorboard/ logs/ checkpoints/
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import json
 import os
 import secrets
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from megatron_scalerl.durable import write_durably
+from megatron_scalerl.jsonl import JsonlWriter, read_jsonl
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe_file import RecipeError, dump_recipe
+from megatron_scalerl.rollouts.journal import History
 from megatron_scalerl.trainer import commit
 
-MAY_CHANGE = frozenset({"steps", "checkpoint.every_steps", "checkpoint.keep", "forecast.fit_until_share"})
+MAY_CHANGE = frozenset(
+    {"steps", "checkpoint.every_steps", "checkpoint.keep", "forecast.fit_until_share", "trainer.micro_batch_tokens"}
+)
 """Keys that a restart may change without being another run."""
+
+END = "end.json"
+_FOLDERS = ("logs", "checkpoints", "rollouts")
+_BEFORE_RECIPE = frozenset({"lock", ".recipe.yaml.draft", "recipe.yaml.tmp", *_FOLDERS})
+"""What a start leaves that was killed before it wrote recipe.yaml; the folders are empty then."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumePoint:
+    """Where an attempt starts from."""
+
+    checkpoint: Path | None = None
+    """None: from the policy of the recipe."""
+    step: int = 0
+    batches: int = 0
+    """Batches of the run's lineage that the checkpoint has seen."""
+    damaged: tuple[str, ...] = ()
+    """A line about each newer checkpoint that is damaged."""
 
 
 class RunFolder:
@@ -32,70 +59,132 @@ class RunFolder:
     def __init__(self, recipe: Recipe) -> None:
         """Create or reopen. Raises RecipeError where the folder belongs to another recipe or is in use."""
         self.path = Path(recipe.run_dir)
-        self._check_recipe(recipe)
+        check_recipe(recipe)
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = self._take_lock()
-        for name in ("logs", "checkpoints", "rollouts"):
-            (self.path / name).mkdir(exist_ok=True)
-        self.recipe_file = self.path / "recipe.yaml"
-        temporary = self.path / "recipe.yaml.tmp"
-        temporary.write_text(dump_recipe(recipe), encoding="utf8")
-        os.replace(temporary, self.recipe_file)
-        self.run_id, self.incarnation = self._begin_life()
+        try:
+            check_recipe(recipe)  # again, now that nobody else can write
+            for name in _FOLDERS:
+                (self.path / name).mkdir(exist_ok=True)
+            self.recipe_file = self.path / "recipe.yaml"
+            write_durably(self.recipe_file, dump_recipe(recipe).encode())
+            self.run_id, self.incarnation = self._begin_attempt()
+        except BaseException:
+            os.close(self._lock)
+            raise
 
     def checkpoint(self, step: int) -> Path:
         """Where the checkpoint of this step goes."""
         return commit.checkpoint_path(self.path / "checkpoints", step)
 
-    def latest_checkpoint(self) -> Path | None:
-        """The newest whole checkpoint. Raises ValueError naming a file of it that is missing."""
-        found = commit.latest(self.path / "checkpoints")
-        if found is not None:
-            commit.read_commit(found)
-        return found
-
     def keep_checkpoints(self, keep: int) -> None:
-        """Delete all but the newest `keep` checkpoints."""
+        """Delete all but the newest `keep` checkpoints, and those that were never committed."""
         commit.prune(self.path / "checkpoints", keep)
+
+    def end(self, reason: str, *, step: int, final: bool) -> None:
+        """The attempt ended regularly; `final`: no attempt can go on from here, whatever `steps` is set to."""
+        end = {"reason": reason, "step": step, "final": final, "incarnation": self.incarnation}
+        write_durably(self.path / END, json.dumps(end).encode())
 
     def close(self) -> None:
         """Let another controller in."""
         os.close(self._lock)
 
-    def _check_recipe(self, recipe: Recipe) -> None:
-        found = self.path / "recipe.yaml"
-        if not found.exists():
-            if self.path.exists() and any(self.path.iterdir()):
-                raise RecipeError(f"{self.path}: expected an empty folder or a run, found files without recipe.yaml")
-            return
-        before = dict(_flat(yaml.safe_load(found.read_text(encoding="utf8"))))
-        now = dict(_flat(recipe.model_dump(mode="json")))
-        for key in sorted(before.keys() | now.keys()):
-            if before.get(key) != now.get(key) and key not in MAY_CHANGE:
-                raise RecipeError(
-                    f"{self.path}: expected the recipe of the run in it, {key}: {before.get(key)!r}, "
-                    f"found {now.get(key)!r}; choose another name or output_dir"
-                )
-
     def _take_lock(self) -> int:
-        lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR, 0o644)
+        lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError as error:
             os.close(lock)
-            raise RecipeError(f"{self.path}: expected a folder that no run writes to, found it locked") from None
+            if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
+                raise RecipeError(f"{self.path}: expected a folder that no run writes to, found it locked") from None
+            raise RecipeError(
+                f"{self.path}/lock: expected a file system with file locks (flock), found {error.strerror}; choose "
+                "an output_dir on another file system"
+            ) from None
         return lock
 
-    def _begin_life(self) -> tuple[str, str]:
+    def _begin_attempt(self) -> tuple[str, str]:
         """(run id, incarnation): `JOB_ID.RESTART_COUNT` on Slurm, else the number of this start."""
         path = self.path / "lives"
-        lives = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        run_id = lives[0]["run_id"] if lives else secrets.token_hex(8)
+        starts = read_jsonl(path)
+        run_id = starts[0]["run_id"] if starts else secrets.token_hex(8)
         job = os.environ.get("SLURM_JOB_ID")
-        incarnation = f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}" if job else f"local.{len(lives)}"
-        with open(path, "a", encoding="utf8") as file:
-            file.write(json.dumps({"run_id": run_id, "incarnation": incarnation, "unix_time": time.time()}) + "\n")
+        incarnation = f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}" if job else f"local.{len(starts)}"
+        with contextlib.closing(JsonlWriter(path)) as file:
+            file.append({"run_id": run_id, "incarnation": incarnation, "unix_time": time.time()})
+            file.sync()
         return run_id, incarnation
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Raises RecipeError where the run's folder holds files that are not a run's, or the run of another recipe."""
+    folder = Path(recipe.run_dir)
+    found = folder / "recipe.yaml"
+    if not found.exists():
+        if folder.exists() and not all(_left_by_a_start(item) for item in folder.iterdir()):
+            raise RecipeError(f"{folder}: expected an empty folder or a run, found files without recipe.yaml")
+        return
+    before = dict(_flat(yaml.safe_load(found.read_text(encoding="utf8"))))
+    now = dict(_flat(recipe.model_dump(mode="json")))
+    defaults = dict(_flat(type(recipe).model_construct().model_dump(mode="json", warnings=False)))
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key, defaults.get(key)) != now.get(key) and key not in MAY_CHANGE:
+            raise RecipeError(
+                f"{folder}: expected the recipe of the run in it, {key}: {before.get(key)!r}, "
+                f"found {now.get(key)!r}; choose another name or output_dir"
+            )
+
+
+def resume_point(run_dir: str | Path) -> ResumePoint:
+    """The newest whole checkpoint of a run.
+
+    Raises RuntimeError where there are checkpoints and none is whole.
+    """
+    path, damaged = commit.latest_whole(Path(run_dir) / "checkpoints", _check_checkpoint)
+    if path is None:
+        return ResumePoint()
+    state = _check_checkpoint(path)
+    return ResumePoint(checkpoint=path, step=state["step"], batches=state["batches"], damaged=tuple(damaged))
+
+
+def check_history(run_dir: str | Path, history: History, start: ResumePoint) -> None:
+    """Raises RuntimeError where the journal does not reach as far as the checkpoint: lines of it are lost."""
+    if len(history.batches) < start.batches:
+        raise RuntimeError(
+            f"{Path(run_dir) / 'journal.jsonl'}: expected at least the {start.batches} batches of {start.checkpoint}, "
+            f"found {len(history.batches)}"
+        )
+
+
+def finished(recipe: Recipe) -> str | None:
+    """Why nothing is left to do in the run's folder, None if something is."""
+    folder = Path(recipe.run_dir)
+    point = resume_point(folder)
+    if point.checkpoint is None:
+        return None
+    end = json.loads((folder / END).read_bytes()) if (folder / END).exists() else {}
+    if end.get("final") and end.get("step") == point.step:
+        return str(end["reason"])
+    validated = {row["step"] for row in read_jsonl(folder / "validation.jsonl")}
+    if point.step < recipe.steps or (recipe.validation.every_steps and point.step not in validated):
+        return None
+    return f"all {point.step} steps are made"
+
+
+def _check_checkpoint(path: Path) -> dict[str, Any]:
+    """The controller's own state in a checkpoint, after every check that needs no trainer. Raises ValueError."""
+    commit.read_commit(path)
+    file = path / "controller.json"
+    try:
+        state: dict[str, Any] = json.loads(file.read_bytes())
+        return state | {"step": int(state["step"]), "batches": int(state["batches"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file}: expected JSON with step and batches, found {error!r}") from None
+
+
+def _left_by_a_start(item: Path) -> bool:
+    return item.name in _BEFORE_RECIPE and not (item.is_dir() and any(item.iterdir()))
 
 
 def _flat(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

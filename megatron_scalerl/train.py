@@ -5,28 +5,45 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+from collections.abc import Coroutine
+from typing import Any
 
 from rich.console import Console
 
 from megatron_scalerl.controller import Controller
+from megatron_scalerl.launch.fleet import Devices, Fleet
 from megatron_scalerl.launch.local import local_launcher
+from megatron_scalerl.ledger import Ledger
+from megatron_scalerl.meter import Meter, metering
 from megatron_scalerl.preflight import Inputs, check_inputs
+from megatron_scalerl.probe import Probe
 from megatron_scalerl.progress import Progress
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rewards.verifier import VerifierPool
-from megatron_scalerl.run_folder import RunFolder
+from megatron_scalerl.rollouts.journal import read_history
+from megatron_scalerl.rollouts.sampler import Sampler
+from megatron_scalerl.run_folder import RunFolder, check_history, check_recipe, finished, resume_point
+from megatron_scalerl.weights.sync import WeightSync
 
 
 def train(recipe: Recipe, console: Console) -> str:
     """Run or go on with `recipe`; returns why the run ended.
 
-    Raises ValueError for what the user can mend (nothing is written then) and RuntimeError for a process or an
+    Raises ValueError for the user's mistakes (nothing is written then) and RuntimeError for a process or an
     update that failed; the run goes on from its last checkpoint when it is started again.
     """
     inputs = check_inputs(recipe)
     for line in inputs.prompts.report.lines():
         console.print(line, highlight=False)
-    return asyncio.run(_train(inputs.resolved(recipe), inputs, console))
+    recipe = inputs.resolved(recipe)
+    check_recipe(recipe)
+    reason = finished(recipe)
+    if reason is not None:
+        return f"{reason}; nothing is left to do"
+    try:
+        return asyncio.run(_train(recipe, inputs, console))
+    except BaseExceptionGroup as group:
+        raise _first_of(group) from group
 
 
 async def _train(recipe: Recipe, inputs: Inputs, console: Console) -> str:
@@ -39,7 +56,7 @@ async def _train(recipe: Recipe, inputs: Inputs, console: Console) -> str:
         incorrect=rewards.incorrect,
     )
     async with verifier:
-        # only now, when nothing of the user's can be wrong any more, a folder is written
+        # only now, when no mistake of the user's can be left, a folder is written
         with contextlib.closing(RunFolder(recipe)) as folder:
             return await _in_folder(recipe, inputs, folder, verifier, console)
 
@@ -47,15 +64,59 @@ async def _train(recipe: Recipe, inputs: Inputs, console: Console) -> str:
 async def _in_folder(
     recipe: Recipe, inputs: Inputs, folder: RunFolder, verifier: VerifierPool, console: Console
 ) -> str:
-    async with local_launcher(recipe, folder, secrets.token_hex(32)) as launcher:
-        fleet = await launcher.start()
-        console.print(
-            f"{fleet.info.parameters:,} parameters, {fleet.trainer_devices} trainer and {fleet.engine_devices} "
-            f"engine devices ({fleet.info.device}, {fleet.info.backend}), logits {fleet.info.logits}",
-            highlight=False,
-        )
-        with Progress(console, recipe.steps) as progress:
-            controller = Controller(
-                recipe=recipe, inputs=inputs, folder=folder, fleet=fleet, verifier=verifier, progress=progress
-            )
-            return await launcher.while_alive(controller.run())
+    """Everything that can be refused is read before a device is held."""
+    start = resume_point(folder.path)
+    for line in start.damaged:
+        console.print(f"going on from step {start.step}: {line}", highlight=False)
+    history = read_history(folder.path)
+    check_history(folder.path, history, start)
+    sampler = Sampler(recipe, inputs.tokenizer, verifier)
+    devices = Devices.of(recipe)
+    with contextlib.closing(
+        Ledger(folder.path / "ledger.jsonl", devices.unit, incarnation=folder.incarnation)
+    ) as ledger:
+        async with local_launcher(recipe, folder, secrets.token_hex(32)) as launcher:
+            meter = Meter(
+                ledger, trainer_devices=devices.trainer, engine_devices=devices.engine, batches=start.batches,
+                step=start.step,
+            )  # fmt: skip
+            async with metering(meter):
+                fleet = await launcher.start()
+                _announce(fleet, console)
+                with Progress(console, recipe.steps) as progress:
+                    controller = Controller(
+                        recipe=recipe,
+                        prompts=inputs.prompts,
+                        folder=folder,
+                        fleet=fleet,
+                        start=start,
+                        history=history,
+                        sampler=sampler,
+                        sync=WeightSync(fleet.trainer, fleet.engines, recipe),
+                        probe=Probe(recipe, sampler, fleet, [*inputs.prompts.training, *inputs.prompts.held_out]),
+                        meter=meter,
+                        progress=progress,
+                    )
+                    return await _running(launcher.while_alive(controller.run()))
+
+
+def _announce(fleet: Fleet, console: Console) -> None:
+    info, devices = fleet.info, fleet.devices
+    console.print(
+        f"{info.parameters:,} parameters, {devices.trainer} trainer and {devices.engine} engine devices "
+        f"({info.device}, {info.backend}), logits {info.logits}",
+        highlight=False,
+    )
+
+
+async def _running(work: Coroutine[Any, Any, str]) -> str:
+    """The result of `work`. Once a run is under way a ValueError is no mistake of the user's."""
+    try:
+        return await work
+    except ValueError as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    first = group.exceptions[0]
+    return _first_of(first) if isinstance(first, BaseExceptionGroup) else first

@@ -98,17 +98,19 @@ class RolloutGroup:
     """Number of the group in the order of admission, from 0, unique in a run's lineage."""
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
-    """[G]"""
+    """[G] at least one; fewer than rollouts.group_size where completions were lost."""
     scores: tuple[Score, ...]
     """[G]"""
     first_token_version: int
     """Oldest policy version among the first tokens of its completions."""
     epoch: int
     """Pass over the training prompts in which the prompt was drawn, from 0."""
+    lost_completions: int = 0
+    """Completions that were left out of the group (`CompletionLost`)."""
 
     @property
     def pass_rate(self) -> float:
-        """Share of correct completions, truncated ones counted as wrong."""
+        """Share of correct completions, truncated ones counted as wrong, lost ones not counted."""
         return sum(s.correct for s in self.scores) / len(self.scores)
 
 
@@ -203,3 +205,8 @@ class PassRate:
     truncated_share: float
     interrupted_share: float
     mean_completion_tokens: float
+    entropy: float | None = None
+    """Minus the mean log-probability (nats) of all sampled tokens, forced ones left out, under the engine. An
+    estimate of the policy's entropy per token on held-out prompts."""
+    lost_completions: int = 0
+    """Completions that could not be had (`CompletionLost`); the pass rate is that of the others."""

@@ -9,13 +9,17 @@ is an error of ours. (Khatri et al. 2025, section 2: mean@16 on 1,000 held-out p
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_scalerl.recipe_sections import ValidationSection
 from megatron_scalerl.rollouts.engine_client import EngineClient
 from megatron_scalerl.rollouts.sampler import VALIDATION_PRIORITY, Sampler
-from megatron_scalerl.types import Prompt, Rollout, Score
+from megatron_scalerl.types import CompletionLost, Prompt, Rollout, Score
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,11 +36,15 @@ class Validation:
     truncated_share: float
     interrupted_share: float
     generated_tokens: int
+    mean_completion_tokens: float
+    """Tokens per completion."""
+    entropy: float
+    """Minus the mean log-probability (nats) of all sampled tokens under the engine; forced tokens are left out.
 
-    @property
-    def mean_completion_tokens(self) -> float:
-        """Tokens per completion."""
-        return self.generated_tokens / (self.prompts * self.generations)
+    NaN where no token was sampled.
+    """
+    lost_completions: int
+    """Completions that could not be had, left out of everything above."""
 
 
 async def validate(
@@ -48,39 +56,64 @@ async def validate(
     generations: int,
     policy_version: int,
     max_in_flight: int,
+    count_tokens: Callable[[int], None] = lambda tokens: None,
 ) -> Validation:
     """Complete and score every held-out prompt; the engines must serve `policy_version` throughout.
 
-    The first completions of a prompt are the same draws whatever `generations` is.
+    The first completions of a prompt are the same draws whatever `generations` is. `count_tokens` is told the number
+    of tokens of every completion when it is finished. A completion that is lost is tried once more with the same
+    draws. Raises RuntimeError where a prompt is left without any.
     """
     prompts = prompts[: settings.prompts]
     assert prompts and generations >= 1
     slots = asyncio.Semaphore(max_in_flight * len(engines))
 
-    async def one(number: int, index: int) -> tuple[Rollout, Score]:
+    async def one(number: int, index: int) -> tuple[Rollout, Score] | None:
         draw = sampler.draw(settings.seed, number, index)
+        engine = engines[number % len(engines)]
         async with slots:
-            return await sampler.complete(
-                engines[number % len(engines)], prompts[number], draw, priority=VALIDATION_PRIORITY
-            )
+            for _ in range(2):
+                try:
+                    result = await sampler.complete(engine, prompts[number], draw, priority=VALIDATION_PRIORITY)
+                except CompletionLost as lost:
+                    logger.warning("validation, prompt %s: a completion is lost: %s", prompts[number].prompt_id, lost)
+                    continue
+                count_tokens(len(result[0].token_ids))
+                return result
+        return None
 
     async with asyncio.TaskGroup() as tasks:
         running = [
             [tasks.create_task(one(number, index)) for index in range(generations)]
             for number in range(len(prompts))
         ]
-    done = [[task.result() for task in row] for row in running]
+    done = [[result for task in row if (result := task.result()) is not None] for row in running]
+    for prompt, row in zip(prompts, done):
+        if not row:
+            raise RuntimeError(
+                f"validation of version {policy_version}: prompt {prompt.prompt_id}: expected a completion, found "
+                f"all {generations} lost"
+            )
+    return _measured(done, generations, policy_version)
+
+
+def _measured(done: Sequence[Sequence[tuple[Rollout, Score]]], generations: int, policy_version: int) -> Validation:
     rollouts = [rollout for row in done for rollout, _ in row]
     versions = {version for rollout in rollouts for version in rollout.policy_versions}
     assert versions == {policy_version}, f"validation of version {policy_version} saw versions {sorted(versions)}"
     by_prompt = tuple(sum(score.correct for _, score in row) / len(row) for row in done)
+    tokens = sum(len(r.token_ids) for r in rollouts)
+    sampled = [p for r in rollouts for p, is_sampled in zip(r.rollout_logprobs, r.loss_mask) if is_sampled]
     return Validation(
         policy_version=policy_version,
-        prompts=len(prompts),
+        prompts=len(done),
         generations=generations,
         pass_rate=sum(by_prompt) / len(by_prompt),
         by_prompt=by_prompt,
         truncated_share=sum(r.truncated for r in rollouts) / len(rollouts),
         interrupted_share=sum(r.interrupted for r in rollouts) / len(rollouts),
-        generated_tokens=sum(len(r.token_ids) for r in rollouts),
+        generated_tokens=tokens,
+        mean_completion_tokens=tokens / len(rollouts),
+        entropy=-sum(sampled) / len(sampled) if sampled else math.nan,
+        lost_completions=len(done) * generations - len(rollouts),
     )

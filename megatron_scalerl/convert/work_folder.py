@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_scalerl.convert.jobs import Job, Record
-from megatron_scalerl.durable import sync_folder, write_durably
+from megatron_scalerl.durable import sync, write_durably
 
 _PLAN = "plan.json"
 _RECORDS = "records"
@@ -49,9 +49,9 @@ class WorkFolder:
     def publish(self) -> None:
         """Give the result its name."""
         for folder in {file.parent for file in self.path.rglob("*")}:
-            sync_folder(folder)
+            sync(folder)
         self.path.rename(self.out)
-        sync_folder(self.out.parent)
+        sync(self.out.parent)
         shutil.rmtree(self._state)
 
 

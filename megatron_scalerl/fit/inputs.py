@@ -90,6 +90,8 @@ def _ledger_unit(path: Path) -> str:
         return "gpu_hours"
     with open(path, encoding="utf-8") as handle:
         head = handle.readline()
+    if not head.endswith("\n"):  # torn by a crash
+        return "gpu_hours"
     try:
         return str(json.loads(head).get("unit", "gpu_hours"))
     except (json.JSONDecodeError, AttributeError):

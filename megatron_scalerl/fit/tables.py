@@ -85,6 +85,8 @@ def _from_jsonl(path: Path, text: str) -> Table:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
+            if rows and text.endswith(line):  # without its newline: being written, or torn by a crash
+                break
             raise ValueError(f"{path}: row {number}: expected one JSON object, found {error.msg}") from None
         if not isinstance(row, dict):
             raise ValueError(f"{path}: row {number}: expected one JSON object, found {type(row).__name__}")

@@ -10,11 +10,10 @@ import asyncio
 import contextlib
 import os
 import sys
-import time
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
-from megatron_scalerl.launch.fleet import Fleet
+from megatron_scalerl.launch.fleet import Devices, Fleet
 from megatron_scalerl.launch.processes import ChildProcess
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.engine import EngineProcess
@@ -34,7 +33,6 @@ class LocalLauncher:
         self._recipe = recipe
         self._folder = folder
         self._transport = resolve_transport(recipe.weights.transport)
-        self._held_since = time.monotonic()
         self._trainers: list[ChildProcess] = []
         self._watches: list[asyncio.Task[BaseException]] = []
         self._client = TrainerClient(
@@ -73,10 +71,7 @@ class LocalLauncher:
             trainer=self._client,
             info=info,
             engines=[engine.client for engine in self._engines],
-            unit="gpu_hours" if info.backend == "nccl" else "device_hours",
-            trainer_devices=self._recipe.trainer.world_size,
-            engine_devices=self._recipe.engine.count * self._recipe.engine.devices_per_engine,
-            held_since=self._held_since,
+            devices=Devices.of(self._recipe),
         )
 
     async def while_alive(self, work: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:

@@ -65,6 +65,10 @@ class StalenessGate:
         assert deadline >= lower, f"group {group_id}: first token older than its admission"
         self._ready[group_id] = deadline
 
+    def abandon(self, group_id: int) -> None:
+        """A group in flight comes to nothing; it may start again, with a later deadline."""
+        del self._in_flight[group_id]
+
     def restore(self, group_id: int, first_token_version: int) -> None:
         """A finished group comes back from the journal after a restart."""
         self._ready[group_id] = first_token_version + self.max_staleness_steps

@@ -19,15 +19,18 @@ Khatri et al. 2025, section 2 (PipelineRL, k = 8); the staleness rules are prove
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megatron_scalerl.prompts.curriculum import Curriculum, CurriculumDry
 from megatron_scalerl.rollouts.engine_client import EngineClient
 from megatron_scalerl.rollouts.gate import StalenessGate
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.sampler import TRAINING_PRIORITY, Sampler
-from megatron_scalerl.types import Prompt, RolloutGroup
+from megatron_scalerl.types import CompletionLost, Prompt, Rollout, RolloutGroup, Score
+
+logger = logging.getLogger(__name__)
 
 
 class RolloutStream:
@@ -45,12 +48,13 @@ class RolloutStream:
         max_in_flight: int,
         seed: int,
         next_group_id: int = 0,
+        count_tokens: Callable[[int], None] = lambda tokens: None,
     ) -> None:
+        """count_tokens: told the number of tokens of every completion when it is finished."""
         self.policy_version = 0
         self.completions = 0
         """Completions finished since the start of this process."""
-        self.generated_tokens = 0
-        """Tokens of these completions."""
+        self._count_tokens = count_tokens
         self._idle_since: float | None = None
         self._idle_seconds = 0.0
         self._curriculum = curriculum
@@ -105,7 +109,7 @@ class RolloutStream:
                     self._gate.take(ids)
                     self._changed.notify_all()
                     return [self._ready.pop(g) for g in ids]
-                if self.dry and self._gate.in_flight == 0:
+                if self.dry and self._gate.in_flight == 0 and not self._reissue:
                     return None
                 await self._changed.wait()
 
@@ -185,13 +189,18 @@ class RolloutStream:
                     for index in range(self._group_size)
                 ]
             done = [task.result() for task in running]
+            kept = [result for result in done if result is not None]
+            if not kept:
+                await self._again(group_id, prompt, epoch)
+                return
             group = RolloutGroup(
                 group_id=group_id,
                 prompt=prompt,
-                rollouts=tuple(rollout for rollout, _ in done),
-                scores=tuple(score for _, score in done),
-                first_token_version=min(rollout.policy_versions[0] for rollout, _ in done),
+                rollouts=tuple(rollout for rollout, _ in kept),
+                scores=tuple(score for _, score in kept),
+                first_token_version=min(rollout.policy_versions[0] for rollout, _ in kept),
                 epoch=epoch,
+                lost_completions=len(done) - len(kept),
             )
             self._journal.finish(group)
             self._curriculum.observe(prompt.prompt_id, group.pass_rate)
@@ -204,11 +213,27 @@ class RolloutStream:
         except BaseException as failure:
             await self._fail(failure)
 
-    async def _completion(self, engine: EngineClient, prompt: Prompt, group_id: int, index: int):
+    async def _again(self, group_id: int, prompt: Prompt, epoch: int) -> None:
+        """Every completion of a group was lost: issue it again under its id. What loses them all ends the run."""
+        async with self._changed:
+            self._gate.abandon(group_id)
+            self._reissue.append((group_id, prompt, epoch))
+            if self._admission is not None and self._admission.done():  # it ended when the curriculum was dry
+                self._admission = asyncio.create_task(self._admit(), name="admission")
+            self._changed.notify_all()
+
+    async def _completion(
+        self, engine: EngineClient, prompt: Prompt, group_id: int, index: int
+    ) -> tuple[Rollout, Score] | None:
+        """One scored completion, None if it was lost."""
         draw = self._sampler.draw(self._seed, group_id, index)
-        result = await self._sampler.complete(engine, prompt, draw, priority=TRAINING_PRIORITY)
-        self.completions += 1
-        self.generated_tokens += len(result[0].token_ids)
+        result: tuple[Rollout, Score] | None = None
+        try:
+            result = await self._sampler.complete(engine, prompt, draw, priority=TRAINING_PRIORITY)
+            self.completions += 1
+            self._count_tokens(len(result[0].token_ids))
+        except CompletionLost as lost:
+            logger.warning("group %d, completion %d is left out: %s", group_id, index, lost)
         async with self._changed:
             self._load[engine] -= 1
             if not any(self._load.values()):

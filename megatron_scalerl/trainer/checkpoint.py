@@ -19,6 +19,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from megatron_scalerl.durable import write_durably
 from megatron_scalerl.trainer.commit import discard, read_commit, write_commit
 from megatron_scalerl.trainer.parallel import Parallel
 from megatron_scalerl.trainer.shard_writer import writing_in_process
@@ -43,7 +44,7 @@ def save(path: str | Path, trainer: Trainer, extra: dict[str, Any]) -> None:
         dist_checkpointing.save(_sharded_state(trainer, loading=False, generators=True), str(path))
     dist.barrier()
     if first:
-        (path / EXTRA).write_text(json.dumps(extra), encoding="utf8")
+        write_durably(path / EXTRA, json.dumps(extra).encode())
         write_commit(path, {"step": trainer.steps_made, "layout": _layout(trainer.parallel)})
     dist.barrier()
 

@@ -1,22 +1,25 @@
 """Which checkpoint folders count: the COMMIT file, its check, the newest one, and the pruning of old ones.
 
 A checkpoint is a folder `step_000123` whose COMMIT file, written last and by rename, lists every other file with
-its size. A folder without it was interrupted while being written and is no checkpoint. Imports no torch: the
-controller reads checkpoints' names too.
+its size, and the digests of the small ones. What it vouches for was on the disk before it. A folder without it was
+interrupted while being written and is no checkpoint. Imports no torch: the controller reads checkpoints' names too.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.durable import sync_folder, write_durably
+from megatron_scalerl.durable import sync, write_durably
 
 COMMIT = "COMMIT"
+DIGEST_BYTES = 16 << 20
+"""Files up to this size are committed with their SHA-256: metadata, common state, the controller's state."""
 _STEP = re.compile(r"step_(\d+)")
 
 
@@ -26,20 +29,25 @@ def checkpoint_path(folder: str | Path, step: int) -> Path:
 
 
 def write_commit(path: str | Path, facts: Mapping[str, Any]) -> None:
-    """Commit the folder `path` as it is: list its files with their sizes, and `facts`, in COMMIT."""
+    """Commit the folder `path` as it is: sync its files, list them in COMMIT with their sizes, and add `facts`."""
     path = Path(path)
-    files = {str(f.relative_to(path)): f.stat().st_size for f in sorted(path.rglob("*")) if f.is_file()}
-    files.pop(COMMIT, None)
-    write_durably(path / COMMIT, json.dumps({**facts, "files": files}, indent=1).encode())
-    sync_folder(path)
-    sync_folder(path.parent)
+    inside = [p for p in sorted(path.rglob("*")) if p != path / COMMIT]
+    for item in [*inside, path, path.parent]:
+        sync(item)
+    files = {str(p.relative_to(path)): p for p in inside if p.is_file()}
+    content = {
+        **facts,
+        "files": {name: file.stat().st_size for name, file in files.items()},
+        "sha256": {name: _digest(file) for name, file in files.items() if file.stat().st_size <= DIGEST_BYTES},
+    }
+    write_durably(path / COMMIT, json.dumps(content, indent=1).encode())
 
 
 def read_commit(path: str | Path) -> dict[str, Any]:
     """The facts of a committed checkpoint, after checking that every file of it is there in full.
 
     Raises ValueError, naming the file, for a folder that is missing or not committed and for a file that is
-    missing or has another size.
+    missing or has another size or, where it is small, another content.
     """
     path = Path(path)
     commit = path / COMMIT
@@ -47,16 +55,23 @@ def read_commit(path: str | Path) -> dict[str, Any]:
         found = "a folder without it" if path.is_dir() else "no folder"
         raise ValueError(f"{commit}: expected the file that completes a checkpoint, found {found}")
     try:
-        facts: dict[str, Any] = json.loads(commit.read_text(encoding="utf8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{commit}: expected JSON, found {error}") from None
-    for name, size in facts["files"].items():
+        facts: dict[str, Any] = json.loads(commit.read_bytes())
+        sizes, digests = dict(facts["files"]), dict(facts.get("sha256", {}))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{commit}: expected JSON with the checkpoint's files, found {error}") from None
+    for name, size in sizes.items():
         file = path / name
         if not file.is_file():
             raise ValueError(f"{file}: expected a file of {size} bytes, found none")
         if file.stat().st_size != size:
             raise ValueError(f"{file}: expected {size} bytes, found {file.stat().st_size}")
+        if name in digests and digests[name] != _digest(file):
+            raise ValueError(f"{file}: expected the content that was committed, found another digest")
     return facts
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def committed(folder: str | Path) -> list[tuple[int, Path]]:
@@ -75,10 +90,33 @@ def latest(folder: str | Path) -> Path | None:
     return found[-1][1] if found else None
 
 
+def latest_whole(folder: str | Path, check: Callable[[Path], object] = read_commit) -> tuple[Path | None, list[str]]:
+    """The newest committed checkpoint that `check` accepts, and a line about each newer one that it does not.
+
+    `check` raises ValueError naming what is wrong. (None, []) where nothing was committed yet. Raises RuntimeError
+    where no checkpoint is whole.
+    """
+    damaged: list[str] = []
+    for _, path in reversed(committed(folder)):
+        try:
+            check(path)
+        except ValueError as error:
+            damaged.append(str(error))
+            continue
+        return path, damaged
+    if damaged:
+        raise RuntimeError(f"{folder}: expected a whole checkpoint, found only damaged ones: {'; '.join(damaged)}")
+    return None, damaged
+
+
 def prune(folder: str | Path, keep: int) -> list[Path]:
-    """Delete all but the newest `keep` committed checkpoints, and return what was deleted."""
+    """Delete all but the newest `keep` committed checkpoints, and those that were never committed.
+
+    Only for the run's own controller, while no checkpoint is being written. Returns what was deleted.
+    """
     assert keep >= 1, keep
-    gone = [path for _, path in committed(folder)[:-keep]]
+    kept = {path for _, path in committed(folder)[-keep:]}
+    gone = [path for path in sorted(Path(folder).glob("step_*")) if _STEP.fullmatch(path.name) and path not in kept]
     for path in gone:
         discard(path)
     return gone

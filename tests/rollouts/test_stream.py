@@ -164,7 +164,7 @@ def test_unfinished_groups_are_issued_again_under_their_ids(tmp_path):
 
     asyncio.run(first_life())
     history = read_history(tmp_path)
-    lost = [(e["group_id"], e["prompt_id"]) for e in history.unfinished]
+    lost = [(e["group_id"], e["prompt_id"]) for e in history.to_issue_again(history.unbatched())]
     assert lost, "something was in flight when the first life ended"
 
     async def second_life():

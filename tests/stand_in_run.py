@@ -1,0 +1,287 @@
+"""A whole controller on virtual time: real folder, journal, ledger, stream and curriculum; stand-in trainer and engines.
+
+Nothing computes and nothing sleeps: the event loop's clock jumps to the next timer. So a run of minutes takes
+milliseconds, its seconds are the same every time, and it can be killed at any moment or at any write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import selectors
+import shutil
+from collections.abc import Container
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_scalerl import jsonl
+from megatron_scalerl.controller import Controller
+from megatron_scalerl.launch.fleet import Devices, Fleet
+from megatron_scalerl.ledger import Ledger
+from megatron_scalerl.meter import Meter, metering
+from megatron_scalerl.progress import Progress
+from megatron_scalerl.prompts.dataset import PromptSet
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.rollouts.journal import read_history
+from megatron_scalerl.run_folder import RunFolder, check_history, resume_point
+from megatron_scalerl.trainer.commit import write_commit
+from megatron_scalerl.trainer.wire import TrainerInfo
+from megatron_scalerl.types import CompletionLost, Prompt, Rollout, Score, StepReport
+from megatron_scalerl.weights.sync import WeightUpdate
+
+TRAIN_S, PUBLISH_S, VALIDATE_S, SAVE_S, START_S = 2.0, 0.25, 3.0, 0.5, 7.0
+
+
+class Killed(BaseException):
+    """The controller is gone: nothing of it runs any more, not even what cleans up."""
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock jumps to the next timer instead of waiting for it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        super().__init__(_JumpingSelector(self))
+
+    def time(self) -> float:
+        """Seconds since the loop was made."""
+        return self.now
+
+
+class _JumpingSelector(selectors.SelectSelector):
+    def __init__(self, loop: VirtualTimeLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout=None):
+        assert timeout is not None, "everything waits and no timer is set: a deadlock"
+        self._loop.now += max(0.0, timeout)
+        return super().select(0)
+
+
+class StandInEngine:
+    """Serves the version it was given."""
+
+    name, secret = "engine-0", "none"
+
+    def __init__(self) -> None:
+        self.version = 0
+
+
+class StandInSampler:
+    """A completion takes 1 to 6 s, drawn from its group and index; every second one is correct.
+
+    flat_groups: groups whose completions are all correct. lost: (seed, group, index) of completions that cannot be
+    had, with how often.
+    """
+
+    def __init__(self, flat_groups: Container[int], lost: dict[tuple[int, int, int], int]) -> None:
+        self._flat, self._lost = flat_groups, lost
+
+    def draw(self, seed, group_id, index):
+        return (seed, group_id, index)
+
+    async def complete(self, engine, prompt, draw, *, priority):
+        version = engine.version
+        seconds = VALIDATE_S if priority == 0 else 1 + 5 * random.Random(str(draw)).random() ** 2
+        await asyncio.sleep(seconds)
+        rollout = Rollout(
+            token_ids=(5,) * 10,
+            rollout_logprobs=(-0.5,) * 9 + (0.0,),
+            policy_versions=(version,) * 9 + (engine.version,),
+            loss_mask=(True,) * 9 + (False,),
+            interrupted=False,
+            truncated=False,
+            thinking_cut=0,
+            seed=0,
+        )
+        if self._lost.get(draw, 0) > 0:
+            self._lost[draw] -= 1
+            raise CompletionLost(f"completion {draw}: no log-probabilities", reason="no_logprobs")
+        correct = draw[2] % 2 == 0 or draw[1] in self._flat
+        return rollout, Score(correct=correct, reward=1.0 if correct else -1.0)
+
+
+class StandInTrainer:
+    """Counts steps."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.trained: list[int] = []
+
+    async def step(self, batches):
+        await asyncio.sleep(TRAIN_S)
+        self.version = batches[0].step
+        self.trained.append(self.version)
+        return StepReport(
+            step=self.version, policy_version=self.version, loss=0.5, grad_norm=1.0, learning_rate=1.0, tokens=1,
+            seconds=TRAIN_S, metrics={"mismatch_mean": 0.0, "entropy": 0.1},
+        )  # fmt: skip
+
+    async def load(self, path):
+        state = json.loads((Path(path) / "controller.json").read_text())
+        self.version = state["step"]
+        return state
+
+    async def save(self, path, extra):
+        await asyncio.sleep(SAVE_S)
+        folder = Path(path)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        (folder / "controller.json").write_text(json.dumps(extra))
+        write_commit(folder, {"step": extra["step"]})
+
+
+class StandInSync:
+    """Gives the engines their version after a moment."""
+
+    def __init__(self, engines) -> None:
+        self._engines = engines
+
+    async def connect(self):
+        await asyncio.sleep(PUBLISH_S)
+
+    async def publish(self, version):
+        await asyncio.sleep(PUBLISH_S)
+        for engine in self._engines:
+            engine.version = version
+        return WeightUpdate(version=version, seconds_paused=0.0, seconds_total=PUBLISH_S, bytes=1, digest="")
+
+
+class StandInProbe:
+    """Finds nothing."""
+
+    async def check(self, version):
+        return {}
+
+
+@dataclass
+class Outcome:
+    """What an attempt was."""
+
+    reason: str | None
+    """None: it was killed."""
+    seconds: float
+    """From its start to its end."""
+    trained: list[int]
+
+
+def recipe(folder, **changes) -> Recipe:
+    """Six steps of two groups of four completions, k = 2, validation every second step, a checkpoint every third."""
+    data = {
+        "name": "r", "output_dir": str(folder), "steps": 6, "policy": {"path": "p"}, "prompts": {"path": "q"},
+        "rollouts": {"groups_per_batch": 2, "group_size": 4, "max_staleness_steps": 2, "max_in_flight": 64},
+        "trainer": {"micro_batch_tokens": 64},
+        "validation": {"every_steps": 2, "generations": 2}, "checkpoint": {"every_steps": 3, "keep": 2},
+        "weights": {"probe_every": 0},
+    }  # fmt: skip
+    for section, values in changes.items():
+        data[section] = {**data[section], **values} if isinstance(values, dict) else values
+    return Recipe.model_validate(data)
+
+
+def prompts() -> PromptSet:
+    """Forty training prompts, four held out."""
+    made = [Prompt(prompt_id=f"p{i:02d}", text=str(i), answer="0", token_ids=(1, 2)) for i in range(44)]
+    return PromptSet(training=tuple(made[:40]), held_out=tuple(made[40:]), report=None)
+
+
+def attempt(
+    settings: Recipe,
+    *,
+    kill_at_s: float | None = None,
+    kill_at_write: int | None = None,
+    flat_groups: Container[int] = (),
+    lost: dict[tuple[int, int, int], int] | None = None,
+) -> Outcome:
+    """One attempt, to its end or until it is killed at a moment or in place of a write."""
+    loop = VirtualTimeLoop()
+    trainer = StandInTrainer()
+    killer = _Killer(loop, kill_at_s, kill_at_write)
+    append, jsonl.JsonlWriter.append = jsonl.JsonlWriter.append, killer.guard(jsonl.JsonlWriter.append)
+    folder = None
+    try:
+        folder = RunFolder(settings)
+        reason = loop.run_until_complete(_attempt(loop, settings, folder, trainer, StandInSampler(flat_groups, lost or {})))
+    except (Killed, RuntimeError):
+        if not killer.dead:
+            raise
+        reason = None
+    finally:
+        killer.dead = True  # whatever still runs while the loop is torn down writes nothing any more
+        seconds = loop.now
+        loop.run_until_complete(_cancel_all())
+        loop.close()
+        jsonl.JsonlWriter.append = append
+        if folder is not None:
+            folder.close()
+    return Outcome(reason=reason, seconds=seconds, trained=trainer.trained)
+
+
+async def _cancel_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Killer:
+    """Stops the loop at a moment, or instead of the n-th write; after that nothing is written."""
+
+    def __init__(self, loop, at_s, at_write) -> None:
+        self.dead = False
+        self.writes = 0
+        self._loop, self._at_write = loop, at_write
+        if at_s is not None:
+            loop.call_at(at_s, self._stop)
+
+    def _stop(self) -> None:
+        self.dead = True
+        self._loop.stop()
+
+    def guard(self, append):
+        def guarded(writer, *rows):
+            if self.dead:
+                return
+            if self.writes == self._at_write:
+                self._stop()
+                raise Killed
+            self.writes += 1
+            append(writer, *rows)
+
+        return guarded
+
+
+async def _attempt(loop, settings, folder, trainer, sampler) -> str:
+    engines = [StandInEngine()]
+    start, history = resume_point(folder.path), read_history(folder.path)
+    check_history(folder.path, history, start)
+    devices = Devices(unit="device_hours", trainer=1, engine=2)
+    ledger = Ledger(folder.path / "ledger.jsonl", devices.unit, incarnation=folder.incarnation)
+    meter = Meter(
+        ledger, trainer_devices=devices.trainer, engine_devices=devices.engine, batches=start.batches,
+        step=start.step, clock=loop.time,
+    )  # fmt: skip
+    info = TrainerInfo(
+        world_size=1, dp_size=1, parameters=1, vocab_size=8, device="cpu", backend="gloo", dtype="float32",
+        logits="fp32", pad_multiple=1,
+    )  # fmt: skip
+    async with metering(meter):
+        await asyncio.sleep(START_S)
+        controller = Controller(
+            recipe=settings,
+            prompts=prompts(),
+            folder=folder,
+            fleet=Fleet(trainer=trainer, info=info, engines=engines, devices=devices),
+            start=start,
+            history=history,
+            sampler=sampler,
+            sync=StandInSync(engines),
+            probe=StandInProbe(),
+            meter=meter,
+            progress=Progress(Console(file=open("/dev/null", "w")), settings.steps),  # noqa: SIM115
+        )
+        return await controller.run()

@@ -1,0 +1,249 @@
+"""A run that was killed and started again: the compute axis, what is recorded, what is trained.
+
+Real controller, journal, ledger, metrics and folder on virtual time; see `stand_in_run` for what stands in.
+"""
+
+import itertools
+import json
+
+import pytest
+from stand_in_run import SAVE_S, START_S, VALIDATE_S, attempt, recipe
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_scalerl.jsonl import read_jsonl
+from megatron_scalerl.meter import HEARTBEAT_S
+from megatron_scalerl.rollouts.journal import read_history
+
+DEVICES = 3
+WHOLE_S = 40
+
+
+def curve(folder):
+    """Step -> device-seconds on the forecast's axis, at each step and each validation."""
+    steps = {r["step"]: 3600 * r["device_hours"] for r in read_jsonl(folder / "metrics.jsonl")}
+    validations = {r["step"]: 3600 * r["gpu_hours"] for r in read_jsonl(folder / "validation.jsonl")}
+    return steps, validations
+
+
+def held(folder):
+    return sum(3600 * r["hours"] for r in read_jsonl(folder / "ledger.jsonl")[1:] if "role" in r)
+
+
+def check_records(folder, steps):
+    """Each step, batch and validation recorded once, nothing trained twice, TensorBoard like the records."""
+    records = read_jsonl(folder / "metrics.jsonl")
+    assert [r["step"] for r in records] == list(range(1, steps + 1))
+    assert [r["batches"] for r in records] == list(range(1, steps + 1))
+    validations = [r["step"] for r in read_jsonl(folder / "validation.jsonl")]
+    assert validations == list(range(0, steps + 1, 2))
+    assert [r["step"] for r in read_jsonl(folder / "validation_by_prompt.jsonl")] == validations
+    batches = read_history(folder).batches
+    groups = [g for b in batches for g in b.group_ids]
+    assert [b.batch for b in batches] == list(range(steps)) and len(set(groups)) == len(groups)
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    assert [e.step for e in events.Scalars("loss")] == [r["step"] for r in records]
+    assert [e.step for e in events.Scalars("validation/pass_rate")] == validations
+
+
+@pytest.fixture(scope="module")
+def uncrashed(tmp_path_factory):
+    """Folder of a run that nothing happened to, by k."""
+    folders = {}
+    for k in (0, 2):
+        root = tmp_path_factory.mktemp(f"whole{k}")
+        settings = recipe(root, rollouts={"max_staleness_steps": k})
+        outcome = attempt(settings)
+        assert outcome.reason == "all 6 steps are made"
+        check_records(root / "r", 6)
+        assert held(root / "r") == pytest.approx(DEVICES * outcome.seconds, abs=1e-3)
+        folders[k] = root / "r"
+    return folders
+
+
+@pytest.mark.parametrize("step", range(1, 7))
+@pytest.mark.parametrize("inside_s", [0.1, 1.9, 2.1])
+def test_a_crash_in_any_step_leaves_the_curve_as_it_was(tmp_path, uncrashed, step, inside_s):
+    """k = 0: nothing is generated while a step is made, so nothing has to be generated again.
+
+    inside_s: seconds after the batch of the step was composed: in the optimizer step, or in the weight update.
+    """
+    settings = recipe(tmp_path, rollouts={"max_staleness_steps": 0})
+    begins = [r for r in read_jsonl(uncrashed[0] / "ledger.jsonl")[1:] if r.get("role") in ("startup", "trainer")]
+    at = sum(r["seconds"] for r in itertools.takewhile(lambda r: r["phase"] != "train" or r["batch"] < step, begins))
+    first = attempt(settings, kill_at_s=at + inside_s)
+    assert first.reason is None
+    second = attempt(settings)
+    assert second.trained[-1] == 6
+    check_records(tmp_path / "r", 6)
+    for found, expected in zip(curve(tmp_path / "r"), curve(uncrashed[0])):
+        assert found == pytest.approx(expected, abs=1e-3)
+    lost = sum(3600 * r["hours"] for r in read_jsonl(tmp_path / "r" / "ledger.jsonl")[1:] if r.get("role") == "lost")
+    replayed = DEVICES * 2.25 * (step - 1 if step <= 3 else step - 4)
+    assert replayed - 1e-3 <= lost <= replayed + DEVICES * (inside_s + 3.5)
+
+
+@pytest.mark.parametrize("at_s", [0.5 + 1.3 * i for i in range(25)])
+def test_a_crash_at_any_moment_costs_what_it_repeats(tmp_path, uncrashed, at_s):
+    """k = 2: completions in flight are thrown away and generated again, and the axis grows by no more than that."""
+    settings = recipe(tmp_path)
+    first = attempt(settings, kill_at_s=at_s)
+    second = attempt(settings)
+    assert second.reason == "all 6 steps are made"
+    check_records(tmp_path / "r", 6)
+    for found, expected in zip(curve(tmp_path / "r"), curve(uncrashed[2])):
+        values = [found[step] for step in sorted(found)]
+        assert values == sorted(values)
+        # a completion takes at most 6 s; the window at the crash is lost, with what it had finished
+        assert all(abs(found[step] - expected[step]) <= DEVICES * 6 + 1e-6 for step in expected)
+    total = DEVICES * (first.seconds + second.seconds)
+    assert total - DEVICES * HEARTBEAT_S - 1e-3 <= held(tmp_path / "r") <= total + 1e-3
+
+
+def test_a_crash_at_any_write_is_survived(tmp_path, uncrashed):
+    """The controller is killed in place of its n-th write, for every n; groups, batches and records come out whole."""
+    for write in itertools.count():
+        settings = recipe(tmp_path, name=f"r{write}", steps=3)
+        if attempt(settings, kill_at_write=write).reason is not None:
+            break
+        assert attempt(settings).reason == "all 3 steps are made"
+        folder = tmp_path / f"r{write}"
+        assert [r["batches"] for r in read_jsonl(folder / "metrics.jsonl")] == [1, 2, 3]
+        groups = [g for b in read_history(folder).batches for g in b.group_ids]
+        assert len(set(groups)) == len(groups) == 6
+        assert [r["step"] for r in read_jsonl(folder / "validation.jsonl")] == [0, 2, 3]
+        axis = curve(folder)[0]
+        assert axis[1] < axis[2] < axis[3]
+        expected = curve(uncrashed[2])[0]
+        assert all(abs(axis[step] - expected[step]) <= DEVICES * 6 for step in axis)
+    assert write > 50
+
+
+def test_two_crashes_are_no_worse_than_one(tmp_path, uncrashed):
+    settings = recipe(tmp_path, rollouts={"max_staleness_steps": 0})
+    assert attempt(settings, kill_at_s=30).reason is None
+    assert attempt(settings, kill_at_s=START_S + 4).reason is None, "in the replay"
+    attempt(settings)
+    check_records(tmp_path / "r", 6)
+    found, expected = curve(tmp_path / "r")[0], curve(uncrashed[0])[0]
+    assert all(abs(found[step] - expected[step]) <= DEVICES * 6 for step in expected)
+
+
+def test_a_finished_run_started_again_records_nothing_twice(tmp_path):
+    settings = recipe(tmp_path, steps=5)
+    attempt(settings)
+    before = {p.name: p.read_text() for p in (tmp_path / "r").glob("*.jsonl")}
+    again = attempt(settings)
+    assert again.reason == "all 5 steps are made" and again.trained == []
+    assert (tmp_path / "r" / "validation.jsonl").read_text() == before["validation.jsonl"]
+    assert (tmp_path / "r" / "metrics.jsonl").read_text() == before["metrics.jsonl"]
+    assert [r["step"] for r in read_jsonl(tmp_path / "r" / "validation.jsonl")] == [0, 2, 4, 5]
+
+
+def test_a_run_goes_on_when_steps_are_raised(tmp_path, uncrashed):
+    attempt(recipe(tmp_path, steps=4, rollouts={"max_staleness_steps": 0}))
+    attempt(recipe(tmp_path, rollouts={"max_staleness_steps": 0}))
+    check_records(tmp_path / "r", 6)
+    found, expected = curve(tmp_path / "r")[0], curve(uncrashed[0])[0]
+    # the end of the first part adds its save, and what the whole run generated during the validation of step 4
+    assert all(0 <= found[step] - expected[step] <= DEVICES * (SAVE_S + VALIDATE_S) for step in expected)
+
+
+def test_skipped_batches_after_a_checkpoint_are_recorded_once(tmp_path):
+    """Batches 3 and 4 have no variance and follow the checkpoint of step 3, which is 3 batches old."""
+    settings = recipe(tmp_path, rollouts={"max_staleness_steps": 0})
+    flat = {6, 7, 8, 9}
+    assert attempt(settings, flat_groups=flat).reason == "all 6 steps are made"
+    whole = [(r["batches"], r["step"], "skipped" in r) for r in read_jsonl(tmp_path / "r" / "metrics.jsonl")]
+    assert whole == [(1, 1, False), (2, 2, False), (3, 3, False), (4, 3, True), (5, 3, True), (6, 4, False),
+                     (7, 5, False), (8, 6, False)]  # fmt: skip
+    expected = curve(tmp_path / "r")
+    again = recipe(tmp_path, name="again", rollouts={"max_staleness_steps": 0})
+    assert attempt(again, flat_groups=flat, kill_at_s=48).reason is None
+    assert len(read_history(tmp_path / "again").batches) > 5
+    attempt(again, flat_groups=flat)
+    found = [(r["batches"], r["step"], "skipped" in r) for r in read_jsonl(tmp_path / "again" / "metrics.jsonl")]
+    assert found == whole
+    assert curve(tmp_path / "again")[1][2] == pytest.approx(expected[1][2], abs=1e-3)
+    events = EventAccumulator(str(tmp_path / "again" / "tensorboard")).Reload()
+    assert [e.step for e in events.Scalars("reward")] == [step for _, step, _ in whole]
+
+
+def test_a_lost_group_is_generated_again(tmp_path):
+    """Its event reached the disk and its text did not: what stands after a machine stopped."""
+    settings = recipe(tmp_path)
+    attempt(settings, kill_at_s=18)
+    folder = tmp_path / "r"
+    lost = max(read_history(folder).unbatched())
+    path = folder / "rollouts" / "groups-00000.jsonl"
+    rows = read_jsonl(path)
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows if r["group_id"] != lost))
+    assert attempt(settings).reason == "all 6 steps are made"
+    check_records(folder, 6)
+    assert sum(r["group_id"] == lost for r in read_jsonl(path)) == 1
+
+
+def test_a_journal_behind_its_checkpoint_is_refused(tmp_path):
+    settings = recipe(tmp_path)
+    attempt(settings, kill_at_s=26)
+    path = tmp_path / "r" / "journal.jsonl"
+    rows = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(rows[: len(rows) // 4]))
+    with pytest.raises(RuntimeError, match=r"journal.jsonl: expected at least the 3 batches of .*step_000003, found"):
+        attempt(settings)
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path):
+    from megatron_scalerl.run_folder import resume_point
+
+    settings = recipe(tmp_path)
+    attempt(settings)
+    folder = tmp_path / "r"
+    newest = folder / "checkpoints" / "step_000006" / "controller.json"
+    whole = newest.read_bytes()
+    newest.write_bytes(whole.replace(b'"step": 6', b'"step": 9'))  # same size, other content
+    point = resume_point(folder)
+    assert (point.step, point.batches) == (3, 3)
+    assert "step_000006/controller.json: expected the content that was committed" in point.damaged[0]
+    assert attempt(settings).trained == [4, 5, 6]
+    check_records(folder, 6)
+    assert resume_point(folder).step == 6
+    for file in folder.glob("checkpoints/*/controller.json"):
+        file.write_bytes(b"{")
+    with pytest.raises(RuntimeError, match="expected a whole checkpoint, found only damaged ones: .*step_000006"):
+        resume_point(folder)
+
+
+def test_lost_completions_leave_their_group_and_nothing_else(tmp_path):
+    """One of group 0 is lost, and all of group 1 once: it is generated again."""
+    settings = recipe(tmp_path, rollouts={"max_staleness_steps": 0})
+    lost = {(1, 0, 2): 1} | {(1, 1, index): 1 for index in range(4)}
+    assert attempt(settings, lost=lost).reason == "all 6 steps are made"
+    groups = {g["group_id"]: g for g in read_jsonl(tmp_path / "r" / "rollouts" / "groups-00000.jsonl")}
+    assert len(groups[0]["rollouts"]) == 3 and groups[0]["lost_completions"] == 1
+    assert [s["correct"] for s in groups[0]["scores"]] == [True, False, False]
+    assert len(groups[1]["rollouts"]) == 4 and groups[1]["lost_completions"] == 0
+    records = read_jsonl(tmp_path / "r" / "metrics.jsonl")
+    assert [r["lost_completions"] for r in records] == [1, 0, 0, 0, 0, 0]
+    finish = next(e for e in read_jsonl(tmp_path / "r" / "journal.jsonl") if e["event"] == "finish")
+    assert finish["group_id"] == 0 and finish["pass_rate"] == pytest.approx(1 / 3)
+
+
+def test_validation_tries_a_lost_completion_again_and_leaves_out_the_second_loss(tmp_path):
+    settings = recipe(tmp_path, steps=2, rollouts={"max_staleness_steps": 0}, validation={"seed": 5})
+    assert attempt(settings, lost={(5, 0, 0): 1, (5, 1, 1): 2}).reason == "all 2 steps are made"
+    first = read_jsonl(tmp_path / "r" / "validation.jsonl")[0]
+    # each of four prompts has one right and one wrong completion; the wrong one of prompt 1 is missing
+    assert first["lost_completions"] == 1 and first["pass_rate"] == pytest.approx((0.5 * 3 + 1) / 4)
+    assert first["entropy"] == pytest.approx(0.5), "forced tokens do not count"
+
+
+def test_a_prompt_without_any_validation_completion_ends_the_run(tmp_path):
+    settings = recipe(tmp_path, steps=2, validation={"seed": 5})
+    with pytest.raises(RuntimeError, match="prompt p41: expected a completion, found all 2 lost"):
+        attempt(settings, lost={(5, 1, 0): 2, (5, 1, 1): 2})
+
+
+def test_files_with_completions_are_private(tmp_path):
+    attempt(recipe(tmp_path, steps=1))
+    modes = {p.name: p.stat().st_mode & 0o777 for p in (tmp_path / "r").rglob("*.jsonl")}
+    assert modes["groups-00000.jsonl"] == modes["journal.jsonl"] == 0o600
