@@ -152,8 +152,8 @@ def check_history(run_dir: str | Path, history: History, start: ResumePoint) -> 
     """Raises RuntimeError where the journal does not reach as far as the checkpoint: lines of it are lost."""
     if len(history.batches) < start.batches:
         raise RuntimeError(
-            f"{Path(run_dir) / 'journal.jsonl'}: expected at least the {start.batches} batches of {start.checkpoint}, "
-            f"found {len(history.batches)}"
+            f"{Path(run_dir) / 'journal.jsonl'}: expected at least the {start.batches} batches of "
+            f"{start.checkpoint}, found {len(history.batches)}"
         )
 
 

@@ -1,4 +1,4 @@
-"""A whole controller on virtual time: real folder, journal, ledger, stream and curriculum; stand-in trainer and engines.
+"""A whole controller on virtual time: real folder, journal, ledger, stream; stand-in trainer and engines.
 
 Nothing computes and nothing sleeps: the event loop's clock jumps to the next timer. So a run of minutes takes
 milliseconds, its seconds are the same every time, and it can be killed at any moment or at any write.
@@ -199,13 +199,13 @@ def attempt(
 ) -> Outcome:
     """One attempt, to its end or until it is killed at a moment or in place of a write."""
     loop = VirtualTimeLoop()
-    trainer = StandInTrainer()
+    trainer, sampler = StandInTrainer(), StandInSampler(flat_groups, lost or {})
     killer = _Killer(loop, kill_at_s, kill_at_write)
     append, jsonl.JsonlWriter.append = jsonl.JsonlWriter.append, killer.guard(jsonl.JsonlWriter.append)
     folder = None
     try:
         folder = RunFolder(settings)
-        reason = loop.run_until_complete(_attempt(loop, settings, folder, trainer, StandInSampler(flat_groups, lost or {})))
+        reason = loop.run_until_complete(_attempt(loop, settings, folder, trainer, sampler))
     except (Killed, RuntimeError):
         if not killer.dead:
             raise

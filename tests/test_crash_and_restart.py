@@ -100,7 +100,7 @@ def test_a_crash_at_any_moment_costs_what_it_repeats(tmp_path, uncrashed, at_s):
 
 
 def test_a_crash_at_any_write_is_survived(tmp_path, uncrashed):
-    """The controller is killed in place of its n-th write, for every n; groups, batches and records come out whole."""
+    """Killed in place of its n-th write, for every n: groups, batches and records come out whole."""
     for write in itertools.count():
         settings = recipe(tmp_path, name=f"r{write}", steps=3)
         if attempt(settings, kill_at_write=write).reason is not None:
@@ -209,7 +209,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path):
     assert resume_point(folder).step == 6
     for file in folder.glob("checkpoints/*/controller.json"):
         file.write_bytes(b"{")
-    with pytest.raises(RuntimeError, match="expected a whole checkpoint, found only damaged ones: .*step_000006"):
+    with pytest.raises(RuntimeError, match=r"expected a whole checkpoint, found only damaged ones: .*step_000006"):
         resume_point(folder)
 
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from megatron_scalerl.launch.fleet import Fleet
+from megatron_scalerl.launch.fleet import Devices, Fleet
 from megatron_scalerl.probe import Probe, ProbeError
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.types import Prompt, Rollout, Score
@@ -46,8 +46,8 @@ class StandInTrainer:
 
 def check(*, last=-2.0, version=4):
     fleet = Fleet(
-        trainer=StandInTrainer(last), info=None, engines=[StandInEngine()], unit="device_hours",
-        trainer_devices=1, engine_devices=1, held_since=0.0,
+        trainer=StandInTrainer(last), info=None, engines=[StandInEngine()],
+        devices=Devices(unit="device_hours", trainer=1, engine=1),
     )  # fmt: skip
     return asyncio.run(Probe(RECIPE, StandInSampler(version), fleet, PROMPTS).check(4))
 

@@ -1,11 +1,16 @@
 """A run's folder belongs to one recipe and to one controller at a time."""
 
+import errno
+import fcntl
+import os
+
 import pytest
 import yaml
 
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe_file import RecipeError
-from megatron_scalerl.run_folder import RunFolder
+from megatron_scalerl.run_folder import RunFolder, finished
+from megatron_scalerl.trainer import commit
 
 
 def recipe(tmp_path, **changes):
@@ -48,3 +53,57 @@ def test_a_folder_with_other_files_is_refused(tmp_path):
     (target / "thesis.tex").write_text("mine")
     with pytest.raises(RecipeError, match="expected an empty folder or a run"):
         RunFolder(recipe(tmp_path))
+
+
+def test_a_start_that_was_killed_before_the_recipe_was_written_leaves_a_usable_folder(tmp_path):
+    """The lock is there, the folders may be, recipe.yaml is not."""
+    target = tmp_path / "runs" / "r"
+    for name in ("logs", "checkpoints"):
+        (target / name).mkdir(parents=True)
+    (target / "lock").touch()
+    (target / ".recipe.yaml.draft").write_text("name: r")
+    RunFolder(recipe(tmp_path)).close()
+    (target / "recipe.yaml").unlink()
+    (target / "checkpoints" / "step_000001").mkdir()
+    with pytest.raises(RecipeError, match="expected an empty folder or a run"):
+        RunFolder(recipe(tmp_path))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_one_line(tmp_path, monkeypatch, number):
+    def no_locks(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(RecipeError, match=r"r/lock: expected a file system with file locks .*; choose"):
+        RunFolder(recipe(tmp_path))
+
+
+def test_a_recipe_written_before_a_key_existed_is_the_same_run(tmp_path):
+    RunFolder(recipe(tmp_path)).close()
+    path = tmp_path / "runs" / "r" / "recipe.yaml"
+    older = yaml.safe_load(path.read_text())
+    del older["weights"]["probe_every"]
+    path.write_text(yaml.safe_dump(older))
+    RunFolder(recipe(tmp_path)).close()
+    older["weights"]["probe_every"] = 11
+    path.write_text(yaml.safe_dump(older))
+    with pytest.raises(RecipeError, match=r"weights\.probe_every: 11, found 10"):
+        RunFolder(recipe(tmp_path))
+
+
+def test_nothing_is_left_to_do_in_a_finished_run(tmp_path):
+    made = recipe(tmp_path, steps=3, validation={"every_steps": 2})
+    assert finished(made) is None
+    folder = RunFolder(made)
+    checkpoint = folder.checkpoint(3)
+    checkpoint.mkdir()
+    (checkpoint / "controller.json").write_text('{"step": 3, "batches": 3}')
+    commit.write_commit(checkpoint, {"step": 3})
+    assert finished(made) is None, "the last validation is missing"
+    (folder.path / "validation.jsonl").write_text('{"step": 3}\n')
+    assert finished(made) == "all 3 steps are made"
+    assert finished(recipe(tmp_path, steps=4, validation={"every_steps": 2})) is None
+    folder.end("no prompt is left", step=3, final=True)
+    assert finished(recipe(tmp_path, steps=4, validation={"every_steps": 2})) == "no prompt is left"
+    folder.close()

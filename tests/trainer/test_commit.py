@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+
 import pytest
 
 from megatron_scalerl.trainer.commit import (
@@ -9,6 +12,7 @@ from megatron_scalerl.trainer.commit import (
     checkpoint_path,
     discard,
     latest,
+    latest_whole,
     prune,
     read_commit,
     write_commit,
@@ -29,7 +33,8 @@ def test_a_committed_folder_reads_back(tmp_path):
     path = make(tmp_path, 3)
     assert path.name == "step_000003"
     facts = read_commit(path)
-    assert facts == {"step": 3, "files": {"extra.json": 2, "shards/a.distcp": 10}}
+    assert (facts["step"], facts["files"]) == (3, {"extra.json": 2, "shards/a.distcp": 10})
+    assert facts["sha256"]["extra.json"] == hashlib.sha256(b"{}").hexdigest()
     assert sorted(f.name for f in path.iterdir()) == [COMMIT, "extra.json", "shards"]
 
 
@@ -58,15 +63,52 @@ def test_a_broken_commit_is_named(tmp_path):
         read_commit(path)
 
 
-def test_latest_and_prune_go_by_step_and_pass_over_the_uncommitted(tmp_path):
+def test_latest_and_prune_go_by_step_and_the_uncommitted_go(tmp_path):
     for step in (2, 10, 9):
         make(tmp_path, step)
     unfinished = make(tmp_path, 11, commit=False)
     (tmp_path / "step_x").mkdir()
     assert latest(tmp_path) == checkpoint_path(tmp_path, 10)
-    assert [p.name for p in prune(tmp_path, 2)] == ["step_000002"]
-    assert not checkpoint_path(tmp_path, 2).exists()
-    assert unfinished.exists() and latest(tmp_path) == checkpoint_path(tmp_path, 10)
+    assert [p.name for p in prune(tmp_path, 2)] == ["step_000002", "step_000011"]
+    assert not checkpoint_path(tmp_path, 2).exists() and not unfinished.exists()
+    assert latest(tmp_path) == checkpoint_path(tmp_path, 10) and (tmp_path / "step_x").exists()
+
+
+def test_other_content_of_the_same_size_is_named(tmp_path):
+    path = make(tmp_path, 3)
+    (path / "extra.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"extra.json: expected the content that was committed"):
+        read_commit(path)
+
+
+def test_a_commit_vouches_only_for_what_is_on_the_disk(tmp_path, monkeypatch):
+    """Every file and folder is synced before COMMIT gets its name."""
+    synced, real = [], os.fsync
+
+    def fsync(handle):
+        synced.append(os.readlink(f"/proc/self/fd/{handle}"))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    path = make(tmp_path, 3)
+    before_commit = synced[: synced.index(str(path / f".{COMMIT}.draft"))]
+    vouched = (path, path / "shards", path / "shards" / "a.distcp", path / "extra.json", tmp_path)
+    assert {str(p) for p in vouched} <= set(before_commit)
+    assert synced[-1] == str(path), "the name of COMMIT"
+
+
+def test_the_newest_whole_checkpoint_with_a_line_about_the_damaged(tmp_path):
+    for step in (1, 2, 3):
+        make(tmp_path, step)
+    (checkpoint_path(tmp_path, 3) / COMMIT).write_text("{}")
+    (checkpoint_path(tmp_path, 2) / "extra.json").unlink()
+    path, damaged = latest_whole(tmp_path)
+    assert path == checkpoint_path(tmp_path, 1)
+    assert len(damaged) == 2 and "step_000003/COMMIT: expected JSON with the checkpoint's files" in damaged[0]
+    (checkpoint_path(tmp_path, 1) / COMMIT).write_text("")
+    with pytest.raises(RuntimeError, match="expected a whole checkpoint, found only damaged ones"):
+        latest_whole(tmp_path)
+    assert latest_whole(tmp_path / "nowhere") == (None, [])
 
 
 def test_latest_of_nothing(tmp_path):
