@@ -78,7 +78,7 @@ def _csv_kind(header: tuple[str, ...]) -> str:
 
 
 def _from_jsonl(path: Path, text: str) -> Table:
-    rows = []
+    rows: list[tuple[int, dict[str, Any]]] = []
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue

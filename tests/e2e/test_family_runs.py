@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import equal
 from whole_runs import run
 
-from megatron_scalerl.metrics import read_jsonl
+from megatron_scalerl.jsonl import read_jsonl
 
 pytestmark = pytest.mark.slow
 

@@ -2,13 +2,14 @@
 
 import json
 import shutil
+import time
 
 import pytest
 from safetensors.torch import load_file
 from torch import equal
-from whole_runs import overrides, run
+from whole_runs import overrides, run, start
 
-from megatron_scalerl.metrics import read_jsonl
+from megatron_scalerl.jsonl import read_jsonl
 
 pytestmark = pytest.mark.slow
 
@@ -77,6 +78,41 @@ def test_a_restart_replays_the_journal_to_the_same_bits(tiny_dense, tmp_path):
     assert losses[0] == losses[1]
     journals = [(f / "journal.jsonl").read_text() for f in (whole, again)]
     assert journals[1].startswith(journals[0]), "nothing was drawn, generated or composed a second time"
+
+
+def test_a_killed_run_goes_on_and_a_finished_one_starts_nothing(tiny_dense, tmp_path):
+    """SIGKILL in the middle of training, in real time: one record a step, and an axis without jumps."""
+    settings = overrides(
+        tiny_dense, tmp_path, "killed", "steps=8", "checkpoint.every_steps=3", "validation.every_steps=2",
+        "weights.probe_every=0",
+    )  # fmt: skip
+    folder = tmp_path / "killed"
+    controller = start("-m", "megatron_scalerl", "train", "recipes/tiny_cpu.yaml", *settings)
+    try:
+        deadline = time.monotonic() + 300
+        while not any(r["step"] >= 5 for r in read_jsonl(folder / "metrics.jsonl")):
+            assert controller.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        controller.kill()
+        controller.wait()
+    before = {r["step"]: r["device_hours"] for r in read_jsonl(folder / "metrics.jsonl")}
+    done = train(*settings)
+    assert "all 8 steps are made" in done.stdout
+    records = read_jsonl(folder / "metrics.jsonl")
+    assert [r["step"] for r in records] == [r["batches"] for r in records] == list(range(1, 9))
+    axis = [r["device_hours"] for r in records]
+    assert axis == sorted(axis)
+    # a step that was charged before the crash stays where it was
+    assert all(axis[step - 1] == pytest.approx(hours, abs=1e-8) for step, hours in before.items())
+    assert [r["step"] for r in read_jsonl(folder / "validation.jsonl")] == [0, 2, 4, 6, 8]
+    assert {r["role"] for r in read_jsonl(folder / "ledger.jsonl") if "role" in r} >= {"lost", "startup"}
+
+    began = {p.name: p.stat().st_mtime_ns for p in (folder / "logs").iterdir()}
+    again = train(*settings)
+    assert "nothing is left to do" in again.stdout
+    assert {p.name: p.stat().st_mtime_ns for p in (folder / "logs").iterdir()} == began, "no process was started"
+    assert len(read_jsonl(folder / "lives")) == 2
 
 
 def test_a_batch_with_nothing_left_makes_no_step(tiny_dense, tmp_path):

@@ -17,6 +17,11 @@ def run(*argv, timeout=900, check=True):
     return done
 
 
+def start(*argv):
+    """Start one of the product's commands from the root of the project; its output is thrown away."""
+    return subprocess.Popen([sys.executable, *map(str, argv)], cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
 def make_tiny(folder, *, moe, sft_steps):
     """Task files, an untrained policy, and a policy after a short warm start."""
     flags = ["--moe"] if moe else []
