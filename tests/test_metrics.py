@@ -61,3 +61,4 @@ def test_tensorboard_says_what_the_records_say(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 0.5), (2, 9.0)]
     assert [e.step for e in events.Scalars("validation/pass_rate")] == [0, 2]
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1, "for readers that take every file as it is"
