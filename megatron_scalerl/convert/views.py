@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_scalerl.convert import manifest as manifests
 from megatron_scalerl.convert.arrays import BITS
-from megatron_scalerl.convert.dist_reader import FORMAT_FILE, Held, held_parameters
+from megatron_scalerl.convert.dist_reader import Held, held_parameters
 from megatron_scalerl.convert.hf_folder import HfFolder, Shard, open_folder, read_header
 from megatron_scalerl.convert.jobs import SourceFiles
 from megatron_scalerl.convert.manifest import Manifest
@@ -24,6 +24,8 @@ from megatron_scalerl.convert.weight_map import (
 )
 from megatron_scalerl.models import family as family_of
 from megatron_scalerl.models.family import Family
+from megatron_scalerl.safe_load.files import refuse_links
+from megatron_scalerl.safe_load.index import FORMAT_FILE
 
 CARRIED = "carried.safetensors"
 """Tensors outside the policy, in a Megatron checkpoint's side folder."""
@@ -89,6 +91,7 @@ def megatron_view(path: str | Path, *, like: str | Path | None = None, dtype: st
     path = Path(path)
     if like is None:
         side, layout = path / SIDE_FOLDER, _own_manifest(path)
+        refuse_links(side)
         outer = _carried_folder(side, layout)
         family = family_of(policy_config(side), layout.tensors)
     else:
