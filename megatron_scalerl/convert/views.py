@@ -103,11 +103,16 @@ def megatron_view(path: str | Path, *, like: str | Path | None = None, dtype: st
     recipes = tensor_recipes(family, held, dtype, str(path))
     tensors = {name: Tensor(dtype=r.dtype, shape=r.shape, recipe=r) for name, r in recipes.items()}
     for copy, of in layout.copies.items():
+        if of not in tensors:
+            raise ValueError(f"{path}: {copy}: expected a copy of one of the checkpoint's tensors, found {of!r}")
         tensors[copy] = replace(tensors[of], recipe=replace(recipes[of], name=copy))
     raw = {}
     for name in layout.carried:
         assert outer is not None
         raw[name] = raw_tensor(outer, name)
+    unknown = [name for shard in layout.shards for name in shard.tensors if name not in tensors and name not in raw]
+    if unknown:
+        raise ValueError(f"{path}: expected tensors of the checkpoint in its files, found {unknown[0]!r}")
     return MegatronView(
         path=path,
         files=SourceFiles(hugging_face=outer, megatron=path, held=held),

@@ -20,7 +20,7 @@ from megatron_scalerl.safe_load.pickles import Built, Maker, Names, Refused, emp
 COMMON = "common.pt"
 """What Megatron saves once for all ranks."""
 _DEPTH = 32
-_ITEMS = 1 << 22
+_ITEMS = 1 << 20
 """Items that a value may have, those of a part that stands in several places counted there again."""
 _EXTRA_STATE = "_extra_state"
 _FP8 = "content in {key} (of fp8 training? such states are pickles and are not opened)"

@@ -52,8 +52,8 @@ def save(path: str | Path, trainer: Trainer, extra: dict[str, Any]) -> None:
 def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
     """Resume from the checkpoint at `path`; returns the `extra` it was saved with. Every rank must call it.
 
-    Raises ValueError, naming the file, for a folder that is not committed or has lost a file, and for one with a
-    part that is not opened (see `safe_load`); nothing is loaded.
+    Raises ValueError, naming the file, for a folder that is not committed or has lost a file, before anything is
+    loaded, and for a part of it that is not opened (see `safe_load`), when the trainer may have taken other parts.
     """
     path = Path(path)
     facts = read_commit(path)
