@@ -1,4 +1,4 @@
-"""Checkpoints with one part replaced: by a pickle that would make a folder, or by a place that is not in the folder."""
+"""Checkpoints with one part replaced: by a pickle that would make a folder, or by a place outside the folder."""
 
 from __future__ import annotations
 

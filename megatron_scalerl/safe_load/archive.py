@@ -33,8 +33,8 @@ class Bytes(Protocol):
 class Archive:
     """One archive in a file that may hold many. Use `open_archive` to make one."""
 
-    def __init__(self, file: Bytes, start: int, entries: zipfile.ZipFile):
-        self._file, self._start, self._entries = file, start, entries
+    def __init__(self, file: Bytes, start: int, length: int, entries: zipfile.ZipFile):
+        self._file, self._start, self._end, self._entries = file, start, start + length, entries
         self._names = {name.split("/", 1)[-1]: name for name in entries.namelist()}
 
     def decode(self, names: Names, stored: Stored | None = None) -> Any:
@@ -54,10 +54,11 @@ class Archive:
         if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
             raise Refused(f"{name} compressed or encrypted")
         at = self._start + entry.header_offset
-        header = _LOCAL.unpack(self._file.read_at(at, _LOCAL.size))
-        if header[0] != _LOCAL_MARK:
+        header = _LOCAL.unpack(self._file.read_at(max(at, 0), _LOCAL.size))
+        begin = at + _LOCAL.size + header[-2] + header[-1]
+        if at < self._start or begin + entry.file_size > self._end or header[0] != _LOCAL_MARK:
             raise Refused(f"no {name} where the archive's directory says")
-        return at + _LOCAL.size + header[-2] + header[-1], entry.file_size
+        return begin, entry.file_size
 
     def read_into(self, start: int, target: memoryview) -> None:
         """Fill `target` from byte `start` of the file on."""
@@ -76,7 +77,7 @@ def open_archive(file: Bytes, start: int, length: int, expected: str) -> Iterato
     """
     try:
         with zipfile.ZipFile(Window(file.read_at, start, length)) as entries:
-            yield Archive(file, start, entries)
+            yield Archive(file, start, length, entries)
     except Refused as refused:
         raise ValueError(f"{file.path}: expected {expected} at byte {start}, found {refused}") from None
     except (zipfile.BadZipFile, NotImplementedError, struct.error, EOFError, OverflowError) as error:

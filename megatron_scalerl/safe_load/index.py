@@ -132,12 +132,12 @@ def _record(kind: str) -> Callable[..., Record]:
 
 
 def _size(numbers: Any = ()) -> tuple[int, ...]:
-    return _numbers("torch.Size", numbers)
+    return _numbers("a torch.Size", numbers)
 
 
 def _numbers(what: str, found: Any) -> tuple[int, ...]:
     if type(found) is not tuple or any(type(n) is not int or not 0 <= n < 1 << 62 for n in found):
-        raise Refused(f"a {what} that is no tuple of sizes")
+        raise Refused(f"{what} that is no tuple of sizes")
     return found
 
 
@@ -192,7 +192,8 @@ def _field(record: Any, kind: str, name: str, types: type | tuple[type, ...]) ->
 
 
 def _named(value: Any) -> str:
-    return f"a {value.kind if type(value) is Record else type(value).__name__}"
+    name = value.kind if type(value) is Record else type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def _index(path: Path, metadata: Any) -> CheckpointIndex:
@@ -200,8 +201,8 @@ def _index(path: Path, metadata: Any) -> CheckpointIndex:
     placed = _field(metadata, "Metadata", "storage_data", dict) or {}
     places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
     for index, info in placed.items():
-        offset = _field(index, "MetadataIndex", "offset", tuple)
-        places[_field(index, "MetadataIndex", "fqn", str), offset] = _place(path, info)
+        key, offset = _field(index, "MetadataIndex", "fqn", str), _field(index, "MetadataIndex", "offset", tuple)
+        places[key, None if offset is None else _numbers("an offset", offset)] = _place(path, info)
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, Place] = {}
     for key, entry in described.items():
@@ -218,7 +219,7 @@ def _place(path: Path, info: Any) -> Place:
     file = _field(info, "_StorageInfo", "relative_path", str)
     check_name(path / METADATA, file)
     start, length = (_field(info, "_StorageInfo", name, int) for name in ("offset", "length"))
-    _numbers("place", (start, length))
+    _numbers("a place", (start, length))
     if _field(info, "_StorageInfo", "transform_descriptors", (list, tuple)):
         raise Refused("bytes that were transformed (compressed?) as they were written")
     return Place(file=file, start=start, length=length)
@@ -233,7 +234,7 @@ def _taken(places: Mapping[Any, Place], key: str, offset: tuple[int, ...] | None
 
 def _tensor(key: str, entry: Any, places: Mapping[Any, Place]) -> StoredTensor:
     kind = "TensorStorageMetadata"
-    shape = _numbers("shape", _field(entry, kind, "size", tuple))
+    shape = _numbers("a shape", _field(entry, kind, "size", tuple))
     properties = _field(entry, kind, "properties", Record)
     state = None if properties is None else properties.state
     if type(state) is not tuple or not state or type(state[0]) is not _Dtype:
@@ -241,7 +242,7 @@ def _tensor(key: str, entry: Any, places: Mapping[Any, Place]) -> StoredTensor:
     chunks = []
     for chunk in _field(entry, kind, "chunks", list) or ():
         offset, sizes = (_field(chunk, "ChunkStorageMetadata", name, tuple) for name in ("offsets", "sizes"))
-        _check_inside(key, shape, _numbers("offset", offset), _numbers("shape", sizes))
+        _check_inside(key, shape, _numbers("an offset", offset), _numbers("a shape", sizes))
         place = _taken(places, key, offset)
         chunks.append(Chunk(offset=offset, shape=sizes, file=place.file, start=place.start, length=place.length))
     return StoredTensor(dtype=state[0].name, shape=shape, chunks=tuple(chunks))

@@ -36,6 +36,7 @@ from torch.futures import Future
 from megatron_scalerl.safe_load.archive import Archive, open_archive
 from megatron_scalerl.safe_load.files import PlainFile
 from megatron_scalerl.safe_load.index import CheckpointIndex, Chunk, Place, StoredTensor, read_index
+from megatron_scalerl.safe_load.pickles import printable
 from megatron_scalerl.safe_load.values import COMMON, TensorBits, read_object, read_tensor, read_value
 
 
@@ -59,7 +60,7 @@ def load(wanted: dict[str, Any], path: str | Path, *, common: bool) -> dict[str,
 def _first_failure(index: CheckpointIndex, failed: CheckpointException) -> BaseException:
     failure = failed.failures[min(failed.failures)][0]
     if isinstance(failure, KeyError | CheckpointingException):
-        return ValueError(f"{index.path}: expected a checkpoint of this policy, found: {str(failure)[:200]}")
+        return ValueError(f"{index.path}: expected a checkpoint of this policy, found: {printable(str(failure))}")
     return failure if isinstance(failure, ValueError | OSError) else failed
 
 

@@ -56,7 +56,8 @@ def refused(originals, folder, marker, tmp_path, capsys):
             run_dir = run_of(folder, originals[0], tmp_path)
             lines.append(refusal(product, ["export", str(run_dir), "--out", str(out)]))
         assert not marker.exists() and not out.exists()
-        lines = [line.split(": ", 1)[1].replace(str(tmp_path / "run/checkpoints/step_000001"), str(folder)) for line in lines]
+        of_run = str(tmp_path / "run" / "checkpoints" / "step_000001")
+        lines = [line.split(": ", 1)[1].replace(of_run, str(folder)) for line in lines]
         assert len(set(lines)) == 1, lines
         return lines[0]
 

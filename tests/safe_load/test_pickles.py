@@ -78,7 +78,8 @@ def test_other_names_are_refused_by_name(value, name, protocol, tmp_path):
 
 def test_a_dotted_name_is_another_name():
     """("house", "pair.__globals__") is no way to what ("house", "pair") leads to."""
-    for module, name in (("house", "pair.__globals__"), ("house.pair", "call"), ("hous", "e.pair"), ("", "house.pair")):
+    others = [("house", "pair.__globals__"), ("house.pair", "call"), ("hous", "e.pair"), ("", "house.pair")]
+    for module, name in others:
         data = pickle.PROTO + b"\x04" + b"".join(b"\x8c" + bytes([len(t)]) + t.encode() for t in (module, name))
         with pytest.raises(Refused, match=rf"the name {module}\.{name}"):
             decode(data + pickle.STACK_GLOBAL + b".", NAMES)

@@ -37,7 +37,8 @@ def read(tmp_path):
 
 
 def test_states_of_generators_come_through(read):
-    value = [{"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), "none": {}}]
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    value = [{**states, "none": {}}]
     [found] = read(saved(value), key="generators/shard_0_1")
     assert found["python"] == value[0]["python"] and found["none"] == {}
     assert torch.equal(found["torch"], value[0]["torch"])
@@ -101,7 +102,7 @@ def test_other_values_are_refused_by_name(value, found, read):
 
 
 def test_an_evil_value_makes_nothing(read, tmp_path):
-    with pytest.raises(ValueError, match="found the name posix.mkdir"):
+    with pytest.raises(ValueError, match=r"found the name posix\.mkdir"):
         read(saved([Evil(tmp_path / "made")]))
     assert not (tmp_path / "made").exists()
 
@@ -139,8 +140,9 @@ def view(count, offset, shape, strides):
 
     storage = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpu"
     storage += b"J" + struct.pack("<i", count) + b"tQ"
-    rest = b"J" + struct.pack("<i", offset) + numbers(shape) + numbers(strides) + b"\x89ccollections\nOrderedDict\n)RtR."
-    return b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + storage + rest
+    sizes = b"J" + struct.pack("<i", offset) + numbers(shape) + numbers(strides)
+    rest = b"\x89ccollections\nOrderedDict\n)RtR."
+    return b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + storage + sizes + rest
 
 
 def test_the_test_makes_tensors_that_torch_loads(read):
@@ -167,9 +169,19 @@ def test_a_tensor_beyond_its_bits_is_refused(arguments, found, make, read):
         read(archive(view(*arguments), [("data/0", b"\0" * 16)]), make)
 
 
+def test_an_entry_outside_of_its_archive_is_refused(read):
+    """The directory's offset of data/0, the last number before its name, points far away."""
+    content = bytearray(archive(view(4, 0, (4,), (1,)), [("data/0", b"\0" * 16)]))
+    at = content.rindex(b"archive/data/0") - 4
+    for far in (1 << 20, len(content) - 60):
+        content[at : at + 4] = struct.pack("<I", far)
+        with pytest.raises(ValueError, match=r"file: (expected \d+ bytes at byte|.*found no data/0 where)"):
+            read(bytes(content))
+
+
 def test_archives_of_other_kinds_are_refused(read):
     plain = view(4, 0, (4,), (1,))
-    with pytest.raises(ValueError, match="data.pkl compressed"):
+    with pytest.raises(ValueError, match=r"data\.pkl compressed"):
         read(archive(plain, [("data/0", b"\0" * 16)], zipfile.ZIP_DEFLATED))
     with pytest.raises(ValueError, match="not little-endian"):
         read(archive(plain, [("data/0", b"\0" * 16), ("byteorder", b"big")]))

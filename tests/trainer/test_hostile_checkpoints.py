@@ -72,7 +72,7 @@ def test_a_whole_metadata_that_calls(folder, marker, refused):
     recommit(folder)
     said = f"{folder}/.metadata: expected the metadata of a checkpoint, found the name posix.mkdir"
     assert refused() == (said, said)
-    with pytest.raises(ValueError, match="found the name posix.mkdir"):
+    with pytest.raises(ValueError, match=r"found the name posix\.mkdir"):
         check_checkpoint(folder)
 
 
@@ -105,7 +105,7 @@ def test_an_object_that_calls(folder, marker, refused):
     place(folder, first_key(folder, objects=True, containing="_extra_state"), saved([Evil(marker)]))
     said = f"{folder}/__99_0.distcp: expected plain values at byte 0, found the name posix.mkdir"
     assert refused() == (said, said)
-    with pytest.raises(ValueError, match="__99_0.distcp: expected plain values at byte 0, found the name posix.mkdir"):
+    with pytest.raises(ValueError, match=r"__99_0\.distcp: expected plain values at byte 0, found the name"):
         check_checkpoint(folder)
 
 
