@@ -80,7 +80,7 @@ def open_archive(file: Bytes, start: int, length: int, expected: str) -> Iterato
             yield Archive(file, start, length, entries)
     except Refused as refused:
         raise ValueError(f"{file.path}: expected {expected} at byte {start}, found {refused}") from None
-    except (zipfile.BadZipFile, NotImplementedError, struct.error, EOFError, OverflowError) as error:
+    except (zipfile.BadZipFile, NotImplementedError, struct.error, EOFError, OverflowError, UnicodeDecodeError) as error:
         raise ValueError(f"{file.path}: expected {expected} at byte {start}, found {error!r}") from None
 
 
