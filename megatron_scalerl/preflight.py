@@ -41,8 +41,8 @@ def check_inputs(recipe: Recipe) -> Inputs:
     check_options(recipe.engine.vllm)
     for index in range(recipe.engine.count if recipe.engine.port else 0):
         claim_port(recipe.engine.host, recipe.engine.port + index)
-    hf_config = AutoConfig.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     text_config = hf_config.get_text_config()
     check_vocabulary(tokenizer, text_config.vocab_size)
     check_think_tags(

@@ -83,7 +83,7 @@ def run_sft(recipe: Recipe, out: str | Path, *, report: Callable[[str], None] = 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out}: expected a new or empty folder to write the policy to, found something in it")
     recipe = _of_warm_start(recipe)
-    tokenizer = AutoTokenizer.from_pretrained(recipe.policy.path)
+    tokenizer = AutoTokenizer.from_pretrained(recipe.policy.path, trust_remote_code=False)
     examples = read_examples(recipe, tokenizer)
     parallel = init_parallel(recipe)
     trainer = make_trainer(recipe, parallel, loss=cross_entropy, learning_rate=schedule(recipe.sft))

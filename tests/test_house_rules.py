@@ -95,5 +95,36 @@ def test_public_names_say_what_they_are(trees):
     assert silent == []
 
 
+def test_no_folder_brings_its_own_code(trees):
+    """transformers runs a model folder's Python files where it is allowed to, and asks on a terminal by default."""
+    calls = [
+        (f"{name(path)}:{node.lineno}", {k.arg: getattr(k.value, "value", None) for k in node.keywords})
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "from_pretrained"
+    ]
+    assert calls
+    assert [where for where, keywords in calls if keywords.get("trust_remote_code") is not False] == []
+
+
+def test_nothing_that_others_write_is_unpickled(trees):
+    """A pickle is a program. `safe_load` decodes checkpoints; the rewards' processes have a pipe of their own."""
+    forbidden = {"pickle": {"load", "loads", "Unpickler"}, "torch": {"load"}, "dist_checkpointing": {"load"}}
+
+    def said(node):
+        if isinstance(node, ast.Attribute):
+            return {node.attr} & forbidden.get(getattr(node.value, "id", ""), set())
+        if isinstance(node, ast.ImportFrom):
+            return {a.name for a in node.names} & forbidden.get((node.module or "").split(".")[-1], set())
+        return set()
+
+    found = {
+        name(path)
+        for path, tree in trees.items()
+        if path.is_relative_to(PACKAGE) and any(said(node) for node in ast.walk(tree))
+    }
+    assert found <= {"rewards/worker.py", "safe_load/megatron.py"}
+
+
 def test_no_junk_drawers():
     assert [name(p) for p in FILES if p.stem in {"utils", "common", "helpers", "misc"}] == []

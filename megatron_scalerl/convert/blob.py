@@ -6,24 +6,23 @@ in the archive, where any zip tool finds it.
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
 import struct
-import zipfile
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 
-from megatron_scalerl.convert.arrays import BITS
+from megatron_scalerl.convert.arrays import BITS, TORCH_NAMES
 from megatron_scalerl.convert.mapped import MappedFile
+from megatron_scalerl.safe_load.archive import open_archive
+from megatron_scalerl.safe_load.values import read_tensor
 
 _STORAGES = {"F32": "FloatStorage", "BF16": "BFloat16Storage", "F16": "HalfStorage"}
-_TYPES = {storage: dtype for dtype, storage in _STORAGES.items()}
+_TYPES = {torch_name: dtype for dtype, torch_name in TORCH_NAMES.items()}
 _ALIGNMENT = 64
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
@@ -129,80 +128,15 @@ def find_blob(file: MappedFile, offset: int, length: int) -> tuple[str, tuple[in
 
     Raises ValueError for what is no saved tensor, or one whose bits do not lie in order.
     """
-    try:
-        with zipfile.ZipFile(_Window(file, offset, length)) as archive:
-            names = {name.split("/", 1)[-1]: name for name in archive.namelist()}
-            dtype, shape, strides = _unpickled(archive.read(names["data.pkl"]))
-            entry = archive.getinfo(names["data/0"])
-    except (zipfile.BadZipFile, KeyError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{file.path}: expected a saved tensor at byte {offset}, found {error!r}") from None
-    meaningful = [(s, n) for s, n in zip(strides, shape) if n != 1]
+    with open_archive(file, offset, length, "a saved tensor") as archive:
+        tensor = read_tensor(archive)
+        start = tensor.place_in(archive)
+    shape = tensor.shape
+    meaningful = [(s, n) for s, n in zip(tensor.strides, shape) if n != 1]
     expected = [(s, n) for s, n in zip(_strides(shape), shape) if n != 1]
-    if meaningful != expected or entry.file_size != prod(shape) * BITS[dtype].itemsize:
-        raise ValueError(f"{file.path}: expected a contiguous tensor at byte {offset}, found strides {strides}")
-    at = offset + entry.header_offset
-    name_length, extra_length = struct.unpack_from("<HH", file.bytes, at + 26)
-    return dtype, shape, at + _LOCAL.size + name_length + extra_length
-
-
-def _unpickled(data: bytes) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    found = _TensorUnpickler(io.BytesIO(data)).load()
-    if not isinstance(found, _Description):
-        raise pickle.UnpicklingError(f"a {type(found).__name__}")
-    return found.dtype, found.shape, found.strides
-
-
-class _TensorUnpickler(pickle.Unpickler):
-    """Knows tensors and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _described
-        if module == "torch" and name in _TYPES:
-            return _TYPES[name]
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        raise pickle.UnpicklingError(f"{module}.{name} in a tensor")
-
-    def persistent_load(self, pid: Any) -> Any:
-        return pid[1]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Description:
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
-def _described(dtype: str, offset: int, shape: Any, strides: Any, *_: Any) -> _Description:
-    if offset:
-        raise pickle.UnpicklingError(f"offset {offset} in a tensor's storage")
-    return _Description(dtype=dtype, shape=tuple(shape), strides=tuple(strides))
-
-
-class _Window(io.RawIOBase):
-    """Part of a mapped file, as a file."""
-
-    def __init__(self, file: MappedFile, offset: int, length: int):
-        self._bytes, self._start, self._length, self._at = file.bytes, offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        end = self._length if size < 0 else min(self._length, self._at + size)
-        data = bytes(self._bytes[self._start + self._at : self._start + end])
-        self._at += len(data)
-        return data
+    if meaningful != expected or tensor.offset or tensor.count != prod(shape):
+        found = f"strides {list(tensor.strides)} in {tensor.count} elements"
+        raise ValueError(f"{file.path}: expected a contiguous tensor at byte {offset}, found {found}")
+    if tensor.dtype not in _TYPES:
+        raise ValueError(f"{file.path}: expected a saved tensor at byte {offset}, found one of {tensor.dtype}")
+    return _TYPES[tensor.dtype], shape, start

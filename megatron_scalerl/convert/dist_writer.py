@@ -21,11 +21,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_scalerl.convert.arrays import TORCH_NAMES
-from megatron_scalerl.convert.dist_reader import FORMAT_FILE, METADATA
 from megatron_scalerl.convert.jobs import Record
 from megatron_scalerl.durable import write_durably
+from megatron_scalerl.safe_load.index import FORMAT_FILE, METADATA
+from megatron_scalerl.safe_load.values import COMMON
 
-COMMON = "common.pt"
 _FORMAT = dict(
     sharded_backend="torch_dist", sharded_backend_version=1, common_backend="torch", common_backend_version=1
 )

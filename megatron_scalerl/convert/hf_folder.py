@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron_scalerl.convert.arrays import BITS, RAW_BYTES
 from megatron_scalerl.convert.mapped import MappedFile
+from megatron_scalerl.safe_load.files import check_name
 
 INDEX = "model.safetensors.index.json"
 _MAX_HEADER = 100 << 20
@@ -92,11 +93,12 @@ def _read_index(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     try:
         content = json.loads(path.read_text(encoding="utf8"))
         entries: dict[str, str] = content["weight_map"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        if not isinstance(entries, dict):
+            raise TypeError("a weight_map that is no dictionary")
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: expected JSON with a weight_map, found {error!r}") from None
     for file in entries.values():
-        if Path(file).name != file:
-            raise ValueError(f"{path}: expected names of files in the folder, found {file}")
+        check_name(path, file)
     return content.get("metadata") or {}, entries
 
 
@@ -110,8 +112,11 @@ def read_header(path: Path) -> tuple[Mapping[str, str] | None, list[Stored]]:
         header: dict[str, Any] = json.loads(text)
     except ValueError:
         raise ValueError(f"{path}: expected a safetensors file, found no readable header in {size} bytes") from None
-    metadata = header.pop("__metadata__", None)
-    found = [_stored(path, name, entry, 8 + length) for name, entry in header.items()]
+    try:
+        metadata = header.pop("__metadata__", None)
+        found = [_stored(path, name, entry, 8 + length) for name, entry in header.items()]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: expected a safetensors file, found a header with {error!r}") from None
     found.sort(key=lambda stored: (stored.offset, stored.nbytes))
     end = max((s.offset + s.nbytes for s in found), default=8 + length)
     if size != end:

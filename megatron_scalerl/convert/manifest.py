@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_scalerl.convert.hf_folder import Shard
 from megatron_scalerl.convert.jobs import Record
+from megatron_scalerl.safe_load.files import check_name
 
 FILE = "conversion.json"
 _FORMAT = 1
@@ -48,13 +49,36 @@ def read(path: str | Path) -> Manifest | None:
         return None
     try:
         data = json.loads(file.read_text(encoding="utf8"))
-    except json.JSONDecodeError as error:
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{file}: expected JSON, found {error}") from None
-    if data.pop("format", None) != _FORMAT:
+    if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise ValueError(f"{file}: expected a manifest of format {_FORMAT}, found another")
-    del data["checksum"]
-    shards = tuple(Shard(**{**shard, "tensors": tuple(shard["tensors"])}) for shard in data.pop("shards"))
-    return Manifest(shards=shards, **{**data, "carried": tuple(data["carried"])})
+    try:
+        return _manifest(file, data)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{file}: expected a manifest of format {_FORMAT}, found one with {error!r}") from None
+
+
+def _manifest(file: Path, data: dict[str, Any]) -> Manifest:
+    shards = tuple(Shard(**{**shard, "tensors": tuple(shard["tensors"])}) for shard in data["shards"])
+    for shard in shards:
+        check_name(file, shard.file)
+        if not shard.file.endswith(".safetensors"):
+            raise ValueError(f"{file}: expected files *.safetensors, found {shard.file}")
+    for name in ("tensors", "copies"):
+        if not isinstance(data[name], dict):
+            raise TypeError(f"{name} that are a {type(data[name]).__name__}")
+    for entry in data["tensors"].values():
+        _ = entry["dtype"], entry["shape"], entry["checksum"]
+    if not isinstance(data["index_metadata"], dict | None):
+        raise TypeError("index_metadata that is no dictionary")
+    return Manifest(
+        tensors=data["tensors"],
+        shards=shards,
+        index_metadata=data["index_metadata"],
+        copies=data["copies"],
+        carried=tuple(data["carried"]),
+    )
 
 
 def checksums(records: Iterable[Record]) -> dict[str, str]:

@@ -8,15 +8,18 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_scalerl.safe_load.files import open_plain
+
 _PAGE = mmap.PAGESIZE
 
 
 class MappedFile:
     """A file for reading. Its pages belong to the page cache and are no memory of this process's own."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, *, links: bool = True):
+        """With `links` False the file must be a regular one, and no link to it. Raises ValueError otherwise."""
         self.path = path
-        with path.open("rb") as file:
+        with path.open("rb") if links else os.fdopen(open_plain(path.parent, path.name), "rb") as file:
             self.size = os.fstat(file.fileno()).st_size
             self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else b""
 
@@ -25,6 +28,16 @@ class MappedFile:
         if not count:
             return np.empty(0, dtype)
         return np.frombuffer(self.bytes, dtype, count, offset)
+
+    def read_at(self, start: int, size: int) -> bytes:
+        """`size` bytes from byte `start` on. Raises ValueError where the file is shorter."""
+        if start + size > self.size:
+            raise ValueError(f"{self.path}: expected {size} bytes at byte {start}, found fewer (truncated?)")
+        return bytes(self.bytes[start : start + size])
+
+    def read_into(self, start: int, target: memoryview) -> None:
+        """Fill `target` from byte `start` on. Raises ValueError where the file is shorter."""
+        target[:] = self.read_at(start, len(target))
 
     def read_ahead(self, offset: int, length: int) -> None:
         """Ask the kernel for these bytes; returns at once."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_scalerl.convert import manifest as manifests
 from megatron_scalerl.convert.arrays import BITS
-from megatron_scalerl.convert.dist_reader import FORMAT_FILE, Held, held_parameters
+from megatron_scalerl.convert.dist_reader import Held, held_parameters
 from megatron_scalerl.convert.hf_folder import HfFolder, Shard, open_folder, read_header
 from megatron_scalerl.convert.jobs import SourceFiles
 from megatron_scalerl.convert.manifest import Manifest
@@ -24,6 +24,8 @@ from megatron_scalerl.convert.weight_map import (
 )
 from megatron_scalerl.models import family as family_of
 from megatron_scalerl.models.family import Family
+from megatron_scalerl.safe_load.files import refuse_links
+from megatron_scalerl.safe_load.index import FORMAT_FILE
 
 CARRIED = "carried.safetensors"
 """Tensors outside the policy, in a Megatron checkpoint's side folder."""
@@ -89,6 +91,7 @@ def megatron_view(path: str | Path, *, like: str | Path | None = None, dtype: st
     path = Path(path)
     if like is None:
         side, layout = path / SIDE_FOLDER, _own_manifest(path)
+        refuse_links(side)
         outer = _carried_folder(side, layout)
         family = family_of(policy_config(side), layout.tensors)
     else:
@@ -100,11 +103,16 @@ def megatron_view(path: str | Path, *, like: str | Path | None = None, dtype: st
     recipes = tensor_recipes(family, held, dtype, str(path))
     tensors = {name: Tensor(dtype=r.dtype, shape=r.shape, recipe=r) for name, r in recipes.items()}
     for copy, of in layout.copies.items():
+        if of not in tensors:
+            raise ValueError(f"{path}: {copy}: expected a copy of one of the checkpoint's tensors, found {of!r}")
         tensors[copy] = replace(tensors[of], recipe=replace(recipes[of], name=copy))
     raw = {}
     for name in layout.carried:
         assert outer is not None
         raw[name] = raw_tensor(outer, name)
+    unknown = [name for shard in layout.shards for name in shard.tensors if name not in tensors and name not in raw]
+    if unknown:
+        raise ValueError(f"{path}: expected tensors of the checkpoint in its files, found {unknown[0]!r}")
     return MegatronView(
         path=path,
         files=SourceFiles(hugging_face=outer, megatron=path, held=held),

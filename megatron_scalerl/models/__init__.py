@@ -63,7 +63,7 @@ def read_hf_config(hf_path: str | Path) -> Any:
         raise ValueError(f"{path}: expected JSON, found {error}") from error
     _check_known(found.get("model_type") if isinstance(found, dict) else None)
     try:
-        return AutoConfig.from_pretrained(str(hf_path))
+        return AutoConfig.from_pretrained(str(hf_path), trust_remote_code=False)
     except StrictDataclassError as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
 

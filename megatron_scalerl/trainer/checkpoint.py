@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_scalerl.durable import write_durably
+from megatron_scalerl.safe_load import megatron
 from megatron_scalerl.trainer.commit import discard, read_commit, write_commit
 from megatron_scalerl.trainer.parallel import Parallel
 from megatron_scalerl.trainer.shard_writer import writing_in_process
@@ -52,12 +53,13 @@ def save(path: str | Path, trainer: Trainer, extra: dict[str, Any]) -> None:
 def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
     """Resume from the checkpoint at `path`; returns the `extra` it was saved with. Every rank must call it.
 
-    Raises ValueError, naming the file, for a folder that is not committed or has lost a file; nothing is loaded.
+    Raises ValueError, naming the file, for a folder that is not committed or has lost a file, before anything is
+    loaded, and for a part of it that is not opened (see `safe_load`), when the trainer may have taken other parts.
     """
     path = Path(path)
     facts = read_commit(path)
     same_layout = facts["layout"] == _layout(trainer.parallel)
-    state = dist_checkpointing.load(_sharded_state(trainer, loading=True, generators=same_layout), str(path))
+    state = megatron.load(_sharded_state(trainer, loading=True, generators=same_layout), path, common=True)
     for key, chunk in _chunk_keys(trainer):
         chunk.load_state_dict(state[key])
     trainer.optimizer.load_state_dict(state["optimizer"])

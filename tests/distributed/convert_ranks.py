@@ -17,9 +17,11 @@ def differing_parameters(jobs: list[Job]) -> list[dict[str, Any]]:
     """For every job: this rank's parameters after the stock load that differ from those read from Hugging Face.
 
     Both sides start from other values than the checkpoint's; `changed` counts parameters that the load changed.
+    `ours` are those that differ after our load, which starts from zeros.
     """
     from megatron.core import dist_checkpointing, parallel_state
 
+    from megatron_scalerl.convert.stock_load import load_megatron
     from megatron_scalerl.trainer.model import build_policy
     from megatron_scalerl.trainer.parallel import init_parallel
 
@@ -33,16 +35,37 @@ def differing_parameters(jobs: list[Job]) -> list[dict[str, Any]]:
         state = dist_checkpointing.load({"model": module.sharded_state_dict()}, megatron_path)
         module.load_state_dict(state["model"])
         loaded = dict(module.named_parameters())
-        found.append(
-            dict(
-                parameters=len(loaded),
-                different=[n for n, value in loaded.items() if not torch.equal(value, expected[f"module.{n}"])],
-                changed=sum(not torch.equal(value, before[n]) for n, value in loaded.items()),
-            )
-        )
+        different = [n for n, value in loaded.items() if not torch.equal(value, expected[f"module.{n}"])]
+        changed = sum(not torch.equal(value, before[n]) for n, value in loaded.items())
+        with torch.no_grad():
+            torch._foreach_zero_(list(module.parameters()))
+        load_megatron([module], megatron_path)
+        ours = [n for n, value in loaded.items() if not torch.equal(value, expected[f"module.{n}"])]
+        found.append(dict(parameters=len(loaded), different=different, changed=changed, ours=ours))
         torch.distributed.barrier()
         parallel_state.destroy_model_parallel()
     return found
+
+
+def refusals(jobs: list[Job]) -> list[str]:
+    """For every job: what this rank says as it starts from a checkpoint that must be refused."""
+    from megatron.core import parallel_state
+
+    from megatron_scalerl.convert.stock_load import load_megatron
+    from megatron_scalerl.trainer.model import build_policy
+    from megatron_scalerl.trainer.parallel import init_parallel
+
+    said = []
+    for hf_path, megatron_path, layout in jobs:
+        settings = recipe(hf_path, int(os.environ["WORLD_SIZE"]), layout)
+        chunks = build_policy(hf_path, settings, init_parallel(settings), load_weights=False)
+        try:
+            load_megatron([chunk.module for chunk in chunks], megatron_path)
+        except ValueError as error:
+            said.append(str(error))
+        torch.distributed.barrier()
+        parallel_state.destroy_model_parallel()
+    return said
 
 
 def save_the_stock_way(jobs: list[Job]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hostile import Evil, first_key, place, saved
 from random_policies import make
 from runner import run_ranks
 from safetensors.torch import load_file
@@ -53,9 +55,19 @@ def test_the_stock_load_opens_it_under_every_layout(world: int, cases: list[Any]
     jobs = [(str(root / f"{kind}.hf"), str(root / f"{kind}.megatron"), layout) for kind, layout in cases]
     for rank, answers in enumerate(run_ranks(world, "convert_ranks:differing_parameters", jobs)):
         for (kind, layout), answer in zip(cases, answers):
-            assert answer["different"] == [], (rank, kind, layout)
+            assert answer["different"] == answer["ours"] == [], (rank, kind, layout)
             # Norms start as ones and are loaded as something else; matrices start random.
             assert answer["changed"] == answer["parameters"] > 10, (rank, kind, layout)
+
+
+def test_every_rank_says_why_one_of_them_refuses(root: Path, tmp_path: Path) -> None:
+    """The first stage alone reads the embedding."""
+    folder = tmp_path / "megatron"
+    shutil.copytree(root / "llama.megatron", folder)
+    place(folder, first_key(folder, objects=False, containing="word_embeddings"), saved(Evil(tmp_path / "made")))
+    said = run_ranks(2, "convert_ranks:refusals", [(str(root / "llama.hf"), str(folder), PP2)])
+    assert said[0] == said[1] and not (tmp_path / "made").exists()
+    assert said[0][0].startswith(f"{folder}/__99_0.distcp: expected the tensor embedding.word_embeddings.weight at ")
 
 
 @pytest.mark.parametrize("kind, layout", [("llama", TP2), ("llama4", {**TP2, **EP2, **ETP1}), ("qwen3_moe", PP2)])

@@ -1,0 +1,86 @@
+"""What `torch.save` writes, opened without torch: a zip archive of one pickle and the bytes of its tensors."""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_scalerl.safe_load.files import Window
+from megatron_scalerl.safe_load.pickles import Names, Refused, Stored, decode
+
+_LOCAL = struct.Struct("<IHHHHHIIIHH")
+_LOCAL_MARK = 0x04034B50
+_PICKLE_LIMIT = 64 << 20
+"""Bytes of a pickle without its tensors' bits."""
+
+
+class Bytes(Protocol):
+    """A file whose bytes can be read from any place."""
+
+    path: Path
+
+    def read_at(self, start: int, size: int) -> bytes:
+        """`size` bytes from byte `start` on. Raises ValueError where the file is shorter."""
+
+    def read_into(self, start: int, target: memoryview) -> None:
+        """Fill `target` from byte `start` on. Raises ValueError where the file is shorter."""
+
+
+class Archive:
+    """One archive in a file that may hold many. Use `open_archive` to make one."""
+
+    def __init__(self, file: Bytes, start: int, length: int, entries: zipfile.ZipFile):
+        self._file, self._start, self._end, self._entries = file, start, start + length, entries
+        self._names = {name.split("/", 1)[-1]: name for name in entries.namelist()}
+
+    def decode(self, names: Names, stored: Stored | None = None) -> Any:
+        """The value of the archive's pickle; see `pickles.decode`. Raises Refused."""
+        start, size = self.place("data.pkl")
+        if size > _PICKLE_LIMIT:
+            raise Refused(f"a pickle of {size} bytes")
+        if "byteorder" in self._names and self._bytes("byteorder", 16) != b"little":
+            raise Refused("bytes that are not little-endian")
+        return decode(self._file.read_at(start, size), names, stored)
+
+    def place(self, name: str) -> tuple[int, int]:
+        """(first byte in the file, number of bytes) of an entry. Raises Refused where there is none."""
+        if name not in self._names:
+            raise Refused(f"an archive without {name}")
+        entry = self._entries.getinfo(self._names[name])
+        if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
+            raise Refused(f"{name} compressed or encrypted")
+        at = self._start + entry.header_offset
+        header = _LOCAL.unpack(self._file.read_at(max(at, 0), _LOCAL.size))
+        begin = at + _LOCAL.size + header[-2] + header[-1]
+        if at < self._start or begin + entry.file_size > self._end or header[0] != _LOCAL_MARK:
+            raise Refused(f"no {name} where the archive's directory says")
+        return begin, entry.file_size
+
+    def read_into(self, start: int, target: memoryview) -> None:
+        """Fill `target` from byte `start` of the file on."""
+        self._file.read_into(start, target)
+
+    def _bytes(self, name: str, limit: int) -> bytes:
+        start, size = self.place(name)
+        return self._file.read_at(start, min(size, limit))
+
+
+@contextmanager
+def open_archive(file: Bytes, start: int, length: int, expected: str) -> Iterator[Archive]:
+    """The archive in `length` bytes from byte `start` on.
+
+    Inside the block, what is refused becomes a ValueError that names the file, `expected` and what was found.
+    """
+    try:
+        with zipfile.ZipFile(Window(file.read_at, start, length)) as entries:
+            yield Archive(file, start, length, entries)
+    except Refused as refused:
+        raise ValueError(f"{file.path}: expected {expected} at byte {start}, found {refused}") from None
+    except (zipfile.BadZipFile, NotImplementedError, struct.error, EOFError, OverflowError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file.path}: expected {expected} at byte {start}, found {error!r}") from None
+
+

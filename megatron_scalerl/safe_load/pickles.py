@@ -1,0 +1,307 @@
+"""Decodes pickles as data: nothing is imported, and only functions of ours are called.
+
+Python's own unpickler imports every name that it finds and calls what it imported. This decoder knows the opcodes
+that plain values and records need; a name is looked up, as the exact pair (module, name), among those that the
+caller gives, and stands for a function of ours. No opcode makes more than a few dozen bytes for each byte that the
+pickle has. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+class Refused(ValueError):
+    """What a pickle holds that is not opened. The message continues "found ..."."""
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """What a name stands for that a pickle may call: a function of ours, which checks its arguments.
+
+    It raises TypeError or ValueError for what it does not take.
+    """
+
+    name: str
+    call: Callable[..., Any]
+
+
+class Built:
+    """A value that a pickle may give a state to, after it was made. `set_state` checks the state."""
+
+    __slots__ = ()
+
+    def set_state(self, state: Any) -> None:
+        """Take the state. Raises TypeError or ValueError for one that does not fit."""
+        raise NotImplementedError
+
+
+Names = Mapping[tuple[str, str], Any]
+"""(module, name) -> a Maker, or the constant that the name stands for."""
+Stored = Callable[[Any], Any]
+"""From a persistent id, which torch uses for the bytes of a tensor, to what it stands for."""
+
+def printable(text: str) -> str:
+    """Text of a file as it may stand in a message: one line, at most 200 characters, none that steers a terminal."""
+    return text[:200] if text.isprintable() else ascii(text)[1:-1][:200]
+
+
+def empty() -> dict[Any, Any]:
+    """What collections.OrderedDict stands for: made without arguments, its items are set later."""
+    return {}
+
+
+_KEYS = frozenset({str, int, float, bool, bytes, type(None)})
+
+
+def decode(data: bytes, names: Names, stored: Stored | None = None) -> Any:
+    """The value of the pickle `data`. Raises Refused for a name, an opcode or a call that is not known.
+
+    Dictionaries may have plain scalars and Built values as keys, nothing that is costly to hash.
+    """
+    decoder = _Decoder(data, names, stored)
+    try:
+        return decoder.run()
+    except (IndexError, KeyError, struct.error, UnicodeDecodeError):
+        raise Refused(f"a damaged pickle (at byte {decoder.at} of {len(data)})") from None
+
+
+class _Decoder:
+    """A stack machine over the bytes of one pickle."""
+
+    def __init__(self, data: bytes, names: Names, stored: Stored | None):
+        self.data, self.at = data, 0
+        self.names, self.stored = names, stored
+        self.stack: list[Any] = []
+        self.outer: list[list[Any]] = []
+        """The stacks below the marks."""
+        self.memo: dict[int, Any] = {}
+
+    def run(self) -> Any:
+        data, handlers = self.data, _HANDLERS
+        while True:
+            code = data[self.at]
+            self.at += 1
+            if code == _STOP:
+                return self.stack.pop()
+            handler = handlers.get(code)
+            if handler is None:
+                raise Refused(f"the pickle opcode {_opcode_name(code)} (at byte {self.at - 1})")
+            handler(self)
+
+    def take(self, size: int) -> bytes:
+        """The next `size` bytes."""
+        start, self.at = self.at, self.at + size
+        if self.at > len(self.data):
+            raise IndexError(size)
+        return self.data[start : self.at]
+
+    def number(self, form: struct.Struct) -> Any:
+        """The next number."""
+        (value,) = form.unpack_from(self.data, self.at)
+        self.at += form.size
+        return value
+
+    def line(self) -> str:
+        """The next line of text."""
+        start, self.at = self.at, self.data.find(b"\n", self.at) + 1
+        if self.at == 0:
+            raise IndexError(start)
+        return self.data[start : self.at - 1].decode("utf8")
+
+    def marked(self) -> list[Any]:
+        """What was pushed since the last mark."""
+        items, self.stack = self.stack, self.outer.pop()
+        return items
+
+    def named(self, module: str, name: str) -> Any:
+        """What a name stands for."""
+        if type(module) is not str or type(name) is not str:
+            raise Refused("a name that is no text")
+        try:
+            return self.names[module, name]
+        except KeyError:
+            raise Refused(f"the name {printable(f'{module}.{name}')}") from None
+
+
+_U8, _U16, _I32, _U32 = (struct.Struct(form) for form in ("<B", "<H", "<i", "<I"))
+_U64, _F64 = struct.Struct("<Q"), struct.Struct(">d")
+_STOP = pickle.STOP[0]
+
+_HANDLERS: dict[int, Callable[[_Decoder], None]] = {}
+
+
+def _opcode_name(code: int) -> str:
+    names = {getattr(pickle, n)[0]: n for n in pickle.__all__ if n.isupper() and type(getattr(pickle, n)) is bytes}
+    return names.get(code, str(code))
+
+
+def _handles(opcode: bytes) -> Callable[[Callable[[_Decoder], None]], Callable[[_Decoder], None]]:
+    def register(handler: Callable[[_Decoder], None]) -> Callable[[_Decoder], None]:
+        _HANDLERS[opcode[0]] = handler
+        return handler
+
+    return register
+
+
+def _pushes(opcode: bytes, value: Callable[[_Decoder], Any]) -> None:
+    def push(decoder: _Decoder) -> None:
+        # Evaluated first: taking up a mark changes the stack.
+        found = value(decoder)
+        decoder.stack.append(found)
+
+    _HANDLERS[opcode[0]] = push
+
+
+_pushes(pickle.NONE, lambda d: None)
+_pushes(pickle.NEWTRUE, lambda d: True)
+_pushes(pickle.NEWFALSE, lambda d: False)
+_pushes(pickle.BININT, lambda d: d.number(_I32))
+_pushes(pickle.BININT1, lambda d: d.number(_U8))
+_pushes(pickle.BININT2, lambda d: d.number(_U16))
+_pushes(pickle.LONG1, lambda d: int.from_bytes(d.take(d.number(_U8)), "little", signed=True))
+_pushes(pickle.BINFLOAT, lambda d: d.number(_F64))
+_pushes(pickle.SHORT_BINUNICODE, lambda d: d.take(d.number(_U8)).decode("utf8"))
+_pushes(pickle.BINUNICODE, lambda d: d.take(d.number(_U32)).decode("utf8"))
+_pushes(pickle.SHORT_BINBYTES, lambda d: d.take(d.number(_U8)))
+_pushes(pickle.BINBYTES, lambda d: d.take(d.number(_U32)))
+_pushes(pickle.EMPTY_LIST, lambda d: [])
+_pushes(pickle.EMPTY_DICT, lambda d: {})
+_pushes(pickle.EMPTY_TUPLE, lambda d: ())
+_pushes(pickle.TUPLE, lambda d: tuple(d.marked()))
+_pushes(pickle.BINGET, lambda d: d.memo[d.number(_U8)])
+_pushes(pickle.LONG_BINGET, lambda d: d.memo[d.number(_U32)])
+_pushes(pickle.GLOBAL, lambda d: d.named(d.line(), d.line()))
+
+
+@_handles(pickle.PROTO)
+def _proto(decoder: _Decoder) -> None:
+    version = decoder.number(_U8)
+    if version > pickle.HIGHEST_PROTOCOL:
+        raise Refused(f"pickle protocol {version}")
+
+
+@_handles(pickle.FRAME)
+def _frame(decoder: _Decoder) -> None:
+    size = decoder.number(_U64)
+    if size > len(decoder.data) - decoder.at:
+        raise IndexError(size)
+
+
+@_handles(pickle.MARK)
+def _mark(decoder: _Decoder) -> None:
+    decoder.outer.append(decoder.stack)
+    decoder.stack = []
+
+
+def _tuple_of(size: int) -> Callable[[_Decoder], None]:
+    def handler(decoder: _Decoder) -> None:
+        if len(decoder.stack) < size:
+            raise IndexError(size)
+        decoder.stack[-size:] = [tuple(decoder.stack[-size:])]
+
+    return handler
+
+
+_HANDLERS[pickle.TUPLE1[0]] = _tuple_of(1)
+_HANDLERS[pickle.TUPLE2[0]] = _tuple_of(2)
+_HANDLERS[pickle.TUPLE3[0]] = _tuple_of(3)
+
+
+@_handles(pickle.MEMOIZE)
+def _memoize(decoder: _Decoder) -> None:
+    decoder.memo[len(decoder.memo)] = decoder.stack[-1]
+
+
+@_handles(pickle.BINPUT)
+def _binput(decoder: _Decoder) -> None:
+    decoder.memo[decoder.number(_U8)] = decoder.stack[-1]
+
+
+@_handles(pickle.LONG_BINPUT)
+def _long_binput(decoder: _Decoder) -> None:
+    decoder.memo[decoder.number(_U32)] = decoder.stack[-1]
+
+
+@_handles(pickle.STACK_GLOBAL)
+def _stack_global(decoder: _Decoder) -> None:
+    name = decoder.stack.pop()
+    module = decoder.stack.pop()
+    decoder.stack.append(decoder.named(module, name))
+
+
+@_handles(pickle.APPEND)
+def _append(decoder: _Decoder) -> None:
+    item = decoder.stack.pop()
+    _extend(decoder.stack[-1], [item])
+
+
+@_handles(pickle.APPENDS)
+def _appends(decoder: _Decoder) -> None:
+    items = decoder.marked()
+    _extend(decoder.stack[-1], items)
+
+
+def _extend(target: Any, items: list[Any]) -> None:
+    if type(target) is not list:
+        raise Refused(f"items appended to a {type(target).__name__}")
+    target.extend(items)
+
+
+@_handles(pickle.SETITEM)
+def _setitem(decoder: _Decoder) -> None:
+    value = decoder.stack.pop()
+    key = decoder.stack.pop()
+    _update(decoder.stack[-1], [key, value])
+
+
+@_handles(pickle.SETITEMS)
+def _setitems(decoder: _Decoder) -> None:
+    items = decoder.marked()
+    _update(decoder.stack[-1], items)
+
+
+def _update(target: Any, items: list[Any]) -> None:
+    if type(target) is not dict or len(items) % 2:
+        raise Refused(f"items set in a {type(target).__name__}")
+    for key, value in zip(items[::2], items[1::2]):
+        if type(key) not in _KEYS and not isinstance(key, Built):
+            raise Refused(f"a {type(key).__name__} as a dictionary's key")
+        target[key] = value
+
+
+@_handles(pickle.REDUCE)
+@_handles(pickle.NEWOBJ)
+def _reduce(decoder: _Decoder) -> None:
+    arguments = decoder.stack.pop()
+    maker = decoder.stack.pop()
+    if type(maker) is not Maker or type(arguments) is not tuple:
+        raise Refused(f"a call of a {type(maker).__name__}")
+    decoder.stack.append(_checked(maker.name, maker.call, *arguments))
+
+
+@_handles(pickle.BUILD)
+def _build(decoder: _Decoder) -> None:
+    state = decoder.stack.pop()
+    target = decoder.stack[-1]
+    if not isinstance(target, Built):
+        raise Refused(f"a state for a {type(target).__name__}")
+    _checked(type(target).__name__, target.set_state, state)
+
+
+@_handles(pickle.BINPERSID)
+def _binpersid(decoder: _Decoder) -> None:
+    if decoder.stored is None:
+        raise Refused("a persistent id")
+    decoder.stack.append(_checked("persistent id", decoder.stored, decoder.stack.pop()))
+
+
+def _checked(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return call(*arguments)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise Refused(f"{name} with other arguments than it takes ({printable(str(error))})") from None

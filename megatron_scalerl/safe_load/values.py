@@ -1,0 +1,235 @@
+"""Plain values as `torch.save` writes them: numbers, text, lists, dictionaries, arrays and tensors.
+
+That is all that a run's own checkpoint keeps beside its weights: settings of the optimizer, states of random
+generators. Tensors are described, not made, so that no torch is needed to check a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from megatron_scalerl.safe_load.archive import Archive, Bytes, open_archive
+from megatron_scalerl.safe_load.index import Place
+from megatron_scalerl.safe_load.pickles import Built, Maker, Names, Refused, empty
+
+COMMON = "common.pt"
+"""What Megatron saves once for all ranks."""
+_DEPTH = 32
+_ITEMS = 1 << 20
+"""Items that a value may have, those of a part that stands in several places counted there again."""
+_EXTRA_STATE = "_extra_state"
+_FP8 = "content in {key} (of fp8 training? such states are pickles and are not opened)"
+_PLAIN = (bool, int, float, str, bytes, list, tuple, dict, np.ndarray)
+STORAGES = {
+    "DoubleStorage": ("float64", 8),
+    "FloatStorage": ("float32", 4),
+    "HalfStorage": ("float16", 2),
+    "BFloat16Storage": ("bfloat16", 2),
+    "LongStorage": ("int64", 8),
+    "IntStorage": ("int32", 4),
+    "ShortStorage": ("int16", 2),
+    "CharStorage": ("int8", 1),
+    "ByteStorage": ("uint8", 1),
+    "BoolStorage": ("bool", 1),
+}
+"""torch's class of a tensor's bytes -> its name of the type, bytes of an element."""
+_ARRAYS = frozenset(["b1", "i1", "u1", "i2", "u2", "f2", "i4", "u4", "f4", "i8", "u8", "f8"])
+"""Types of numpy arrays; "O", whose elements are pickled objects, is none of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    dtype: str
+    itemsize: int
+    entry: str = ""
+    count: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorBits:
+    """A tensor of an archive: `archive.place(entry)` says where its bits are."""
+
+    dtype: str
+    """torch's name of the type."""
+    itemsize: int
+    """Bytes of an element."""
+    entry: str
+    """The archive's entry that holds `count` elements."""
+    count: int
+    offset: int
+    """First element."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In elements."""
+
+    def place_in(self, archive: Archive) -> int:
+        """First byte of the entry in the file. Raises Refused where the entry has another size than it must."""
+        start, size = archive.place(self.entry)
+        if size != self.count * self.itemsize:
+            raise Refused(f"{self.entry} of {size} bytes, not {self.count * self.itemsize}")
+        return start
+
+
+def _stored(pid: Any) -> _Storage:
+    """torch's persistent id: ("storage", class, entry, device, count)."""
+    if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage" or type(pid[1]) is not _Storage:
+        raise TypeError("a persistent id that is no storage")
+    entry, count = pid[2], pid[4]
+    if type(entry) is not str or not entry.isdigit() or type(count) is not int or count < 0:
+        raise TypeError("a storage without a number")
+    return _Storage(pid[1].dtype, pid[1].itemsize, f"data/{entry}", count)
+
+
+def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> TensorBits:
+    """torch._utils._rebuild_tensor_v2; gradients and hooks are left out."""
+    sizes = (offset, *shape, *strides)
+    if type(storage) is not _Storage or len(shape) > _DEPTH or any(type(n) is not int or n < 0 for n in sizes):
+        raise TypeError("no sizes")
+    last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    if prod(shape) and not (last < storage.count and prod(shape) <= storage.count):
+        raise ValueError(f"shape {list(shape)}, strides {list(strides)} in {storage.count} elements")
+    return TensorBits(
+        dtype=storage.dtype, itemsize=storage.itemsize, entry=storage.entry, count=storage.count,
+        offset=offset, shape=tuple(shape), strides=tuple(strides),
+    )  # fmt: skip
+
+
+class _ArrayType(Built):
+    """numpy.dtype: its code, and then a state whose second item is the order of bytes."""
+
+    __slots__ = ("code",)
+
+    def __init__(self, code: Any, *_: Any):
+        if code not in _ARRAYS:
+            raise TypeError(f"arrays of {code!r}")
+        self.code = code
+
+    def set_state(self, state: Any) -> None:
+        if type(state) is not tuple or len(state) < 2 or state[1] not in ("<", "|") or any(state[2:5]):
+            raise TypeError("another order of bytes, or fields")
+
+
+class _Array(Built):
+    """numpy.ndarray: made empty, and then given (version, shape, type, in Fortran's order?, bits)."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, *_: Any):
+        self.array: np.ndarray = np.empty(0, np.uint8)
+
+    def set_state(self, state: Any) -> None:
+        _, shape, kind, fortran, bits = state
+        if type(shape) is not tuple or type(kind) is not _ArrayType or type(bits) is not bytes:
+            raise TypeError("no array")
+        flat = np.frombuffer(bits, np.dtype(kind.code).newbyteorder("<")).copy()
+        self.array = flat.reshape(shape, order="F" if fortran is True else "C")
+
+
+def _text_bytes(text: Any, encoding: Any) -> bytes:
+    """_codecs.encode, which is how pickles of protocol 2 say bytes."""
+    if type(text) is not str or encoding != "latin1":
+        raise TypeError("no bytes")
+    return text.encode("latin1")
+
+
+TENSOR_NAMES: Names = {
+    ("torch._utils", "_rebuild_tensor_v2"): Maker("_rebuild_tensor_v2", _tensor),
+    **{("torch", name): _Storage(*kind) for name, kind in STORAGES.items()},
+    # Hooks of the tensor, always empty.
+    ("collections", "OrderedDict"): Maker("OrderedDict", empty),
+}
+"""Every name that may stand in the archive of a tensor."""
+VALUE_NAMES: Names = {
+    **TENSOR_NAMES,
+    # numpy's generator has its state in an array. The module's name is the one of numpy 2, then of numpy 1.
+    ("numpy._core.multiarray", "_reconstruct"): Maker("_reconstruct", _Array),
+    ("numpy.core.multiarray", "_reconstruct"): Maker("_reconstruct", _Array),
+    ("numpy", "ndarray"): None,
+    ("numpy", "dtype"): Maker("numpy.dtype", _ArrayType),
+    ("_codecs", "encode"): Maker("_codecs.encode", _text_bytes),
+    ("__builtin__", "bytes"): Maker("bytes", lambda: b""),
+}
+"""Every name that may stand in the archive of another value."""
+
+
+Make = Callable[[TensorBits, Archive], Any]
+"""Makes a tensor from its description, and the archive that its bits are in."""
+
+
+def read_value(file: Bytes, start: int, length: int, make: Make) -> Any:
+    """The plain value in the archive of `length` bytes from byte `start` on; `make` makes its tensors.
+
+    Raises ValueError, naming the file, for anything else.
+    """
+    with open_archive(file, start, length, "plain values") as archive:
+        found = archive.decode(VALUE_NAMES, _stored)
+        return _Settled(archive, make).value(found, 0)
+
+
+def read_object(file: Bytes, key: str, place: Place, make: Make) -> list[Any]:
+    """The object `key` of a checkpoint: Megatron keeps a list, one item for each time that a rank saves it.
+
+    Raises ValueError, naming the file, for what is no list of plain values, and for a module's extra state that is
+    not empty: Transformer Engine unpickles those.
+    """
+    extra = _EXTRA_STATE in key
+
+    def checked(bits: TensorBits, archive: Archive) -> Any:
+        if extra and 0 not in bits.shape:
+            raise Refused(_FP8.format(key=key))
+        return make(bits, archive)
+
+    items = read_value(file, place.start, place.length, checked)
+    if type(items) is not list:
+        raise ValueError(f"{file.path}: {key}: expected a list, found a {type(items).__name__}")
+    if extra and any(isinstance(item, _PLAIN) for item in items):
+        raise ValueError(f"{file.path}: expected plain values at byte {place.start}, found {_FP8.format(key=key)}")
+    return items
+
+
+def describe(bits: TensorBits, archive: Archive) -> TensorBits:
+    """Makes no tensor; raises Refused where its bits are not where they must be."""
+    bits.place_in(archive)
+    return bits
+
+
+def read_tensor(archive: Archive) -> TensorBits:
+    """The one tensor of an archive. Raises Refused for anything else."""
+    found = archive.decode(TENSOR_NAMES, _stored)
+    if type(found) is not TensorBits:
+        raise Refused(f"a {type(found).__name__} that is no tensor")
+    return found
+
+
+class _Settled:
+    """Copies a decoded value, so that it holds plain things only, and no list or dictionary in two places."""
+
+    def __init__(self, archive: Archive, make: Make):
+        self._archive, self._make, self._left = archive, make, _ITEMS
+
+    def value(self, found: Any, depth: int) -> Any:
+        """A copy of `found`. Raises Refused for one that is nested too deeply or holds itself over and over."""
+        self._left -= 1
+        if depth > _DEPTH or self._left < 0:
+            raise Refused(f"values nested more than {_DEPTH} deep, or more than {_ITEMS} of them")
+        if found is None or type(found) in (bool, int, float, str, bytes):
+            return found
+        if type(found) in (list, tuple):
+            return type(found)(self.value(item, depth + 1) for item in found)
+        if type(found) is dict:
+            return {self._key(key): self.value(item, depth + 1) for key, item in found.items()}
+        if type(found) is TensorBits:
+            return self._make(found, self._archive)
+        if type(found) is _Array:
+            return found.array
+        raise Refused(f"a {type(found).__name__} among plain values")
+
+    def _key(self, key: Any) -> Any:
+        if isinstance(key, Built):
+            raise Refused(f"a {type(key).__name__} as a dictionary's key")
+        return key

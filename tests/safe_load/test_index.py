@@ -1,0 +1,169 @@
+"""The index says what torch's own reading of .metadata says, today's and older ones', and knows torch's own names."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from hostile import saved
+from torch.distributed.checkpoint import save
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemWriter
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+from megatron_scalerl.safe_load.archive import open_archive
+from megatron_scalerl.safe_load.check import check_checkpoint
+from megatron_scalerl.safe_load.files import PlainFile
+from megatron_scalerl.safe_load.index import _NAMES, read_index
+from megatron_scalerl.safe_load.megatron import _Tensors
+from megatron_scalerl.safe_load.values import read_tensor
+
+STATE = {
+    "layer": {"weight": torch.arange(12.0).reshape(3, 4), "bias": torch.ones(4, dtype=torch.bfloat16)},
+    "step": torch.tensor(7),
+    "lr": 0.5,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What torch.distributed.checkpoint writes, with Megatron's two files."""
+    path = tmp_path_factory.mktemp("dcp") / "checkpoint"
+    save(STATE, storage_writer=FileSystemWriter(path), no_dist=True)
+    (path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (path / "common.pt").write_bytes(saved({"iteration": 3}))
+    return path
+
+
+def test_the_index_is_what_torch_reads(folder):
+    theirs = pickle.loads((folder / ".metadata").read_bytes())
+    ours = read_index(folder)
+    entries = theirs.state_dict_metadata
+    assert {*ours.tensors, *ours.objects} == set(entries) == {"layer.weight", "layer.bias", "step", "lr"}
+    assert set(ours.objects) == {key for key, e in entries.items() if isinstance(e, BytesStorageMetadata)} == {"lr"}
+    places = {(i.fqn, i.offset): s for i, s in theirs.storage_data.items()}
+    for key, tensor in ours.tensors.items():
+        assert tensor.shape == tuple(entries[key].size)
+        assert f"torch.{tensor.dtype}" == str(entries[key].properties.dtype)
+        assert [(c.offset, c.shape) for c in tensor.chunks] == [(c.offsets, c.sizes) for c in entries[key].chunks]
+        for chunk in tensor.chunks:
+            info = places[key, torch.Size(chunk.offset)]
+            assert (chunk.file, chunk.start, chunk.length) == (info.relative_path, info.offset, info.length)
+
+
+def test_its_tensors_are_read(folder):
+    ours = read_index(folder)
+    for key, expected in {"layer.weight": STATE["layer"]["weight"], "step": STATE["step"]}.items():
+        [chunk] = ours.tensors[key].chunks
+        with PlainFile(folder, chunk.file) as file, open_archive(file, chunk.start, chunk.length, key) as archive:
+            assert torch.equal(_Tensors()(read_tensor(archive), archive), expected)
+
+
+def test_every_name_is_one_of_torchs_or_megatrons():
+    """A name that upstream has moved fails here; pathlib._local came with Python 3.13."""
+    for module, name in _NAMES:
+        if module != "pathlib._local":
+            assert hasattr(import_module(module), name), f"{module}.{name}"
+
+
+class _Renames(pickle._Pickler):
+    """Writes classes under the names that they had in torch before 2.3."""
+
+    def save_global(self, obj, name=None):
+        old = {"TensorProperties": "TensorProperties", "_MEM_FORMAT_ENCODING": "MEM_FORMAT_ENCODING"}
+        if getattr(obj, "__name__", "") in old and "checkpoint" in obj.__module__:
+            line = f"torch.distributed._shard.sharded_tensor.metadata\n{old[obj.__name__]}\n"
+            self.write(pickle.GLOBAL + line.encode())
+            self.memoize(obj)
+        else:
+            super().save_global(obj, name)
+
+
+_Renames.dispatch = {**pickle._Pickler.dispatch, type: _Renames.save_global}
+
+
+def test_an_index_of_an_older_torch_is_read(folder, tmp_path):
+    stream = io.BytesIO()
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    _Renames(stream).dump(metadata)
+    assert b"sharded_tensor.metadata\nTensorProperties" in stream.getvalue()
+    (tmp_path / ".metadata").write_bytes(stream.getvalue())
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    assert read_index(tmp_path).tensors == read_index(folder).tensors
+
+
+def write(path: Path, metadata: object) -> None:
+    """A folder with nothing but an index."""
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    (path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda m: [m], "a list in place of a Metadata"),
+        (lambda m: m.storage_data, "a dict in place of a Metadata"),
+        (lambda m: Metadata(state_dict_metadata=3), "Metadata.state_dict_metadata that is an int"),
+        (lambda m: m.state_dict_metadata.update({7: BytesStorageMetadata()}), "a key that is no text: 7"),
+        (lambda m: m.state_dict_metadata.update(a=BytesStorageMetadata()), "a at None without a place in a file"),
+        (lambda m: m.state_dict_metadata.update(a=7), "an int in place of a TensorStorageMetadata"),
+        (lambda m: setattr(entry(m), "size", torch.Size([3])), "layer.weight of shape"),
+        (lambda m: setattr(entry(m), "size", (3, "4")), "a shape that is no tuple of sizes"),
+        (lambda m: setattr(entry(m), "properties", None), "layer.weight without a type"),
+        (lambda m: setattr(entry(m).chunks[0], "offsets", torch.Size([9, 9])), "with a part of shape"),
+        (lambda m: setattr(entry(m).chunks[0], "sizes", None), "a shape that is no tuple of sizes"),
+        (lambda m: entry(m).chunks.append(3), "an int in place of a ChunkStorageMetadata"),
+        (lambda m: setattr(m, "storage_data", {1: 2}), "an int in place of a MetadataIndex"),
+        (lambda m: m.storage_data.clear(), "without a place in a file"),
+        (lambda m: offset(m, (1, [])), "an offset that is no tuple of sizes"),
+        (lambda m: offset(m, (nested(),)), "an offset that is no tuple of sizes"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(change, found, folder, tmp_path):
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    assert metadata.version == CURRENT_DCP_VERSION
+    changed = change(metadata)
+    write(tmp_path, metadata if changed is None else changed)
+    with pytest.raises(ValueError) as refused:
+        read_index(tmp_path)
+    said = str(refused.value)
+    assert said.startswith(f"{tmp_path}/.metadata: expected the metadata of a checkpoint, found ") and found in said
+
+
+def offset(metadata, value):
+    """Gives an item's place another offset."""
+    object.__setattr__(next(iter(metadata.storage_data)), "offset", value)
+
+
+def nested():
+    """A pair of pairs of pairs: a hash that takes 2**60 steps, in 300 bytes."""
+    value = ()
+    for _ in range(60):
+        value = (value, value)
+    return value
+
+
+def entry(metadata):
+    """The description of a tensor."""
+    return metadata.state_dict_metadata["layer.weight"]
+
+
+@pytest.mark.parametrize("at", range(0, 2000, 23))
+def test_a_damaged_index_is_one_error(at, folder, tmp_path):
+    content = bytearray((folder / ".metadata").read_bytes())
+    content[at % len(content)] ^= 0xFF
+    (tmp_path / ".metadata").write_bytes(content)
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    try:
+        read_index(tmp_path)
+    except ValueError as error:
+        assert "\n" not in str(error)
+
+
+def test_the_check_wants_megatrons_objects(folder):
+    """torch's own checkpoint has an object that is no list."""
+    with pytest.raises(ValueError, match="lr: expected a list, found a float"):
+        check_checkpoint(folder)

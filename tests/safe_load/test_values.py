@@ -1,0 +1,249 @@
+"""Values of torch.save are read as torch reads them; objects, views beyond their bits and bombs are not."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import struct
+import zipfile
+from argparse import Namespace
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from hostile import Evil, saved
+
+from megatron_scalerl.safe_load.files import PlainFile
+from megatron_scalerl.safe_load.index import Place
+from megatron_scalerl.safe_load.megatron import _Tensors
+from megatron_scalerl.safe_load.values import describe, read_object, read_value
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Reads bytes that stand behind others in a file, with torch's tensors."""
+
+    def run(content, make=None, key=None):
+        (tmp_path / "file").write_bytes(b"before" + content + b"after")
+        with PlainFile(tmp_path, "file") as file:
+            if key is not None:
+                place = Place(file="file", start=6, length=len(content))
+                return read_object(file, key, place, make or _Tensors())
+            return read_value(file, 6, len(content), make or _Tensors())
+
+    return run
+
+
+def test_states_of_generators_come_through(read):
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    value = [{**states, "none": {}}]
+    [found] = read(saved(value), key="generators/shard_0_1")
+    assert found["python"] == value[0]["python"] and found["none"] == {}
+    assert torch.equal(found["torch"], value[0]["torch"])
+    for ours, theirs in zip(found["numpy"], value[0]["numpy"], strict=True):
+        assert np.array_equal(ours, theirs) and type(ours) is type(theirs)
+    np.random.set_state(tuple(found["numpy"]))
+    assert found["numpy"][1].dtype == np.uint32 and found["numpy"][1].flags.writeable
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(12.0).reshape(3, 4).t(),
+        torch.arange(9)[2:5],
+        torch.tensor(3.5, dtype=torch.bfloat16),
+        torch.empty(0, 3),
+        torch.tensor([True, False]),
+        torch.arange(6, dtype=torch.int16).reshape(1, 2, 3),
+    ],
+    ids=["transposed", "slice", "scalar", "empty", "bool", "int16"],
+)
+def test_tensors_are_what_torch_loads(tensor, read):
+    found = read(saved({"a": tensor, "b": tensor}))
+    assert found["a"].dtype == tensor.dtype and found["a"].shape == tensor.shape and torch.equal(found["a"], tensor)
+    if tensor.numel():
+        found["a"].zero_()
+        assert torch.equal(found["b"], torch.zeros_like(tensor)), "tensors of one storage share it"
+
+
+@pytest.mark.parametrize("array", [np.arange(6.0).reshape(2, 3), np.asfortranarray(np.arange(6).reshape(2, 3))])
+def test_arrays_keep_their_order(array, read):
+    found = read(saved(array))
+    assert np.array_equal(found, array) and found.dtype == array.dtype
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (Namespace(lr=1), "the name argparse.Namespace"),
+        (np.array([{}], dtype=object), "arrays of 'O8'"),
+        (np.float64(1.0), "the name numpy._core.multiarray.scalar"),
+        (np.array(["text"]), "arrays of 'U4'"),
+        (np.array([1], dtype=">i4"), "another order of bytes"),
+        (np.zeros(1, dtype=[("a", "i4")]), "arrays of 'V4'"),
+        ({1, 2}, "opcode EMPTY_SET|the name __builtin__.set"),
+        (slice(1), "the name __builtin__.slice"),
+        (bytearray(b"ab"), "the name __builtin__.bytearray"),
+        (torch.nn.Linear(1, 1), "the name torch.nn.modules.linear.Linear"),
+        (torch.float32, "the name torch.float32"),
+        (torch.FloatStorage, "a _Storage among plain values"),
+        (torch.storage._load_from_bytes, "the name torch.storage._load_from_bytes"),
+        (torch.nn.Parameter(torch.zeros(1)), "the name torch._utils._rebuild_parameter"),
+        (OrderedDict, "a Maker among plain values"),
+        (torch.zeros(2).to_sparse(), "the name torch._utils._rebuild_sparse_tensor"),
+    ],
+    ids=lambda v: v[:24] if isinstance(v, str) else type(v).__name__,
+)
+def test_other_values_are_refused_by_name(value, found, read):
+    with pytest.raises(ValueError, match=rf"file: expected plain values at byte 6, found .*({found})"):
+        read(saved(value))
+
+
+def test_an_evil_value_makes_nothing(read, tmp_path):
+    with pytest.raises(ValueError, match=r"found the name posix\.mkdir"):
+        read(saved([Evil(tmp_path / "made")]))
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("key", ["decoder.layers.0.mlp.linear_fc1._extra_state/shard_0_1"])
+@pytest.mark.parametrize("make", [describe, None])
+def test_extra_states_must_be_empty(key, make, read):
+    """Transformer Engine unpickles the bytes of a tensor, or of an io.BytesIO, that it finds there."""
+    assert read(saved([None]), make, key) == [None]
+    assert len(read(saved([torch.empty(0, dtype=torch.uint8)]), make, key)) == 1
+    for content in (torch.zeros(4, dtype=torch.uint8), b"abc", {}, "text", np.zeros(3)):
+        with pytest.raises(ValueError, match=r"found content in decoder.layers.0.mlp.linear_fc1._extra_state"):
+            read(saved([content]), make, key)
+    with pytest.raises(ValueError, match=r"found the name _io.BytesIO"):
+        read(saved([io.BytesIO(b"abc")]), make, key)
+    with pytest.raises(ValueError, match="expected a list, found a dict"):
+        read(saved({}), make, key)
+
+
+def archive(pickled, entries=(), compression=zipfile.ZIP_STORED):
+    """An archive of a pickle and entries."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", compression) as file:
+        file.writestr("archive/data.pkl", pickled)
+        for name, content in entries:
+            file.writestr(f"archive/{name}", content)
+    return stream.getvalue()
+
+
+def view(count, offset, shape, strides):
+    """The pickle of a tensor of `count` floats in entry 0."""
+
+    def numbers(values):
+        return b"(" + b"".join(b"J" + struct.pack("<i", v) for v in values) + b"t"
+
+    storage = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpu"
+    storage += b"J" + struct.pack("<i", count) + b"tQ"
+    sizes = b"J" + struct.pack("<i", offset) + numbers(shape) + numbers(strides)
+    rest = b"\x89ccollections\nOrderedDict\n)RtR."
+    return b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + storage + sizes + rest
+
+
+def test_the_test_makes_tensors_that_torch_loads(read):
+    content = archive(view(4, 0, (2, 2), (2, 1)), [("data/0", b"\0" * 16), ("version", b"3\n")])
+    assert torch.equal(torch.load(io.BytesIO(content), weights_only=True), torch.zeros(2, 2))
+    assert torch.equal(read(content), torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ((4, 0, (5,), (1,)), "shape .5.* in 4 elements"),
+        ((4, 3, (2,), (1,)), "in 4 elements"),
+        ((4, 0, (1 << 20, 1 << 20), (0, 0)), "in 4 elements"),
+        ((4, 0, (2, 2), (2, -1)), "no sizes"),
+        ((4, -1, (2,), (1,)), "no sizes"),
+        ((4, 0, (2, 2), (2,)), "_rebuild_tensor_v2 with other arguments"),
+        ((1 << 30, 0, (1,), (1,)), "data/0 of 16 bytes, not 4294967296"),
+    ],
+)
+@pytest.mark.parametrize("make", [describe, None])
+def test_a_tensor_beyond_its_bits_is_refused(arguments, found, make, read):
+    with pytest.raises(ValueError, match=found):
+        read(archive(view(*arguments), [("data/0", b"\0" * 16)]), make)
+
+
+def test_an_entry_outside_of_its_archive_is_refused(read):
+    """The directory's offset of data/0, the last number before its name, points far away."""
+    content = bytearray(archive(view(4, 0, (4,), (1,)), [("data/0", b"\0" * 16)]))
+    at = content.rindex(b"archive/data/0") - 4
+    for far in (1 << 20, len(content) - 60):
+        content[at : at + 4] = struct.pack("<I", far)
+        with pytest.raises(ValueError, match=r"file: (expected \d+ bytes at byte|.*found no data/0 where)"):
+            read(bytes(content))
+
+
+def test_archives_of_other_kinds_are_refused(read):
+    plain = view(4, 0, (4,), (1,))
+    with pytest.raises(ValueError, match=r"data\.pkl compressed"):
+        read(archive(plain, [("data/0", b"\0" * 16)], zipfile.ZIP_DEFLATED))
+    with pytest.raises(ValueError, match="not little-endian"):
+        read(archive(plain, [("data/0", b"\0" * 16), ("byteorder", b"big")]))
+    with pytest.raises(ValueError, match="an archive without data/0"):
+        read(archive(plain))
+    with pytest.raises(ValueError, match="file: expected plain values at byte 6, found BadZipFile"):
+        read(b"cposix\nmkdir\n.")
+    old = io.BytesIO()
+    torch.save({"a": 1}, old, _use_new_zipfile_serialization=False)
+    with pytest.raises(ValueError, match="found BadZipFile"):
+        read(old.getvalue())
+
+
+@pytest.mark.parametrize("at", range(0, 1300, 13))
+def test_a_damaged_archive_is_one_error(at, read):
+    content = bytearray(saved({"a": torch.zeros(3), "b": [1, "text", (2.5,)]}))
+    content[at % len(content)] ^= 0xFF
+    try:
+        read(bytes(content))
+    except ValueError as error:
+        assert "\n" not in str(error)
+
+
+def test_values_that_hold_themselves_end(read):
+    """Thirty lists, each twice in the next, would be a billion items."""
+    value = ["x"]
+    for _ in range(30):
+        value = [value, value]
+    with pytest.raises(ValueError, match="values nested more than 32 deep, or more than 1048576 of them"):
+        read(saved(value))
+    ring = []
+    ring.append(ring)
+    with pytest.raises(ValueError, match="nested more than 32 deep"):
+        read(saved(ring))
+
+
+def test_only_regular_files_of_the_folder_are_opened(tmp_path):
+    outside, folder = tmp_path / "outside", tmp_path / "folder"
+    folder.mkdir()
+    outside.write_text("secret")
+    (folder / "link").symlink_to(outside)
+    (folder / "inner").symlink_to("plain")
+    (folder / "plain").write_text("text")
+    (folder / "sub").mkdir()
+    os.mkfifo(folder / "pipe")
+    with PlainFile(folder, "plain") as file:
+        assert file.read(10) == b"text"
+        with pytest.raises(ValueError, match="expected at most 2 bytes, found 4"):
+            file.read(2)
+        with pytest.raises(ValueError, match=r"plain: expected 9 bytes at byte 2, found 2 \(truncated"):
+            file.read_at(2, 9)
+    for name, found in {
+        "link": "expected a file, found a link",
+        "inner": "expected a file, found a link",
+        "pipe": "expected a regular file",
+        "sub": "expected a regular file",
+        "none": "expected a file of the checkpoint, found none",
+        "../outside": "expected names of files in the folder",
+        str(outside): "expected names of files in the folder",
+        "..": "expected names of files in the folder",
+        "": "expected names of files in the folder",
+        "a\0b": "expected names of files in the folder",
+    }.items():
+        with pytest.raises(ValueError, match=found):
+            PlainFile(folder, name)

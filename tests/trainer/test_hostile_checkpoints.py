@@ -1,0 +1,206 @@
+"""A trainer resumes from its own checkpoints and starts from others', and runs nothing that stands in them."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import shutil
+import subprocess
+import sys
+from argparse import Namespace
+
+import pytest
+import torch
+from hostile import Evil, edit_metadata, first_key, place, recommit, saved
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
+from random_policy import batches_of, random_samples
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from megatron_scalerl.safe_load.check import check_checkpoint
+from megatron_scalerl.trainer.checkpoint import load, save
+
+
+@pytest.fixture(scope="module")
+def original(new_trainer, tmp_path_factory):
+    """A checkpoint after one step."""
+    trainer = new_trainer()
+    [batch] = batches_of(random_samples(1), step=1)
+    trainer.step(batch)
+    path = tmp_path_factory.mktemp("checkpoints") / "step_000001"
+    save(path, trainer, {})
+    return path
+
+
+@pytest.fixture
+def folder(original, tmp_path):
+    """The checkpoint, free to be spoiled."""
+    shutil.copytree(original, tmp_path / "step_000001")
+    return tmp_path / "step_000001"
+
+
+@pytest.fixture
+def marker(tmp_path):
+    """What a hostile pickle would make."""
+    return tmp_path / "made_by_a_pickle"
+
+
+@pytest.fixture
+def refused(new_trainer, policy, folder, marker):
+    """Resumes from the folder and starts from it, and returns the two lines that say why not. None: it went well."""
+
+    def line(open_it):
+        try:
+            open_it()
+        except ValueError as error:
+            assert len(str(error).splitlines()) == 1
+            return str(error)
+        finally:
+            assert not marker.exists()
+        return None
+
+    def run():
+        resumed = line(lambda: load(folder, new_trainer()))
+        start = {"path": str(policy), "dtype": "float32", "megatron_path": str(folder)}
+        return resumed, line(lambda: new_trainer(policy=start))
+
+    return run
+
+
+def test_a_whole_metadata_that_calls(folder, marker, refused):
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
+    recommit(folder)
+    said = f"{folder}/.metadata: expected the metadata of a checkpoint, found the name posix.mkdir"
+    assert refused() == (said, said)
+    with pytest.raises(ValueError, match=r"found the name posix\.mkdir"):
+        check_checkpoint(folder)
+
+
+def test_a_good_metadata_with_a_call_beside(folder, marker, refused):
+    edit_metadata(folder, lambda m: setattr(m, "planner_data", [Evil(marker)]))
+    said = f"{folder}/.metadata: expected the metadata of a checkpoint, found the name posix.mkdir"
+    assert refused() == (said, said)
+
+
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [
+        (lambda m: Evil(m), "posix.mkdir"),
+        (lambda m: {"optimizer": {"param_groups": [Evil(m)]}}, "posix.mkdir"),
+        (lambda m: {"args": Namespace(hidden_size=8)}, "argparse.Namespace"),
+    ],
+    ids=["whole", "within", "namespace"],
+)
+def test_a_common_file_that_calls(content, name, folder, marker, refused):
+    """A start takes nothing from it, and does not open it."""
+    (folder / "common.pt").write_bytes(saved(content(marker)))
+    recommit(folder)
+    said = f"{folder}/common.pt: expected plain values at byte 0, found the name {name}"
+    assert refused() == (said, None)
+    with pytest.raises(ValueError, match=f"common.pt: expected plain values at byte 0, found the name {name}"):
+        check_checkpoint(folder)
+
+
+def test_an_object_that_calls(folder, marker, refused):
+    place(folder, first_key(folder, objects=True, containing="_extra_state"), saved([Evil(marker)]))
+    said = f"{folder}/__99_0.distcp: expected plain values at byte 0, found the name posix.mkdir"
+    assert refused() == (said, said)
+    with pytest.raises(ValueError, match=r"__99_0\.distcp: expected plain values at byte 0, found the name"):
+        check_checkpoint(folder)
+
+
+def test_states_of_generators_that_call(folder, marker, refused):
+    place(folder, first_key(folder, objects=True, containing="generators"), saved([{"python": Evil(marker)}]))
+    assert refused() == (f"{folder}/__99_0.distcp: expected plain values at byte 0, found the name posix.mkdir", None)
+
+
+def test_an_extra_state_with_content(folder, refused):
+    """What Transformer Engine would unpickle."""
+    key = first_key(folder, objects=True, containing="_extra_state")
+    place(folder, key, saved([torch.zeros(8, dtype=torch.uint8)]))
+    said = f"found content in {key.fqn} (of fp8 training? such states are pickles and are not opened)"
+    assert all(s == f"{folder}/__99_0.distcp: expected plain values at byte 0, {said}" for s in refused())
+    with pytest.raises(ValueError, match="such states are pickles"):
+        check_checkpoint(folder)
+
+
+def test_a_tensor_that_calls(folder, marker, refused):
+    index = first_key(folder, objects=False)
+    place(folder, index, saved(Evil(marker)))
+    said = f"{folder}/__99_0.distcp: expected the tensor {index.fqn} at byte 0, found the name posix.mkdir"
+    assert refused() == (said, said)
+
+
+def test_a_tensor_of_another_shape(folder, refused):
+    index = first_key(folder, objects=False)
+    place(folder, index, saved(torch.zeros(3)))
+    assert all(f"__99_0.distcp: {index.fqn}: expected shape [" in said for said in refused())
+
+
+@pytest.mark.parametrize(
+    ("info", "found"),
+    [
+        (("../outside", 0, 10), ".metadata: expected names of files in the folder, found '../outside'"),
+        (("__0_0.distcp", 0, 10**12), "found BadZipFile|expected 22 bytes at byte 9999"),
+        (("__0_0.distcp", 10**12, 10), "expected 10 bytes at byte 1000000000000, found 0"),
+        (("none.distcp", 0, 10), "none.distcp: expected a file of the checkpoint, found none"),
+    ],
+)
+def test_places_outside_the_folder_or_the_file(info, found, folder, refused):
+    (folder.parent / "outside").write_bytes(b"x" * 20)
+    index = first_key(folder, objects=False)
+    edit_metadata(folder, lambda m: m.storage_data.__setitem__(index, _StorageInfo(*info)))
+    for said in refused():
+        assert any(part in said for part in found.split("|")), said
+    with pytest.raises(ValueError):
+        check_checkpoint(folder)
+
+
+def test_a_checkpoint_of_another_policy(folder, refused):
+    index = first_key(folder, objects=False)
+    edit_metadata(folder, lambda m: m.state_dict_metadata.pop(index.fqn) and None)
+    for said in refused():
+        assert said.startswith(f"{folder}: expected a checkpoint of this policy, found: ") and index.fqn in said
+
+
+def test_a_link_out_of_the_folder(folder, refused):
+    shutil.move(folder / "__0_0.distcp", folder.parent / "elsewhere")
+    (folder / "__0_0.distcp").symlink_to(folder.parent / "elsewhere")
+    said = f"{folder}/__0_0.distcp: expected a file, found a link (cp -RL makes a folder without links)"
+    assert refused() == (said, said)
+    with pytest.raises(ValueError, match="found a link"):
+        check_checkpoint(folder)
+
+
+def test_a_whole_checkpoint_opens(folder, refused):
+    assert refused() == (None, None)
+
+
+def test_the_check_needs_no_torch(folder):
+    """The controller asks before it starts anything."""
+    code = (
+        "import sys; from megatron_scalerl.safe_load.check import check_checkpoint\n"
+        f"check_checkpoint({str(folder)!r}); print([m for m in ('torch', 'megatron.core') if m in sys.modules])"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "[]"
+
+
+def test_torch_and_megatron_still_read_where_ours_is_put(new_trainer, folder, monkeypatch):
+    """Upstream as it was read: the strategy asks this function for its reader, and the planner keeps these two."""
+    source = inspect.getsource(torch_strategies.TorchDistLoadShardedStrategy.load)
+    assert source.count("_get_filesystem_reader(") == 1 and source.count("FileSystemReader(") == 0
+    planner = inspect.getsource(DefaultLoadPlanner.load_bytes)
+    assert "self.original_state_dict" in planner and "self.mappings[read_item.dest_index.fqn]" in planner
+    kept = torch_strategies._get_filesystem_reader
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, forbidden)
+    monkeypatch.setattr(torch, "load", forbidden)
+    monkeypatch.setattr(torch_strategies.FileSystemReader, "read_metadata", forbidden)
+    # torch's collectives, by which ranks hand each other plans, have kept the class under a name of their own.
+    load(folder, new_trainer())
+    assert torch_strategies._get_filesystem_reader is kept
+
+
+def forbidden(*_, **__):
+    raise AssertionError("unpickled")
