@@ -106,7 +106,6 @@ class RolloutsSection(Section):
     reports them on GPUs only, in vLLM's second model runner, which knows no forced interruption, and with its
     prefix cache, which has to be emptied at each update: needs interruption.enabled false, kv_cache recompute."""
 
-
     @model_validator(mode="after")
     def _whole_distribution(self) -> "RolloutsSection":
         if self.top_p != 1:

@@ -63,7 +63,7 @@ def read_examples(recipe: Recipe, tokenizer: Any) -> Examples:
     that holds the forced phrase without the closing tag, and, unless sft.too_long is skip, one that is too long.
     """
     rows = list(_rows(recipe.sft.path))
-    check_think_tags(tokenizer, recipe.prompts.think_start, recipe.prompts.think_end, recipe.interruption.phrase)
+    check_think_tags(tokenizer, recipe.prompts.think_start, recipe.prompts.think_end)
     prompts = PromptRenderer(tokenizer, recipe.prompts).token_ids([row.prompt for row in rows])
     completions = tokenizer([row.completion for row in rows], add_special_tokens=False)["input_ids"]
     forced = _ForcedPhrase(recipe, tokenizer)

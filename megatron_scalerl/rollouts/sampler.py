@@ -41,13 +41,12 @@ class Sampler:
         self._tokenizer = tokenizer
         self._verifier = verifier
         self._end_ids = end_token_ids(recipe.policy.path, tokenizer)
-        self._phrase_ids, self._think_end_ids = plan_ids(
-            tokenizer, recipe.interruption.phrase, recipe.prompts.think_end
-        )
+        phrase = recipe.interruption.phrase if recipe.interruption.enabled else ""
+        self._phrase_ids, self._think_end_ids = plan_ids(tokenizer, phrase, recipe.prompts.think_end)
         self._think_end_first, self._think_end_last = tag_variants(tokenizer, self._think_end_ids)
         if stops := set(self._phrase_ids) & set(self._end_ids):
             raise ValueError(
-                f"interruption.phrase: expected no token that ends a sequence, found {sorted(stops)} "
+                f"interruption.phrase: expected tokens that end no sequence, found {sorted(stops)} "
                 f"(tokenizer and generation_config.json of {recipe.policy.path})"
             )
         self._unspoken = frozenset((*tokenizer.all_special_ids, *self._end_ids)) - frozenset(self._think_end_ids)
