@@ -58,7 +58,7 @@ def test_raw_logprobs_equal_log_softmax_and_seeds_decide(engine, policies, run):
 
 
 def test_the_policys_generation_config_bends_no_probability(engine, policies, run):
-    """Its top_k, top_p, min_p, penalty and temperature are defaults that vLLM keeps for requests silent about them."""
+    """Its top_k, top_p, min_p, penalty and temperature are defaults that vLLM has for requests silent about them."""
 
     async def scenario():
         return await asyncio.gather(*(engine.client.generate(PROMPT, sampling=free(s, 60)) for s in range(16)))

@@ -14,7 +14,7 @@ from transformers.models.llama4 import Llama4TextConfig
 
 VOCAB, EOS = 128, 2
 ENDS = (EOS, 3)
-"""What ends a completion of the dense policies: the tokenizer's token, and one more of their generation_config.json."""
+"""What ends a completion of the dense policies: the tokenizer's token, and one of their generation_config.json."""
 THINK_END = (5, 6, 7)
 """The closing tag of these policies: three tokens, which a random policy practically never says in a row."""
 PHRASE = (20, 21, 22, *THINK_END)
