@@ -153,7 +153,7 @@ def check_options(options: dict[str, Any]) -> None:
     and for a nested option of the wrong type.
     """
     for name in options:
-        if name in CHANGES_SAMPLING:
+        if name in CHANGES_SAMPLING and options[name] is not None:
             raise ValueError(
                 f"engine.vllm.{name}: expected options that leave sampling as the trainer has it, found one that "
                 f"{CHANGES_SAMPLING[name]}"

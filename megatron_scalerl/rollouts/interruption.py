@@ -83,7 +83,7 @@ class Plan:
         """True if the tokens before index `end` close with the tag."""
         return _closes(tokens, end, self.think_end_ids, self.think_end_first, self.think_end_last)
 
-    def last_index(self, answer_start: int, *, forced: bool) -> int:
+    def budget_end(self, answer_start: int, *, forced: bool) -> int:
         """Index from which on nothing is left but the forced end of sequence.
 
         answer_start: index of the first token after thinking. forced: thinking was ended by the phrase.
@@ -207,13 +207,13 @@ class Forcing:
     equal or longer one (preemption, pause) is fine.
     """
 
-    __slots__ = ("_answer_start", "_last_index", "_read", "plan")
+    __slots__ = ("_answer_start", "_budget_end", "_read", "plan")
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._read = 0
         self._answer_start = -1
-        self._last_index = -1
+        self._budget_end = -1
 
     def next_token(self, tokens: Sequence[int]) -> int | None:
         """The token that must come next, or None if the policy is free.
@@ -227,7 +227,7 @@ class Forcing:
             return plan.phrase_ids[0] if n == plan.cut else None
         if n < self._answer_start:
             return plan.phrase_ids[n - plan.cut]
-        return plan.eos_id if n >= self._last_index else None
+        return plan.eos_id if n >= self._budget_end else None
 
     def _read_thinking(self, tokens: Sequence[int]) -> None:
         plan = self.plan
@@ -242,7 +242,7 @@ class Forcing:
 
     def _begin_answer(self, start: int, *, forced: bool) -> None:
         self._answer_start = start
-        self._last_index = self.plan.last_index(start, forced=forced)
+        self._budget_end = self.plan.budget_end(start, forced=forced)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -279,9 +279,9 @@ def tag(token_ids: Sequence[int], plan: Plan) -> Tags:
             raise ValueError(f"completion tokens from {plan.cut}: expected the forced phrase, found {found}")
         truncated = len(found) < len(plan.phrase_ids)
         answer_start = None if truncated else forced_until
-    last_index = length if answer_start is None else plan.last_index(answer_start, forced=forced_until > plan.cut)
-    if length > last_index:
-        kept = last_index
+    budget_end = length if answer_start is None else plan.budget_end(answer_start, forced=forced_until > plan.cut)
+    if length > budget_end:
+        kept = budget_end
         if tuple(token_ids[kept:]) != (plan.eos_id,):
             raise ValueError(
                 f"completion tokens from {kept}: expected the forced end of sequence {plan.eos_id}, "

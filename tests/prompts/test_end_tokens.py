@@ -23,7 +23,7 @@ def write(folder, **files):
         ({"generation_config": {"eos_token_id": [9, EOS_ID, 7]}}, (7, 9)),
         ({"generation_config": {"top_k": 20}, "config": {"eos_token_id": 9}}, ()),
         ({"config": {"eos_token_id": 9}}, (9,)),
-        ({"config": {"text_config": {"eos_token_id": [9, 7]}}}, (7, 9)),
+        ({"config": {"text_config": {"eos_token_id": [9, 7], "vocab_size": 10}}}, (7, 9)),
     ],
 )
 def test_the_tokenizers_first_then_the_folders(tmp_path, files, more):
@@ -43,6 +43,12 @@ def test_the_tokenizers_first_then_the_folders(tmp_path, files, more):
 def test_what_is_no_token_id_is_named(tmp_path, content, line):
     with pytest.raises(ValueError, match=f"generation_config.json: {line}"):
         end_token_ids(write(tmp_path, generation_config=content), build_tokenizer())
+
+
+def test_an_end_outside_of_the_vocabulary_is_named(tmp_path):
+    write(tmp_path, generation_config={"eos_token_id": [2, 64]}, config={"vocab_size": 64})
+    with pytest.raises(ValueError, match=r"generation_config.json: .*ids below vocab_size 64 .*found \[2, 64\]"):
+        end_token_ids(tmp_path, build_tokenizer())
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path):

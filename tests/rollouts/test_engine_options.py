@@ -102,7 +102,14 @@ def test_what_changes_sampling_is_refused_with_its_reason(name):
 
 @pytest.mark.parametrize(
     "options",
-    [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}, {"seed": 3}, {"max_logprobs": 5}, {"reasoning_parser": "x"}],
+    [
+        {"quantization": "fp8"},
+        {"kv_cache_dtype": "fp8"},
+        {"seed": 3},
+        {"max_logprobs": 5},
+        {"reasoning_parser": "x"},
+        {"speculative_config": None},
+    ],
 )
 def test_what_leaves_the_rule_of_sampling_alone_passes(options):
     check_options(options)
