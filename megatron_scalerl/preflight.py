@@ -45,9 +45,7 @@ def check_inputs(recipe: Recipe) -> Inputs:
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     text_config = hf_config.get_text_config()
     check_vocabulary(tokenizer, text_config.vocab_size)
-    check_think_tags(
-        tokenizer, recipe.prompts.think_start, recipe.prompts.think_end, recipe.interruption.phrase
-    )
+    check_think_tags(tokenizer, recipe.prompts.think_start, recipe.prompts.think_end)
     prompts = load_prompts(tokenizer, recipe.prompts)
     if recipe.validation.every_steps and not prompts.held_out:
         raise ValueError("validation.every_steps: expected held-out prompts (prompts.held_out), found none")

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-PAPER_PHRASE = "Okay, time is up. Let me stop thinking and formulate a final answer now."
-"""The phrase of section 4 of the paper, without the closing think tag, which the recipe appends itself."""
+PAPER_PHRASE = "Okay, time is up. Let me stop thinking and formulate a final answer now. "
+"""The phrase of section 4 of the paper, without the closing think tag, which the recipe appends itself. The blank at
+its end is the one that the paper prints before the tag."""
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -90,10 +91,12 @@ class RolloutsSection(Section):
     max_staleness_steps: NonNegativeInt = 8
     """k of PipelineRL-k: a batch trains no completion whose first token is more than k optimiser steps old
     (the paper: 8). 0 is synchronous training."""
-    temperature: PositiveFloat = 1.0
-    """Sampling temperature. Silent in the paper; anything but 1 needs the engine's processed log-probs."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus mass. Silent in the paper; anything but 1 needs the engine's processed log-probs."""
+    temperature: Annotated[float, Field(ge=0.01, le=2)] = 1.0
+    """Sampling temperature, in vLLM's own range. Silent in the paper. Trainer and engine both divide their logits by
+    it; the warm start does not."""
+    top_p: float = 1.0
+    """Nucleus mass. Only 1: the engine would renormalise its log-probs over the nucleus, and the trainer's are those
+    of all tokens. Silent in the paper."""
     max_in_flight: PositiveInt = 256
     """Completions that one engine is given at a time; at least group_size."""
     kv_cache: Literal["keep", "recompute"] = "keep"
@@ -103,9 +106,22 @@ class RolloutsSection(Section):
     reports them on GPUs only, in vLLM's second model runner, which knows no forced interruption, and with its
     prefix cache, which has to be emptied at each update: needs interruption.enabled false, kv_cache recompute."""
 
+    @model_validator(mode="after")
+    def _whole_distribution(self) -> "RolloutsSection":
+        if self.top_p != 1:
+            raise ValueError(
+                "top_p: expected 1 (the engine's log-probs would be renormalised over the nucleus, the trainer's are "
+                f"those of all tokens), found {self.top_p:g}"
+            )
+        return self
+
 
 class InterruptionSection(Section):
-    """Forced length interruption (section 2 of the paper)."""
+    """Forced length interruption (section 2 of the paper).
+
+    The paper states an output of 14,336 tokens, 12,288 of thinking and 2,048 of answer, and that thinking is cut at
+    10k to 12k. It does not state what bounds an answer after thinking ended by itself: see `after_natural_end`.
+    """
 
     enabled: bool = True
     """False: thinking and answer share one budget of thinking_tokens[1] + answer_tokens."""
@@ -113,10 +129,13 @@ class InterruptionSection(Section):
     """Range of the cut, both ends included (tokens; section 2 of the paper: [10k, 12k]). Silent in the
     paper: drawn uniformly per completion from the run's seed."""
     phrase: str = PAPER_PHRASE
-    """Forced when the cut is reached while thinking; the closing think tag follows it. Forced tokens
-    carry no loss (silent in the paper)."""
+    """Forced when the cut is reached while thinking; the closing think tag follows it with nothing between, so a
+    blank before the tag is the phrase's last character. Forced tokens carry no loss (silent in the paper)."""
     answer_tokens: PositiveInt = 2048
-    """Budget after thinking has ended, by itself or forced (tokens; the paper: 2,048)."""
+    """Budget after a forced end of thinking (tokens; section 2 of the paper: 2,048)."""
+    after_natural_end: Literal["rest_of_budget", "answer_tokens"] = "rest_of_budget"
+    """Budget after thinking ended by itself: what is left of thinking_tokens[1] + answer_tokens, counted over the
+    whole completion, or answer_tokens as after a forced end. Silent in the paper."""
 
     @model_validator(mode="after")
     def _range(self) -> "InterruptionSection":
@@ -255,7 +274,9 @@ class EngineSection(Section):
     """Seconds without any answer to a health check after which an engine counts as dead. A generation
     itself has no total time-out."""
     vllm: dict[str, Any] = {}
-    """vLLM's own engine arguments by their own names: max_model_len, max_num_seqs, kv_cache_memory_bytes ..."""
+    """vLLM's own engine arguments by their own names: max_model_len, max_num_seqs, kv_cache_memory_bytes ... Those
+    that change the sampling distribution are refused. Those that change the engine's arithmetic (quantization,
+    kv_cache_dtype ...) change the policy that samples, which the importance weight covers."""
 
 
 class WeightsSection(Section):
@@ -312,7 +333,14 @@ class SftSection(Section):
     """The warm start (`python -m megatron_scalerl sft`)."""
 
     path: str | None = None
-    """Warm-start examples: .jsonl with the columns `prompt` and `completion`."""
+    """Warm-start examples: .jsonl with the columns `prompt` and `completion`. Tokens of the forced phrase and of the
+    closing tag behind it carry no loss, as in RL."""
+    add_eos: bool = True
+    """Append the tokenizer's end-of-sequence token to completions that do not end with one, so that the policy learns
+    to end. False: completions as they stand."""
+    too_long: Literal["error", "skip"] = "error"
+    """What happens to a row longer than trainer.micro_batch_tokens or the policy's context: an error that names it,
+    or it is skipped, counted and named. Never cut: a cut completion teaches not to end."""
     steps: PositiveInt = 900
     """Optimiser steps."""
     batch_size: PositiveInt = 32

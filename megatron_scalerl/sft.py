@@ -1,12 +1,12 @@
 """Warm start: supervised training on prompts with completions, by the trainer that later does the RL.
 
 `python -m megatron_scalerl sft RECIPE`. The loss is the cross-entropy per completion token; tokens that an
-interruption forces are left out, as they are in RL. Runs in one process, or under torchrun in several.
+interruption forces are left out, as they are in RL (`sft_examples`). Runs in one process, or under torchrun in
+several.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import time
@@ -20,9 +20,9 @@ from transformers import AutoTokenizer
 from megatron_scalerl.batch import pack
 from megatron_scalerl.losses.inputs import LossInputs, LossOutput, masked, weighted_sum
 from megatron_scalerl.losses.reduction import token_weights
-from megatron_scalerl.prompts.rendering import PromptRenderer, check_think_tags
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe_sections import OptimizerSection, SftSection
+from megatron_scalerl.sft_examples import read_examples
 from megatron_scalerl.trainer.parallel import init_parallel, shutdown_parallel
 from megatron_scalerl.trainer.step import make_trainer
 from megatron_scalerl.types import Rollout, Sample, StepReport
@@ -57,27 +57,11 @@ def schedule(section: SftSection) -> Callable[[int], float]:
     return rate
 
 
-def read_examples(recipe: Recipe, tokenizer: Any) -> list[tuple[tuple[int, ...], Rollout]]:
-    """Tokens of every prompt, and its completion as a rollout whose loss mask leaves out forced tokens.
-
-    Raises ValueError, naming file and line, for a file that is missing or empty, a line that is not JSON, and
-    a row without `prompt` or `completion`.
-    """
-    rows = list(_rows(recipe.sft.path))
-    prompts = PromptRenderer(tokenizer, recipe.prompts).token_ids([prompt for prompt, _ in rows])
-    completions = tokenizer([completion for _, completion in rows], add_special_tokens=False)["input_ids"]
-    tags = check_think_tags(
-        tokenizer, recipe.prompts.think_start, recipe.prompts.think_end, recipe.interruption.phrase
-    )
-    forced = tags.phrase_ids + tags.end_ids if tags.phrase_ids else ()
-    return [(prompt, _as_rollout(tuple(ids), forced)) for prompt, ids in zip(prompts, completions)]
-
-
 def run_sft(recipe: Recipe, out: str | Path, *, report: Callable[[str], None] = print) -> StepReport:
     """Train the recipe's policy on its warm-start examples and write it to `out`, a Hugging Face folder.
 
-    `report` gets a progress line every 50 steps. Returns the last step's report. Raises ValueError for
-    examples that cannot be read, and for an `out` that exists and is not empty.
+    `report` gets the rows that were skipped and a progress line every 50 steps. Returns the last step's report.
+    Raises ValueError for examples that cannot be read, and for an `out` that exists and is not empty.
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -86,10 +70,12 @@ def run_sft(recipe: Recipe, out: str | Path, *, report: Callable[[str], None] = 
     tokenizer = AutoTokenizer.from_pretrained(recipe.policy.path, trust_remote_code=False)
     examples = read_examples(recipe, tokenizer)
     parallel = init_parallel(recipe)
+    for line in examples.lines() if parallel.rank == 0 else ():
+        report(line)
     trainer = make_trainer(recipe, parallel, loss=cross_entropy, learning_rate=schedule(recipe.sft))
     begin, seen = time.monotonic(), 0
     last: StepReport | None = None
-    for step, samples in enumerate(_batches(recipe, examples), start=1):
+    for step, samples in enumerate(_batches(recipe, examples.samples), start=1):
         batches = pack(
             samples,
             step=step,
@@ -109,7 +95,11 @@ def run_sft(recipe: Recipe, out: str | Path, *, report: Callable[[str], None] = 
 
 
 def _of_warm_start(recipe: Recipe) -> Recipe:
-    """The recipe with the warm start's optimiser, threads and world: one process unless torchrun says more."""
+    """The recipe with the warm start's optimiser, threads, temperature and world.
+
+    One process unless torchrun says more. Temperature 1 whatever the rollouts have: the examples were not sampled
+    from this policy at that temperature.
+    """
     section = recipe.sft
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     optimizer = OptimizerSection(
@@ -121,53 +111,11 @@ def _of_warm_start(recipe: Recipe) -> Recipe:
         clip_grad=recipe.optimizer.clip_grad,
     )
     trainer = recipe.trainer.model_copy(update={"world_size": world_size, "threads": section.threads})
-    update: dict[str, Any] = {"optimizer": optimizer, "trainer": trainer}
+    rollouts = recipe.rollouts.model_copy(update={"temperature": 1.0})
+    update: dict[str, Any] = {"optimizer": optimizer, "trainer": trainer, "rollouts": rollouts}
     if world_size == 1:  # one process holds the whole policy, however the RL run cuts it
         update["megatron"] = recipe.megatron.model_copy(update={"parallel": {}})
     return recipe.model_copy(update=update)
-
-
-def _rows(path: str | None) -> Iterator[tuple[str, str]]:
-    if path is None:
-        raise ValueError("sft.path: expected a .jsonl file with the columns prompt and completion, found null")
-    file = Path(path)
-    if not file.is_file():
-        raise ValueError(f"{file}: expected a .jsonl file of warm-start examples, found none")
-    count = 0
-    with file.open(encoding="utf8") as lines:
-        for number, line in enumerate(lines, start=1):
-            yield _row(line, f"{file}: line {number}")
-            count += 1
-    if not count:
-        raise ValueError(f"{file}: expected at least one warm-start example, found an empty file")
-
-
-def _row(line: str, where: str) -> tuple[str, str]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: expected JSON, found {error}") from None
-    for column in ("prompt", "completion"):
-        if not isinstance(row, dict) or not isinstance(row.get(column), str) or not row[column]:
-            raise ValueError(f"{where}: expected a text in column {column!r}, found none")
-    return row["prompt"], row["completion"]
-
-
-def _as_rollout(ids: tuple[int, ...], forced: tuple[int, ...]) -> Rollout:
-    mask = [True] * len(ids)
-    for start in range(len(ids) - len(forced) + 1 if forced else 0):
-        if ids[start : start + len(forced)] == forced:
-            mask[start : start + len(forced)] = [False] * len(forced)
-    return Rollout(
-        token_ids=ids,
-        rollout_logprobs=(0.0,) * len(ids),
-        policy_versions=(0,) * len(ids),
-        loss_mask=tuple(mask),
-        interrupted=not all(mask),
-        truncated=False,
-        thinking_cut=0,
-        seed=0,
-    )
 
 
 def _batches(recipe: Recipe, examples: Sequence[tuple[tuple[int, ...], Rollout]]) -> Iterator[list[Sample]]:

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe_sections import SftSection
-from megatron_scalerl.sft import _batches, read_examples, run_sft, schedule
+from megatron_scalerl.sft import _batches, run_sft, schedule
+from megatron_scalerl.sft_examples import read_examples
 from megatron_scalerl.tiny.build import TinyArguments, build
 from megatron_scalerl.trainer import cpu_compat
 
@@ -63,7 +64,7 @@ def test_forced_tokens_are_masked_and_nothing_else(tiny):
     tokenizer = AutoTokenizer.from_pretrained(settings.policy.path)
     phrase, think_end = tokenizer.convert_tokens_to_ids([settings.interruption.phrase, "</think>"])
     rows = [json.loads(line) for line in (tiny / "sft.jsonl").read_text().splitlines()]
-    examples = read_examples(settings, tokenizer)
+    examples = read_examples(settings, tokenizer).samples
     assert len(examples) == len(rows) == 400
     interrupted = 0
     for row, (prompt, rollout) in zip(rows, examples, strict=True):
@@ -79,7 +80,7 @@ def test_forced_tokens_are_masked_and_nothing_else(tiny):
 def test_the_loss_is_the_cross_entropy_and_training_lowers_it(tiny, tmp_path):
     settings = recipe(tiny, steps=12, batch_size=16)
     tokenizer = AutoTokenizer.from_pretrained(settings.policy.path)
-    first, *_, last = _batches(settings, read_examples(settings, tokenizer))
+    first, *_, last = _batches(settings, read_examples(settings, tokenizer).samples)
     assert len(first) == 16 and sum(s.token_weight * sum(s.rollout.loss_mask) for s in first) == pytest.approx(1)
     base, one, twelve = tiny / "base_policy", tmp_path / "one", tmp_path / "twelve"
     report = run_sft(recipe(tiny, steps=1, batch_size=16), one, report=lambda line: None)
@@ -91,6 +92,22 @@ def test_the_loss_is_the_cross_entropy_and_training_lowers_it(tiny, tmp_path):
     assert report.loss < 0.8 * reference_loss(base, last)
     assert reference_loss(twelve, last) < report.loss
     assert AutoTokenizer.from_pretrained(twelve).get_vocab() == tokenizer.get_vocab()
+
+
+def test_skipped_rows_are_reported_and_the_rollouts_temperature_plays_no_part(tiny, tmp_path):
+    settings = {"steps": 1, "batch_size": 8, "too_long": "skip"}
+    cool, lines = recipe(tiny, **settings), []
+    cool = cool.model_copy(
+        update={
+            "rollouts": cool.rollouts.model_copy(update={"temperature": 0.5}),
+            "trainer": cool.trainer.model_copy(update={"micro_batch_tokens": 60}),
+        }
+    )
+    report = run_sft(cool, tmp_path / "cool", report=lines.append)
+    assert lines[0].startswith("sft: ") and " too long and skipped" in lines[0]
+    tokenizer = AutoTokenizer.from_pretrained(cool.policy.path)
+    [first] = _batches(cool, read_examples(cool, tokenizer).samples)
+    assert report.loss == pytest.approx(reference_loss(tiny / "base_policy", first), rel=1e-5)
 
 
 def test_the_same_seed_gives_the_same_policy(tiny, tmp_path):
@@ -107,11 +124,12 @@ def test_the_same_seed_gives_the_same_policy(tiny, tmp_path):
         ('{"prompt": "1+1=", "completion": "2"}\n{"prompt"', r"line 2: expected JSON"),
         ('{"prompt": "1+1="}\n', "line 1: expected a text in column 'completion', found none"),
         ('{"prompt": 3, "completion": "2"}\n', "line 1: expected a text in column 'prompt', found none"),
+        (b'{"prompt": "\xff", "completion": "2"}\n', "line 1: expected JSON, found 'utf-8' codec"),
     ],
 )
 def test_bad_examples_are_named(tiny, tmp_path, content, message):
     path = tmp_path / "examples.jsonl"
-    path.write_text(content)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=f"examples.jsonl: {message}"):
         run_sft(recipe(tiny, path=str(path)), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -60,38 +60,28 @@ class PromptRenderer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThinkTokens:
-    """Tokens of the think tags and the phrase, each taken by itself; empty for an empty text."""
+    """Tokens of the think tags, each taken by itself; empty for an empty text."""
 
     start_ids: tuple[int, ...]
     end_ids: tuple[int, ...]
-    phrase_ids: tuple[int, ...]
 
 
-def check_think_tags(tokenizer: Any, start: str, end: str, phrase: str) -> ThinkTokens:
-    """Encode the think tags and the phrase; each may take several tokens but must decode to itself.
+def check_think_tags(tokenizer: Any, start: str, end: str) -> ThinkTokens:
+    """Encode the think tags; each may take several tokens but must decode to itself.
 
-    Blanks around a tag and all blanks of the phrase may differ, since tokenizers move them. Raises ValueError
-    for an empty closing tag and for a text that does not survive.
+    Blanks around a tag may differ, since tokenizers move them. The forced phrase, whose blanks may not, is
+    `rollouts.interruption.plan_ids`'s. Raises ValueError for an empty closing tag and for a text that does not
+    survive.
     """
     if not end.strip():
         raise ValueError("prompts.think_end: expected a tag that closes thinking, found an empty one")
     ids = {}
-    for key, text in (
-        ("prompts.think_start", start),
-        ("prompts.think_end", end),
-        ("interruption.phrase", phrase),
-    ):
+    for key, text in (("prompts.think_start", start), ("prompts.think_end", end)):
         ids[key] = _encode(tokenizer, text)
         decoded = _decode(tokenizer, ids[key])
-        survives = (
-            _without_blanks(decoded) == _without_blanks(text)
-            if key == "interruption.phrase"
-            else decoded.strip() == text.strip()
-        )
-        if not survives:
+        if decoded.strip() != text.strip():
             raise ValueError(f"{key}: expected a text that survives encode and decode, found {text!r} -> {decoded!r}")
-    found = tuple(ids.values())
-    return ThinkTokens(start_ids=found[0], end_ids=found[1], phrase_ids=found[2])
+    return ThinkTokens(start_ids=ids["prompts.think_start"], end_ids=ids["prompts.think_end"])
 
 
 def check_vocabulary(tokenizer: Any, model_vocabulary: int) -> None:
@@ -110,7 +100,3 @@ def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 def _decode(tokenizer: Any, ids: Iterable[int]) -> str:
     return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def _without_blanks(text: str) -> str:
-    return "".join(text.split())

@@ -28,6 +28,28 @@ SECRET_HEADER = "X-Run-Secret"
 
 _GENERATE = "/inference/v1/generate"
 
+WHOLE_DISTRIBUTION: dict[str, Any] = {
+    "n": 1,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_tokens": 0,
+    "stop": [],
+    "bad_words": [],
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "structured_outputs": None,
+    "thinking_token_budget": None,
+    "repetition_detection": None,
+    "trace_decode_token_ids": None,
+    "watermarking": False,
+}
+"""Said in every request: sample from softmax(logits / temperature) and from nothing else, which is what the trainer
+computes, whatever defaults a policy's generation_config.json or a later vLLM has."""
+
 
 class EngineError(RuntimeError):
     """An engine refused a request or broke off while answering it."""
@@ -41,12 +63,13 @@ class SamplingSpec:
     """Budget of the whole completion; with a plan the plan's own limit holds if it is lower."""
     temperature: float = 1.0
     """0 is greedy."""
-    top_p: float = 1.0
     seed: int = 0
     interruption: Plan | None = None
     """Cut, phrase and answer budget; None: no interruption, one budget."""
     priority: int = 0
     """Lower is served first."""
+    end_ids: tuple[int, ...] = ()
+    """Tokens that end the completion, beside the plan's and those that vLLM finds in the policy's folder."""
     ignore_eos: bool = False
     """True generates to the budget whatever comes; for measurements."""
 
@@ -117,7 +140,7 @@ def check_engine(info: EngineInfo, recipe: Recipe) -> None:
     for key, expected, found in (
         ("policy.dtype", recipe.policy.dtype, info.dtype),
         (f"policy.logits {recipe.policy.logits}", logits, info.head_dtype),
-        ("rollouts.temperature, rollouts.top_p", logprobs_mode(recipe), info.logprobs_mode),
+        ("rollouts.temperature", logprobs_mode(recipe), info.logprobs_mode),
         ("config.json: attn_temperature_tuning", wanted, info.attention_temperature),
     ):
         if expected != found:
@@ -127,9 +150,8 @@ def check_engine(info: EngineInfo, recipe: Recipe) -> None:
 
 
 def logprobs_mode(recipe: Recipe) -> str:
-    """Which log-probs the engine reports: those of the policy, or those of the distribution sampled from."""
-    plain = recipe.rollouts.temperature == 1 and recipe.rollouts.top_p == 1
-    return "raw_logprobs" if plain else "processed_logprobs"
+    """Which log-probs the engine reports: those of the policy, or those of its logits over the temperature."""
+    return "raw_logprobs" if recipe.rollouts.temperature == 1 else "processed_logprobs"
 
 
 def attention_temperature(recipe: Recipe) -> bool | None:
@@ -255,10 +277,11 @@ def _reason(content: bytes) -> str:
 
 def _sampling(spec: SamplingSpec) -> dict[str, Any]:
     plan = spec.interruption
-    params: dict[str, Any] = {
+    ends = {*spec.end_ids, *([] if plan is None else [plan.eos_id])}
+    params: dict[str, Any] = WHOLE_DISTRIBUTION | {
         "max_tokens": spec.max_tokens if plan is None else min(spec.max_tokens, plan.max_tokens),
         "temperature": spec.temperature,
-        "top_p": spec.top_p,
+        "stop_token_ids": [] if spec.ignore_eos else sorted(ends),
         "seed": spec.seed,
         "logprobs": 0,
         "detokenize": False,
@@ -266,7 +289,6 @@ def _sampling(spec: SamplingSpec) -> dict[str, Any]:
     }
     if plan is not None:
         params["extra_args"] = plan.to_extra_args()
-        params["stop_token_ids"] = [] if spec.ignore_eos else [plan.eos_id]
     return params
 
 

@@ -1,8 +1,13 @@
 """The command line and environment of one vLLM server, from the recipe.
 
 `engine.vllm` passes vLLM's own options through by their own names; what this product has to decide itself
-(address, policy, precision, log-probs, plugin) is refused there. Names are checked against vLLM's source,
-read and not imported, so that the controller starts fast and never loads an engine.
+(address, policy, precision, log-probs, plugin) is refused there, and so is what changes the distribution that tokens
+are sampled from. Names are checked against vLLM's source, read and not imported, so that the controller starts fast
+and never loads an engine.
+
+Options that change the engine's arithmetic (quantization, kv_cache_dtype, attention_backend, model_impl ...) pass.
+They change the policy that samples, not the rule by which it does: its log-probs are reported, the importance weight
+is the ratio to them, and weights.probe_tolerance bounds the distance.
 """
 
 from __future__ import annotations
@@ -37,8 +42,69 @@ OURS = {
     "api_server_count": None,
     "uds": None,
     "enable_scale_out": None,
+    "generation_config": None,
+    "tokenizer": "policy.path",
+    "tokenizer_revision": "policy.path",
+    "hf_config_path": "policy.path",
 }
 """vLLM's options that this product sets itself, and the recipe's key that decides them (None: fixed)."""
+
+_DRAFTS = (
+    "guesses tokens with a second model that gets no weight update; vLLM allows no forced interruption beside it, "
+    "and some of its rules of acceptance change the distribution"
+)
+_STALE = "keeps keys and values of a prefix beyond the weights that computed them"
+_NUCLEUS = "renormalises over a part of the vocabulary; the trainer's log-probs are those of all tokens"
+_PENALTY = "changes logits by what was said before, which the trainer does not compute"
+_MASK = "forbids tokens, which the trainer does not compute"
+_REQUEST = "is said in every request"
+
+CHANGES_SAMPLING = {
+    # engine and server options
+    "logits_processors": "changes logits before sampling, which the trainer does not compute",
+    "watermark_config": "changes how tokens are drawn without changing the log-probs that are reported",
+    "speculative_config": _DRAFTS,
+    "spec_method": _DRAFTS,
+    "spec_model": _DRAFTS,
+    "spec_tokens": _DRAFTS,
+    "diffusion_config": "samples tokens in another order than left to right",
+    "kv_transfer_config": _STALE,
+    "kv_offloading_size": _STALE,
+    "kv_offloading_backend": _STALE,
+    # fields of a request (vllm/sampling_params.py), which have no server option but are looked for here
+    "temperature": "is rollouts.temperature's",
+    "top_p": _NUCLEUS,
+    "top_k": _NUCLEUS,
+    "min_p": _NUCLEUS,
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "repetition_penalty": _PENALTY,
+    "logit_bias": "changes logits before sampling, which the trainer does not compute",
+    "allowed_token_ids": _MASK,
+    "bad_words": _MASK,
+    "min_tokens": "forbids the end of sequence for a while, which the trainer does not compute",
+    "structured_outputs": _MASK,
+    "thinking_token_budget": "forces tokens that would be taken for sampled ones; interruption does it here",
+    "stop": "ends completions at texts; what ends one is the policy's end-of-sequence tokens",
+    "stop_token_ids": "ends completions at tokens; what ends one is the policy's end-of-sequence tokens",
+    "ignore_eos": "lets completions run past their end",
+    "repetition_detection": "ends completions that the policy has not ended",
+    "n": _REQUEST,
+    "max_tokens": _REQUEST,
+    "logprobs": _REQUEST,
+}
+"""Why an option is refused that changes which token is drawn, where a completion ends, or what is reported of it.
+
+Without a say in it, checked against the sampler and the options of vLLM 0.32: seed (every request has its own),
+max_logprobs (none is asked for beside the sampled token's), reasoning_parser, reasoning_config, enable_trace_replay
+and structured_outputs_config (for requests that ask for them), use_fp64_gumbel and enable_batch_sharded_sampling
+(other arithmetic of the same draw)."""
+
+_GENERATION_CONFIG_KEYS = {"attn_temperature_tuning"}
+"""Keys of override_generation_config that change the model (Llama 4's attention) and not the sampling."""
+
+_PROCESSOR_PLUGINS = "vllm.logits_processors"
+"""Entry points that vLLM loads into every engine, named or not."""
 
 CPU_DEFAULTS: dict[str, Any] = {
     "enforce_eager": True,
@@ -81,17 +147,45 @@ def on_cpu() -> bool:
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Refuse an unknown option of `engine.vllm`, naming the nearest, and one that is not the user's to set."""
+    """Refuse an unknown option of `engine.vllm`, naming the nearest, and one that is not the user's to set.
+
+    Raises ValueError for these, for an option or an installed vLLM plugin that changes the sampling distribution,
+    and for a nested option of the wrong type.
+    """
     for name in options:
+        if name in CHANGES_SAMPLING and options[name] is not None:
+            raise ValueError(
+                f"engine.vllm.{name}: expected options that leave sampling as the trainer has it, found one that "
+                f"{CHANGES_SAMPLING[name]}"
+            )
         if name in OURS:
             by = f"set by {OURS[name]}" if OURS[name] else "fixed"
             raise ValueError(f"engine.vllm.{name}: expected options of vLLM that are the recipe's, found one {by}")
         if name not in vllm_options():
             near = difflib.get_close_matches(name, sorted(vllm_options() - OURS.keys()), n=1, cutoff=0)[0]
             raise ValueError(f"engine.vllm.{name}: expected an option of vLLM (the nearest is {near}), found none")
-    head = options.get("hf_overrides", {}).get("head_dtype")
+    head = _nested(options, "hf_overrides").get("head_dtype")
     if head is not None:
         raise ValueError(f"engine.vllm.hf_overrides: expected no head_dtype (set policy.logits), found {head!r}")
+    others = _nested(options, "override_generation_config").keys() - _GENERATION_CONFIG_KEYS
+    if others:
+        raise ValueError(
+            f"engine.vllm.override_generation_config: expected no key but {', '.join(_GENERATION_CONFIG_KEYS)} (how "
+            f"tokens are sampled is the rollouts section's), found {', '.join(sorted(others))}"
+        )
+    plugins = [f"{point.name} = {point.value}" for point in importlib.metadata.entry_points(group=_PROCESSOR_PLUGINS)]
+    if plugins:
+        raise ValueError(
+            f"{_PROCESSOR_PLUGINS}: expected no installed plugin (vLLM applies it to every request, the trainer does "
+            f"not), found {', '.join(plugins)}"
+        )
+
+
+def _nested(options: dict[str, Any], name: str) -> dict[str, Any]:
+    value = options.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"engine.vllm.{name}: expected a mapping, found {value!r}")
+    return value or {}
 
 
 def engine_arguments(recipe: Recipe, *, host: str, port: int, transport: str) -> list[str]:
@@ -109,17 +203,17 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int, transport: str) ->
         "disable_log_stats": True,
     }
     options |= recipe.engine.vllm
-    # the two lists where the user's entries join ours
+    # the list where the user's entries join ours
     options["middleware"] = [f"{PLUGIN}.SecretMiddleware", *_as_list(options.get("middleware"))]
     if recipe.interruption.enabled or not recipe.rollouts.routing_replay:
-        options["logits_processors"] = [f"{PLUGIN}:ForcedTokens", *_as_list(options.get("logits_processors"))]
+        options["logits_processors"] = [f"{PLUGIN}:ForcedTokens"]
     head = "float32" if recipe.policy.logits == "fp32" else "model"
-    options["hf_overrides"] = {**options.get("hf_overrides", {}), "head_dtype": head}
+    options["hf_overrides"] = {**_nested(options, "hf_overrides"), "head_dtype": head}
     temperature = attention_temperature(recipe)
     if temperature is not None:
         # vLLM asks the generation config, not config.json, and without it decides by max_model_len
         # (vllm/model_executor/models/llama4.py, Llama4ForCausalLM.__init__)
-        given = options.get("override_generation_config", {})
+        given = _nested(options, "override_generation_config")
         options["override_generation_config"] = {"attn_temperature_tuning": temperature, **given}
     options |= {
         "model": recipe.policy.path,
@@ -127,6 +221,8 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int, transport: str) ->
         "port": port,
         "dtype": recipe.policy.dtype,
         "logprobs_mode": logprobs_mode(recipe),
+        # not the sampling defaults of the policy's generation_config.json
+        "generation_config": "vllm",
         "weight_transfer_config": {"backend": f"msrl_{transport}"},
         "worker_extension_cls": f"{PLUGIN}.WorkerExtension",
         # a cached prefix would outlive the weights that computed it

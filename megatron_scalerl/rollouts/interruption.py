@@ -9,7 +9,8 @@ property test holds them to it.
 
     natural end   the closing tag stands, whole, within the first `cut` tokens
     forced end    otherwise, if the policy wrote `cut` tokens: `phrase_ids` follow, one after another
-    answer        after either end at most `answer_budget` tokens, then `eos_id` is forced: truncated
+    answer        after a forced end at most `answer_budget` tokens; after a natural end until the completion
+                  has `whole_budget` tokens; then `eos_id` is forced: truncated
 
 Departures: where the paper is silent, the forced end of sequence is dropped again (nobody sampled it), and
 a closing tag that only a forced token completes is not a natural end.
@@ -30,6 +31,15 @@ def draw_cut(seed: int, group_id: int, index: int, low: int, high: int) -> int:
     return random.Random(f"cut/{seed}/{group_id}/{index}").randint(low, high)
 
 
+def longest_completion(thinking_high: int, phrase_tokens: int, answer_tokens: int) -> int:
+    """Longest completion that an engine has to hold with interruption on (tokens).
+
+    thinking_high: latest cut. phrase_tokens: forced tokens, the closing tag among them. answer_tokens: budget after
+    a forced end. The one token more is the forced end of sequence.
+    """
+    return thinking_high + phrase_tokens + answer_tokens + 1
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """What may be forced on one completion."""
@@ -37,7 +47,7 @@ class Plan:
     cut: int
     """Thinking tokens after which the phrase is forced, at least 1."""
     phrase_ids: tuple[int, ...]
-    """Tokens of the phrase and of the closing tag, which is its end."""
+    """Tokens of the phrase and of the closing tag, which is their end."""
     think_end_ids: tuple[int, ...]
     """Tokens of the closing tag, at least one."""
     think_end_first: frozenset[int] = frozenset()
@@ -45,7 +55,10 @@ class Plan:
     think_end_last: frozenset[int] = frozenset()
     """Tokens that may stand for the tag's last one. Empty: only itself."""
     answer_budget: int
-    """Tokens after thinking has ended, an end of sequence by the policy among them."""
+    """Tokens after a forced end of thinking, an end of sequence by the policy among them."""
+    whole_budget: int | None = None
+    """Tokens of a completion whose thinking ended by itself, thinking included; at least `cut + answer_budget`.
+    None: `answer_budget` after the tag, as after a forced end."""
     eos_id: int
     """The token that ends a sequence."""
 
@@ -54,7 +67,13 @@ class Plan:
             raise ValueError(
                 f"interruption: expected cut and answer budget of at least 1, found {self.cut}, {self.answer_budget}"
             )
-        if not self.think_end_ids or self.phrase_ids[-len(self.think_end_ids) :] != self.think_end_ids:
+        least = self.cut + self.answer_budget
+        if self.whole_budget is not None and self.whole_budget < least:
+            raise ValueError(
+                f"interruption: expected a whole budget of at least cut + answer budget, {least}, "
+                f"found {self.whole_budget}"
+            )
+        if not self.think_end_ids or not self.ends_thinking(self.phrase_ids, len(self.phrase_ids)):
             raise ValueError(
                 f"interruption.phrase: expected tokens that end with those of the closing tag {self.think_end_ids}, "
                 f"found {self.phrase_ids}"
@@ -62,19 +81,22 @@ class Plan:
 
     def ends_thinking(self, tokens: Sequence[int], end: int) -> bool:
         """True if the tokens before index `end` close with the tag."""
-        tag_ids, start = self.think_end_ids, end - len(self.think_end_ids)
-        last = tokens[end - 1]
-        if start < 0 or (last != tag_ids[-1] and last not in self.think_end_last):
-            return False
-        return len(tag_ids) == 1 or (
-            (tokens[start] == tag_ids[0] or tokens[start] in self.think_end_first)
-            and tuple(tokens[start + 1 : end - 1]) == tag_ids[1:-1]
-        )
+        return _closes(tokens, end, self.think_end_ids, self.think_end_first, self.think_end_last)
+
+    def budget_end(self, answer_start: int, *, forced: bool) -> int:
+        """Index from which on nothing is left but the forced end of sequence.
+
+        answer_start: index of the first token after thinking. forced: thinking was ended by the phrase.
+        """
+        if forced or self.whole_budget is None:
+            return answer_start + self.answer_budget
+        return self.whole_budget
 
     @property
     def max_tokens(self) -> int:
         """Longest completion this plan allows, the forced end of sequence included."""
-        return self.cut + len(self.phrase_ids) + self.answer_budget + 1
+        interrupted = longest_completion(self.cut, len(self.phrase_ids), self.answer_budget)
+        return max(interrupted, (self.whole_budget or 0) + 1)
 
     def to_extra_args(self) -> dict[str, Any]:
         """The plan as it travels in `sampling_params.extra_args` (JSON)."""
@@ -83,6 +105,7 @@ class Plan:
             "msrl_phrase": list(self.phrase_ids),
             "msrl_think_end": [list(self.think_end_ids), list(self.think_end_first), list(self.think_end_last)],
             "msrl_answer_budget": self.answer_budget,
+            "msrl_whole_budget": self.whole_budget,
             "msrl_eos": self.eos_id,
         }
 
@@ -93,6 +116,7 @@ class Plan:
             return None
         try:
             tag_ids, first, last = extra["msrl_think_end"]
+            whole = extra["msrl_whole_budget"]
             return cls(
                 cut=int(extra["msrl_cut"]),
                 phrase_ids=tuple(map(int, extra["msrl_phrase"])),
@@ -100,6 +124,7 @@ class Plan:
                 think_end_first=frozenset(map(int, first)),
                 think_end_last=frozenset(map(int, last)),
                 answer_budget=int(extra["msrl_answer_budget"]),
+                whole_budget=None if whole is None else int(whole),
                 eos_id=int(extra["msrl_eos"]),
             )
         except (KeyError, TypeError) as err:
@@ -107,20 +132,50 @@ class Plan:
 
 
 def plan_ids(tokenizer: Any, phrase: str, think_end: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(phrase_ids, think_end_ids) of a Hugging Face tokenizer, the tag's tokens closing the phrase's.
+    """(phrase_ids, think_end_ids) of a Hugging Face tokenizer; phrase_ids decode to `phrase + think_end` exactly.
 
-    Raises ValueError if phrase or tag do not survive encoding and decoding.
+    The two texts are encoded as one, as a policy meets them in its warm start: Llama 3 writes the blank before
+    the tag and the tag's first characters as one token. Where that loses a blank, as in front of a tag that is an
+    added token with `lstrip`, they are encoded one by one. Raises ValueError if neither decodes to the text.
     """
-    ids = []
-    for key, text in (("interruption.phrase", phrase), ("prompts.think_end", think_end)):
-        tokens = tokenizer.encode(text, add_special_tokens=False) if text else []
-        back = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        if back.strip() != text.strip():
-            raise ValueError(f"{key}: expected a text that survives encode and decode, {text!r}, found {back!r}")
-        ids.append(tuple(tokens))
-    if not ids[1]:
+    end_ids = _encode(tokenizer, think_end)
+    if not end_ids:
         raise ValueError("prompts.think_end: expected at least one token, found none")
-    return ids[0] + ids[1], ids[1]
+    if (back := _decode(tokenizer, end_ids)).strip() != think_end.strip():
+        raise ValueError(
+            f"prompts.think_end: expected a text that survives encode and decode, {think_end!r}, found {back!r}"
+        )
+    first, last = tag_variants(tokenizer, end_ids)
+    text = phrase + think_end
+    found = _encode(tokenizer, text)
+    for ids in (found, _encode(tokenizer, phrase) + end_ids):
+        if _decode(tokenizer, ids) == text and _closes(ids, len(ids), end_ids, first, last):
+            return ids, end_ids
+    raise ValueError(
+        f"interruption.phrase: expected a text that survives encode and decode, {text!r}, "
+        f"found {_decode(tokenizer, found)!r}"
+    )
+
+
+def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(text, add_special_tokens=False)) if text else ()
+
+
+def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _closes(
+    tokens: Sequence[int], end: int, tag_ids: tuple[int, ...], first: frozenset[int], last: frozenset[int]
+) -> bool:
+    """True if the tag stands right before index `end`, `first` and `last` taken for its outer tokens too."""
+    start = end - len(tag_ids)
+    if start < 0 or (tokens[end - 1] != tag_ids[-1] and tokens[end - 1] not in last):
+        return False
+    return len(tag_ids) == 1 or (
+        (tokens[start] == tag_ids[0] or tokens[start] in first)
+        and tuple(tokens[start + 1 : end - 1]) == tag_ids[1:-1]
+    )
 
 
 def tag_variants(tokenizer: Any, think_end_ids: tuple[int, ...]) -> tuple[frozenset[int], frozenset[int]]:
@@ -128,12 +183,13 @@ def tag_variants(tokenizer: Any, think_end_ids: tuple[int, ...]) -> tuple[frozen
 
     A tag of several tokens merges with its neighbours in byte-pair vocabularies: Llama 3 writes the end of
     "</think>" and a blank line as one token. Such a token closes the tag as well as the plain one. A piece with
-    letters in it is left alone: there a longer token is another word.
+    letters in it is left alone: there a longer token is another word. The mark that SentencePiece puts before a
+    text's first piece belongs to no tag.
     """
     if len(think_end_ids) == 1:
         return frozenset(), frozenset()
     pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    first, last = pieces[think_end_ids[0]], pieces[think_end_ids[-1]]
+    first, last = pieces[think_end_ids[0]].lstrip("\u2581"), pieces[think_end_ids[-1]]
 
     def marks(piece: str) -> bool:
         return bool(piece) and not any(c.isalnum() for c in piece)
@@ -151,12 +207,13 @@ class Forcing:
     equal or longer one (preemption, pause) is fine.
     """
 
-    __slots__ = ("_answer_start", "_read", "plan")
+    __slots__ = ("_answer_start", "_budget_end", "_read", "plan")
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._read = 0
         self._answer_start = -1
+        self._budget_end = -1
 
     def next_token(self, tokens: Sequence[int]) -> int | None:
         """The token that must come next, or None if the policy is free.
@@ -170,18 +227,22 @@ class Forcing:
             return plan.phrase_ids[0] if n == plan.cut else None
         if n < self._answer_start:
             return plan.phrase_ids[n - plan.cut]
-        return plan.eos_id if n >= self._answer_start + plan.answer_budget else None
+        return plan.eos_id if n >= self._budget_end else None
 
     def _read_thinking(self, tokens: Sequence[int]) -> None:
         plan = self.plan
         until = min(len(tokens), plan.cut)
         for end in range(self._read + 1, until + 1):
             if plan.ends_thinking(tokens, end):
-                self._answer_start = end
+                self._begin_answer(end, forced=False)
                 return
         self._read = until
         if len(tokens) > plan.cut:
-            self._answer_start = plan.cut + len(plan.phrase_ids)
+            self._begin_answer(plan.cut + len(plan.phrase_ids), forced=True)
+
+    def _begin_answer(self, start: int, *, forced: bool) -> None:
+        self._answer_start = start
+        self._budget_end = self.plan.budget_end(start, forced=forced)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,8 +279,9 @@ def tag(token_ids: Sequence[int], plan: Plan) -> Tags:
             raise ValueError(f"completion tokens from {plan.cut}: expected the forced phrase, found {found}")
         truncated = len(found) < len(plan.phrase_ids)
         answer_start = None if truncated else forced_until
-    if answer_start is not None and length > answer_start + plan.answer_budget:
-        kept = answer_start + plan.answer_budget
+    budget_end = length if answer_start is None else plan.budget_end(answer_start, forced=forced_until > plan.cut)
+    if length > budget_end:
+        kept = budget_end
         if tuple(token_ids[kept:]) != (plan.eos_id,):
             raise ValueError(
                 f"completion tokens from {kept}: expected the forced end of sequence {plan.eos_id}, "

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from megatron_scalerl.prompts.end_tokens import end_token_ids
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rewards.math import extract_answer
 from megatron_scalerl.rewards.verifier import VerifierPool
@@ -35,19 +36,20 @@ class Sampler:
     """Completes prompts on engines and scores them."""
 
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, verifier: VerifierPool) -> None:
-        """Raises ValueError if think tags or phrase do not survive encode and decode."""
+        """Raises ValueError if think tags or phrase do not survive encode and decode, or end a sequence."""
         self._recipe = recipe
         self._tokenizer = tokenizer
         self._verifier = verifier
-        eos = tokenizer.eos_token_id
-        if not isinstance(eos, int):
-            raise ValueError(f"policy.path: expected a tokenizer with an end-of-sequence token, found {eos!r}")
-        self._eos_id = eos
-        self._phrase_ids, self._think_end_ids = plan_ids(
-            tokenizer, recipe.interruption.phrase, recipe.prompts.think_end
-        )
+        self._end_ids = end_token_ids(recipe.policy.path, tokenizer)
+        phrase = recipe.interruption.phrase if recipe.interruption.enabled else ""
+        self._phrase_ids, self._think_end_ids = plan_ids(tokenizer, phrase, recipe.prompts.think_end)
         self._think_end_first, self._think_end_last = tag_variants(tokenizer, self._think_end_ids)
-        self._unspoken = frozenset(tokenizer.all_special_ids) - frozenset(self._think_end_ids)
+        if stops := set(self._phrase_ids) & set(self._end_ids):
+            raise ValueError(
+                f"interruption.phrase: expected tokens that end no sequence, found {sorted(stops)} "
+                f"(tokenizer and generation_config.json of {recipe.policy.path})"
+            )
+        self._unspoken = frozenset((*tokenizer.all_special_ids, *self._end_ids)) - frozenset(self._think_end_ids)
 
     def draw(self, seed: int, group_id: int, index: int) -> Draw:
         """The choices for completion `index` of a group; the same for the same three numbers."""
@@ -80,14 +82,17 @@ class Sampler:
         return None
 
     def _plan(self, cut: int) -> Plan:
+        section = self._recipe.interruption
+        whole = self._recipe.max_completion_tokens if section.after_natural_end == "rest_of_budget" else None
         return Plan(
             cut=cut,
             phrase_ids=self._phrase_ids,
             think_end_ids=self._think_end_ids,
             think_end_first=self._think_end_first,
             think_end_last=self._think_end_last,
-            answer_budget=self._recipe.interruption.answer_tokens,
-            eos_id=self._eos_id,
+            answer_budget=section.answer_tokens,
+            whole_budget=whole,
+            eos_id=self._end_ids[0],
         )
 
     def _spec(self, draw: Draw, priority: int) -> SamplingSpec:
@@ -96,7 +101,7 @@ class Sampler:
         return SamplingSpec(
             max_tokens=plan.max_tokens if plan else self._recipe.max_completion_tokens,
             temperature=r.temperature,
-            top_p=r.top_p,
+            end_ids=self._end_ids,
             seed=draw.seed,
             interruption=plan,
             priority=priority,

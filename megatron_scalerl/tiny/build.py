@@ -13,7 +13,7 @@ from typing import Any
 from megatron_scalerl.tiny.task import prompt_rows, warm_start_rows
 
 MANIFEST = "tiny.json"
-FORMAT = 1
+FORMAT = 2
 """Raised when the same arguments would give other files."""
 FILES = ("base_policy/config.json", "prompts.jsonl", "held_out.jsonl", "sft.jsonl")
 

@@ -24,7 +24,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     """The tokenizer, 22 tokens; `<bos>` is put first when special tokens are asked for.
 
     The think tags and the phrase are tokens but not special ones, so that decoding without special tokens
-    keeps them. The phrase takes blanks after it along, because the paper writes one before `</think>`.
+    keeps them. The blank that the paper writes before `</think>` is the phrase's last character.
     """
     vocabulary = {token: index for index, token in enumerate(TOKENS)}
     inner = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token=UNKNOWN))
@@ -38,7 +38,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         [
             AddedToken("<think>", normalized=False),
             AddedToken("</think>", normalized=False),
-            AddedToken(PAPER_PHRASE, normalized=False, rstrip=True),
+            AddedToken(PAPER_PHRASE, normalized=False),
         ]
     )
     return PreTrainedTokenizerFast(

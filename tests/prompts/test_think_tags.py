@@ -5,7 +5,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_scalerl.prompts.dataset import check_think_tags, check_vocabulary
-from megatron_scalerl.recipe_sections import PAPER_PHRASE
 from megatron_scalerl.tiny.tokenizer import build_tokenizer
 
 
@@ -20,35 +19,28 @@ def character_tokenizer(characters):
 
 
 def test_tags_of_one_token():
-    tokens = check_think_tags(build_tokenizer(), "<think>", "</think>", PAPER_PHRASE)
-    assert (tokens.start_ids, tokens.end_ids, tokens.phrase_ids) == ((3,), (4,), (5,))
+    tokens = check_think_tags(build_tokenizer(), "<think>", "</think>")
+    assert (tokens.start_ids, tokens.end_ids) == ((3,), (4,))
 
 
 def test_tags_of_several_tokens_are_fine():
-    tokens = check_think_tags(character_tokenizer("<>/thinkOaydone ."), "<think>", "</think>", "Okay. done")
+    tokens = check_think_tags(character_tokenizer("<>/think"), "<think>", "</think>")
     assert len(tokens.start_ids) == 7
     assert tokens.end_ids == (0, 2, 3, 4, 5, 6, 7, 1)
-    assert len(tokens.phrase_ids) == 10
 
 
 def test_tags_that_do_not_survive_are_refused():
     lossy = character_tokenizer("<>think")
     with pytest.raises(ValueError, match=r"prompts\.think_end: .*found '</think>' -> '<<unk>think>'"):
-        check_think_tags(lossy, "<think>", "</think>", "")
+        check_think_tags(lossy, "<think>", "</think>")
     with pytest.raises(ValueError, match=r"prompts\.think_start: expected a text that survives"):
-        check_think_tags(lossy, "<Think>", "<think>", "")
-    with pytest.raises(ValueError, match=r"interruption\.phrase: .*found 'think!' -> 'think<unk>'"):
-        check_think_tags(lossy, "<think>", "<think>", "think!")
+        check_think_tags(lossy, "<Think>", "<think>")
 
 
 def test_only_the_closing_tag_is_needed():
-    assert check_think_tags(build_tokenizer(), "", "</think>", "").start_ids == ()
+    assert check_think_tags(build_tokenizer(), "", "</think>").start_ids == ()
     with pytest.raises(ValueError, match=r"prompts\.think_end: expected a tag that closes thinking"):
-        check_think_tags(build_tokenizer(), "<think>", "", "")
-
-
-def test_blanks_of_the_phrase_may_move():
-    assert check_think_tags(build_tokenizer(), "", "</think>", f"{PAPER_PHRASE} </think>").phrase_ids == (5, 4)
+        check_think_tags(build_tokenizer(), "<think>", "")
 
 
 def test_a_padded_model_vocabulary_is_fine_and_a_small_one_is_not():

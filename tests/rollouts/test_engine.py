@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 import tiny_policies
 from engine_recipes import SECRET, recipe_for
-from tiny_policies import EOS, PHRASE, THINK_END
+from tiny_policies import ENDS, EOS, HOSTILE, PHRASE, THINK_END
 
 from megatron_scalerl.rollouts.engine import (
     SECRET_HEADER,
@@ -57,6 +57,43 @@ def test_raw_logprobs_equal_log_softmax_and_seeds_decide(engine, policies, run):
     assert first.policy_versions == (0,) * 40 and first.thinking_cut == 0
 
 
+def test_the_policys_generation_config_bends_no_probability(engine, policies, run):
+    """Its top_k, top_p, min_p, penalty and temperature are defaults that vLLM has for requests silent about them."""
+
+    async def scenario():
+        return await asyncio.gather(*(engine.client.generate(PROMPT, sampling=free(s, 60)) for s in range(16)))
+
+    model = tiny_policies.load(policies["dense_a"])
+    outside, expected = 0, 0.0
+    for rollout in run(scenario()):
+        assert len(rollout.token_ids) == 60 > HOSTILE["max_new_tokens"]
+        assert error_against(model, PROMPT, rollout) <= 1e-4
+        rows = tiny_policies.logprobs(model, PROMPT, list(rollout.token_ids))
+        top = rows.topk(HOSTILE["top_k"])
+        expected += (1 - top.values.exp().sum(-1)).sum().item()
+        outside += sum(token not in best for token, best in zip(rollout.token_ids, top.indices.tolist()))
+    # as many as the whole distribution says: binomial, 4 standard deviations
+    assert expected > 50 and abs(outside - expected) < 4 * expected**0.5
+
+
+def test_every_token_that_the_policy_ends_with_ends_a_completion(engine, policies, run):
+    """Also one that only generation_config.json names: it was sampled, so it stays and carries loss."""
+
+    def sampling(seed):
+        return SamplingSpec(max_tokens=300, seed=seed, end_ids=ENDS, interruption=plan(cut=300) if seed % 2 else None)
+
+    async def scenario():
+        return await asyncio.gather(*(engine.client.generate(PROMPT, sampling=sampling(s)) for s in range(24)))
+
+    model, last = tiny_policies.load(policies["dense_a"]), set()
+    for rollout in run(scenario()):
+        if not rollout.truncated and not rollout.interrupted:
+            assert rollout.token_ids[-1] in ENDS and not set(rollout.token_ids[:-1]) & set(ENDS)
+            assert all(rollout.loss_mask) and error_against(model, PROMPT, rollout) <= 1e-4
+            last.add(rollout.token_ids[-1])
+    assert last == set(ENDS)
+
+
 def test_scores_of_given_tokens(engine, policies, run):
     tokens = PROMPT + [40, 41, 42]
     found = run(engine.client.score(tokens))
@@ -83,7 +120,7 @@ def test_the_phrase_stands_at_the_cut_for_many_at_once(engine, policies, run):
     model = tiny_policies.load(policies["dense_a"])
     for i, (cut, rollout) in enumerate(zip(cuts, run(scenario()))):
         assert rollout.thinking_cut == cut
-        if EOS in rollout.token_ids[:cut]:  # ended before thinking did
+        if set(ENDS) & set(rollout.token_ids[:cut]):  # ended before thinking did
             assert not rollout.interrupted and not rollout.truncated
             continue
         end = cut + len(PHRASE)
@@ -91,27 +128,36 @@ def test_the_phrase_stands_at_the_cut_for_many_at_once(engine, policies, run):
         assert rollout.loss_mask == (True,) * cut + (False,) * len(PHRASE) + (True,) * (len(rollout.token_ids) - end)
         assert rollout.rollout_logprobs[cut:end] == (0.0,) * len(PHRASE)
         answer = rollout.token_ids[end:]
-        assert (len(answer) == 8 and EOS not in answer) if rollout.truncated else answer.index(EOS) == len(answer) - 1
+        assert len(answer) == 8 if rollout.truncated else answer[-1] in ENDS
+        assert not set(ENDS) & set(answer if rollout.truncated else answer[:-1])
         assert error_against(model, [*PROMPT, 50 + i], rollout) <= 1e-4
 
 
 def test_a_natural_end_never_gets_the_phrase(engine, run):
-    """The closing tag is declared to be what this seed says anyway; the answer runs far past the cut."""
+    """The closing tag is declared to be what this seed says anyway; the answer runs far past the cut.
+
+    After a natural end the answer has its own budget, or what is left of a whole one.
+    """
 
     async def scenario():
         many = await asyncio.gather(*(engine.client.generate(PROMPT, sampling=free(s, 60)) for s in range(12)))
-        seed, said = next((r.seed, r.token_ids) for r in many if EOS not in r.token_ids)
+        seed, said = next((r.seed, r.token_ids) for r in many if not set(ENDS) & set(r.token_ids))
         tag = said[10:12]
         changes = {"think_end_ids": tag, "phrase_ids": (20, 21, *tag), "answer_budget": 40}
-        at_the_cut = {cut: interrupted(seed, cut=cut, **changes) for cut in (20, 12, 11)}
-        return said, {cut: await engine.client.generate(PROMPT, sampling=s) for cut, s in at_the_cut.items()}
+        cases = {cut: interrupted(seed, cut=cut, **changes) for cut in (20, 12, 11)}
+        changes |= {"answer_budget": 3, "whole_budget": 55}
+        cases |= {("whole", cut): interrupted(seed, cut=cut, **changes) for cut in (20, 11)}
+        return said, {case: await engine.client.generate(PROMPT, sampling=s) for case, s in cases.items()}
 
     said, rollouts = run(scenario())
     assert all(said[i : i + 2] != said[10:12] for i in range(10))
     for cut in (20, 12):
         assert rollouts[cut].token_ids == said[:52]
         assert not rollouts[cut].interrupted and rollouts[cut].truncated and all(rollouts[cut].loss_mask)
-    # half the tag at the cut is no end: the whole phrase follows
+    assert rollouts["whole", 20].token_ids == said[:55] and rollouts["whole", 20].truncated
+    # half the tag at the cut is no end: the whole phrase follows, and then the answer has its own budget
+    assert rollouts["whole", 11].token_ids[:15] == rollouts[11].token_ids[:15]
+    assert len(rollouts["whole", 11].token_ids) == 18 or rollouts["whole", 11].token_ids[-1] in ENDS
     assert rollouts[11].token_ids[:15] == (*said[:11], 20, 21, *said[10:12]) and rollouts[11].interrupted
 
 

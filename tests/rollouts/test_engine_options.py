@@ -1,12 +1,23 @@
 """The command line of a vLLM server, without starting one."""
 
+import ast
+import importlib.util
 import json
+import re
+from pathlib import Path
 
 import pytest
 from engine_recipes import recipe_for
 
 from megatron_scalerl.rollouts import engine_options
-from megatron_scalerl.rollouts.engine_options import check_options, engine_arguments, engine_environment
+from megatron_scalerl.rollouts.engine_client import WHOLE_DISTRIBUTION, SamplingSpec, _sampling
+from megatron_scalerl.rollouts.engine_options import (
+    check_options,
+    engine_arguments,
+    engine_environment,
+    vllm_options,
+)
+from megatron_scalerl.rollouts.interruption import Plan
 
 
 def arguments(tmp_path, vllm=None, **sections):
@@ -27,21 +38,17 @@ def test_vllm_options_pass_through_unrenamed(tmp_path):
 
 
 def test_what_the_recipe_decides(tmp_path):
-    other_settings = {"policy": {"logits": "model", "dtype": "bfloat16"}, "rollouts": {"top_p": 0.9}}
+    other_settings = {"policy": {"logits": "model", "dtype": "bfloat16"}, "rollouts": {"temperature": 0.7}}
     plain, other = arguments(tmp_path), arguments(tmp_path, **other_settings)
     assert value(plain, "--logprobs-mode") == "raw_logprobs"
     assert value(other, "--logprobs-mode") == "processed_logprobs"
     assert json.loads(value(other, "--hf-overrides")) == {"head_dtype": "model"}
     assert value(other, "--dtype") == "bfloat16"
+    assert value(plain, "--generation-config") == "vllm"
+    assert value(plain, "--logits-processors").endswith(":ForcedTokens")
     assert "--no-enable-prefix-caching" in plain
     assert json.loads(value(plain, "--weight-transfer-config")) == {"backend": "msrl_gloo"}
     assert value(plain, "--middleware").endswith("SecretMiddleware")
-
-
-def test_one_s_own_logits_processor_joins_ours(tmp_path):
-    found = arguments(tmp_path, {"logits_processors": ["mine:Class"]})
-    at = found.index("--logits-processors")
-    assert found[at + 1].endswith(":ForcedTokens") and found[at + 2] == "mine:Class"
 
 
 @pytest.mark.parametrize("text", ["%s", '{"text_config": %s}'])
@@ -51,9 +58,9 @@ def test_llama4_attention_temperature_is_that_of_the_policy(tmp_path, text, on):
     (tmp_path / "config.json").write_text(text % policy)
     found = json.loads(value(arguments(tmp_path), "--override-generation-config"))
     assert found == {"attn_temperature_tuning": on}
-    given = {"override_generation_config": {"max_new_tokens": 5}}
+    given = {"override_generation_config": {"attn_temperature_tuning": not on}}
     found = json.loads(value(arguments(tmp_path, given), "--override-generation-config"))
-    assert found == {"attn_temperature_tuning": on, "max_new_tokens": 5}
+    assert found == {"attn_temperature_tuning": not on}, "which the engine's check then finds"
 
 
 def test_other_families_have_no_attention_temperature(tmp_path):
@@ -70,11 +77,84 @@ def test_other_families_have_no_attention_temperature(tmp_path):
         ({"dtype": "float32"}, r"engine\.vllm\.dtype: .*set by policy\.dtype"),
         ({"enable_prefix_caching": True}, r"engine\.vllm\.enable_prefix_caching: .*found one fixed"),
         ({"hf_overrides": {"head_dtype": "model"}}, r"hf_overrides: expected no head_dtype \(set policy\.logits\)"),
+        ({"hf_overrides": "{}"}, r"engine\.vllm\.hf_overrides: expected a mapping, found '{}'"),
+        ({"generation_config": "auto"}, r"engine\.vllm\.generation_config: .*found one fixed"),
+        ({"tokenizer": "other"}, r"engine\.vllm\.tokenizer: .*set by policy\.path"),
+        (
+            {"override_generation_config": {"top_k": 5, "attn_temperature_tuning": True, "eos_token_id": 7}},
+            r"override_generation_config: expected no key but attn_temperature_tuning .*, found eos_token_id, top_k",
+        ),
     ],
 )
 def test_refused_options(options, line):
     with pytest.raises(ValueError, match=line):
         check_options(options)
+
+
+@pytest.mark.parametrize("name", engine_options.CHANGES_SAMPLING)
+def test_what_changes_sampling_is_refused_with_its_reason(name):
+    with pytest.raises(ValueError) as error:
+        check_options({name: 1})
+    text = str(error.value)
+    assert text.startswith(f"engine.vllm.{name}: expected options that leave sampling as the trainer has it, found")
+    assert text.endswith(engine_options.CHANGES_SAMPLING[name]) and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"quantization": "fp8"},
+        {"kv_cache_dtype": "fp8"},
+        {"seed": 3},
+        {"max_logprobs": 5},
+        {"reasoning_parser": "x"},
+        {"speculative_config": None},
+    ],
+)
+def test_what_leaves_the_rule_of_sampling_alone_passes(options):
+    check_options(options)
+
+
+def test_every_option_of_vllm_that_says_how_to_sample_is_in_the_table():
+    """By name: a new version of vLLM with a new such option fails here until somebody has looked at it."""
+    telling = re.compile(r"sampl|logit|logprob|penalt|top_?[kp]|min_p|spec|watermark|generation_config|diffusion")
+    looked_at = {
+        "enable_batch_sharded_sampling", "kv_cache_metrics_sample", "logprobs_mode", "max_logprobs",
+        "override_generation_config", "per_request_spec_decode_metrics", "return_sampling_mask", "generation_config",
+        "sparse_indexer_topk_backend", "specialize_active_lora", "watermark",
+    }  # fmt: skip
+    found = {name for name in vllm_options() if telling.search(name)}
+    assert found - engine_options.CHANGES_SAMPLING.keys() == looked_at
+
+
+def test_every_field_of_a_request_that_shapes_a_completion_is_sent_or_refused():
+    """Against vLLM's own class, read and not imported: a field that a new version adds fails here."""
+    root = next(iter(importlib.util.find_spec("vllm").submodule_search_locations))
+    tree = ast.parse((Path(root) / "sampling_params.py").read_text())
+    [params] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "SamplingParams"]
+    fields = {n.target.id for n in params.body if isinstance(n, ast.AnnAssign) and not n.target.id.startswith("_")}
+    of_the_answers_form = {
+        "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids", "flat_logprobs",
+        "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "output_kind",
+        "stream_interval", "skip_clone", "output_text_buffer_length", "skip_reading_prefix_cache",
+        "routed_experts_prompt_start",
+    }  # fmt: skip
+    plan = Plan(cut=3, phrase_ids=(5,), think_end_ids=(5,), answer_budget=2, eos_id=2)
+    sent = _sampling(SamplingSpec(max_tokens=9, interruption=plan))
+    assert fields - of_the_answers_form == sent.keys()
+    assert {**sent, **WHOLE_DISTRIBUTION} == sent, "nothing of a request's own overwrites them"
+
+
+def test_an_installed_logits_processor_is_refused(tmp_path, monkeypatch):
+    """A real distribution on the path, as pip would leave it: vLLM loads its entry point into every engine."""
+    folder = tmp_path / "meddler-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: meddler\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text("[vllm.logits_processors]\nmeddle = meddler:Processor\n")
+    check_options({})
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"vllm\.logits_processors: .*found meddle = meddler:Processor"):
+        check_options({})
 
 
 REPLAY = {"rollouts": {"routing_replay": True, "kv_cache": "recompute"}, "interruption": {"enabled": False}}

@@ -1,12 +1,22 @@
 """Forced interruption: the rule in the engine and the rule in the controller, by hand and against each other."""
 
 import dataclasses
+import random
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_scalerl.rollouts.interruption import Forcing, Plan, draw_cut, plan_ids, tag, tag_variants
+from megatron_scalerl.rollouts.interruption import (
+    Forcing,
+    Plan,
+    draw_cut,
+    longest_completion,
+    plan_ids,
+    tag,
+    tag_variants,
+)
 
 EOS, END, A, B = 2, 4, 7, 8
 
@@ -112,11 +122,48 @@ def test_a_completion_the_engine_did_not_interrupt_is_refused():
 def test_plan_travels_and_is_checked():
     assert Plan.from_extra_args(plan().to_extra_args()) == plan()
     assert Plan.from_extra_args(None) is None and Plan.from_extra_args({"other": 1}) is None
-    assert plan().max_tokens == 3 + 2 + 2 + 1
+    assert Plan.from_extra_args(plan(whole_budget=9).to_extra_args()) == plan(whole_budget=9)
     with pytest.raises(ValueError, match="expected a whole interruption plan"):
         Plan.from_extra_args({"msrl_cut": 3})
     with pytest.raises(ValueError, match="end with those of the closing tag"):
         plan(phrase_ids=(5,))
+    with pytest.raises(ValueError, match="whole budget of at least cut \\+ answer budget, 5, found 4"):
+        plan(whole_budget=4)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "tokens", "truncated"),
+    [
+        # thinking ended by itself at token 1: the answer has what is left of 6, tag and thinking counted
+        ([A, END, B, B, B, B, B, B], [A, END, B, B, B, B], True),
+        ([A, END, B, B, B, EOS], [A, END, B, B, B, EOS], False),
+        ([END, B, B, B, B, EOS], [END, B, B, B, B, EOS], False),
+        # at the cut: never less than after a forced end
+        ([A, A, END, B, B, B, B], [A, A, END, B, B, B], True),
+        # a forced end has the answer's own budget
+        ([A] * 9, [A, A, A, 5, END, A, A], True),
+    ],
+)
+def test_a_natural_end_leaves_the_rest_of_the_whole_budget(wishes, tokens, truncated):
+    whole = plan(whole_budget=6)
+    found, _ = grow(whole, wishes)
+    tags = tag(found, whole)
+    assert (found[: tags.kept_length], tags.truncated) == (tokens, truncated)
+    if truncated:
+        with pytest.raises(ValueError, match="expected the forced end of sequence 2"):
+            tag([*tokens, B, B], whole)
+
+
+def test_the_longest_completion_is_that_of_the_latest_cut():
+    """The phrase and the forced end of sequence stand beside the budgets, and only after a forced end both do."""
+    low, high, phrase, answer = 10_240, 12_288, 20, 2_048
+    plans = [
+        plan(cut=cut, phrase_ids=(5,) * (phrase - 1) + (END,), answer_budget=answer, whole_budget=whole)
+        for cut in (low, high)
+        for whole in (None, high + answer)
+    ]
+    assert [p.max_tokens for p in plans] == [12_309, 14_337, 14_357, 14_357]
+    assert longest_completion(high, phrase, answer) == 14_357
 
 
 def test_cuts_are_uniform_reproducible_and_their_own():
@@ -133,6 +180,12 @@ def test_cuts_are_uniform_reproducible_and_their_own():
 
 class _Letters:
     """A tokenizer of one token a letter that loses the letter z."""
+
+    def __len__(self):
+        return 128
+
+    def convert_ids_to_tokens(self, ids):
+        return [chr(i) for i in ids]
 
     def encode(self, text, add_special_tokens):
         return [ord(c) for c in text if c != "z"]
@@ -152,7 +205,7 @@ def test_phrase_and_tag_must_survive_the_tokenizer():
 token = st.sampled_from([A, B, 5, 6, EOS])
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     wishes=st.lists(token, min_size=80, max_size=80),
     cut=st.integers(1, 12),
@@ -160,11 +213,42 @@ token = st.sampled_from([A, B, 5, 6, EOS])
     variants=st.tuples(*[st.frozensets(st.sampled_from([5, 6]))] * 2),
     phrase=st.lists(st.sampled_from([A, B, 5, 6]), max_size=5),
     budget=st.integers(1, 6),
+    more=st.none() | st.integers(0, 9),
     limit=st.integers(1, 40),
 )
-def test_engine_and_controller_agree(wishes, cut, end, variants, phrase, budget, limit):
-    rules = plan(cut=cut, think_end_ids=tuple(end), phrase_ids=tuple(phrase + end), answer_budget=budget)
-    rules = dataclasses.replace(rules, think_end_first=variants[0], think_end_last=variants[1])
+def test_engine_and_controller_agree(wishes, cut, end, variants, phrase, budget, more, limit):
+    rules = plan(
+        cut=cut,
+        think_end_ids=tuple(end),
+        phrase_ids=tuple(phrase + end),
+        think_end_first=variants[0],
+        think_end_last=variants[1],
+        answer_budget=budget,
+        whole_budget=None if more is None else cut + budget + more,
+    )
+    agree(rules, wishes, limit)
+
+
+def test_engine_and_controller_agree_on_ten_thousand_completions():
+    rng = random.Random(7)
+    seen = Counter()
+    for case in range(10_000):
+        cut, budget = rng.randint(1, 12), rng.randint(1, 6)
+        end = tuple(rng.choices([A, B], k=rng.randint(1, 2)))
+        rules = plan(
+            cut=cut,
+            think_end_ids=end,
+            phrase_ids=(*rng.choices([5, 6], k=rng.randint(0, 4)), *end),
+            answer_budget=budget,
+            whole_budget=(None, cut + budget, cut + budget + rng.randint(1, 9))[case % 3],
+        )
+        tags = agree(rules, rng.choices([A, B, 5, 6, EOS], [4, 4, 3, 3, 1], k=60), rng.choice([3, 9, 60]))
+        seen[rules.whole_budget is not None, tags.interrupted, tags.truncated] += 1
+    assert len(seen) == 8 and min(seen.values()) > 50, "every kind of end in both modes"
+
+
+def agree(rules, wishes, limit):
+    """Hold what the engine forced and what the controller says was forced to each other, and both to the budgets."""
     tokens, forced = grow(rules, wishes, limit)
     tags = tag(tokens, rules)
     assert tags.loss_mask == tuple(not f for f in forced[: tags.kept_length])
@@ -173,6 +257,13 @@ def test_engine_and_controller_agree(wishes, cut, end, variants, phrase, budget,
     assert len(tokens) <= rules.max_tokens
     assert tags.interrupted == any(forced[: tags.kept_length])
     # the phrase stands at the cut or nowhere
-    assert not tags.interrupted or forced.index(True) == cut
+    assert not tags.interrupted or forced.index(True) == rules.cut
     # reading it anew at every step (a resumed request) gives the same as reading on
     assert [Forcing(rules).next_token(tokens[:n]) is not None for n in range(len(tokens))] == forced
+    if tags.answer_start is not None:
+        natural = not tags.interrupted and rules.whole_budget is not None
+        allowed = rules.whole_budget if natural else tags.answer_start + rules.answer_budget
+        assert tags.kept_length <= allowed
+        # cut off only by its budget, and every budget is used up before anything is cut off
+        assert tags.truncated == (len(tokens) > allowed)
+    return tags

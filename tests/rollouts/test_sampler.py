@@ -1,5 +1,6 @@
 """From draw to answer text: seeds and cuts are reproducible, the answer is what follows the closing tag."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.rollouts.engine_client import _sampling
 from megatron_scalerl.rollouts.sampler import Sampler
 from megatron_scalerl.tiny.tokenizer import build_tokenizer
 from megatron_scalerl.types import Rollout
@@ -53,6 +55,35 @@ def test_interruption_off_shares_one_budget(tiny):
     assert spec.interruption is None and spec.max_tokens == 56
     spec = sampler(tiny)._spec(sampler(tiny).draw(1, 0, 0), 1)
     assert spec.interruption.answer_budget == 4 and 44 <= spec.interruption.cut <= 52
+
+
+def test_a_natural_end_leaves_the_rest_of_the_budget_or_the_answers_own(tiny):
+    for mode, whole in (("rest_of_budget", 56), ("answer_tokens", None)):
+        s = sampler(tiny, interruption={**SECTIONS["interruption"], "after_natural_end": mode})
+        plan = s._spec(s.draw(1, 0, 0), 1).interruption
+        assert (plan.whole_budget, plan.answer_budget) == (whole, 4)
+    assert sampler(tiny)._spec(sampler(tiny).draw(1, 0, 0), 1).interruption.whole_budget == 56, "the default"
+
+
+def test_tokens_that_the_policys_folder_ends_with_are_asked_for_and_not_read_out(tiny, tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 16]}')
+    s = sampler(tiny, policy={"path": str(tmp_path)})
+    for enabled in (True, False):
+        s._recipe = s._recipe.model_copy(
+            update={"interruption": s._recipe.interruption.model_copy(update={"enabled": enabled})}
+        )
+        spec = s._spec(s.draw(1, 0, 0), 1)
+        assert spec.end_ids == (2, 16)
+        assert _sampling(spec)["stop_token_ids"] == [2, 16]
+    ids = tiny.encode("7</think>9", add_special_tokens=False)
+    assert s.answer_text(rollout([*ids, 16])) == s.answer_text(rollout([*ids, 2])) == "9"
+    assert _sampling(dataclasses.replace(spec, ignore_eos=True))["stop_token_ids"] == []
+
+
+def test_a_phrase_that_would_end_the_completion_is_refused(tiny, tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 4]}')
+    with pytest.raises(ValueError, match=r"interruption\.phrase: expected tokens that end no sequence, found \[4\]"):
+        sampler(tiny, policy={"path": str(tmp_path)})
 
 
 def test_answer_of_the_tiny_tokenizer(tiny):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,22 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from transformers.models.llama4 import Llama4TextConfig
 
 VOCAB, EOS = 128, 2
+ENDS = (EOS, 3)
+"""What ends a completion of the dense policies: the tokenizer's token, and one of their generation_config.json."""
 THINK_END = (5, 6, 7)
 """The closing tag of these policies: three tokens, which a random policy practically never says in a row."""
 PHRASE = (20, 21, 22, *THINK_END)
+HOSTILE = {
+    "do_sample": True,
+    "temperature": 0.3,
+    "top_k": 5,
+    "top_p": 0.5,
+    "min_p": 0.2,
+    "repetition_penalty": 1.3,
+    "max_new_tokens": 7,
+    "eos_token_id": list(ENDS),
+}
+"""The dense policies' generation_config.json: defaults that no rollout may take over, but for what ends it."""
 
 _SHARED: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -49,6 +63,8 @@ def make(folder: Path, kind: str = "dense", seed: int = 0, dtype: torch.dtype = 
             if parameter.dim() >= 2:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15)
     model.save_pretrained(folder)
+    if kind == "dense":
+        (folder / "generation_config.json").write_text(json.dumps(HOSTILE))
     tokenizer = Tokenizer(WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t3"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.Fuse()

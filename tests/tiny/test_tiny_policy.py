@@ -28,11 +28,10 @@ def test_one_token_per_character_and_one_for_the_phrase(tokenizer):
     assert tokenizer("7;+2=<think>")["input_ids"] == ids[:7], "<bos> comes by itself"
 
 
-def test_the_phrase_takes_the_papers_blank_along(tokenizer):
-    with_blank = tokenizer(f"7{PAPER_PHRASE} </think>", add_special_tokens=False)["input_ids"]
-    without = tokenizer(f"7{PAPER_PHRASE}</think>", add_special_tokens=False)["input_ids"]
-    assert with_blank == without == [13, 5, 4]
-    assert tokenizer.decode([5]) == PAPER_PHRASE
+def test_the_phrase_ends_with_the_papers_blank(tokenizer):
+    text = "7Okay, time is up. Let me stop thinking and formulate a final answer now. </think>"
+    assert tokenizer(text, add_special_tokens=False)["input_ids"] == [13, 5, 4]
+    assert tokenizer.decode([13, 5, 4]) == text and tokenizer.decode([5]) == PAPER_PHRASE
 
 
 def test_decoding_without_special_tokens_keeps_the_think_tags(tokenizer):

@@ -13,7 +13,7 @@ from megatron_scalerl.tiny.tokenizer import save_tokenizer
 from megatron_scalerl.types import Prompt, Rollout, RolloutGroup, Score
 
 TOOL = Path(__file__).parents[2] / "tools" / "show_rollouts.py"
-PHRASE = "Okay, time is up. Let me stop thinking and formulate a final answer now."
+PHRASE = "Okay, time is up. Let me stop thinking and formulate a final answer now. "
 
 
 @pytest.fixture(scope="module")

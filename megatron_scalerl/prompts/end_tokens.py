@@ -1,0 +1,52 @@
+"""Which tokens end a completion: the tokenizer's end of sequence, and those that the policy's folder adds.
+
+Instruction-tuned policies end their turns with other tokens than the tokenizer's: Llama 3's generation_config.json
+names three. vLLM stops at all of them (vllm/v1/engine/input_processor.py), so warm start, requests and verifier
+have to know them too.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def end_token_ids(policy: str | Path, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end a completion, the tokenizer's own first; that one is forced where a budget ends.
+
+    policy: Hugging Face folder; its generation_config.json is read, or config.json where there is none. Raises
+    ValueError for a tokenizer without an end-of-sequence token, for entries that are not token ids, and for ids
+    outside of the policy's vocabulary.
+    """
+    eos = tokenizer.eos_token_id
+    if not isinstance(eos, int):
+        raise ValueError(f"policy.path: expected a tokenizer with an end-of-sequence token, found {eos!r}")
+    config_file = Path(policy) / "config.json"
+    generation_file = config_file.with_name("generation_config.json")
+    config = _read(config_file)
+    text = config.get("text_config") or config
+    if generation_file.is_file():
+        file, found = generation_file, _read(generation_file).get("eos_token_id")
+    else:
+        file, found = config_file, config.get("eos_token_id", text.get("eos_token_id"))
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(i) is int and i >= 0 for i in ids):
+        raise ValueError(f"{file}: eos_token_id: expected one token id or a list of them, found {found!r}")
+    rows = text.get("vocab_size")
+    if isinstance(rows, int) and any(i >= rows for i in ids):
+        raise ValueError(f"{file}: eos_token_id: expected ids below vocab_size {rows} of config.json, found {found}")
+    return (eos, *sorted(set(ids) - {eos}))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """The JSON object in a file, an empty one where there is no file."""
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file}: expected JSON, found {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file}: expected a JSON object, found {type(content).__name__}")
+    return content

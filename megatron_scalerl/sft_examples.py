@@ -1,0 +1,199 @@
+"""The warm start's examples: rows of a file as tokens, with the forced phrase left out of the loss.
+
+The phrase is looked for in the text and its tokens by their character offsets. Looked for among the tokens it is
+missed: byte-pair vocabularies merge its first and last characters with what stands beside it. A token that holds a
+part of the phrase and a part of its neighbour is left out of the loss too, since the policy would be taught to begin
+the phrase by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from megatron_scalerl.prompts.end_tokens import end_token_ids
+from megatron_scalerl.prompts.rendering import PromptRenderer, check_think_tags
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.types import Rollout
+
+NAMED = 10
+"""Too long rows that a report names; the others it counts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Examples:
+    """What a warm start trains on."""
+
+    samples: tuple[tuple[tuple[int, ...], Rollout], ...]
+    """[rows kept] tokens of the prompt, and the completion as a rollout whose loss mask leaves out forced tokens."""
+    too_long: tuple[str, ...]
+    """One entry for each skipped row: file, line, tokens found and allowed."""
+
+    def lines(self) -> list[str]:
+        """What was skipped, for people."""
+        if not self.too_long:
+            return []
+        more = len(self.too_long) - NAMED
+        return [
+            f"sft: {len(self.samples)} examples, {len(self.too_long)} too long and skipped (sft.too_long):",
+            *(f"  {entry}" for entry in self.too_long[:NAMED]),
+            *([f"  and {more} more"] if more > 0 else []),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Row:
+    where: str
+    """File and line, for errors."""
+    prompt: str
+    completion: str
+
+
+def read_examples(recipe: Recipe, tokenizer: Any) -> Examples:
+    """Read, render and encode the rows that `sft.path` names.
+
+    Raises ValueError, naming file and line, for a file that is missing or empty, a line that is not JSON, a row
+    without `prompt` or `completion`, one whose completion goes on after an end of sequence (with sft.add_eos), one
+    that holds the forced phrase without the closing tag, and, unless sft.too_long is skip, one that is too long.
+    """
+    rows = list(_rows(recipe.sft.path))
+    check_think_tags(tokenizer, recipe.prompts.think_start, recipe.prompts.think_end)
+    prompts = PromptRenderer(tokenizer, recipe.prompts).token_ids([row.prompt for row in rows])
+    completions = tokenizer([row.completion for row in rows], add_special_tokens=False)["input_ids"]
+    forced = _ForcedPhrase(recipe, tokenizer)
+    ends = end_token_ids(recipe.policy.path, tokenizer) if recipe.sft.add_eos else ()
+    key, limit = _longest(recipe)
+    samples, too_long = [], []
+    for row, prompt, ids in zip(rows, prompts, completions, strict=True):
+        mask = forced.loss_mask(row, ids)
+        rollout = _as_rollout(*_ended(row, tuple(ids), mask, ends))
+        length = len(prompt) + len(rollout.token_ids)
+        if length <= limit:
+            samples.append((prompt, rollout))
+            continue
+        too_long.append(f"{row.where}: expected at most {limit} tokens ({key}), found {length}")
+        if recipe.sft.too_long == "error":
+            raise ValueError(too_long[-1])
+    if not samples:
+        raise ValueError(f"{recipe.sft.path}: expected a row of at most {limit} tokens ({key}), found all longer")
+    return Examples(samples=tuple(samples), too_long=tuple(too_long))
+
+
+class _ForcedPhrase:
+    """Finds the tokens of the phrase and the closing tag in a completion."""
+
+    def __init__(self, recipe: Recipe, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        phrase, tag = recipe.interruption.phrase, recipe.prompts.think_end
+        self._phrase, self._tag = phrase.strip(), tag
+        # data of another hand may differ in the blanks before the tag
+        blanks = re.escape(phrase[: len(phrase) - len(phrase.lstrip())])
+        self._pattern = re.compile(f"(?:{blanks})?{re.escape(self._phrase)}\\s*{re.escape(tag)}")
+        self._encoder: Tokenizer | None = None
+
+    def loss_mask(self, row: _Row, ids: Sequence[int]) -> list[bool]:
+        """[T] False for every token that holds a character of phrase or tag. Raises ValueError, naming the line."""
+        if not self._phrase or self._phrase not in row.completion:
+            return [True] * len(ids)
+        spans = [match.span() for match in self._pattern.finditer(row.completion)]
+        if len(spans) != row.completion.count(self._phrase):
+            raise ValueError(
+                f"{row.where}: expected {self._tag!r} after the forced phrase {self._phrase!r}, found another text"
+            )
+        offsets = self._offsets(row, ids)
+        mask = [not any(start < b and end > a for a, b in spans) for start, end in offsets]
+        for a, b in spans:
+            if not any(start < b and end > a for start, end in offsets):
+                raise ValueError(f"{row.where}: expected tokens for the phrase at characters {a}-{b}, found none")
+        return mask
+
+    def _offsets(self, row: _Row, ids: Sequence[int]) -> list[tuple[int, int]]:
+        """[T] first character of each token and the one after its last, blanks included."""
+        if not getattr(self._tokenizer, "is_fast", False):
+            raise ValueError(
+                f"{row.where}: expected a fast tokenizer (tokenizer.json), which says where the forced phrase's "
+                f"tokens stand, found {type(self._tokenizer).__name__}"
+            )
+        if self._encoder is None:
+            # without the post-processor, which in byte-level vocabularies takes blanks out of the offsets
+            self._encoder = Tokenizer.from_str(self._tokenizer.backend_tokenizer.to_str())
+            self._encoder.post_processor = None
+            self._encoder.no_padding()
+            self._encoder.no_truncation()
+        encoded = self._encoder.encode(row.completion, add_special_tokens=False)
+        if encoded.ids != list(ids):
+            raise ValueError(f"{row.where}: expected the tokens of the tokenizer's own tokenizer.json, found others")
+        return encoded.offsets
+
+
+def _ended(
+    row: _Row, ids: tuple[int, ...], mask: list[bool], ends: tuple[int, ...]
+) -> tuple[tuple[int, ...], list[bool]]:
+    """Tokens and mask with the end of sequence appended where none stands; `ends` empty: as they are."""
+    if not ends:
+        return ids, mask
+    at = next((i for i, token in enumerate(ids) if token in ends), len(ids))
+    if at < len(ids) - 1:
+        raise ValueError(
+            f"{row.where}: expected an end of sequence at the completion's end only (sft.add_eos), found one as "
+            f"token {at + 1} of {len(ids)}"
+        )
+    return (ids, mask) if at < len(ids) else ((*ids, ends[0]), [*mask, True])
+
+
+def _longest(recipe: Recipe) -> tuple[str, int]:
+    """(what limits a row, tokens of prompt and completion together)."""
+    limits = [("trainer.micro_batch_tokens", recipe.trainer.micro_batch_tokens)]
+    file = Path(recipe.policy.path) / "config.json"
+    config = json.loads(file.read_text(encoding="utf8")) if file.is_file() else {}
+    context = (config.get("text_config") or config).get("max_position_embeddings")
+    if isinstance(context, int):
+        limits.append(("max_position_embeddings of the policy", context))
+    return min(limits, key=lambda limit: limit[1])
+
+
+def _rows(path: str | None) -> Iterator[_Row]:
+    if path is None:
+        raise ValueError("sft.path: expected a .jsonl file with the columns prompt and completion, found null")
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"{file}: expected a .jsonl file of warm-start examples, found none")
+    count = 0
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            yield _row(line, f"{file}: line {number}")
+            count += 1
+    if not count:
+        raise ValueError(f"{file}: expected at least one warm-start example, found an empty file")
+
+
+def _row(line: bytes, where: str) -> _Row:
+    try:
+        row = json.loads(line)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{where}: expected JSON, found {error}") from None
+    for column in ("prompt", "completion"):
+        if not isinstance(row, dict) or not isinstance(row.get(column), str) or not row[column]:
+            raise ValueError(f"{where}: expected a text in column {column!r}, found none")
+        if any("\ud800" <= character <= "\udfff" for character in row[column]):
+            raise ValueError(f"{where}: expected a text in column {column!r}, found half of a surrogate pair")
+    return _Row(where=where, prompt=row["prompt"], completion=row["completion"])
+
+
+def _as_rollout(ids: tuple[int, ...], mask: Sequence[bool]) -> Rollout:
+    return Rollout(
+        token_ids=ids,
+        rollout_logprobs=(0.0,) * len(ids),
+        policy_versions=(0,) * len(ids),
+        loss_mask=tuple(mask),
+        interrupted=not all(mask),
+        truncated=False,
+        thinking_cut=0,
+        seed=0,
+    )

@@ -1,0 +1,59 @@
+"""What ends a completion: the tokenizer's token, and those of the policy's folder."""
+
+import json
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from megatron_scalerl.prompts.end_tokens import end_token_ids
+from megatron_scalerl.tiny.tokenizer import EOS_ID, build_tokenizer
+
+
+def write(folder, **files):
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("files", "more"),
+    [
+        ({}, ()),
+        ({"generation_config": {"eos_token_id": EOS_ID}}, ()),
+        ({"generation_config": {"eos_token_id": [9, EOS_ID, 7]}}, (7, 9)),
+        ({"generation_config": {"top_k": 20}, "config": {"eos_token_id": 9}}, ()),
+        ({"config": {"eos_token_id": 9}}, (9,)),
+        ({"config": {"text_config": {"eos_token_id": [9, 7], "vocab_size": 10}}}, (7, 9)),
+    ],
+)
+def test_the_tokenizers_first_then_the_folders(tmp_path, files, more):
+    assert end_token_ids(write(tmp_path, **files), build_tokenizer()) == (EOS_ID, *more)
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ({"eos_token_id": "</s>"}, r"eos_token_id: expected one token id or a list of them, found '</s>'"),
+        ({"eos_token_id": [2, -1]}, r"eos_token_id: .*found \[2, -1\]"),
+        ({"eos_token_id": [2, True]}, r"eos_token_id: .*found \[2, True\]"),
+        ([], "expected a JSON object, found list"),
+        ("{", "expected JSON, found"),
+    ],
+)
+def test_what_is_no_token_id_is_named(tmp_path, content, line):
+    with pytest.raises(ValueError, match=f"generation_config.json: {line}"):
+        end_token_ids(write(tmp_path, generation_config=content), build_tokenizer())
+
+
+def test_an_end_outside_of_the_vocabulary_is_named(tmp_path):
+    write(tmp_path, generation_config={"eos_token_id": [2, 64]}, config={"vocab_size": 64})
+    with pytest.raises(ValueError, match=r"generation_config.json: .*ids below vocab_size 64 .*found \[2, 64\]"):
+        end_token_ids(tmp_path, build_tokenizer())
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path):
+    build_tokenizer().save_pretrained(tmp_path)
+    nameless = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    nameless.eos_token = None
+    with pytest.raises(ValueError, match="expected a tokenizer with an end-of-sequence token, found None"):
+        end_token_ids(tmp_path, nameless)
