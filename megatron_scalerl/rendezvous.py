@@ -50,7 +50,7 @@ class FolderRendezvous(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class HostRendezvous(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Processes of several hosts meet at a TCPStore. Produced by `address_of` in the trainer's rank 0, which binds."""
+    """Processes of several hosts meet at a TCPStore that the trainer's rank 0 binds. Produced by `address_of`."""
 
     host: str
     """An address of the one interface of rank 0 that the store is bound to."""
@@ -65,8 +65,8 @@ Rendezvous = FolderRendezvous | HostRendezvous
 def private_folder() -> Iterator[FolderRendezvous]:
     """A fresh folder for one start of a run; it is gone when the block is left.
 
-    It lies in the temporary directory (TMPDIR), since file locks are not to be had on every network file system, and is
-    held locked, which keeps systemd-tmpfiles from ageing it away under a long run.
+    It lies in the temporary directory (TMPDIR), because not every network file system has the file locks that the
+    stores need, and is held locked, which keeps systemd-tmpfiles from clearing it away under a long run.
     """
     folder = tempfile.mkdtemp(prefix="megatron_scalerl-")  # mode 0700, and no name that was there before
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -124,9 +124,7 @@ def open_store(rendezvous: Rendezvous, name: str, *, timeout: timedelta) -> dist
         store: dist.Store = dist.FileStore(str(Path(rendezvous.folder) / name))
         store.set_timeout(timeout)
         return store
-    store = dist.TCPStore(
-        rendezvous.host, rendezvous.port, is_master=False, wait_for_workers=False, timeout=timeout
-    )
+    store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, wait_for_workers=False, timeout=timeout)
     return dist.PrefixStore(name, store)
 
 

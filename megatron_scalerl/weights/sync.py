@@ -22,8 +22,9 @@ import msgspec
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rendezvous import Rendezvous
 from megatron_scalerl.rollouts.engine_client import EngineClient, EngineError
+from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.manifest import Manifest, to_json
-from megatron_scalerl.weights.transport import Connection, resolve_transport
+from megatron_scalerl.weights.transport import resolve_transport
 
 Call = Callable[[EngineClient], Awaitable[Any]]
 
@@ -157,4 +158,3 @@ def _values(results: list[Any]) -> list[Any]:
     if failures:
         raise WeightUpdateError("; ".join(map(str, failures))) from failures[0]
     return results
-

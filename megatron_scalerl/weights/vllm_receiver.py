@@ -26,9 +26,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
 from megatron_scalerl.models.llama4 import VISION
+from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import combine
 from megatron_scalerl.weights.manifest import Manifest, from_json
-from megatron_scalerl.weights.transport import Connection
 from megatron_scalerl.weights.transport.gloo import Group, receive
 from megatron_scalerl.weights.transport.nccl import NcclGroup
 

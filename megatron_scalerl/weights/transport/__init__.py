@@ -12,32 +12,13 @@ other. A stranger who could join would read the weights; weights that he fed to 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from megatron_scalerl.rendezvous import Rendezvous
 from megatron_scalerl.trainer import device
+from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.manifest import Manifest
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Connection:
-    """One weight group. Produced by `WeightSync.connect`; `msgspec.to_builtins` makes JSON of it."""
-
-    backend: str
-    """gloo or nccl."""
-    rendezvous: Rendezvous
-    """Where the members meet."""
-    group: str
-    """Name of the group's store there; new for every connection, and no secret."""
-    world_size: int
-    """1 + all workers of all engines."""
-    bucket_mib: int
-    """Size of the pieces in which parameters are sent (MiB)."""
-    timeout_s: float
-    """For joining, and for every single broadcast (seconds)."""
 
 
 class Sender(Protocol):

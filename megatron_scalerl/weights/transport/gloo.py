@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_scalerl.rendezvous import gloo_device, open_store
+from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import combine, digest
 from megatron_scalerl.weights.manifest import Bucket, Manifest, ParamMeta, buckets, manifest_digest
-from megatron_scalerl.weights.transport import Connection
 
 MAGIC = 0x4D53524C
 """First word of every header: anything else means that the two sides do not stand at the same place."""

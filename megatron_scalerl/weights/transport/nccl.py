@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_scalerl.weights.transport import Connection
+from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.transport.gloo import GlooSender, Group
 
 
