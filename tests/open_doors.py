@@ -19,7 +19,7 @@ found = {}
 
 def listen_in(host, port):
     try:
-        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=3), wait_for_workers=False)
+        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=2), wait_for_workers=False)
         found[port] = [str(key) for key in store.list_keys()]
     except RuntimeError:
         pass
@@ -27,7 +27,7 @@ def listen_in(host, port):
 doors = json.loads(sys.argv[1])
 for door in doors:
     threading.Thread(target=listen_in, args=door, daemon=True).start()
-time.sleep(4)  # at a port that is no store the client waits without end
+time.sleep(2.5)  # at a port that is no store the client waits without end
 print(json.dumps(found), flush=True)
 os._exit(0)
 """

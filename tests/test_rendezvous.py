@@ -69,14 +69,6 @@ def two_ranks(rendezvous: Rendezvous) -> tuple[list[float], list[open_doors.Door
 
 
 @pytest.mark.slow
-def test_two_processes_meet_in_a_folder_and_listen_on_loopback_alone():
-    with private_folder() as where:
-        sums, doors = two_ranks(where)
-    assert sums == [3.0, 3.0]
-    assert doors and all(door.loopback for door in doors)
-
-
-@pytest.mark.slow
 def test_two_processes_meet_at_a_store_that_one_of_them_binds_to_one_interface():
     listening = listen_on("127.0.0.1")
     where = address_of(listening)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -21,6 +23,7 @@ pytestmark = pytest.mark.slow
 WORKER = [sys.executable, "-m", "megatron_scalerl.trainer.worker"]
 
 
+RECIPE = Path(__file__).parents[2] / "recipes" / "tiny_cpu.yaml"
 WHERE = FolderRendezvous(folder="/nowhere")
 
 
@@ -70,7 +73,7 @@ def test_strangers_are_refused_with_a_reason(changes, reason):
 def test_a_wrong_secret_gets_no_answer():
     async def scenario():
         trainer = client()
-        env = environment(trainer, MSRL_SECRET="another secret", MSRL_GREETING_TIMEOUT_S="3")
+        env = environment(trainer, MSRL_SECRET="another secret", MSRL_GREETING_TIMEOUT_S="1")
         return await outcome(trainer, env, fails=False)
 
     status, line, failure = asyncio.run(scenario())
@@ -163,7 +166,7 @@ def test_the_controller_s_public_key_alone_opens_nothing():
             await ours.hello(0)
             assert await ours.answer() == wire.Welcome()
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(stranger.socket.recv(), 2)
+                await asyncio.wait_for(stranger.socket.recv(), 1)
 
     conversation(scenario)
 
@@ -174,7 +177,7 @@ def test_nobody_is_admitted_while_nobody_answers_for_the_door():
         with StandInRank(trainer) as ours:
             await ours.hello(0)
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(ours.socket.recv(), 2)
+                await asyncio.wait_for(ours.socket.recv(), 1)
 
     conversation(scenario)
 
@@ -276,6 +279,26 @@ def test_on_several_hosts_everybody_waits_for_the_address_that_rank_0_has_bound(
             for rank in (first, other):
                 assert await rank.answer() == wire.Meet(rendezvous=bound)
             assert trainer.rendezvous == bound
+
+    conversation(scenario, rendezvous=None)
+
+
+def test_a_rank_that_stands_still_is_lost_after_the_heartbeat_s_limit(monkeypatch):
+    monkeypatch.setattr(wire, "HEARTBEAT_MS", 300)  # in this process: the controller asks, the rank answers
+    monkeypatch.setattr(wire, "HEARTBEAT_TIMEOUT_MS", 1_000)
+
+    async def scenario(trainer, start):
+        env = environment(trainer, RANK="1", WORLD_SIZE="2", MSRL_RECIPE=str(RECIPE))
+        process = await asyncio.create_subprocess_exec(*WORKER, env=env)
+        try:
+            while 1 not in trainer._identities:  # then it waits to be told where rank 0 is
+                await asyncio.sleep(0.05)
+            process.send_signal(signal.SIGSTOP)
+            with pytest.raises(TrainerError, match="trainer rank 1: the process has gone without a word"):
+                await asyncio.wait_for(start, 30)
+        finally:
+            process.kill()
+            await process.wait()
 
     conversation(scenario, rendezvous=None)
 
