@@ -131,10 +131,14 @@ def open_store(rendezvous: Rendezvous, name: str, *, timeout: timedelta) -> dist
 def use_interface(rendezvous: Rendezvous | None) -> None:
     """Have this process's default collectives listen where its peers are, and nowhere else; None: it has none.
 
-    gloo and NCCL read the name from the environment whenever a group is made.
+    Call it before the first group is made.
     """
-    name = LOOPBACK if rendezvous is None else interface_of(rendezvous)
-    os.environ |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    os.environ |= listen_only_at(LOOPBACK if rendezvous is None else interface_of(rendezvous))
+
+
+def listen_only_at(interface: str) -> dict[str, str]:
+    """Environment of a process whose gloo and NCCL open ports at one interface only."""
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
 
 
 def gloo_device(rendezvous: Rendezvous) -> Any:

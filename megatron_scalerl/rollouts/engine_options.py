@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.rendezvous import LOOPBACK
+from megatron_scalerl.rendezvous import LOOPBACK, listen_only_at
 from megatron_scalerl.rollouts.engine_client import attention_temperature, logprobs_mode
 
 PLUGIN = "megatron_scalerl.rollouts.vllm_plugin"
@@ -189,14 +189,12 @@ def engine_environment(recipe: Recipe, *, secret: str, ready_fd: int, devices: s
         "MSRL_SECRET": secret,
         "MSRL_READY_FD": str(ready_fd),
         "MSRL_DIE_WITH_PARENT": "1",
-        # the run is on this host: what vLLM's processes open for each other and for the weights stays on it
-        "VLLM_HOST_IP": "127.0.0.1",
-        "GLOO_SOCKET_IFNAME": LOOPBACK,
-        "NCCL_SOCKET_IFNAME": LOOPBACK,
     }
     env.setdefault("VLLM_LOGGING_LEVEL", "INFO")
     if devices is not None:
         env["CUDA_VISIBLE_DEVICES"] = devices
+    # the run is on this host: what vLLM's processes open for each other and for the weights stays on it
+    env |= listen_only_at(LOOPBACK) | {"VLLM_HOST_IP": "127.0.0.1"}
     if on_cpu():
         env |= {
             "OMP_NUM_THREADS": str(recipe.engine.threads),
