@@ -63,7 +63,7 @@ Rendezvous = FolderRendezvous | HostRendezvous
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[FolderRendezvous]:
-    """A fresh folder for one start of a run; it is gone when the block is left. A kill leaves it, and nobody reuses it.
+    """A fresh folder for one start of a run; it is gone when the block is left. What a kill leaves is not used again.
 
     It lies in the temporary directory (TMPDIR), because not every network file system has the file locks that the
     stores need, and is held locked, which keeps systemd-tmpfiles from clearing it away under a long run.
