@@ -69,6 +69,17 @@ def test_only_parallel_reads_megatrons_globals(trees):
     assert reading <= {"trainer/parallel.py"}
 
 
+def test_no_collective_of_objects(trees):
+    """torch unpickles what a peer sends in one: a peer could run code."""
+    used = [
+        f"{name(path)}:{node.lineno}"
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if re.fullmatch(r"\w*(gather|broadcast|scatter|send|recv)_object(_list)?", getattr(node, "attr", ""))
+    ]
+    assert used == []
+
+
 def test_nothing_catches_everything_silently(trees):
     caught = [
         f"{name(path)}:{node.lineno}"

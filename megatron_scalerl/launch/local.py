@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 from megatron_scalerl.launch.fleet import Devices, Fleet
 from megatron_scalerl.launch.processes import ChildProcess
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.rendezvous import FolderRendezvous, private_folder
 from megatron_scalerl.rollouts.engine import EngineProcess
 from megatron_scalerl.run_folder import RunFolder
 from megatron_scalerl.trainer.client import TrainerClient
-from megatron_scalerl.weights.sync import free_port
 from megatron_scalerl.weights.transport import resolve_transport
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ T = TypeVar("T")
 class LocalLauncher:
     """Processes of one life of a run on this machine."""
 
-    def __init__(self, recipe: Recipe, folder: RunFolder, secret: str) -> None:
+    def __init__(self, recipe: Recipe, folder: RunFolder, secret: str, rendezvous: FolderRendezvous) -> None:
         """Raises ValueError for a port in use and for options that vLLM does not know."""
         self._recipe = recipe
         self._folder = folder
@@ -40,6 +40,7 @@ class LocalLauncher:
             run_id=folder.run_id,
             incarnation=folder.incarnation,
             secret=secret,
+            rendezvous=rendezvous,
             command_timeout_s=recipe.trainer.step_timeout_s,
         )
         self._engines = [
@@ -56,9 +57,8 @@ class LocalLauncher:
 
     async def start(self) -> Fleet:
         """Start everything and wait until it is ready. Raises what went wrong first."""
-        port = free_port("127.0.0.1")
         for rank in range(self._recipe.trainer.world_size):
-            self._trainers.append(await self._start_rank(rank, port))
+            self._trainers.append(await self._start_rank(rank))
         self._watches = [asyncio.create_task(p.died(), name=p.name) for p in self._trainers]
         info, _ = await self.while_alive(
             asyncio.gather(
@@ -99,10 +99,8 @@ class LocalLauncher:
             self._client.close()
         await asyncio.gather(*(e.stop() for e in self._engines), *(p.stop() for p in self._trainers))
 
-    async def _start_rank(self, rank: int, port: int) -> ChildProcess:
+    async def _start_rank(self, rank: int) -> ChildProcess:
         env = self._client.worker_env(rank) | {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
             "LOCAL_RANK": str(rank),
             "MSRL_RECIPE": str(self._folder.recipe_file),
             "OMP_NUM_THREADS": str(self._recipe.trainer.threads),
@@ -134,13 +132,14 @@ class LocalLauncher:
 @contextlib.asynccontextmanager
 async def local_launcher(recipe: Recipe, folder: RunFolder, secret: str) -> AsyncIterator[LocalLauncher]:
     """A launcher whose processes are gone when the block is left, kindly if nothing was raised."""
-    launcher = LocalLauncher(recipe, folder, secret)
-    try:
-        yield launcher
-    except BaseException:
-        await launcher.stop(kindly=False)
-        raise
-    await launcher.stop(kindly=True)
+    with private_folder() as rendezvous:
+        launcher = LocalLauncher(recipe, folder, secret, rendezvous)
+        try:
+            yield launcher
+        except BaseException:
+            await launcher.stop(kindly=False)
+            raise
+        await launcher.stop(kindly=True)
 
 
 async def _end_of(engine: EngineProcess) -> BaseException:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.rendezvous import LOOPBACK, listen_only_at
 from megatron_scalerl.rollouts.engine_client import attention_temperature, logprobs_mode
 
 PLUGIN = "megatron_scalerl.rollouts.vllm_plugin"
@@ -288,6 +289,8 @@ def engine_environment(recipe: Recipe, *, secret: str, ready_fd: int, devices: s
     env.setdefault("VLLM_LOGGING_LEVEL", "INFO")
     if devices is not None:
         env["CUDA_VISIBLE_DEVICES"] = devices
+    # the run is on this host: what vLLM's processes open for each other and for the weights stays on it
+    env |= listen_only_at(LOOPBACK) | {"VLLM_HOST_IP": "127.0.0.1"}
     if on_cpu():
         env |= {
             "OMP_NUM_THREADS": str(recipe.engine.threads),

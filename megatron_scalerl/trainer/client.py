@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -12,10 +12,15 @@ import zmq
 import zmq.asyncio
 import zmq.utils.monitor
 
+from megatron_scalerl.rendezvous import FolderRendezvous, Rendezvous
 from megatron_scalerl.trainer import wire
 from megatron_scalerl.trainer.wire import TrainerInfo
 from megatron_scalerl.types import Batch, StepReport
+from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.manifest import Manifest, ParamMeta
+
+STOP_TIMEOUT_S = 30.0
+"""Seconds for all ranks to leave their process groups at the end; a hung one must not hold the others' devices."""
 
 
 class TrainerError(RuntimeError):
@@ -23,11 +28,14 @@ class TrainerError(RuntimeError):
 
 
 class TrainerClient:
-    """All trainer ranks as one object; one command at a time.
+    """All trainer ranks as one object; one command at a time. Made and used inside a running event loop.
 
     The socket queues at most `wire.MAX_QUEUED` messages a rank; it is filled by commands, emptied by ranks, and
     closed by `stop` or `close`. After a TrainerError only `close` makes sense. `command_timeout_s` bounds every
-    command. Closing it, or dying, makes every rank exit.
+    command but `stop`, which has STOP_TIMEOUT_S. Closing it, or dying, makes every rank exit.
+
+    rendezvous: where the ranks meet on one host; None for several hosts, where rank 0 binds a store (MSRL_BIND_HOST)
+    and says where.
     """
 
     def __init__(
@@ -37,6 +45,7 @@ class TrainerClient:
         run_id: str,
         incarnation: str,
         secret: str,
+        rendezvous: FolderRendezvous | None,
         bind: str = "tcp://127.0.0.1:*",
         command_timeout_s: float = 3600.0,
     ) -> None:
@@ -44,11 +53,15 @@ class TrainerClient:
         self.info: TrainerInfo | None = None
         self._run_id, self._incarnation, self._secret = run_id, incarnation, secret
         self._command_timeout_s = command_timeout_s
+        self._rendezvous: Rendezvous | None = rendezvous
+        self._told: set[int] = set()
         self._dp_ranks: dict[int, int] = {}
         self._identities: dict[int, bytes] = {}
         self._calls = 0
         self._busy = asyncio.Lock()
         self._context = zmq.asyncio.Context()
+        self._doorman = wire.Doorman(self._context, secret)
+        self._doorman.start()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         wire.secure_server(self._socket, secret)
@@ -56,10 +69,16 @@ class TrainerClient:
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
+    @property
+    def rendezvous(self) -> Rendezvous:
+        """Where the ranks meet, and where their rank 0 meets the engines."""
+        assert self._rendezvous is not None, "wait_ready first"
+        return self._rendezvous
+
     def worker_env(self, rank: int) -> dict[str, str]:
         """Environment that lets `python -m megatron_scalerl.trainer.worker` find and join this client.
 
-        MASTER_ADDR, MASTER_PORT and MSRL_RECIPE are the launcher's to add.
+        MSRL_RECIPE is the launcher's to add, and on several hosts rank 0's MSRL_BIND_HOST.
         """
         return {
             "RANK": str(rank),
@@ -89,9 +108,9 @@ class TrainerClient:
         """Names, types and shapes of the weights in the order of sending."""
         return await self._call(lambda call, _: wire.Manifest(call=call), tuple[ParamMeta, ...])
 
-    async def connect_weights(self, spec: Mapping[str, Any]) -> None:
+    async def connect_weights(self, connection: Connection) -> None:
         """Open the trainer's end of the weight transport."""
-        await self._call(lambda call, _: wire.ConnectWeights(call=call, spec=dict(spec)), None)
+        await self._call(lambda call, _: wire.ConnectWeights(call=call, connection=connection), None)
 
     async def send_weights(self, version: int) -> dict[str, Any]:
         """Send all weights as `version`; returns the sender's report (seconds, bytes ...)."""
@@ -115,7 +134,7 @@ class TrainerClient:
         await self._call(lambda call, _: wire.ExportHf(call=call, path=str(path)), None)
 
     async def stop(self) -> None:
-        """Let every rank exit with 0, and close."""
+        """Let every rank exit with 0, and close. Raises TrainerError if one does not answer; closed all the same."""
         try:
             await self._call(lambda call, _: wire.Stop(call=call), None, leaves=True)
         finally:
@@ -124,6 +143,7 @@ class TrainerClient:
     def close(self) -> None:
         """Close the sockets; ranks that still run exit."""
         if not self._socket.closed:
+            self._doorman.stop()
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
             self._socket.close(linger=0)
@@ -134,23 +154,25 @@ class TrainerClient:
 
         `leaves` is True for the command after whose answer a rank may go without being missed.
         """
-        async with self._busy:
+        answers: dict[int, msgspec.Raw] = {}
+        limit, what = (STOP_TIMEOUT_S, "stop") if leaves else (self._command_timeout_s, "command")
+        async with self._deadline(limit, what, lambda: set(answers)), self._busy:
             self._calls += 1
-            answers: dict[int, msgspec.Raw] = {}
-            async with self._deadline(self._command_timeout_s, "command", lambda: set(answers)):
-                for rank in range(self.world_size):
-                    await self._send(rank, make(self._calls, self._dp_ranks[rank]))
-                while len(answers) < self.world_size:
-                    sender, message = await self._receive()
-                    if isinstance(message, wire.Done):
-                        # An earlier call's answer comes late when somebody stopped waiting for it.
-                        if message.call == self._calls:
-                            answers[message.rank] = message.value
-                            if leaves:
-                                del self._identities[message.rank]
-                    else:
-                        await self._greet(sender, message)
-        return msgspec.msgpack.decode(answers[0], type=kind)
+            for rank in range(self.world_size):
+                await self._send(rank, make(self._calls, self._dp_ranks.get(rank, 0)))
+            while len(answers) < self.world_size:
+                sender, message = await self._receive()
+                if not isinstance(message, wire.Done):
+                    await self._greet(sender, message)
+                # An earlier call's answer comes late when somebody stopped waiting for it.
+                elif message.call == self._calls:
+                    answers[message.rank] = message.value
+                    if leaves:
+                        del self._identities[message.rank]
+        try:
+            return wire.decode_value(answers[0], kind)
+        except wire.GarbledMessage as error:
+            raise TrainerError(f"trainer rank 0: {error}") from error
 
     async def _greet(self, sender: bytes, message: wire.ToController) -> None:
         """Answer a rank that starts, or that tries to: strangers and orphans are refused."""
@@ -159,14 +181,33 @@ class TrainerClient:
             answer = wire.Welcome() if reason is None else wire.Refused(reason=reason)
             if reason is None:
                 self._identities[message.rank] = sender
-            # One that has gone meanwhile needs no answer; if it was ours, the monitor tells.
-            with _unless_gone():
-                await self._socket.send_multipart([sender, wire.encode(answer)])
+                if message.rank == 0:
+                    self._rendezvous = self._rendezvous or message.bound
+            await self._answer(sender, answer)
+            await self._tell_where()
             return
         assert isinstance(message, wire.Ready), message
+        if not 0 <= message.dp_rank < message.info.dp_size:
+            raise TrainerError(
+                f"trainer rank {message.rank}: expected a data-parallel rank under {message.info.dp_size}, "
+                f"found {message.dp_rank}"
+            )
         self._dp_ranks[message.rank] = message.dp_rank
         if message.rank == 0:
             self.info = message.info
+
+    async def _answer(self, sender: bytes, answer: wire.Welcome | wire.Refused) -> None:
+        # One that has gone meanwhile needs no answer; if it was ours, the monitor tells.
+        with _unless_gone():
+            await self._socket.send_multipart([sender, wire.encode(answer)])
+
+    async def _tell_where(self) -> None:
+        """Send those on their way who have joined, once it is known where the ranks meet."""
+        if self._rendezvous is None:
+            return
+        for rank in sorted(self._identities.keys() - self._told):
+            self._told.add(rank)
+            await self._send(rank, wire.Meet(rendezvous=self._rendezvous))
 
     def _objection(self, hello: wire.Hello) -> str | None:
         """Why this rank may not join, or None."""
@@ -177,10 +218,14 @@ class TrainerClient:
                 return f"{name}: expected {value}, found {found[name]}"
         if not 0 <= hello.rank < self.world_size:
             return f"rank: expected 0 to {self.world_size - 1}, found {hello.rank}"
+        if hello.rank == 0 and self._rendezvous is None and hello.bound is None:
+            return "MSRL_BIND_HOST: expected the address where rank 0 binds the store of the run, found none"
         return f"rank {hello.rank}: expected one process, found a second" if hello.rank in self._identities else None
 
     async def _send(self, rank: int, message: Any, also: str = "") -> None:
         """Raises TrainerError if the rank cannot be reached; `also` is what else is known."""
+        if rank not in self._identities:
+            raise TrainerError(f"trainer rank {rank}: expected a process that has joined, found none")
         with _unless_gone():
             await self._socket.send_multipart([self._identities[rank], wire.encode(message)])
             return
@@ -195,16 +240,32 @@ class TrainerClient:
             poller.register(self._monitor, zmq.POLLIN)
             ready = dict(await poller.poll())
             if self._socket in ready:
-                sender, data = await self._socket.recv_multipart()
-                message = wire.decode_for_controller(data)
-                if not isinstance(message, wire.Hello) and sender not in self._identities.values():
-                    continue
+                sender, *frames = await self._socket.recv_multipart()
+                message = await self._understood(sender, frames)
                 if isinstance(message, wire.Failed):
                     await self._find_the_lost(heard=message.rank, also=f" (rank {message.rank}: {message.error})")
                     raise TrainerError(f"trainer rank {message.rank}: {message.error}")
-                return sender, message
+                if message is not None:
+                    return sender, message
+                continue
             await self._monitor.recv_multipart()
             await self._find_the_lost()
+
+    async def _understood(self, sender: bytes, frames: Sequence[bytes]) -> wire.ToController | None:
+        """The message, or None if it is nobody's of ours. Raises TrainerError for what a rank may not say."""
+        rank = next((rank for rank, identity in self._identities.items() if identity == sender), None)
+        try:
+            message = wire.decode_for_controller(frames)
+        except wire.GarbledMessage as error:
+            if rank is not None:
+                raise TrainerError(f"trainer rank {rank}: {error}") from error
+            await self._answer(sender, wire.Refused(reason=str(error)))
+            return None
+        if isinstance(message, wire.Hello):
+            return message
+        if rank is not None and message.rank != rank:
+            raise TrainerError(f"trainer rank {rank}: expected its own messages, found one of rank {message.rank}")
+        return None if rank is None else message
 
     async def _find_the_lost(self, *, heard: int | None = None, also: str = "") -> None:
         """Raise TrainerError for the first rank that joined and cannot be reached any more.

@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.rendezvous import Rendezvous, open_store, use_interface
 from megatron_scalerl.trainer import device
 
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -60,13 +61,14 @@ class Parallel:
         return self.pp_rank == self.pp_size - 1
 
 
-def init_parallel(recipe: Recipe) -> Parallel:
+def init_parallel(recipe: Recipe, rendezvous: Rendezvous | None = None) -> Parallel:
     """Readies the device, joins the process group and cuts it as `megatron.parallel` says.
 
-    The place in the world comes from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them;
-    without them a world of one process needs no address. Raises ValueError where the world cannot be cut
-    that way or differs from trainer.world_size, for an unknown key of megatron.parallel, and for an interleaved
-    pipeline without a GPU.
+    The place in the world comes from RANK and WORLD_SIZE. The ranks of a run meet at `rendezvous`. Without one,
+    MASTER_ADDR and MASTER_PORT say where, as torchrun sets them: its store listens on every interface, and closing
+    the network is then the user's part. Without any of the four this process is a world of its own. Raises ValueError
+    where the world cannot be cut that way or differs from trainer.world_size, for an unknown key of
+    megatron.parallel, and for an interleaved pipeline without a GPU; RuntimeError where the ranks do not meet.
     """
     keywords = _known_keywords(recipe.megatron.parallel)
     if not device.HAVE_GPU and keywords.get("virtual_pipeline_model_parallel_size"):
@@ -74,11 +76,11 @@ def init_parallel(recipe: Recipe) -> Parallel:
             "megatron.parallel.virtual_pipeline_model_parallel_size: expected none without a GPU (the interleaved "
             f"schedule hangs over gloo), found {keywords['virtual_pipeline_model_parallel_size']}"
         )
-    rank, world_size = _place_in_world(recipe.trainer.world_size)
+    rank, world_size = _place_in_world(recipe.trainer.world_size, rendezvous)
     _check_divisible(keywords, world_size)
     place = device.prepare(threads=recipe.trainer.threads, deterministic=recipe.trainer.deterministic)
     if not dist.is_initialized():
-        _join(rank, world_size, timedelta(seconds=recipe.trainer.step_timeout_s))
+        _join(rank, world_size, rendezvous, timedelta(seconds=recipe.trainer.step_timeout_s))
     parallel_state.initialize_model_parallel(**keywords)
     device.seed_everything(recipe.seed)
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -108,12 +110,13 @@ def _known_keywords(given: dict[str, Any]) -> dict[str, Any]:
     return dict(given)
 
 
-def _place_in_world(expected_size: int) -> tuple[int, int]:
-    missing = [name for name in _LAUNCH_VARIABLES if name not in os.environ]
-    if len(missing) == len(_LAUNCH_VARIABLES):
+def _place_in_world(expected_size: int, rendezvous: Rendezvous | None) -> tuple[int, int]:
+    wanted = _LAUNCH_VARIABLES if rendezvous is None else _LAUNCH_VARIABLES[:2]
+    missing = [name for name in wanted if name not in os.environ]
+    if rendezvous is None and len(missing) == len(wanted):
         rank, world_size = 0, 1
     elif missing:
-        raise ValueError(f"environment: expected {', '.join(_LAUNCH_VARIABLES)}, missing {', '.join(missing)}")
+        raise ValueError(f"environment: expected {', '.join(wanted)}, missing {', '.join(missing)}")
     else:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != expected_size:
@@ -141,15 +144,13 @@ def _check_divisible(keywords: dict[str, Any], world_size: int) -> None:
         )
 
 
-def _join(rank: int, world_size: int, timeout: timedelta) -> None:
-    alone = "MASTER_ADDR" not in os.environ
-    dist.init_process_group(
-        device.backend(),
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-        store=dist.HashStore() if alone else None,
-    )
+def _join(rank: int, world_size: int, rendezvous: Rendezvous | None, timeout: timedelta) -> None:
+    under_torchrun = rendezvous is None and "MASTER_ADDR" in os.environ
+    store: dist.Store | None = None
+    if not under_torchrun:
+        use_interface(rendezvous)
+        store = dist.HashStore() if rendezvous is None else open_store(rendezvous, "trainer", timeout=timeout)
+    dist.init_process_group(device.backend(), rank=rank, world_size=world_size, timeout=timeout, store=store)
 
 
 def _coordinates(groups: ProcessGroupCollection) -> dict[str, int]:

@@ -1,23 +1,29 @@
 """What controller and trainer ranks say to each other: messages, their msgpack form, keys, and sockets' options.
 
-The controller binds a ROUTER socket, every rank connects a DEALER. Both sides encrypt with CURVE under a server
-key that is derived from the run's secret: the server's public key is never sent, so a peer without the secret
-cannot complete the handshake. Inside, a rank first says which run and incarnation it belongs to.
+The controller binds a ROUTER socket, every rank connects a DEALER. Both sides encrypt with CURVE. Two key pairs are
+derived from the run's secret, the controller's and the ranks': a rank goes on only with a server that holds the
+first, the controller only with clients that hold the second, so that neither public key opens anything. CURVE's
+short-term keys make a recorded conversation worthless, and the secret of an earlier start opens no later one.
+Inside, a rank first says which run and incarnation it belongs to.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import zmq
+from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils import z85
 
 from megatron_scalerl.batch import from_wire, to_wire
+from megatron_scalerl.rendezvous import HostRendezvous, Rendezvous
 from megatron_scalerl.types import Batch
+from megatron_scalerl.weights.connection import Connection
 
 HEARTBEAT_MS = 5_000
 """Interval of ZeroMQ's own heartbeats (milliseconds); its input/output thread sends them, also in a long step."""
@@ -57,10 +63,19 @@ class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     world_size: int
     run_id: str
     incarnation: str
+    bound: HostRendezvous | None = None
+    """On several hosts, from rank 0: where it has bound the store of the run."""
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Controller to rank: go on and build the trainer."""
+    """Controller to rank: you are one of us, wait for Meet."""
+
+
+class Meet(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Controller to rank: meet the others there and build the trainer."""
+
+    rendezvous: Rendezvous
+    """On several hosts it is what rank 0's Hello said, and the others wait for that."""
 
 
 class Ping(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -114,7 +129,7 @@ class ConnectWeights(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Open the wire to the engines."""
 
     call: int
-    spec: dict[str, Any]
+    connection: Connection
 
 
 class SendWeights(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -160,12 +175,21 @@ class Stop(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 Command = Step | Manifest | ConnectWeights | SendWeights | Logprobs | Save | Load | ExportHf | Stop
-ToRank = Welcome | Ping | Refused | Command
+ToRank = Welcome | Meet | Ping | Refused | Command
 ToController = Hello | Ready | Done | Failed
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=to_wire)
 _to_rank = msgspec.msgpack.Decoder(ToRank, dec_hook=from_wire)
 _to_controller = msgspec.msgpack.Decoder(ToController, dec_hook=from_wire)
+
+
+_ZAP_DOMAIN = b"megatron_scalerl"
+_CONTROLLER = b"megatron_scalerl trainer socket"
+_RANKS = b"megatron_scalerl trainer ranks"
+
+
+class GarbledMessage(RuntimeError):
+    """Bytes that are no message of this protocol: the other side is broken, or another version."""
 
 
 def encode(message: Any) -> bytes:
@@ -174,36 +198,66 @@ def encode(message: Any) -> bytes:
 
 
 def decode_for_rank(data: bytes) -> ToRank:
-    """What the controller sent. Raises msgspec.ValidationError for anything else."""
-    return _to_rank.decode(data)
+    """What the controller sent. Raises GarbledMessage for anything else."""
+    return _decoded(_to_rank, data)
 
 
-def decode_for_controller(data: bytes) -> ToController:
-    """What a rank sent. Raises msgspec.ValidationError for anything else."""
-    return _to_controller.decode(data)
+def decode_for_controller(frames: Sequence[bytes]) -> ToController:
+    """What a rank sent, in one frame. Raises GarbledMessage for anything else."""
+    if len(frames) != 1:
+        raise GarbledMessage(f"expected a message in one frame, found {len(frames)}")
+    return _decoded(_to_controller, frames[0])
+
+
+def decode_value(data: msgspec.Raw, kind: Any) -> Any:
+    """The value of a Done. Raises GarbledMessage where it is not of that kind."""
+    return _decoded(msgspec.msgpack.Decoder(kind, dec_hook=from_wire), data)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[Any], data: bytes | msgspec.Raw) -> Any:
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise GarbledMessage(f"expected a message, found {len(bytes(data))} bytes that are none ({error})") from error
+
+
+class Doorman(AsyncioAuthenticator):
+    """Admits, to one context's server sockets, clients that hold the ranks' key; needs a running event loop.
+
+    libzmq asks for every connection, and without somebody to ask, or to answer, refuses it.
+    """
+
+    def __init__(self, context: zmq.Context, secret: str) -> None:
+        super().__init__(context)
+        self._public = _keys(secret, _RANKS)[0]
+        self.configure_curve_callback(_ZAP_DOMAIN.decode(), credentials_provider=self)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether a client with this public key (Z85) may come in."""
+        return hmac.compare_digest(key, self._public)
 
 
 def secure_server(socket: zmq.Socket, secret: str) -> None:
-    """Make `socket` the CURVE server of the run, with heartbeats; call before bind."""
-    public, private = _server_keys(secret)
+    """Make `socket` the CURVE server of the run, with heartbeats; call before bind. A Doorman must be on duty."""
+    socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     socket.curve_server = True
-    socket.curve_publickey, socket.curve_secretkey = public, private
+    socket.curve_publickey, socket.curve_secretkey = _keys(secret, _CONTROLLER)
     _keep_alive(socket)
 
 
 def secure_client(socket: zmq.Socket, secret: str) -> None:
     """Make `socket` speak to the CURVE server of the run, with heartbeats; call before connect."""
-    socket.curve_serverkey = _server_keys(secret)[0]
-    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+    socket.curve_serverkey = _keys(secret, _CONTROLLER)[0]
+    socket.curve_publickey, socket.curve_secretkey = _keys(secret, _RANKS)
     _keep_alive(socket)
 
 
-def _server_keys(secret: str) -> tuple[bytes, bytes]:
-    """Public and private key (Z85) of the run's server, the same for the same secret."""
+def _keys(secret: str, whose: bytes) -> tuple[bytes, bytes]:
+    """Public and private key (Z85) of one side, the same for the same secret."""
     if not secret:
         raise ValueError("secret: expected a non-empty text, found an empty one")
-    seed = hmac.new(secret.encode(), b"megatron_scalerl trainer socket", hashlib.sha256).digest()
-    private = z85.encode(seed)
+    private = z85.encode(hmac.new(secret.encode(), whose, hashlib.sha256).digest())
     return zmq.curve_public(private), private
 
 

@@ -1,17 +1,19 @@
 """One trainer rank as a process: `python -m megatron_scalerl.trainer.worker`.
 
-Environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT (torch.distributed's own), MSRL_RECIPE (path of the
-resolved recipe), from `TrainerClient.worker_env` MSRL_CONTROLLER, MSRL_RUN_ID, MSRL_INCARNATION, MSRL_SECRET,
-and where 60 s for an answer to the greeting do not fit, MSRL_GREETING_TIMEOUT_S.
+Environment: from `TrainerClient.worker_env` RANK, WORLD_SIZE, MSRL_CONTROLLER, MSRL_RUN_ID, MSRL_INCARNATION and
+MSRL_SECRET; from the launcher MSRL_RECIPE (path of the resolved recipe) and, on several hosts, for rank 0
+MSRL_BIND_HOST (the address of its own at which the ranks meet); and where 60 s for an answer to the greeting do not
+fit, MSRL_GREETING_TIMEOUT_S.
 
-The rank greets the controller, builds its trainer, then obeys one command after another. An exception is sent as
-the last line of its traceback and ends the process with 1; a controller that has gone ends it with 3, at once
-and in the middle of a step, so that no orphan holds devices.
+The rank greets the controller, is told where the ranks meet, builds its trainer, then obeys one command after
+another. An exception is sent as the last line of its traceback and ends the process with 1; a controller that has
+gone ends it with 3, at once and in the middle of a step, so that no orphan holds devices.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 import traceback
@@ -26,7 +28,9 @@ from zmq.utils.monitor import recv_monitor_message
 
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe_file import load_recipe
+from megatron_scalerl.rendezvous import HostRendezvous, Rendezvous, address_of, listen_on, serve_store
 from megatron_scalerl.trainer import wire
+from megatron_scalerl.weights.connection import Connection
 
 GREETING_TIMEOUT_S = 60.0
 """Seconds for the controller to answer a greeting; with a wrong secret it never does."""
@@ -50,6 +54,8 @@ class WorkerSettings:
     rank: int
     world_size: int
     greeting_timeout_s: float = GREETING_TIMEOUT_S
+    bind_host: str | None = None
+    """Address of this host at which rank 0 binds the store of the run; None: the ranks meet in a folder."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "WorkerSettings":
@@ -66,6 +72,7 @@ class WorkerSettings:
             rank=int(environment["RANK"]),
             world_size=int(environment["WORLD_SIZE"]),
             greeting_timeout_s=float(environment.get("MSRL_GREETING_TIMEOUT_S", GREETING_TIMEOUT_S)),
+            bind_host=environment.get("MSRL_BIND_HOST"),
         )
 
 
@@ -85,10 +92,15 @@ class ControllerLink:
         self._socket.connect(settings.endpoint)
         self._leaving = threading.Event()
 
-    def greet(self) -> None:
-        """Join the run. Raises RefusedError, with the controller's reason, if this rank is not wanted."""
+    def greet(self, bound: HostRendezvous | None = None) -> None:
+        """Join the run; `bound`: where this rank has bound the store.
+
+        Raises RefusedError, with the controller's reason, if this rank is not wanted.
+        """
         s = self._settings
-        hello = wire.Hello(rank=s.rank, world_size=s.world_size, run_id=s.run_id, incarnation=s.incarnation)
+        hello = wire.Hello(
+            rank=s.rank, world_size=s.world_size, run_id=s.run_id, incarnation=s.incarnation, bound=bound
+        )
         self.send(hello)
         if not self._socket.poll(int(s.greeting_timeout_s * 1000)):
             self._socket.setsockopt(zmq.LINGER, 0)
@@ -139,14 +151,14 @@ class ControllerLink:
 class Worker:
     """Answers commands with a trainer."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, rendezvous: Rendezvous) -> None:
         # Here, not at the top: a rank that is refused should not wait for torch and Megatron to load.
         from megatron_scalerl.trainer.parallel import init_parallel
         from megatron_scalerl.trainer.step import make_trainer
         from megatron_scalerl.weights.source import MegatronWeightSource
 
         self.recipe = recipe
-        self.parallel = init_parallel(recipe)
+        self.parallel = init_parallel(recipe, rendezvous)
         self.trainer = make_trainer(recipe, self.parallel)
         self.source = MegatronWeightSource(self.trainer.chunks, self.parallel)
         self._sender: Any = None
@@ -176,8 +188,8 @@ class Worker:
                 return self.trainer.logprobs(token_ids)
             case wire.Manifest():
                 return self.source.manifest()
-            case wire.ConnectWeights(spec=spec):
-                return self._connect(spec)
+            case wire.ConnectWeights(connection=connection):
+                return self._connect(connection)
             case wire.SendWeights(version=version):
                 return self._send_weights(version)
             case wire.Save(path=path, extra=extra):
@@ -188,13 +200,13 @@ class Worker:
                 return self._export(path)
         raise AssertionError(f"unknown command {command}")
 
-    def _connect(self, spec: dict[str, Any]) -> None:
+    def _connect(self, connection: Connection) -> None:
         if self.parallel.rank == 0:
             from megatron_scalerl.weights.transport import make_sender
 
             if self._sender is not None:
                 self._sender.close()
-            self._sender = make_sender(spec)
+            self._sender = make_sender(connection)
 
     def _send_weights(self, version: int) -> dict[str, Any] | None:
         """Rank 0 sends; the others take part in gathering what it sends."""
@@ -229,18 +241,22 @@ def _product(shape: tuple[int, ...]) -> int:
     return size
 
 
-def serve(link: ControllerLink, settings: WorkerSettings) -> None:
-    """Build the trainer, then answer commands until Stop."""
+def serve(link: ControllerLink, settings: WorkerSettings, listening: socket.socket | None = None) -> None:
+    """Build the trainer, then answer commands until Stop. `listening`: for the store, if it is this rank's."""
     recipe = load_recipe(settings.recipe_path)
     from megatron_scalerl.trainer.parallel import shutdown_parallel
 
-    worker = Worker(recipe)
+    meet = link.receive()
+    assert isinstance(meet, wire.Meet), meet
+    store = None if listening is None else serve_store(listening)
+    worker = Worker(recipe, meet.rendezvous)
     link.send(wire.Ready(rank=settings.rank, dp_rank=worker.parallel.dp_rank, info=worker.info()))
     while True:
         command = link.receive()
-        assert not isinstance(command, wire.Welcome | wire.Refused | wire.Ping), command
+        assert not isinstance(command, wire.Welcome | wire.Meet | wire.Refused | wire.Ping), command
         if isinstance(command, wire.Stop):
             shutdown_parallel()
+            del store
             link.leave()
             link.send(wire.Done(call=command.call, rank=settings.rank, value=msgspec.Raw(wire.encode(None))))
             return
@@ -253,14 +269,16 @@ def serve(link: ControllerLink, settings: WorkerSettings) -> None:
 def main() -> int:
     """Run one rank; the exit status."""
     settings = WorkerSettings.from_environment(os.environ)
+    del os.environ["MSRL_SECRET"]  # what this rank may start has no use for it
+    listening = listen_on(settings.bind_host) if settings.bind_host and settings.rank == 0 else None
     link = ControllerLink(settings)
     try:
-        link.greet()
+        link.greet(None if listening is None else address_of(listening))
     except RefusedError as error:
         print(f"trainer rank {settings.rank}: {error}", file=sys.stderr)
         return EXIT_REFUSED
     with link:
-        serve(link, settings)
+        serve(link, settings, listening)
     return 0
 
 

@@ -78,7 +78,7 @@ class MegatronWeightSource:
         self._parameters = canonical_parameters(chunks, parallel)
         self._dtype: torch.dtype = _inner(chunks[0]).config.params_dtype
         self._units = _units(self.family.rules)
-        self._stage_of_layer = _stage_of_layer(self._parameters, parallel)
+        self._stage_of_layer = _stage_of_layer(_inner(chunks[0]).config.num_layers, self._parameters, parallel)
         self._experts_in_all: int = self.family.transformer.get("num_moe_experts") or 0
 
     def manifest(self) -> Manifest:
@@ -239,12 +239,15 @@ def _canonical(name: str, model: Any, *, first_expert: int) -> str:
     return _EXPERT.sub(lambda found: f".experts.local_experts.{int(found[1]) + first_expert}.", name)
 
 
-def _stage_of_layer(parameters: Mapping[str, Any], parallel: Parallel) -> dict[int, int]:
-    """Pipeline stage of every layer, from what each stage holds."""
+def _stage_of_layer(layers: int, parameters: Mapping[str, Any], parallel: Parallel) -> dict[int, int]:
+    """Pipeline stage of each of the policy's `layers`, from what every stage holds."""
     mine = sorted({int(found[1]) for name in parameters if (found := _LAYER.match(name))})
-    of_stages: list[Any] = [None] * parallel.pp_size
-    dist.all_gather_object(of_stages, mine, group=parallel.groups.pp)
-    return {layer: stage for stage, layers in enumerate(of_stages) for layer in layers}
+    stages = torch.full((layers,), -1, dtype=torch.int64, device=parallel.device)
+    stages[mine] = parallel.pp_rank
+    # numbers, not objects: torch unpickles what peers send of those
+    dist.all_reduce(stages, op=dist.ReduceOp.MAX, group=parallel.groups.pp)
+    assert -1 not in stages, f"layers that no pipeline stage holds: {stages.tolist()}"
+    return dict(enumerate(stages.tolist()))
 
 
 def _shard_of(rule: Rule, parallel: Parallel) -> tuple[int, int]:

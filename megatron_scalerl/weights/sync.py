@@ -11,14 +11,18 @@ are, paused, and hold no new version; `connect` and `publish` again, or stop.
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.rendezvous import Rendezvous
 from megatron_scalerl.rollouts.engine_client import EngineClient, EngineError
+from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.manifest import Manifest, to_json
 from megatron_scalerl.weights.transport import resolve_transport
 
@@ -47,11 +51,15 @@ class WeightUpdate:
 class TrainerClient(Protocol):
     """The part of the trainer that takes part in an update."""
 
+    @property
+    def rendezvous(self) -> Rendezvous:
+        """Where the sending rank meets the engines."""
+
     async def manifest(self) -> Manifest:
         """What will be sent, in order."""
 
-    async def connect_weights(self, spec: Mapping[str, Any]) -> None:
-        """`make_sender(spec)` on the sending rank; returns once the group stands."""
+    async def connect_weights(self, connection: Connection) -> None:
+        """`make_sender(connection)` on the sending rank; returns once the group stands."""
 
     async def send_weights(self, version: int) -> Mapping[str, Any]:
         """`Sender.send` of the weights of this version: {"seconds", "bytes", "digest"}."""
@@ -65,32 +73,27 @@ class WeightSync:
         self._trainer, self._engines, self._recipe = trainer, list(engines), recipe
         self._lock = asyncio.Lock()
 
-    async def connect(self, *, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Bring trainer and engines into one group, leaving an earlier one.
-
-        host: address of the trainer's sending rank as the engines see it. port: its port for the rendezvous,
-        0: a free one of this machine. Raises WeightUpdateError.
-        """
+    async def connect(self) -> None:
+        """Bring trainer and engines into one group, leaving an earlier one. Raises WeightUpdateError."""
         section = self._recipe.weights
         manifest = await self._of_trainer("manifest", self._trainer.manifest())
         worlds = [info.world_size for info in await self._all("connect", lambda engine: engine.info())]
-        spec = {
-            "backend": resolve_transport(section.transport),
-            "host": host,
-            "port": port or free_port(host),
-            "world_size": 1 + sum(worlds),
-            "bucket_mib": section.bucket_mib,
-            "timeout_s": section.timeout_s,
-            "secret": self._engines[0].secret,
-        }
-        text = to_json(manifest)
+        connection = Connection(
+            backend=resolve_transport(section.transport),
+            rendezvous=self._trainer.rendezvous,
+            group=f"weights-{uuid.uuid4().hex}",
+            world_size=1 + sum(worlds),
+            bucket_mib=section.bucket_mib,
+            timeout_s=section.timeout_s,
+        )
+        body = {"connection": msgspec.to_builtins(connection), "manifest": to_json(manifest)}
         offsets = {e.name: 1 + sum(worlds[:i]) for i, e in enumerate(self._engines)}
 
         async def join(engine: EngineClient) -> None:
-            info = {**spec, "rank_offset": offsets[engine.name], "manifest": text}
+            info = {**body, "rank_offset": offsets[engine.name]}
             await engine.post("/init_weight_transfer_engine", {"init_info": info})
 
-        await self._together("connect", self._trainer.connect_weights(spec), join)
+        await self._together("connect", self._trainer.connect_weights(connection), join)
 
     async def publish(self, version: int) -> WeightUpdate:
         """Give the trainer's weights to every engine as this version. Raises WeightUpdateError."""
@@ -155,10 +158,3 @@ def _values(results: list[Any]) -> list[Any]:
     if failures:
         raise WeightUpdateError("; ".join(map(str, failures))) from failures[0]
     return results
-
-
-def free_port(host: str) -> int:
-    """A port that is free on this machine now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
+import msgspec
 import torch
 from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import (
@@ -25,6 +26,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
 from megatron_scalerl.models.llama4 import VISION
+from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import combine
 from megatron_scalerl.weights.manifest import Manifest, from_json
 from megatron_scalerl.weights.transport.gloo import Group, receive
@@ -33,17 +35,14 @@ from megatron_scalerl.weights.transport.nccl import NcclGroup
 
 @dataclass
 class ConnectInfo(WeightTransferInitInfo):
-    """Body of /init_weight_transfer_engine: the sender's spec, our first rank, and the manifest."""
+    """Body of /init_weight_transfer_engine, a path that demands the run's secret."""
 
-    backend: str
-    host: str
-    port: int
-    world_size: int
-    bucket_mib: int
-    timeout_s: float
-    secret: str
+    connection: dict[str, Any]
+    """A `transport.Connection` as JSON data."""
     rank_offset: int
+    """Rank of this engine's first worker in the group."""
     manifest: str
+    """What will be sent (`manifest.to_json`)."""
 
 
 @dataclass
@@ -68,12 +67,13 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         self._copies: dict[str, list[str]] = {}
 
     def init_transfer_engine(self, init_info: ConnectInfo) -> None:
-        """Join the sender's group, leaving an earlier one."""
+        """Join the sender's group, leaving an earlier one. Raises ValueError for a broken connection."""
         self.shutdown()
+        connection = msgspec.convert(init_info.connection, Connection)
         self._manifest = from_json(init_info.manifest)
         parallel = self.parallel_config
         rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + get_world_group().rank
-        self._group = self.group_cls(vars(init_info), rank)
+        self._group = self.group_cls(connection, rank)
 
     def start_weight_update(self) -> None:
         """Take the parameters off, a broken update's leavings first."""

@@ -2,9 +2,12 @@
 
 import asyncio
 import contextlib
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import open_doors
 import pytest
 from distributed.runner import run_ranks
 from rich.console import Console
@@ -22,6 +25,7 @@ from megatron_scalerl.weights.sync import WeightSync
 
 pytestmark = pytest.mark.slow
 TOKENS = 24
+SECRET = "secret" * 8
 
 
 async def generate(engine, prompts, **sampling):
@@ -57,15 +61,31 @@ async def one_step(fleet, recipe, prompts, rollouts):
     return await fleet.trainer.step(batches)
 
 
+def check_doors(fleet):
+    """With every group open: who could come in, and where the secret shows. The folder where they meet."""
+    doors = open_doors.listening([os.getpid()])
+    assert {door.command for door in doors if not door.loopback} == set()
+    assert fleet.engines[0].url in {f"http://{door.host}:{door.port}" for door in doors}
+    assert open_doors.stores(doors) == {}
+    assert open_doors.leaks([os.getpid()], SECRET) == []
+    meeting = Path(fleet.trainer.rendezvous.folder)
+    assert meeting.stat().st_mode & 0o777 == 0o700
+    files = {path.name.split("-")[0]: path.read_bytes() for path in meeting.iterdir()}
+    assert files.keys() == {"trainer", "weights"}
+    assert [name for name, content in files.items() if SECRET.encode() in content] == []
+    return meeting
+
+
 async def scenario(recipe, inputs, out):
     prompts = list(inputs.prompts.held_out[:4])
     with contextlib.closing(RunFolder(recipe)) as folder:
-        async with local_launcher(recipe, folder, "secret" * 8) as launcher:
+        async with local_launcher(recipe, folder, SECRET) as launcher:
             fleet = await launcher.start()
             engine = fleet.engines[0]
             sync = WeightSync(fleet.trainer, fleet.engines, recipe)
             await sync.connect()
             await sync.publish(0)
+            meeting = check_doors(fleet)
             rollouts = await generate(engine, [*prompts, *prompts], seed=5)
             # the same prompt twice with the same seed; other tokens for the second half
             second = await generate(engine, prompts, seed=6)
@@ -77,6 +97,7 @@ async def scenario(recipe, inputs, out):
             after = await generate(engine, prompts, temperature=0.0)
             updated = await differences(fleet, prompts, after)
             await fleet.trainer.export_hf(str(out))
+    assert not meeting.exists()
     return prompts, fresh, before, after, updated
 
 

@@ -6,11 +6,14 @@ Run as a program it reads JSON commands from its input and answers one JSON line
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 
 class SenderProcess:
@@ -19,8 +22,12 @@ class SenderProcess:
     def __init__(self, folder: Path) -> None:
         self.folder, self.fault = folder, ""
         self._process: asyncio.subprocess.Process | None = None
+        self._resources = contextlib.ExitStack()
 
     async def __aenter__(self) -> "SenderProcess":
+        from megatron_scalerl.rendezvous import private_folder
+
+        self.rendezvous = self._resources.enter_context(private_folder())
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             __file__,
@@ -35,14 +42,15 @@ class SenderProcess:
         assert self._process is not None and self._process.stdin is not None
         self._process.stdin.close()
         await self._process.wait()
+        self._resources.close()
 
     async def manifest(self) -> Any:
         from megatron_scalerl.weights.manifest import manifest_of
 
         return manifest_of(await self._ask("manifest", folder=str(self.folder)))
 
-    async def connect_weights(self, spec: Any) -> None:
-        await self._ask("connect", spec=spec)
+    async def connect_weights(self, connection: Any) -> None:
+        await self._ask("connect", connection=msgspec.to_builtins(connection))
 
     async def send_weights(self, version: int) -> Any:
         return await self._ask("send", folder=str(self.folder), version=version, fault=self.fault)
@@ -77,6 +85,7 @@ def main() -> None:
     import safetensors.torch
     import torch
 
+    from megatron_scalerl.weights.connection import Connection
     from megatron_scalerl.weights.manifest import manifest_of
     from megatron_scalerl.weights.transport import make_sender
 
@@ -86,7 +95,7 @@ def main() -> None:
         command = json.loads(line)
         try:
             if command["command"] == "connect":
-                sender, value = make_sender(command["spec"]), None
+                sender, value = make_sender(msgspec.convert(command["connection"], Connection)), None
             else:
                 weights = safetensors.torch.load_file(Path(command["folder"]) / "model.safetensors")
                 value = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in weights.items()]

@@ -1,15 +1,21 @@
-"""Who may join a run: real worker processes against a real client, refused before they load anything."""
+"""Who may join a run, and what may be said there: real worker processes and raw sockets against a real client."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import msgspec
 import pytest
+import zmq
+import zmq.asyncio
 
-from megatron_scalerl.trainer import worker
+from megatron_scalerl.rendezvous import FolderRendezvous, HostRendezvous
+from megatron_scalerl.trainer import wire, worker
 from megatron_scalerl.trainer.client import TrainerClient, TrainerError
 
 pytestmark = pytest.mark.slow
@@ -17,8 +23,14 @@ pytestmark = pytest.mark.slow
 WORKER = [sys.executable, "-m", "megatron_scalerl.trainer.worker"]
 
 
-def client(world_size=1) -> TrainerClient:
-    return TrainerClient(world_size=world_size, run_id="run", incarnation="1.0", secret="a secret")
+RECIPE = Path(__file__).parents[2] / "recipes" / "tiny_cpu.yaml"
+WHERE = FolderRendezvous(folder="/nowhere")
+
+
+def client(world_size=1, rendezvous=WHERE) -> TrainerClient:
+    return TrainerClient(
+        world_size=world_size, run_id="run", incarnation="1.0", secret="a secret", rendezvous=rendezvous
+    )
 
 
 def environment(trainer: TrainerClient, **changes) -> dict[str, str]:
@@ -61,7 +73,7 @@ def test_strangers_are_refused_with_a_reason(changes, reason):
 def test_a_wrong_secret_gets_no_answer():
     async def scenario():
         trainer = client()
-        env = environment(trainer, MSRL_SECRET="another secret", MSRL_GREETING_TIMEOUT_S="3")
+        env = environment(trainer, MSRL_SECRET="another secret", MSRL_GREETING_TIMEOUT_S="1")
         return await outcome(trainer, env, fails=False)
 
     status, line, failure = asyncio.run(scenario())
@@ -95,3 +107,204 @@ def test_nobody_came():
 def test_missing_settings_are_named():
     with pytest.raises(ValueError, match="missing MSRL_SECRET"):
         worker.WorkerSettings.from_environment({name: "1" for name in worker._VARIABLES if name != "MSRL_SECRET"})
+
+
+class StandInRank:
+    """A rank's socket that says what a test wants; `keys` None: those of a rank of the run."""
+
+    def __init__(self, trainer: TrainerClient, *, keys: tuple[bytes, bytes] | None = None) -> None:
+        self._context = zmq.asyncio.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        wire.secure_client(self.socket, "a secret")
+        if keys is not None:
+            self.socket.curve_publickey, self.socket.curve_secretkey = keys
+        self.socket.connect(trainer.endpoint)
+
+    async def hello(self, rank: int, **changes) -> None:
+        values = {"rank": rank, "world_size": 2, "run_id": "run", "incarnation": "1.0"} | changes
+        await self.socket.send(wire.encode(wire.Hello(**values)))
+
+    async def answer(self):
+        return wire.decode_for_rank(await asyncio.wait_for(self.socket.recv(), 20))
+
+    def __enter__(self) -> "StandInRank":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close(linger=0)
+        self._context.term()
+
+
+def conversation(scenario, *, world_size=2, rendezvous=WHERE):
+    """Runs `scenario(trainer, start)`, where `start` is a wait_ready under way, and closes everything."""
+
+    async def whole():
+        trainer = client(world_size, rendezvous)
+        start = asyncio.create_task(trainer.wait_ready(timeout_s=60))
+        try:
+            return await scenario(trainer, start)
+        finally:
+            start.cancel()
+            await asyncio.gather(start, return_exceptions=True)
+            trainer.close()
+
+    return asyncio.run(whole())
+
+
+def ready(rank: int, **changes) -> wire.Ready:
+    info = wire.TrainerInfo(
+        world_size=2, dp_size=2, parameters=1, vocab_size=1, device="cpu", backend="gloo", dtype="float32",
+        logits="fp32", pad_multiple=1,
+    )  # fmt: skip
+    return wire.Ready(**({"rank": rank, "dp_rank": rank, "info": info} | changes))
+
+
+def test_the_controller_s_public_key_alone_opens_nothing():
+    async def scenario(trainer, start):
+        with StandInRank(trainer, keys=zmq.curve_keypair()) as stranger, StandInRank(trainer) as ours:
+            await stranger.hello(0)
+            await ours.hello(0)
+            assert await ours.answer() == wire.Welcome()
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(stranger.socket.recv(), 1)
+
+    conversation(scenario)
+
+
+def test_nobody_is_admitted_while_nobody_answers_for_the_door():
+    async def scenario(trainer, start):
+        trainer._doorman.stop()
+        with StandInRank(trainer) as ours:
+            await ours.hello(0)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(ours.socket.recv(), 1)
+
+    conversation(scenario)
+
+
+HOSTILE = {
+    "empty": [b""],
+    "no msgpack": [b"\xc1\xff\x00"],
+    "another message": [msgspec.msgpack.encode({"type": "Hello", "rank": "zero"})],
+    "nested without end": [b"\x91" * 100_000],
+    "a huge length": [b"\xdd\xff\xff\xff\xff"],
+    "two frames": [b"a", b"b"],
+    "no frame of its own": [b"", b"", b""],
+    "a rank's message": [wire.encode(wire.Failed(rank=0, error="made up"))],
+}
+
+
+@pytest.mark.parametrize("frames", HOSTILE.values(), ids=HOSTILE)
+def test_what_a_stranger_says_does_not_end_the_controller(frames):
+    async def scenario(trainer, start):
+        with StandInRank(trainer) as stranger, StandInRank(trainer) as ours:
+            await stranger.socket.send_multipart(frames)
+            await ours.hello(0)
+            assert await ours.answer() == wire.Welcome()
+            assert await ours.answer() == wire.Meet(rendezvous=WHERE)
+            assert not start.done()
+
+    conversation(scenario)
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        ([b"\xc1"], r"^trainer rank 1: expected a message, found 1 bytes that are none"),
+        ([b"a", b"b"], r"^trainer rank 1: expected a message in one frame, found 2"),
+        ([wire.encode(ready(0))], r"^trainer rank 1: expected its own messages, found one of rank 0"),
+        ([wire.encode(ready(1, dp_rank=2))], r"^trainer rank 1: expected a data-parallel rank under 2, found 2"),
+    ],
+)
+def test_a_rank_that_says_what_it_may_not_is_lost_and_named(said, error):
+    async def scenario(trainer, start):
+        with StandInRank(trainer) as rank:
+            await rank.hello(1)
+            assert await rank.answer() == wire.Welcome()
+            await rank.socket.send_multipart(said)
+            with pytest.raises(TrainerError, match=error):
+                await start
+
+    conversation(scenario)
+
+
+def test_a_value_of_another_kind_is_the_trainer_s_failure_not_the_user_s():
+    async def scenario(trainer, start):
+        with StandInRank(trainer) as rank:
+            await rank.hello(0, world_size=1)
+            await rank.socket.send(wire.encode(ready(0)))
+            await start
+            asking = asyncio.create_task(trainer.manifest())
+            for _ in range(3):  # Welcome, Meet, Manifest
+                message = await rank.answer()
+            done = wire.Done(call=message.call, rank=0, value=msgspec.Raw(wire.encode("no manifest")))
+            await rank.socket.send(wire.encode(done))
+            with pytest.raises(TrainerError, match=r"^trainer rank 0: expected a message"):
+                await asking
+
+    conversation(scenario, world_size=1)
+
+
+def test_a_stop_without_an_answer_ends_in_time_and_closes(monkeypatch):
+    monkeypatch.setattr("megatron_scalerl.trainer.client.STOP_TIMEOUT_S", 0.2)
+
+    async def scenario(trainer, start):
+        with StandInRank(trainer) as rank:
+            await rank.hello(0, world_size=1)
+            await rank.socket.send(wire.encode(ready(0)))
+            await start
+            pending = asyncio.create_task(trainer.manifest())  # a command that is never answered holds the line
+            await asyncio.sleep(0)
+            with pytest.raises(TrainerError, match=r"trainer rank 0: no answer to a stop within 0.2 s"):
+                await asyncio.wait_for(trainer.stop(), 20)
+            assert trainer._socket.closed
+            pending.cancel()
+            await asyncio.gather(pending, return_exceptions=True)
+
+    conversation(scenario, world_size=1)
+
+
+def test_on_several_hosts_everybody_waits_for_the_address_that_rank_0_has_bound():
+    bound = HostRendezvous(host="127.0.0.1", port=4711)
+
+    async def scenario(trainer, start):
+        with StandInRank(trainer) as other, StandInRank(trainer) as first:
+            await other.hello(1, bound=HostRendezvous(host="127.0.0.1", port=1))  # not its place to say
+            assert await other.answer() == wire.Welcome()
+            await first.hello(0)
+            refused = await first.answer()
+            assert isinstance(refused, wire.Refused) and "MSRL_BIND_HOST" in refused.reason
+            await first.hello(0, bound=bound)
+            assert await first.answer() == wire.Welcome()
+            for rank in (first, other):
+                assert await rank.answer() == wire.Meet(rendezvous=bound)
+            assert trainer.rendezvous == bound
+
+    conversation(scenario, rendezvous=None)
+
+
+def test_a_rank_that_stands_still_is_lost_after_the_heartbeat_s_limit(monkeypatch):
+    monkeypatch.setattr(wire, "HEARTBEAT_MS", 300)  # in this process: the controller asks, the rank answers
+    monkeypatch.setattr(wire, "HEARTBEAT_TIMEOUT_MS", 1_000)
+
+    async def scenario(trainer, start):
+        env = environment(trainer, RANK="1", WORLD_SIZE="2", MSRL_RECIPE=str(RECIPE))
+        process = await asyncio.create_subprocess_exec(*WORKER, env=env)
+        try:
+            while 1 not in trainer._identities:  # then it waits to be told where rank 0 is
+                await asyncio.sleep(0.05)
+            process.send_signal(signal.SIGSTOP)
+            with pytest.raises(TrainerError, match="trainer rank 1: the process has gone without a word"):
+                await asyncio.wait_for(start, 30)
+        finally:
+            process.kill()
+            await process.wait()
+
+    conversation(scenario, rendezvous=None)
+
+
+def test_each_side_has_a_key_of_its_own_and_each_secret_its_own_pair():
+    keys = {wire._keys(secret, whose) for secret in ("a", "b") for whose in (wire._CONTROLLER, wire._RANKS)}
+    assert len(keys) == 4 and len({public for public, _ in keys}) == 4
+    with pytest.raises(ValueError, match="secret: expected a non-empty text"):
+        wire._keys("", wire._RANKS)

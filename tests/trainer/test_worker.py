@@ -6,47 +6,48 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
+from pathlib import Path
 
+import open_doors
 import pytest
 import torch
 from random_policy import batches_of, make_recipe, random_samples
 from transformers import AutoModelForCausalLM
 
 from megatron_scalerl.recipe_file import dump_recipe
+from megatron_scalerl.rendezvous import private_folder
 from megatron_scalerl.trainer.client import TrainerClient, TrainerError
 from megatron_scalerl.trainer.worker import EXIT_ORPHAN
+from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import combine
 from megatron_scalerl.weights.transport.gloo import Group, receive
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 START_S = 300
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+SECRET = "the secret of the run"
 
 
 class World:
-    """A client and the processes of its ranks."""
+    """A client and the processes of its ranks. `bind_host`: they meet at a store there, as on several hosts."""
 
-    def __init__(self, folder, policy, *, world_size):
+    def __init__(self, folder, policy, *, world_size, bind_host=None):
+        self._resources = contextlib.ExitStack()
+        where = None if bind_host else self._resources.enter_context(private_folder())
+        self._bind = {"MSRL_BIND_HOST": bind_host} if bind_host else {}
         self.client = TrainerClient(
-            world_size=world_size, run_id="run", incarnation="1.0", secret="a secret", command_timeout_s=120
-        )
+            world_size=world_size, run_id="run", incarnation="1.0", secret=SECRET, rendezvous=where,
+            command_timeout_s=120,
+        )  # fmt: skip
         self._recipe = folder / "recipe.yaml"
         self._recipe.write_text(dump_recipe(make_recipe(policy, trainer={"world_size": world_size})))
         self.processes: list[asyncio.subprocess.Process] = []
 
     async def start(self):
         """Start every rank, and wait."""
-        port = free_port()
         for rank in range(self.client.world_size):
-            env = {**os.environ, **self.client.worker_env(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            env = {**os.environ, **self.client.worker_env(rank), **(self._bind if rank == 0 else {})}
             env |= {"MSRL_RECIPE": str(self._recipe), "OMP_NUM_THREADS": "1"}
             self.processes.append(
                 await asyncio.create_subprocess_exec(sys.executable, "-m", "megatron_scalerl.trainer.worker", env=env)
@@ -57,8 +58,13 @@ class World:
         """Exit status of every rank."""
         return [await asyncio.wait_for(p.wait(), 60) for p in self.processes]
 
+    def pids(self):
+        """Processes of the ranks."""
+        return [process.pid for process in self.processes]
+
     def end(self):
         self.client.close()
+        self._resources.close()
         for process in self.processes:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -67,9 +73,10 @@ class World:
 
 async def receive_weights(client, version):
     """What an engine would get: the tensors by name, once the sender's report agrees with them."""
-    spec = {"backend": "gloo", "host": "127.0.0.1", "port": free_port(), "world_size": 2}
-    spec |= {"bucket_mib": 1, "timeout_s": 60, "secret": "a secret"}
-    _, group = await asyncio.gather(client.connect_weights(spec), asyncio.to_thread(Group, spec, 1))
+    connection = Connection(
+        backend="gloo", rendezvous=client.rendezvous, group="weights-1", world_size=2, bucket_mib=1, timeout_s=60
+    )
+    _, group = await asyncio.gather(client.connect_weights(connection), asyncio.to_thread(Group, connection, 1))
     manifest, digests = await client.manifest(), []
 
     def collect():
@@ -77,7 +84,20 @@ async def receive_weights(client, version):
 
     report, tensors = await asyncio.gather(client.send_weights(version), asyncio.to_thread(collect))
     assert report["digest"] == combine(digests) and report["bytes"] > 0
-    return tensors
+    return tensors, group
+
+
+def check_doors(world):
+    """With the trainer's groups and a weight group open: who could come in, and where the secret shows."""
+    doors = open_doors.listening([os.getpid(), *world.pids()])
+    assert len(doors) > 2 and [door for door in doors if not door.loopback] == []
+    assert open_doors.stores(doors) == {}
+    assert open_doors.leaks([os.getpid(), *world.pids()], SECRET) == []
+    folder = Path(world.client.rendezvous.folder)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert files.keys() == {"trainer", "weights-1"} and all(files.values())
+    assert [name for name, content in files.items() if SECRET.encode() in content] == []
+    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def run(scenario, *arguments, **keywords):
@@ -118,7 +138,9 @@ def test_two_ranks_carry_out_every_command(tmp_path, policy):
         assert (again.loss, again.grad_norm) == (third.loss, third.grad_norm)
         assert await world.client.logprobs(probe) == scores
         await world.client.export_hf(tmp_path / "exported")
-        sent = await receive_weights(world.client, version=3)
+        sent, group = await receive_weights(world.client, version=3)
+        check_doors(world)
+        group.close()
         await world.client.stop()
         assert await world.exits() == [0, 0]
         return scores, sent
@@ -146,10 +168,16 @@ def test_a_rank_that_raises_is_named_and_exits(tmp_path, policy):
     assert run(scenario, tmp_path, policy, world_size=1) == [1]
 
 
-@pytest.mark.parametrize("busy", [False, True], ids=["idle", "in a step"])
-def test_a_killed_rank_is_named_and_the_others_exit_with_their_controller(tmp_path, policy, busy):
+@pytest.mark.parametrize(
+    ("busy", "bind_host"), [(False, "127.0.0.1"), (True, None)], ids=["idle, met at a store", "in a step"]
+)
+def test_a_killed_rank_is_named_and_the_others_exit_with_their_controller(tmp_path, policy, busy, bind_host):
     async def scenario(world):
         await world.start()
+        doors = open_doors.listening(world.pids())
+        assert {door.host for door in doors} == {"127.0.0.1"}
+        if bind_host is not None:
+            assert world.client.rendezvous.port in {door.port for door in doors}
         if not busy:
             world.processes[1].send_signal(signal.SIGKILL)
             await world.processes[1].wait()
@@ -162,7 +190,7 @@ def test_a_killed_rank_is_named_and_the_others_exit_with_their_controller(tmp_pa
         world.client.close()
         return await world.exits()
 
-    survivor, killed = run(scenario, tmp_path, policy, world_size=2)
+    survivor, killed = run(scenario, tmp_path, policy, world_size=2, bind_host=bind_host)
     assert killed == -signal.SIGKILL
     # Whichever it notices first: that its controller has gone, or that its peer has.
     assert survivor in (EXIT_ORPHAN, 1)

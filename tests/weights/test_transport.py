@@ -1,23 +1,40 @@
 """The wire over gloo: a sender and receivers in threads of one process, each with its own group and store."""
 
-import socket
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
 
+import msgspec
 import pytest
 import torch
 
+from megatron_scalerl.rendezvous import address_of, listen_on, private_folder, serve_store
+from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import combine
 from megatron_scalerl.weights.manifest import manifest_of
 from megatron_scalerl.weights.transport import make_sender, resolve_transport
 from megatron_scalerl.weights.transport.gloo import Group, receive
 
 
-def spec(world_size=2, **changes):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    base = {"backend": "gloo", "host": "127.0.0.1", "port": port, "world_size": world_size}
-    return base | {"bucket_mib": 1, "timeout_s": 20, "secret": "s"} | changes
+@pytest.fixture
+def spec():
+    """Makes connections whose members meet in a private folder of the test's."""
+    with private_folder() as rendezvous:
+
+        def make(world_size=2, **changes):
+            base = Connection(
+                backend="gloo", rendezvous=rendezvous, group=uuid.uuid4().hex,
+                world_size=world_size, bucket_mib=1, timeout_s=20,
+            )  # fmt: skip
+            return replace(base, **changes)
+
+        yield make
 
 
 def tensors(seed=0):
@@ -69,8 +86,15 @@ def transfer(sender, groups, weights, *, sent_version=1, version=1, expected=Non
         return [error or f.result() for error, f in zip(errors, (sent, *taken))]
 
 
-def test_two_receivers_get_every_bit_twice_over():
-    sender, groups = joined(spec(world_size=3), receivers=2)
+@pytest.mark.parametrize("where", ["in a folder", "at a store"])
+def test_two_receivers_get_every_bit_twice_over(spec, where):
+    connection = spec(world_size=3)
+    if where == "at a store":
+        listening = listen_on("127.0.0.1")
+        connection = replace(connection, rendezvous=address_of(listening))
+        store = serve_store(listening)
+        assert store.num_keys() >= 0
+    sender, groups = joined(connection, receivers=2)
     for seed in (0, 1):
         weights = tensors(seed)
         report, *received = transfer(sender, groups, weights)
@@ -83,13 +107,13 @@ def test_two_receivers_get_every_bit_twice_over():
 
 
 @pytest.mark.parametrize("byte", [0, -1])
-def test_a_flipped_bit_is_noticed(byte):
+def test_a_flipped_bit_is_noticed(spec, byte):
     sender, groups = joined(spec())
     _, error = transfer(sender, groups, tensors(), flip=byte)
     assert isinstance(error, RuntimeError) and "bucket 0 of 2: expected digest" in str(error)
 
 
-def test_another_version_and_another_manifest_are_noticed():
+def test_another_version_and_another_manifest_are_noticed(spec):
     for changes in ({"version": 2}, {"expected": {"a": torch.zeros(3, 5)}}):
         sender, groups = joined(spec(timeout_s=5))
         _, error = transfer(sender, groups, tensors(), **changes)
@@ -104,7 +128,7 @@ def test_another_version_and_another_manifest_are_noticed():
         ({"a": torch.zeros(3, 5), "b": torch.zeros(1)}, "found b after the last"),
     ],
 )
-def test_weights_that_are_not_the_manifest_s_break_the_update_on_both_sides(sent, line):
+def test_weights_that_are_not_the_manifest_s_break_the_update_on_both_sides(spec, sent, line):
     sender, (group,) = joined(spec())
     promised = manifest({"a": torch.zeros(3, 5)})
     with ThreadPoolExecutor(2) as pool:
@@ -119,22 +143,69 @@ def test_weights_that_are_not_the_manifest_s_break_the_update_on_both_sides(sent
         sender.send(iter(sent.items()), promised, 2)
 
 
-def test_nobody_comes():
+def test_nobody_comes(spec):
     with pytest.raises(RuntimeError):
         make_sender(spec(timeout_s=1))
 
 
-def test_another_run_s_secret_does_not_join():
+def test_groups_of_one_folder_do_not_mix(spec):
+    """An engine that was told of an earlier connection does not come into the later one."""
     connection = spec(timeout_s=3)
     with ThreadPoolExecutor(2) as pool:
-        ends = pool.submit(make_sender, connection), pool.submit(Group, connection | {"secret": "other"}, 1)
+        stale = replace(connection, group="weights-of-an-earlier-connection")
+        ends = pool.submit(make_sender, connection), pool.submit(Group, stale, 1)
         assert all(isinstance(end.exception(), RuntimeError) for end in ends)
 
 
-def test_broken_connections_are_refused():
+def test_broken_connections_are_refused(spec):
     with pytest.raises(ValueError, match=r"weights\.transport: expected one of \['gloo', 'nccl'\], found 'smoke'"):
         make_sender(spec(backend="smoke"))
-    with pytest.raises(ValueError, match="weights: expected a connection of"):
-        make_sender({"backend": "gloo"})
+    plain = msgspec.to_builtins(spec())
+    assert msgspec.convert(plain, Connection).world_size == 2
+    with pytest.raises(ValueError, match="missing required field `rendezvous`"):
+        msgspec.convert({name: value for name, value in plain.items() if name != "rendezvous"}, Connection)
     assert (resolve_transport("gloo"), resolve_transport("nccl")) == ("gloo", "nccl")
     assert resolve_transport("auto") == ("nccl" if torch.cuda.is_available() else "gloo")
+
+
+RECEIVER = """
+import sys, msgspec, torch
+from megatron_scalerl.weights.connection import Connection
+from megatron_scalerl.weights.transport.gloo import Group
+
+group = Group(msgspec.json.decode(sys.argv[1], type=Connection), 1)
+head = torch.zeros(4, dtype=torch.int64)
+group.broadcast(head)
+print("header", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_receiver_that_vanishes_in_the_middle_of_a_broadcast_ends_the_update_in_time(spec, how):
+    connection = spec(bucket_mib=64, timeout_s=3)
+    weights = {"a": torch.zeros(16 << 20)}  # 64 MiB: more than the sockets hold
+    receiver = subprocess.Popen(
+        [sys.executable, "-c", RECEIVER, msgspec.json.encode(connection).decode()],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        sender = make_sender(replace(connection, timeout_s=60))  # the receiver has torch to import
+        sender.group.timeout = timedelta(seconds=connection.timeout_s)
+        ship = sender._ship
+
+        def after_the_header(packed):
+            receiver.send_signal(how)
+            ship(packed)
+
+        sender._ship = after_the_header
+        began = time.monotonic()
+        with pytest.raises(RuntimeError):
+            sender.send(iter(weights.items()), manifest(weights), 1)
+        assert time.monotonic() - began < 30, "the broadcast's own limit of 3 s, not the caller's patience"
+        with pytest.raises(RuntimeError, match="is closed"):
+            sender.send(iter(weights.items()), manifest(weights), 2)
+    finally:
+        receiver.kill()
+        receiver.wait()

@@ -1,8 +1,12 @@
 """The wire from the trainer to the engines, the trainer's end: torch only, never vLLM.
 
-A sender is made once from a plain dict (it travels as JSON) and then sends every update. gloo serves CPUs,
-NCCL serves GPUs; both are one broadcast group, the trainer's sending rank being rank 0 and every engine's
-workers following.
+A sender is made once from a Connection and then sends every update. gloo serves CPUs, NCCL serves GPUs; both are
+one broadcast group, the trainer's sending rank being rank 0 and every engine's workers following.
+
+Who is in the group: the engines learn where to meet over their HTTP path, which demands the run's secret, and on one
+host only this user can enter the folder where that is (`rendezvous`). The members do not prove who they are to each
+other. A stranger who could join would read the weights; weights that he fed to an engine would show, since
+`WeightSync` compares, over HTTP again, the digest of what each engine holds with the digest of what the trainer sent.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_scalerl.trainer import device
+from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.manifest import Manifest
 
 
@@ -30,21 +35,17 @@ class Sender(Protocol):
         """Leave the group."""
 
 
-def make_sender(spec: dict[str, Any]) -> Sender:
-    """Open the group and wait for all engines to join.
+def make_sender(connection: Connection) -> Sender:
+    """Open the group as its rank 0 and wait for all engines to join.
 
-    spec: backend (gloo, nccl), host, port, world_size (1 + all workers of all engines), bucket_mib, timeout_s,
-    secret. Raises ValueError for a broken spec, RuntimeError if the engines do not come in time.
+    Raises ValueError for an unknown backend, RuntimeError if the engines do not come in time.
     """
-    expected = {"backend", "host", "port", "world_size", "bucket_mib", "timeout_s", "secret"}
-    if spec.keys() != expected:
-        raise ValueError(f"weights: expected a connection of {sorted(expected)}, found {sorted(spec)}")
     from megatron_scalerl.weights.transport import gloo, nccl
 
     senders: dict[str, type[gloo.GlooSender]] = {"gloo": gloo.GlooSender, "nccl": nccl.NcclSender}
-    if spec["backend"] not in senders:
-        raise ValueError(f"weights.transport: expected one of {sorted(senders)}, found {spec['backend']!r}")
-    return senders[spec["backend"]](spec)
+    if connection.backend not in senders:
+        raise ValueError(f"weights.transport: expected one of {sorted(senders)}, found {connection.backend!r}")
+    return senders[connection.backend](connection)
 
 
 def resolve_transport(name: str) -> str:

@@ -7,7 +7,7 @@ One update on the wire, each line one broadcast from rank 0:
     ...
 
 The group is a process group of its own, on a store of its own; neither the trainer's nor the engine's default
-group is touched. The store's keys carry the run's secret.
+group is touched.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_scalerl.rendezvous import gloo_device, open_store
+from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import combine, digest
 from megatron_scalerl.weights.manifest import Bucket, Manifest, ParamMeta, buckets, manifest_digest
 
@@ -32,19 +34,18 @@ class Group:
 
     device = torch.device("cpu")
 
-    def __init__(self, spec: dict[str, Any], rank: int) -> None:
-        """Join; returns when all are there. Raises RuntimeError (or torch's DistError) after timeout_s."""
-        self.timeout = timedelta(seconds=float(spec["timeout_s"]))
-        self.bucket_mib = int(spec["bucket_mib"])
-        host, port, world = str(spec["host"]), int(spec["port"]), int(spec["world_size"])
-        self._store: dist.TCPStore | None = dist.TCPStore(
-            host, port, world, is_master=rank == 0, timeout=self.timeout, wait_for_workers=False
-        )
-        prefix = dist.PrefixStore(f"msrl/{spec['secret']}", self._store)
-        self._group: Any = self._make(prefix, rank, world)
+    def __init__(self, connection: Connection, rank: int) -> None:
+        """Join; returns when all are there. Raises RuntimeError after timeout_s."""
+        self.timeout = timedelta(seconds=connection.timeout_s)
+        self.bucket_mib = connection.bucket_mib
+        self._store: dist.Store | None = open_store(connection.rendezvous, connection.group, timeout=self.timeout)
+        self._group: Any = self._make(connection, rank)
 
-    def _make(self, store: dist.Store, rank: int, world: int) -> Any:
-        return dist.ProcessGroupGloo(store, rank, world, self.timeout)
+    def _make(self, connection: Connection, rank: int) -> Any:
+        gloo: Any = dist.ProcessGroupGloo  # its options are not in torch's stubs
+        options = gloo._Options()
+        options._devices, options._timeout = [gloo_device(connection.rendezvous)], self.timeout
+        return gloo(self._store, rank, connection.world_size, options)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Rank 0's tensor to all. Raises RuntimeError if the group is closed, breaks or times out."""
@@ -67,8 +68,8 @@ class GlooSender:
 
     group_cls: type[Group] = Group
 
-    def __init__(self, spec: dict[str, Any]) -> None:
-        self.group = self.group_cls(spec, rank=0)
+    def __init__(self, connection: Connection) -> None:
+        self.group = self.group_cls(connection, rank=0)
 
     def send(self, tensors: Iterator[tuple[str, torch.Tensor]], manifest: Manifest, version: int) -> dict[str, Any]:
         """Send one update; see `transport.Sender`."""
