@@ -49,6 +49,7 @@ class World:
         for rank in range(self.client.world_size):
             env = {**os.environ, **self.client.worker_env(rank), **(self._bind if rank == 0 else {})}
             env |= {"MSRL_RECIPE": str(self._recipe), "OMP_NUM_THREADS": "1"}
+            env |= {"GLOO_SOCKET_IFNAME": "nowhere0"}  # the ranks choose for themselves
             self.processes.append(
                 await asyncio.create_subprocess_exec(sys.executable, "-m", "megatron_scalerl.trainer.worker", env=env)
             )

@@ -23,8 +23,9 @@ from megatron_scalerl.weights.transport.gloo import Group, receive
 
 
 @pytest.fixture
-def spec():
+def spec(monkeypatch):
     """Makes connections whose members meet in a private folder of the test's."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")  # the group chooses for itself
     with private_folder() as rendezvous:
 
         def make(world_size=2, **changes):
