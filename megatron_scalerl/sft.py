@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 from megatron_scalerl.batch import pack
 from megatron_scalerl.losses.inputs import LossInputs, LossOutput, masked, weighted_sum
 from megatron_scalerl.losses.reduction import token_weights
+from megatron_scalerl.parallel_layout import MODEL_KEYS
 from megatron_scalerl.prompts.rendering import PromptRenderer, check_think_tags
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe_sections import OptimizerSection, SftSection
@@ -94,7 +95,7 @@ def run_sft(recipe: Recipe, out: str | Path, *, report: Callable[[str], None] = 
             samples,
             step=step,
             dp_size=parallel.dp_size,
-            micro_batch_tokens=recipe.trainer.micro_batch_tokens,
+            micro_batch_tokens=recipe.micro_batch_tokens,
             pad_multiple=trainer.pad_multiple,
             policy_version=step - 1,
         )
@@ -123,7 +124,8 @@ def _of_warm_start(recipe: Recipe) -> Recipe:
     trainer = recipe.trainer.model_copy(update={"world_size": world_size, "threads": section.threads})
     update: dict[str, Any] = {"optimizer": optimizer, "trainer": trainer}
     if world_size == 1:  # one process holds the whole policy, however the RL run cuts it
-        update["megatron"] = recipe.megatron.model_copy(update={"parallel": {}})
+        model = {key: value for key, value in recipe.megatron.model.items() if key not in MODEL_KEYS}
+        update["megatron"] = recipe.megatron.model_copy(update={"parallel": {}, "model": model})
     return recipe.model_copy(update=update)
 
 

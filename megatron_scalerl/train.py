@@ -9,6 +9,7 @@ import secrets
 from rich.console import Console
 
 from megatron_scalerl.controller import Controller
+from megatron_scalerl.failures import under_way
 from megatron_scalerl.launch.local import local_launcher
 from megatron_scalerl.preflight import Inputs, check_inputs
 from megatron_scalerl.progress import Progress
@@ -41,7 +42,8 @@ async def _train(recipe: Recipe, inputs: Inputs, console: Console) -> str:
     async with verifier:
         # only now, when nothing of the user's can be wrong any more, a folder is written
         with contextlib.closing(RunFolder(recipe)) as folder:
-            return await _in_folder(recipe, inputs, folder, verifier, console)
+            with under_way(folder.path / "logs" / "controller.log"):
+                return await _in_folder(recipe, inputs, folder, verifier, console)
 
 
 async def _in_folder(

@@ -56,7 +56,7 @@ def test_every_spelling_of_a_number_is_one(path, text):
         ("rollouts.group_size=1", "rollouts.group_size: expected at least 2 with advantages.normalise 'batch'"),
         ("rollouts.max_in_flight=8", "rollouts.max_in_flight: expected at least group_size 16, found 8"),
         ("interruption.thinking_tokens=[5, 2]", r"expected 1 <= low <= high, found \[5, 2\]"),
-        ("engine.vllm.max_model_len=100", "engine.vllm.max_model_len: expected at least 16384"),
+        ("engine.vllm.max_model_len=100", "engine.vllm.max_model_len: expected at least 16385"),
         ("policy=7", "policy"),
         ("optimizer.lr.x=7", "optimizer.lr"),
     ],
