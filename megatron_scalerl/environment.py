@@ -24,18 +24,18 @@ def explained() -> Iterator[None]:
     """
     if tuple(sys.version_info[:2]) < OLDEST:
         wanted, found = (".".join(map(str, version[:2])) for version in (OLDEST, sys.version_info))
-        _end("expected Python {} or newer, found {} at {}; {}".format(wanted, found, sys.executable, _HOW))
+        _end(f"expected Python {wanted} or newer, found {found} at {sys.executable}; {_HOW}")
     try:
         yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package in ("", "megatron_scalerl"):
             raise
-        _end("package {!r} is not installed for {}; {}".format(package, sys.executable, _HOW))
+        _end(f"package {package!r} is not installed for {sys.executable}; {_HOW}")
 
 
 def _end(line: str) -> None:
     name = Path(sys.argv[0]).name
     name = Path(sys.argv[0]).parent.name if name == "__main__.py" else name
-    print("{}: {}".format(name, line), file=sys.stderr)
+    print(f"{name}: {line}", file=sys.stderr)
     raise SystemExit(2)

@@ -41,9 +41,8 @@ async def _train(recipe: Recipe, inputs: Inputs, console: Console) -> str:
     )
     async with verifier:
         # only now, when nothing of the user's can be wrong any more, a folder is written
-        with contextlib.closing(RunFolder(recipe)) as folder:
-            with under_way(folder.path / "logs" / "controller.log"):
-                return await _in_folder(recipe, inputs, folder, verifier, console)
+        with contextlib.closing(RunFolder(recipe)) as folder, under_way(folder.path / "logs" / "controller.log"):
+            return await _in_folder(recipe, inputs, folder, verifier, console)
 
 
 async def _in_folder(

@@ -18,6 +18,8 @@ from megatron_scalerl.tiny.build import TinyArguments, build
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "transformers", "vllm", "megatron", "matplotlib", "scipy", "pyarrow", "aiohttp")
 RECIPE = "recipes/tiny_cpu.yaml"
+TRAIN = ["-m", "megatron_scalerl", "train", RECIPE]
+SFT = ["-m", "megatron_scalerl", "sft", RECIPE, "--out", "x"]
 TOOLS = sorted(p.name for p in (ROOT / "tools").glob("*.py"))
 
 
@@ -30,7 +32,7 @@ def tiny(tmp_path_factory):
 
 def settings(tiny, out):
     return [
-        RECIPE, f"output_dir={out}", "name=r", f"policy.path={tiny / 'base_policy'}", f"sft.path={tiny / 'sft.jsonl'}",
+        RECIPE, f"output_dir={out}", "name=r", f"policy.path={tiny / 'base_policy'}",
         f"prompts.path={tiny / 'prompts.jsonl'}", f"prompts.held_out_path={tiny / 'held_out.jsonl'}",
     ]  # fmt: skip
 
@@ -44,15 +46,25 @@ def bare(*argv, cwd=ROOT, **variables):
     )  # fmt: skip
 
 
+def watched(argv):
+    """(what the command ended with, packages that it imported)"""
+    command = [sys.executable, "-X", "importtime", *argv]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    imported = {line.split("|")[-1].strip().split(".")[0] for line in found.stderr.splitlines() if "|" in line}
+    assert "argparse" in imported
+    return found, imported
+
+
+CONVERT = "tools/convert_checkpoint.py"
 MISTAKES = {
-    "unknown key": (["-m", "megatron_scalerl", "train", RECIPE, "optimzer.lr=1"], "unknown key optimzer"),
-    "bad value": (["-m", "megatron_scalerl", "train", RECIPE, "steps=many"], "steps: input should be"),
-    "broken override": (["-m", "megatron_scalerl", "train", RECIPE, "optimizer.lr=[1"], "override 'optimizer.lr=[1'"),
+    "unknown key": ([*TRAIN, "optimzer.lr=1"], "unknown key optimzer"),
+    "bad value": ([*TRAIN, "steps=many"], "steps: input should be"),
+    "broken override": ([*TRAIN, "optimizer.lr=[1"], "override 'optimizer.lr=[1'"),
     "no recipe": (["-m", "megatron_scalerl", "train", "none.yaml"], "none.yaml: expected a recipe file"),
-    "no policy": (["-m", "megatron_scalerl", "train", RECIPE, "policy.path=/none"], "policy.path: expected a"),
-    "no prompts": (["-m", "megatron_scalerl", "train", RECIPE, "policy.path={tiny}/base_policy"], "prompts.jsonl: exp"),
-    "sft key": (["-m", "megatron_scalerl", "sft", RECIPE, "--out", "x", "optimzer.lr=1"], "unknown key optimzer"),
-    "sft policy": (["-m", "megatron_scalerl", "sft", RECIPE, "--out", "x"], "policy.path: expected a Hugging Face"),
+    "no policy": ([*TRAIN, "policy.path=/none"], "policy.path: expected a Hugging Face folder"),
+    "no prompts": ([*TRAIN, "policy.path={tiny}/base_policy"], "prompts.jsonl: expected a prompts file"),
+    "sft key": ([*SFT, "optimzer.lr=1"], "unknown key optimzer"),
+    "sft policy": ([*SFT, "policy.path=/none"], "policy.path: expected a Hugging Face folder"),
     "report": (["-m", "megatron_scalerl", "report", "runs/none"], "runs/none"),
     "export": (["-m", "megatron_scalerl", "export", "runs/none", "--out", "x"], "runs/none/checkpoints: expected"),
     "plan key": (["tools/plan.py", RECIPE, "--gpus", "2", "optimzer.lr=1"], "unknown key optimzer"),
@@ -60,8 +72,8 @@ MISTAKES = {
     "plan policy": (["tools/plan.py", RECIPE, "--gpus", "2"], "policy.path: expected config.json in"),
     "fit": (["tools/fit_curve.py", "runs/none"], "runs/none: expected a run folder or"),
     "show": (["tools/show_rollouts.py", "runs/none"], "runs/none: expected a run's folder"),
-    "convert": (["tools/convert_checkpoint.py", "to-megatron", "none", "out"], "none: expected a Hugging Face folder"),
-    "convert back": (["tools/convert_checkpoint.py", "to-hf", "none", "out"], "none: expected"),
+    "convert": ([CONVERT, "to-megatron", "none", "out"], "none: expected a Hugging Face folder"),
+    "convert back": ([CONVERT, "to-hf", "none", "out"], "none: expected a folder with a checkpoint"),
 }  # fmt: skip
 
 
@@ -69,37 +81,33 @@ MISTAKES = {
 def test_a_mistake_is_one_line_before_anything_heavy_is_imported(name, tiny):
     """Importing torch and transformers takes seconds; which modules were imported says so on any machine."""
     argv, said = MISTAKES[name]
-    argv = [word.format(tiny=tiny) for word in argv]
-    command = [sys.executable, "-X", "importtime", *argv]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    found, imported = watched([word.format(tiny=tiny) for word in argv])
     lines = [line for line in found.stderr.splitlines() if not line.startswith("import time:")]
     assert found.returncode == 2 and len(lines) == 1 and said in lines[0], found.stderr[-500:]
-    imported = {line.split("|")[-1].strip().split(".")[0] for line in found.stderr.splitlines() if "|" in line}
-    assert "argparse" in imported and not imported & set(HEAVY)
+    assert not imported & set(HEAVY)
 
 
 @pytest.mark.parametrize("argv", [["-m", "megatron_scalerl"], *([f"tools/{name}"] for name in TOOLS)], ids=" ".join)
-def test_help_needs_no_package(argv):
-    found = bare(*argv, "--help")
+def test_help_imports_nothing_heavy(argv):
+    found, imported = watched([*argv, "--help"])
     assert found.returncode == 0 and "usage:" in found.stdout and "%%" not in found.stdout, found.stderr
+    assert not imported & set(HEAVY)
 
 
 BARE = {
-    "train": ["-m", "megatron_scalerl", "train", RECIPE],
-    "sft": ["-m", "megatron_scalerl", "sft", RECIPE, "--out", "x"],
+    "train": TRAIN,
+    "sft": SFT,
     "report": ["-m", "megatron_scalerl", "report", "runs/none"],
     "export": ["-m", "megatron_scalerl", "export", "runs/none", "--out", "x"],
     "plan": ["tools/plan.py", RECIPE, "--gpus", "2"],
     "fit": ["tools/fit_curve.py", "megatron_scalerl/fit/data/points.csv"],
     "show": ["tools/show_rollouts.py", "runs/none"],
-    "convert": ["tools/convert_checkpoint.py", "verify", ".", "."],
+    "convert": [CONVERT, "verify", ".", "."],
     "bench_step": ["tools/bench_step.py"],
     "bench_rollouts": ["tools/bench_rollouts.py"],
     "bench_logits": ["tools/bench_logits.py"],
     "bench_convert": ["tools/bench_convert.py"],
     "bench_plan": ["tools/bench_plan.py", "memory"],
-    "example": ["examples/fit_a_curve.py"],
-    "verifier": ["examples/add_a_verifier.py"],
 }
 
 
@@ -113,7 +121,7 @@ def test_a_missing_package_is_one_line_that_says_how_to_get_it(name):
 @pytest.mark.parametrize("script", ["megatron_scalerl/__main__.py", *(f"tools/{name}" for name in TOOLS)])
 def test_an_old_python_is_one_line(script):
     """Old Pythons parse what they meet before the check, and end there."""
-    code = "import runpy, sys; sys.version_info = (3, 9, 1); sys.argv[1:] = ['x']\n"
+    code = "import runpy, sys; sys.version_info = (3, 9, 1); sys.argv[1:] = []\n"
     found = bare("-c", code + f"runpy.run_path({script!r}, run_name='__main__')", PYTHONPATH=str(ROOT))
     assert found.returncode == 2
     assert re.fullmatch(r".*expected Python 3\.11 or newer, found 3\.9 .*tools/install\.sh cpu.*\n", found.stderr)
@@ -148,7 +156,8 @@ def test_the_script_picks_the_environment_that_is_there(tmp_path):
 
 def test_a_plot_without_matplotlib_is_refused_before_the_fit(tmp_path):
     """The table would come first, and the traceback after it."""
-    (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError(\"No module named 'matplotlib'\", name='matplotlib')")
+    absent = "raise ModuleNotFoundError('No module named matplotlib', name='matplotlib')"
+    (tmp_path / "matplotlib.py").write_text(absent)
     points = ROOT / "megatron_scalerl/fit/data/points.csv"
     argv = [points, "--series", "figure=fig1a_scalerl_100k", "--series", "series=ScaleRL-bs2048-8B", "--r0", "0.4018"]
     for flag in ("--plot", "--html"):

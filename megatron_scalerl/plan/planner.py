@@ -83,20 +83,6 @@ class Plan:
         return found
 
 
-def config_folder(recipe: Recipe, recipe_path: str | Path, given: str | Path | None = None) -> Path:
-    """Where the architecture is: `given`, the policy's folder, or configs/<its name> beside the recipe.
-
-    Raises ValueError where none has a config.json.
-    """
-    folder = Path(recipe.policy.path)
-    shipped = Path(recipe_path).parent / "configs" / folder.name
-    tried = [Path(given)] if given else [folder, shipped]
-    for place in tried:
-        if (place / "config.json").is_file():
-            return place
-    raise ValueError(f"policy.path: expected config.json in {' or '.join(map(str, tried))}, found none")
-
-
 def make_plan(
     recipe: Recipe, config: str | Path, gpus: int, gpu: Gpu, assumed: Assumptions, *, lengths: Lengths | None = None
 ) -> Plan:
