@@ -104,7 +104,7 @@ def written(folder, policy):
     recipe = yaml.safe_load((folder / "recipe.yaml").read_text()) | {"policy": {"path": str(policy)}}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     journal = Journal(folder)
-    journal.finish(group(0))
+    journal.finish(group([1.0, -1.0]))
     journal.batch(BatchRecord(batch=0, step=1, policy_version=0, group_ids=(0,)))
     journal.close()
 
@@ -212,13 +212,14 @@ def test_every_command_can_be_given(page, command, place):
     check_command([word for word in argv if not re.match(r"[A-Z_]+=", word)], place)
 
 
+SAID = "verdict: "
 RUN = {
     "python -m megatron_scalerl report runs/my_run": "95 % interval",
-    "python tools/fit_curve.py runs/my_run --predict 50000,100000": "verdict: ",
+    "python tools/fit_curve.py runs/my_run --predict 50000,100000": SAID,
     "python tools/show_rollouts.py runs/my_run": "pass rate 1/2",
-    "python tools/fit_curve.py runs/my_run --predict 16000,50000,100000 --html report.html --plot forecast.png": "verd",
-    "python tools/fit_curve.py runs/my_run --fit-until 8000": "verdict: ",
-    "python tools/fit_curve.py runs/a runs/b runs/c --compare": "same ceiling",
+    "python tools/fit_curve.py runs/my_run --predict 16000,50000,100000 --html report.html --plot forecast.png": SAID,
+    "python tools/fit_curve.py runs/my_run --fit-until 8000": SAID,
+    "python tools/fit_curve.py runs/a runs/b runs/c --compare": "b kept the ceiling",
     "python tools/fit_curve.py curves.csv --series recipe=a --compute gpu_hours --score pass_rate --r0 0.40 --json -":
         '"asymptote"',
 }  # fmt: skip
@@ -234,6 +235,8 @@ def documented(start):
 @pytest.mark.parametrize("command", RUN)
 def test_quick_commands_do_what_they_say(command, place):
     assert RUN[command] in ran(documented(command), place)
+    written_files = [word for word in command.split() if word.endswith((".html", ".png"))]
+    assert all((place / name).stat().st_size for name in written_files)
 
 
 @pytest.mark.slow
