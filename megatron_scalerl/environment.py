@@ -3,8 +3,6 @@
 Standard library only, in syntax that older Pythons parse: this runs where nothing is installed.
 """
 
-from __future__ import annotations
-
 import sys
 from contextlib import contextmanager
 from pathlib import Path
