@@ -20,19 +20,25 @@ def under_way(log: str | Path) -> Iterator[None]:
     """Around everything that happens once a run's inputs have been checked and its folder is there.
 
     From then on a ValueError is a peer's broken answer, a damaged file or a bug: whatever is neither RuntimeError
-    nor OSError becomes RunFailed, which names its type. What is a mistake after all is raised as RecipeError. The
-    traceback of every failure is appended to `log`, and a note on the error says so.
+    nor OSError becomes RunFailed, which names its type. What is a mistake after all is raised as RecipeError. Of a
+    group of failures the first one counts. The traceback of every failure is appended to `log`, and a note on the
+    error says so.
     """
     try:
         yield
-    except RecipeError:
-        raise
     except Exception as error:
+        first = _first_of(error)
+        if isinstance(first, RecipeError):
+            raise first from None
         with open(log, "a", encoding="utf8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{traceback.format_exc()}\n")
-        known = isinstance(error, RuntimeError | OSError)
-        failure = error if known else RunFailed(f"{type(error).__name__}: {error}")
+        known = isinstance(first, RuntimeError | OSError)
+        failure = first if known else RunFailed(f"{type(first).__name__}: {first}")
         failure.add_note(f"traceback in {log}")
-        if known:
+        if failure is error:
             raise
         raise failure from error
+
+
+def _first_of(error: Exception) -> Exception:
+    return _first_of(error.exceptions[0]) if isinstance(error, ExceptionGroup) else error

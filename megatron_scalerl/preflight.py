@@ -94,7 +94,7 @@ def _check_layout(recipe: Recipe, hf_config: PretrainedConfig) -> None:
 
 def _tokenizer(path: str) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"policy.path: expected a tokenizer in {path}, found none ({error})") from None
 

@@ -142,7 +142,7 @@ def load_tokenizer(run_dir: Path) -> Any:
     path = Path(yaml.safe_load(recipe.read_text(encoding="utf8"))["policy"]["path"])
     if not path.is_dir():
         raise ValueError(f"{recipe}: policy.path: expected a folder with a tokenizer, found {path}")
-    return AutoTokenizer.from_pretrained(path)
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
 
 def show(console: Console, group: dict[str, Any], index: int, tokenizer: Any) -> None:

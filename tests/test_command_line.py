@@ -191,6 +191,8 @@ UNDER_WAY = {
     "a number that is none": (lambda: ValueError("could not convert"), 1, r"ValueError: could not convert"),
     "an update": (lambda: RuntimeError("weights differ\nin two lines"), 1, r"weights differ"),
     "a disk": (lambda: OSError(28, "No space left on device"), 1, r"No space left"),
+    "several": (lambda: ExceptionGroup("two", [OSError(28, "No space left"), KeyError("x")]), 1, r"No space left"),
+    "a bug": (lambda: KeyError("step"), 1, r"KeyError: 'step'"),
     "a recipe": (lambda: RecipeError("prompts.path: expected what the journal names"), 2, r"prompts\.path: expected"),
 }
 
