@@ -5,10 +5,13 @@
 #
 # The run is the 8B model at batch 2048 of Khatri et al. (2025, arXiv 2510.13786), Fig. 1a, digitised. Prints every
 # point beyond 50k GPU-hours, forecast against measured; writes forecast_100k.{png,svg,html} to FOLDER (default: .).
+# Runs with PYTHON, else the project's .venv, else python.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 out="${1:-.}"
-"${PYTHON:-python}" "$here/tools/fit_curve.py" "$here/megatron_scalerl/fit/data/points.csv" \
+python="$here/.venv/bin/python"
+[ -x "$python" ] || python=python
+"${PYTHON:-$python}" "$here/tools/fit_curve.py" "$here/megatron_scalerl/fit/data/points.csv" \
   --series figure=fig1a_scalerl_100k --series series=ScaleRL-bs2048-8B \
   --r0 0.4018 --prompts 1000 --generations 16 \
   --fit-until 50000 --predict 100000 --budget 50000 \

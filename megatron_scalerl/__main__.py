@@ -1,31 +1,54 @@
-"""The command line: `python -m megatron_scalerl train | sft | report | export ...`.
+"""The command line: `python -m megatron_scalerl train | sft | report | export ...`, or `megatron-scalerl`.
 
 Exit codes: 0 done, 1 a process or an update failed (start again to go on from the last checkpoint), 2 a
-mistake in what was given (one line says which).
+mistake in what was given (one line says which). MSRL_TRACEBACK=1 prints the traceback before that line; a run that
+failed under way has it in RUN/logs/controller.log.
+
+The recipe is read and its files are looked for before anything heavy is imported.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from rich.console import Console
+from megatron_scalerl.environment import explained
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megatron_scalerl.recipe import Recipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
-    arguments = _parse(argv)
-    console = Console(soft_wrap=True)
-    try:
-        return arguments.command(arguments, console)
-    except ValueError as mistake:
-        print(f"megatron_scalerl: {mistake}", file=sys.stderr)
-        return 2
-    except (RuntimeError, OSError) as failure:
-        print(f"megatron_scalerl: {failure}", file=sys.stderr)
-        return 1
+    """Run one command and return its exit code.
+
+    Raises SystemExit for arguments that cannot be parsed, and where a package is missing.
+    """
+    with explained():
+        arguments = _parse(argv)
+        from rich.console import Console
+
+        try:
+            return arguments.command(arguments, Console(soft_wrap=True))
+        except ValueError as mistake:
+            return _failed(mistake, 2)
+        except (RuntimeError, OSError) as failure:
+            return _failed(failure, 1)
+
+
+def _failed(error: Exception, code: int) -> int:
+    if os.environ.get("MSRL_TRACEBACK"):
+        traceback.print_exception(error)
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    text = " ".join(str(error).split()) if code == 2 else str(error)
+    print(f"megatron_scalerl: {text}{notes}", file=sys.stderr)
+    return code
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -62,22 +85,34 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(arguments: argparse.Namespace, console: Console) -> int:
-    from megatron_scalerl.recipe_file import load_recipe
+    recipe = _recipe(arguments)
+    _quiet_upstream()
     from megatron_scalerl.train import train
 
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
     reason = train(recipe, console)
     console.print(f"{recipe.run_dir}: {reason}", highlight=False)
     return 0
 
 
 def _sft(arguments: argparse.Namespace, console: Console) -> int:
+    recipe = _recipe(arguments)
     _quiet_upstream()
-    from megatron_scalerl.recipe_file import load_recipe
     from megatron_scalerl.sft import run_sft
 
-    run_sft(load_recipe(arguments.recipe, arguments.overrides), arguments.out)
+    run_sft(recipe, arguments.out)
     return 0
+
+
+def _recipe(arguments: argparse.Namespace) -> Recipe:
+    """The recipe, once the files that the command reads are known to be there."""
+    from megatron_scalerl.input_files import check_policy, check_prompts
+    from megatron_scalerl.recipe_file import load_recipe
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    check_policy(recipe)
+    if arguments.command is _train:
+        check_prompts(recipe)
+    return recipe
 
 
 def _report(arguments: argparse.Namespace, console: Console) -> int:

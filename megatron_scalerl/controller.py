@@ -184,7 +184,7 @@ class Controller:
             plan.samples,
             step=self._step + 1,
             dp_size=info.dp_size,
-            micro_batch_tokens=recipe.trainer.micro_batch_tokens,
+            micro_batch_tokens=recipe.micro_batch_tokens,
             pad_multiple=info.pad_multiple,
             policy_version=self._step,
         )

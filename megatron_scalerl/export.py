@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_scalerl.convert.options import Options
-from megatron_scalerl.convert.to_hf import to_hf
 from megatron_scalerl.recipe_file import load_recipe
 from megatron_scalerl.trainer import commit
 
@@ -22,6 +21,8 @@ def export(run_dir: str | Path, out: str | Path) -> int:
     newest = commit.latest(run_dir / "checkpoints")
     if newest is None:
         raise ValueError(f"{run_dir / 'checkpoints'}: expected a checkpoint with its COMMIT file, found none")
+    from megatron_scalerl.convert.to_hf import to_hf  # imports torch: only once there is something to export
+
     step: int = commit.read_commit(newest)["step"]
     to_hf(newest, out, Options(), like=load_recipe(run_dir / "recipe.yaml").policy.path)
     return step

@@ -1,4 +1,4 @@
-"""What can be known before any process is started: prompts, tokenizer, tags, vocabulary, context, budgets.
+"""What can be known before any process is started: files, policy, parallel layout, tokenizer, tags, lengths.
 
 Everything here fails with one line and leaves nothing behind.
 """
@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
+from megatron_scalerl.input_files import check_policy, check_prompts
+from megatron_scalerl.models import family, read_hf_config
+from megatron_scalerl.parallel_layout import check_cuts
 from megatron_scalerl.prompts.dataset import PromptSet, check_think_tags, check_vocabulary, load_prompts
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe_file import read_yaml
 from megatron_scalerl.rollouts.engine import claim_port
 from megatron_scalerl.rollouts.engine_options import check_options
 from megatron_scalerl.rollouts.interruption import plan_ids
@@ -26,35 +31,39 @@ class Inputs:
     prompts: PromptSet
     longest_sequence: int
     """Longest prompt and completion together, with forced phrase and end (tokens)."""
+    micro_batch_tokens: int
+    """Capacity of one packed micro-batch (tokens)."""
 
     def resolved(self, recipe: Recipe) -> Recipe:
-        """The recipe with the engine's context length filled in where it was silent."""
+        """The recipe with the engine's context length and the trainer's capacity filled in where it was silent."""
         options = {"max_model_len": self.longest_sequence, **recipe.engine.vllm}
-        return recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"vllm": options})})
+        trainer = recipe.trainer.model_copy(update={"micro_batch_tokens": self.micro_batch_tokens})
+        engine = recipe.engine.model_copy(update={"vllm": options})
+        return recipe.model_copy(update={"engine": engine, "trainer": trainer})
 
 
 def check_inputs(recipe: Recipe) -> Inputs:
     """Load and check what the recipe names. Raises ValueError: one line with key or row, expected, found."""
-    folder = Path(recipe.policy.path)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"policy.path: expected a Hugging Face folder with config.json, found {folder}")
+    check_policy(recipe)
+    check_prompts(recipe)
     check_options(recipe.engine.vllm)
     for index in range(recipe.engine.count if recipe.engine.port else 0):
         claim_port(recipe.engine.host, recipe.engine.port + index)
-    hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    hf_config = read_hf_config(recipe.policy.path)
+    _check_layout(recipe, hf_config)
+    tokenizer = _tokenizer(recipe.policy.path)
     text_config = hf_config.get_text_config()
     check_vocabulary(tokenizer, text_config.vocab_size)
     check_think_tags(tokenizer, recipe.prompts.think_start, recipe.prompts.think_end)
     prompts = load_prompts(tokenizer, recipe.prompts)
     if recipe.validation.every_steps and not prompts.held_out:
         raise ValueError("validation.every_steps: expected held-out prompts (prompts.held_out), found none")
-    longest = _longest_sequence(recipe, tokenizer)
-    context = recipe.engine.vllm.get("max_model_len") or longest
+    phrase_ids, _ = plan_ids(tokenizer, recipe.interruption.phrase, recipe.prompts.think_end)
+    longest, capacity = recipe.longest_sequence(len(phrase_ids)), _micro_batch_tokens(recipe)
     for key, limit in (
-        ("engine.vllm.max_model_len", context),
+        ("engine.vllm.max_model_len", recipe.engine.vllm.get("max_model_len") or longest),
         ("max_position_embeddings of the policy", getattr(text_config, "max_position_embeddings", longest)),
-        ("trainer.micro_batch_tokens", recipe.trainer.micro_batch_tokens),
+        ("trainer.micro_batch_tokens", capacity),
     ):
         if longest > limit:
             raise ValueError(
@@ -66,11 +75,32 @@ def check_inputs(recipe: Recipe) -> Inputs:
         hf_config=hf_config,
         prompts=prompts,
         longest_sequence=longest,
+        micro_batch_tokens=capacity,
     )
 
 
-def _longest_sequence(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> int:
-    phrase = 0
-    if recipe.interruption.enabled:
-        phrase = len(plan_ids(tokenizer, recipe.interruption.phrase, recipe.prompts.think_end)[0]) + 1
-    return recipe.prompts.max_prompt_tokens + recipe.max_completion_tokens + phrase
+def _check_layout(recipe: Recipe, hf_config: PretrainedConfig) -> None:
+    """What Megatron would refuse, or assert, on every rank."""
+    policy = family(hf_config)
+    check_cuts(policy, recipe)
+    m = recipe.megatron
+    if m.model or m.parallel or m.ddp or m.optimizer:
+        from megatron_scalerl.trainer.options import check_megatron  # seconds: only where there is something to check
+
+        check_megatron(policy, recipe)
+
+
+def _tokenizer(path: str) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"policy.path: expected a tokenizer in {path}, found none ({error})") from None
+
+
+def _micro_batch_tokens(recipe: Recipe) -> int:
+    """Where the recipe is silent, a run that has begun goes on with the capacity that it began with."""
+    begun = Path(recipe.run_dir, "recipe.yaml")
+    if recipe.trainer.micro_batch_tokens is None and begun.exists():
+        found = (read_yaml(begun).get("trainer") or {}).get("micro_batch_tokens")
+        return found or recipe.micro_batch_tokens
+    return recipe.micro_batch_tokens

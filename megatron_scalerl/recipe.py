@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from pydantic import model_validator
 
+from megatron_scalerl.parallel_layout import check_world, sizes_of
 from megatron_scalerl.recipe_sections import (
+    MICRO_BATCH_MULTIPLE,
     AdvantagesSection,
     CheckpointSection,
     CurriculumSection,
@@ -64,8 +66,26 @@ class Recipe(Section):
 
     @property
     def max_completion_tokens(self) -> int:
-        """Longest possible completion without the forced phrase (tokens)."""
+        """Longest possible completion without what is forced (tokens)."""
         return self.interruption.thinking_tokens[1] + self.interruption.answer_tokens
+
+    def longest_sequence(self, phrase_tokens: int | None = None) -> int:
+        """Longest possible prompt and completion together, the forced phrase and end of sequence included (tokens).
+
+        `phrase_tokens`: of the phrase and the closing tag in the policy's tokenizer. None, where there is none at
+        hand: one a byte, which no tokenizer exceeds. 0: a lower bound.
+        """
+        forced = 0
+        if self.interruption.enabled:
+            text = self.interruption.phrase + self.prompts.think_end
+            forced = (len(text.encode()) if phrase_tokens is None else phrase_tokens) + 1
+        return self.prompts.max_prompt_tokens + self.max_completion_tokens + forced
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Capacity of one packed micro-batch (tokens): trainer.micro_batch_tokens, or else one longest sequence."""
+        given = self.trainer.micro_batch_tokens
+        return given or -(-self.longest_sequence() // MICRO_BATCH_MULTIPLE) * MICRO_BATCH_MULTIPLE
 
     @property
     def run_dir(self) -> str:
@@ -84,32 +104,18 @@ class Recipe(Section):
             raise ValueError(
                 f"rollouts.max_in_flight: expected at least group_size {r.group_size}, found {r.max_in_flight}"
             )
-        size = self.model_parallel_size
-        if self.trainer.world_size % size:
-            raise ValueError(
-                f"trainer.world_size: expected a multiple of tensor x pipeline x context parallel size {size}, "
-                f"found {self.trainer.world_size}"
-            )
+        check_world(sizes_of(self.megatron.parallel), self.trainer.world_size)
         if r.routing_replay and (self.interruption.enabled or r.kv_cache == "keep"):
             raise ValueError(
                 "rollouts.routing_replay: expected interruption.enabled false and rollouts.kv_cache recompute, found "
                 f"{str(self.interruption.enabled).lower()} and {r.kv_cache}"
             )
         context = self.engine.vllm.get("max_model_len")
-        need = self.prompts.max_prompt_tokens + self.max_completion_tokens
+        need = self.longest_sequence(phrase_tokens=0)
         if context is not None and need > context:
             raise ValueError(
                 f"engine.vllm.max_model_len: expected at least {need} (prompts.max_prompt_tokens "
                 f"{self.prompts.max_prompt_tokens} + thinking {self.interruption.thinking_tokens[1]} + answer "
-                f"{self.interruption.answer_tokens}, and the phrase), found {context}"
+                f"{self.interruption.answer_tokens}, and what is forced), found {context}"
             )
         return self
-
-    @property
-    def model_parallel_size(self) -> int:
-        """Ranks that hold one copy of the policy: tensor x pipeline x context."""
-        p = self.megatron.parallel
-        size = 1
-        for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
-            size *= int(p.get(key, 1))
-        return size

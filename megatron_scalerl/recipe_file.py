@@ -24,7 +24,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     wrong type and settings that contradict each other.
     """
     path = Path(path)
-    data = _read(path)
+    data = read_yaml(path)
     for item in overrides:
         _override(data, item)
     try:
@@ -38,18 +38,27 @@ def dump_recipe(recipe: Recipe) -> str:
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises `RecipeError` for a file that is missing, unreadable or something else."""
     if not path.is_file():
         raise RecipeError(f"{path}: expected a recipe file, found {'a folder' if path.is_dir() else 'nothing'}")
     try:
         data = yaml.safe_load(path.read_text(encoding="utf8"))
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}: expected UTF-8, found {error.reason} at byte {error.start}") from None
+    except OSError as error:
+        raise RecipeError(f"{path}: expected a readable file, found {error.strerror}") from None
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" line {mark.line + 1}" if mark else ""
-        raise RecipeError(f"{path}:{where} expected YAML, found {getattr(error, 'problem', error)}") from None
+        raise RecipeError(f"{path}: {_yaml_problem(error)}") from None
     if not isinstance(data, dict):
         raise RecipeError(f"{path}: expected a mapping of keys, found {type(data).__name__}")
     return data
+
+
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    where = f"line {mark.line + 1}: " if mark else ""
+    return f"{where}expected YAML, found {' '.join(str(getattr(error, 'problem', None) or error).split())}"
 
 
 def _override(data: dict[str, Any], item: str) -> None:
@@ -62,7 +71,10 @@ def _override(data: dict[str, Any], item: str) -> None:
         node = node.setdefault(name, {})
         if not isinstance(node, dict):
             raise RecipeError(f"override {item!r}: {name} is a value, expected a section")
-    node[last] = yaml.safe_load(text) if text else None
+    try:
+        node[last] = yaml.safe_load(text) if text else None
+    except yaml.YAMLError as error:
+        raise RecipeError(f"override {item!r}: {_yaml_problem(error)}") from None
 
 
 def _first_line(error: ValidationError) -> str:

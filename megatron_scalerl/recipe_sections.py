@@ -15,6 +15,9 @@ PAPER_PHRASE = "Okay, time is up. Let me stop thinking and formulate a final ans
 """The phrase of section 4 of the paper, without the closing think tag, which the recipe appends itself. The blank at
 its end is the one that the paper prints before the tag."""
 
+MICRO_BATCH_MULTIPLE = 128
+"""trainer.micro_batch_tokens is rounded up to a multiple of this where the recipe is silent (tokens)."""
+
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -221,8 +224,9 @@ class TrainerSection(Section):
     """Trainer processes; data parallel size is world_size / (tensor x pipeline x context parallel size)."""
     threads: PositiveInt = 1
     """CPU threads of each trainer process."""
-    micro_batch_tokens: PositiveInt = 16384
-    """Capacity of one packed micro-batch (tokens); at least the longest prompt plus completion."""
+    micro_batch_tokens: PositiveInt | None = None
+    """Capacity of one packed micro-batch (tokens); at least the longest prompt and completion with the forced
+    phrase and end. null: that, the phrase reckoned as one token a byte, rounded up to a multiple of 128."""
     logit_workspace_mb: PositiveFloat = 512.0
     """Memory for blocks of logits beside hidden states, head and gradients (MiB); smaller is a little slower."""
     logit_backend: Annotated[str, Field(pattern="^(auto|cuda|torch|triton)$")] = "auto"

@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 from megatron_scalerl.batch import pack
 from megatron_scalerl.losses.inputs import LossInputs, LossOutput, masked, weighted_sum
 from megatron_scalerl.losses.reduction import token_weights
+from megatron_scalerl.parallel_layout import MODEL_KEYS
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe_sections import OptimizerSection, SftSection
 from megatron_scalerl.sft_examples import read_examples
@@ -80,7 +81,7 @@ def run_sft(recipe: Recipe, out: str | Path, *, report: Callable[[str], None] = 
             samples,
             step=step,
             dp_size=parallel.dp_size,
-            micro_batch_tokens=recipe.trainer.micro_batch_tokens,
+            micro_batch_tokens=recipe.micro_batch_tokens,
             pad_multiple=trainer.pad_multiple,
             policy_version=step - 1,
         )
@@ -114,7 +115,8 @@ def _of_warm_start(recipe: Recipe) -> Recipe:
     rollouts = recipe.rollouts.model_copy(update={"temperature": 1.0})
     update: dict[str, Any] = {"optimizer": optimizer, "trainer": trainer, "rollouts": rollouts}
     if world_size == 1:  # one process holds the whole policy, however the RL run cuts it
-        update["megatron"] = recipe.megatron.model_copy(update={"parallel": {}})
+        model = {key: value for key, value in recipe.megatron.model.items() if key not in MODEL_KEYS}
+        update["megatron"] = recipe.megatron.model_copy(update={"parallel": {}, "model": model})
     return recipe.model_copy(update=update)
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Coroutine
-from typing import Any
 
 from rich.console import Console
 
 from megatron_scalerl.controller import Controller
+from megatron_scalerl.failures import under_way
 from megatron_scalerl.launch.fleet import Devices, Fleet
 from megatron_scalerl.launch.local import local_launcher
 from megatron_scalerl.ledger import Ledger
@@ -40,10 +39,7 @@ def train(recipe: Recipe, console: Console) -> str:
     reason = finished(recipe)
     if reason is not None:
         return f"{reason}; nothing is left to do"
-    try:
-        return asyncio.run(_train(recipe, inputs, console))
-    except BaseExceptionGroup as group:
-        raise _first_of(group) from group
+    return asyncio.run(_train(recipe, inputs, console))
 
 
 async def _train(recipe: Recipe, inputs: Inputs, console: Console) -> str:
@@ -57,7 +53,7 @@ async def _train(recipe: Recipe, inputs: Inputs, console: Console) -> str:
     )
     async with verifier:
         # only now, when no mistake of the user's can be left, a folder is written
-        with contextlib.closing(RunFolder(recipe)) as folder:
+        with contextlib.closing(RunFolder(recipe)) as folder, under_way(folder.path / "logs" / "controller.log"):
             return await _in_folder(recipe, inputs, folder, verifier, console)
 
 
@@ -97,7 +93,7 @@ async def _in_folder(
                         meter=meter,
                         progress=progress,
                     )
-                    return await _running(launcher.while_alive(controller.run()))
+                    return await launcher.while_alive(controller.run())
 
 
 def _announce(fleet: Fleet, console: Console) -> None:
@@ -107,16 +103,3 @@ def _announce(fleet: Fleet, console: Console) -> None:
         f"({info.device}, {info.backend}), logits {info.logits}",
         highlight=False,
     )
-
-
-async def _running(work: Coroutine[Any, Any, str]) -> str:
-    """The result of `work`. Once a run is under way a ValueError is no mistake of the user's."""
-    try:
-        return await work
-    except ValueError as error:
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
-
-
-def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    first = group.exceptions[0]
-    return _first_of(first) if isinstance(first, BaseExceptionGroup) else first

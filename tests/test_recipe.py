@@ -59,7 +59,7 @@ def test_every_spelling_of_a_number_is_one(path, text):
         ("rollouts.temperature=3", "rollouts.temperature: input should be less than or equal to 2, found 3"),
         ("rollouts.temperature=0", "rollouts.temperature: input should be greater than or equal to 0.01, found 0"),
         ("interruption.thinking_tokens=[5, 2]", r"expected 1 <= low <= high, found \[5, 2\]"),
-        ("engine.vllm.max_model_len=100", "engine.vllm.max_model_len: expected at least 16384"),
+        ("engine.vllm.max_model_len=100", "engine.vllm.max_model_len: expected at least 16385"),
         ("policy=7", "policy"),
         ("optimizer.lr.x=7", "optimizer.lr"),
     ],

@@ -32,7 +32,7 @@ def recipe(tiny, **sft) -> Recipe:
             "policy": {"path": str(tiny / "base_policy"), "dtype": "float32"},
             "prompts": {"path": str(tiny / "prompts.jsonl")},
             "trainer": {"micro_batch_tokens": 512, "world_size": 2},
-            "megatron": {"parallel": {"tensor_model_parallel_size": 2}},
+            "megatron": {"parallel": {"tensor_model_parallel_size": 2}, "model": {"sequence_parallel": True}},
             "sft": {"path": str(tiny / "sft.jsonl"), "threads": 1, "warmup_steps": 0, **sft},
         }
     )

@@ -20,20 +20,30 @@ import sys
 import tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron_scalerl.environment import explained
+
 K8 = {"k": 8, "trainer": 1, "engine": 1}
 K0 = ({"k": 0, "trainer": 1, "engine": 1}, {"k": 0, "trainer": 2, "engine": 2}, {"k": 0, "trainer": 2, "engine": 1})
 
 
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--tiny", default="runs/tiny_1")
+    p.add_argument("--steps", type=int, default=16)
+    p.add_argument("--skip", type=int, default=6, help="steps left out: the pipeline fills")
+    p.add_argument("--rounds", type=int, default=2)
+    return p
+
+
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", default="runs/tiny_1")
-    parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--skip", type=int, default=6, help="steps left out: the pipeline fills")
-    parser.add_argument("--rounds", type=int, default=2)
-    a = parser.parse_args()
+    a = parser().parse_args()
     if not Path(a.tiny, "policy", "config.json").is_file():
-        parser.exit(2, f"--tiny: expected a folder with a warm policy, found {a.tiny}; run examples/quickstart.sh\n")
+        said = f"--tiny: expected a folder with a warm policy, found {a.tiny}; run examples/quickstart.sh"
+        parser().exit(2, f"{said}\n")
     settings = (K8, *K0)
     seconds: list[list[float]] = [[] for _ in settings]
     for _ in range(a.rounds):
@@ -80,4 +90,5 @@ def step_seconds(tiny: Path, setting: dict[str, int], steps: int, skip: int) -> 
 
 
 if __name__ == "__main__":
-    main()
+    with explained():
+        main()

@@ -23,18 +23,37 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from rich.console import Console
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_scalerl.convert.hf_folder import INDEX
-from megatron_scalerl.convert.options import Options
+from megatron_scalerl.environment import explained
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--kind", choices=("dense", "moe"), default="dense")
+    p.add_argument("--gib", type=float, default=2.0, help="size of the checkpoint")
+    p.add_argument("--processes", type=int, default=2)
+    p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
+    p.add_argument("--json", type=Path, help="write the figures here")
+    return p
+
+
+if __name__ == "__main__":
+    OPTIONS = parser().parse_args()  # before the imports, which take seconds
+
+with explained():
+    import numpy as np
+    from rich.console import Console
+
+    from megatron_scalerl.convert.hf_folder import INDEX
+    from megatron_scalerl.convert.options import Options
 
 # The rest of the package comes where it is used: workers import this file again, and need no torch.
 
@@ -45,16 +64,8 @@ _SHARD_BYTES = 1 << 30
 _SAMPLE_SECONDS = 0.01
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(arguments: argparse.Namespace) -> int:
     """Measure and print; 0 where both targets are met, 1 otherwise."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", choices=("dense", "moe"), default="dense")
-    parser.add_argument("--gib", type=float, default=2.0, help="size of the checkpoint")
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    arguments = parser.parse_args(argv)
     console = Console(soft_wrap=True)
     with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="bench_convert_") as folder:
         source = Path(folder) / "hugging_face"
@@ -269,4 +280,4 @@ def _write_random(path: Path, shapes: dict[str, tuple[int, ...]], seed: int) -> 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(OPTIONS))

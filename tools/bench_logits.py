@@ -32,15 +32,39 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_scalerl.logits import token_logprobs
-from megatron_scalerl.logits.api import token_loss
+from megatron_scalerl.environment import explained
 
 SHAPES = {"cpu": (4096, 1024, 32768), "gpu": (16384, 4096, 128256)}
 """Tokens, hidden size and vocabulary of the targets."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options; without sizes those of SHAPES."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
+    for name, cpu, gpu in zip(("tokens", "hidden", "vocab"), *SHAPES.values()):
+        p.add_argument(f"--{name}", type=int, help=f"default {cpu}, on a GPU {gpu}")
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--threads", type=int, default=os.cpu_count())
+    p.add_argument("--backend", help="of ours, only those of this backend")
+    p.add_argument("--peers", choices=("all", "none"), default="all")
+    p.add_argument("--memory-of", help=argparse.SUPPRESS)
+    return p
+
+
+if __name__ == "__main__":
+    OPTIONS = parser().parse_args()  # before the imports, which take seconds
+
+with explained():
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor
+
+    from megatron_scalerl.logits import token_logprobs
+    from megatron_scalerl.logits.api import token_loss
+
 CHECKED_TOKENS = 64
 THIRD, SIXTH, CHUNK = 512, 96, 512
 """MiB of workspace on a CPU: a third and a sixth of the naive path's extra memory, and with the loss in the chunk."""
@@ -135,11 +159,8 @@ def contenders(options: argparse.Namespace) -> list[Contender]:
     """Who takes part, the naive path first."""
     naive = Contender(name=NAIVE, run=naive_fp32)
     if options.device == "cpu":
-        mine = [
-            ours(f"torch, {THIRD} MiB", "torch", THIRD),
-            ours(f"torch, {SIXTH} MiB", "torch", SIXTH),
-            ours(f"torch, loss in the chunk, {CHUNK} MiB", "torch", CHUNK, inside=True),
-        ]
+        mine = [ours(f"torch, {room} MiB", "torch", room) for room in (THIRD, SIXTH)]
+        mine.append(ours(f"torch, loss in the chunk, {CHUNK} MiB", "torch", CHUNK, inside=True))
         peers = [
             Contender(name="torch linear_cross_entropy", run=torch_linear(False)),
             Contender(name="torch linear_cross_entropy, chunked", run=torch_linear(True), all_forward=True),
@@ -356,44 +377,24 @@ def machine(device: str) -> dict[str, Any]:
     model = re.search(r"^model name\s*: (.*)$", info.read_text() if info.is_file() else "", re.MULTILINE)
     found: dict[str, Any] = {"cpu": model[1] if model else platform.machine(), "cores": os.cpu_count()}
     if device == "gpu":
-        accelerator = torch.accelerator.current_accelerator()
-        found["gpu"] = torch.get_device_module(accelerator).get_device_name()
+        found["gpu"] = torch.get_device_module(torch.accelerator.current_accelerator()).get_device_name()
     return {**found, "load_average": round(os.getloadavg()[0], 2), "torch": torch.__version__}
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
-    for place, name in enumerate(("tokens", "hidden", "vocab")):
-        sizes = f"default {SHAPES['cpu'][place]}, on a GPU {SHAPES['gpu'][place]}"
-        parser.add_argument(f"--{name}", type=int, help=sizes)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--backend", help="of ours, only those of this backend")
-    parser.add_argument("--peers", choices=("all", "none"), default="all")
-    parser.add_argument("--memory-of", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+def main(options: argparse.Namespace) -> None:
     for name, default in zip(("tokens", "hidden", "vocab"), SHAPES[options.device]):
         setattr(options, name, getattr(options, name) or default)
-    return options
-
-
-def main() -> None:
-    options = parse()
     bench = Bench(options)
     if options.memory_of is not None:
         [contender] = [c for c in contenders(options) if c.name == options.memory_of]
-        print(json.dumps(bench.peak_extra(contender)))
-        return
-    head = {"bench": "logits", "device": options.device, "dtype": "bfloat16", "rounds": options.rounds}
-    shape = {name: getattr(options, name) for name in ("tokens", "hidden", "vocab", "threads")}
+        return print(json.dumps(bench.peak_extra(contender)))
+    shape = {name: getattr(options, name) for name in ("device", "rounds", "tokens", "hidden", "vocab", "threads")}
     found = machine(options.device)
     rate, lines = measure(bench, options)
-    print(json.dumps({**head, **shape, "gemm_tflops": _rounded(rate / 1e12), "machine": found}))
-    for line in lines:
+    first = {"bench": "logits", "dtype": "bfloat16", **shape, "gemm_tflops": _rounded(rate / 1e12), "machine": found}
+    for line in (first, *lines, {"bench": "logits", "targets": targets(lines, options.device)}):
         print(json.dumps(line))
-    print(json.dumps({"bench": "logits", "targets": targets(lines, options.device)}))
 
 
 if __name__ == "__main__":
-    main()
+    main(OPTIONS)

@@ -29,6 +29,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron_scalerl.environment import explained
+
 MIB = 2**20
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 CASES: dict[str, dict[str, Any]] = {
@@ -51,22 +53,27 @@ FIXED_OVER_PER_COMPLETION = 13.0
 """Of one decoding step of the tiny policy: 105 tok/s with one completion, 1,400 with 128, one thread."""
 
 
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("what", choices=("memory", "queue", "rank"))
+    p.add_argument("--only", choices=list(CASES), help="memory: one configuration")
+    p.add_argument("--tiny", default="runs/tiny_1", help="queue: folder with a warm policy")
+    p.add_argument("--steps", type=int, default=24)
+    p.add_argument("--skip", type=int, default=10, help="queue: steps left out, the pipeline fills")
+    p.add_argument("--case", help=argparse.SUPPRESS)
+    return p
+
+
 def main() -> None:
     """Compare and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("memory", "queue", "rank"))
-    parser.add_argument("--only", choices=list(CASES), help="memory: one configuration")
-    parser.add_argument("--tiny", default="runs/tiny_1", help="queue: folder with a warm policy")
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--skip", type=int, default=10, help="queue: steps left out, the pipeline fills")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
-    a = parser.parse_args()
+    a = parser().parse_args()
     if a.what == "rank":
         print(json.dumps(measure_rank(json.loads(a.case))))
         return
     if a.what == "queue":
         if not Path(a.tiny, "policy", "config.json").is_file():
-            parser.exit(
+            parser().exit(
                 2, f"--tiny: expected a folder with a warm policy, found {a.tiny}; run examples/quickstart.sh\n"
             )
         print(json.dumps(compare_queue(Path(a.tiny), a.steps, a.skip)))
@@ -324,4 +331,5 @@ def train(tiny: Path, k: int, steps: int) -> tuple[list[dict[str, Any]], list[in
 
 
 if __name__ == "__main__":
-    main()
+    with explained():
+        main()

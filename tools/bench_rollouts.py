@@ -24,9 +24,29 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.rollouts.engine import EngineProcess, SamplingSpec
-from megatron_scalerl.rollouts.interruption import Plan
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron_scalerl.environment import explained
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--requests", type=int, default=256)
+    p.add_argument("--in-flight", type=int, default=64)
+    p.add_argument("--threads", type=int, default=1)
+    p.add_argument("--offline", metavar="FOLDER", help=argparse.SUPPRESS)
+    return p
+
+
+if __name__ == "__main__":
+    OPTIONS = parser().parse_args()  # before the imports, which take seconds
+
+with explained():
+    from megatron_scalerl.recipe import Recipe
+    from megatron_scalerl.rollouts.engine import EngineProcess, SamplingSpec
+    from megatron_scalerl.rollouts.interruption import Plan
 
 VOCAB, PROMPT, SHORTEST, LONGEST = 512, 31, 64, 192
 ENGINE: dict[str, Any] = {
@@ -171,14 +191,8 @@ def summary(rates: dict[str, list[float]], args: argparse.Namespace) -> dict[str
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--in-flight", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--offline", metavar="FOLDER", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> None:
+    """Measure and print."""
     if args.offline:
         theirs(args.offline, args.requests, args.in_flight)
         return
@@ -188,4 +202,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(OPTIONS)

@@ -16,6 +16,7 @@ import os
 import platform
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,23 +24,44 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.models.gpt import GPTModel
-from megatron.core.pipeline_parallel import get_forward_backward_func
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_scalerl.batch import pack, real_tokens
-from megatron_scalerl.models import family as family_of
-from megatron_scalerl.models import read_hf_config
-from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.tiny.policy import make_llama
-from megatron_scalerl.trainer.layers.spec import block_submodules
-from megatron_scalerl.trainer.optimizer import build_optimizer
-from megatron_scalerl.trainer.options import ddp_config, model_options
-from megatron_scalerl.trainer.parallel import Parallel, init_parallel
-from megatron_scalerl.trainer.step import make_trainer
-from megatron_scalerl.types import Batch, MicroBatch, Rollout, Sample
+from megatron_scalerl.environment import explained
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--rounds", type=int, default=15)
+    p.add_argument("--samples", type=int, default=128)
+    p.add_argument("--threads", type=int, default=1)
+    p.add_argument("--micro-batch-tokens", type=int, default=4096)
+    p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    p.add_argument("--policy", help="Hugging Face folder; without it the tiny task's policy with random weights")
+    return p
+
+
+if __name__ == "__main__":
+    OPTIONS = parser().parse_args()  # before the imports, which take seconds
+
+with explained():
+    import numpy as np
+    import torch
+    from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_scalerl.batch import pack, real_tokens
+    from megatron_scalerl.models import family as family_of
+    from megatron_scalerl.models import read_hf_config
+    from megatron_scalerl.recipe import Recipe
+    from megatron_scalerl.tiny.policy import make_llama
+    from megatron_scalerl.trainer.layers.spec import block_submodules
+    from megatron_scalerl.trainer.optimizer import build_optimizer
+    from megatron_scalerl.trainer.options import ddp_config, model_options
+    from megatron_scalerl.trainer.parallel import Parallel, init_parallel
+    from megatron_scalerl.trainer.step import make_trainer
+    from megatron_scalerl.types import Batch, MicroBatch, Rollout, Sample
 
 SHORTEST, LONGEST = 24, 88
 """Tokens of a sample with its prompt, as the quickstart's."""
@@ -208,15 +230,8 @@ def machine() -> dict[str, Any]:
     return {"cpu": model, "cores": os.cpu_count(), "load_average": load, "torch": torch.__version__}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--samples", type=int, default=128)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--micro-batch-tokens", type=int, default=4096)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--policy", help="Hugging Face folder; without it the tiny task's policy with random weights")
-    options = parser.parse_args()
+def main(options: argparse.Namespace) -> None:
+    """Measure and print."""
     with tempfile.TemporaryDirectory() as folder:
         policy = options.policy
         if policy is None:
@@ -226,4 +241,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(OPTIONS)

@@ -15,7 +15,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_scalerl.convert.command import main
+from megatron_scalerl.environment import explained
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with explained():
+        from megatron_scalerl.convert.command import main
+
+        sys.exit(main())

@@ -20,7 +20,7 @@ _DTYPES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0 done, 2 with one line on standard error for a mistake in what was given."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     console = Console(soft_wrap=True)
     warnings.filterwarnings("ignore", module=r"(megatron\.core|torch|transformers)\.")
     started = time.monotonic()
@@ -55,7 +55,8 @@ def _size(nbytes: int) -> str:
     return f"{nbytes} bytes"
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """The options of the three commands."""
     description = "Hugging Face folders to Megatron torch_dist checkpoints and back, streaming."
     parser = argparse.ArgumentParser(prog="convert_checkpoint.py", description=description)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="name")
@@ -94,12 +95,16 @@ def _options(arguments: argparse.Namespace, console: Console) -> Options:
 
 
 def _to_megatron(arguments: argparse.Namespace, console: Console) -> Summary:
+    if not (arguments.source / "config.json").is_file():  # before the import, which takes seconds
+        raise ValueError(f"{arguments.source}: expected a Hugging Face folder with config.json, found none")
     from megatron_scalerl.convert.to_megatron import to_megatron
 
     return to_megatron(arguments.source, arguments.out, _options(arguments, console))
 
 
 def _to_hf(arguments: argparse.Namespace, console: Console) -> Summary:
+    if not arguments.source.is_dir():
+        raise ValueError(f"{arguments.source}: expected a folder with a checkpoint, found none")
     from megatron_scalerl.convert.to_hf import to_hf
 
     return to_hf(arguments.source, arguments.out, _options(arguments, console), like=arguments.like)

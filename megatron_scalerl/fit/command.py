@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 import tempfile
@@ -38,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         prog="fit_curve.py",
         description="Fit a run's compute-performance curve, forecast it, and say whether it is worth going on.",
         epilog="Example: fit_curve.py runs/my_run --fit-until 8000 --predict 16000,50000 --html report.html. "
-        "Every interval holds with a probability of 90 %%.",
+        "Every interval holds with a probability of 90 %.",
     )
     p.add_argument("inputs", nargs="+", metavar="INPUT", help="run folder, or CSV, JSONL or JSON file")
     p.add_argument("--compute", metavar="COL", help="column with the compute (or the step)")
@@ -69,6 +70,8 @@ def parser() -> argparse.ArgumentParser:
 
 def run(options: argparse.Namespace) -> int:
     """Do what the parsed options say. Raises ValueError for bad input."""
+    if options.plot or options.html:
+        importlib.import_module("matplotlib")  # a missing one is said before the work, not after it
     from . import text
     from .decide import WORTH, decide
 

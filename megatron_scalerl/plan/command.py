@@ -52,16 +52,18 @@ def parser() -> argparse.ArgumentParser:
 
 def run(options: argparse.Namespace) -> int:
     """As `main`, raising ValueError for bad input."""
-    from rich.console import Console
-
-    from megatron_scalerl.plan.build_check import compare_with_build
-    from megatron_scalerl.plan.planner import as_numbers, config_folder, make_plan
-    from megatron_scalerl.plan.text import show, verdict
     from megatron_scalerl.recipe_file import load_recipe
 
     recipe = load_recipe(options.recipe, options.overrides)
     assumed = Assumptions(**{f.name: getattr(options, f.name) for f in described()})
-    folder = config_folder(recipe, options.recipe, options.config)
+    folder = config_folder(recipe.policy.path, options.recipe, options.config)
+
+    from rich.console import Console  # from here on what takes seconds to import
+
+    from megatron_scalerl.plan.build_check import compare_with_build
+    from megatron_scalerl.plan.planner import as_numbers, make_plan
+    from megatron_scalerl.plan.text import show, verdict
+
     plan = make_plan(recipe, folder, options.gpus, GPUS[options.gpu], assumed)
     built = "not asked for" if options.no_build else compare_with_build(plan, folder)
     if options.json:
@@ -77,6 +79,19 @@ def run(options: argparse.Namespace) -> int:
     elif options.json != "-":
         show(plan, built, Console(width=None if sys.stdout.isatty() else 100))
     return 0
+
+
+def config_folder(policy: str, recipe: str | Path, given: str | Path | None = None) -> Path:
+    """Where the architecture is: `given`, the policy's folder, or configs/<its name> beside the recipe.
+
+    Raises ValueError where none has a config.json.
+    """
+    folder = Path(policy)
+    tried = [Path(given)] if given else [folder, Path(recipe).parent / "configs" / folder.name]
+    for place in tried:
+        if (place / "config.json").is_file():
+            return place
+    raise ValueError(f"policy.path: expected config.json in {' or '.join(map(str, tried))}, found none")
 
 
 def _positive(text: str) -> int:

@@ -105,9 +105,8 @@ def engine_memory(recipe: Recipe, family: Family, p: Parameters, gpu: Gpu, assum
 
 
 def longest_tokens(recipe: Recipe) -> int:
-    """Longest prompt and completion; engine.vllm.max_model_len, which has room for the phrase, where it is given."""
-    longest = recipe.prompts.max_prompt_tokens + recipe.max_completion_tokens
-    return int(recipe.engine.vllm.get("max_model_len") or longest)
+    """Longest prompt and completion; engine.vllm.max_model_len where it is given."""
+    return int(recipe.engine.vllm.get("max_model_len") or recipe.longest_sequence())
 
 
 def decoding(

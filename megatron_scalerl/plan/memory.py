@@ -99,7 +99,7 @@ def _stage_memory(
 
 def tokens_of(recipe: Recipe, layout: Layout) -> int:
     """Tokens of a full micro-batch on one context-parallel rank."""
-    return -(-recipe.trainer.micro_batch_tokens // layout.cp)
+    return -(-recipe.micro_batch_tokens // layout.cp)
 
 
 def _static(recipe: Recipe, layout: Layout, p: RankParameters) -> tuple[Term, ...]:
@@ -145,7 +145,7 @@ def _activations(
         work.append(
             again + activations.backward_bytes(shape, layout, width=width, imbalance=assumed.expert_imbalance)
         )
-    in_flight = layout.layers_in_flight(stage, micro_batches) / len(layers)
+    in_flight = layout.layers_in_flight(stage, micro_batches) / max(1, len(layers))
     ends = _ends(family, layout, width, kernels, stage)
     return tokens * (sum(saved) * in_flight + ends), tokens * max(work)
 

@@ -74,27 +74,13 @@ class Plan:
                 f"engines have no room for one sequence of {self.engine.context_tokens:,} tokens: "
                 f"{self.engine.missing_bytes / GIB:.1f} GiB a device are missing"
             )
-        need = self.recipe.prompts.max_prompt_tokens + self.recipe.max_completion_tokens
-        if self.recipe.trainer.micro_batch_tokens < need:
+        need = self.recipe.longest_sequence(phrase_tokens=0)
+        if self.recipe.micro_batch_tokens < need:
             found.append(
                 f"trainer.micro_batch_tokens: expected at least {need}, the longest prompt and completion, found "
-                f"{self.recipe.trainer.micro_batch_tokens}"
+                f"{self.recipe.micro_batch_tokens}"
             )
         return found
-
-
-def config_folder(recipe: Recipe, recipe_path: str | Path, given: str | Path | None = None) -> Path:
-    """Where the architecture is: `given`, the policy's folder, or configs/<its name> beside the recipe.
-
-    Raises ValueError where none has a config.json.
-    """
-    folder = Path(recipe.policy.path)
-    shipped = Path(recipe_path).parent / "configs" / folder.name
-    tried = [Path(given)] if given else [folder, shipped]
-    for place in tried:
-        if (place / "config.json").is_file():
-            return place
-    raise ValueError(f"policy.path: expected config.json in {' or '.join(map(str, tried))}, found none")
 
 
 def make_plan(
@@ -197,8 +183,8 @@ def as_numbers(plan: Plan) -> dict[str, Any]:
         "parameters": asdict(plan.parameters) | {"with_carried": plan.parameters.total + plan.parameters.carried},
         "split": asdict(plan.split) | {"devices_per_engine": plan.engine.devices, "of_recipe": plan.split_is_recipes},
         "layout": asdict(plan.layout)
-        | {"stages": [[s.start, s.stop] for s in plan.layout.stages], "dp": plan.layout.dp,
-           "recompute": plan.recompute, "micro_batch_tokens": plan.recipe.trainer.micro_batch_tokens},
+        | {"stages": [list(layers) for layers in plan.layout.stages], "dp": plan.layout.dp,
+           "recompute": plan.recompute, "micro_batch_tokens": plan.recipe.micro_batch_tokens},
         "trainer_memory": [asdict(s) | {"total": s.total} for s in plan.trainer],
         "trainer_headroom_bytes": plan.headroom,
         "engine_memory": asdict(plan.engine)

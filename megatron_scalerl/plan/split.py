@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from megatron_scalerl.parallel_layout import sizes_of
 from megatron_scalerl.plan.hardware import Gpu
-from megatron_scalerl.plan.layout import model_parallel_unit
 from megatron_scalerl.plan.simulate import Setting, Timing, simulate
 from megatron_scalerl.recipe import Recipe
 
@@ -45,7 +45,7 @@ def gpus_of(recipe: Recipe, split: Split) -> int:
 
 def splits(recipe: Recipe, gpus: int, gpu: Gpu) -> Iterator[Split]:
     """Every split of `gpus`: the trainer a multiple of its model-parallel sizes and, where possible, whole nodes."""
-    unit = math.lcm(*model_parallel_unit(recipe))
+    unit = math.lcm(*sizes_of(recipe.megatron.parallel).unit)
     if gpus >= 2 * gpu.per_node:
         unit = math.lcm(unit, gpu.per_node)
     each = recipe.engine.devices_per_engine

@@ -126,7 +126,7 @@ def _step(plan: Plan) -> Part:
     w, n = plan.work, plan.lengths
     bounds = [("  not below", f"{b.seconds:.3f} s: {b.way}") for b in plan.update_bounds]
     length = f"mean {n.mean:,.0f}, median {n.quantile(0.5):,}, 90 % below {n.quantile(0.9):,} tokens"
-    packed = f"{w.micro_batches:.1f} micro-batches of {plan.recipe.trainer.micro_batch_tokens:,} tokens a rank"
+    packed = f"{w.micro_batches:.1f} micro-batches of {plan.recipe.micro_batch_tokens:,} tokens a rank"
     return _pairs(
         "one step",
         ("completions", f"{w.completions:,}: {length}"),

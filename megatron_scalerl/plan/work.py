@@ -54,7 +54,7 @@ def step_work(
     body, again, head = _flops_per_token(recipe, family, lengths, assumed)
     utilisation = assumed.moe_utilisation if p.experts else assumed.dense_utilisation
     hardware = trained * (3 * body + again + (3 if in_chunk(recipe) else 4) * head)
-    micro_batches = max(1.0, trained / layout.dp / (recipe.trainer.micro_batch_tokens * assumed.packing))
+    micro_batches = max(1.0, trained / layout.dp / (recipe.micro_batch_tokens * assumed.packing))
     bubble = (layout.pp - 1) / (micro_batches * layout.chunks)
     computed = hardware / (layout.world_size * gpu.bf16_flops * utilisation) * (1 + bubble)
     return StepWork(

@@ -136,7 +136,7 @@ def check_engine(info: EngineInfo, recipe: Recipe) -> None:
     """
     logits = "float32" if recipe.policy.logits == "fp32" else recipe.policy.dtype
     wanted = None if info.attention_temperature is None else attention_temperature(recipe)
-    need = recipe.prompts.max_prompt_tokens + recipe.max_completion_tokens
+    need = recipe.longest_sequence(phrase_tokens=0)
     for key, expected, found in (
         ("policy.dtype", recipe.policy.dtype, info.dtype),
         (f"policy.logits {recipe.policy.logits}", logits, info.head_dtype),

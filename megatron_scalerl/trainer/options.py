@@ -13,12 +13,15 @@ import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
-from megatron_scalerl.models.family import Family, check_layout
+from megatron_scalerl.models.family import Family
+from megatron_scalerl.parallel_layout import check_cuts, sizes_of
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer.device import HAVE_GPU, HAVE_TE
-from megatron_scalerl.trainer.parallel import Parallel
+from megatron_scalerl.trainer.layers.routing import check_replay
+from megatron_scalerl.trainer.parallel import Parallel, checked_keywords
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -42,9 +45,10 @@ def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOp
     """Family's options, then ours for this device, then megatron.model over both.
 
     Raises ValueError for a key that neither TransformerConfig nor GPTModel has, naming the nearest one, for
-    one that belongs to megatron.parallel or policy.dtype, and for a parallel size that does not divide what it cuts.
+    one that belongs to megatron.parallel or policy.dtype, for a parallel size that does not divide what it cuts, and
+    for what Megatron refuses.
     """
-    check_layout(family, tp_size=parallel.tp_size, ep_size=parallel.ep_size, etp_size=parallel.etp_size)
+    check_cuts(family, recipe)
     owned = _owned_by_others(recipe, parallel)
     known = {f.name for f in fields(TransformerConfig)}
     given = recipe.megatron.model
@@ -62,7 +66,44 @@ def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOp
             "megatron.model.variable_seq_lengths: expected true in a pipeline with context parallelism (padding "
             "depends on each row's sequences), found false"
         )
-    return ModelOptions(config=TransformerConfig(**settings, **owned), gpt=gpt)
+    return ModelOptions(config=_transformer_config(settings | owned), gpt=gpt)
+
+
+def _transformer_config(settings: Mapping[str, Any]) -> TransformerConfig:
+    try:
+        return TransformerConfig(**settings)
+    except (ValueError, AssertionError, NotImplementedError, TypeError) as error:
+        raise ValueError(f"megatron.model: Megatron-Core refuses it: {' '.join(str(error).split())}") from error
+
+
+def check_megatron(family: Family, recipe: Recipe) -> None:
+    """What Megatron would say of the recipe's options on every rank, asked in this process.
+
+    Raises ValueError, in one line, for unknown keys of the four sections and for whatever Megatron's configuration
+    classes refuse or assert.
+    """
+    checked_keywords(recipe)
+    ddp_config(recipe)
+    optimizer_config(recipe)
+    config = model_options(family, recipe, _first_rank(recipe)).config
+    if config.num_layers != len(family.layers):
+        raise ValueError(
+            f"megatron.model.num_layers: expected {len(family.layers)} as in config.json, found {config.num_layers}"
+        )
+    if recipe.rollouts.routing_replay:
+        check_replay(config, pipeline_size=config.pipeline_model_parallel_size)
+
+
+def _first_rank(recipe: Recipe) -> Parallel:
+    """The place of rank 0 as it will be, without process groups."""
+    sizes = sizes_of(recipe.megatron.parallel)
+    place = {f"{name}_size": getattr(sizes, name) for name in ("tp", "pp", "ep", "etp", "cp")}
+    world_size = recipe.trainer.world_size
+    ranks = {f"{name}_rank": 0 for name in ("tp", "pp", "ep", "etp", "dp", "cp")}
+    return Parallel(
+        rank=0, world_size=world_size, dp_size=world_size // sizes.unit[0], device=torch.device("cpu"),
+        groups=ProcessGroupCollection(), **place, **ranks,
+    )  # fmt: skip
 
 
 def ddp_config(recipe: Recipe) -> DistributedDataParallelConfig:

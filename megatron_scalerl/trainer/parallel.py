@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_scalerl.parallel_layout import check_world, sizes_of
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rendezvous import Rendezvous, open_store, use_interface
 from megatron_scalerl.trainer import device
@@ -70,14 +71,9 @@ def init_parallel(recipe: Recipe, rendezvous: Rendezvous | None = None) -> Paral
     where the world cannot be cut that way or differs from trainer.world_size, for an unknown key of
     megatron.parallel, and for an interleaved pipeline without a GPU; RuntimeError where the ranks do not meet.
     """
-    keywords = _known_keywords(recipe.megatron.parallel)
-    if not device.HAVE_GPU and keywords.get("virtual_pipeline_model_parallel_size"):
-        raise ValueError(
-            "megatron.parallel.virtual_pipeline_model_parallel_size: expected none without a GPU (the interleaved "
-            f"schedule hangs over gloo), found {keywords['virtual_pipeline_model_parallel_size']}"
-        )
+    keywords = checked_keywords(recipe)
     rank, world_size = _place_in_world(recipe.trainer.world_size, rendezvous)
-    _check_divisible(keywords, world_size)
+    check_world(sizes_of(keywords), world_size)
     place = device.prepare(threads=recipe.trainer.threads, deterministic=recipe.trainer.deterministic)
     if not dist.is_initialized():
         _join(rank, world_size, rendezvous, timedelta(seconds=recipe.trainer.step_timeout_s))
@@ -97,6 +93,20 @@ def shutdown_parallel() -> None:
 def virtual_pipeline_size() -> int | None:
     """Model chunks per pipeline stage under the interleaved schedule, or None."""
     return parallel_state.get_virtual_pipeline_model_parallel_world_size()
+
+
+def checked_keywords(recipe: Recipe) -> dict[str, Any]:
+    """Keywords of initialize_model_parallel.
+
+    Raises ValueError for an unknown one, naming the nearest, and for an interleaved pipeline without a GPU.
+    """
+    keywords = _known_keywords(recipe.megatron.parallel)
+    if not device.HAVE_GPU and keywords.get("virtual_pipeline_model_parallel_size"):
+        raise ValueError(
+            "megatron.parallel.virtual_pipeline_model_parallel_size: expected none without a GPU (the interleaved "
+            f"schedule hangs over gloo), found {keywords['virtual_pipeline_model_parallel_size']}"
+        )
+    return keywords
 
 
 def _known_keywords(given: dict[str, Any]) -> dict[str, Any]:
@@ -124,24 +134,6 @@ def _place_in_world(expected_size: int, rendezvous: Rendezvous | None) -> tuple[
             f"trainer.world_size: expected {expected_size} processes as the recipe says, found {world_size}"
         )
     return rank, world_size
-
-
-def _check_divisible(keywords: dict[str, Any], world_size: int) -> None:
-    tp = int(keywords.get("tensor_model_parallel_size", 1))
-    pp = int(keywords.get("pipeline_model_parallel_size", 1))
-    cp = int(keywords.get("context_parallel_size", 1))
-    ep = int(keywords.get("expert_model_parallel_size", 1))
-    etp = int(keywords.get("expert_tensor_parallel_size") or tp)
-    if world_size % (tp * pp * cp):
-        raise ValueError(
-            f"trainer.world_size: expected a multiple of tensor {tp} x pipeline {pp} x context {cp} parallel size, "
-            f"found {world_size}"
-        )
-    if world_size % (etp * ep * pp):
-        raise ValueError(
-            f"trainer.world_size: expected a multiple of expert tensor {etp} x expert {ep} x pipeline {pp} parallel "
-            f"size, found {world_size}"
-        )
 
 
 def _join(rank: int, world_size: int, rendezvous: Rendezvous | None, timeout: timedelta) -> None:

@@ -279,7 +279,7 @@ def make_trainer(
         ),
         learning_rate=learning_rate or constant_with_warmup(recipe.optimizer),
         weight_decay=recipe.optimizer.weight_decay,
-        micro_batch_tokens=recipe.trainer.micro_batch_tokens,
+        micro_batch_tokens=recipe.micro_batch_tokens,
         pad_multiple=pad_multiple(parallel),
         temperature=recipe.rollouts.temperature,
         loss_in_chunk=recipe.trainer.loss_in_chunk and loss is None and section.name in SEPARABLE,

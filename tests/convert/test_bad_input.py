@@ -224,6 +224,12 @@ def test_a_bit_that_flipped_on_the_disk(megatron, refused):
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     said = refused(command="to-hf", origin=megatron)
+    assert "__0_0.distcp: expected the content that was committed, found another digest" in said
+    # a file of more than 16 MiB has no digest there
+    commit = json.loads((megatron / "COMMIT").read_text())
+    del commit["sha256"]["__0_0.distcp"]
+    (megatron / "COMMIT").write_text(json.dumps(commit))
+    said = refused(command="to-hf", origin=megatron)
     assert "expected checksum" in said and "as the manifest says, found" in said
 
 

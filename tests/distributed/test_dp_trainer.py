@@ -12,14 +12,18 @@ from runner import run_ranks
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TP2, PP2, EP2 = ({f"{kind}_model_parallel_size": 2} for kind in ("tensor", "pipeline", "expert"))
+PP2_FIRST = {**PP2, "model": {"num_layers_in_first_pipeline_stage": 1}}
+PP2_LAYOUT = {**PP2, "model": {"pipeline_model_parallel_layout": "Ettt|tL"}}
 GSPO = {"loss": {"name": "gspo", "clip_low": 0.9, "clip_high": 9.0}}
-TWO_RANKS: dict[str, tuple[str, dict[str, int], int, dict[str, Any]]] = {
+TWO_RANKS: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
     "llama dp2": ("llama", {}, 6, {}),
     "llama dp2, three samples": ("llama", {}, 3, {}),
     "llama dp2, one rank idle": ("llama", {}, 1, {}),
     "llama dp2 gspo": ("llama", {}, 6, GSPO),
     "llama tp2": ("llama", TP2, 6, {}),
     "llama pp2": ("llama", PP2, 6, {}),
+    "llama pp2, 1 and 3 layers": ("llama", PP2_FIRST, 6, {}),
+    "llama pp2, a layout of 3 and 1": ("llama", PP2_LAYOUT, 6, {}),
     "llama4 ep2": ("llama4", EP2, 5, {}),
     "llama4 ep2, one rank idle": ("llama4", EP2, 1, {}),
 }

@@ -13,16 +13,17 @@ SMOOTH = {"lr": 1e-2, "warmup_steps": 0, "eps": 1e-3, "clip_grad": 0.5}
 PROBE = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [20, 30, 40, 50]]
 
 
-def recipe(policy: str, parallel: dict[str, int], **sections: Any) -> Any:
-    """The tests' recipe under a layout, for the world that this process is in."""
+def recipe(policy: str, layout: dict[str, Any], **sections: Any) -> Any:
+    """The tests' recipe under a layout (sizes, and under `model` what else it needs) in this process's world."""
     world_size = int(os.environ["WORLD_SIZE"])
+    parallel = {key: size for key, size in layout.items() if key != "model"}
     model = {"sequence_parallel": True} if parallel.get("tensor_model_parallel_size", 1) > 1 else {}
     return make_recipe(
         Path(policy),
         **{
             "optimizer": SMOOTH,
             "trainer": {"world_size": world_size, "micro_batch_tokens": 128},
-            "megatron": {"parallel": parallel, "model": model},
+            "megatron": {"parallel": parallel, "model": model | layout.get("model", {})},
             **sections,
         },
     )

@@ -1,6 +1,5 @@
 """The viewer prints one completion with forced tokens and policy versions marked, with and without colour."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from megatron_scalerl import show_rollouts
 from megatron_scalerl.rollouts.journal import BatchRecord, Journal
 from megatron_scalerl.tiny.tokenizer import save_tokenizer
 from megatron_scalerl.types import Prompt, Rollout, RolloutGroup, Score
@@ -16,12 +16,9 @@ TOOL = Path(__file__).parents[2] / "tools" / "show_rollouts.py"
 PHRASE = "Okay, time is up. Let me stop thinking and formulate a final answer now. "
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tool():
-    spec = importlib.util.spec_from_file_location("show_rollouts", TOOL)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return show_rollouts
 
 
 def rollout(ids, versions, mask, **flags):

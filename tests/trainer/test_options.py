@@ -121,9 +121,12 @@ def test_a_world_that_cannot_be_cut_is_one_clear_line(monkeypatch: pytest.Monkey
     place = dict(RANK="0", WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    experts = recipe(dict(parallel=dict(expert_model_parallel_size=2)), world_size=3)
-    with pytest.raises(ValueError, match=r"expected a multiple of expert tensor 1 x expert 2 x pipeline 1.*found 3"):
-        init_parallel(experts)
+    with pytest.raises(ValueError, match=r"multiple of expert tensor x expert x pipeline parallel size 2, found 3"):
+        recipe(dict(parallel=dict(expert_model_parallel_size=2)), world_size=3)
+    two = recipe(dict(parallel=dict(tensor_model_parallel_size=2)), world_size=2)
+    three = two.model_copy(update=dict(trainer=two.trainer.model_copy(update=dict(world_size=3))))
+    with pytest.raises(ValueError, match=r"multiple of tensor x pipeline x context parallel size 2, found 3"):
+        init_parallel(three)
     with pytest.raises(ValueError, match=r"trainer\.world_size: expected 1 processes as the recipe says, found 3"):
         init_parallel(recipe())
     monkeypatch.delenv("MASTER_PORT")

@@ -1,0 +1,39 @@
+"""What a command line needs around it: a Python that is new enough, and the packages that it imports.
+
+Standard library only, in syntax that older Pythons parse: this runs where nothing is installed.
+"""
+
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Iterator  # noqa: UP035 (older Pythons have no collections.abc.Iterator[...])
+
+OLDEST = (3, 11)
+"""The oldest Python that runs the package."""
+_HOW = "make the environment with tools/install.sh cpu (or gpu) and enter it with source .venv/bin/activate"
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Around imports and the command itself: what the environment lacks is one line, exit code 2.
+
+    Raises SystemExit for a Python before 3.11 and for a package that is not installed. A missing module of
+    megatron_scalerl itself is a bug and is raised as it is.
+    """
+    if tuple(sys.version_info[:2]) < OLDEST:
+        wanted, found = (".".join(map(str, version[:2])) for version in (OLDEST, sys.version_info))
+        _end(f"expected Python {wanted} or newer, found {found} at {sys.executable}; {_HOW}")
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "megatron_scalerl"):
+            raise
+        _end(f"package {package!r} is not installed for {sys.executable}; {_HOW}")
+
+
+def _end(line: str) -> None:
+    name = Path(sys.argv[0]).name
+    name = Path(sys.argv[0]).parent.name if name == "__main__.py" else name
+    print(f"{name}: {line}", file=sys.stderr)
+    raise SystemExit(2)

@@ -1,0 +1,26 @@
+"""Whether the files that a recipe names are there: asked before anything heavy is imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_scalerl.recipe import Recipe
+
+
+def check_policy(recipe: Recipe) -> None:
+    """Raises ValueError where policy.path is no Hugging Face folder or policy.megatron_path no folder."""
+    section = recipe.policy
+    if not Path(section.path, "config.json").is_file():
+        raise ValueError(f"policy.path: expected a Hugging Face folder with config.json, found {section.path}")
+    if section.megatron_path is not None and not Path(section.megatron_path).is_dir():
+        raise ValueError(
+            "policy.megatron_path: expected the folder of a converted checkpoint (docs/checkpoints.md), "
+            f"found {section.megatron_path}"
+        )
+
+
+def check_prompts(recipe: Recipe) -> None:
+    """Raises ValueError where a file or folder of prompts is missing."""
+    for path in (recipe.prompts.path, recipe.prompts.held_out_path):
+        if path is not None and not Path(path).exists():
+            raise ValueError(f"{path}: expected a prompts file or folder, found nothing")

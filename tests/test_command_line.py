@@ -1,0 +1,241 @@
+"""Exit codes, one line instead of a traceback, and answers to mistakes before anything heavy is imported."""
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from megatron_scalerl.__main__ import main
+from megatron_scalerl.recipe_file import RecipeError
+from megatron_scalerl.tiny.build import TinyArguments, build
+
+ROOT = Path(__file__).parent.parent
+HEAVY = ("torch", "transformers", "vllm", "megatron", "matplotlib", "scipy", "pyarrow", "aiohttp")
+RECIPE = "recipes/tiny_cpu.yaml"
+TRAIN = ["-m", "megatron_scalerl", "train", RECIPE]
+SFT = ["-m", "megatron_scalerl", "sft", RECIPE, "--out", "x"]
+TOOLS = sorted(p.name for p in (ROOT / "tools").glob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("command_line") / "tiny"
+    build(folder, TinyArguments(seed=1, train_prompts=40, held_out=10, sft_examples=8))
+    return folder
+
+
+def settings(tiny, out):
+    return [
+        RECIPE, f"output_dir={out}", "name=r", f"policy.path={tiny / 'base_policy'}",
+        f"prompts.path={tiny / 'prompts.jsonl'}", f"prompts.held_out_path={tiny / 'held_out.jsonl'}",
+    ]  # fmt: skip
+
+
+def bare(*argv, cwd=ROOT, **variables):
+    """A Python without any installed package, in a shell that has entered no environment."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV", "PYTHON")}
+    return subprocess.run(
+        [sys.executable, "-S", *map(str, argv)], cwd=cwd, env=clean | variables, capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+
+
+def watched(argv):
+    """(what the command ended with, packages that it imported)"""
+    command = [sys.executable, "-X", "importtime", *argv]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    imported = {line.split("|")[-1].strip().split(".")[0] for line in found.stderr.splitlines() if "|" in line}
+    assert "argparse" in imported
+    return found, imported
+
+
+CONVERT = "tools/convert_checkpoint.py"
+MISTAKES = {
+    "unknown key": ([*TRAIN, "optimzer.lr=1"], "unknown key optimzer"),
+    "bad value": ([*TRAIN, "steps=many"], "steps: input should be"),
+    "broken override": ([*TRAIN, "optimizer.lr=[1"], "override 'optimizer.lr=[1'"),
+    "no recipe": (["-m", "megatron_scalerl", "train", "none.yaml"], "none.yaml: expected a recipe file"),
+    "no policy": ([*TRAIN, "policy.path=/none"], "policy.path: expected a Hugging Face folder"),
+    "no prompts": ([*TRAIN, "policy.path={tiny}/base_policy"], "prompts.jsonl: expected a prompts file"),
+    "sft key": ([*SFT, "optimzer.lr=1"], "unknown key optimzer"),
+    "sft policy": ([*SFT, "policy.path=/none"], "policy.path: expected a Hugging Face folder"),
+    "report": (["-m", "megatron_scalerl", "report", "runs/none"], "runs/none"),
+    "export": (["-m", "megatron_scalerl", "export", "runs/none", "--out", "x"], "runs/none/checkpoints: expected"),
+    "plan key": (["tools/plan.py", RECIPE, "--gpus", "2", "optimzer.lr=1"], "unknown key optimzer"),
+    "plan file": (["tools/plan.py", "none.yaml", "--gpus", "2"], "none.yaml: expected a recipe file"),
+    "plan policy": (["tools/plan.py", RECIPE, "--gpus", "2"], "policy.path: expected config.json in"),
+    "fit": (["tools/fit_curve.py", "runs/none"], "runs/none: expected a run folder or"),
+    "show": (["tools/show_rollouts.py", "runs/none"], "runs/none: expected a run's folder"),
+    "convert": ([CONVERT, "to-megatron", "none", "out"], "none: expected a Hugging Face folder"),
+    "convert back": ([CONVERT, "to-hf", "none", "out"], "none: expected a folder with a checkpoint"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_before_anything_heavy_is_imported(name, tiny):
+    """Importing torch and transformers takes seconds; which modules were imported says so on any machine."""
+    argv, said = MISTAKES[name]
+    found, imported = watched([word.format(tiny=tiny) for word in argv])
+    lines = [line for line in found.stderr.splitlines() if not line.startswith("import time:")]
+    assert found.returncode == 2 and len(lines) == 1 and said in lines[0], found.stderr[-500:]
+    assert not imported & set(HEAVY)
+
+
+@pytest.mark.parametrize("argv", [["-m", "megatron_scalerl"], *([f"tools/{name}"] for name in TOOLS)], ids=" ".join)
+def test_help_imports_nothing_heavy(argv):
+    found, imported = watched([*argv, "--help"])
+    assert found.returncode == 0 and "usage:" in found.stdout and "%%" not in found.stdout, found.stderr
+    assert not imported & set(HEAVY)
+
+
+BARE = {
+    "train": TRAIN,
+    "sft": SFT,
+    "report": ["-m", "megatron_scalerl", "report", "runs/none"],
+    "export": ["-m", "megatron_scalerl", "export", "runs/none", "--out", "x"],
+    "plan": ["tools/plan.py", RECIPE, "--gpus", "2"],
+    "fit": ["tools/fit_curve.py", "megatron_scalerl/fit/data/points.csv"],
+    "show": ["tools/show_rollouts.py", "runs/none"],
+    "convert": [CONVERT, "verify", ".", "."],
+    "bench_step": ["tools/bench_step.py"],
+    "bench_rollouts": ["tools/bench_rollouts.py"],
+    "bench_logits": ["tools/bench_logits.py"],
+    "bench_convert": ["tools/bench_convert.py"],
+    "bench_plan": ["tools/bench_plan.py", "memory"],
+}
+
+
+@pytest.mark.parametrize("name", BARE)
+def test_a_missing_package_is_one_line_that_says_how_to_get_it(name):
+    found = bare(*BARE[name])
+    assert found.returncode == 2 and found.stdout == "", found.stderr
+    assert re.fullmatch(r".*package '\w+' is not installed .*tools/install\.sh cpu.*\n", found.stderr), found.stderr
+
+
+@pytest.mark.parametrize("script", ["megatron_scalerl/__main__.py", *(f"tools/{name}" for name in TOOLS)])
+def test_an_old_python_is_one_line(script):
+    """Old Pythons parse what they meet before the check, and end there."""
+    code = "import runpy, sys; sys.version_info = (3, 9, 1); sys.argv[1:] = []\n"
+    found = bare("-c", code + f"runpy.run_path({script!r}, run_name='__main__')", PYTHONPATH=str(ROOT))
+    assert found.returncode == 2
+    assert re.fullmatch(r".*expected Python 3\.11 or newer, found 3\.9 .*tools/install\.sh cpu.*\n", found.stderr)
+
+
+def test_the_script_picks_the_environment_that_is_there(tmp_path):
+    """examples/forecast_100k.sh: PYTHON, else the project's .venv, else python."""
+    script = (ROOT / "examples" / "forecast_100k.sh").read_text()
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "forecast_100k.sh").write_text(script)
+
+    def fake(place):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(f"#!/bin/sh\necho {place}\n")
+        place.chmod(0o755)
+        return str(place)
+
+    def ran(**variables):
+        command = ["bash", str(tmp_path / "examples" / "forecast_100k.sh")]
+        path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+        return subprocess.run(
+            command, env={"PATH": path, **variables}, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    plain = fake(tmp_path / "bin" / "python")
+    assert ran() == plain
+    ours = fake(tmp_path / ".venv" / "bin" / "python")
+    assert ran() == ours
+    other = fake(tmp_path / "other")
+    assert ran(PYTHON=other) == other
+
+
+def test_a_plot_without_matplotlib_is_refused_before_the_fit(tmp_path):
+    """The table would come first, and the traceback after it."""
+    absent = "raise ModuleNotFoundError('No module named matplotlib', name='matplotlib')"
+    (tmp_path / "matplotlib.py").write_text(absent)
+    points = ROOT / "megatron_scalerl/fit/data/points.csv"
+    argv = [points, "--series", "figure=fig1a_scalerl_100k", "--series", "series=ScaleRL-bs2048-8B", "--r0", "0.4018"]
+    for flag in ("--plot", "--html"):
+        found = subprocess.run(
+            [sys.executable, "tools/fit_curve.py", *map(str, argv), flag, str(tmp_path / "x.png")],
+            cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert (found.returncode, found.stdout) == (2, "") and "package 'matplotlib'" in found.stderr
+
+
+class StandInLauncher:
+    """Fails under way, as a peer's broken answer or a bug would."""
+
+    def __init__(self, failure):
+        self._failure = failure
+
+    async def start(self):
+        await asyncio.sleep(0)
+        raise self._failure
+
+
+def half_an_answer():
+    try:
+        json.loads('{"choices": [')
+    except json.JSONDecodeError as error:
+        return error
+
+
+UNDER_WAY = {
+    "half a JSON": (half_an_answer, 1, r"JSONDecodeError: Expecting value"),
+    "a number that is none": (lambda: ValueError("could not convert"), 1, r"ValueError: could not convert"),
+    "an update": (lambda: RuntimeError("weights differ\nin two lines"), 1, r"weights differ"),
+    "a disk": (lambda: OSError(28, "No space left on device"), 1, r"No space left"),
+    "several": (lambda: ExceptionGroup("two", [OSError(28, "No space left"), KeyError("x")]), 1, r"No space left"),
+    "a bug": (lambda: KeyError("step"), 1, r"KeyError: 'step'"),
+    "a recipe": (lambda: RecipeError("prompts.path: expected what the journal names"), 2, r"prompts\.path: expected"),
+}
+
+
+@pytest.mark.parametrize("name", UNDER_WAY)
+def test_what_fails_under_way_is_no_mistake_of_the_users(name, tiny, tmp_path, monkeypatch, capsys):
+    failure, code, said = UNDER_WAY[name]
+
+    @asynccontextmanager
+    async def stand_in(*_):
+        yield StandInLauncher(failure())
+
+    monkeypatch.setattr("megatron_scalerl.train.local_launcher", stand_in)
+    assert main(["train", *settings(tiny, tmp_path), "rewards.workers=1"]) == code
+    captured = capsys.readouterr().err
+    assert re.search(said, captured) and "Traceback" not in captured
+    if code == 1:
+        log = (tmp_path / "r" / "logs" / "controller.log").read_text()
+        assert "Traceback" in log and re.search(said, log) and "StandInLauncher" not in captured
+        assert "controller.log" in captured
+
+
+def test_a_mistake_before_the_start_is_2_and_leaves_nothing(tiny, tmp_path, capsys):
+    argv = [*settings(tiny, tmp_path / "runs"), "prompts.think_end=</done>"]
+    assert main(["train", *argv]) == 2
+    assert capsys.readouterr().err.count("\n") == 1 and not (tmp_path / "runs").exists()
+
+
+def test_a_policy_without_a_tokenizer_is_2(tiny, tmp_path, capsys):
+    policy = tmp_path / "policy"
+    policy.mkdir()
+    (policy / "config.json").write_text((tiny / "base_policy" / "config.json").read_text())
+    assert main(["train", *settings(tiny, tmp_path), f"policy.path={policy}"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "policy.path: expected a tokenizer" in said
+
+
+def test_the_traceback_can_be_asked_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MSRL_TRACEBACK", "1")
+    assert main(["train", str(tmp_path / "none.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("Traceback") and said.splitlines()[-1].startswith("megatron_scalerl: ")
+
+
+def test_there_is_a_console_script():
+    assert "megatron-scalerl = megatron_scalerl.__main__:main" in (ROOT / "setup.cfg").read_text()

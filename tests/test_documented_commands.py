@@ -1,0 +1,289 @@
+"""Every YAML, every program and every command of README and docs works as it stands there, paths apart.
+
+A new block that no test knows fails: code is taken out of the Markdown, not copied from it.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from rollout_groups import group
+from test_report import write_run
+
+from megatron_scalerl import show_rollouts
+from megatron_scalerl.__main__ import _parse
+from megatron_scalerl.convert import command as convert
+from megatron_scalerl.fit import command as fit
+from megatron_scalerl.plan import command as plan
+from megatron_scalerl.preflight import check_inputs
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe_file import load_recipe
+from megatron_scalerl.rollouts.journal import BatchRecord, Journal
+from megatron_scalerl.tiny.build import TinyArguments, build
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"(?:^ {4}.*\n)+", re.MULTILINE)
+WORDS = r"python|bash|source|megatron-scalerl|examples/\S+\.sh|tests/run\.sh|tools/\S+\.sh"
+COMMAND = re.compile(rf"(?:\w+=\S+ )*(?:{WORDS})(?: |$)")
+SHOWN = {
+    "diagram": r" prompts ─► rollouts",
+    "the quickstart's output": r"\[ 112 s\]",
+    "the tests' output": r"\d+ passed",
+    "the planner's output": r"scalerl_\w+ on \d+ x ",  # compared below
+    "a formula": r"    R\(C\) = ",
+    "a folder": r"\.metadata metadata\.json",
+}
+"""What is no code: kind -> how the block begins."""
+
+
+def blocks(page):
+    """[(language, text)] of a page's code blocks, fenced or indented."""
+    text = page.read_text(encoding="utf8")
+    rest = FENCED.sub("", text)
+    return [*FENCED.findall(text), *(("", block) for block in INDENTED.findall(rest))]
+
+
+def commands_of(text):
+    """The commands of a block, or None for a block that is something else."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if any(line.startswith("$ ") for line in lines):
+        return [line[2:] for line in lines if line.startswith("$ ")]
+    return lines if all(COMMAND.match(line) for line in lines) else None
+
+
+def commands():
+    """(page, command) for all of them: blocks of commands, and inline code that begins like one."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf8")
+        found = [c for language, block in blocks(page) if language in ("", "bash") for c in commands_of(block) or ()]
+        found += [code for code in re.findall(r"`([^`\n]+)`", FENCED.sub("", text)) if COMMAND.match(code)]
+        yield from ((page.name, command) for command in dict.fromkeys(found))
+
+
+COMMANDS = list(commands())
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder in which the documented commands run as they stand: its paths are theirs."""
+    root = tmp_path_factory.mktemp("documented")
+    for name in ("tools", "examples", "recipes", "megatron_scalerl", "tests"):
+        (root / name).symlink_to(ROOT / name)
+    build(root / "tiny", TinyArguments(seed=1, train_prompts=40, held_out=10, sft_examples=4))
+    policy = root / "models" / "my_policy"
+    policy.parent.mkdir()
+    (root / "tiny" / "base_policy").rename(policy)
+    config = json.loads((policy / "config.json").read_text())
+    (policy / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32768}))
+    (root / "data").mkdir()
+    (root / "data" / "math.jsonl").write_bytes((root / "tiny" / "prompts.jsonl").read_bytes())
+    for name in ("my_run", "a", "b", "c"):
+        written(root / "runs" / name, policy)
+    [(_, text)] = [block for block in blocks(ROOT / "README.md") if block[0] == "yaml"]
+    (root / "my_run.yaml").write_text(text)
+    hours, values = np.linspace(10, 200, 12), np.linspace(0.42, 0.6, 12)
+    rows = "".join(f"{name},{h},{v}\n" for name in "ab" for h, v in zip(hours, values))
+    (root / "curves.csv").write_text("recipe,gpu_hours,pass_rate\n" + rows)
+    return root
+
+
+def written(folder, policy):
+    """A run's folder as the run itself writes it."""
+    folder.mkdir(parents=True)
+    write_run(folder, noise=0.01)
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text()) | {"policy": {"path": str(policy)}}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    journal = Journal(folder)
+    journal.finish(group([1.0, -1.0]))
+    journal.batch(BatchRecord(batch=0, step=1, policy_version=0, group_ids=(0,)))
+    journal.close()
+
+
+def ran(command, place, *more):
+    """Standard output of a documented command, run as it stands in `place`."""
+    argv = [sys.executable if word == "python" else word for word in shlex.split(command, comments=True)]
+    variables = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*argv, *more],
+        cwd=place,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_is_known(page):
+    for language, text in blocks(page):
+        if language in ("yaml", "python"):
+            continue
+        known = commands_of(text) or [kind for kind, start in SHOWN.items() if re.match(start, text)]
+        assert language in ("", "bash") and known, f"no test knows this block of {page.name}:\n{text}"
+
+
+def merged(base, more):
+    both = {key: merged(base[key], more[key]) for key in base.keys() & more.keys() if isinstance(more[key], dict)}
+    return {**base, **more, **both}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_yaml_is_a_recipe_or_a_part_of_one(page, place):
+    whole = yaml.safe_load((place / "my_run.yaml").read_text())
+    for language, text in blocks(page):
+        if language == "yaml":
+            assert Recipe.model_validate(merged(whole, yaml.safe_load(text)))
+
+
+def test_the_readmes_recipe_starts(place, monkeypatch):
+    """All that is known before a process is started: lengths, capacity, layout, prompts."""
+    monkeypatch.chdir(place)
+    recipe = load_recipe("my_run.yaml", ["prompts.held_out=8"])  # 1,000 in a real file
+    resolved = check_inputs(recipe).resolved(recipe)
+    assert resolved.trainer.micro_batch_tokens == 16512
+    assert 2048 + 12288 + 2048 < resolved.engine.vllm["max_model_len"] <= 16512
+
+
+def arguments(words):
+    """The words of a usage line as somebody would fill them in: brackets off, the first of several choices."""
+    filled = {"RECIPE": "recipes/scalerl_llama3_8b.yaml", "N": "8"}
+    bare = [word.strip("[]").split("|")[0] for word in words]
+    return [filled.get(word, word) for word in bare]
+
+
+def parser_of(tool):
+    doors = {"plan": plan, "fit_curve": fit, "convert_checkpoint": convert, "show_rollouts": show_rollouts}
+    if tool.stem in doors:
+        return doors[tool.stem].parser()
+    spec = importlib.util.spec_from_file_location(tool.stem, ROOT / tool)
+    module = sys.modules[tool.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.parser()
+
+
+def check_script(script, words):
+    """The script is whole and knows the options."""
+    subprocess.run(["bash", "-n", ROOT / script], check=True)
+    text = (ROOT / script).read_text()
+    assert all(re.search(rf"^\s*{re.escape(word)}\)", text, re.MULTILINE) for word in words if word[:2] == "--")
+
+
+def check_command(argv, place):
+    """Raises, or fails, where a documented command could not be given as it stands."""
+    if argv[0] == "source":
+        assert argv[1] == ".venv/bin/activate" and "-m venv .venv" in (ROOT / "tools" / "install.sh").read_text()
+    elif argv[0].endswith(".sh") or argv[0] == "bash":
+        script, *words = argv[argv[0] == "bash" :]
+        check_script(script, words)
+    elif argv[0] == "megatron-scalerl" or argv[:3] == ["python", "-m", "megatron_scalerl"]:
+        if words := argv[1:] if argv[0] == "megatron-scalerl" else argv[3:]:
+            found = _parse(words)
+            if "recipe" in found:
+                load_recipe(place / found.recipe, found.overrides)
+    elif argv[:2] == ["python", "-m"]:
+        source = Path(importlib.util.find_spec(argv[2]).origin).read_text()
+        assert '__name__ == "__main__"' in source
+    else:
+        tool = Path(argv[1])
+        assert argv[0] == "python" and tool.parent.name == "tools" and (ROOT / tool).is_file()
+        found = parser_of(tool).parse_intermixed_args(arguments(argv[2:])) if tool.stem == "plan" else None
+        if found is None:
+            parser_of(tool).parse_args(arguments(argv[2:]))
+        else:
+            load_recipe(ROOT / found.recipe, found.overrides)
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{page}: {c[:60]}" for page, c in COMMANDS])
+def test_every_command_can_be_given(page, command, place):
+    argv = shlex.split(command, comments=True)
+    check_command([word for word in argv if not re.match(r"[A-Z_]+=", word)], place)
+
+
+SAID = "verdict: "
+RUN = {
+    "python -m megatron_scalerl report runs/my_run": "95 % interval",
+    "python tools/fit_curve.py runs/my_run --predict 50000,100000": SAID,
+    "python tools/show_rollouts.py runs/my_run": "pass rate 1/2",
+    "python tools/fit_curve.py runs/my_run --predict 16000,50000,100000 --html report.html --plot forecast.png": SAID,
+    "python tools/fit_curve.py runs/my_run --fit-until 8000": SAID,
+    "python tools/fit_curve.py runs/a runs/b runs/c --compare": "b kept the ceiling",
+    "python tools/fit_curve.py curves.csv --series recipe=a --compute gpu_hours --score pass_rate --r0 0.40 --json -":
+        '"asymptote"',
+}  # fmt: skip
+"""Quick commands, and what each prints."""
+
+
+def documented(start):
+    """The documented command that is `start`, comment apart."""
+    [found] = {c for _, c in COMMANDS if shlex.split(c, comments=True) == shlex.split(start)}
+    return found
+
+
+@pytest.mark.parametrize("command", RUN)
+def test_quick_commands_do_what_they_say(command, place):
+    assert RUN[command] in ran(documented(command), place)
+    written_files = [word for word in command.split() if word.endswith((".html", ".png"))]
+    assert all((place / name).stat().st_size for name in written_files)
+
+
+@pytest.mark.slow
+def test_a_policy_is_converted_there_and_back(place):
+    """docs/checkpoints.md, in the order of the page."""
+    page = [c for name, c in COMMANDS if name == "checkpoints.md" and "models/my_policy" in c and "runs/" not in c]
+    there, back, same = list(dict.fromkeys(page))[:3]
+    assert "compared bit for bit" in ran(there, place) and "compared bit for bit" in ran(back, place)
+    assert "equal bit for bit" in ran(same, place)
+
+
+def test_the_programs_of_the_pages_run():
+    programs = [text for page in PAGES for language, text in blocks(page) if language == "python"]
+    hours = np.linspace(20.0, 400.0, 20)
+    given = {"gpu_hours": hours, "pass_rates": 0.4 + 0.3 / (1 + (80 / hours) ** 1.8)}
+    for text in programs:
+        exec(compile(text, "a documented program", "exec"), dict(given))
+    assert programs
+
+
+PLANNED = {"scalerl_llama3_8b": 80, "scalerl_llama3_8b_32k": 80, "scalerl_llama3_8b_bs2048": 80,
+           "scalerl_llama4_scout_17bx16": 256}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_the_planners_figures_are_those_of_the_page(name, tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    argv = [str(ROOT / "recipes" / f"{name}.yaml"), "--gpus", str(PLANNED[name]), "--no-build", "--json", str(out)]
+    assert plan.main(argv) == 0
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    page = ROOT / "docs" / "planning.md"
+    for _, text in blocks(page):
+        if text.startswith(f"{name} on "):
+            shown = [line for line in text.splitlines() if "meta device" not in line and "architecture" not in line]
+            assert (
+                shown
+                == [line for line in printed if "meta device" not in line and "architecture" not in line][
+                    : len(shown)
+                ]
+            )
+    [row] = [line for line in page.read_text().splitlines() if line.startswith(f"| `{name}`")]
+    found = json.loads(out.read_text())
+    engine = found["engine_memory"]
+    for figure in (
+        f"{found['trainer_headroom_bytes'] / 2**30:.1f} GiB",
+        f"{engine['full_sequences']:.1f} of {engine['context_tokens']:,}",
+        f"{found['gpu_hours_per_1000_steps']:,.0f} |",
+        f"{found['timing']['trainer_waits']:.0%}".replace("%", " %"),
+    ):
+        assert f"| {figure}" in row
