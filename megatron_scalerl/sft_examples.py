@@ -149,7 +149,7 @@ def _ended(
 
 def _longest(recipe: Recipe) -> tuple[str, int]:
     """(what limits a row, tokens of prompt and completion together)."""
-    limits = [("trainer.micro_batch_tokens", recipe.trainer.micro_batch_tokens)]
+    limits = [("trainer.micro_batch_tokens", recipe.micro_batch_tokens)]
     file = Path(recipe.policy.path) / "config.json"
     config = json.loads(file.read_text(encoding="utf8")) if file.is_file() else {}
     context = (config.get("text_config") or config).get("max_position_embeddings")

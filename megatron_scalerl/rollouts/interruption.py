@@ -31,15 +31,6 @@ def draw_cut(seed: int, group_id: int, index: int, low: int, high: int) -> int:
     return random.Random(f"cut/{seed}/{group_id}/{index}").randint(low, high)
 
 
-def longest_completion(thinking_high: int, phrase_tokens: int, answer_tokens: int) -> int:
-    """Longest completion that an engine has to hold with interruption on (tokens).
-
-    thinking_high: latest cut. phrase_tokens: forced tokens, the closing tag among them. answer_tokens: budget after
-    a forced end. The one token more is the forced end of sequence.
-    """
-    return thinking_high + phrase_tokens + answer_tokens + 1
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """What may be forced on one completion."""
@@ -94,9 +85,12 @@ class Plan:
 
     @property
     def max_tokens(self) -> int:
-        """Longest completion this plan allows, the forced end of sequence included."""
-        interrupted = longest_completion(self.cut, len(self.phrase_ids), self.answer_budget)
-        return max(interrupted, (self.whole_budget or 0) + 1)
+        """Longest completion this plan allows, the forced end of sequence included.
+
+        `Recipe.longest_sequence` is the bound over all plans of a run.
+        """
+        interrupted = self.cut + len(self.phrase_ids) + self.answer_budget
+        return max(interrupted, self.whole_budget or 0) + 1
 
     def to_extra_args(self) -> dict[str, Any]:
         """The plan as it travels in `sampling_params.extra_args` (JSON)."""

@@ -12,7 +12,6 @@ from megatron_scalerl.rollouts.interruption import (
     Forcing,
     Plan,
     draw_cut,
-    longest_completion,
     plan_ids,
     tag,
     tag_variants,
@@ -152,18 +151,6 @@ def test_a_natural_end_leaves_the_rest_of_the_whole_budget(wishes, tokens, trunc
     if truncated:
         with pytest.raises(ValueError, match="expected the forced end of sequence 2"):
             tag([*tokens, B, B], whole)
-
-
-def test_the_longest_completion_is_that_of_the_latest_cut():
-    """The phrase and the forced end of sequence stand beside the budgets, and only after a forced end both do."""
-    low, high, phrase, answer = 10_240, 12_288, 20, 2_048
-    plans = [
-        plan(cut=cut, phrase_ids=(5,) * (phrase - 1) + (END,), answer_budget=answer, whole_budget=whole)
-        for cut in (low, high)
-        for whole in (None, high + answer)
-    ]
-    assert [p.max_tokens for p in plans] == [12_309, 14_337, 14_357, 14_357]
-    assert longest_completion(high, phrase, answer) == 14_357
 
 
 def test_cuts_are_uniform_reproducible_and_their_own():
