@@ -90,7 +90,7 @@ def test_engine_counts_key_value_heads():
     e = engine_memory(recipe, family, count(family), H100, Assumptions())
     assert e.kv_bytes_per_token == 2 * 32 * 8 * 128 * 2 == 131_072
     assert e.kv_bytes == H100.memory_bytes * 0.92 - 2 * 8_030_261_248 - 4 * GIB
-    assert e.full_sequences == pytest.approx(e.kv_tokens / 16_465) and e.missing_bytes == 0
+    assert e.full_sequences == pytest.approx(e.kv_tokens / 16_466) and e.missing_bytes == 0
 
 
 def test_engine_options_that_disagree():
