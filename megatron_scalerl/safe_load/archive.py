@@ -14,10 +14,8 @@ from megatron_scalerl.safe_load.pickles import Names, Refused, Stored, decode
 
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _LOCAL_MARK = 0x04034B50
-_NO_ARCHIVE = (
-    zipfile.BadZipFile, NotImplementedError, struct.error, EOFError, OverflowError, UnicodeDecodeError
-)  # fmt: skip
-"""What zipfile raises for bytes that are no archive."""
+_DAMAGED = zipfile.BadZipFile, NotImplementedError, struct.error, EOFError, OverflowError, UnicodeDecodeError
+"""What zipfile raises for an archive that is none."""
 _PICKLE_LIMIT = 64 << 20
 """Bytes of a pickle without its tensors' bits."""
 
@@ -84,7 +82,7 @@ def open_archive(file: Bytes, start: int, length: int, expected: str) -> Iterato
             yield Archive(file, start, length, entries)
     except Refused as refused:
         raise ValueError(f"{file.path}: expected {expected} at byte {start}, found {refused}") from None
-    except _NO_ARCHIVE as error:
+    except _DAMAGED as error:
         raise ValueError(f"{file.path}: expected {expected} at byte {start}, found {error!r}") from None
 
 
