@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from megatron_scalerl.recipe_sections import RewardsSection
 from megatron_scalerl.rewards.math import extract_answer, verify_math
 from megatron_scalerl.rewards.verifier import VerifierPool
 from megatron_scalerl.types import Prompt, Rollout, Score
@@ -53,7 +54,7 @@ def test_the_pool_runs_it_by_its_name_and_kills_what_does_not_end():
     )  # fmt: skip
 
     async def main():
-        async with VerifierPool("math", workers=1, timeout_s=3.0) as pool:
+        async with VerifierPool(RewardsSection(workers=1)) as pool:
             answers = ("$9^{9^{9^{9}}}$", "0.5", "2")
             return await asyncio.gather(*(pool.score(answer, prompt, rollout) for answer in answers))
 

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from megatron_scalerl.recipe_sections import RewardsSection
 from megatron_scalerl.rewards.verifier import CHUNK, VerifierPool
 from megatron_scalerl.types import Prompt, Rollout, Score
 
@@ -78,6 +79,12 @@ def rollout(truncated=False):
     )  # fmt: skip
 
 
+def pool_of(function, *, workers=1, timeout_s=60.0, start_timeout_s=60.0, **rewards):
+    verifier = function if ":" in function or function == "mathe" else f"users_verifiers:{function}"
+    section = RewardsSection(verifier=verifier, workers=workers, **{"cpu_s": 60.0, **rewards}, timeout_s=timeout_s)
+    return VerifierPool(section, start_timeout_s=start_timeout_s)
+
+
 def prompt(extra):
     return Prompt(prompt_id="p", text="t", answer="7", token_ids=(), extra=extra)
 
@@ -93,7 +100,7 @@ def run_pool(function, answers, *, workers=1, timeout_s=60.0):
     """Scores of the answers, asked for at the same time, and the pool's counters."""
 
     async def main():
-        async with VerifierPool(f"users_verifiers:{function}", workers=workers, timeout_s=timeout_s) as pool:
+        async with pool_of(function, workers=workers, timeout_s=timeout_s) as pool:
             scores = await asyncio.gather(*(pool.score(answer, PROMPT, rollout()) for answer in answers))
             return scores, pool.counters
 
@@ -152,6 +159,7 @@ def test_a_hung_check_dies_with_a_controller_that_was_killed(tmp_path):
     os.mkfifo(fifo)
     controller = f"""
         import asyncio, os
+        from megatron_scalerl.recipe_sections import RewardsSection
         from megatron_scalerl.rewards.verifier import VerifierPool
         from megatron_scalerl.types import Prompt, Rollout
 
@@ -160,7 +168,7 @@ def test_a_hung_check_dies_with_a_controller_that_was_killed(tmp_path):
                           truncated=False, thinking_cut=0, seed=0)
 
         async def main():
-            pool = VerifierPool("hold:hold", workers=1, timeout_s=10**6)
+            pool = VerifierPool(RewardsSection(verifier="hold:hold", workers=1, timeout_s=10**6))
             await pool.start()
             await pool.score({str(fifo)!r}, prompt, rollout)
 
@@ -183,7 +191,7 @@ def test_a_hung_check_dies_with_a_controller_that_was_killed(tmp_path):
 
 def test_no_answer_and_truncated_are_wrong_without_asking_the_verifier():
     async def main():
-        async with VerifierPool("users_verifiers:counting", workers=1, timeout_s=60.0) as pool:
+        async with pool_of("counting") as pool:
             scores = [await pool.score(text, PROMPT, rollout()) for text in (None, "", " \n")]
             scores.append(await pool.score("7", PROMPT, rollout(truncated=True)))
             scores.append(await pool.score("7", PROMPT, rollout()))
@@ -197,7 +205,7 @@ def test_no_answer_and_truncated_are_wrong_without_asking_the_verifier():
 
 def test_a_float_is_the_reward_itself_and_nonsense_is_an_error():
     async def main():
-        async with VerifierPool("users_verifiers:graded", workers=1, timeout_s=60.0, correct=2.0) as pool:
+        async with pool_of("graded", correct=2.0) as pool:
             floats = [await pool.score("x", prompt({"value": value}), rollout()) for value in (2.0, 0.25, True, 3)]
             nonsense = [await pool.score(text, prompt({}), rollout()) for text in ("none", "nan", "text")]
             return floats, nonsense
@@ -234,7 +242,7 @@ BAD_SPECS = {
 @pytest.mark.parametrize("spec", BAD_SPECS)
 def test_a_bad_spec_is_one_line_at_the_start(spec, tmp_path):
     (tmp_path / "exits.py").write_text("import os; os._exit(3)")
-    pool_start = VerifierPool(spec, workers=2, timeout_s=60.0, start_timeout_s=60.0).start
+    pool_start = pool_of(spec, workers=2).start
     with pytest.raises(ValueError, match=BAD_SPECS[spec]) as caught:
         asyncio.run(pool_start())
     assert f"rewards.verifier {spec!r}" in str(caught.value)
@@ -244,12 +252,12 @@ def test_a_bad_spec_is_one_line_at_the_start(spec, tmp_path):
 def test_a_verifier_that_never_imports_is_refused_in_time(tmp_path):
     (tmp_path / "sleepy.py").write_text("import time; time.sleep(10**6)")
     with pytest.raises(ValueError, match="ready within 2 s, found nothing"):
-        asyncio.run(VerifierPool("sleepy:f", workers=1, timeout_s=60.0, start_timeout_s=2.0).start())
+        asyncio.run(pool_of("sleepy:f", start_timeout_s=2.0).start())
 
 
 def test_a_process_that_died_idle_is_replaced_and_blames_no_completion():
     async def main():
-        async with VerifierPool("users_verifiers:same", workers=1, timeout_s=60.0) as pool:
+        async with pool_of("same") as pool:
             await pool.score("7", PROMPT, rollout())
             process = pool._processes[0]._process
             process.kill()
@@ -263,7 +271,7 @@ def test_a_process_that_died_idle_is_replaced_and_blames_no_completion():
 
 def test_a_replacement_that_cannot_start_ends_the_pool_for_all_callers(tmp_path):
     async def main():
-        async with VerifierPool("users_verifiers:faulty", workers=1, timeout_s=60.0) as pool:
+        async with pool_of("faulty") as pool:
             (tmp_path / "users_verifiers.py").write_text("import gone")
             calls = (pool.score("exit", PROMPT, rollout()) for _ in range(CHUNK * 4))
             return await asyncio.gather(*calls, return_exceptions=True)
@@ -278,7 +286,7 @@ def test_a_late_event_loop_is_not_a_time_out():
     """The loop sleeps past the limit while the verdict lies in the pipe; nothing ran too long."""
 
     async def main():
-        async with VerifierPool("users_verifiers:same", workers=1, timeout_s=1.0) as pool:
+        async with pool_of("same", timeout_s=1.0) as pool:
             scoring = asyncio.create_task(pool.score("7", PROMPT, rollout()))
             while not pool._outstanding:
                 await asyncio.sleep(0)
@@ -291,7 +299,7 @@ def test_a_late_event_loop_is_not_a_time_out():
 
 def test_outstanding_checks_are_bounded():
     async def main():
-        async with VerifierPool("users_verifiers:same", workers=1, timeout_s=60.0) as pool:
+        async with pool_of("same") as pool:
             calls = [asyncio.create_task(pool.score("7", PROMPT, rollout())) for _ in range(200)]
             longest = 0
             for call in calls:
@@ -304,7 +312,7 @@ def test_outstanding_checks_are_bounded():
 
 def test_a_cancelled_caller_disturbs_nobody():
     async def main():
-        async with VerifierPool("users_verifiers:same", workers=1, timeout_s=60.0) as pool:
+        async with pool_of("same") as pool:
             calls = [asyncio.create_task(pool.score("7", PROMPT, rollout())) for _ in range(40)]
             await asyncio.sleep(0)
             for call in calls[::2]:
@@ -316,7 +324,7 @@ def test_a_cancelled_caller_disturbs_nobody():
 
 def test_a_closed_pool_fails_what_is_outstanding_and_what_comes():
     async def main():
-        pool = VerifierPool("users_verifiers:faulty", workers=1, timeout_s=10**6)
+        pool = pool_of("faulty", timeout_s=10**6)
         with pytest.raises(RuntimeError, match="was not started"):
             await pool.score("7", PROMPT, rollout())
         await pool.start()
