@@ -16,7 +16,7 @@ class CompletionLost(RuntimeError):
     """One completion cannot be used, through no fault of the policy; `reason` says why in one word.
 
     It is left out of its group and counted, and its siblings stay. Raised by `rollouts.engine_client` (an answer
-    without log-probabilities: `no_logprobs`) and by `rewards.verifier` (no process could be had to judge it: `verifier_lost`).
+    without log-probabilities: `no_logprobs`) and by `rewards.verifier` (no process to judge it: `verifier_lost`).
     """
 
     def __init__(self, message: str, *, reason: str) -> None:

@@ -18,7 +18,8 @@ from megatron_scalerl.rewards.worker import FRAME
 
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 INHERITED = (
-    "PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME",
+    "PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH",
+    "VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME",
 )  # fmt: skip
 """Variables that a worker gets from the controller, besides LC_* and those of `rewards.environment`."""
 
@@ -48,9 +49,7 @@ def worker_environment(passed: Sequence[str]) -> dict[str, str]:
 class WorkerProcess:
     """A verifier process and its pipes; `start` may be called again after `kill`."""
 
-    def __init__(
-        self, verifier: str, *, limits: Limits, environment: Sequence[str], start_timeout_s: float
-    ) -> None:
+    def __init__(self, verifier: str, *, limits: Limits, environment: Sequence[str], start_timeout_s: float) -> None:
         self._verifier = verifier
         self._limits = limits
         self._environment = tuple(environment)
@@ -179,8 +178,8 @@ class WorkerProcess:
 class _Prints:
     """Passes what a worker prints on to the stderr of this process, through a pipe.
 
-    Not the controller's own stderr, because the worker's limit on file sizes would hold for a log file too. Not a pipe of
-    asyncio's subprocess either: waiting for the process would then wait for whatever it left running as well.
+    Not the controller's own stderr, because the worker's limit on file sizes would hold for a log file too. Not a
+    pipe of asyncio's subprocess either: waiting for the process would then wait for whatever it left running.
     """
 
     def __init__(self) -> None:

@@ -90,8 +90,9 @@ class VerifierPool:
     `(answer_text: str, reference: str, extra: dict) -> bool | float`. A bool becomes the reward `correct` or
     `incorrect`; a float is the reward itself and counts as correct from `correct` on.
 
-    `counters` holds, by completion: checks; correct; the reasons of wrong ones (no_answer, truncated, timeout, memory,
-    crash, error); verifier_lost (CompletionLost); repeated (answered by an identical check). By process: restarts.
+    `counters` holds, by completion: checks; correct; the reasons of wrong ones (no_answer, truncated, timeout,
+    memory, crash, error); verifier_lost (CompletionLost); repeated (answered by an identical check). By process:
+    restarts.
     """
 
     def __init__(self, rewards: RewardsSection, *, start_timeout_s: float = 300.0) -> None:
