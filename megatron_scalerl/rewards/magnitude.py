@@ -19,6 +19,8 @@ MUCH = 2.0**20
 """Bits from which on a value counts as too large to be written out: 315,653 decimal digits."""
 MARGIN = 1.0 + 1e-6
 """Factor between two bounds that are compared, above the rounding of floats."""
+ROUNDING = 1e-9
+"""More than the error of a float's binary logarithm."""
 MOST = 2.0**1000
 """No lower bound is above it, so that all of them are finite; an upper bound may be infinite."""
 
@@ -127,11 +129,16 @@ def _log2(x: Any) -> tuple[float, float] | None:
     """Bounds of log2 |x| for a number other than 0 that is written out."""
     if isinstance(x, sympy.Rational) and x.p:
         top, bottom = abs(x.p).bit_length(), x.q.bit_length()
-        return top - 1.0 - (0.0 if x.q == 1 else bottom), top - (bottom - 1.0)
-    if isinstance(x, sympy.Float) and x.is_finite and x != 0:
+        low, high = top - 1.0 - bottom, top - (bottom - 1.0)
+    elif isinstance(x, sympy.Float) and x.is_finite and x != 0:
         _, _, exponent, bits = x._mpf_
-        return exponent + bits - 1.0, float(exponent + bits)
-    return None
+        low, high = exponent + bits - 1.0, float(exponent + bits)
+    else:
+        return None
+    if -1000 < low and high < 1000:  # a float holds it
+        log = math.log2(abs(float(x)))
+        return log - ROUNDING, log + ROUNDING
+    return low, high
 
 
 def _positive(x: Any) -> bool:

@@ -43,7 +43,8 @@ def worker_environment(passed: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"rewards.environment: expected {name!r} to be set, found no such environment variable")
     path = os.pathsep.join(filter(None, (PACKAGE_ROOT, os.environ.get("PYTHONPATH"))))
     kept = {n: v for n, v in os.environ.items() if n in INHERITED or n.startswith("LC_") or n in passed}
-    return {"OMP_NUM_THREADS": "1", **kept, "PYTHONPATH": path}
+    # unbuffered: what was printed before a process is killed is not lost
+    return {"OMP_NUM_THREADS": "1", **kept, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 class WorkerProcess:

@@ -36,7 +36,7 @@ HOSTILE = [
     f"final answer is 1+1 {CALL} I hope",
 ]
 ARITHMETIC = re.compile(r"(Integer|Float|Rational|[\s\d.+*/()'-])*")
-SYMPYS_OWN = re.compile(r"from sympy import \*|def monomial_((?!import|system|pwned|exec|eval|open)[\w\s(),=+*<>:-])*")
+SYMPYS_OWN = re.compile(r"from sympy import \*|def monomial_((?!import|system|pwned|exec|eval)[\w\s(),=+*<>:-])*")
 
 
 def events_of(answers, folder):
