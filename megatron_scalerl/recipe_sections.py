@@ -130,7 +130,8 @@ class RewardsSection(Section):
     """How completions are judged."""
 
     verifier: str = "math"
-    """`math` (math-verify on the text after thinking) or `module:function` of one's own."""
+    """`math` (math-verify on the text after thinking) or `module:function` of one's own, whose verdict must depend on
+    its arguments alone: the same text, reference and other columns are judged once."""
     correct: float = 1.0
     """Reward of an accepted answer (the paper: +1)."""
     incorrect: float = -1.0

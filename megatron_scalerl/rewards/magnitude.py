@@ -135,7 +135,7 @@ def _log2(x: Any) -> tuple[float, float] | None:
         low, high = exponent + bits - 1.0, float(exponent + bits)
     else:
         return None
-    if -1000 < low and high < 1000:  # a float holds it
+    if low > -1000 and high < 1000:  # a float holds it
         log = math.log2(abs(float(x)))
         return log - ROUNDING, log + ROUNDING
     return low, high

@@ -17,14 +17,14 @@ What becomes of a check:
   with START_ROUNDS such rounds of tries for every worker, none of them alive, the run ends (RuntimeError).
 
 Identical checks (same text, reference and extra columns) are done once, so a verifier must depend on its arguments
-alone. Verdicts of KNOWN checks are kept; what may differ next time (a raised error, a crash, the wall clock's limit)
-is shared only by the checks that wait for it.
+alone. Verdicts of KNOWN checks are kept; what may differ next time (a raised error, a crash, the clock's limit)
+is shared only by the callers that wait for it.
 
-Worst case of n different checks that all run into the limit of processor time: n * (cpu_s + R) / workers seconds,
-with R about 0.5 s for the replacement of a process. A batch of 48 prompts x 16 with the default of 2 s takes 16
-minutes with 2 workers, 4 with 8, if no such answer is refused early. Powers and factorials too large to be written
-out, the one kind that policies do write, are refused early (magnitude.py): 768 of them take less than a minute
-with 2 workers.
+Worst case of n different checks that all run into the limit of processor time: n * (cpu_s + R) / workers seconds on
+CPUs of their own, with R about 0.5 s for the replacement of a process: 48 prompts x 16 with the default of 2 s take
+16 minutes with 2 workers and 4 with 8. No check gets less time than another because of what came before it. Powers
+and factorials too large to be written out do not come to this: magnitude.py refuses them without evaluating them,
+and 768 different ones take 7 s with 2 workers.
 """
 
 from __future__ import annotations
@@ -173,6 +173,8 @@ class VerifierPool:
 
     async def _judged(self, request: bytes) -> Score:
         """The score of a request: known, about to be known, or found by a check of its own."""
+        if self._end is not None:
+            raise self._end
         key = hashlib.sha256(request).digest()
         if not (key in self._known or key in self._outstanding):
             async with self._slots:

@@ -94,7 +94,9 @@ HEAVY = ["\\frac{9^{9^9}}{8^{9^9}}", "\\Gamma(10000000)", "\\operatorname{zeros}
 
 
 def test_the_pool_runs_it_by_its_name_and_kills_what_does_not_end():
-    scores, counters = score_all([*(f"\\boxed{{{heavy}}}" for heavy in HEAVY), "0.5", "2"], "\\frac{1}{2}", workers=2)
+    scores, counters = score_all(
+        [*(f"\\boxed{{{heavy}}}" for heavy in HEAVY), "0.5", "2"], "\\frac{1}{2}", workers=2, cpu_s=0.5
+    )
     assert all(score == Score(correct=False, reward=-1.0, reason=score.reason) for score in scores[:3])
     assert {score.reason for score in scores[:3]} <= {"timeout", "memory"}
     assert scores[3:] == [Score(correct=True, reward=1.0), Score(correct=False, reward=-1.0)]

@@ -232,3 +232,9 @@ def test_a_closed_pool_fails_what_is_outstanding_and_what_comes():
             await pool.score("7", PROMPT, rollout())
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(("cpus", "workers"), [(1, 1), (3, 3), (64, 8)])
+def test_there_is_a_process_for_each_cpu_up_to_eight(cpus, workers, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cpus)))
+    assert len(pool_of("same", workers=None)._processes) == workers
