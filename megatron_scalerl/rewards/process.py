@@ -23,6 +23,9 @@ INHERITED = (
 )  # fmt: skip
 """Variables that a worker gets from the controller, besides LC_* and those of `rewards.environment`."""
 
+OUTCOMES = {"value", "error", "memory"}
+"""Keys of a reply, one of which says how a check ended."""
+
 
 class WorkerDied(Exception):
     """The verifier process ended while it was needed."""
@@ -108,7 +111,7 @@ class WorkerProcess:
     async def verdict(self, serial: int, timeout_s: float) -> dict[str, Any]:
         """The verdict on the check that began last. Raises TimeoutError and WorkerDied."""
         reply = await self._line(timeout_s)
-        if reply.get("serial") != serial:
+        if reply.get("serial") != serial or "retire" not in reply or not OUTCOMES & reply.keys():
             raise WorkerDied
         return reply
 

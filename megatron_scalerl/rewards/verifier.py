@@ -13,8 +13,9 @@ What becomes of a check:
 * A process that is lost while it is on a check (killed by somebody else, a segmentation fault, an exit) is replaced
   and the check done once more. The second loss makes it wrong, with the reason `crash`: an answer cannot escape its
   judgement by crashing its judge. The checks behind it, and one that had not begun, are not charged.
-* Where no process can be started, the check in hand is lost through no fault of the answer (CompletionLost), and
-  with START_ROUNDS such rounds of tries for every worker, none of them alive, the run ends (RuntimeError).
+* Where no process can be started in its place, in START_TRIES tries, the check in hand is lost through no fault of
+  the answer (CompletionLost). Other workers go on; with START_ROUNDS such rounds for every worker, and no process
+  alive, the run ends (RuntimeError).
 
 Identical checks (same text, reference and extra columns) are done once, so a verifier must depend on its arguments
 alone. Verdicts of KNOWN checks are kept; what may differ next time (a raised error, a crash, the clock's limit)
@@ -58,8 +59,10 @@ MOST_IDLE_LOSSES = 3
 START_TRIES = 4
 START_PAUSE_S = 0.5
 """A round of START_TRIES to replace a process, with a pause between them that doubles."""
+ROUND_PAUSE_S = 20.0
+"""Between two rounds. A worker without a process takes no checks."""
 START_ROUNDS = 3
-"""Rounds that may fail for each worker, while no process lives, before the pool ends."""
+"""Rounds that may fail for each worker, while no process lives, before the pool ends: after about a minute."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -209,8 +212,8 @@ class VerifierPool:
     async def _work(self, process: WorkerProcess) -> None:
         """One process's life: take a chunk, have it judged; where the process is lost, go on with the rest."""
         while True:
-            while not process.alive:
-                await self._replace(process)
+            while not process.alive and not await self._replace(process):
+                await asyncio.sleep(ROUND_PAUSE_S)
             chunk = await self._next_chunk()
             while chunk:
                 if process.alive or await self._replace(process):

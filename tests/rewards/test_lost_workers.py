@@ -33,6 +33,7 @@ class StandInSpawn:
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
     monkeypatch.setattr(verifier, "START_PAUSE_S", 0.01)
+    monkeypatch.setattr(verifier, "ROUND_PAUSE_S", 0.01)
 
 
 @pytest.mark.parametrize("fault", ["exit", "segfault", "kill", "quit"])

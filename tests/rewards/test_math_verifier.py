@@ -118,6 +118,6 @@ def test_towers_of_powers_cost_no_process():
 def test_degenerate_repetition_is_judged_within_the_limits():
     """Quadratic work on 20,000 repetitions takes minutes."""
     answers = [repeated * 20_000 for repeated in ("\\boxed{", "\\boxed ", "\\boxed{1}", "\\{\\boxed{", "$ ", "}{")]
-    scores, counters = score_all(answers, "7", workers=1)
+    scores, counters = score_all(answers, "7", workers=1, cpu_s=10)
     assert scores == [Score(correct=False, reward=-1.0)] * len(answers)
     assert counters == {"checks": len(answers)}
