@@ -15,6 +15,7 @@ import asyncio
 import json
 from typing import Any
 
+from megatron_scalerl.recipe_sections import RewardsSection
 from megatron_scalerl.rewards.verifier import VerifierPool
 from megatron_scalerl.types import Prompt, Rollout
 
@@ -24,7 +25,8 @@ def same_numbers(answer_text: str, reference: str, extra: dict[str, Any]) -> boo
 
     `answer_text` is what the policy wrote after thinking, `reference` the prompt's answer column, `extra` the
     other columns of its row. True earns the reward `rewards.correct`, False `rewards.incorrect`; a float is
-    the reward itself. An exception, a crash and a check beyond `timeout_s` count as wrong.
+    the reward itself. An exception, a crash and a check beyond its limits (`cpu_s`, `timeout_s`, `memory_mb`)
+    count as wrong. The same three arguments are judged once.
     """
     numbers = json.loads(answer_text)
     if sorted(numbers) != sorted(json.loads(reference)):
@@ -44,7 +46,8 @@ async def main() -> None:
         token_ids=(), rollout_logprobs=(), policy_versions=(), loss_mask=(), interrupted=False, truncated=False,
         thinking_cut=0, seed=0,
     )  # fmt: skip
-    async with VerifierPool("add_a_verifier:same_numbers", workers=2, timeout_s=2.0) as pool:
+    rewards = RewardsSection(verifier="add_a_verifier:same_numbers", workers=2, timeout_s=2.0)
+    async with VerifierPool(rewards) as pool:
         for answer in ("[1, 2]", "[2, 1]", "[1, 3]", "one and two", None):
             score = await pool.score(answer, prompt, completion)
             print(f"{answer!s:12} reward {score.reward:+.1f} {score.reason}")

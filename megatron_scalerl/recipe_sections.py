@@ -152,15 +152,29 @@ class RewardsSection(Section):
     """How completions are judged."""
 
     verifier: str = "math"
-    """`math` (math-verify on the text after thinking) or `module:function` of one's own."""
+    """`math` (math-verify on the text after thinking) or `module:function` of one's own, whose verdict must depend on
+    its arguments alone: the same text, reference and other columns are judged once."""
     correct: float = 1.0
     """Reward of an accepted answer (the paper: +1)."""
     incorrect: float = -1.0
     """Reward of any other completion (the paper: -1)."""
-    workers: PositiveInt = 2
-    """Verifier processes."""
+    workers: PositiveInt | None = None
+    """Verifier processes. null: one for each CPU that the controller may use, at most 8."""
+    cpu_s: PositiveFloat = 2.0
+    """Seconds of processor time for one check; past it the worker is killed and the completion is wrong (`timeout`).
+    It does not depend on what else runs. n different answers that all exceed it take n (cpu_s + 0.5) / workers
+    seconds: 768 of them 16 minutes with 2 workers, 4 with 8."""
     timeout_s: PositiveFloat = 10.0
-    """Seconds for one check; past it the worker is killed and the completion is wrong."""
+    """Seconds on the clock for one check, for a verifier that waits for something; past it as for cpu_s."""
+    memory_mb: PositiveInt | None = 1024
+    """Address space in MiB that one check may add to its worker (the math verifier's starts with 60 and a normal
+    answer adds less than 40); an answer that needs more is wrong (`memory`). null: no limit, for a verifier that
+    starts programs that reserve much, such as java or node."""
+    file_mb: NonNegativeInt = 0
+    """Size in MiB of a file that a verifier may write. 0: it writes none."""
+    environment: tuple[str, ...] = ()
+    """Names of environment variables that a verifier of one's own needs. Others are not handed over, but for those
+    of path, home, locale and library search, so that tokens and keys stay with the controller."""
     truncated: Literal["exclude", "wrong"] = "exclude"
     """Truncated completions leave loss and advantage, or stay with the incorrect reward. In every pass
     rate they are wrong. (Inferred from "effective batch size (after excluding truncated samples)".)"""

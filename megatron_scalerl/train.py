@@ -43,15 +43,7 @@ def train(recipe: Recipe, console: Console) -> str:
 
 
 async def _train(recipe: Recipe, inputs: Inputs, console: Console) -> str:
-    rewards = recipe.rewards
-    verifier = VerifierPool(
-        rewards.verifier,
-        workers=rewards.workers,
-        timeout_s=rewards.timeout_s,
-        correct=rewards.correct,
-        incorrect=rewards.incorrect,
-    )
-    async with verifier:
+    async with VerifierPool(recipe.rewards) as verifier:
         # only now, when no mistake of the user's can be left, a folder is written
         with contextlib.closing(RunFolder(recipe)) as folder, under_way(folder.path / "logs" / "controller.log"):
             return await _in_folder(recipe, inputs, folder, verifier, console)

@@ -16,7 +16,7 @@ class CompletionLost(RuntimeError):
     """One completion cannot be used, through no fault of the policy; `reason` says why in one word.
 
     It is left out of its group and counted, and its siblings stay. Raised by `rollouts.engine_client` (an answer
-    without log-probabilities: `no_logprobs`) and by `rewards.verifier` (its judge was lost twice: `verifier_lost`).
+    without log-probabilities: `no_logprobs`) and by `rewards.verifier` (no process to judge it: `verifier_lost`).
     """
 
     def __init__(self, message: str, *, reason: str) -> None:
@@ -87,7 +87,7 @@ class Score:
     reward: float
     """The reward that enters the advantage (recipe: rewards.correct / rewards.incorrect)."""
     reason: str = ""
-    """Why, in one word where it is not a plain comparison: timeout, crash, no_answer, truncated."""
+    """Why, in one word where it is not a plain comparison: timeout, memory, crash, error, no_answer, truncated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

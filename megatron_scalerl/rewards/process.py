@@ -13,22 +13,53 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_scalerl.rewards.limits import Limits
 from megatron_scalerl.rewards.worker import FRAME
 
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+INHERITED = (
+    "PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH",
+    "VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME",
+)  # fmt: skip
+"""Variables that a worker gets from the controller, besides LC_* and those of `rewards.environment`."""
+
+OUTCOMES = {"value", "error", "memory"}
+"""Keys of a reply, one of which says how a check ended."""
 
 
 class WorkerDied(Exception):
     """The verifier process ended while it was needed."""
 
+    def __init__(self, limit: str = "") -> None:
+        super().__init__(limit)
+        self.limit = limit
+        """The limit of ours that ended it: `timeout` or `memory`. Empty: something else did."""
+
+
+def worker_environment(passed: Sequence[str]) -> dict[str, str]:
+    """The variables of a worker: no tokens, keys or agents of the user's, unless `passed` names them.
+
+    Raises ValueError if a name of `passed` is not set.
+    """
+    for name in passed:
+        if name not in os.environ:
+            raise ValueError(f"rewards.environment: expected {name!r} to be set, found no such environment variable")
+    path = os.pathsep.join(filter(None, (PACKAGE_ROOT, os.environ.get("PYTHONPATH"))))
+    kept = {n: v for n, v in os.environ.items() if n in INHERITED or n.startswith("LC_") or n in passed}
+    # unbuffered: what was printed before a process is killed is not lost
+    return {"OMP_NUM_THREADS": "1", **kept, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
 
 class WorkerProcess:
-    """A verifier process and its two pipes; `start` may be called again after `kill`."""
+    """A verifier process and its pipes; `start` may be called again after `kill`."""
 
-    def __init__(self, verifier: str, start_timeout_s: float) -> None:
+    def __init__(self, verifier: str, *, limits: Limits, environment: Sequence[str], start_timeout_s: float) -> None:
         self._verifier = verifier
+        self._limits = limits
+        self._environment = tuple(environment)
         self._start_timeout_s = start_timeout_s
         self._process: asyncio.subprocess.Process | None = None
+        self._prints: _Prints | None = None
 
     @property
     def alive(self) -> bool:
@@ -36,19 +67,25 @@ class WorkerProcess:
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
-        """Start the process and wait until its verifier is loaded. Raises ValueError if that fails."""
-        path = os.pathsep.join(filter(None, (PACKAGE_ROOT, os.environ.get("PYTHONPATH"))))
-        # A session of its own: what the verifier starts dies with it, and Ctrl-C is the controller's affair.
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "megatron_scalerl.rewards.worker", str(os.getpid()),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        )  # fmt: skip
+        """Start the process and wait until its verifier is loaded.
+
+        Raises ValueError if the verifier does not load, OSError if the system starts no process.
+        """
+        environment = worker_environment(self._environment)
+        with _Prints() as prints:
+            # A session of its own: what the verifier starts dies with it, and Ctrl-C is the controller's affair.
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "megatron_scalerl.rewards.worker", str(os.getpid()),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=prints.writer,
+                start_new_session=True,
+                env=environment,
+            )  # fmt: skip
+        self._prints = prints
         try:
-            await self._send({"verifier": self._verifier, "sys_path": sys.path})
-            hello = await self.reply(self._start_timeout_s)
+            await self._send({"verifier": self._verifier, "sys_path": sys.path, "limits": self._limits})
+            hello = await self._line(self._start_timeout_s)
         except (TimeoutError, WorkerDied) as problem:
             await self.kill()
             found = "nothing" if isinstance(problem, TimeoutError) else "the end of its process"
@@ -58,39 +95,47 @@ class WorkerProcess:
             await self.kill()
             raise ValueError(hello["error"])
 
-    async def send_checks(self, checks: Sequence[bytes], timeout_s: float) -> None:
-        """Hand over pickled checks; one `reply` comes for each. Raises TimeoutError and WorkerDied."""
+    async def send_checks(self, checks: Sequence[tuple[int, bytes]], timeout_s: float) -> None:
+        """Hand over numbered, pickled checks; each is then awaited by `began` and `verdict`, in this order.
+
+        Raises TimeoutError and WorkerDied.
+        """
         async with asyncio.timeout(timeout_s):
             await self._send(list(checks))
 
-    async def reply(self, timeout_s: float) -> dict[str, Any]:
-        """The next line of the process. Raises TimeoutError after timeout_s seconds, and WorkerDied."""
-        assert self._process is not None and self._process.stdout is not None
-        replies = self._process.stdout
-        try:
-            async with asyncio.timeout(timeout_s):
-                line = await replies.readline()
-        except TimeoutError:
-            # Only the event loop may have been late: a reply that lies there already was in time.
-            async with asyncio.timeout(0):
-                line = await replies.readline()
-        if not line.endswith(b"\n"):
+    async def began(self, serial: int, timeout_s: float) -> None:
+        """Wait until the process begins check `serial`. Raises TimeoutError and WorkerDied."""
+        if (await self._line(timeout_s)).get("began") != serial:
             raise WorkerDied
-        try:
-            return json.loads(line)
-        except ValueError:  # the verifier wrote into our pipe: this process cannot be trusted any more
-            raise WorkerDied from None
+
+    async def verdict(self, serial: int, timeout_s: float) -> dict[str, Any]:
+        """The verdict on the check that began last. Raises TimeoutError and WorkerDied."""
+        reply = await self._line(timeout_s)
+        if reply.get("serial") != serial or "retire" not in reply or not OUTCOMES & reply.keys():
+            raise WorkerDied
+        return reply
 
     async def kill(self) -> None:
         """End the process and everything that it started."""
-        if self._process is None:
+        process = self._process
+        if process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        await self._process.wait()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        await self._end()
         self._process = None
+        if process.stdin is not None:
+            process.stdin.close()
+        if self._prints is not None:
+            self._prints.close()
+
+    async def _end(self) -> int:
+        """Kill the process's group; returns its exit status, negative for a signal."""
+        assert self._process is not None
+        pid = self._process.pid
+        # Once it was waited for, its number is free when its group is empty: then it may be somebody else's.
+        if self._process.returncode is None or not Path(f"/proc/{pid}").exists():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        return await self._process.wait()
 
     async def _send(self, message: Any) -> None:
         assert self._process is not None and self._process.stdin is not None
@@ -100,3 +145,70 @@ class WorkerProcess:
             await self._process.stdin.drain()
         except (ConnectionError, RuntimeError):
             raise WorkerDied from None
+
+    async def _line(self, timeout_s: float) -> dict[str, Any]:
+        """The next line of the process. Raises TimeoutError after timeout_s seconds, and WorkerDied."""
+        assert self._process is not None and self._process.stdout is not None
+        replies = self._process.stdout
+        try:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    line = await replies.readline()
+            except TimeoutError:
+                # Only the event loop may have been late: a reply that lies there already was in time.
+                async with asyncio.timeout(0):
+                    line = await replies.readline()
+            if not line.endswith(b"\n"):
+                raise await self._death()
+            message = json.loads(line)
+        except ValueError:  # the verifier wrote into our pipe: this process cannot be trusted any more
+            raise WorkerDied from None
+        if not isinstance(message, dict):
+            raise WorkerDied
+        return message
+
+    async def _death(self) -> WorkerDied:
+        """Why the process ended, as far as its signal tells."""
+        assert self._process is not None
+        # A process whose pipe has ended is gone, and its signal fixed, or cannot be trusted any more.
+        code = await self._end()
+        if code == -signal.SIGPROF:
+            return WorkerDied("timeout")
+        if code == -signal.SIGABRT and self._limits.memory_mb is not None:
+            return WorkerDied("memory")
+        return WorkerDied()
+
+
+class _Prints:
+    """Passes what a worker prints on to the stderr of this process, through a pipe.
+
+    Not the controller's own stderr, because the worker's limit on file sizes would hold for a log file too. Not a
+    pipe of asyncio's subprocess either: waiting for the process would then wait for whatever it left running.
+    """
+
+    def __init__(self) -> None:
+        self._reader, self.writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._reader, self._pass_on)
+
+    def __enter__(self) -> _Prints:
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        os.close(self.writer)  # the worker has its own
+        if kind is not None:
+            self.close()
+
+    def close(self) -> None:
+        """Pass on the last words and close the pipe."""
+        self._loop.remove_reader(self._reader)
+        self._pass_on()
+        os.close(self._reader)
+
+    def _pass_on(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            part = os.read(self._reader, 1 << 16)
+            sys.stderr.write(part.decode(errors="replace"))
+            if not part:
+                self._loop.remove_reader(self._reader)

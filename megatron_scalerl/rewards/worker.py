@@ -1,8 +1,12 @@
 """A verifier process: `python -m megatron_scalerl.rewards.worker`, started and killed by the pool.
 
-It imports the verifier, says so, and then checks answers: a request of several checks comes in as one frame
-(8 bytes of length, then a pickle), and every verdict goes out as a JSON line of its own as soon as it is known,
-so that the pool can time each check. It imports no torch and no transformers.
+It imports the verifier, says so, and then checks answers: a request of several numbered checks comes in as one
+frame (8 bytes of length, then a pickle). Every check gives two JSON lines, one when it begins and its verdict as
+soon as it is known, so that the pool can time each check and knows at any moment which one this process is on.
+It imports no torch and no transformers.
+
+Only the verifier itself may raise or exceed its limits (limits.py). Answers are data here: they come out of a pickle
+that the pool wrote and are handed over as str. What goes back is JSON with the number of the check.
 """
 
 from __future__ import annotations
@@ -21,7 +25,11 @@ import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
+from megatron_scalerl.rewards.limits import MIB, Limits, address_space, limit_process, limited_check
+
 FRAME = struct.Struct("!Q")
+RETIRE_GROWTH = 2.0
+"""A worker that holds this many times `memory_mb` more than after loading its verifier is replaced: checks leak."""
 Verifier = Callable[[str, str, dict[str, Any]], Any]
 
 
@@ -61,15 +69,21 @@ def _check_signature(head: str, name: str, verifier: Verifier) -> None:
         raise ValueError(f"{head}: expected a function (answer_text, reference, extra), found {found}") from None
 
 
-def verdict(verifier: Verifier, check: bytes) -> dict[str, Any]:
-    """Run one check; `value` is a bool or a finite float, `error` a traceback instead of it."""
+def verdict(verifier: Verifier, check: bytes, limits: Limits) -> dict[str, Any]:
+    """Run one check within its limits; `value` is a bool or a finite float.
+
+    Instead of it: `memory` True if the memory limit was met, or `error`, a traceback.
+    """
     try:
-        value = verifier(*pickle.loads(check))
+        with limited_check(limits):
+            value = verifier(*pickle.loads(check))
         value = value.item() if hasattr(value, "item") else value  # numpy's own bools and floats
         if not isinstance(value, bool):
             value = float(value)
             if value - value != 0.0:
                 raise ValueError(f"expected a bool or a finite float, found {value}")
+    except MemoryError:
+        return {"memory": True}
     except Exception:  # around the user's verifier on model output; the pool counts it
         return {"error": traceback.format_exc()[-4000:]}
     return {"value": value}
@@ -84,10 +98,22 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     except ValueError as error:
         _reply(replies, {"error": str(error)})
         return
+    limits: Limits = setup["limits"]
+    limit_process(limits)
+    loaded = address_space()
     _reply(replies, {"ready": True})
     while (frame := _read_frame(requests)) is not None:
-        for check in pickle.loads(frame):
-            _reply(replies, verdict(verifier, check))
+        for serial, check in pickle.loads(frame):
+            _reply(replies, {"began": serial})
+            outcome = verdict(verifier, check, limits)
+            retire = _has_grown(loaded, limits)
+            _reply(replies, {"serial": serial, "retire": retire, **outcome})
+            if retire:
+                return
+
+
+def _has_grown(loaded: int, limits: Limits) -> bool:
+    return limits.memory_mb is not None and address_space() - loaded > RETIRE_GROWTH * limits.memory_mb * MIB
 
 
 def _read_frame(requests: BinaryIO) -> bytes | None:

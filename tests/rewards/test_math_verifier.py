@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from megatron_scalerl.recipe_sections import RewardsSection
 from megatron_scalerl.rewards.math import extract_answer, verify_math
 from megatron_scalerl.rewards.verifier import VerifierPool
 from megatron_scalerl.types import Prompt, Rollout, Score
@@ -36,6 +37,36 @@ def test_answers_are_compared_as_mathematics(reference, answer, expected):
     assert verify_math(answer, reference, {}) is expected
 
 
+BOXES = [
+    ("5", "\\boxed{3} no wait \\boxed{5}", True),
+    ("3", "\\boxed{3} no wait \\boxed{5}", False),
+    ("5", "\\boxed{3}, \\boxed{5}", True),
+    ("\\{1,2\\}", "\\boxed{1} and \\boxed{2}", False),
+    ("\\{1,2\\}", "\\boxed{1,2}", True),
+    ("5", "\\boxed{5}, since $7 = 5 + 2$. Checked for 7 cases.", True),
+    ("7", "\\boxed{5}. The final answer is $7$. I hope it is correct.", False),
+    ("5", "$x = 3$, so $$\\boxed{5}$$ cm", True),
+    ("\\frac{1}{2}", "\\boxed{3} or \\boxed{\\frac{1}{\\sqrt{4}}}", True),
+    ("5", "\\boxed{3} \\boxed 5", True),
+    ("5", "\\(\\boxed5\\).", True),
+    ("5!", "$\\boxed 5!$", True),
+    ("5", "\\boxed{3} then \\fbox{5}", True),
+    ("5", "\\boxed{\\boxed{5}}", True),
+    ("7", "\\boxed{5 and \\boxed{7}", True),
+    ("5", "\\boxed{5}, and \\boxed{unfinished", True),
+    ("0.5", "$\\boxed{50}$%", True),
+    ("\\boxed{5}", "\\boxed{3} \\boxed{5}", True),
+    ("\\boxed{1}, \\boxed{2}", "\\boxed{1,2}", True),
+    ("5", "\\boxed{}", False),
+    ("5", "\\boxed", False),
+]
+
+
+@pytest.mark.parametrize(("reference", "answer", "expected"), BOXES)
+def test_the_last_box_is_the_answer(reference, answer, expected):
+    assert verify_math(answer, reference, {}) is expected
+
+
 def test_the_answer_is_the_text_after_the_first_closing_tag():
     assert extract_answer("1+1=2</think>2", "</think>") == "2"
     assert extract_answer("1+1=2</think>2</think>3", "</think>") == "2</think>3"
@@ -44,20 +75,49 @@ def test_the_answer_is_the_text_after_the_first_closing_tag():
     assert extract_answer("plan [/THINK] done", "[/THINK]") == " done"
 
 
-def test_the_pool_runs_it_by_its_name_and_kills_what_does_not_end():
-    """A tower of powers is parsed by sympy for ever."""
-    prompt = Prompt(prompt_id="p", text="t", answer="\\frac{1}{2}", token_ids=())
+def score_all(answers, reference, **rewards):
+    prompt = Prompt(prompt_id="p", text="t", answer=reference, token_ids=())
     rollout = Rollout(
         token_ids=(), rollout_logprobs=(), policy_versions=(), loss_mask=(), interrupted=False,
         truncated=False, thinking_cut=0, seed=0,
     )  # fmt: skip
 
     async def main():
-        async with VerifierPool("math", workers=1, timeout_s=3.0) as pool:
-            answers = ("$9^{9^{9^{9}}}$", "0.5", "2")
-            return await asyncio.gather(*(pool.score(answer, prompt, rollout) for answer in answers))
+        async with VerifierPool(RewardsSection(**rewards)) as pool:
+            scores = await asyncio.gather(*(pool.score(answer, prompt, rollout) for answer in answers))
+            return scores, pool.counters
 
-    tower, half, two = asyncio.run(main())
-    assert tower == Score(correct=False, reward=-1.0, reason="timeout")
-    assert half == Score(correct=True, reward=1.0)
-    assert two == Score(correct=False, reward=-1.0)
+    return asyncio.run(main())
+
+
+HEAVY = ["\\frac{9^{9^9}}{8^{9^9}}", "\\Gamma(10000000)", "\\operatorname{zeros}(100000,100000)"]
+
+
+def test_the_pool_runs_it_by_its_name_and_kills_what_does_not_end():
+    scores, counters = score_all(
+        [*(f"\\boxed{{{heavy}}}" for heavy in HEAVY), "0.5", "2"], "\\frac{1}{2}", workers=2, cpu_s=0.5
+    )
+    assert all(score == Score(correct=False, reward=-1.0, reason=score.reason) for score in scores[:3])
+    assert {score.reason for score in scores[:3]} <= {"timeout", "memory"}
+    assert scores[3:] == [Score(correct=True, reward=1.0), Score(correct=False, reward=-1.0)]
+    assert counters["timeout"] + counters["memory"] == 3
+
+
+def test_towers_of_powers_cost_no_process():
+    """48 groups of them are a batch that waited for an hour."""
+    towers = [
+        form % n
+        for n in range(2, 14)
+        for form in ("$9^{%d^{99}}$", "\\boxed{%d^{99999999999}}", "9^9^9^%d", "%d99999999!")
+    ]
+    scores, counters = score_all([*towers, "\\boxed{7}"], "7", workers=2)
+    assert scores == [Score(correct=False, reward=-1.0)] * len(towers) + [Score(correct=True, reward=1.0)]
+    assert counters == {"checks": 49, "correct": 1}
+
+
+def test_degenerate_repetition_is_judged_within_the_limits():
+    """Quadratic work on 20,000 repetitions takes minutes."""
+    answers = [repeated * 20_000 for repeated in ("\\boxed{", "\\boxed ", "\\boxed{1}", "\\{\\boxed{", "$ ", "}{")]
+    scores, counters = score_all(answers, "7", workers=1, cpu_s=10)
+    assert scores == [Score(correct=False, reward=-1.0)] * len(answers)
+    assert counters == {"checks": len(answers)}

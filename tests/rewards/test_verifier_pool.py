@@ -1,4 +1,4 @@
-"""The verifier pool: scores, and what becomes of checks that hang, crash or raise."""
+"""The verifier pool: scores, and what becomes of checks that hang or raise, of callers and of bad settings."""
 
 import asyncio
 import os
@@ -8,129 +8,36 @@ import textwrap
 import time
 
 import pytest
+from verifier_pools import RIGHT, WRONG, pool_of, prompt, rollout, run_pool, wrong
 
-from megatron_scalerl.rewards.verifier import CHUNK, VerifierPool
-from megatron_scalerl.types import Prompt, Rollout, Score
+from megatron_scalerl.rewards.verifier import CHUNK
+from megatron_scalerl.types import Score
 
-VERIFIERS = """
-    import os, signal, subprocess, sys, time
-
-    calls = 0
-
-    def same(answer_text, reference, extra):
-        return answer_text == reference
-
-    def faulty(answer_text, reference, extra):
-        '''Does what the answer says; otherwise compares.'''
-        if answer_text == "sleep":
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            time.sleep(10**6)
-        if answer_text == "spin":
-            while True:
-                pass
-        if answer_text == "exit":
-            os._exit(0)
-        if answer_text == "segfault":
-            os.kill(os.getpid(), signal.SIGSEGV)
-        if answer_text == "raise":
-            raise RuntimeError("no such answer")
-        if answer_text.startswith("fifo "):
-            hold = open(answer_text[5:], "w")
-            child = subprocess.Popen(["sleep", "1000000"], pass_fds=[hold.fileno()])
-            hold.write(f"{os.getpid()} {child.pid}\\n")
-            hold.flush()
-            time.sleep(10**6)
-        return answer_text == reference
-
-    def noisy(answer_text, reference, extra):
-        print('{"value": true}')
-        os.write(1, b"printed\\n")
-        sys.stdin.read()
-        return answer_text == reference
-
-    def graded(answer_text, reference, extra):
-        return {"none": None, "nan": float("nan"), "text": "right"}.get(answer_text, extra.get("value"))
-
-    def numpy_bool(answer_text, reference, extra):
-        import numpy
-        return numpy.bool_(answer_text == reference)
-
-    def counting(answer_text, reference, extra):
-        global calls
-        calls += 1
-        return float(calls)
-
-    def modules(answer_text, reference, extra):
-        return not {"torch", "transformers", "vllm", "megatron"} & set(sys.modules)
-
-    def two_arguments(answer_text, reference):
-        return True
-
-    not_a_function = 3
-"""
-PROMPT = Prompt(prompt_id="p", text="t", answer="7", token_ids=())
-
-
-def rollout(truncated=False):
-    return Rollout(
-        token_ids=(), rollout_logprobs=(), policy_versions=(), loss_mask=(), interrupted=False,
-        truncated=truncated, thinking_cut=0, seed=0,
-    )  # fmt: skip
-
-
-def prompt(extra):
-    return Prompt(prompt_id="p", text="t", answer="7", token_ids=(), extra=extra)
+PROMPT = prompt()
 
 
 @pytest.fixture(autouse=True)
-def users_module(tmp_path, monkeypatch):
-    """A module of a user's own verifiers, on the path of this process."""
-    (tmp_path / "users_verifiers.py").write_text(textwrap.dedent(VERIFIERS))
+def importable(tmp_path, monkeypatch):
+    """Modules written by a test are on the path of this process."""
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def run_pool(function, answers, *, workers=1, timeout_s=60.0):
-    """Scores of the answers, asked for at the same time, and the pool's counters."""
-
-    async def main():
-        async with VerifierPool(f"users_verifiers:{function}", workers=workers, timeout_s=timeout_s) as pool:
-            scores = await asyncio.gather(*(pool.score(answer, PROMPT, rollout()) for answer in answers))
-            return scores, pool.counters
-
-    return asyncio.run(main())
-
-
-RIGHT = Score(correct=True, reward=1.0)
-WRONG = Score(correct=False, reward=-1.0)
-
-
-def wrong(reason):
-    return Score(correct=False, reward=-1.0, reason=reason)
-
-
 def test_every_answer_gets_its_own_verdict():
-    answers = [str(index % 10) for index in range(300)]
+    answers = [str(index) for index in range(300)]
     scores, counters = run_pool("same", answers, workers=2)
     assert scores == [RIGHT if answer == "7" else WRONG for answer in answers]
-    assert counters == {"checks": 300, "correct": 30}
+    assert counters == {"checks": 300, "correct": 1}
 
 
 @pytest.mark.parametrize("hang", ["sleep", "spin"])
 def test_a_hung_check_is_wrong_and_the_checks_behind_it_are_done(hang):
-    scores, counters = run_pool("faulty", ["7", hang, "7", hang, "8", "7"], timeout_s=1.5)
-    assert scores == [RIGHT, wrong("timeout"), RIGHT, wrong("timeout"), WRONG, RIGHT]
-    assert counters == {"checks": 6, "correct": 3, "timeout": 2, "restarts": 2}
-
-
-@pytest.mark.parametrize("crash", ["exit", "segfault"])
-def test_a_crashed_check_is_wrong_and_the_checks_behind_it_are_done(crash):
-    scores, counters = run_pool("faulty", ["7", crash, "7", "8"])
-    assert scores == [RIGHT, wrong("crash"), RIGHT, WRONG]
-    assert counters == {"checks": 4, "correct": 2, "crash": 1, "restarts": 1}
+    scores, counters = run_pool("faulty", [f"{hang} 1", "7", f"{hang} 2", "8", "9"], timeout_s=1.5)
+    assert scores == [wrong("timeout"), RIGHT, wrong("timeout"), WRONG, WRONG]
+    assert counters == {"checks": 5, "correct": 1, "timeout": 2, "restarts": 2}
 
 
 def test_a_verifier_that_raises_is_wrong_keeps_its_process_and_is_logged_once(caplog):
-    scores, counters = run_pool("faulty", ["raise", "7", "raise"])
+    scores, counters = run_pool("faulty", ["raise 1", "7", "raise 2"])
     assert scores == [wrong("error"), RIGHT, wrong("error")]
     assert counters == {"checks": 3, "correct": 1, "error": 2}
     assert [record.getMessage().splitlines()[-1] for record in caplog.records] == ["RuntimeError: no such answer"]
@@ -152,6 +59,7 @@ def test_a_hung_check_dies_with_a_controller_that_was_killed(tmp_path):
     os.mkfifo(fifo)
     controller = f"""
         import asyncio, os
+        from megatron_scalerl.recipe_sections import RewardsSection
         from megatron_scalerl.rewards.verifier import VerifierPool
         from megatron_scalerl.types import Prompt, Rollout
 
@@ -160,7 +68,7 @@ def test_a_hung_check_dies_with_a_controller_that_was_killed(tmp_path):
                           truncated=False, thinking_cut=0, seed=0)
 
         async def main():
-            pool = VerifierPool("hold:hold", workers=1, timeout_s=10**6)
+            pool = VerifierPool(RewardsSection(verifier="hold:hold", workers=1, timeout_s=10**6))
             await pool.start()
             await pool.score({str(fifo)!r}, prompt, rollout)
 
@@ -183,7 +91,7 @@ def test_a_hung_check_dies_with_a_controller_that_was_killed(tmp_path):
 
 def test_no_answer_and_truncated_are_wrong_without_asking_the_verifier():
     async def main():
-        async with VerifierPool("users_verifiers:counting", workers=1, timeout_s=60.0) as pool:
+        async with pool_of("counting") as pool:
             scores = [await pool.score(text, PROMPT, rollout()) for text in (None, "", " \n")]
             scores.append(await pool.score("7", PROMPT, rollout(truncated=True)))
             scores.append(await pool.score("7", PROMPT, rollout()))
@@ -197,7 +105,7 @@ def test_no_answer_and_truncated_are_wrong_without_asking_the_verifier():
 
 def test_a_float_is_the_reward_itself_and_nonsense_is_an_error():
     async def main():
-        async with VerifierPool("users_verifiers:graded", workers=1, timeout_s=60.0, correct=2.0) as pool:
+        async with pool_of("graded", correct=2.0) as pool:
             floats = [await pool.score("x", prompt({"value": value}), rollout()) for value in (2.0, 0.25, True, 3)]
             nonsense = [await pool.score(text, prompt({}), rollout()) for text in ("none", "nan", "text")]
             return floats, nonsense
@@ -217,6 +125,11 @@ def test_numpy_verdicts_prints_and_reads_do_no_harm():
     assert run_pool("noisy", ["7", "8"])[0] == [RIGHT, WRONG]
 
 
+def test_what_a_verifier_prints_is_passed_on(capsys):
+    run_pool("noisy", ["7"])
+    assert capsys.readouterr().err == '{"value": true}\nprinted\n'
+
+
 def test_verifier_processes_import_neither_torch_nor_transformers():
     assert run_pool("modules", ["x"])[0] == [RIGHT]
 
@@ -234,7 +147,7 @@ BAD_SPECS = {
 @pytest.mark.parametrize("spec", BAD_SPECS)
 def test_a_bad_spec_is_one_line_at_the_start(spec, tmp_path):
     (tmp_path / "exits.py").write_text("import os; os._exit(3)")
-    pool_start = VerifierPool(spec, workers=2, timeout_s=60.0, start_timeout_s=60.0).start
+    pool_start = pool_of(spec, workers=2).start
     with pytest.raises(ValueError, match=BAD_SPECS[spec]) as caught:
         asyncio.run(pool_start())
     assert f"rewards.verifier {spec!r}" in str(caught.value)
@@ -244,41 +157,28 @@ def test_a_bad_spec_is_one_line_at_the_start(spec, tmp_path):
 def test_a_verifier_that_never_imports_is_refused_in_time(tmp_path):
     (tmp_path / "sleepy.py").write_text("import time; time.sleep(10**6)")
     with pytest.raises(ValueError, match="ready within 2 s, found nothing"):
-        asyncio.run(VerifierPool("sleepy:f", workers=1, timeout_s=60.0, start_timeout_s=2.0).start())
+        asyncio.run(pool_of("sleepy:f", start_timeout_s=2.0).start())
 
 
 def test_a_process_that_died_idle_is_replaced_and_blames_no_completion():
     async def main():
-        async with VerifierPool("users_verifiers:same", workers=1, timeout_s=60.0) as pool:
+        async with pool_of("same") as pool:
             await pool.score("7", PROMPT, rollout())
             process = pool._processes[0]._process
             process.kill()
             await process.wait()
-            return await pool.score("7", PROMPT, rollout()), pool.counters
+            return await pool.score("8", PROMPT, rollout()), pool.counters
 
     score, counters = asyncio.run(main())
-    assert score == RIGHT
-    assert counters == {"checks": 2, "correct": 2, "restarts": 1}
-
-
-def test_a_replacement_that_cannot_start_ends_the_pool_for_all_callers(tmp_path):
-    async def main():
-        async with VerifierPool("users_verifiers:faulty", workers=1, timeout_s=60.0) as pool:
-            (tmp_path / "users_verifiers.py").write_text("import gone")
-            calls = (pool.score("exit", PROMPT, rollout()) for _ in range(CHUNK * 4))
-            return await asyncio.gather(*calls, return_exceptions=True)
-
-    first, *others = asyncio.run(main())
-    assert first == wrong("crash")
-    assert len(others) == 31
-    assert all("No module named 'gone'" in str(problem) for problem in others)
+    assert score == WRONG
+    assert counters == {"checks": 2, "correct": 1, "restarts": 1}
 
 
 def test_a_late_event_loop_is_not_a_time_out():
     """The loop sleeps past the limit while the verdict lies in the pipe; nothing ran too long."""
 
     async def main():
-        async with VerifierPool("users_verifiers:same", workers=1, timeout_s=1.0) as pool:
+        async with pool_of("same", timeout_s=1.0) as pool:
             scoring = asyncio.create_task(pool.score("7", PROMPT, rollout()))
             while not pool._outstanding:
                 await asyncio.sleep(0)
@@ -291,8 +191,8 @@ def test_a_late_event_loop_is_not_a_time_out():
 
 def test_outstanding_checks_are_bounded():
     async def main():
-        async with VerifierPool("users_verifiers:same", workers=1, timeout_s=60.0) as pool:
-            calls = [asyncio.create_task(pool.score("7", PROMPT, rollout())) for _ in range(200)]
+        async with pool_of("same") as pool:
+            calls = [asyncio.create_task(pool.score(str(n), PROMPT, rollout())) for n in range(200)]
             longest = 0
             for call in calls:
                 await call
@@ -304,19 +204,21 @@ def test_outstanding_checks_are_bounded():
 
 def test_a_cancelled_caller_disturbs_nobody():
     async def main():
-        async with VerifierPool("users_verifiers:same", workers=1, timeout_s=60.0) as pool:
-            calls = [asyncio.create_task(pool.score("7", PROMPT, rollout())) for _ in range(40)]
+        async with pool_of("same") as pool:
+            calls = [asyncio.create_task(pool.score(f"{n // 4}", PROMPT, rollout())) for n in range(40)]
             await asyncio.sleep(0)
             for call in calls[::2]:
                 call.cancel()
-            return await asyncio.gather(*calls[1::2])
+            return await asyncio.gather(*calls[1::2]), pool._outstanding
 
-    assert asyncio.run(main()) == [RIGHT] * 20
+    scores, outstanding = asyncio.run(main())
+    assert scores == [RIGHT if n // 4 == 7 else WRONG for n in range(1, 40, 2)]
+    assert outstanding == {}
 
 
 def test_a_closed_pool_fails_what_is_outstanding_and_what_comes():
     async def main():
-        pool = VerifierPool("users_verifiers:faulty", workers=1, timeout_s=10**6)
+        pool = pool_of("faulty", timeout_s=10**6)
         with pytest.raises(RuntimeError, match="was not started"):
             await pool.score("7", PROMPT, rollout())
         await pool.start()
@@ -330,3 +232,9 @@ def test_a_closed_pool_fails_what_is_outstanding_and_what_comes():
             await pool.score("7", PROMPT, rollout())
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(("cpus", "workers"), [(1, 1), (3, 3), (64, 8)])
+def test_there_is_a_process_for_each_cpu_up_to_eight(cpus, workers, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cpus)))
+    assert len(pool_of("same", workers=None)._processes) == workers

@@ -1,0 +1,87 @@
+"""What one check may use of its worker process: processor time, memory, files. Applied inside the worker (Linux).
+
+A check that runs into a limit is wrong by its own doing, so each limit must be recognizable from outside:
+
+    processor time  a timer of the process (ITIMER_PROF, exact, starts at 0 for every check) ends it by SIGPROF
+    memory          an allocation fails: Python raises MemoryError, a C library aborts (SIGABRT)
+    files           writing fails with OSError, which is the verifier's own error
+
+The number of processes (RLIMIT_NPROC) has no limit: the kernel counts all processes and threads of the user, those of
+trainer and engines included, so that any number would be wrong. None of this is a sandbox: a verifier runs with
+the rights of its user.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+OPEN_FILES = 256
+"""Open files of a worker."""
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """The limits of one check, from the recipe's `rewards`."""
+
+    cpu_s: float
+    """Processor seconds of the worker, all its threads, its children not included."""
+    memory_mb: int | None
+    """Address space in MiB on top of what the worker held when the check began; None: no limit."""
+    file_mb: int
+    """Size in MiB of any file that is written."""
+
+
+def address_space() -> int:
+    """Bytes of address space that this process holds; 0 where it cannot be read."""
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[0]
+    except OSError:
+        return 0
+    return int(pages) * resource.getpagesize()
+
+
+def limit_process(limits: Limits) -> None:
+    """The limits that stay for the life of the worker: no core dumps, small files, few of them."""
+    _lower(resource.RLIMIT_CORE, 0)
+    _lower(resource.RLIMIT_FSIZE, limits.file_mb * MIB)
+    _lower(resource.RLIMIT_NOFILE, OPEN_FILES)
+
+
+@contextmanager
+def limited_check(limits: Limits) -> Iterator[None]:
+    """Processor time and memory for the code inside; afterwards the worker's own work is free of both."""
+    memory = None if limits.memory_mb is None or sys.platform != "linux" else limits.memory_mb * MIB
+    if memory is not None:
+        _set_soft(resource.RLIMIT_AS, address_space() + memory)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        if memory is not None:
+            _set_soft(resource.RLIMIT_AS, resource.getrlimit(resource.RLIMIT_AS)[1])
+
+
+def _set_soft(kind: int, value: int) -> None:
+    """The soft limit alone, never above the hard one, which the host may have set lower."""
+    hard = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (_smaller(value, hard), hard))
+
+
+def _lower(kind: int, value: int) -> None:
+    low = _smaller(value, resource.getrlimit(kind)[1])
+    resource.setrlimit(kind, (low, low))
+
+
+def _smaller(value: int, hard: int) -> int:
+    if hard == resource.RLIM_INFINITY:
+        return value
+    return hard if value == resource.RLIM_INFINITY else min(value, hard)

@@ -1,0 +1,171 @@
+"""Verifier processes that are lost: which check is charged, what is done again, and when the pool gives up."""
+
+import asyncio
+import errno
+import os
+import random
+import signal
+import sys
+
+import pytest
+from verifier_pools import RIGHT, WRONG, pool_of, prompt, rollout, run_pool, wrong
+
+from megatron_scalerl.rewards import verifier
+from megatron_scalerl.types import CompletionLost
+
+
+class StandInSpawn:
+    """Instead of starting a process, fails with the errors given, in this order; None starts it."""
+
+    def __init__(self, monkeypatch, *errors, for_ever=None):
+        self.started, self._errors, self._for_ever = 0, list(errors), for_ever
+        self._spawn = asyncio.create_subprocess_exec
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", self)
+
+    async def __call__(self, *args, **options):
+        error = self._errors.pop(0) if self._errors else self._for_ever
+        if error is not None:
+            raise OSError(error, os.strerror(error))
+        self.started += 1
+        return await self._spawn(*args, **options)
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(verifier, "START_PAUSE_S", 0.01)
+    monkeypatch.setattr(verifier, "ROUND_PAUSE_S", 0.01)
+
+
+@pytest.mark.parametrize("fault", ["exit", "segfault", "kill", "quit"])
+def test_an_answer_that_takes_two_processes_along_is_wrong_and_charged_alone(fault):
+    scores, counters = run_pool("faulty", ["7", fault, "8", "9"])
+    assert scores == [RIGHT, wrong("crash"), WRONG, WRONG]
+    assert counters == {"checks": 4, "correct": 1, "crash": 1, "restarts": 2}
+
+
+@pytest.mark.parametrize("kills", [1, 2])
+def test_a_process_killed_from_outside_costs_its_check_one_of_two_tries(kills, tmp_path):
+    extra = {"says": str(tmp_path / "says"), "waits": str(tmp_path / "waits")}
+    for path in extra.values():
+        os.mkfifo(path)
+
+    def kill():
+        with open(os.open(extra["says"], os.O_RDWR)) as says:  # without an end between two writers
+            for _ in range(kills):
+                os.kill(int(says.readline()), signal.SIGKILL)
+            if kills == 1:
+                says.readline()
+                open(extra["waits"], "w").close()
+
+    async def main():
+        async with pool_of("held") as pool:
+            calls = [pool.score(text, prompt(extra), rollout()) for text in ("8", "held", "7", "9")]
+            *scores, _ = await asyncio.gather(*calls, asyncio.to_thread(kill))
+            return scores, pool.counters
+
+    scores, counters = asyncio.run(main())
+    assert scores == [WRONG, RIGHT if kills == 1 else wrong("crash"), RIGHT, WRONG]
+    assert (counters["crash"], counters["restarts"]) == (kills - 1, kills)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_under_any_schedule_of_deaths_each_check_is_charged_with_its_own(seed, tmp_path):
+    """Every run of a check leaves a folder: a check that kills no process runs exactly once."""
+    draw = random.Random(seed)
+    answers = [(f"{draw.choice('78')} of {n}", draw.choice([0, 0, 0, 1, 2])) for n in range(24)]
+
+    async def main():
+        async with pool_of("mortal", workers=2) as pool:
+            extra = {"folder": str(tmp_path)}
+            calls = [pool.score(text, prompt({**extra, "deaths": deaths}), rollout()) for text, deaths in answers]
+            return await asyncio.gather(*calls), pool.counters
+
+    scores, counters = asyncio.run(main())
+    verdicts = [RIGHT if text[0] == "7" else WRONG for text, _ in answers]
+    assert scores == [
+        wrong("crash") if deaths == 2 else verdict for verdict, (_, deaths) in zip(verdicts, answers, strict=True)
+    ]
+    runs = sorted(f"{text} {run}" for text, deaths in answers for run in range(1, min(deaths + 1, 2) + 1))
+    assert sorted(os.listdir(tmp_path)) == runs
+    assert counters["crash"] == sum(deaths == 2 for _, deaths in answers)
+    # the last process that each worker lost may not have been replaced yet
+    assert 0 <= sum(deaths for _, deaths in answers) - counters["restarts"] <= 2
+
+
+def test_a_process_that_stands_still_before_a_check_is_replaced_at_nobodys_charge():
+    async def main():
+        async with pool_of("same", timeout_s=1.5) as pool:
+            os.kill(pool._processes[0]._process.pid, signal.SIGSTOP)
+            return await pool.score("7", prompt(), rollout()), pool.counters
+
+    score, counters = asyncio.run(main())
+    assert score == RIGHT
+    assert counters == {"checks": 1, "correct": 1, "restarts": 1}
+
+
+def test_a_line_that_answers_no_check_is_not_a_verdict():
+    scores, counters = run_pool("forging", ["7"])
+    assert scores == [wrong("crash")]
+    assert counters["crash"] == 1
+
+
+@pytest.mark.parametrize("error", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE])
+def test_a_start_that_fails_for_a_while_costs_nothing(error, monkeypatch, tmp_path):
+    StandInSpawn(monkeypatch, None, error, error, error)
+    scores, counters = run_pool("mortal", ["7 of 1"], extra={"folder": str(tmp_path), "deaths": 1})
+    assert scores == [RIGHT]
+    assert counters == {"checks": 1, "correct": 1, "restarts": 1}
+
+
+def test_a_process_that_cannot_be_replaced_loses_the_check_in_hand_and_no_other(monkeypatch):
+    StandInSpawn(monkeypatch, None, None, for_ever=errno.ENOMEM)
+    (first, *others), counters = run_pool("faulty", ["exit", *map(str, range(40))], workers=2)
+    assert isinstance(first, CompletionLost)
+    assert first.reason == "verifier_lost"
+    assert others == [RIGHT if n == 7 else WRONG for n in range(40)]
+    assert counters == {"checks": 41, "correct": 1, "verifier_lost": 1}
+
+
+def test_a_pool_that_cannot_start_a_process_any_more_ends_the_run_in_one_line(monkeypatch):
+    async def main():
+        async with pool_of("faulty", workers=2) as pool:
+            monkeypatch.setattr(sys, "executable", "/no/such/python")
+            answers = ["exit 1", "exit 2", *map(str, range(30))]
+            calls = [pool.score(answer, prompt(), rollout()) for answer in answers]
+            results = await asyncio.gather(*calls, return_exceptions=True)
+            with pytest.raises(RuntimeError, match=r"found \d+ tries in a row failing"):
+                await pool.score("late", prompt(), rollout())
+            return results, pool.counters
+
+    results, counters = asyncio.run(main())
+    assert [getattr(result, "reason", None) for result in results[:2]] == ["verifier_lost"] * 2
+    ends = [result for result in results if type(result) is RuntimeError]
+    judged = [result for result in results[2:] if result in (RIGHT, WRONG)]
+    assert len(ends) >= 1
+    assert len(ends) + len(judged) == 30
+    assert counters["verifier_lost"] == 2
+    assert "No such file or directory: '/no/such/python'" in str(ends[0])
+    assert "\n" not in str(ends[0])
+
+
+def test_a_verifier_that_no_longer_imports_ends_the_run_as_well(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    module = tmp_path / "fleeting.py"
+    module.write_text("import os\ndef leave(answer_text, reference, extra):\n    os._exit(0)\n")
+
+    async def main():
+        async with pool_of("fleeting:leave") as pool:
+            module.write_text("import gone")
+            calls = [pool.score(str(n), prompt(), rollout()) for n in range(20)]
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+    first, *others = asyncio.run(main())
+    assert isinstance(first, CompletionLost)
+    assert {type(problem) for problem in others} == {RuntimeError}
+    assert all("No module named 'gone'" in str(problem) for problem in others)
+
+
+def test_a_system_that_starts_no_process_at_all_is_an_error_of_the_system(monkeypatch):
+    StandInSpawn(monkeypatch, for_ever=errno.EAGAIN)
+    with pytest.raises(OSError, match="Resource temporarily unavailable"):
+        asyncio.run(pool_of("same").start())

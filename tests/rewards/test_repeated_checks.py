@@ -1,0 +1,97 @@
+"""Identical checks are done once: which verdicts are shared, and with whom."""
+
+import asyncio
+
+from verifier_pools import RIGHT, WRONG, pool_of, prompt, rollout, wrong
+
+from megatron_scalerl.rewards import verifier
+
+
+def run(main, function, **rewards):
+    async def in_pool():
+        async with pool_of(function, **rewards) as pool:
+            return await main(pool), pool.counters
+
+    return asyncio.run(in_pool())
+
+
+def ask(pool, text, extra=None):
+    return pool.score(text, prompt(extra), rollout())
+
+
+def test_the_same_question_is_asked_once_at_a_time_and_later():
+    async def main(pool):
+        together = await asyncio.gather(*(ask(pool, "x") for _ in range(50)))
+        later = [await ask(pool, "x") for _ in range(3)]
+        return {score.reward for score in [*together, *later]}
+
+    rewards, counters = run(main, "counting", workers=2)
+    assert rewards == {1.0}
+    assert counters == {"checks": 53, "correct": 53, "repeated": 52}
+
+
+def test_text_reference_and_extra_columns_make_the_question():
+    async def main(pool):
+        same = await ask(pool, "x", {"a": 1})
+        others = [await ask(pool, "x "), await ask(pool, "x", {"a": 2}), await ask(pool, "x", {"a": 1})]
+        return [same.reward, *(score.reward for score in others)]
+
+    rewards, counters = run(main, "counting")
+    assert rewards == [1.0, 2.0, 3.0, 1.0]
+    assert counters["repeated"] == 1
+
+
+def test_what_may_differ_next_time_is_asked_again():
+    async def main(pool):
+        raised = [await ask(pool, "raise") for _ in range(2)]
+        return raised, (await ask(pool, "x")).reward
+
+    (raised, calls), counters = run(main, "counting")
+    assert raised == [wrong("error")] * 2
+    assert calls == 3.0
+    assert "repeated" not in counters
+
+    async def hung(pool):
+        return [await ask(pool, "sleep") for _ in range(2)], await ask(pool, "7")
+
+    (scores, right), counters = run(hung, "faulty", timeout_s=0.5)
+    assert scores == [wrong("timeout")] * 2
+    assert right == RIGHT
+    assert (counters["timeout"], counters["restarts"]) == (2, 2)
+
+
+def test_a_cancelled_caller_does_not_take_the_verdict_from_others():
+    async def main(pool):
+        calls = [asyncio.create_task(ask(pool, "8")) for _ in range(4)]
+        await asyncio.sleep(0)
+        calls[0].cancel()
+        scores = await asyncio.gather(*calls, return_exceptions=True)
+        return scores, await ask(pool, "8")
+
+    ((first, *others), later), counters = run(main, "same")
+    assert isinstance(first, asyncio.CancelledError)
+    assert [*others, later] == [WRONG] * 4
+    assert counters["repeated"] == 4
+
+
+def test_a_question_whose_callers_are_all_gone_is_asked_anew():
+    async def main(pool):
+        gone = asyncio.create_task(ask(pool, "7"))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        return await ask(pool, "7")
+
+    assert run(main, "same")[0] == RIGHT
+
+
+def test_kept_verdicts_are_bounded(monkeypatch):
+    monkeypatch.setattr(verifier, "KNOWN", 2)
+
+    async def main(pool):
+        rewards = [(await ask(pool, text)).reward for text in ("a", "b", "a", "c", "a", "b")]
+        return rewards, len(pool._known)
+
+    (rewards, known), _ = run(main, "counting")
+    assert rewards == [1.0, 2.0, 1.0, 3.0, 1.0, 4.0], "b was the least recently used when c came"
+    assert known == 2

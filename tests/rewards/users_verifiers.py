@@ -1,0 +1,160 @@
+"""A module of a user's own verifiers, as the pool's processes import it. Most do what the answer says."""
+
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import numpy
+
+calls = 0
+kept = []
+
+
+def same(answer_text, reference, extra):
+    return answer_text == reference
+
+
+def faulty(answer_text, reference, extra):
+    """Does what the first word of the answer says; otherwise compares."""
+    word, _, rest = answer_text.partition(" ")
+    if word in FAULTS:
+        FAULTS[word](rest)
+    return answer_text == reference
+
+
+def _sleep(rest):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(10**6)
+
+
+def _spin(rest):
+    while True:
+        pass
+
+
+def _raise(rest):
+    raise RuntimeError("no such answer")
+
+
+def _fifo(path):
+    hold = open(path, "w")  # noqa: SIM115 (left open on purpose)
+    child = subprocess.Popen(["sleep", "1000000"], pass_fds=[hold.fileno()])
+    hold.write(f"{os.getpid()} {child.pid}\n")
+    hold.flush()
+    time.sleep(10**6)
+
+
+FAULTS = {
+    "sleep": _sleep,
+    "spin": _spin,
+    "exit": lambda rest: os._exit(0),
+    "segfault": lambda rest: os.kill(os.getpid(), signal.SIGSEGV),
+    "kill": lambda rest: os.kill(os.getpid(), signal.SIGKILL),
+    "abort": lambda rest: os.abort(),
+    "quit": lambda rest: sys.exit(0),
+    "raise": _raise,
+    "fifo": _fifo,
+}
+
+
+def mortal(answer_text, reference, extra):
+    """Takes its process along in its first `extra["deaths"]` runs; every run leaves a folder in extra["folder"]."""
+    run = 0
+    while True:
+        run += 1
+        try:
+            os.mkdir(f"{extra['folder']}/{answer_text} {run}")
+            break
+        except FileExistsError:
+            pass
+    if run <= extra["deaths"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return answer_text.split()[0] == reference
+
+
+def held(answer_text, reference, extra):
+    """Says its process id through one fifo and goes on when the other one is closed."""
+    if answer_text.startswith("held"):
+        with open(extra["says"], "w") as says:
+            says.write(f"{os.getpid()}\n")
+        with open(extra["waits"]) as waits:
+            waits.read()
+        return True
+    return answer_text == reference
+
+
+def hungry(answer_text, reference, extra):
+    """Uses what `extra` says: `mb` of memory at once, or in small pieces, or kept for ever; `cpu_s` of processor."""
+    if extra.get("kept_mb"):
+        kept.append(bytearray(extra["kept_mb"] * 2**20))
+    if extra.get("mb"):
+        bytearray(extra["mb"] * 2**20)
+    if extra.get("pieces_mb"):
+        [bytearray(2**20) for _ in range(extra["pieces_mb"])]
+    end = time.process_time() + extra.get("cpu_s", 0.0)
+    while time.process_time() < end:
+        pass
+    return answer_text == reference
+
+
+def limits(answer_text, reference, extra):
+    """True if the limits of this process are those of `extra`."""
+    return all(resource.getrlimit(getattr(resource, name)) == tuple(value) for name, value in extra.items())
+
+
+def writes(answer_text, reference, extra):
+    with open(extra["path"], "wb") as file:
+        file.write(bytes(extra["bytes"]))
+    return True
+
+
+def sees(answer_text, reference, extra):
+    """True if an environment variable of that name reaches the verifier with that value."""
+    return os.environ.get(answer_text) == extra["value"]
+
+
+def noisy(answer_text, reference, extra):
+    print('{"value": true}')
+    os.write(1, b"printed\n")
+    sys.stdin.read()
+    return answer_text == reference
+
+
+def forging(answer_text, reference, extra):
+    """Writes a verdict on another check into every pipe that it finds open."""
+    for descriptor in range(256):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, b'{"serial": 0, "value": true, "retire": false}\n')
+    return False
+
+
+def graded(answer_text, reference, extra):
+    return {"none": None, "nan": float("nan"), "text": "right"}.get(answer_text, extra.get("value"))
+
+
+def numpy_bool(answer_text, reference, extra):
+    return numpy.bool_(answer_text == reference)
+
+
+def counting(answer_text, reference, extra):
+    """The number of its calls in this process."""
+    global calls
+    calls += 1
+    if answer_text == "raise":
+        raise RuntimeError(f"call {calls}")
+    return float(calls)
+
+
+def modules(answer_text, reference, extra):
+    return not {"torch", "transformers", "vllm", "megatron", "pydantic"} & set(sys.modules)
+
+
+def two_arguments(answer_text, reference):
+    return True
+
+
+not_a_function = 3

@@ -1,0 +1,44 @@
+"""Verifier pools with the verifiers of users_verifiers.py, for the tests of what becomes of checks and processes."""
+
+import asyncio
+
+from megatron_scalerl.recipe_sections import RewardsSection
+from megatron_scalerl.rewards.verifier import VerifierPool
+from megatron_scalerl.types import Prompt, Rollout, Score
+
+RIGHT = Score(correct=True, reward=1.0)
+WRONG = Score(correct=False, reward=-1.0)
+
+
+def wrong(reason):
+    return Score(correct=False, reward=-1.0, reason=reason)
+
+
+def prompt(extra=None):
+    """A prompt whose reference answer is 7."""
+    return Prompt(prompt_id="p", text="t", answer="7", token_ids=(), extra=extra or {})
+
+
+def rollout(truncated=False):
+    return Rollout(
+        token_ids=(), rollout_logprobs=(), policy_versions=(), loss_mask=(), interrupted=False,
+        truncated=truncated, thinking_cut=0, seed=0,
+    )  # fmt: skip
+
+
+def pool_of(function, *, start_timeout_s=60.0, **rewards):
+    """A pool of one worker with ample limits, unless told otherwise."""
+    verifier = function if ":" in function or function == "mathe" else f"users_verifiers:{function}"
+    section = {"workers": 1, "timeout_s": 60.0, "cpu_s": 60.0, **rewards}
+    return VerifierPool(RewardsSection(verifier=verifier, **section), start_timeout_s=start_timeout_s)
+
+
+def run_pool(function, answers, *, extra=None, **rewards):
+    """Scores of the answers, or what was raised, asked for at the same time, and the pool's counters."""
+
+    async def main():
+        async with pool_of(function, **rewards) as pool:
+            calls = [pool.score(answer, prompt(extra), rollout()) for answer in answers]
+            return await asyncio.gather(*calls, return_exceptions=True), pool.counters
+
+    return asyncio.run(main())
