@@ -1,7 +1,7 @@
 """The command line: `python -m megatron_scalerl train | sft | report | export ...`.
 
 Exit codes: 0 done, 1 a process or an update failed (start again to go on from the last checkpoint), 2 a
-mistake in what was given (one line says which).
+mistake in what was given (one line says which), 130 stopped by SIGINT, 143 stopped by SIGTERM.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import warnings
 from collections.abc import Sequence
 
 from rich.console import Console
+
+from megatron_scalerl.launch.signals import Stopped
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,6 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (RuntimeError, OSError) as failure:
         print(f"megatron_scalerl: {failure}", file=sys.stderr)
         return 1
+    except Stopped as stop:
+        print(f"megatron_scalerl: {stop}", file=sys.stderr)
+        return stop.exit_code
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

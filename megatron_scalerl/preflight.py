@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 
 from megatron_scalerl.prompts.dataset import PromptSet, check_think_tags, check_vocabulary, load_prompts
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.rollouts.engine import claim_port
+from megatron_scalerl.rollouts.engine import listen_on
 from megatron_scalerl.rollouts.engine_options import check_options
 from megatron_scalerl.rollouts.interruption import plan_ids
 
@@ -40,7 +40,7 @@ def check_inputs(recipe: Recipe) -> Inputs:
         raise ValueError(f"policy.path: expected a Hugging Face folder with config.json, found {folder}")
     check_options(recipe.engine.vllm)
     for index in range(recipe.engine.count if recipe.engine.port else 0):
-        claim_port(recipe.engine.host, recipe.engine.port + index)
+        listen_on(recipe.engine.host, recipe.engine.port + index).close()
     hf_config = AutoConfig.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text_config = hf_config.get_text_config()

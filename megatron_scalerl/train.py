@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import secrets
 
@@ -10,6 +9,8 @@ from rich.console import Console
 
 from megatron_scalerl.controller import Controller
 from megatron_scalerl.launch.local import local_launcher
+from megatron_scalerl.launch.open_files import allow_open_files
+from megatron_scalerl.launch.signals import run_until_signal
 from megatron_scalerl.preflight import Inputs, check_inputs
 from megatron_scalerl.progress import Progress
 from megatron_scalerl.recipe import Recipe
@@ -21,12 +22,13 @@ def train(recipe: Recipe, console: Console) -> str:
     """Run or go on with `recipe`; returns why the run ended.
 
     Raises ValueError for what the user can mend (nothing is written then) and RuntimeError for a process or an
-    update that failed; the run goes on from its last checkpoint when it is started again.
+    update that failed, and Stopped for a signal; the run goes on from its last checkpoint when it is started again.
     """
     inputs = check_inputs(recipe)
     for line in inputs.prompts.report.lines():
         console.print(line, highlight=False)
-    return asyncio.run(_train(inputs.resolved(recipe), inputs, console))
+    allow_open_files(recipe)
+    return run_until_signal(_train(inputs.resolved(recipe), inputs, console))
 
 
 async def _train(recipe: Recipe, inputs: Inputs, console: Console) -> str:

@@ -85,7 +85,7 @@ def test_expert_choices_are_asked_of_the_runner_that_reports_them(tmp_path, monk
     found = arguments(tmp_path, **REPLAY)
     assert "--enable-return-routed-experts" in found and "--enable-prefix-caching" in found
     assert "--logits-processors" not in found
-    env = engine_environment(recipe_for(tmp_path, **REPLAY), secret="s", ready_fd=9, devices=None)
+    env = engine_environment(recipe_for(tmp_path, **REPLAY), secret="s", ready_fd=9, listen_fd=8, devices=None)
     assert env["VLLM_USE_V2_MODEL_RUNNER"] == "1"
 
 
@@ -101,6 +101,6 @@ def test_no_expert_choices_on_cpus_nor_without_their_conditions(tmp_path):
 def test_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
     recipe = recipe_for(tmp_path, engine={"threads": 3})
-    env = engine_environment(recipe, secret="s", ready_fd=9, devices="0,1")
+    env = engine_environment(recipe, secret="s", ready_fd=9, listen_fd=8, devices="0,1")
     assert (env["OMP_NUM_THREADS"], env["CUDA_VISIBLE_DEVICES"], env["MSRL_SECRET"]) == ("3", "0,1", "s")
     assert env["VLLM_SERVER_DEV_MODE"] == "1" and "VLLM_CPU_KVCACHE_SPACE" not in env
