@@ -114,7 +114,7 @@ class LocalLauncher:
             ends = await asyncio.gather(*(child.stop() for child in children), return_exceptions=True)
             for child, end in zip(children, ends):
                 if isinstance(end, BaseException):
-                    logger.warning("%s could not be stopped: %s", child.name, end or type(end).__name__)
+                    logger.warning("%s could not be stopped: %s", child.name, str(end) or type(end).__name__)
 
     async def _leave(self, kindly: bool) -> None:
         try:
@@ -122,7 +122,7 @@ class LocalLauncher:
                 async with asyncio.timeout(_LEAVE_S):
                     await self._client.stop()
         except (RuntimeError, OSError) as failure:  # the run is finished and on disk
-            logger.warning("the run is finished, but its trainer did not end in order: %s", failure or "no answer")
+            logger.warning("the run is finished, but its trainer did not end in order: %s", str(failure) or "no answer")
         finally:
             self._client.close()
 
