@@ -1,8 +1,8 @@
 """The command line: `python -m megatron_scalerl train | sft | report | export ...`, or `megatron-scalerl`.
 
 Exit codes: 0 done, 1 a process or an update failed (start again to go on from the last checkpoint), 2 a
-mistake in what was given (one line says which). MSRL_TRACEBACK=1 prints the traceback before that line; a run that
-failed under way has it in RUN/logs/controller.log.
+mistake in what was given (one line says which), 130 stopped by SIGINT, 143 stopped by SIGTERM. MSRL_TRACEBACK=1
+prints the traceback before the line; a run that failed under way has it in RUN/logs/controller.log.
 
 The recipe is read and its files are looked for before anything heavy is imported.
 """
@@ -34,15 +34,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parse(argv)
         from rich.console import Console
 
+        from megatron_scalerl.launch.signals import Stopped
+
         try:
             return arguments.command(arguments, Console(soft_wrap=True))
         except ValueError as mistake:
             return _failed(mistake, 2)
         except (RuntimeError, OSError) as failure:
             return _failed(failure, 1)
+        except Stopped as stop:
+            return _failed(stop, stop.exit_code)
 
 
-def _failed(error: Exception, code: int) -> int:
+def _failed(error: BaseException, code: int) -> int:
     if os.environ.get("MSRL_TRACEBACK"):
         traceback.print_exception(error)
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))

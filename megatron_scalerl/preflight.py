@@ -17,7 +17,7 @@ from megatron_scalerl.parallel_layout import check_cuts
 from megatron_scalerl.prompts.dataset import PromptSet, check_think_tags, check_vocabulary, load_prompts
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe_file import read_yaml
-from megatron_scalerl.rollouts.engine import claim_port
+from megatron_scalerl.rollouts.engine import listen_on
 from megatron_scalerl.rollouts.engine_options import check_options
 from megatron_scalerl.rollouts.interruption import plan_ids
 
@@ -48,7 +48,7 @@ def check_inputs(recipe: Recipe) -> Inputs:
     check_prompts(recipe)
     check_options(recipe.engine.vllm)
     for index in range(recipe.engine.count if recipe.engine.port else 0):
-        claim_port(recipe.engine.host, recipe.engine.port + index)
+        listen_on(recipe.engine.host, recipe.engine.port + index).close()
     hf_config = read_hf_config(recipe.policy.path)
     _check_layout(recipe, hf_config)
     tokenizer = _tokenizer(recipe.policy.path)

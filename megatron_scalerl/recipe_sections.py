@@ -289,8 +289,15 @@ class EngineSection(Section):
     start_timeout_s: PositiveFloat = 600.0
     """Seconds a server may take until it answers."""
     stall_timeout_s: PositiveFloat = 600.0
-    """Seconds without any answer to a health check after which an engine counts as dead. A generation
-    itself has no total time-out."""
+    """The run ends when an engine that has requests, some of which have tokens already, produces none for this
+    many seconds, or gives no answer at all. Pauses for a weight update do not count. A generation itself has no
+    total time-out."""
+    first_token_timeout_s: PositiveFloat = 1800.0
+    """The same limit while no request has a token yet, because a prefill shows no progress. stall_timeout_s where
+    that is longer."""
+    max_lost_in_a_row: PositiveInt = 64
+    """A completion without usable log-probabilities is left out of its group; this many from one engine without
+    a good one between them end the run."""
     vllm: dict[str, Any] = {}
     """vLLM's own engine arguments by their own names: max_model_len, max_num_seqs, kv_cache_memory_bytes ... Those
     that change the sampling distribution are refused. Those that change the engine's arithmetic (quantization,

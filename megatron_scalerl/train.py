@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import secrets
 
@@ -12,6 +11,8 @@ from megatron_scalerl.controller import Controller
 from megatron_scalerl.failures import under_way
 from megatron_scalerl.launch.fleet import Devices, Fleet
 from megatron_scalerl.launch.local import local_launcher
+from megatron_scalerl.launch.open_files import allow_open_files
+from megatron_scalerl.launch.signals import run_until_signal
 from megatron_scalerl.ledger import Ledger
 from megatron_scalerl.meter import Meter, metering
 from megatron_scalerl.preflight import Inputs, check_inputs
@@ -28,8 +29,8 @@ from megatron_scalerl.weights.sync import WeightSync
 def train(recipe: Recipe, console: Console) -> str:
     """Run or go on with `recipe`; returns why the run ended.
 
-    Raises ValueError for the user's mistakes (nothing is written then) and RuntimeError for a process or an
-    update that failed; the run goes on from its last checkpoint when it is started again.
+    Raises ValueError for the user's mistakes (nothing is written then), RuntimeError for a process or an update
+    that failed, and Stopped for a signal; the run goes on from its last checkpoint when it is started again.
     """
     inputs = check_inputs(recipe)
     for line in inputs.prompts.report.lines():
@@ -39,7 +40,8 @@ def train(recipe: Recipe, console: Console) -> str:
     reason = finished(recipe)
     if reason is not None:
         return f"{reason}; nothing is left to do"
-    return asyncio.run(_train(recipe, inputs, console))
+    allow_open_files(recipe)
+    return run_until_signal(_train(recipe, inputs, console))
 
 
 async def _train(recipe: Recipe, inputs: Inputs, console: Console) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import AsyncIterator, Coroutine
@@ -17,12 +18,16 @@ from megatron_scalerl.launch.fleet import Devices, Fleet
 from megatron_scalerl.launch.processes import ChildProcess
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rendezvous import FolderRendezvous, private_folder
-from megatron_scalerl.rollouts.engine import EngineProcess
+from megatron_scalerl.rollouts.engine import EngineInfo, EngineProcess
 from megatron_scalerl.run_folder import RunFolder
 from megatron_scalerl.trainer.client import TrainerClient
 from megatron_scalerl.weights.transport import resolve_transport
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+_LEAVE_S = 60.0
+"""For all trainer ranks to leave their process groups and answer, once the run is finished."""
 
 
 class LocalLauncher:
@@ -35,6 +40,7 @@ class LocalLauncher:
         self._transport = resolve_transport(recipe.weights.transport)
         self._trainers: list[ChildProcess] = []
         self._watches: list[asyncio.Task[BaseException]] = []
+        self._starts: list[asyncio.Task[EngineInfo]] = []
         self._client = TrainerClient(
             world_size=recipe.trainer.world_size,
             run_id=folder.run_id,
@@ -60,10 +66,10 @@ class LocalLauncher:
         for rank in range(self._recipe.trainer.world_size):
             self._trainers.append(await self._start_rank(rank))
         self._watches = [asyncio.create_task(p.died(), name=p.name) for p in self._trainers]
+        self._starts = [asyncio.create_task(engine.start(), name=engine.name) for engine in self._engines]
         info, _ = await self.while_alive(
             asyncio.gather(
-                self._client.wait_ready(self._recipe.trainer.start_timeout_s),
-                asyncio.gather(*(engine.start() for engine in self._engines)),
+                self._client.wait_ready(self._recipe.trainer.start_timeout_s), asyncio.gather(*self._starts)
             )
         )
         self._watches += [asyncio.create_task(_end_of(e), name=e.name) for e in self._engines]
@@ -89,15 +95,32 @@ class LocalLauncher:
                     await task
 
     async def stop(self, *, kindly: bool) -> None:
-        """End every process; `kindly` lets the trainer ranks leave their process groups first."""
-        for watch in self._watches:
-            watch.cancel()
-        await asyncio.gather(*self._watches, return_exceptions=True)
-        if kindly:
-            await self._client.stop()
-        else:
+        """End every process, whatever fails on the way; each failure is a warning of one line.
+
+        `kindly` lets the trainer ranks leave their process groups first.
+        """
+        for task in (*self._watches, *self._starts):
+            task.cancel()
+        await asyncio.gather(*self._watches, *self._starts, return_exceptions=True)
+        try:
+            await self._leave(kindly)
+        finally:
+            children: list[EngineProcess | ChildProcess] = [*self._engines, *self._trainers]
+            ends = await asyncio.gather(*(child.stop() for child in children), return_exceptions=True)
+            for child, end in zip(children, ends):
+                if isinstance(end, BaseException):
+                    logger.warning("%s could not be stopped: %s", child.name, str(end) or type(end).__name__)
+
+    async def _leave(self, kindly: bool) -> None:
+        try:
+            if kindly:
+                async with asyncio.timeout(_LEAVE_S):
+                    await self._client.stop()
+        except (RuntimeError, OSError) as failure:  # the run is finished and on disk
+            why = str(failure) or f"no answer within {_LEAVE_S:g} s"
+            logger.warning("the run is finished, but its trainer did not end in order: %s", why)
+        finally:
             self._client.close()
-        await asyncio.gather(*(e.stop() for e in self._engines), *(p.stop() for p in self._trainers))
 
     async def _start_rank(self, rank: int) -> ChildProcess:
         env = self._client.worker_env(rank) | {
@@ -110,7 +133,7 @@ class LocalLauncher:
         return await ChildProcess.start(
             f"trainer-{rank}",
             [sys.executable, "-m", "megatron_scalerl.trainer.worker"],
-            env,
+            os.environ | env,
             self._folder.path / "logs" / f"trainer-{rank}.log",
         )
 

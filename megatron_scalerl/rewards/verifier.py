@@ -108,7 +108,7 @@ class VerifierPool:
                 environment=rewards.environment,
                 start_timeout_s=start_timeout_s,
             )
-            for _ in range(rewards.workers or _default_workers())
+            for _ in range(rewards.workers or default_workers())
         ]
         self._slots = asyncio.Semaphore(len(self._processes) * CHUNK * 2)
         self._queue: asyncio.Queue[_Check] = asyncio.Queue()
@@ -352,6 +352,6 @@ class VerifierPool:
         self._outstanding.clear()
 
 
-def _default_workers() -> int:
+def default_workers() -> int:
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(MOST_WORKERS, cpus)

@@ -1,8 +1,9 @@
 """One engine: vLLM's HTTP server as a process of ours, started, watched and stopped whole.
 
-The server tells that it is up through a pipe (`rollouts.vllm_plugin`), its end is awaited, and its output goes
-to a log file whose last lines are shown when it dies. It leads a process group of its own, so that stopping
-it takes its core and its workers along.
+The parent binds the server's address and hands over the listening socket (`rollouts.vllm_server`), so that a free
+port stays ours from the moment it is chosen. The server tells that it is up through a pipe (`rollouts.vllm_plugin`),
+its end is awaited, its progress watched (`rollouts.watchdog`), and its output goes to a log file whose last lines
+are shown when it dies. It leads a process group of its own, so that stopping it takes its core and its workers along.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import signal
 import socket
 from pathlib import Path
 from typing import Any
 
 import tenacity
 
+from megatron_scalerl.launch.processes import ChildProcess
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.engine_client import (
     SECRET_HEADER,
@@ -28,6 +29,7 @@ from megatron_scalerl.rollouts.engine_client import (
     logprobs_mode,
 )
 from megatron_scalerl.rollouts.engine_options import engine_arguments, engine_command, engine_environment
+from megatron_scalerl.rollouts.watchdog import EngineDied, watch_progress
 
 __all__ = [
     "SECRET_HEADER",
@@ -42,11 +44,7 @@ __all__ = [
 ]
 
 _STOP_S = 20.0
-_LOG_LINES = 15
-
-
-class EngineDied(RuntimeError):
-    """The server ended or fell silent; the message ends with its last log lines."""
+_BACKLOG = 2048
 
 
 class EngineProcess:
@@ -64,18 +62,20 @@ class EngineProcess:
     ) -> None:
         """index: number of the engine from 0. transport: gloo or nccl. devices: its CUDA_VISIBLE_DEVICES.
 
-        Raises ValueError for an option that vLLM does not know and for a port in use.
+        Holds the server's address from here on. Raises ValueError for an option that vLLM does not know and for a
+        port in use.
         """
         engine = recipe.engine
         self._recipe, self._secret = recipe, secret
         self._devices = devices
         self.name = f"engine-{index}"
         self.log_path = Path(log_path)
-        self.port = claim_port(engine.host, engine.port + index if engine.port else 0)
+        self._socket = listen_on(engine.host, engine.port + index if engine.port else 0)
+        self.port: int = self._socket.getsockname()[1]
         self._arguments = engine_arguments(recipe, host=engine.host, port=self.port, transport=transport)
-        self.client = EngineClient(url=f"http://{engine.host}:{self.port}", secret=secret, name=self.name)
-        self._process: asyncio.subprocess.Process | None = None
-        self._exit: asyncio.Task[int] | None = None
+        host = f"[{engine.host}]" if ":" in engine.host else engine.host
+        self.client = EngineClient(url=f"http://{host}:{self.port}", secret=secret, name=self.name, settings=engine)
+        self._process: ChildProcess | None = None
 
     @property
     def pid(self) -> int:
@@ -86,73 +86,74 @@ class EngineProcess:
     async def start(self, *, version: int = 0) -> EngineInfo:
         """Start the server, wait until it answers, label its weights with `version`, and check it.
 
-        Raises EngineDied if it ends or takes longer than engine.start_timeout_s, ValueError if it does not
-        compute what the recipe asks for. It is stopped then.
+        Raises EngineDied if it ends or takes longer than engine.start_timeout_s, EngineError and ValueError if it
+        does not compute what the recipe asks for (see `check_engine`). It is stopped then.
         """
         assert self._process is None, "an engine starts once"
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        read, write = os.pipe()
-        env = engine_environment(self._recipe, secret=self._secret, ready_fd=write, devices=self._devices)
+        limit = self._recipe.engine.start_timeout_s
         try:
-            with self.log_path.open("ab") as log:
-                self._process = await asyncio.create_subprocess_exec(
-                    *engine_command(self._arguments),
-                    env=env,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=asyncio.subprocess.STDOUT,
-                    start_new_session=True,
-                    pass_fds=(write,),
-                )
-        finally:
-            os.close(write)
-        self._exit = asyncio.create_task(self._process.wait())
-        try:
-            await self._ready(read)
-            await self._first_answer()
-            await self.client.set_version(version)
-            info = await self.client.info()
+            async with asyncio.timeout(limit):
+                await self._ready(await self._launch())
+                await self._first_answer()
+                await self.client.set_version(version)
+                info = await self.client.info()
             check_engine(info, self._recipe)
-        except BaseException:
+        except BaseException as error:
+            late = self._died(f"was not up within {limit:g} s (engine.start_timeout_s)")
             await self.stop()
+            if isinstance(error, TimeoutError):
+                raise late from None
             raise
         return info
 
     async def watch(self) -> None:
-        """Runs as long as the server lives and answers. Raises EngineDied."""
-        assert self._exit is not None, "started"
-        limit = self._recipe.engine.stall_timeout_s
-        while True:
-            done, _ = await asyncio.wait({self._exit}, timeout=limit / 4)
-            if done:
-                raise EngineDied(self._epitaph(f"ended with {self._exit.result()}"))
-            try:
-                async with asyncio.timeout(limit):
-                    alive = await self.client.health()
-            except TimeoutError:
-                what = f"gave no answer within {limit:g} s (engine.stall_timeout_s)"
-                raise EngineDied(self._epitaph(what)) from None
-            if not alive and not self._exit.done():
-                raise EngineDied(self._epitaph("fails its health check"))
+        """Runs as long as the server lives, answers and, with requests in flight, makes tokens. Raises EngineDied."""
+        assert self._process is not None, "started"
+        exit_code = asyncio.create_task(self._process.ended())
+        progress = asyncio.create_task(watch_progress(self.client, self._recipe.engine))
+        try:
+            await asyncio.wait({exit_code, progress}, return_when=asyncio.FIRST_COMPLETED)
+            if exit_code.done():
+                raise self._died(f"ended with {exit_code.result()}")
+            progress.result()
+        except EngineDied as died:
+            if exit_code.done():
+                raise
+            raise EngineDied(f"{died}; {self._log_end()}") from None
+        finally:
+            exit_code.cancel()
+            progress.cancel()
+            await asyncio.gather(exit_code, progress, return_exceptions=True)
 
     async def stop(self) -> None:
-        """End the server with all its processes; first kindly, after some seconds not."""
+        """End the server with all its processes; first kindly, after some seconds not. May be called twice."""
+        self._socket.close()
         await self.client.close()
-        if self._process is None or self._exit is None:
-            return
-        for how in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(self._process.pid, how)
-            except ProcessLookupError:
-                break
-            done, _ = await asyncio.wait({self._exit}, timeout=_STOP_S)
-            if done and how is signal.SIGTERM:
-                continue  # the leader is gone; the second signal takes what it left behind
-        await self._exit
+        if self._process is not None:
+            await self._process.stop(_STOP_S)
+
+    async def _launch(self) -> int:
+        """Start the process; returns the end of the pipe on which it says that it is up."""
+        read, write = os.pipe()
+        listening = self._socket.fileno()
+        env = engine_environment(
+            self._recipe, secret=self._secret, ready_fd=write, listen_fd=listening, devices=self._devices
+        )
+        try:
+            self._process = await ChildProcess.start(
+                self.name, engine_command(self._arguments), env, self.log_path, pass_fds=(write, listening)
+            )
+        except BaseException:
+            os.close(read)
+            raise
+        finally:
+            os.close(write)
+            self._socket.close()  # the server alone listens now: when it ends, connections are refused
+        return read
 
     async def _ready(self, read: int) -> None:
-        """Wait for the plugin's byte, the end of the process, or too long."""
-        assert self._exit is not None
+        """Wait for the plugin's byte or the end of the process."""
+        assert self._process is not None
         loop = asyncio.get_running_loop()
         up: asyncio.Future[bytes] = loop.create_future()
 
@@ -161,22 +162,20 @@ class EngineProcess:
             up.set_result(os.read(read, 1))
 
         loop.add_reader(read, readable)
-        limit = self._recipe.engine.start_timeout_s
+        exit_code = asyncio.create_task(self._process.ended())
         try:
-            either: set[asyncio.Future[Any]] = {up, self._exit}
-            await asyncio.wait(either, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {up, exit_code}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not up.done() or not up.result():  # the pipe's other end went away: it is about to end
+                raise self._died(f"ended with {await exit_code} before it was up")
         finally:
             loop.remove_reader(read)
             os.close(read)
-        if up.done() and not up.result():  # the pipe's other end went away: it is about to end
-            await asyncio.wait({self._exit}, timeout=_STOP_S)
-        if self._exit.done():
-            raise EngineDied(self._epitaph(f"ended with {self._exit.result()} before it was up"))
-        if not up.done() or not up.result():
-            raise EngineDied(self._epitaph(f"was not up within {limit:g} s (engine.start_timeout_s)"))
+            exit_code.cancel()
+            await asyncio.gather(exit_code, return_exceptions=True)
 
     async def _first_answer(self) -> None:
-        """The plugin reports an instant before the server listens."""
+        """The plugin reports an instant before the server accepts."""
         async for attempt in tenacity.AsyncRetrying(
             stop=tenacity.stop_after_delay(60),
             wait=tenacity.wait_exponential(0.02, max=1),
@@ -186,27 +185,20 @@ class EngineProcess:
             with attempt:
                 await self.client.get("/health")
 
-    def _epitaph(self, what: str) -> str:
-        return f"{self.name} (port {self.port}) {what}; the end of {self.log_path}:\n{last_lines(self.log_path)}"
+    def _died(self, what: str) -> EngineDied:
+        return EngineDied(f"{self.name} (port {self.port}) {what}; {self._log_end()}")
+
+    def _log_end(self) -> str:
+        tail = "" if self._process is None else self._process.tail()
+        return f"the end of {self.log_path}:\n{tail}"
 
 
-def claim_port(host: str, port: int) -> int:
-    """The port if it is free on this machine, any free one for 0. Raises ValueError if it is in use."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as err:
-            if err.errno != errno.EADDRINUSE:
-                raise ValueError(f"engine.host: expected an address of this machine, found {host} ({err})") from None
-            raise ValueError(f"engine.port: expected a free port, found {host}:{port} in use") from None
-        return probe.getsockname()[1]
-
-
-def last_lines(path: Path, count: int = _LOG_LINES) -> str:
-    """The end of a log file."""
-    if not path.exists():
-        return ""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 20_000))
-        return "\n".join(file.read().decode(errors="replace").splitlines()[-count:])
+def listen_on(host: str, port: int) -> socket.socket:
+    """A socket that listens on this address, on a free port for 0. Raises ValueError for a port in use."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as err:
+        if err.errno != errno.EADDRINUSE:
+            raise ValueError(f"engine.host: expected an address of this machine, found {host} ({err})") from None
+        raise ValueError(f"engine.port: expected a free port, found {host}:{port} in use") from None

@@ -1,30 +1,51 @@
 """What the controller says to one engine: tokens in and tokens out, pause and resume, and who are you.
 
 Every request carries the run's secret. A generation has no time limit of its own: an engine that stops
-answering is found by its health checks and by its process ending (`rollouts.engine`).
+producing tokens is found by `rollouts.watchdog`, one that ends by `rollouts.engine`.
 """
 
 from __future__ import annotations
 
-import base64
-import io
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import aiohttp
 import msgspec
-import numpy as np
 
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.rollouts.interruption import Plan, tag
-from megatron_scalerl.types import ExpertChoices, Rollout
+from megatron_scalerl.recipe_file import RecipeError
+from megatron_scalerl.recipe_sections import EngineSection
+from megatron_scalerl.rollouts.engine_answers import (
+    PROGRESS_PATH,
+    EngineError,
+    EngineInfo,
+    EngineProgress,
+    completion,
+    convert,
+    decode,
+    prompt_logprobs,
+)
+from megatron_scalerl.rollouts.interruption import Plan
+from megatron_scalerl.types import CompletionLost, Rollout
+
+__all__ = [
+    "SECRET_HEADER",
+    "EngineClient",
+    "EngineError",
+    "EngineInfo",
+    "EngineProgress",
+    "SamplingSpec",
+    "attention_temperature",
+    "check_engine",
+    "logprobs_mode",
+]
 
 SECRET_HEADER = "X-Run-Secret"
 """Every path but /health demands it."""
-
 
 _GENERATE = "/inference/v1/generate"
 
@@ -51,10 +72,6 @@ WHOLE_DISTRIBUTION: dict[str, Any] = {
 computes, whatever defaults a policy's generation_config.json or a later vLLM has."""
 
 
-class EngineError(RuntimeError):
-    """An engine refused a request or broke off while answering it."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingSpec:
     """How one completion is sampled."""
@@ -74,79 +91,39 @@ class SamplingSpec:
     """True generates to the budget whatever comes; for measurements."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineInfo:
-    """What an engine says about itself, asked in its worker."""
+class _Results(msgspec.Struct):
+    results: list[Any]
 
-    vocab_size: int
-    """Rows of the logits."""
-    dtype: str
-    """Type of the weights as asked for: float32, bfloat16."""
-    head_dtype: str
-    """Precision of the logit projection, found on the logits of a probe, not in a setting."""
-    logprobs_mode: str
-    max_model_len: int
-    """Longest prompt and completion together (tokens)."""
-    pid: int
+
+class _WorldSize(msgspec.Struct):
     world_size: int
-    """Workers: tensor x pipeline x data parallel."""
+
+
+class _WeightInfo(msgspec.Struct):
     weight_version: str
-    """Label of the weights in use."""
-    weight_digest: str
-    """Digest of the bytes of the last update, empty before the first."""
-    attention_temperature: bool | None = None
-    """Whether layers without RoPE scale their queries by position; None where the policy has no such layers."""
 
 
-class _Token(msgspec.Struct):
-    logprob: float
-
-
-class _Logprobs(msgspec.Struct):
-    content: list[_Token]
-
-
-class _Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
-
-
-class _Choice(msgspec.Struct):
-    token_ids: list[int]
-    finish_reason: str
-    logprobs: _Logprobs | None = None
-    weight_versions: list[_Span] | None = None
-    routed_experts: str | None = None
-
-
-class _Answer(msgspec.Struct):
-    choices: list[_Choice]
-    prompt_logprobs: list[dict[str, _Token] | None] | None = None
-
-
-_decode_answer = msgspec.json.Decoder(_Answer).decode
 _encode = msgspec.json.Encoder().encode
 
 
 def check_engine(info: EngineInfo, recipe: Recipe) -> None:
     """Refuse an engine that does not compute what the trainer computes.
 
-    Raises ValueError with the recipe's key, what it asks for and what the engine runs.
+    Raises ValueError with the key that the user can change, EngineError where vLLM does not do what it was told.
     """
     logits = "float32" if recipe.policy.logits == "fp32" else recipe.policy.dtype
     wanted = None if info.attention_temperature is None else attention_temperature(recipe)
     need = recipe.longest_sequence(phrase_tokens=0)
-    for key, expected, found in (
-        ("policy.dtype", recipe.policy.dtype, info.dtype),
-        (f"policy.logits {recipe.policy.logits}", logits, info.head_dtype),
-        ("rollouts.temperature", logprobs_mode(recipe), info.logprobs_mode),
-        ("config.json: attn_temperature_tuning", wanted, info.attention_temperature),
+    for fault, key, expected, found in (
+        (EngineError, "policy.dtype", recipe.policy.dtype, info.dtype),
+        (EngineError, "rollouts.temperature", logprobs_mode(recipe), info.logprobs_mode),
+        (RecipeError, f"policy.logits {recipe.policy.logits}", logits, info.head_dtype),
+        (RecipeError, "config.json: attn_temperature_tuning", wanted, info.attention_temperature),
     ):
         if expected != found:
-            raise ValueError(f"{key}: expected {expected} in trainer and engine, found {found} in the engine")
+            raise fault(f"{key}: expected {expected} in trainer and engine, found {found} in the engine")
     if info.max_model_len < need:
-        raise ValueError(f"engine.vllm.max_model_len: expected at least {need}, found {info.max_model_len}")
+        raise RecipeError(f"engine.vllm.max_model_len: expected at least {need}, found {info.max_model_len}")
 
 
 def logprobs_mode(recipe: Recipe) -> str:
@@ -165,10 +142,19 @@ def attention_temperature(recipe: Recipe) -> bool | None:
 class EngineClient:
     """One engine's HTTP interface. Close it when done; it keeps its connections open."""
 
-    def __init__(self, *, url: str, secret: str, name: str = "engine-0") -> None:
+    def __init__(
+        self, *, url: str, secret: str, name: str = "engine-0", settings: EngineSection | None = None
+    ) -> None:
+        """url: http://host:port. name: what errors call it. settings: None for the defaults."""
         self.url = url.rstrip("/")
         self.name = name
         self.secret = secret
+        self.in_flight = 0
+        """Generations that this client waits for."""
+        self.paused = False
+        """True from the request to pause until the engine has resumed."""
+        self._max_lost = (settings or EngineSection()).max_lost_in_a_row
+        self._lost_in_a_row = 0
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> "EngineClient":
@@ -184,55 +170,70 @@ class EngineClient:
             self._session = None
 
     async def generate(self, prompt_token_ids: Sequence[int], *, sampling: SamplingSpec) -> Rollout:
-        """One completion. Cancelling it aborts it in the engine. Raises EngineError."""
+        """One completion. Cancelling it aborts it in the engine.
+
+        Raises CompletionLost for one without log-probabilities, EngineError for any other failure and for
+        engine.max_lost_in_a_row lost completions without a good one between them.
+        """
         body = {"token_ids": prompt_token_ids, "sampling_params": _sampling(sampling), "priority": sampling.priority}
-        answer = _decode_answer(await self.post(_GENERATE, body))
-        return _rollout(answer.choices[0], sampling)
+        with self._generating():
+            content = await self.post(_GENERATE, body)
+        where = self._where(_GENERATE)
+        try:
+            rollout = completion(content, plan=sampling.interruption, seed=sampling.seed, where=where)
+        except CompletionLost as lost:
+            self._lost_in_a_row += 1
+            if self._lost_in_a_row < self._max_lost:
+                raise
+            raise EngineError(
+                f"{self.name}: {self._lost_in_a_row} completions in a row without usable log-probabilities "
+                f"(engine.max_lost_in_a_row), the last one: {lost}"
+            ) from None
+        self._lost_in_a_row = 0
+        return rollout
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Log-probs (nats) of token_ids[1:], each given the tokens before it. Raises EngineError."""
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-        answer = _decode_answer(
-            await self.post(_GENERATE, {"token_ids": token_ids, "sampling_params": params})
-        )
-        assert answer.prompt_logprobs is not None, "asked for prompt log-probs"
-        rows = answer.prompt_logprobs[1:]
-        return tuple(row[str(token)].logprob for row, token in zip(rows, token_ids[1:]) if row is not None)
+        with self._generating():
+            content = await self.post(_GENERATE, {"token_ids": token_ids, "sampling_params": params})
+        return prompt_logprobs(content, token_ids, self._where(_GENERATE))
+
+    async def progress(self) -> EngineProgress:
+        """What each core of the engine has produced, without asking the cores. Raises EngineError."""
+        return decode(await self.get(PROGRESS_PATH), EngineProgress, self._where(PROGRESS_PATH))
 
     async def info(self) -> EngineInfo:
         """Ask the engine's workers what they run. Raises EngineError."""
         answers = await self.rpc("msrl_info")
-        world = msgspec.json.decode(await self.get("/get_world_size"))["world_size"]
-        label = msgspec.json.decode(await self.get("/weight_info"))["weight_version"]
-        digests = {a["weight_digest"] for a in answers}
+        world = decode(await self.get("/get_world_size"), _WorldSize, self._where("/get_world_size"))
+        label = decode(await self.get("/weight_info"), _WeightInfo, self._where("/weight_info"))
+        where = f"{self._where('/collective_rpc')} msrl_info"
+        common = {"world_size": world.world_size, "weight_version": label.weight_version}
+        infos = [convert({**convert(a, dict, where), **common}, EngineInfo, where) for a in answers]
+        digests = {info.weight_digest for info in infos}
         if len(digests) != 1:
             raise EngineError(f"{self.name}: its workers hold different weights: {sorted(digests)}")
-        return EngineInfo(world_size=world, weight_version=label, **answers[0])
+        return infos[0]
 
     async def rpc(self, method: str, *args: str) -> list[Any]:
-        """Call a method of every worker; their answers in the order of ranks."""
+        """Call a method of every worker; their answers in the order of ranks. Raises EngineError."""
         body = await self.post("/collective_rpc", {"method": method, "args": args})
-        return msgspec.json.decode(body)["results"] if body else []
+        return decode(body, _Results, self._where("/collective_rpc")).results if body else []
 
     async def pause(self, *, clear_cache: bool) -> None:
         """Stop between two steps and keep every request; clear_cache recomputes their KV cache on resume."""
+        self.paused = True
         await self.post("/pause", None, {"mode": "keep", "clear_cache": str(clear_cache).lower()})
 
     async def resume(self) -> None:
         """Go on where `pause` stopped."""
         await self.post("/resume", None)
+        self.paused = False
 
     async def set_version(self, version: int) -> None:
         """Label the weights that the engine holds already."""
         await self.post("/update_weight_version", {"new_version": str(version)})
-
-    async def health(self) -> bool:
-        """True if the engine answers and its core lives."""
-        try:
-            await self.get("/health")
-        except (EngineError, OSError):
-            return False
-        return True
 
     async def get(self, path: str) -> bytes:
         """GET a path. Raises EngineError."""
@@ -241,6 +242,17 @@ class EngineClient:
     async def post(self, path: str, body: Mapping[str, Any] | None, query: Mapping[str, str] | None = None) -> bytes:
         """POST JSON to a path. Raises EngineError."""
         return await self._request("POST", path, body, query)
+
+    @contextlib.contextmanager
+    def _generating(self) -> Iterator[None]:
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+
+    def _where(self, path: str) -> str:
+        return f"{self.name}: {path}"
 
     async def _request(self, method: str, path: str, body: Any, query: Mapping[str, str] | None) -> bytes:
         if self._session is None:
@@ -290,54 +302,3 @@ def _sampling(spec: SamplingSpec) -> dict[str, Any]:
     if plan is not None:
         params["extra_args"] = plan.to_extra_args()
     return params
-
-
-def _rollout(choice: _Choice, spec: SamplingSpec) -> Rollout:
-    tokens = choice.token_ids
-    if choice.finish_reason not in ("stop", "length"):
-        raise EngineError(f"completion ended with {choice.finish_reason!r} after {len(tokens)} tokens")
-    assert choice.logprobs is not None and len(choice.logprobs.content) == len(tokens), "one log-prob a token"
-    plan, truncated = spec.interruption, choice.finish_reason == "length"
-    kept, mask, interrupted = len(tokens), (True,) * len(tokens), False
-    if plan is not None:
-        tags = tag(tokens, plan)
-        kept, mask, interrupted = tags.kept_length, tags.loss_mask, tags.interrupted
-        truncated |= tags.truncated
-    return Rollout(
-        token_ids=tuple(tokens[:kept]),
-        rollout_logprobs=tuple(t.logprob if m else 0.0 for t, m in zip(choice.logprobs.content, mask)),
-        policy_versions=_versions(choice.weight_versions, len(tokens))[:kept],
-        loss_mask=mask,
-        interrupted=interrupted,
-        truncated=truncated,
-        thinking_cut=plan.cut if plan else 0,
-        seed=spec.seed,
-        expert_choices=None if choice.routed_experts is None else _expert_choices(choice.routed_experts),
-    )
-
-
-def _expert_choices(encoded: str) -> ExpertChoices:
-    """vLLM's array in .npy form, base64, [P + T - 1, L, K]. Raises EngineError for another."""
-    try:
-        array = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
-    except ValueError as err:
-        raise EngineError(f"routed_experts: expected a base64 .npy array, found {err}") from None
-    if array.ndim != 3 or array.dtype not in (np.uint8, np.uint16):
-        raise EngineError(
-            f"routed_experts: expected uint8 or uint16 [tokens, layers, experts], found {array.dtype} {array.shape}"
-        )
-    _, layers, topk = array.shape
-    width: Literal[1, 2] = 1 if array.dtype == np.uint8 else 2
-    return ExpertChoices(layers=layers, topk=topk, width=width, data=array.astype(f"<u{width}").tobytes())
-
-
-def _versions(spans: list[_Span] | None, length: int) -> tuple[int, ...]:
-    """[T] policy version of every token. Raises EngineError if a token has none."""
-    versions: list[int] = []
-    for span in spans or []:
-        if not span.version.isdigit():
-            raise EngineError(f"weights without a policy version: expected a number, found {span.version!r}")
-        versions += [int(span.version)] * (span.end - span.start)
-    if len(versions) != length:
-        raise EngineError(f"policy versions: expected one for each of {length} tokens, found {len(versions)}")
-    return tuple(versions)

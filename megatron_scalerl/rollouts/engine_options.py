@@ -28,6 +28,7 @@ from megatron_scalerl.rendezvous import LOOPBACK, listen_only_at
 from megatron_scalerl.rollouts.engine_client import attention_temperature, logprobs_mode
 
 PLUGIN = "megatron_scalerl.rollouts.vllm_plugin"
+SERVER = "megatron_scalerl.rollouts.vllm_server"
 
 OURS = {
     "model": "policy.path",
@@ -190,7 +191,7 @@ def _nested(options: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def engine_arguments(recipe: Recipe, *, host: str, port: int, transport: str) -> list[str]:
-    """Arguments of `python -m vllm.entrypoints.openai.api_server`.
+    """Arguments of vLLM's OpenAI server.
 
     transport: gloo or nccl. Raises ValueError for an option of `engine.vllm` that cannot be passed on.
     """
@@ -204,8 +205,8 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int, transport: str) ->
         "disable_log_stats": True,
     }
     options |= recipe.engine.vllm
-    # the list where the user's entries join ours
-    options["middleware"] = [f"{PLUGIN}.SecretMiddleware", *_as_list(options.get("middleware"))]
+    # the last one is the outermost: nothing of the user's sees a request without the secret
+    options["middleware"] = [*_as_list(options.get("middleware")), f"{PLUGIN}.SecretMiddleware"]
     if recipe.interruption.enabled or not recipe.rollouts.routing_replay:
         options["logits_processors"] = [f"{PLUGIN}:ForcedTokens"]
     head = "float32" if recipe.policy.logits == "fp32" else "model"
@@ -264,15 +265,17 @@ def _argument(name: str, value: Any) -> list[str]:
 
 
 def engine_command(arguments: list[str]) -> list[str]:
-    """The server's whole command line; vLLM's own `vllm serve` needs a distribution of that exact name."""
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
+    """The server's whole command line."""
+    return [sys.executable, "-m", SERVER, *arguments]
 
 
-def engine_environment(recipe: Recipe, *, secret: str, ready_fd: int, devices: str | None) -> dict[str, str]:
+def engine_environment(
+    recipe: Recipe, *, secret: str, ready_fd: int, listen_fd: int, devices: str | None
+) -> dict[str, str]:
     """The server's environment.
 
-    ready_fd: pipe that the plugin writes to once the server is up. devices: CUDA_VISIBLE_DEVICES of this
-    engine, None: as it is.
+    ready_fd: pipe that the plugin writes to once the server is up. listen_fd: socket that listens on its address.
+    devices: CUDA_VISIBLE_DEVICES of this engine, None: as it is.
     """
     env = dict(os.environ)
     env |= {
@@ -284,6 +287,7 @@ def engine_environment(recipe: Recipe, *, secret: str, ready_fd: int, devices: s
         "HF_HUB_OFFLINE": "1",
         "MSRL_SECRET": secret,
         "MSRL_READY_FD": str(ready_fd),
+        "MSRL_LISTEN_FD": str(listen_fd),
         "MSRL_DIE_WITH_PARENT": "1",
     }
     env.setdefault("VLLM_LOGGING_LEVEL", "INFO")

@@ -2,17 +2,17 @@
 
 - `register`: names our weight-transfer backends; imports nothing heavy.
 - `SecretMiddleware` (--middleware): every path but /health demands the run's secret. vLLM's own --api-key
-  leaves /collective_rpc, /pause and /update_weights open.
+  leaves /collective_rpc, /pause and /update_weights open. It answers /msrl/progress itself.
 - `ForcedTokens` (--logits-processors): forced interruption, see `rollouts.interruption`.
 - `WorkerExtension` (--worker-extension-cls): answers what the engine really computes.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hmac
+import json
+import multiprocessing
 import os
-import signal
 from typing import Any
 
 import torch
@@ -20,12 +20,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcessor
 
+from megatron_scalerl.launch.child import die_with_parent
+from megatron_scalerl.rollouts.engine_answers import PROGRESS_PATH
 from megatron_scalerl.rollouts.interruption import Forcing, Plan
 
 BACKENDS = {"msrl_gloo": "GlooReceiver", "msrl_nccl": "NcclReceiver"}
 """Names of our weight-transfer backends and their classes in `weights.vllm_receiver`."""
-
-_PR_SET_PDEATHSIG = 1
 
 
 def register() -> None:
@@ -38,9 +38,12 @@ def register() -> None:
     if torch.cpu._is_amx_tile_supported():
         # vLLM's bfloat16 attention uses these registers without asking the kernel for them (illegal instruction)
         torch.cpu._init_amx()
-    if os.environ.get("MSRL_DIE_WITH_PARENT") == "1":
-        # an engine must not outlive the run that started it, not even one that was killed
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None and os.environ.get("MSRL_DIE_WITH_PARENT") == "1":
+        # the server itself is tied to the controller (`launch.child`) and what is forked is tied to its parent;
+        # a core or worker that is spawned ties itself here, one of a fork server to that server
+        forkserver = multiprocessing.get_start_method(allow_none=True) == "forkserver"
+        die_with_parent(os.getppid() if forkserver else parent.pid)
 
 
 class SecretMiddleware:
@@ -55,20 +58,33 @@ class SecretMiddleware:
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, _reporting(send))
-        elif self._allowed(scope):
-            await self._app(scope, receive, send)
-        elif scope["type"] == "http":
-            headers = [(b"content-type", b"application/json")]
-            await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": b'{"error":"the run\'s secret is missing or wrong"}'})
+        elif not self._allowed(scope):
+            await _refuse(scope["type"], send)
+        elif scope["type"] == "http" and scope["path"] == PROGRESS_PATH:
+            from megatron_scalerl.rollouts.vllm_progress import progress  # for the server's process alone
+
+            await _answer(send, 200, progress(scope["app"].state.engine_client))
         else:
-            await send({"type": "websocket.close", "code": 1008})
+            await self._app(scope, receive, send)
 
     def _allowed(self, scope: dict[str, Any]) -> bool:
-        if scope["type"] == "http" and scope["path"] == "/health":
+        if scope["type"] == "http" and (scope["method"], scope["path"]) == ("GET", "/health"):
             return True
         given = [value for key, value in scope["headers"] if key == b"x-run-secret"]
         return len(given) == 1 and hmac.compare_digest(given[0], self._secret)
+
+
+async def _refuse(kind: str, send: Any) -> None:
+    if kind == "http":
+        await _answer(send, 401, {"error": "the run's secret is missing or wrong"})
+    else:
+        await send({"type": "websocket.close", "code": 1008})
+
+
+async def _answer(send: Any, status: int, content: dict[str, Any]) -> None:
+    headers = [(b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps(content).encode()})
 
 
 def _reporting(send: Any) -> Any:

@@ -51,6 +51,13 @@ def test_what_the_recipe_decides(tmp_path):
     assert value(plain, "--middleware").endswith("SecretMiddleware")
 
 
+def test_one_s_own_middleware_stands_behind_the_secret(tmp_path):
+    """vLLM makes the last one of the list the outermost."""
+    found = arguments(tmp_path, {"middleware": ["mine.First", "mine.Second"]})
+    given = [found[at + 1] for at, flag in enumerate(found) if flag == "--middleware"]
+    assert given[:2] == ["mine.First", "mine.Second"] and given[2].endswith(".SecretMiddleware")
+
+
 @pytest.mark.parametrize("text", ["%s", '{"text_config": %s}'])
 @pytest.mark.parametrize("on", [True, False])
 def test_llama4_attention_temperature_is_that_of_the_policy(tmp_path, text, on):
@@ -165,7 +172,7 @@ def test_expert_choices_are_asked_of_the_runner_that_reports_them(tmp_path, monk
     found = arguments(tmp_path, **REPLAY)
     assert "--enable-return-routed-experts" in found and "--enable-prefix-caching" in found
     assert "--logits-processors" not in found
-    env = engine_environment(recipe_for(tmp_path, **REPLAY), secret="s", ready_fd=9, devices=None)
+    env = engine_environment(recipe_for(tmp_path, **REPLAY), secret="s", ready_fd=9, listen_fd=8, devices=None)
     assert env["VLLM_USE_V2_MODEL_RUNNER"] == "1"
 
 
@@ -181,7 +188,8 @@ def test_no_expert_choices_on_cpus_nor_without_their_conditions(tmp_path):
 def test_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
     recipe = recipe_for(tmp_path, engine={"threads": 3})
-    env = engine_environment(recipe, secret="s", ready_fd=9, devices="0,1")
+    env = engine_environment(recipe, secret="s", ready_fd=9, listen_fd=8, devices="0,1")
     assert (env["OMP_NUM_THREADS"], env["CUDA_VISIBLE_DEVICES"], env["MSRL_SECRET"]) == ("3", "0,1", "s")
+    assert (env["MSRL_LISTEN_FD"], env["MSRL_READY_FD"]) == ("8", "9")
     assert env["VLLM_SERVER_DEV_MODE"] == "1" and "VLLM_CPU_KVCACHE_SPACE" not in env
     assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"], env["VLLM_HOST_IP"]) == ("lo", "lo", "127.0.0.1")

@@ -1,0 +1,65 @@
+"""Stand-ins for the processes of a run: they start in an instant, and end only when they are made to."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parent.parent.parent
+
+STAND_IN_CHILD = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0:
+    signal.pause()
+with open(sys.argv[1], "a") as file:
+    file.write(f"{os.getpid()}\\n")
+while True:
+    time.sleep(60)
+"""
+"""Ignores SIGTERM and has a child of its own that does too; argument: where to write its process id."""
+
+
+def stand_in(pids):
+    """The command line of a stand-in child that adds its process id to the file `pids`."""
+    return [sys.executable, "-c", STAND_IN_CHILD, str(pids)]
+
+
+def environment(**more):
+    """The environment in which a controller of these tests runs."""
+    return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'launch'}", **more}
+
+
+def pids_in(path, count, timeout_s=30.0):
+    """Wait until `count` process ids are written, and return them."""
+    until = time.monotonic() + timeout_s
+    while time.monotonic() < until:
+        found = path.read_text().split() if path.exists() else []
+        if len(found) >= count:
+            return [int(pid) for pid in found]
+        time.sleep(0.02)
+    raise AssertionError(f"expected {count} process ids in {path} within {timeout_s} s")
+
+
+def alive(groups):
+    """Processes that run in one of these process groups."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) in groups and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+def gone(groups, timeout_s=10.0):
+    """True once no process of these groups is left."""
+    until = time.monotonic() + timeout_s
+    while alive(groups):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return True

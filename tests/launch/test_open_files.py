@@ -1,0 +1,52 @@
+"""The limit on open files is raised to what a run needs, or refused in one line."""
+
+import subprocess
+import sys
+
+import pytest
+from launch.stand_ins import environment
+
+from megatron_scalerl.launch.open_files import files_needed
+from megatron_scalerl.recipe import Recipe
+
+SCRIPT = """
+import resource, subprocess, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, int(sys.argv[1])))
+from megatron_scalerl.launch.open_files import allow_open_files
+from megatron_scalerl.recipe import Recipe
+recipe = Recipe.model_validate_json(sys.argv[2])
+try:
+    allow_open_files(recipe)
+except ValueError as mistake:
+    sys.exit(f"refused: {mistake}")
+child = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+subprocess.run([sys.executable, "-c", child], check=True)
+"""
+
+
+@pytest.fixture
+def recipe():
+    """Four engines with the default 256 completions each."""
+    return Recipe(name="r", steps=1, policy={"path": "p"}, prompts={"path": "q"}, engine={"count": 4})
+
+
+def limited(recipe, hard):
+    """Run SCRIPT under a soft limit of 256 open files."""
+    argv = [sys.executable, "-c", SCRIPT, str(hard), recipe.model_dump_json()]
+    return subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=120)
+
+
+def test_the_soft_limit_is_raised_for_the_children_too(recipe):
+    needed = files_needed(recipe)
+    assert needed > 2 * 4 * 256
+    done = limited(recipe, needed)
+    assert (done.returncode, done.stdout.strip()) == (0, str(needed)), done.stderr
+
+
+def test_a_hard_limit_below_it_is_one_clear_line(recipe):
+    done = limited(recipe, 1024)
+    line = (
+        f"refused: open files: expected a hard limit of at least {files_needed(recipe)} for engine.count 4 x "
+        "rollouts.max_in_flight 256, found 1024 (ulimit -Hn)"
+    )
+    assert (done.returncode, done.stderr.strip()) == (1, line)
