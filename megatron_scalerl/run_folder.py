@@ -15,7 +15,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from megatron_scalerl.jsonl import JsonlWriter, read_jsonl
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe_file import RecipeError, dump_recipe
 from megatron_scalerl.rollouts.journal import History
+from megatron_scalerl.safe_load.check import check_checkpoint
 from megatron_scalerl.trainer import commit
 
 MAY_CHANGE = frozenset(
@@ -136,15 +137,20 @@ def check_recipe(recipe: Recipe) -> None:
             )
 
 
-def resume_point(run_dir: str | Path) -> ResumePoint:
-    """The newest whole checkpoint of a run.
+def resume_point(run_dir: str | Path, check: Callable[[Path], object] = check_checkpoint) -> ResumePoint:
+    """The newest checkpoint of a run that `check` accepts: it raises ValueError for one that is not whole.
 
     Raises RuntimeError where there are checkpoints and none is whole.
     """
-    path, damaged = commit.latest_whole(Path(run_dir) / "checkpoints", _check_checkpoint)
+
+    def state_of(path: Path) -> dict[str, int]:
+        check(path)
+        return _controller_state(path)
+
+    path, damaged = commit.latest_whole(Path(run_dir) / "checkpoints", state_of)
     if path is None:
         return ResumePoint()
-    state = _check_checkpoint(path)
+    state = _controller_state(path)
     return ResumePoint(checkpoint=path, step=state["step"], batches=state["batches"], damaged=tuple(damaged))
 
 
@@ -157,10 +163,9 @@ def check_history(run_dir: str | Path, history: History, start: ResumePoint) -> 
         )
 
 
-def finished(recipe: Recipe) -> str | None:
+def finished(recipe: Recipe, point: ResumePoint) -> str | None:
     """Why nothing is left to do in the run's folder, None if something is."""
     folder = Path(recipe.run_dir)
-    point = resume_point(folder)
     if point.checkpoint is None:
         return None
     end = json.loads((folder / END).read_bytes()) if (folder / END).exists() else {}
@@ -172,13 +177,12 @@ def finished(recipe: Recipe) -> str | None:
     return f"all {point.step} steps are made"
 
 
-def _check_checkpoint(path: Path) -> dict[str, Any]:
-    """The controller's own state in a checkpoint, after every check that needs no trainer. Raises ValueError."""
-    commit.read_commit(path)
+def _controller_state(path: Path) -> dict[str, int]:
+    """The controller's own state in a checkpoint. Raises ValueError naming the file."""
     file = path / "controller.json"
     try:
-        state: dict[str, Any] = json.loads(file.read_bytes())
-        return state | {"step": int(state["step"]), "batches": int(state["batches"])}
+        state = json.loads(file.read_bytes())
+        return {"step": int(state["step"]), "batches": int(state["batches"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file}: expected JSON with step and batches, found {error!r}") from None
 

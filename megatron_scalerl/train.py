@@ -37,7 +37,7 @@ def train(recipe: Recipe, console: Console) -> str:
         console.print(line, highlight=False)
     recipe = inputs.resolved(recipe)
     check_recipe(recipe)
-    reason = finished(recipe)
+    reason = finished(recipe, resume_point(recipe.run_dir))
     if reason is not None:
         return f"{reason}; nothing is left to do"
     allow_open_files(recipe)

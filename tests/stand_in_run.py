@@ -27,7 +27,7 @@ from megatron_scalerl.prompts.dataset import PromptSet
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.journal import read_history
 from megatron_scalerl.run_folder import RunFolder, check_history, resume_point
-from megatron_scalerl.trainer.commit import write_commit
+from megatron_scalerl.trainer.commit import read_commit, write_commit
 from megatron_scalerl.trainer.wire import TrainerInfo
 from megatron_scalerl.types import CompletionLost, Prompt, Rollout, Score, StepReport
 from megatron_scalerl.weights.sync import WeightUpdate
@@ -257,7 +257,7 @@ class _Killer:
 
 async def _attempt(loop, settings, folder, trainer, sampler) -> str:
     engines = [StandInEngine()]
-    start, history = resume_point(folder.path), read_history(folder.path)
+    start, history = resume_point(folder.path, read_commit), read_history(folder.path)
     check_history(folder.path, history, start)
     devices = Devices(unit="device_hours", trainer=1, engine=2)
     ledger = Ledger(folder.path / "ledger.jsonl", devices.unit, incarnation=folder.incarnation)

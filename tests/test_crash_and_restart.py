@@ -13,6 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_scalerl.jsonl import read_jsonl
 from megatron_scalerl.meter import HEARTBEAT_S
 from megatron_scalerl.rollouts.journal import read_history
+from megatron_scalerl.run_folder import resume_point
+from megatron_scalerl.trainer.commit import read_commit
 
 DEVICES = 3
 WHOLE_S = 40
@@ -193,24 +195,22 @@ def test_a_journal_behind_its_checkpoint_is_refused(tmp_path):
 
 
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path):
-    from megatron_scalerl.run_folder import resume_point
-
     settings = recipe(tmp_path)
     attempt(settings)
     folder = tmp_path / "r"
     newest = folder / "checkpoints" / "step_000006" / "controller.json"
     whole = newest.read_bytes()
     newest.write_bytes(whole.replace(b'"step": 6', b'"step": 9'))  # same size, other content
-    point = resume_point(folder)
+    point = resume_point(folder, read_commit)
     assert (point.step, point.batches) == (3, 3)
     assert "step_000006/controller.json: expected the content that was committed" in point.damaged[0]
     assert attempt(settings).trained == [4, 5, 6]
     check_records(folder, 6)
-    assert resume_point(folder).step == 6
+    assert resume_point(folder, read_commit).step == 6
     for file in folder.glob("checkpoints/*/controller.json"):
         file.write_bytes(b"{")
     with pytest.raises(RuntimeError, match=r"expected a whole checkpoint, found only damaged ones: .*step_000006"):
-        resume_point(folder)
+        resume_point(folder, read_commit)
 
 
 def test_lost_completions_leave_their_group_and_nothing_else(tmp_path):

@@ -9,7 +9,7 @@ import yaml
 
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe_file import RecipeError
-from megatron_scalerl.run_folder import RunFolder, finished
+from megatron_scalerl.run_folder import RunFolder, finished, resume_point
 from megatron_scalerl.trainer import commit
 
 
@@ -94,16 +94,20 @@ def test_a_recipe_written_before_a_key_existed_is_the_same_run(tmp_path):
 
 def test_nothing_is_left_to_do_in_a_finished_run(tmp_path):
     made = recipe(tmp_path, steps=3, validation={"every_steps": 2})
-    assert finished(made) is None
+
+    def point():
+        return resume_point(made.run_dir, commit.read_commit)
+
+    assert finished(made, point()) is None
     folder = RunFolder(made)
     checkpoint = folder.checkpoint(3)
     checkpoint.mkdir()
     (checkpoint / "controller.json").write_text('{"step": 3, "batches": 3}')
     commit.write_commit(checkpoint, {"step": 3})
-    assert finished(made) is None, "the last validation is missing"
+    assert finished(made, point()) is None, "the last validation is missing"
     (folder.path / "validation.jsonl").write_text('{"step": 3}\n')
-    assert finished(made) == "all 3 steps are made"
-    assert finished(recipe(tmp_path, steps=4, validation={"every_steps": 2})) is None
+    assert finished(made, point()) == "all 3 steps are made"
+    assert finished(recipe(tmp_path, steps=4, validation={"every_steps": 2}), point()) is None
     folder.end("no prompt is left", step=3, final=True)
-    assert finished(recipe(tmp_path, steps=4, validation={"every_steps": 2})) == "no prompt is left"
+    assert finished(recipe(tmp_path, steps=4, validation={"every_steps": 2}), point()) == "no prompt is left"
     folder.close()

@@ -353,5 +353,6 @@ class VerifierPool:
 
 
 def default_workers() -> int:
+    """Verifier processes where the recipe names no number: one for each processor, MOST_WORKERS at most."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(MOST_WORKERS, cpus)
