@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron_scalerl.launch.processes import open_log
 from megatron_scalerl.recipe_file import RecipeError
 
 
@@ -30,8 +31,8 @@ def under_way(log: str | Path) -> Iterator[None]:
         first = _first_of(error)
         if isinstance(first, RecipeError):
             raise first from None
-        with open(log, "a", encoding="utf8") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{traceback.format_exc()}\n")
+        with open_log(Path(log)) as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{traceback.format_exc()}\n".encode())
         known = isinstance(first, RuntimeError | OSError)
         failure = first if known else RunFailed(f"{type(first).__name__}: {first}")
         failure.add_note(f"traceback in {log}")

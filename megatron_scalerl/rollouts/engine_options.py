@@ -44,6 +44,7 @@ OURS = {
     "api_server_count": None,
     "uds": None,
     "enable_scale_out": None,
+    "trust_remote_code": None,
     "generation_config": None,
     "tokenizer": "policy.path",
     "tokenizer_revision": "policy.path",

@@ -57,6 +57,12 @@ def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOp
             where = "policy.dtype" if "dtype" in key or key == "bf16" else "megatron.parallel"
             raise ValueError(f"megatron.model.{key}: expected to be set by {where}, found in megatron.model")
     check_known("megatron.model", given, known | _GPT_KEYWORDS)
+    for key in ("fp8", "fp4"):
+        if given.get(key):
+            raise ValueError(
+                f"megatron.model.{key}: expected none (Transformer Engine keeps its scales as pickles, which a "
+                f"checkpoint is not opened with), found {given[key]!r}"
+            )
     gpt = {**family.gpt, **{k: v for k, v in given.items() if k in _GPT_KEYWORDS}}
     settings = {**_common(), **_device_settings(), **family.transformer, "variable_seq_lengths": parallel.pp_size > 1}
     settings |= _moe_settings() if family.transformer.get("num_moe_experts") else {}

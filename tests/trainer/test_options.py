@@ -155,3 +155,8 @@ def test_a_pipeline_with_context_parallelism_wants_variable_lengths() -> None:
     assert not model_options(llama(), given, alone(pp_size=2)).config.variable_seq_lengths
     with pytest.raises(ValueError, match=r"megatron.model.variable_seq_lengths: expected true .* found false"):
         model_options(llama(), given, place)
+
+
+def test_fp8_is_refused_since_its_checkpoints_hold_pickles():
+    with pytest.raises(ValueError, match=r"megatron\.model\.fp8: expected none .*found 'hybrid'"):
+        model_options(family(LlamaConfig()), recipe({"model": {"fp8": "hybrid"}}), alone())
