@@ -36,6 +36,7 @@ from megatron_scalerl.progress import Progress
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.prompts.dataset import PromptSet
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe_file import RecipeError
 from megatron_scalerl.rollouts.gate import StalenessGate
 from megatron_scalerl.rollouts.journal import BatchRecord, History, Journal, read_batch, read_groups
 from megatron_scalerl.rollouts.sampler import Sampler
@@ -336,7 +337,7 @@ def _replay_draws(curriculum: Curriculum, history: History) -> None:
         if event["event"] == "admit":
             prompt, _ = curriculum.draw()
             if prompt.prompt_id != event["prompt_id"]:
-                raise ValueError(
+                raise RecipeError(
                     f"journal.jsonl: expected group {event['group_id']} to draw prompt {prompt.prompt_id}, "
                     f"found {event['prompt_id']} (prompts, held-out split and seed must not change within a run)"
                 )

@@ -11,6 +11,7 @@ from megatron_scalerl.launch.local import LocalLauncher
 from megatron_scalerl.launch.processes import ChildProcess
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe_sections import EngineSection
+from megatron_scalerl.rendezvous import private_folder
 from megatron_scalerl.rollouts.engine_client import EngineClient, SamplingSpec
 from megatron_scalerl.rollouts.watchdog import EngineDied, watch_progress
 from megatron_scalerl.run_folder import RunFolder
@@ -18,17 +19,29 @@ from megatron_scalerl.trainer.client import TrainerError
 
 
 @pytest.fixture
-def launcher(tmp_path):
+def run():
+    """Runs a coroutine on the event loop that the launcher belongs to."""
+    with asyncio.Runner() as runner:
+        yield runner.run
+
+
+@pytest.fixture
+def launcher(tmp_path, run):
     """A launcher that has started nothing, with one engine and one trainer rank to come."""
     recipe = Recipe(
         name="r", output_dir=str(tmp_path), steps=1, policy={"path": "p"}, prompts={"path": "q"},
         weights={"transport": "gloo"},
     )  # fmt: skip
     folder = RunFolder(recipe)
-    launcher = LocalLauncher(recipe, folder, "secret" * 8)
-    yield launcher
-    launcher._client.close()
-    folder.close()
+
+    async def make(rendezvous):
+        return LocalLauncher(recipe, folder, "secret" * 8, rendezvous)
+
+    with private_folder() as rendezvous:
+        launcher = run(make(rendezvous))
+        yield launcher
+        launcher._client.close()
+        folder.close()
 
 
 class StandInEngine:
@@ -41,7 +54,7 @@ class StandInEngine:
 
 
 @pytest.mark.parametrize("failure", [TrainerError("trainer rank 0: gone"), TimeoutError(), OSError("no socket")])
-def test_a_failing_stop_of_the_trainer_leaves_no_child(launcher, tmp_path, monkeypatch, caplog, failure):
+def test_a_failing_stop_of_the_trainer_leaves_no_child(launcher, run, tmp_path, monkeypatch, caplog, failure):
     async def scenario():
         async def stop():
             raise failure
@@ -56,20 +69,20 @@ def test_a_failing_stop_of_the_trainer_leaves_no_child(launcher, tmp_path, monke
         await launcher.stop(kindly=True)
         return groups
 
-    assert gone(asyncio.run(scenario()), 2.0)
+    assert gone(run(scenario()), 2.0)
     lines = [record.getMessage() for record in caplog.records if record.name == local.__name__]
     assert len(lines) == 2
     assert "the run is finished, but its trainer did not end in order" in lines[0] and "\n" not in lines[0]
     assert lines[1] == "engine-7 could not be stopped: cannot be stopped"
 
 
-def test_a_trainer_that_never_answers_its_stop_is_not_waited_for(launcher, monkeypatch, caplog):
+def test_a_trainer_that_never_answers_its_stop_is_not_waited_for(launcher, run, monkeypatch, caplog):
     async def scenario():
         monkeypatch.setattr(local, "_LEAVE_S", 0.2)
         monkeypatch.setattr(launcher._client, "stop", asyncio.Event().wait)
         await asyncio.wait_for(launcher.stop(kindly=True), 20)
 
-    asyncio.run(scenario())
+    run(scenario())
     assert "its trainer did not end in order: no answer" in caplog.text
 
 
@@ -101,7 +114,7 @@ class StandInHungServer:
         await asyncio.Event().wait()
 
 
-def test_a_hung_engine_ends_the_run_while_a_completion_is_waited_for(launcher):
+def test_a_hung_engine_ends_the_run_while_a_completion_is_waited_for(launcher, run):
     settings = EngineSection(stall_timeout_s=0.5)
 
     class StandInHungEngine:
@@ -119,7 +132,7 @@ def test_a_hung_engine_ends_the_run_while_a_completion_is_waited_for(launcher):
             await launcher.while_alive(client.generate([1], sampling=SamplingSpec(max_tokens=4)))
 
     with pytest.raises(EngineDied, match=r"engine-0 produced no token for 0\.5\d* s with requests in flight"):
-        asyncio.run(asyncio.wait_for(scenario(), 30))
+        run(asyncio.wait_for(scenario(), 30))
 
 
 def test_the_address_of_an_engine_is_taken_when_it_is_chosen(launcher):
