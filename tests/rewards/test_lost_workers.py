@@ -119,11 +119,21 @@ def test_a_start_that_fails_for_a_while_costs_nothing(error, monkeypatch, tmp_pa
 
 def test_a_process_that_cannot_be_replaced_loses_the_check_in_hand_and_no_other(monkeypatch):
     StandInSpawn(monkeypatch, None, None, for_ever=errno.ENOMEM)
-    (first, *others), counters = run_pool("faulty", ["exit", *map(str, range(40))], workers=2)
+
+    async def main():
+        async with pool_of("faulty", workers=2) as pool:
+            calls = [pool.score(text, prompt(), rollout()) for text in ("exit", *map(str, range(40)))]
+            results = await asyncio.gather(*calls, return_exceptions=True)
+            while pool._outage.tries < verifier.START_TRIES * (verifier.START_ROUNDS * 2 + 1):
+                await asyncio.sleep(0.01)
+            return results, await pool.score("late", prompt(), rollout()), pool.counters
+
+    (first, *others), late, counters = asyncio.run(main())
     assert isinstance(first, CompletionLost)
     assert first.reason == "verifier_lost"
     assert others == [RIGHT if n == 7 else WRONG for n in range(40)]
-    assert counters == {"checks": 41, "correct": 1, "verifier_lost": 1}
+    assert late == WRONG, "the other process lives: the pool does not end"
+    assert counters == {"checks": 42, "correct": 1, "verifier_lost": 1}
 
 
 def test_a_pool_that_cannot_start_a_process_any_more_ends_the_run_in_one_line(monkeypatch):
