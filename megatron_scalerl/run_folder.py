@@ -31,9 +31,13 @@ from megatron_scalerl.safe_load.check import check_checkpoint
 from megatron_scalerl.trainer import commit
 
 MAY_CHANGE = frozenset(
-    {"steps", "checkpoint.every_steps", "checkpoint.keep", "forecast.fit_until_share", "trainer.micro_batch_tokens"}
-)
-"""Keys that a restart may change without being another run."""
+    {
+        "steps", "checkpoint.every_steps", "checkpoint.keep", "forecast.fit_until_share", "rewards.workers",
+        "trainer.micro_batch_tokens", "trainer.start_timeout_s", "trainer.step_timeout_s", "engine.start_timeout_s",
+        "engine.stall_timeout_s", "engine.first_token_timeout_s", "weights.timeout_s",
+    }
+)  # fmt: skip
+"""Keys that a restart may change without being another run: how long it is, how it is kept, what it waits for."""
 
 END = "end.json"
 _FOLDERS = ("logs", "checkpoints", "rollouts")

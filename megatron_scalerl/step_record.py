@@ -24,7 +24,7 @@ def group_record(groups: Sequence[RolloutGroup], stats: Mapping[str, float], pol
         "truncated_share": sum(r.truncated for r in rollouts) / count,
         "interrupted_share": sum(r.interrupted for r in rollouts) / count,
         "lost_completions": float(sum(g.lost_completions for g in groups)),
-        "verifier_failed_share": sum(s.reason in ("timeout", "crash", "error") for s in scores) / count,
+        "verifier_failed_share": sum(s.reason in ("timeout", "memory", "crash", "error") for s in scores) / count,
         "completion_tokens_mean": tokens / count,
         "staleness_mean": sum(staleness) / len(staleness),
         "staleness_max": float(max(staleness)),

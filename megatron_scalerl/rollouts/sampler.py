@@ -63,7 +63,11 @@ class Sampler:
     async def complete(
         self, engine: EngineClient, prompt: Prompt, draw: Draw, *, priority: int
     ) -> tuple[Rollout, Score]:
-        """One completion with its score. Engine failures are raised, a failing verifier is a wrong answer."""
+        """One completion with its score.
+
+        A failing verifier is a wrong answer. Raises CompletionLost for a completion that cannot be used through no
+        fault of the policy, and what ends the run: EngineError, RuntimeError from a pool without processes.
+        """
         rollout = await engine.generate(prompt.token_ids, sampling=self._spec(draw, priority))
         if rollout.truncated:
             return rollout, Score(correct=False, reward=self._recipe.rewards.incorrect, reason="truncated")
