@@ -6,10 +6,15 @@ import os
 from pathlib import Path
 
 
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a file under another name, sync it, rename it, and sync its folder."""
+def write_durably(path: Path, content: bytes, *, private: bool = False) -> None:
+    """Write a file under another name, sync it, rename it, and sync its folder.
+
+    private: only its owner may read it (mode 0600).
+    """
     draft = path.with_name(f".{path.name}.draft")
-    with draft.open("wb") as file:
+    draft.unlink(missing_ok=True)
+    mode = 0o600 if private else 0o666
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

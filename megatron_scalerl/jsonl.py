@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_scalerl.durable import sync
+from megatron_scalerl.durable import sync, write_durably
 
 _BLOCK = 1 << 16
 
@@ -116,17 +116,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
 
 def rewrite(path: str | Path, rows: Iterable[Any], *, private: bool = False) -> None:
     """Replace the file's rows, as a whole or not at all."""
-    path = Path(path)
-    draft = path.with_name(f".{path.name}.draft")
-    draft.unlink(missing_ok=True)
-    writer = JsonlWriter(draft, private=private)
-    try:
-        writer.append(*rows)
-        writer.sync()
-    finally:
-        writer.close()
-    draft.replace(path)
-    sync(path.parent)
+    write_durably(Path(path), b"".join(msgspec.json.encode(row) + b"\n" for row in rows), private=private)
 
 
 def _is_object(line: bytes) -> bool:

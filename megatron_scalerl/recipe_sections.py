@@ -240,7 +240,7 @@ class TrainerSection(Section):
     """CPU threads of each trainer process."""
     micro_batch_tokens: PositiveInt | None = None
     """Capacity of one packed micro-batch (tokens); at least the longest prompt and completion with the forced
-    phrase and end. null: that, the phrase reckoned as one token a byte, rounded up to a multiple of 128."""
+    phrase and end. null: that, the phrase counted as one token a byte, rounded up to a multiple of 128."""
     logit_workspace_mb: PositiveFloat = 512.0
     """Memory for blocks of logits beside hidden states, head and gradients (MiB); smaller is a little slower."""
     logit_backend: Annotated[str, Field(pattern="^(auto|cuda|torch|triton)$")] = "auto"

@@ -20,12 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron_scalerl.durable import write_durably
-from megatron_scalerl.jsonl import JsonlWriter, read_jsonl
+from megatron_scalerl.jsonl import JsonlWriter, read_jsonl, rewrite
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe_file import RecipeError, dump_recipe
+from megatron_scalerl.recipe_file import RecipeError, dump_recipe, read_yaml
 from megatron_scalerl.rollouts.journal import History
 from megatron_scalerl.safe_load.check import check_checkpoint
 from megatron_scalerl.trainer import commit
@@ -89,7 +87,7 @@ class RunFolder:
     def end(self, reason: str, *, step: int, final: bool) -> None:
         """The attempt ended regularly; `final`: no attempt can go on from here, whatever `steps` is set to."""
         end = {"reason": reason, "step": step, "final": final, "incarnation": self.incarnation}
-        write_durably(self.path / END, json.dumps(end).encode())
+        rewrite(self.path / END, [end])
 
     def close(self) -> None:
         """Let another controller in."""
@@ -130,7 +128,7 @@ def check_recipe(recipe: Recipe) -> None:
         if folder.exists() and not all(_left_by_a_start(item) for item in folder.iterdir()):
             raise RecipeError(f"{folder}: expected an empty folder or a run, found files without recipe.yaml")
         return
-    before = dict(_flat(yaml.safe_load(found.read_text(encoding="utf8"))))
+    before = dict(_flat(read_yaml(found)))
     now = dict(_flat(recipe.model_dump(mode="json")))
     defaults = dict(_flat(type(recipe).model_construct().model_dump(mode="json", warnings=False)))
     for key in sorted(before.keys() | now.keys()):
@@ -172,9 +170,9 @@ def finished(recipe: Recipe, point: ResumePoint) -> str | None:
     folder = Path(recipe.run_dir)
     if point.checkpoint is None:
         return None
-    end = json.loads((folder / END).read_bytes()) if (folder / END).exists() else {}
-    if end.get("final") and end.get("step") == point.step:
-        return str(end["reason"])
+    for end in read_jsonl(folder / END):
+        if end.get("final") and end.get("step") == point.step:
+            return str(end["reason"])
     validated = {row["step"] for row in read_jsonl(folder / "validation.jsonl")}
     if point.step < recipe.steps or (recipe.validation.every_steps and point.step not in validated):
         return None

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from megatron_scalerl.launch.fleet import Devices, Fleet
 from megatron_scalerl.launch.processes import ChildProcess
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe_file import RecipeError
 from megatron_scalerl.rendezvous import FolderRendezvous, private_folder
 from megatron_scalerl.rollouts.engine import EngineInfo, EngineProcess
 from megatron_scalerl.run_folder import RunFolder
@@ -94,16 +95,16 @@ class LocalLauncher:
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
 
-    async def stop(self, *, kindly: bool) -> None:
+    async def stop(self, *, graceful: bool) -> None:
         """End every process, whatever fails on the way; each failure is a warning of one line.
 
-        `kindly` lets the trainer ranks leave their process groups first.
+        `graceful` lets the trainer ranks leave their process groups first.
         """
         for task in (*self._watches, *self._starts):
             task.cancel()
         await asyncio.gather(*self._watches, *self._starts, return_exceptions=True)
         try:
-            await self._leave(kindly)
+            await self._leave(graceful)
         finally:
             children: list[EngineProcess | ChildProcess] = [*self._engines, *self._trainers]
             ends = await asyncio.gather(*(child.stop() for child in children), return_exceptions=True)
@@ -111,9 +112,9 @@ class LocalLauncher:
                 if isinstance(end, BaseException):
                     logger.warning("%s could not be stopped: %s", child.name, str(end) or type(end).__name__)
 
-    async def _leave(self, kindly: bool) -> None:
+    async def _leave(self, graceful: bool) -> None:
         try:
-            if kindly:
+            if graceful:
                 async with asyncio.timeout(_LEAVE_S):
                     await self._client.stop()
         except (RuntimeError, OSError) as failure:  # the run is finished and on disk
@@ -145,7 +146,7 @@ class LocalLauncher:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else [str(n) for n in range(first + each)]
         if len(names) < first + each:
-            raise ValueError(
+            raise RecipeError(
                 f"engine.count: expected at least {first + each} visible GPUs for trainer and engines, "
                 f"found {len(names)}"
             )
@@ -154,15 +155,15 @@ class LocalLauncher:
 
 @contextlib.asynccontextmanager
 async def local_launcher(recipe: Recipe, folder: RunFolder, secret: str) -> AsyncIterator[LocalLauncher]:
-    """A launcher whose processes are gone when the block is left, kindly if nothing was raised."""
+    """A launcher whose processes are gone when the block is left, gracefully if nothing was raised."""
     with private_folder() as rendezvous:
         launcher = LocalLauncher(recipe, folder, secret, rendezvous)
         try:
             yield launcher
         except BaseException:
-            await launcher.stop(kindly=False)
+            await launcher.stop(graceful=False)
             raise
-        await launcher.stop(kindly=True)
+        await launcher.stop(graceful=True)
 
 
 async def _end_of(engine: EngineProcess) -> BaseException:

@@ -48,7 +48,7 @@ def address_space() -> int:
 
 
 def limit_process(limits: Limits) -> None:
-    """The limits that stay for the life of the worker: no core dumps, small files, few of them."""
+    """The limits that hold for the lifetime of the worker: no core dumps, small files, few of them."""
     _lower(resource.RLIMIT_CORE, 0)
     _lower(resource.RLIMIT_FSIZE, limits.file_mb * MIB)
     _lower(resource.RLIMIT_NOFILE, OPEN_FILES)

@@ -210,7 +210,7 @@ class VerifierPool:
                 del self._outstanding[check.key]
 
     async def _work(self, process: WorkerProcess) -> None:
-        """One process's life: take a chunk, have it judged; where the process is lost, go on with the rest."""
+        """Serve checks with one process, chunk by chunk; where the process is lost, go on with the rest."""
         while True:
             while not process.alive and not await self._replace(process):
                 await asyncio.sleep(ROUND_PAUSE_S)

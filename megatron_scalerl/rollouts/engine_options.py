@@ -163,7 +163,7 @@ def check_options(options: dict[str, Any]) -> None:
             )
         if name in OURS:
             by = f"set by {OURS[name]}" if OURS[name] else "fixed"
-            raise ValueError(f"engine.vllm.{name}: expected options of vLLM that are the recipe's, found one {by}")
+            raise ValueError(f"engine.vllm.{name}: expected none (it is {by}), found {options[name]!r}")
         if name not in vllm_options():
             near = difflib.get_close_matches(name, sorted(vllm_options() - OURS.keys()), n=1, cutoff=0)[0]
             raise ValueError(f"engine.vllm.{name}: expected an option of vLLM (the nearest is {near}), found none")

@@ -60,8 +60,8 @@ class TrainerClient:
         self._calls = 0
         self._busy = asyncio.Lock()
         self._context = zmq.asyncio.Context()
-        self._doorman = wire.Doorman(self._context, secret)
-        self._doorman.start()
+        self._authenticator = wire.CurveAuthenticator(self._context, secret)
+        self._authenticator.start()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         wire.secure_server(self._socket, secret)
@@ -143,7 +143,7 @@ class TrainerClient:
     def close(self) -> None:
         """Close the sockets; ranks that still run exit."""
         if not self._socket.closed:
-            self._doorman.stop()
+            self._authenticator.stop()
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
             self._socket.close(linger=0)
@@ -171,7 +171,7 @@ class TrainerClient:
                         del self._identities[message.rank]
         try:
             return wire.decode_value(answers[0], kind)
-        except wire.GarbledMessage as error:
+        except wire.InvalidMessage as error:
             raise TrainerError(f"trainer rank 0: {error}") from error
 
     async def _greet(self, sender: bytes, message: wire.ToController) -> None:
@@ -256,7 +256,7 @@ class TrainerClient:
         rank = next((rank for rank, identity in self._identities.items() if identity == sender), None)
         try:
             message = wire.decode_for_controller(frames)
-        except wire.GarbledMessage as error:
+        except wire.InvalidMessage as error:
             if rank is not None:
                 raise TrainerError(f"trainer rank {rank}: {error}") from error
             await self._answer(sender, wire.Refused(reason=str(error)))

@@ -188,7 +188,7 @@ _CONTROLLER = b"megatron_scalerl trainer socket"
 _RANKS = b"megatron_scalerl trainer ranks"
 
 
-class GarbledMessage(RuntimeError):
+class InvalidMessage(RuntimeError):
     """Bytes that are no message of this protocol: the other side is broken, or another version."""
 
 
@@ -198,19 +198,19 @@ def encode(message: Any) -> bytes:
 
 
 def decode_for_rank(data: bytes) -> ToRank:
-    """What the controller sent. Raises GarbledMessage for anything else."""
+    """What the controller sent. Raises InvalidMessage for anything else."""
     return _decoded(_to_rank, data)
 
 
 def decode_for_controller(frames: Sequence[bytes]) -> ToController:
-    """What a rank sent, in one frame. Raises GarbledMessage for anything else."""
+    """What a rank sent, in one frame. Raises InvalidMessage for anything else."""
     if len(frames) != 1:
-        raise GarbledMessage(f"expected a message in one frame, found {len(frames)}")
+        raise InvalidMessage(f"expected a message in one frame, found {len(frames)}")
     return _decoded(_to_controller, frames[0])
 
 
 def decode_value(data: msgspec.Raw, kind: Any) -> Any:
-    """The value of a Done. Raises GarbledMessage where it is not of that kind."""
+    """The value of a Done. Raises InvalidMessage where it is not of that kind."""
     return _decoded(msgspec.msgpack.Decoder(kind, dec_hook=from_wire), data)
 
 
@@ -218,10 +218,10 @@ def _decoded(decoder: msgspec.msgpack.Decoder[Any], data: bytes | msgspec.Raw) -
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise GarbledMessage(f"expected a message, found {len(bytes(data))} bytes that are none ({error})") from error
+        raise InvalidMessage(f"expected a message, found {len(bytes(data))} bytes that are none ({error})") from error
 
 
-class Doorman(AsyncioAuthenticator):
+class CurveAuthenticator(AsyncioAuthenticator):
     """Admits, to one context's server sockets, clients that hold the ranks' key; needs a running event loop.
 
     libzmq asks for every connection, and without somebody to ask, or to answer, refuses it.
@@ -233,12 +233,15 @@ class Doorman(AsyncioAuthenticator):
         self.configure_curve_callback(_ZAP_DOMAIN.decode(), credentials_provider=self)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a client with this public key (Z85) may come in."""
+        """Whether a client with this public key (Z85) is admitted."""
         return hmac.compare_digest(key, self._public)
 
 
 def secure_server(socket: zmq.Socket, secret: str) -> None:
-    """Make `socket` the CURVE server of the run, with heartbeats; call before bind. A Doorman must be on duty."""
+    """Make `socket` the CURVE server of the run, with heartbeats; call before bind.
+
+    A CurveAuthenticator of its context must be running.
+    """
     socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     socket.curve_server = True

@@ -76,7 +76,7 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         self._group = self.group_cls(connection, rank)
 
     def start_weight_update(self) -> None:
-        """Take the parameters off, a broken update's leavings first."""
+        """Take the parameters off the model; the state of a failed update is discarded first."""
         self._abandon()
         self._copies = self._tied()
         if self.device.type == "cpu":

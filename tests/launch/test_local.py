@@ -66,7 +66,7 @@ def test_a_failing_stop_of_the_trainer_leaves_no_child(launcher, run, tmp_path, 
             launcher._trainers.append(child)
         launcher._engines.append(StandInEngine())
         groups = set(pids_in(tmp_path / "pids", 2))
-        await launcher.stop(kindly=True)
+        await launcher.stop(graceful=True)
         return groups
 
     assert gone(run(scenario()), 2.0)
@@ -80,7 +80,7 @@ def test_a_trainer_that_never_answers_its_stop_is_not_waited_for(launcher, run, 
     async def scenario():
         monkeypatch.setattr(local, "_LEAVE_S", 0.2)
         monkeypatch.setattr(launcher._client, "stop", asyncio.Event().wait)
-        await asyncio.wait_for(launcher.stop(kindly=True), 20)
+        await asyncio.wait_for(launcher.stop(graceful=True), 20)
 
     run(scenario())
     assert "its trainer did not end in order: no answer" in caplog.text

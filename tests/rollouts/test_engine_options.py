@@ -82,10 +82,10 @@ def test_other_families_have_no_attention_temperature(tmp_path):
         ({"max_model_length": 5}, r"engine\.vllm\.max_model_length: .*the nearest is max_model_len\), found none"),
         ({"max_num_seq": 5}, r"engine\.vllm\.max_num_seq: .*the nearest is max_num_seqs\)"),
         ({"dtype": "float32"}, r"engine\.vllm\.dtype: .*set by policy\.dtype"),
-        ({"enable_prefix_caching": True}, r"engine\.vllm\.enable_prefix_caching: .*found one fixed"),
+        ({"enable_prefix_caching": True}, r"enable_prefix_caching: expected none \(it is fixed\), found True"),
         ({"hf_overrides": {"head_dtype": "model"}}, r"hf_overrides: expected no head_dtype \(set policy\.logits\)"),
         ({"hf_overrides": "{}"}, r"engine\.vllm\.hf_overrides: expected a mapping, found '{}'"),
-        ({"generation_config": "auto"}, r"engine\.vllm\.generation_config: .*found one fixed"),
+        ({"generation_config": "auto"}, r"generation_config: expected none \(it is fixed\), found 'auto'"),
         ({"tokenizer": "other"}, r"engine\.vllm\.tokenizer: .*set by policy\.path"),
         (
             {"override_generation_config": {"top_k": 5, "attn_temperature_tuning": True, "eos_token_id": 7}},

@@ -173,7 +173,7 @@ def test_the_controller_s_public_key_alone_opens_nothing():
 
 def test_nobody_is_admitted_while_nobody_answers_for_the_door():
     async def scenario(trainer, start):
-        trainer._doorman.stop()
+        trainer._authenticator.stop()
         with StandInRank(trainer) as ours:
             await ours.hello(0)
             with pytest.raises(TimeoutError):
