@@ -126,7 +126,7 @@ class EngineProcess:
             await asyncio.gather(exit_code, progress, return_exceptions=True)
 
     async def stop(self) -> None:
-        """End the server with all its processes; gracefully at first, after some seconds by force. May be called twice."""
+        """End the server with all its processes, after some seconds by force. May be called twice."""
         self._socket.close()
         await self.client.close()
         if self._process is not None:
