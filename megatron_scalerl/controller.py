@@ -305,12 +305,15 @@ class Controller:
         self._stream.restore(list(ready.values()), again)
 
     async def _save(self) -> None:
+        # batches before a checkpoint are not trained again: what is recorded of them must be on the disk first
+        self._ledger.sync()
+        self._metrics.sync()
         await self._fleet.trainer.save(
             str(self._folder.checkpoint(self._step)),
             {"step": self._step, "batches": self._batches, "run_id": self._folder.run_id},
         )
         self._saved_step = self._step
-        self._folder.keep_checkpoints(self._recipe.checkpoint.keep)
+        self._folder.keep_checkpoints(self._recipe.checkpoint.keep, newest=self._step)
 
     async def _finish(self, reason: str, *, final: bool = False) -> str:
         """The last validation, checkpoint and charge. `final`: more steps would not help."""

@@ -109,9 +109,10 @@ class Meter:
         """Write heartbeats until cancelled."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            self.ledger.heartbeat(
-                batch=self._batches, step=self._step, devices=self._trainer + self._engine, seconds=self.elapsed
-            )
+            with contextlib.suppress(OSError):  # a full disk may have room again; a charge that fails ends the run
+                self.ledger.heartbeat(
+                    batch=self._batches, step=self._step, devices=self._trainer + self._engine, seconds=self.elapsed
+                )
 
     def _split(self, phase: Phase) -> None:
         seconds, tokens = self.elapsed, self._training_tokens + self._validation_tokens

@@ -113,6 +113,11 @@ class Metrics:
         self._validated.add(result.step)
         self._to_sinks(result.step, _validation_scalars(row))
 
+    def sync(self) -> None:
+        """Return when every record and validation is on the disk."""
+        for file in (self._steps, self._validations, self._by_prompt):
+            file.sync()
+
     def has_validation(self, step: int) -> bool:
         """True if the validation of this step is recorded."""
         return step in self._validated

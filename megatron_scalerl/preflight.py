@@ -12,6 +12,7 @@ from typing import Any
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from megatron_scalerl.input_files import check_policy, check_prompts
+from megatron_scalerl.launch.fleet import engine_gpus
 from megatron_scalerl.models import family, read_hf_config
 from megatron_scalerl.parallel_layout import check_cuts
 from megatron_scalerl.prompts.dataset import PromptSet, check_think_tags, check_vocabulary, load_prompts
@@ -19,7 +20,7 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe_file import read_yaml
 from megatron_scalerl.rollouts.engine import listen_on
 from megatron_scalerl.rollouts.engine_options import check_options
-from megatron_scalerl.rollouts.interruption import plan_ids
+from megatron_scalerl.rollouts.sampler import forced_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,9 @@ def check_inputs(recipe: Recipe) -> Inputs:
     prompts = load_prompts(tokenizer, recipe.prompts)
     if recipe.validation.every_steps and not prompts.held_out:
         raise ValueError("validation.every_steps: expected held-out prompts (prompts.held_out), found none")
-    phrase_ids, _ = plan_ids(tokenizer, recipe.interruption.phrase, recipe.prompts.think_end)
+    phrase_ids, _ = forced_ids(recipe, tokenizer)
+    for index in range(recipe.engine.count):
+        engine_gpus(recipe, index)
     longest, capacity = recipe.longest_sequence(len(phrase_ids)), _micro_batch_tokens(recipe)
     for key, limit in (
         ("engine.vllm.max_model_len", recipe.engine.vllm.get("max_model_len") or longest),

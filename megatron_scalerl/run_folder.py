@@ -80,9 +80,9 @@ class RunFolder:
         """Where the checkpoint of this step goes."""
         return commit.checkpoint_path(self.path / "checkpoints", step)
 
-    def keep_checkpoints(self, keep: int) -> None:
-        """Delete all but the newest `keep` checkpoints, and those that were never committed."""
-        commit.prune(self.path / "checkpoints", keep)
+    def keep_checkpoints(self, keep: int, *, newest: int) -> None:
+        """Delete all but the `keep` checkpoints up to step `newest`, and those that were never committed."""
+        commit.prune(self.path / "checkpoints", keep, newest=newest)
 
     def end(self, reason: str, *, step: int, final: bool) -> None:
         """The attempt ended regularly; `final`: no attempt can go on from here, whatever `steps` is set to."""
@@ -94,7 +94,9 @@ class RunFolder:
         os.close(self._lock)
 
     def _take_lock(self) -> int:
-        lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        # whoever may read it can lock it, and keep the run from starting
+        lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        os.fchmod(lock, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

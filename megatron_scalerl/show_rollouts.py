@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import unicodedata
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -157,7 +158,7 @@ def show(console: Console, group: dict[str, Any], index: int, tokenizer: Any) ->
         ("completion", f"{index} of {len(group['rollouts'])}, {len(rollout['token_ids'])} tokens, "
                        f"seed {rollout['seed']}"),
         ("reward", f"{score['reward']:+g} ({score['reason'] or ('right' if score['correct'] else 'wrong')}), "
-                   f"reference {prompt['answer']}"),
+                   f"reference {printable(prompt['answer'])}"),
         ("thinking", describe_thinking(rollout)),
         ("versions", describe_versions(rollout["policy_versions"])),
     ]  # fmt: skip
@@ -200,6 +201,12 @@ def marked_text(rollout: dict[str, Any], tokenizer: Any) -> Text:
 
 
 def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """The text with its special tokens."""
-    return tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    """The text with its special tokens, its control characters but line ends and tabs written as escapes."""
+    text = tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return printable(text)
+
+
+def printable(text: str) -> str:
+    """`text` without what would steer a terminal: control characters are written as `\\x1b`."""
+    return "".join(c if c in "\n\t" or not unicodedata.category(c).startswith("C") else ascii(c)[1:-1] for c in text)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import selectors
 import shutil
@@ -194,14 +195,20 @@ def attempt(
     *,
     kill_at_s: float | None = None,
     kill_at_write: int | None = None,
+    power_loss: bool = False,
     flat_groups: Container[int] = (),
     lost: dict[tuple[int, int, int], int] | None = None,
 ) -> Outcome:
-    """One attempt, to its end or until it is killed at a moment or in place of a write."""
+    """One attempt, to its end or until it is killed at a moment or in place of a write.
+
+    power_loss: the machine stops with it, and every file is as long as when it was synced last.
+    """
     loop = VirtualTimeLoop()
     trainer, sampler = StandInTrainer(), StandInSampler(flat_groups, lost or {})
     killer = _Killer(loop, kill_at_s, kill_at_write)
     append, jsonl.JsonlWriter.append = jsonl.JsonlWriter.append, killer.guard(jsonl.JsonlWriter.append)
+    disk = _Disk()
+    fsync, os.fsync = os.fsync, disk.fsync
     folder = None
     try:
         folder = RunFolder(settings)
@@ -215,9 +222,11 @@ def attempt(
         seconds = loop.now
         loop.run_until_complete(_cancel_all())
         loop.close()
-        jsonl.JsonlWriter.append = append
+        jsonl.JsonlWriter.append, os.fsync = append, fsync
         if folder is not None:
             folder.close()
+    if power_loss:
+        disk.cut(Path(settings.run_dir))
     return Outcome(reason=reason, seconds=seconds, trained=trainer.trained)
 
 
@@ -226,6 +235,24 @@ async def _cancel_all() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Disk:
+    """Knows how much of each file was synced."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, int] = {}
+
+    def fsync(self, handle) -> None:
+        status = os.fstat(handle)
+        self._sizes[status.st_ino] = status.st_size
+
+    def cut(self, folder: Path) -> None:
+        """What was not synced is gone; checkpoints and TensorBoard's files are left as they are."""
+        for path in [*folder.glob("*.jsonl"), *folder.glob("rollouts/*.jsonl"), folder / "lives"]:
+            size = self._sizes.get(path.stat().st_ino, 0)
+            if size < path.stat().st_size:
+                os.truncate(path, size)
 
 
 class _Killer:

@@ -120,6 +120,19 @@ def test_a_crash_at_any_write_is_survived(tmp_path, uncrashed):
     assert write > 50
 
 
+@pytest.mark.parametrize("at_s", [3 + 1.7 * i for i in range(20)])
+def test_a_machine_that_stops_takes_what_was_not_synced_and_nothing_that_counts(tmp_path, uncrashed, at_s):
+    """Every file is cut back to what was synced last."""
+    settings = recipe(tmp_path)
+    attempt(settings, kill_at_s=at_s, power_loss=True)
+    assert attempt(settings).reason == "all 6 steps are made"
+    check_records(tmp_path / "r", 6)
+    for found, expected in zip(curve(tmp_path / "r"), curve(uncrashed[2])):
+        values = [found[step] for step in sorted(found)]
+        assert values == sorted(values)
+        assert all(abs(found[step] - expected[step]) <= DEVICES * 6 + 1e-6 for step in expected)
+
+
 def test_two_crashes_are_no_worse_than_one(tmp_path, uncrashed):
     settings = recipe(tmp_path, rollouts={"max_staleness_steps": 0})
     assert attempt(settings, kill_at_s=30).reason is None

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -71,6 +72,7 @@ def work_folder(out: str | Path, plan: Mapping[str, Any], *, nbytes: int, done_b
     state = out.with_name(f".{out.name}.partial")
     state.mkdir(exist_ok=True)
     with (state / "lock").open("a") as lock:
+        os.fchmod(lock.fileno(), 0o600)  # whoever may read it can lock it
         _lock(lock, out)
         folder = WorkFolder(out, state / "result", state)
         _take_up(folder, state, plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from megatron_scalerl.ledger import Unit
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.engine_client import EngineClient
 from megatron_scalerl.trainer.client import TrainerClient
+from megatron_scalerl.trainer.device import gpu_count
 from megatron_scalerl.trainer.wire import TrainerInfo
 from megatron_scalerl.weights.transport import resolve_transport
 
@@ -32,6 +34,24 @@ class Devices:
             trainer=recipe.trainer.world_size,
             engine=recipe.engine.count * recipe.engine.devices_per_engine,
         )
+
+
+def engine_gpus(recipe: Recipe, index: int) -> str | None:
+    """CUDA_VISIBLE_DEVICES of engine number `index`: the trainer has the first GPUs. None without GPUs.
+
+    Raises ValueError where fewer are visible.
+    """
+    if resolve_transport(recipe.weights.transport) != "nccl":
+        return None
+    each = recipe.engine.devices_per_engine
+    first = recipe.trainer.world_size + index * each
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(n) for n in range(gpu_count())]
+    if len(names) < first + each:
+        raise ValueError(
+            f"engine.count: expected at least {first + each} visible GPUs for trainer and engines, found {len(names)}"
+        )
+    return ",".join(names[first : first + each])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,9 @@ import sys
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
-from megatron_scalerl.launch.fleet import Devices, Fleet
+from megatron_scalerl.launch.fleet import Devices, Fleet, engine_gpus
 from megatron_scalerl.launch.processes import ChildProcess
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe_file import RecipeError
 from megatron_scalerl.rendezvous import FolderRendezvous, private_folder
 from megatron_scalerl.rollouts.engine import EngineInfo, EngineProcess
 from megatron_scalerl.run_folder import RunFolder
@@ -57,7 +56,7 @@ class LocalLauncher:
                 secret=secret,
                 log_path=folder.path / "logs" / f"engine-{index}.log",
                 transport=self._transport,
-                devices=self._engine_gpus(index),
+                devices=engine_gpus(recipe, index),
             )
             for index in range(recipe.engine.count)
         ]
@@ -137,20 +136,6 @@ class LocalLauncher:
             os.environ | env,
             self._folder.path / "logs" / f"trainer-{rank}.log",
         )
-
-    def _engine_gpus(self, index: int) -> str | None:
-        if self._transport != "nccl":
-            return None
-        each = self._recipe.engine.devices_per_engine
-        first = self._recipe.trainer.world_size + index * each
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = visible.split(",") if visible else [str(n) for n in range(first + each)]
-        if len(names) < first + each:
-            raise RecipeError(
-                f"engine.count: expected at least {first + each} visible GPUs for trainer and engines, "
-                f"found {len(names)}"
-            )
-        return ",".join(names[first : first + each])
 
 
 @contextlib.asynccontextmanager

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from megatron_scalerl.prompts.rendering import PromptRenderer, ThinkTokens, check_think_tags, check_vocabulary
 from megatron_scalerl.prompts.sources import Row, read_rows
@@ -170,8 +172,18 @@ class _Loader:
                 self.too_long.append(f"{row.where}: {len(token_ids)} tokens, at most {limit} allowed")
                 continue
             extra = {name: value for name, value in row.values.items() if name not in columns}
+            _check_extra(row, extra)
             kept.append(Prompt(prompt_id=identity, text=text, answer=answer, token_ids=token_ids, extra=extra))
         return kept
+
+
+def _check_extra(row: Row, extra: Mapping[str, Any]) -> None:
+    """Other columns go into the journal: a value that it cannot hold is refused before the run, not in it."""
+    for name, value in extra.items():
+        try:
+            msgspec.json.encode({name: value})
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise ValueError(f"{row.where}: expected JSON data in {name!r}, found {error}") from None
 
 
 def _as_text(row: Row, column: str) -> str:

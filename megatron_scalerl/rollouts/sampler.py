@@ -32,6 +32,21 @@ class Draw:
     """Thinking tokens before the phrase is forced; 0 with interruption off."""
 
 
+def forced_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(tokens of the forced phrase with the closing tag, tokens of the tag) in the policy's tokenizer.
+
+    Raises ValueError if one of them does not survive encode and decode, or ends a sequence.
+    """
+    phrase = recipe.interruption.phrase if recipe.interruption.enabled else ""
+    phrase_ids, think_end_ids = plan_ids(tokenizer, phrase, recipe.prompts.think_end)
+    if stops := set(phrase_ids) & set(end_token_ids(recipe.policy.path, tokenizer)):
+        raise ValueError(
+            f"interruption.phrase: expected tokens that end no sequence, found {sorted(stops)} "
+            f"(tokenizer and generation_config.json of {recipe.policy.path})"
+        )
+    return phrase_ids, think_end_ids
+
+
 class Sampler:
     """Completes prompts on engines and scores them."""
 
@@ -41,14 +56,8 @@ class Sampler:
         self._tokenizer = tokenizer
         self._verifier = verifier
         self._end_ids = end_token_ids(recipe.policy.path, tokenizer)
-        phrase = recipe.interruption.phrase if recipe.interruption.enabled else ""
-        self._phrase_ids, self._think_end_ids = plan_ids(tokenizer, phrase, recipe.prompts.think_end)
+        self._phrase_ids, self._think_end_ids = forced_ids(recipe, tokenizer)
         self._think_end_first, self._think_end_last = tag_variants(tokenizer, self._think_end_ids)
-        if stops := set(self._phrase_ids) & set(self._end_ids):
-            raise ValueError(
-                f"interruption.phrase: expected tokens that end no sequence, found {sorted(stops)} "
-                f"(tokenizer and generation_config.json of {recipe.policy.path})"
-            )
         self._unspoken = frozenset((*tokenizer.all_special_ids, *self._end_ids)) - frozenset(self._think_end_ids)
 
     def draw(self, seed: int, group_id: int, index: int) -> Draw:

@@ -93,15 +93,15 @@ def latest(folder: str | Path) -> Path | None:
 def latest_whole(folder: str | Path, check: Callable[[Path], object] = read_commit) -> tuple[Path | None, list[str]]:
     """The newest committed checkpoint that `check` accepts, and a line about each newer one that it does not.
 
-    `check` raises ValueError naming what is wrong. (None, []) where nothing was committed yet. Raises RuntimeError
-    where no checkpoint is whole.
+    `check` raises ValueError or OSError naming what is wrong. (None, []) where nothing was committed yet. Raises
+    RuntimeError where no checkpoint is whole.
     """
     damaged: list[str] = []
     for _, path in reversed(committed(folder)):
         try:
             check(path)
-        except ValueError as error:
-            damaged.append(str(error))
+        except (ValueError, OSError, RecursionError, OverflowError) as error:
+            damaged.append(f"{path}: {error}" if not str(error).startswith(str(path)) else str(error))
             continue
         return path, damaged
     if damaged:
@@ -109,13 +109,16 @@ def latest_whole(folder: str | Path, check: Callable[[Path], object] = read_comm
     return None, damaged
 
 
-def prune(folder: str | Path, keep: int) -> list[Path]:
-    """Delete all but the newest `keep` committed checkpoints, and those that were never committed.
+def prune(folder: str | Path, keep: int, *, newest: int) -> list[Path]:
+    """Delete all but the `keep` newest committed checkpoints up to step `newest`, and those never committed.
 
-    Only for the run's own controller, while no checkpoint is being written. Returns what was deleted.
+    newest: step of the checkpoint that was just written. Later ones, which a start found damaged, count for nothing
+    and stay until their step is written again. Only for the run's own controller, while no checkpoint is being
+    written. Returns what was deleted.
     """
     assert keep >= 1, keep
-    kept = {path for _, path in committed(folder)[-keep:]}
+    found = committed(folder)
+    kept = [path for step, path in found if step <= newest][-keep:] + [path for step, path in found if step > newest]
     gone = [path for path in sorted(Path(folder).glob("step_*")) if _STEP.fullmatch(path.name) and path not in kept]
     for path in gone:
         discard(path)

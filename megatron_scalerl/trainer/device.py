@@ -41,6 +41,11 @@ def device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
+def gpu_count() -> int:
+    """GPUs that this process sees."""
+    return torch.cuda.device_count()
+
+
 def backend() -> str:
     """Backend of collectives on `device()`: "nccl" or "gloo"."""
     return "nccl" if HAVE_GPU else "gloo"

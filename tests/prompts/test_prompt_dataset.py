@@ -192,6 +192,9 @@ BROKEN_FILES = {
     "no answer": ("p.jsonl", '{"prompt": "1", "answer": null}', r"line 1: expected a text or a number in 'answer'"),
     "empty text": ("p.jsonl", '{"prompt": " ", "answer": 1}', r"line 1: expected a text in 'prompt', found an empty"),
     "surrogate": ("p.jsonl", '{"prompt": "\\ud800", "answer": 1}', r"line 1: .* found half of a surrogate pair"),
+    "surrogate elsewhere": (
+        "p.jsonl", '{"prompt": "1", "answer": 1, "source": ["\\ud83d"]}', r"line 1: expected JSON data in 'source'"
+    ),
     "other ending": ("p.csv", "prompt,answer", r"p\.csv: expected a file ending in \.jsonl, .*, found '\.csv'"),
     "not parquet": ("p.parquet", "PAR1", r"p\.parquet: row 1: expected Parquet, found"),
 }

@@ -69,7 +69,7 @@ def test_latest_and_prune_go_by_step_and_the_uncommitted_go(tmp_path):
     unfinished = make(tmp_path, 11, commit=False)
     (tmp_path / "step_x").mkdir()
     assert latest(tmp_path) == checkpoint_path(tmp_path, 10)
-    assert [p.name for p in prune(tmp_path, 2)] == ["step_000002", "step_000011"]
+    assert [p.name for p in prune(tmp_path, 2, newest=10)] == ["step_000002", "step_000011"]
     assert not checkpoint_path(tmp_path, 2).exists() and not unfinished.exists()
     assert latest(tmp_path) == checkpoint_path(tmp_path, 10) and (tmp_path / "step_x").exists()
 
@@ -109,6 +109,29 @@ def test_the_newest_whole_checkpoint_with_a_line_about_the_damaged(tmp_path):
     with pytest.raises(RuntimeError, match="expected a whole checkpoint, found only damaged ones"):
         latest_whole(tmp_path)
     assert latest_whole(tmp_path / "nowhere") == (None, [])
+
+
+def test_a_damaged_later_checkpoint_takes_no_whole_ones_place(tmp_path):
+    """A start went on from step 3, because step 6 is damaged, and has just written step 4."""
+    for step in (3, 4, 6):
+        make(tmp_path, step)
+    (checkpoint_path(tmp_path, 6) / "extra.json").unlink()
+    assert [p.name for p in prune(tmp_path, 1, newest=4)] == ["step_000003"]
+    assert latest_whole(tmp_path)[0] == checkpoint_path(tmp_path, 4)
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), RecursionError("deep"), OverflowError("inf")])
+def test_a_checkpoint_that_cannot_be_read_is_passed_over(tmp_path, error):
+    for step in (3, 6):
+        make(tmp_path, step)
+
+    def check(path):
+        if path.name == "step_000006":
+            raise error
+
+    path, damaged = latest_whole(tmp_path, check)
+    assert path == checkpoint_path(tmp_path, 3)
+    assert damaged == [f"{checkpoint_path(tmp_path, 6)}: {error}"]
 
 
 def test_latest_of_nothing(tmp_path):
