@@ -106,17 +106,21 @@ class Metrics:
         self._to_sinks(step, record)
 
     def validation(self, result: PassRate, by_prompt: Sequence[float]) -> None:
-        """Append one validation, and each held-out prompt's own pass rate for paired comparisons."""
+        """Append one validation, and each held-out prompt's own pass rate for paired comparisons.
+
+        On the disk when this returns: it cost a lot, and a restart does not repeat what is recorded.
+        """
         row = asdict(result)
         self._by_prompt.append({"step": result.step, "by_prompt": list(by_prompt)})
+        self._by_prompt.sync()
         self._validations.append(row)
+        self._validations.sync()
         self._validated.add(result.step)
         self._to_sinks(result.step, _validation_scalars(row))
 
     def sync(self) -> None:
-        """Return when every record and validation is on the disk."""
-        for file in (self._steps, self._validations, self._by_prompt):
-            file.sync()
+        """Return when every record is on the disk."""
+        self._steps.sync()
 
     def has_validation(self, step: int) -> bool:
         """True if the validation of this step is recorded."""

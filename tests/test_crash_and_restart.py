@@ -63,8 +63,8 @@ def uncrashed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("step", range(1, 7))
-@pytest.mark.parametrize("inside_s", [0.1, 1.9, 2.1])
-def test_a_crash_in_any_step_leaves_the_curve_as_it_was(tmp_path, uncrashed, step, inside_s):
+@pytest.mark.parametrize(("inside_s", "power_loss"), [(0.1, False), (1.9, False), (2.1, False), (1.9, True)])
+def test_a_crash_in_any_step_leaves_the_curve_as_it_was(tmp_path, uncrashed, step, inside_s, power_loss):
     """k = 0: nothing is generated while a step is made, so nothing has to be generated again.
 
     inside_s: seconds after the batch of the step was composed: in the optimizer step, or in the weight update.
@@ -72,7 +72,7 @@ def test_a_crash_in_any_step_leaves_the_curve_as_it_was(tmp_path, uncrashed, ste
     settings = recipe(tmp_path, rollouts={"max_staleness_steps": 0})
     begins = [r for r in read_jsonl(uncrashed[0] / "ledger.jsonl")[1:] if r.get("role") in ("startup", "trainer")]
     at = sum(r["seconds"] for r in itertools.takewhile(lambda r: r["phase"] != "train" or r["batch"] < step, begins))
-    first = attempt(settings, kill_at_s=at + inside_s)
+    first = attempt(settings, kill_at_s=at + inside_s, power_loss=power_loss)
     assert first.reason is None
     second = attempt(settings)
     assert second.trained[-1] == 6
@@ -81,7 +81,7 @@ def test_a_crash_in_any_step_leaves_the_curve_as_it_was(tmp_path, uncrashed, ste
         assert found == pytest.approx(expected, abs=1e-3)
     lost = sum(3600 * r["hours"] for r in read_jsonl(tmp_path / "r" / "ledger.jsonl")[1:] if r.get("role") == "lost")
     replayed = DEVICES * 2.25 * (step - 1 if step <= 3 else step - 4)
-    assert replayed - 1e-3 <= lost <= replayed + DEVICES * (inside_s + 3.5)
+    assert power_loss or replayed - 1e-3 <= lost <= replayed + DEVICES * (inside_s + 3.5)
 
 
 @pytest.mark.parametrize("at_s", [0.5 + 1.3 * i for i in range(25)])
@@ -131,6 +131,18 @@ def test_a_machine_that_stops_takes_what_was_not_synced_and_nothing_that_counts(
         values = [found[step] for step in sorted(found)]
         assert values == sorted(values)
         assert all(abs(found[step] - expected[step]) <= DEVICES * 6 + 1e-6 for step in expected)
+
+
+def test_what_a_checkpoint_stands_on_is_on_the_disk_before_it(tmp_path, uncrashed):
+    """The machine stops just after the save of step 3: its batches are never trained, nor charged, again."""
+    settings = recipe(tmp_path, rollouts={"max_staleness_steps": 0})
+    rows = [r for r in read_jsonl(uncrashed[0] / "ledger.jsonl")[1:] if r.get("role") in ("startup", "trainer")]
+    at = sum(r["seconds"] for r in rows if r["batch"] <= 3)
+    attempt(settings, kill_at_s=at + SAVE_S + 0.1, power_loss=True)
+    attempt(settings)
+    check_records(tmp_path / "r", 6)
+    found, expected = curve(tmp_path / "r")[0], curve(uncrashed[0])[0]
+    assert found[3] == pytest.approx(expected[3], abs=1e-3)
 
 
 def test_two_crashes_are_no_worse_than_one(tmp_path, uncrashed):
