@@ -141,8 +141,10 @@ def test_what_a_checkpoint_stands_on_is_on_the_disk_before_it(tmp_path, uncrashe
     attempt(settings, kill_at_s=at + SAVE_S + 0.1, power_loss=True)
     attempt(settings)
     check_records(tmp_path / "r", 6)
-    found, expected = curve(tmp_path / "r")[0], curve(uncrashed[0])[0]
-    assert found[3] == pytest.approx(expected[3], abs=1e-3)
+    assert curve(tmp_path / "r")[0][3] == pytest.approx(curve(uncrashed[0])[0][3], abs=1e-3)
+    charged = [r for r in read_jsonl(tmp_path / "r" / "ledger.jsonl")[1:] if r.get("role") in ("trainer", "engine")]
+    until = sum(3600 * r["hours"] for r in charged if r["batch"] <= 3)
+    assert until == pytest.approx(curve(uncrashed[0])[0][3], abs=1e-3)
 
 
 def test_two_crashes_are_no_worse_than_one(tmp_path, uncrashed):
