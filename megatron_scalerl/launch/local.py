@@ -122,7 +122,8 @@ class LocalLauncher:
                 async with asyncio.timeout(_LEAVE_S):
                     await self._client.stop()
         except (RuntimeError, OSError) as failure:  # the run is finished and on disk
-            logger.warning("the run is finished, but its trainer did not end in order: %s", str(failure) or "no answer")
+            why = str(failure) or f"no answer within {_LEAVE_S:g} s"
+            logger.warning("the run is finished, but its trainer did not end in order: %s", why)
         finally:
             self._client.close()
 

@@ -53,7 +53,7 @@ class StallClock:
             limit = self._limit_s if core.decoding else self._first_token_limit_s
             if silent >= limit:
                 return (
-                    f"produced no token for {silent:.0f} s with requests in flight (core {core.core}: "
+                    f"produced no token for {silent:.3g} s with requests in flight (core {core.core}: "
                     f"{core.decoding} decoding, {core.waiting} without a token; engine.{key})"
                 )
         return None

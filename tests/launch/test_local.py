@@ -2,7 +2,6 @@
 
 import asyncio
 
-
 import pytest
 from aiohttp import web
 from launch.stand_ins import environment, gone, pids_in, stand_in
@@ -85,7 +84,7 @@ class StandInHungServer:
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = "http://127.0.0.1:{}".format(self._runner.addresses[0][1])
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         return self
 
     async def __aexit__(self, *_):
@@ -119,7 +118,7 @@ def test_a_hung_engine_ends_the_run_while_a_completion_is_waited_for(launcher):
             launcher._watches = [asyncio.create_task(local._end_of(StandInHungEngine(client)))]
             await launcher.while_alive(client.generate([1], sampling=SamplingSpec(max_tokens=4)))
 
-    with pytest.raises(EngineDied, match=r"engine-0 produced no token for \d+ s with requests in flight"):
+    with pytest.raises(EngineDied, match=r"engine-0 produced no token for 0\.5\d* s with requests in flight"):
         asyncio.run(asyncio.wait_for(scenario(), 30))
 
 

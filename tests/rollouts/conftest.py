@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,10 @@ def engine(
 ) -> Iterator[EngineProcess]:
     """A server of policy dense_a in float32; tests that change its weights bring them back."""
     log = tmp_path_factory.mktemp("engine") / "engine.log"
-    process = EngineProcess(recipe_for(policies["dense_a"]), secret=SECRET, log_path=log, transport="gloo")
-    run(process.start())
+    recipe = recipe_for(policies["dense_a"], vllm={"middleware": "server_insight.Insight"})
+    process = EngineProcess(recipe, secret=SECRET, log_path=log, transport="gloo")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+        run(process.start())
     yield process
     run(process.stop())

@@ -2,11 +2,15 @@
 
 import asyncio
 import dataclasses
+import json
 import os
+import re
 import signal
 
 import aiohttp
+import psutil
 import pytest
+import server_insight
 import tiny_policies
 from engine_recipes import SECRET, recipe_for
 from tiny_policies import EOS, PHRASE, THINK_END
@@ -20,6 +24,7 @@ from megatron_scalerl.rollouts.engine import (
     check_engine,
 )
 from megatron_scalerl.rollouts.interruption import Plan
+from megatron_scalerl.types import CompletionLost
 
 pytestmark = pytest.mark.slow
 
@@ -121,30 +126,97 @@ def test_a_broken_plan_is_refused(engine, run):
         run(engine.client.post("/inference/v1/generate", body))
 
 
-def test_every_path_demands_the_secret(engine, run):
-    paths = ["/collective_rpc", "/pause", "/resume", "/update_weights", "/inference/v1/generate", "/abort_requests"]
-    paths += ["/v1/completions", "/v1/models", "/metrics", "/is_paused", "/ping", "/nowhere", "/health/x", "//health"]
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
 
-    async def status(session, method, path, headers):
-        async with session.request(method, engine.client.url + path, headers=headers, json={}) as response:
-            return response.status
+
+async def insight(engine):
+    """What the server itself says: its routes, and the requests that reached its app."""
+    return json.loads(await engine.client.get(server_insight.PATH))
+
+
+async def refused(session, engine, method, path, headers):
+    """The status of a request whose body, said to have 64 bytes, never comes: nothing waits for it."""
+    url, headers = engine.client.url + path, [*headers, ("Content-Length", "64"), ("Connection", "close")]
+    async with session.request(method, url, headers=headers, skip_auto_headers=["Content-Type"]) as response:
+        return response.status
+
+
+def test_every_route_demands_the_secret(engine, run):
+    """Every route of the server's own app by every method, and some that it does not have."""
+
+    async def scenario():
+        before = await insight(engine)
+        found = {(kind, re.sub(r"\{[^}]*\}", "x", path)) for kind, path in before["routes"]}
+        paths = {path for kind, path in found if kind != "websocket"} - {"/health"}
+        paths |= {path.rstrip("/") + "/x" for kind, path in found if kind == "mount"}
+        paths |= {"/nowhere", "/health/", "/health/x", "//health", "/health%2f", "/msrl/progress", server_insight.PATH}
+        async with aiohttp.ClientSession() as session:
+            codes = {
+                (method, path): await refused(session, engine, method, path, [])
+                for path in sorted(paths)
+                for method in METHODS
+            }
+            codes |= {(m, "/health"): await refused(session, engine, m, "/health", []) for m in METHODS if m != "GET"}
+            sockets = [path for kind, path in found if kind == "websocket"]
+            for path in [*sockets, "/health", "/nowhere"]:
+                with pytest.raises(aiohttp.WSServerHandshakeError) as refusal:
+                    await session.ws_connect(engine.client.url + path)
+                codes["websocket", path] = refusal.value.status
+            async with session.get(engine.client.url + "/health") as response:
+                health = response.status
+        return paths, codes, health, before["reached"], (await insight(engine))["reached"]
+
+    paths, codes, health, before, after = run(scenario())
+    for path in ("/collective_rpc", "/pause", "/update_weights", "/inference/v1/generate", "/v1/models", "/metrics"):
+        assert path in paths
+    assert {key: code for key, code in codes.items() if code not in (401, 403)} == {}
+    assert health == 200
+    assert after == before, "no refused request reached the app"
+
+
+def test_only_the_whole_secret_once_opens(engine, run):
+    wrong = [
+        [],
+        [(SECRET_HEADER, "")],
+        [(SECRET_HEADER, SECRET[:-1])],
+        [(SECRET_HEADER, SECRET + "x")],
+        [(SECRET_HEADER, SECRET.upper())],
+        [(SECRET_HEADER, SECRET), (SECRET_HEADER, SECRET)],
+        [(SECRET_HEADER, "x"), (SECRET_HEADER, SECRET)],
+        [(SECRET_HEADER, f"{SECRET}, {SECRET}")],
+        [("Authorization", f"Bearer {SECRET}")],
+        [("Cookie", f"{SECRET_HEADER}={SECRET}")],
+    ]
 
     async def scenario():
         async with aiohttp.ClientSession() as session:
-            wrong = [{}, {SECRET_HEADER: "the-run-s-secre"}, {"Authorization": f"Bearer {SECRET}"}]
-            shut = {
-                (method, path): [await status(session, method, path, headers) for headers in wrong]
-                for path in paths
-                for method in ("GET", "POST", "OPTIONS")
-            }
-            health = await status(session, "GET", "/health", {})
-            known = await status(session, "GET", "/v1/models", {SECRET_HEADER: SECRET})
-            return shut, health, known
+            shut = [await refused(session, engine, "POST", "/pause", headers) for headers in wrong]
+            async with session.get(engine.client.url + "/v1/models", headers={SECRET_HEADER: SECRET}) as response:
+                return shut, response.status
 
-    shut, health, known = run(scenario())
-    assert {code for codes in shut.values() for code in codes} == {401}
-    assert (health, known) == (200, 200)
+    shut, known = run(scenario())
+    assert (shut, known) == ([401] * len(wrong), 200)
     assert b"false" in run(engine.client.get("/is_paused"))
+
+
+def test_tokens_are_counted_without_asking_the_core(engine, run):
+    async def scenario():
+        before = await engine.client.progress()
+        await engine.client.generate(PROMPT, sampling=free(0, 40))
+        await asyncio.gather(*(engine.client.generate(PROMPT, sampling=free(seed, 7)) for seed in range(8)))
+        done = await engine.client.progress()
+        long = asyncio.create_task(engine.client.generate(PROMPT, sampling=free(0, 1900)))
+        while not (during := await engine.client.progress()).cores[0].decoding:
+            await asyncio.sleep(0.01)
+        in_flight = engine.client.in_flight
+        long.cancel()
+        await asyncio.gather(long, return_exceptions=True)
+        return before, done, during, in_flight
+
+    before, done, during, in_flight = run(scenario())
+    assert done.tokens - before.tokens == 40 + 8 * 7
+    assert [(core.core, core.waiting, core.decoding) for core in done.cores] == [(0, 0, 0)]
+    assert during.tokens > done.tokens and in_flight == 1 and engine.client.in_flight == 0
 
 
 def test_a_cancelled_completion_is_aborted(engine, run):
@@ -167,11 +239,41 @@ def test_a_port_in_use_is_one_clear_line(engine, policies, tmp_path):
         EngineProcess(recipe, secret=SECRET, log_path=tmp_path / "log", transport="gloo")
 
 
+async def broken_weights_lose_completions(engine, policy):
+    """A policy of NaN: vLLM writes -9999 for what it cannot compute."""
+    await engine.client.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(policy)}})
+    for _ in range(2):
+        with pytest.raises(CompletionLost, match="token 0: expected a log-prob.*found -9999") as lost:
+            await engine.client.generate(PROMPT, sampling=free(0, 5))
+        assert lost.value.reason == "no_logprobs"
+    with pytest.raises(EngineError, match="engine-0: 3 completions in a row without usable log-probabilities"):
+        await engine.client.generate(PROMPT, sampling=free(0, 5))
+
+
+async def a_hung_core_is_noticed(engine):
+    """The core stands still, the server's /health stays green, and a completion that waits is not waited for."""
+    watching = asyncio.create_task(engine.watch())
+    answer = asyncio.create_task(engine.client.generate(PROMPT, sampling=free(0, 1900)))
+    while not (await engine.client.progress()).cores[0].decoding:
+        await asyncio.sleep(0.01)
+    core = next(p for p in psutil.Process(engine.pid).children(recursive=True) if "EngineCore" in p.name())
+    core.suspend()
+    # and the look at its progress needs no answer of the core
+    await asyncio.wait_for(engine.client.progress(), 10)
+    await asyncio.wait_for(engine.client.get("/health"), 10)
+    with pytest.raises(EngineDied, match=r"(?s)engine-0 produced no token for \S+ s with .*; the end of .*fp32\.log"):
+        await asyncio.wait_for(watching, 60)
+    assert not answer.done()
+    answer.cancel()
+
+
 def test_precision_is_asked_of_the_engine_and_its_death_is_noticed(policies, run, tmp_path):
+    limits = {"stall_timeout_s": 3, "max_lost_in_a_row": 3}
     both = {
-        logits: recipe_for(policies["dense_a"], policy={"dtype": "bfloat16", "logits": logits})
+        logits: recipe_for(policies["dense_a"], policy={"dtype": "bfloat16", "logits": logits}, engine=limits)
         for logits in ("model", "fp32")
     }
+    broken = tiny_policies.make_nan(policies["dense_a"], tmp_path / "nan")
     engines = {
         logits: EngineProcess(recipe, secret=SECRET, log_path=tmp_path / f"{logits}.log", transport="gloo")
         for logits, recipe in both.items()
@@ -189,6 +291,8 @@ def test_precision_is_asked_of_the_engine_and_its_death_is_noticed(policies, run
                 await answer
             with pytest.raises(EngineDied, match=r"engine-0 \(port \d+\) ended with -9"):
                 await watching
+            await broken_weights_lose_completions(engines["fp32"], broken)
+            await a_hung_core_is_noticed(engines["fp32"])
             return infos
         finally:
             await asyncio.gather(*(e.stop() for e in engines.values()))

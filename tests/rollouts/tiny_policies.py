@@ -68,3 +68,12 @@ def logprobs(model: Any, prompt: list[int], completion: list[int]) -> torch.Tens
     """[T, vocabulary] log-probs at every completion token."""
     logits = model(torch.tensor([prompt + completion])).logits[0]
     return logits.float().log_softmax(-1)[len(prompt) - 1 : -1]
+
+
+def make_nan(policy: Path, folder: Path) -> Path:
+    """The same policy with a head of NaN, so that no log-probability can be computed."""
+    model = load(policy)
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    model.save_pretrained(folder)
+    return folder
