@@ -62,6 +62,11 @@ class ChildProcess:
         """Process id, which is also the id of its group."""
         return self._process.pid
 
+    @property
+    def running(self) -> bool:
+        """False once the end of the process was noticed."""
+        return self._process.returncode is None
+
     async def ended(self) -> int:
         """Wait until the process has ended; its exit code, negative for a signal."""
         return await self._process.wait()
@@ -72,7 +77,9 @@ class ChildProcess:
         return ProcessDied(f"{self.name} ended with exit code {code}; {self.log}:\n{self.tail()}")
 
     def tail(self) -> str:
-        """The last lines of the log."""
+        """The last lines of the log, nothing if it is gone."""
+        if not self.log.exists():
+            return ""
         with open(self.log, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             return "\n".join(file.read().decode(errors="replace").splitlines()[-LOG_LINES:])
@@ -110,9 +117,10 @@ class ChildProcess:
 
 
 def kill_all() -> None:
-    """Send SIGKILL to the group of every child that this process started and still holds; does not wait."""
+    """Send SIGKILL to the group of every child of this process that has not ended; does not wait."""
     for process in list(_started):
-        process.kill()
+        if process.running:
+            process.kill()
 
 
 def open_log(path: Path) -> BinaryIO:

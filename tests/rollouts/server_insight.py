@@ -8,7 +8,7 @@ PATH = "/test/insight"
 
 
 class Insight:
-    """A middleware for `engine.vllm.middleware`. GET PATH: {"routes": [[kind, path]], "reached": [[method, path]]}."""
+    """A middleware for `engine.vllm.middleware`. Answers {"routes": [[kind, path]], "reached": [[method, path]]}."""
 
     def __init__(self, app):
         self._app = app

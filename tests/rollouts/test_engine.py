@@ -149,7 +149,7 @@ def test_every_route_demands_the_secret(engine, run):
         found = {(kind, re.sub(r"\{[^}]*\}", "x", path)) for kind, path in before["routes"]}
         paths = {path for kind, path in found if kind != "websocket"} - {"/health"}
         paths |= {path.rstrip("/") + "/x" for kind, path in found if kind == "mount"}
-        paths |= {"/nowhere", "/health/", "/health/x", "//health", "/health%2f", "/msrl/progress", server_insight.PATH}
+        paths |= {"/nowhere", "/health/", "/health/x", "//health", "/health%2f", "/msrl/progress"}
         async with aiohttp.ClientSession() as session:
             codes = {
                 (method, path): await refused(session, engine, method, path, [])
@@ -243,7 +243,7 @@ async def broken_weights_lose_completions(engine, policy):
     """A policy of NaN: vLLM writes -9999 for what it cannot compute."""
     await engine.client.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(policy)}})
     for _ in range(2):
-        with pytest.raises(CompletionLost, match="token 0: expected a log-prob.*found -9999") as lost:
+        with pytest.raises(CompletionLost, match=r"token 0: expected a log-prob.*found -9999") as lost:
             await engine.client.generate(PROMPT, sampling=free(0, 5))
         assert lost.value.reason == "no_logprobs"
     with pytest.raises(EngineError, match="engine-0: 3 completions in a row without usable log-probabilities"):

@@ -1,0 +1,110 @@
+"""How a whole run ends when it is stopped, killed, or loses an engine that hangs: nothing of it is left running."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from launch.stand_ins import gone
+from whole_runs import ROOT, overrides
+
+from megatron_scalerl.metrics import read_jsonl
+
+pytestmark = pytest.mark.slow
+
+
+class Run:
+    """A run that goes on for ever, in a process of its own."""
+
+    def __init__(self, tiny, out, *more):
+        settings = [*overrides(tiny, out, "r", *more), "steps=1000000", "validation.every_steps=0"]
+        self.folder = out / "r"
+        self.groups = set()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "megatron_scalerl", "train", "recipes/tiny_cpu.yaml", *settings],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def children(self):
+        """All processes of the run but the controller; their groups are kept."""
+        found = psutil.Process(self.process.pid).children(recursive=True)
+        for process in found:
+            try:
+                self.groups.add(os.getpgid(process.pid))
+            except ProcessLookupError:
+                continue
+        return found
+
+    def wait_for(self, what, timeout_s=240):
+        """Wait until `what()` holds while the run lives."""
+        until = time.monotonic() + timeout_s
+        while not what():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < until, "expected sooner"
+            time.sleep(0.1)
+
+    def steps(self):
+        """Steps in the metrics of the run, torn lines left out."""
+        path = self.folder / "metrics.jsonl"
+        return len(read_jsonl(path)) if path.exists() else 0
+
+    def end(self):
+        """Wait for the controller; its exit code and its errors from the line that is its own."""
+        self.children()
+        _, err = self.process.communicate(timeout=120)
+        return self.process.returncode, err[err.rindex("megatron_scalerl: ") :].strip()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.communicate()
+
+
+def named(processes, word):
+    """Those of the processes whose command line holds the word."""
+    return [p for p in processes if word in " ".join(p.cmdline())]
+
+
+def test_a_signal_while_everything_starts(tiny_dense, tmp_path):
+    with Run(tiny_dense, tmp_path) as run:
+        run.wait_for(lambda: named(run.children(), "vllm_server") and named(run.children(), "trainer.worker"))
+        run.process.send_signal(signal.SIGINT)
+        code, line = run.end()
+    assert code == 130
+    assert line == "megatron_scalerl: stopped by SIGINT; started again, the run goes on from its last checkpoint"
+    assert gone(run.groups)
+
+
+def test_a_killed_controller_leaves_no_engine_that_still_imports(tiny_dense, tmp_path):
+    with Run(tiny_dense, tmp_path) as run:
+        run.wait_for(lambda: named(run.children(), "vllm_server"))
+        run.process.kill()
+        run.process.wait()
+        assert run.groups and gone(run.groups)
+
+
+def test_a_stopped_run_goes_on_and_a_hung_engine_ends_it(tiny_dense, tmp_path):
+    # on-policy, so that nothing is left to train on when the engine hangs; a hang within an update is one too
+    more = ("checkpoint.every_steps=1", "rollouts.max_staleness_steps=0")
+    more += ("engine.stall_timeout_s=5", "weights.timeout_s=20")
+    with Run(tiny_dense, tmp_path, *more) as run:
+        run.wait_for(lambda: run.steps() >= 2)
+        assert named(run.children(), "EngineCore")
+        run.process.send_signal(signal.SIGTERM)
+        code, line = run.end()
+    assert code == 143
+    assert line == "megatron_scalerl: stopped by SIGTERM; started again, the run goes on from its last checkpoint"
+    assert gone(run.groups)
+    with Run(tiny_dense, tmp_path, *more) as again:
+        before = again.steps()
+        again.wait_for(lambda: again.steps() > before)
+        named(again.children(), "EngineCore")[0].suspend()
+        code, error = again.end()
+    assert code == 1
+    assert "engine-0 produced no token for" in error or "engine-0: pause: no answer" in error
+    assert gone(again.groups)
