@@ -256,8 +256,8 @@ class EngineSection(Section):
     many seconds, or gives no answer at all. Pauses for a weight update do not count. A generation itself has no
     total time-out."""
     first_token_timeout_s: PositiveFloat = 1800.0
-    """The same limit while no request has a token yet: the engine computes prompts, which shows no progress.
-    stall_timeout_s where that is longer."""
+    """The same limit while no request has a token yet, because a prefill shows no progress. stall_timeout_s where
+    that is longer."""
     max_lost_in_a_row: PositiveInt = 64
     """A completion without usable log-probabilities is left out of its group; this many from one engine without
     a good one between them end the run."""

@@ -44,6 +44,13 @@ def test_one_s_own_logits_processor_joins_ours(tmp_path):
     assert found[at + 1].endswith(":ForcedTokens") and found[at + 2] == "mine:Class"
 
 
+def test_one_s_own_middleware_stands_behind_the_secret(tmp_path):
+    """vLLM makes the last one of the list the outermost."""
+    found = arguments(tmp_path, {"middleware": ["mine.First", "mine.Second"]})
+    given = [found[at + 1] for at, flag in enumerate(found) if flag == "--middleware"]
+    assert given[:2] == ["mine.First", "mine.Second"] and given[2].endswith(".SecretMiddleware")
+
+
 @pytest.mark.parametrize("text", ["%s", '{"text_config": %s}'])
 @pytest.mark.parametrize("on", [True, False])
 def test_llama4_attention_temperature_is_that_of_the_policy(tmp_path, text, on):
@@ -103,4 +110,5 @@ def test_environment(tmp_path, monkeypatch):
     recipe = recipe_for(tmp_path, engine={"threads": 3})
     env = engine_environment(recipe, secret="s", ready_fd=9, listen_fd=8, devices="0,1")
     assert (env["OMP_NUM_THREADS"], env["CUDA_VISIBLE_DEVICES"], env["MSRL_SECRET"]) == ("3", "0,1", "s")
+    assert (env["MSRL_LISTEN_FD"], env["MSRL_READY_FD"]) == ("8", "9")
     assert env["VLLM_SERVER_DEV_MODE"] == "1" and "VLLM_CPU_KVCACHE_SPACE" not in env
