@@ -169,6 +169,7 @@ def test_every_route_demands_the_secret(engine, run):
     paths, codes, health, before, after = run(scenario())
     for path in ("/collective_rpc", "/pause", "/update_weights", "/inference/v1/generate", "/v1/models", "/metrics"):
         assert path in paths
+    assert len(paths) > 50 and any(method == "websocket" for method, _ in codes)
     assert {key: code for key, code in codes.items() if code not in (401, 403)} == {}
     assert health == 200
     assert after == before, "no refused request reached the app"
