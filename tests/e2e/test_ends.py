@@ -67,7 +67,14 @@ class Run:
 
 def named(processes, word):
     """Those of the processes whose command line holds the word."""
-    return [p for p in processes if word in " ".join(p.cmdline())]
+    found = []
+    for process in processes:
+        try:
+            if word in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.Error:  # it has ended meanwhile
+            continue
+    return found
 
 
 def test_a_signal_while_everything_starts(tiny_dense, tmp_path):
