@@ -67,7 +67,14 @@ class Run:
 
 def named(processes, word):
     """Those of the processes whose command line holds the word."""
-    return [p for p in processes if word in " ".join(p.cmdline())]
+    found = []
+    for process in processes:
+        try:
+            if word in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.Error:  # it has ended meanwhile
+            continue
+    return found
 
 
 def test_a_signal_while_everything_starts(tiny_dense, tmp_path):
@@ -88,6 +95,7 @@ def test_a_killed_controller_leaves_no_engine_that_still_imports(tiny_dense, tmp
         assert run.groups and gone(run.groups)
 
 
+@pytest.mark.full
 def test_a_stopped_run_goes_on_and_a_hung_engine_ends_it(tiny_dense, tmp_path):
     # on-policy, so that nothing is left to train on when the engine hangs; a hang within an update is one too
     more = ("checkpoint.every_steps=1", "rollouts.max_staleness_steps=0")

@@ -56,10 +56,11 @@ def alive(groups):
 
 
 def gone(groups, timeout_s=10.0):
-    """True once no process of these groups is left."""
+    """True once no process of these groups is left; what is left is printed."""
     until = time.monotonic() + timeout_s
-    while alive(groups):
+    while left := alive(groups):
         if time.monotonic() > until:
+            print("still alive:", [" ".join(psutil.Process(pid).cmdline()) for pid in left if psutil.pid_exists(pid)])
             return False
         time.sleep(0.02)
     return True
