@@ -58,13 +58,6 @@ def test_one_s_own_middleware_stands_behind_the_secret(tmp_path):
     assert given[:2] == ["mine.First", "mine.Second"] and given[2].endswith(".SecretMiddleware")
 
 
-def test_one_s_own_middleware_stands_behind_the_secret(tmp_path):
-    """vLLM makes the last one of the list the outermost."""
-    found = arguments(tmp_path, {"middleware": ["mine.First", "mine.Second"]})
-    given = [found[at + 1] for at, flag in enumerate(found) if flag == "--middleware"]
-    assert given[:2] == ["mine.First", "mine.Second"] and given[2].endswith(".SecretMiddleware")
-
-
 @pytest.mark.parametrize("text", ["%s", '{"text_config": %s}'])
 @pytest.mark.parametrize("on", [True, False])
 def test_llama4_attention_temperature_is_that_of_the_policy(tmp_path, text, on):
