@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import pickle
 import signal
@@ -16,12 +17,17 @@ from typing import Any
 from megatron_scalerl.rewards.limits import Limits
 from megatron_scalerl.rewards.worker import FRAME
 
+logger = logging.getLogger(__name__)
+
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 INHERITED = (
     "PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH",
     "VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME",
 )  # fmt: skip
 """Variables that a worker gets from the controller, besides LC_* and those of `rewards.environment`."""
+
+END_TIMEOUT_S = 10.0
+"""Seconds for a killed process to end; one that the kernel does not let go is left behind."""
 
 OUTCOMES = {"value", "error", "memory"}
 """Keys of a reply, one of which says how a check ended."""
@@ -59,6 +65,7 @@ class WorkerProcess:
         self._environment = tuple(environment)
         self._start_timeout_s = start_timeout_s
         self._process: asyncio.subprocess.Process | None = None
+        self._pipes: _Pipes | None = None
         self._prints: _Prints | None = None
 
     @property
@@ -73,16 +80,17 @@ class WorkerProcess:
         """
         environment = worker_environment(self._environment)
         with _Prints() as prints:
-            # A session of its own: what the verifier starts dies with it, and Ctrl-C is the controller's affair.
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "megatron_scalerl.rewards.worker", str(os.getpid()),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=prints.writer,
-                start_new_session=True,
-                env=environment,
-            )  # fmt: skip
-        self._prints = prints
+            async with _Pipes() as pipes:
+                # A session of its own: what the verifier starts dies with it, and Ctrl-C is the controller's affair.
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-m", "megatron_scalerl.rewards.worker", str(os.getpid()),
+                    stdin=pipes.their_requests,
+                    stdout=pipes.their_replies,
+                    stderr=prints.writer,
+                    start_new_session=True,
+                    env=environment,
+                )  # fmt: skip
+        self._prints, self._pipes = prints, pipes
         try:
             await self._send({"verifier": self._verifier, "sys_path": sys.path, "limits": self._limits})
             hello = await self._line(self._start_timeout_s)
@@ -122,34 +130,39 @@ class WorkerProcess:
             return
         await self._end()
         self._process = None
-        if process.stdin is not None:
-            process.stdin.close()
+        if self._pipes is not None:
+            self._pipes.close()
         if self._prints is not None:
             self._prints.close()
 
-    async def _end(self) -> int:
-        """Kill the process's group; returns its exit status, negative for a signal."""
+    async def _end(self) -> int | None:
+        """Kill the process's group; returns its exit status, negative for a signal, None if it does not end."""
         assert self._process is not None
         pid = self._process.pid
         # Once it was waited for, its number is free when its group is empty: then it may be somebody else's.
         if self._process.returncode is None or not Path(f"/proc/{pid}").exists():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
-        return await self._process.wait()
+        try:
+            async with asyncio.timeout(END_TIMEOUT_S):
+                return await self._process.wait()
+        except TimeoutError:
+            logger.warning("verifier process %d still runs %g s after SIGKILL", pid, END_TIMEOUT_S)
+            return None
 
     async def _send(self, message: Any) -> None:
-        assert self._process is not None and self._process.stdin is not None
+        assert self._pipes is not None
         body = pickle.dumps(message)
         try:
-            self._process.stdin.write(FRAME.pack(len(body)) + body)
-            await self._process.stdin.drain()
+            self._pipes.requests.write(FRAME.pack(len(body)) + body)
+            await self._pipes.requests.drain()
         except (ConnectionError, RuntimeError):
             raise WorkerDied from None
 
     async def _line(self, timeout_s: float) -> dict[str, Any]:
         """The next line of the process. Raises TimeoutError after timeout_s seconds, and WorkerDied."""
-        assert self._process is not None and self._process.stdout is not None
-        replies = self._process.stdout
+        assert self._pipes is not None
+        replies = self._pipes.replies
         try:
             try:
                 async with asyncio.timeout(timeout_s):
@@ -179,11 +192,64 @@ class WorkerProcess:
         return WorkerDied()
 
 
+class _Pipes:
+    """The pipes that requests and replies of a worker go through.
+
+    Not those of asyncio's subprocess: waiting for the process would wait for whatever it left running, which holds
+    their other ends.
+    """
+
+    requests: asyncio.StreamWriter
+    replies: asyncio.StreamReader
+
+    def __init__(self) -> None:
+        self._theirs, self._ours = contextlib.ExitStack(), contextlib.ExitStack()
+
+    async def __aenter__(self) -> _Pipes:
+        try:
+            await self._open()
+        except BaseException:
+            self._theirs.close()
+            self.close()
+            raise
+        return self
+
+    async def __aexit__(self, kind: object, *error: object) -> None:
+        self._theirs.close()  # the worker has its own
+        if kind is not None:
+            self.close()
+
+    async def _open(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.their_requests, ours = os.pipe()
+        self._theirs.callback(os.close, self.their_requests)
+        requests = self._ours.enter_context(os.fdopen(ours, "wb", 0))
+        ours, self.their_replies = os.pipe()
+        self._theirs.callback(os.close, self.their_replies)
+        replies = self._ours.enter_context(os.fdopen(ours, "rb", 0))
+        self.replies = asyncio.StreamReader()
+        source, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(self.replies), replies)
+        self._ours.callback(source.close)
+        sink, flow = await loop.connect_write_pipe(
+            lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader()), requests
+        )
+        self.requests = asyncio.StreamWriter(sink, flow, None, loop)
+        self._ours.callback(self._drop_requests)
+
+    def _drop_requests(self) -> None:
+        if not self.requests.transport.is_closing():  # asyncio closes it with the worker's end
+            self.requests.transport.abort()
+
+    def close(self) -> None:
+        """Close our ends; what was not written yet is dropped."""
+        self._ours.close()
+
+
 class _Prints:
     """Passes what a worker prints on to the stderr of this process, through a pipe.
 
     Not the controller's own stderr, because the worker's limit on file sizes would hold for a log file too. Not a
-    pipe of asyncio's subprocess either: waiting for the process would then wait for whatever it left running.
+    pipe of asyncio's subprocess either, as for `_Pipes`.
     """
 
     def __init__(self) -> None:

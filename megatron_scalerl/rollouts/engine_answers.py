@@ -7,10 +7,11 @@ concerns one completion alone: sampled tokens without a log-probability, Complet
 from __future__ import annotations
 
 import io
+import math
 from base64 import b64decode
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -26,6 +27,14 @@ MISSING_LOGPROB = -9999.0
 """What vLLM writes for a log-probability that is missing, NaN or -inf."""
 LARGEST_LOGPROB = 1e-3
 """A log-probability is at most 0; float32 arithmetic may exceed that a little (nats)."""
+_VERSION_DIGITS = 18
+"""Digits of the longest policy version, which then is below 2**63."""
+
+
+_READ_HEADER = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
 
 
 class EngineError(RuntimeError):
@@ -99,7 +108,7 @@ class _Span(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    token_ids: list[int]
+    token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
     finish_reason: str
     logprobs: _Logprobs | None = None
     weight_versions: list[_Span] | None = None
@@ -206,31 +215,41 @@ def _expectation(token: _Token) -> str:
 def _expert_choices(encoded: str, where: str) -> ExpertChoices:
     """vLLM's array in .npy form, base64, [P + T - 1, L, K]. Raises EngineError for another."""
     try:
-        array = np.lib.format.read_array(io.BytesIO(b64decode(encoded, validate=True)), allow_pickle=False)
-    except (ValueError, EOFError) as err:
-        raise EngineError(f"{where}: routed_experts: expected a base64 .npy array, found {err}") from None
-    if array.ndim != 3 or array.dtype not in (np.uint8, np.uint16):
+        stream = io.BytesIO(b64decode(encoded, validate=True))
+        version = np.lib.format.read_magic(stream)
+        if version not in _READ_HEADER:
+            raise ValueError(f"version {version}")
+        shape, fortran_order, dtype = _READ_HEADER[version](stream)
+    except Exception as err:  # a header is a Python literal: parsing a broken one raises almost anything
+        what = f"{type(err).__name__}: {str(err)[:200]}"
+        raise EngineError(f"{where}: routed_experts: expected a base64 .npy array, found {what}") from None
+    if len(shape) != 3 or min(shape) < 0 or dtype not in (np.uint8, np.uint16):
         raise EngineError(
-            f"{where}: routed_experts: expected uint8 or uint16 [tokens, layers, experts], "
-            f"found {array.dtype} {array.shape}"
+            f"{where}: routed_experts: expected uint8 or uint16 [tokens, layers, experts], found {dtype} {shape}"
         )
-    _, layers, topk = array.shape
-    width: Literal[1, 2] = 1 if array.dtype == np.uint8 else 2
-    return ExpertChoices(layers=layers, topk=topk, width=width, data=array.astype(f"<u{width}").tobytes())
+    # Before anything of that size is made.
+    data, size = stream.getbuffer()[stream.tell() :], math.prod(shape) * dtype.itemsize
+    if len(data) != size:
+        raise EngineError(f"{where}: routed_experts: expected {size} bytes for shape {shape}, found {len(data)}")
+    array = np.frombuffer(data, dtype).reshape(shape, order="F" if fortran_order else "C")
+    width: Literal[1, 2] = 1 if dtype == np.uint8 else 2
+    return ExpertChoices(layers=shape[1], topk=shape[2], width=width, data=array.astype(f"<u{width}").tobytes())
 
 
 def _versions(spans: list[_Span] | None, length: int, where: str) -> tuple[int, ...]:
     """[T] policy version of every token. Raises EngineError if a token has none."""
     versions: list[int] = []
     for span in spans or []:
-        if not (span.version.isascii() and span.version.isdecimal()):
-            raise EngineError(f"{where}: policy version: expected a number, found {span.version!r}")
+        label = span.version
+        if not (label.isascii() and label.isdecimal() and len(label) <= _VERSION_DIGITS):
+            expected = f"expected a number of at most {_VERSION_DIGITS} digits"
+            raise EngineError(f"{where}: policy version: {expected}, found {label[:80]!r}")
         if span.start != len(versions) or not span.start < span.end <= length:
             raise EngineError(
                 f"{where}: policy versions: expected a span from token {len(versions)} within {length}, "
                 f"found {span.start} to {span.end}"
             )
-        versions += [int(span.version)] * (span.end - span.start)
+        versions += [int(label)] * (span.end - span.start)
     if len(versions) != length:
         raise EngineError(f"{where}: policy versions: expected one per token ({length}), found {len(versions)}")
     return tuple(versions)

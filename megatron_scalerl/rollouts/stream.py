@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from megatron_scalerl.prompts.curriculum import Curriculum, CurriculumDry
-from megatron_scalerl.rollouts.engine_client import EngineClient
+from megatron_scalerl.rollouts.engine_client import EngineClient, EngineError
 from megatron_scalerl.rollouts.gate import StalenessGate
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.sampler import TRAINING_PRIORITY, Sampler
@@ -230,6 +230,11 @@ class RolloutStream:
         result: tuple[Rollout, Score] | None = None
         try:
             result = await self._sampler.complete(engine, prompt, draw, priority=TRAINING_PRIORITY)
+            newest = max(result[0].policy_versions)
+            if newest > self.policy_version + 1:  # the next one while it is being handed over
+                raise EngineError(
+                    f"{engine.name}: policy versions: expected at most {self.policy_version + 1}, found {newest}"
+                )
             self.completions += 1
             self._count_tokens(len(result[0].token_ids))
         except CompletionLost as lost:

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import zmq
 import zmq.asyncio
-import zmq.utils.monitor
 
 from megatron_scalerl.rendezvous import FolderRendezvous, Rendezvous
 from megatron_scalerl.trainer import wire
@@ -21,6 +20,8 @@ from megatron_scalerl.weights.manifest import Manifest, ParamMeta
 
 STOP_TIMEOUT_S = 30.0
 """Seconds for all ranks to leave their process groups at the end; a hung one must not hold the others' devices."""
+PROBE_INTERVAL_MS = 1_000
+"""Silence after which the ranks' connections are looked at (milliseconds)."""
 
 
 class TrainerError(RuntimeError):
@@ -66,7 +67,6 @@ class TrainerClient:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         wire.secure_server(self._socket, secret)
         self._socket.bind(bind)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     @property
@@ -144,10 +144,7 @@ class TrainerClient:
         """Close the sockets; ranks that still run exit."""
         if not self._socket.closed:
             self._authenticator.stop()
-            self._socket.disable_monitor()
-            self._monitor.close(linger=0)
-            self._socket.close(linger=0)
-            self._context.term()
+            self._context.destroy(linger=0)
 
     async def _call(self, make: Callable[[int, int], wire.Command], kind: Any, *, leaves: bool = False) -> Any:
         """Send each rank its command, wait for all answers, and return rank 0's as `kind`.
@@ -197,7 +194,7 @@ class TrainerClient:
             self.info = message.info
 
     async def _answer(self, sender: bytes, answer: wire.Welcome | wire.Refused) -> None:
-        # One that has gone meanwhile needs no answer; if it was ours, the monitor tells.
+        # One that has gone meanwhile needs no answer; if it was ours, the next look at the connections tells.
         with _unless_gone():
             await self._socket.send_multipart([sender, wire.encode(answer)])
 
@@ -222,34 +219,37 @@ class TrainerClient:
             return "MSRL_BIND_HOST: expected the address where rank 0 binds the store of the run, found none"
         return f"rank {hello.rank}: expected one process, found a second" if hello.rank in self._identities else None
 
-    async def _send(self, rank: int, message: Any, also: str = "") -> None:
-        """Raises TrainerError if the rank cannot be reached; `also` is what else is known."""
+    async def _send(self, rank: int, message: Any) -> None:
+        """Raises TrainerError if the rank cannot be reached."""
         if rank not in self._identities:
             raise TrainerError(f"trainer rank {rank}: expected a process that has joined, found none")
         with _unless_gone():
             await self._socket.send_multipart([self._identities[rank], wire.encode(message)])
             return
-        raise TrainerError(f"trainer rank {rank}: the process has gone without a word{also}")
+        raise _gone(rank)
 
     async def _receive(self) -> tuple[bytes, wire.ToController]:
-        """The next message. Raises TrainerError for a rank's failure and for a rank that has gone."""
+        """The next message. Raises TrainerError for a rank's failure and for a rank that has gone.
+
+        A socket monitor would tell of a closed connection at once, but strangers' connections are in it too, and
+        ZeroMQ's input/output thread stands still while nobody reads it.
+        """
         while True:
-            # Two sockets: messages, and the monitor's news of closed connections.
-            poller = zmq.asyncio.Poller()
-            poller.register(self._socket, zmq.POLLIN)
-            poller.register(self._monitor, zmq.POLLIN)
-            ready = dict(await poller.poll())
-            if self._socket in ready:
-                sender, *frames = await self._socket.recv_multipart()
-                message = await self._understood(sender, frames)
-                if isinstance(message, wire.Failed):
-                    await self._find_the_lost(heard=message.rank, also=f" (rank {message.rank}: {message.error})")
-                    raise TrainerError(f"trainer rank {message.rank}: {message.error}")
-                if message is not None:
-                    return sender, message
-                continue
-            await self._monitor.recv_multipart()
-            await self._find_the_lost()
+            if not await self._socket.poll(PROBE_INTERVAL_MS):
+                lost = await self._lost()
+                # What a rank said last may have come since the poll.
+                if lost is None or await self._socket.poll(0):
+                    continue
+                raise _gone(lost)
+            sender, *frames = await self._socket.recv_multipart()
+            message = await self._understood(sender, frames)
+            if isinstance(message, wire.Failed):
+                said = f"rank {message.rank}: {message.error}"
+                # Its peers' collectives fail with a rank that dies, and may be heard of first.
+                lost = await self._lost(heard=message.rank)
+                raise TrainerError(f"trainer {said}") if lost is None else _gone(lost, f" ({said})")
+            if message is not None:
+                return sender, message
 
     async def _understood(self, sender: bytes, frames: Sequence[bytes]) -> wire.ToController | None:
         """The message, or None if it is nobody's of ours. Raises TrainerError for what a rank may not say."""
@@ -267,13 +267,19 @@ class TrainerClient:
             raise TrainerError(f"trainer rank {rank}: expected its own messages, found one of rank {message.rank}")
         return None if rank is None else message
 
-    async def _find_the_lost(self, *, heard: int | None = None, also: str = "") -> None:
-        """Raise TrainerError for the first rank that joined and cannot be reached any more.
-
-        Its peers' collectives fail too and may be heard of first: `heard` is such a rank, `also` its error.
-        """
+    async def _lost(self, *, heard: int | None = None) -> int | None:
+        """The first rank, other than `heard`, that has joined and cannot be reached any more; None if all can."""
+        ping = wire.encode(wire.Ping())
         for rank in sorted(self._identities.keys() - {heard}):
-            await self._send(rank, wire.Ping(), also)
+            try:
+                await self._socket.send_multipart([self._identities[rank], ping], flags=zmq.DONTWAIT)
+            except zmq.Again:  # connected, with a full queue
+                continue
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                return rank
+        return None
 
     @contextlib.asynccontextmanager
     async def _deadline(self, seconds: float, what: str, answered: Callable[[], set[int]]) -> AsyncIterator[None]:
@@ -284,6 +290,10 @@ class TrainerClient:
         except TimeoutError:
             silent = ", ".join(str(r) for r in range(self.world_size) if r not in answered())
             raise TrainerError(f"trainer rank {silent}: no answer to a {what} within {seconds:g} s") from None
+
+
+def _gone(rank: int, also: str = "") -> TrainerError:
+    return TrainerError(f"trainer rank {rank}: the process has gone without a word{also}")
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ HEARTBEAT_MS = 5_000
 HEARTBEAT_TIMEOUT_MS = 60_000
 """Silence after which a peer counts as gone (milliseconds). A closed connection is noticed at once."""
 MAX_QUEUED = 16
-"""Messages that may wait in a socket: one command is under way at a time, so two per rank would do."""
+"""Messages that may wait in the controller's socket, per rank and direction: one command is under way at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,6 +254,9 @@ def secure_client(socket: zmq.Socket, secret: str) -> None:
     socket.curve_serverkey = _keys(secret, _CONTROLLER)[0]
     socket.curve_publickey, socket.curve_secretkey = _keys(secret, _RANKS)
     _keep_alive(socket)
+    # Pings of the controller, the only one who is heard here, wait until a step is done. A socket with a full queue
+    # reads no heartbeats either and takes the controller for gone.
+    socket.setsockopt(zmq.RCVHWM, 0)
 
 
 def _keys(secret: str, whose: bytes) -> tuple[bytes, bytes]:

@@ -103,6 +103,21 @@ def test_a_process_that_stands_still_before_a_check_is_replaced_at_nobodys_charg
     assert counters == {"checks": 1, "correct": 1, "restarts": 1}
 
 
+def test_what_a_verifier_left_running_in_another_session_holds_nothing_up(tmp_path):
+    async def main():
+        async with pool_of("faulty", timeout_s=2.0) as pool:
+            answers = [f"escape {tmp_path}", "7", *(["8" * 100_000] * 3)]  # more than a pipe holds
+            calls = [pool.score(answer, prompt(), rollout()) for answer in answers]
+            try:
+                return await asyncio.wait_for(asyncio.gather(*calls), 20)
+            finally:
+                [child] = os.listdir(tmp_path)
+                os.kill(int(child), signal.SIGKILL)  # it outlives the process that left it
+
+    scores = asyncio.run(main())
+    assert scores == [wrong("timeout"), RIGHT, WRONG, WRONG, WRONG]
+
+
 def test_a_line_that_answers_no_check_is_not_a_verdict():
     scores, counters = run_pool("forging", ["7"])
     assert scores == [wrong("crash")]

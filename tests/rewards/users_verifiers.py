@@ -48,6 +48,19 @@ def _fifo(path):
     time.sleep(10**6)
 
 
+def _escape(folder):
+    """Leaves a child in a session of its own that holds every pipe of this process, then stands still.
+
+    The child's id becomes the name of a folder.
+    """
+    child = os.fork()
+    if not child:
+        os.setsid()
+        time.sleep(10**6)
+    os.mkdir(f"{folder}/{child}")
+    time.sleep(10**6)
+
+
 FAULTS = {
     "sleep": _sleep,
     "spin": _spin,
@@ -58,6 +71,7 @@ FAULTS = {
     "quit": lambda rest: sys.exit(0),
     "raise": _raise,
     "fifo": _fifo,
+    "escape": _escape,
 }
 
 

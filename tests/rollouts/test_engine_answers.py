@@ -56,9 +56,33 @@ def test_another_array_is_refused(array):
         rollout(routed_experts=experts(array))
 
 
+def header(text):
+    """A .npy array of which there is only this header."""
+    raw = text.encode()
+    return base64.b64encode(b"\x93NUMPY\x01\x00" + len(raw).to_bytes(2, "little") + raw).decode()
+
+
+@pytest.mark.parametrize("shape", [(2**44, 1, 1), (2**62, 2, 2), (3, 1, 1)])
+def test_a_shape_without_its_data_is_refused_before_room_is_made_for_it(shape):
+    text = header(f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}}}\n")
+    with pytest.raises(EngineError, match=r"engine-4: /generate: routed_experts: expected .* for shape .* found 0"):
+        rollout(routed_experts=text)
+
+
+@pytest.mark.parametrize("text", ["(", "-" * 9000 + "1", "{'descr': [], 'fortran_order': 0, 'shape': 3}", "\0", "{"])
+def test_a_header_that_is_none_is_refused(text):
+    with pytest.raises(EngineError, match=r"routed_experts: expected a base64 \.npy array"):
+        rollout(routed_experts=header(text))
+
+
+def test_the_order_of_an_array_s_elements_does_not_matter():
+    array = np.arange(24, dtype=np.uint16).reshape(4, 3, 2)
+    assert rollout(routed_experts=experts(np.asfortranarray(array))) == rollout(routed_experts=experts(array))
+
+
 @pytest.mark.parametrize("text", ["%%%", "", "QUJD", experts(np.zeros((4, 3, 2), np.uint8))[:-8]])
 def test_a_broken_array_is_refused(text):
-    with pytest.raises(EngineError, match=r"routed_experts: expected a base64 \.npy array"):
+    with pytest.raises(EngineError, match=r"routed_experts: expected (a base64 \.npy array|24 bytes)"):
         rollout(routed_experts=text)
 
 
@@ -88,7 +112,8 @@ def test_what_vllm_writes_for_a_forced_token_is_not_looked_at():
         ({"logprobs": (), "token_ids": ()}, "expected a log-prob for each of 0 tokens"),
         ({"weight_versions": None}, r"policy versions: expected one per token \(2\), found 0"),
         ({"weight_versions": [{"version": "3", "start": 0, "end": 1}]}, r"expected one per token \(2\), found 1"),
-        ({"weight_versions": [{"version": "²", "start": 0, "end": 2}]}, "expected a number, found '²'"),
+        ({"weight_versions": [{"version": "²", "start": 0, "end": 2}]}, "expected a number .*, found '²'"),
+        ({"weight_versions": [{"version": "1" * 5000, "start": 0, "end": 2}]}, "expected a number of .* 18 digits"),
         ({"weight_versions": [{"version": "3", "start": 0, "end": 10**12}]}, "expected a span from token 0 within 2"),
         ({"weight_versions": [{"version": "3", "start": 1, "end": 2}]}, "expected a span from token 0 within 2"),
         ({"plan": PLAN}, "expected the forced phrase, found"),
@@ -154,6 +179,12 @@ BROKEN = [WHOLE[:-20], b"{}", b"[1", b'{"results": 3}', b"\xff\xfe", b'{"choices
 def test_a_torn_or_foreign_answer_is_the_engine_s_fault(path, body):
     with pytest.raises(EngineError, match=f"engine-4: {path.split()[0]}"):
         asked(ASKED[path], body)
+
+
+@pytest.mark.parametrize("token", [-5, 2**31, 10**15, 10**30])
+def test_a_token_that_is_none_is_the_engine_s_fault(token):
+    with pytest.raises(EngineError, match="engine-4: /inference/v1/generate"):
+        asked(generate, answer(token_ids=(5, token)))
 
 
 @pytest.mark.parametrize("results", [[], [3], [{}], [{"vocab_size": "many"}]])

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from megatron_scalerl.prompts.curriculum import Curriculum
+from megatron_scalerl.rollouts.engine_client import EngineError
 from megatron_scalerl.rollouts.gate import StalenessGate
 from megatron_scalerl.rollouts.journal import Journal, read_groups, read_history
 from megatron_scalerl.rollouts.stream import RolloutStream
@@ -18,6 +19,7 @@ class StandInEngine:
     def __init__(self, seed=0, slowest_s=0.01, version=0):
         self.random = random.Random(seed)
         self.slowest_s = slowest_s
+        self.name = "engine-0"
         self.version = version
         self.running = self.most = 0
 
@@ -136,6 +138,24 @@ def test_a_failing_completion_ends_the_stream_with_its_error(tmp_path):
 
     with pytest.raises(RuntimeError, match="engine-0: POST /inference/v1/generate: broken"):
         asyncio.run(run())
+
+
+@pytest.mark.parametrize(("ahead", "accepted"), [(1, True), (2, False), (999999, False)])
+def test_a_version_that_nobody_has_published_ends_the_stream(tmp_path, ahead, accepted):
+    async def run():
+        stream = make_stream(tmp_path, engines=[StandInEngine(version=3 + ahead)])
+        stream.start(3)
+        try:
+            return await stream.next_batch()
+        finally:
+            await stream.close()
+
+    if accepted:  # the update to it is under way
+        assert asyncio.run(run())
+        return
+    with pytest.raises(EngineError, match=f"engine-0: policy versions: expected at most 4, found {3 + ahead}"):
+        asyncio.run(run())
+    assert read_history(tmp_path).files == {}
 
 
 def test_a_dry_curriculum_ends_the_stream_with_its_reason(tmp_path):

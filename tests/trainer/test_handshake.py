@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
@@ -125,7 +128,11 @@ class StandInRank:
         await self.socket.send(wire.encode(wire.Hello(**values)))
 
     async def answer(self):
-        return wire.decode_for_rank(await asyncio.wait_for(self.socket.recv(), 20))
+        """The next message but pings."""
+        while True:
+            message = wire.decode_for_rank(await asyncio.wait_for(self.socket.recv(), 20))
+            if not isinstance(message, wire.Ping):
+                return message
 
     def __enter__(self) -> "StandInRank":
         return self
@@ -260,6 +267,68 @@ def test_a_stop_without_an_answer_ends_in_time_and_closes(monkeypatch):
             assert trainer._socket.closed
             pending.cancel()
             await asyncio.gather(pending, return_exceptions=True)
+
+    conversation(scenario, world_size=1)
+
+
+def knock(endpoint: str, times: int) -> None:
+    """Connects as somebody who knows nothing of the run, and leaves again."""
+    host, port = endpoint.removeprefix("tcp://").split(":")
+    for _ in range(times):
+        socket.create_connection((host, int(port)), timeout=5).close()
+
+
+def test_strangers_who_come_and_go_between_commands_hold_nothing_up():
+    async def scenario(trainer, start):
+        start.cancel()
+        await asyncio.gather(start, return_exceptions=True)
+        await asyncio.to_thread(knock, trainer.endpoint, 3_000)
+        waiting = asyncio.create_task(trainer.wait_ready(timeout_s=60))
+        with StandInRank(trainer) as rank:
+            await rank.hello(0, world_size=1)
+            assert await rank.answer() == wire.Welcome()
+        closing = threading.Thread(target=trainer.close, daemon=True)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        closing.start()
+        closing.join(10)
+        assert not closing.is_alive()
+
+    conversation(scenario, world_size=1)
+
+
+def test_connections_that_are_left_open_do_not_hold_up_the_end():
+    async def scenario(trainer, start):
+        host, port = trainer.endpoint.removeprefix("tcp://").split(":")
+        with contextlib.ExitStack() as strangers:
+            for _ in range(200):
+                strangers.enter_context(socket.create_connection((host, int(port)), timeout=5))
+            with StandInRank(trainer) as rank:
+                await rank.hello(0, world_size=1)
+                assert await rank.answer() == wire.Welcome()
+            start.cancel()
+            await asyncio.gather(start, return_exceptions=True)
+            closing = threading.Thread(target=trainer.close, daemon=True)
+            closing.start()
+            closing.join(10)
+            assert not closing.is_alive()
+
+    conversation(scenario, world_size=1)
+
+
+def test_pings_that_a_busy_rank_does_not_read_cost_it_nothing(monkeypatch):
+    monkeypatch.setattr(wire, "HEARTBEAT_MS", 200)
+    monkeypatch.setattr(wire, "HEARTBEAT_TIMEOUT_MS", 1_000)
+    monkeypatch.setattr("megatron_scalerl.trainer.client.PROBE_INTERVAL_MS", 5)
+
+    async def scenario(trainer, start):
+        with StandInRank(trainer) as rank:
+            await rank.hello(0, world_size=1)
+            await asyncio.sleep(3)  # without reading: hundreds of pings, and three time-outs of the heartbeat
+            assert not start.done()
+            await rank.socket.send(wire.encode(ready(0)))
+            await start
+            assert await rank.answer() == wire.Welcome()
 
     conversation(scenario, world_size=1)
 
