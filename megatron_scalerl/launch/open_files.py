@@ -11,6 +11,9 @@ PER_COMPLETION = 2
 """A validation may be in flight on every engine beside the training completions."""
 PER_PROCESS = 8
 """Pipes, sockets and log of one child process, and what asyncio keeps to watch it."""
+PLENTY = 65536
+"""What the soft limit is raised to where the hard limit allows it: connections that strangers leave open on the
+controller's socket count too, until libzmq drops them after 30 s."""
 MARGIN = 1024
 """The journal's and the checkpoints' files, libraries, and the event loop itself."""
 
@@ -23,9 +26,9 @@ def files_needed(recipe: Recipe) -> int:
 
 
 def allow_open_files(recipe: Recipe) -> None:
-    """Raise this process's soft limit to what the run needs; its children inherit it.
+    """Raise this process's soft limit to PLENTY, or as far as allowed; its children inherit it.
 
-    Raises ValueError where the hard limit is lower than that.
+    Raises ValueError where the hard limit is lower than what the run needs.
     """
     needed = files_needed(recipe)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -34,5 +37,8 @@ def allow_open_files(recipe: Recipe) -> None:
             f"open files: expected a hard limit of at least {needed} for engine.count {recipe.engine.count} x "
             f"rollouts.max_in_flight {recipe.rollouts.max_in_flight}, found {hard} (ulimit -Hn)"
         )
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    wanted = max(needed, PLENTY)
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

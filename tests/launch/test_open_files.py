@@ -43,6 +43,11 @@ def test_the_soft_limit_is_raised_for_the_children_too(recipe):
     assert (done.returncode, done.stdout.strip()) == (0, str(needed)), done.stderr
 
 
+def test_it_is_raised_beyond_the_need_where_it_may(recipe):
+    done = limited(recipe, 4 * files_needed(recipe))
+    assert (done.returncode, done.stdout.strip()) == (0, str(4 * files_needed(recipe))), done.stderr
+
+
 def test_a_hard_limit_below_it_is_one_clear_line(recipe):
     done = limited(recipe, 1024)
     line = (
