@@ -21,6 +21,8 @@ from megatron_scalerl.convert.verify import verify
 pytestmark = pytest.mark.slow
 
 TP2 = dict(tensor_model_parallel_size=2)
+SP = dict(model=dict(sequence_parallel=True))
+"""Experts want it with tensor parallelism (Megatron's MoELayer)."""
 PP2 = dict(pipeline_model_parallel_size=2)
 EP2 = dict(expert_model_parallel_size=2)
 ETP1 = dict(expert_tensor_parallel_size=1)
@@ -29,13 +31,14 @@ KINDS = ("llama", "llama_tied", "llama_biased", "qwen3_tied", "qwen3_moe", "qwen
 MOE = ("qwen3_moe", "llama4")
 ALONE = [(kind, {}) for kind in KINDS]
 BY_TWO = [
-    *((kind, TP2) for kind in KINDS if kind != "qwen3_tied"),  # one key-value head is not cut
+    # one key-value head is not cut
+    *((kind, {**TP2, **SP} if kind.startswith(MOE) else TP2) for kind in KINDS if kind != "qwen3_tied"),
     *((kind, PP2) for kind in KINDS),
     *((kind, EP2) for kind in MOE),
-    *((kind, {**TP2, **EP2, **ETP1}) for kind in MOE),
+    *((kind, {**TP2, **SP, **EP2, **ETP1}) for kind in MOE),
     ("llama4", {**EP2, **BF16}),
 ]
-BY_FOUR = [("llama", {**TP2, **PP2}), ("llama4", {**TP2, **PP2, **EP2, **ETP1}), ("qwen3_moe", {**PP2, **EP2})]
+BY_FOUR = [("llama", {**TP2, **PP2}), ("llama4", {**TP2, **SP, **PP2, **EP2, **ETP1}), ("qwen3_moe", {**PP2, **EP2})]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +73,7 @@ def test_every_rank_says_why_one_of_them_refuses(root: Path, tmp_path: Path) -> 
     assert said[0][0].startswith(f"{folder}/__99_0.distcp: expected the tensor embedding.word_embeddings.weight at ")
 
 
-@pytest.mark.parametrize("kind, layout", [("llama", TP2), ("llama4", {**TP2, **EP2, **ETP1}), ("qwen3_moe", PP2)])
+@pytest.mark.parametrize("kind, layout", [("llama", TP2), ("llama4", {**TP2, **SP, **EP2, **ETP1}), ("qwen3_moe", PP2)])
 def test_a_stock_checkpoint_of_any_layout_comes_back(kind: str, layout: Any, root: Path, tmp_path: Path) -> None:
     source = root / f"{kind}.hf"
     run_ranks(2, "convert_ranks:save_the_stock_way", [(str(source), str(tmp_path / "stock"), layout)])
