@@ -37,6 +37,9 @@ class Archive:
 
     def __init__(self, file: Bytes, start: int, length: int, entries: zipfile.ZipFile):
         self._file, self._start, self._end, self._entries = file, start, start + length, entries
+        stored = sum(e.file_size for e in entries.infolist() if e.compress_type == zipfile.ZIP_STORED)
+        if stored > length:
+            raise Refused(f"entries of {stored} bytes in {length}")
         self._names = {name.split("/", 1)[-1]: name for name in entries.namelist()}
 
     def decode(self, names: Names, stored: Stored | None = None) -> Any:
@@ -84,5 +87,3 @@ def open_archive(file: Bytes, start: int, length: int, expected: str) -> Iterato
         raise ValueError(f"{file.path}: expected {expected} at byte {start}, found {refused}") from None
     except _DAMAGED as error:
         raise ValueError(f"{file.path}: expected {expected} at byte {start}, found {error!r}") from None
-
-

@@ -36,8 +36,10 @@ def open_plain(folder: Path, name: str) -> int:
 
 def check_name(folder: Path, name: object) -> None:
     """Raises ValueError for what is not the name of a file in the folder itself."""
-    if type(name) is not str or not name.isprintable() or name in ("", ".", "..") or "/" in name or len(name) > 255:
-        raise ValueError(f"{folder}: expected names of files in the folder, found {printable(str(name))!r}")
+    if type(name) is not str:
+        raise ValueError(f"{folder}: expected names of files in the folder, found a {type(name).__name__}")
+    if name in ("", ".", "..") or len(name) > 255 or "/" in name or not name.isprintable():
+        raise ValueError(f"{folder}: expected names of files in the folder, found {printable(name[:255])!r}")
 
 
 def refuse_links(folder: Path) -> None:

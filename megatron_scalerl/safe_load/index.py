@@ -7,6 +7,7 @@ Imports no torch.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ METADATA = ".metadata"
 FORMAT_FILE = "metadata.json"
 _METADATA_LIMIT = 1 << 30
 _FORMAT_LIMIT = 1 << 16
+_AXES = 64
+_SIZES = 1 << 62
+_KEY_LIMIT = 4096
 
 DTYPES = frozenset(
     ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16", "int8"]
@@ -64,14 +68,22 @@ class CheckpointIndex:
     """Values that are no tensors, each an archive of torch.save."""
 
     def check_files(self, places: Iterable[Place]) -> None:
-        """Raises ValueError where a file is missing, is a link, or is too short for one of `places`."""
-        ends: dict[str, int] = {}
+        """Raises ValueError where a file is missing, is a link, or is too short for `places`, or where these overlap.
+
+        Many objects in the same bytes would be decoded as many times.
+        """
+        spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for place in places:
-            ends[place.file] = max(ends.get(place.file, 0), place.start + place.length)
-        for name, end in ends.items():
+            spans[place.file].append((place.start, place.start + place.length))
+        for name, held in spans.items():
+            end = max(end for _, end in held)
+            held.sort()
             with PlainFile(self.path, name) as file:
                 if file.size < end:
                     raise ValueError(f"{file.path}: expected at least {end} bytes, found {file.size} (truncated?)")
+            for (_, before), (start, _) in zip(held, held[1:]):
+                if start < before:
+                    raise ValueError(f"{file.path}: expected parts that do not overlap, found two at byte {start}")
 
 
 def read_index(path: str | Path) -> CheckpointIndex:
@@ -101,7 +113,7 @@ def _check_format(path: Path) -> None:
         raise ValueError(f"{path / FORMAT_FILE}: expected JSON, found none that can be read") from None
     backend = found.get("sharded_backend") if isinstance(found, dict) else None
     if backend != "torch_dist":
-        said = printable(repr(backend))
+        said = printable(repr(backend)) if type(backend) in (str, type(None)) else f"a {type(backend).__name__}"
         raise ValueError(f"{path / FORMAT_FILE}: sharded_backend: expected torch_dist, found {said}")
 
 
@@ -114,8 +126,9 @@ class Record(Built):
         self.kind = kind
         self.state: Any = {}
 
-    def set_state(self, state: Any) -> None:
+    def set_state(self, state: Any) -> int:
         self.state = state
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +149,9 @@ def _size(numbers: Any = ()) -> tuple[int, ...]:
 
 
 def _numbers(what: str, found: Any) -> tuple[int, ...]:
-    if type(found) is not tuple or any(type(n) is not int or not 0 <= n < 1 << 62 for n in found):
+    if type(found) is not tuple or len(found) > _AXES:
+        raise Refused(f"{what} that is no tuple of sizes")
+    if any(type(n) is not int or not 0 <= n < _SIZES for n in found):
         raise Refused(f"{what} that is no tuple of sizes")
     return found
 
@@ -199,20 +214,32 @@ def _named(value: Any) -> str:
 def _index(path: Path, metadata: Any) -> CheckpointIndex:
     described = _field(metadata, "Metadata", "state_dict_metadata", dict) or {}
     placed = _field(metadata, "Metadata", "storage_data", dict) or {}
-    places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+    places: dict[tuple[str, str], Place] = {}
+    hashes: set[tuple[str, int]] = set()
     for index, info in placed.items():
         key, offset = _field(index, "MetadataIndex", "fqn", str), _field(index, "MetadataIndex", "offset", tuple)
-        places[key, None if offset is None else _numbers("an offset", offset)] = _place(path, info)
+        _check_key(key)
+        at = None if offset is None else _numbers("an offset", offset)
+        places[key, str(at)] = _place(path, info)
+        hashes.add((key, hash(at)))
+    if len(hashes) < len(places):
+        raise Refused("offsets that were made to have one hash")
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, Place] = {}
     for key, entry in described.items():
-        if type(key) is not str or not key.isprintable():
-            raise Refused(f"a key that is no text: {printable(repr(key))}")
+        _check_key(key)
         if type(entry) is Record and entry.kind == "BytesStorageMetadata":
             objects[key] = _taken(places, key, None)
         else:
             tensors[key] = _tensor(key, entry, places)
     return CheckpointIndex(path=path, tensors=tensors, objects=objects)
+
+
+def _check_key(key: object) -> None:
+    if type(key) is not str:
+        raise Refused(f"a key that is no text: {_named(key)}")
+    if len(key) > _KEY_LIMIT or not key.isprintable():
+        raise Refused(f"a key that is no text of one line: {printable(key)!r}")
 
 
 def _place(path: Path, info: Any) -> Place:
@@ -225,14 +252,19 @@ def _place(path: Path, info: Any) -> Place:
     return Place(file=file, start=start, length=length)
 
 
-def _taken(places: Mapping[Any, Place], key: str, offset: tuple[int, ...] | None) -> Place:
-    place = places.get((key, offset))
+def _taken(places: dict[tuple[str, str], Place], key: str, offset: tuple[int, ...] | None) -> Place:
+    """A place, which nothing else has then: a pickle can name one part of a tensor, or one tensor, very often.
+
+    Offsets are looked up as text, whose hash nobody can foresee; `_index` compares those that they have as numbers,
+    which torch uses.
+    """
+    place = places.pop((key, str(offset)), None)
     if place is None:
         raise Refused(f"{key} at {offset} without a place in a file")
     return place
 
 
-def _tensor(key: str, entry: Any, places: Mapping[Any, Place]) -> StoredTensor:
+def _tensor(key: str, entry: Any, places: dict[tuple[str, str], Place]) -> StoredTensor:
     kind = "TensorStorageMetadata"
     shape = _numbers("a shape", _field(entry, kind, "size", tuple))
     properties = _field(entry, kind, "properties", Record)

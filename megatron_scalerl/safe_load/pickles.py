@@ -2,8 +2,10 @@
 
 Python's own unpickler imports every name that it finds and calls what it imported. This decoder knows the opcodes
 that plain values and records need; a name is looked up, as the exact pair (module, name), among those that the
-caller gives, and stands for a function of ours. No opcode makes more than a few dozen bytes for each byte that the
-pickle has. Imports no torch.
+caller gives, and stands for a function of ours. Memory and time stay in proportion to the pickle: no opcode makes
+more than a few hundred bytes for each byte that the pickle has, copies are counted, and dictionaries' keys and the
+depth of tuples, whose hash is recursive, are bounded. Lists, dictionaries and records may hold themselves: a decoded
+value is never compared, printed or walked without a bound. Imports no torch.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ class Maker:
 
 
 class Built:
-    """A value that a pickle may give a state to, after it was made. `set_state` checks the state."""
+    """A value that a pickle may give a state to, after it was made. It is compared and hashed by identity."""
 
     __slots__ = ()
 
-    def set_state(self, state: Any) -> None:
-        """Take the state. Raises TypeError or ValueError for one that does not fit."""
+    def set_state(self, state: Any) -> int:
+        """Take the state; returns how many bytes were copied from it. Raises TypeError or ValueError for another's."""
         raise NotImplementedError
 
 
@@ -44,6 +46,21 @@ Names = Mapping[tuple[str, str], Any]
 """(module, name) -> a Maker, or the constant that the name stands for."""
 Stored = Callable[[Any], Any]
 """From a persistent id, which torch uses for the bytes of a tensor, to what it stands for."""
+
+_ARGUMENTS = 256
+"""Arguments of a call; a path has one for each of its parts."""
+_TUPLES = 16
+"""Tuples inside of one another."""
+_TEXT_KEY = 4096
+"""Characters of a dictionary's key."""
+_NUMBER_KEYS = range(1 << 17)
+"""Integers that may be a dictionary's keys. Python's hashes of others can be made to collide, at a cost that grows
+with the square of their number; those of text are random."""
+_COPIES = 4
+_COPIES_AT_LEAST = 1 << 16
+"""Bytes that calls and states may copy: so many for each byte of the pickle, or so many at least. A pickle of
+protocol 2 has an array's bits as text, of which bytes are made, of which the array is made."""
+
 
 def printable(text: str) -> str:
     """Text of a file as it may stand in a message: one line, at most 200 characters, none that steers a terminal."""
@@ -55,19 +72,19 @@ def empty() -> dict[Any, Any]:
     return {}
 
 
-_KEYS = frozenset({str, int, float, bool, bytes, type(None)})
-
-
 def decode(data: bytes, names: Names, stored: Stored | None = None) -> Any:
     """The value of the pickle `data`. Raises Refused for a name, an opcode or a call that is not known.
 
-    Dictionaries may have plain scalars and Built values as keys, nothing that is costly to hash.
+    Dictionaries may have text, small numbers and Built values as keys, nothing that is costly to hash. The value may
+    hold itself, and a part may stand in many places.
     """
     decoder = _Decoder(data, names, stored)
     try:
         return decoder.run()
     except (IndexError, KeyError, struct.error, UnicodeDecodeError):
         raise Refused(f"a damaged pickle (at byte {decoder.at} of {len(data)})") from None
+    except RecursionError:
+        raise Refused(f"values nested too deeply (at byte {decoder.at})") from None
 
 
 class _Decoder:
@@ -79,7 +96,12 @@ class _Decoder:
         self.stack: list[Any] = []
         self.outer: list[list[Any]] = []
         """The stacks below the marks."""
-        self.memo: dict[int, Any] = {}
+        self.memo: list[Any] = []
+        self.depths: dict[int, int] = {}
+        """id -> depth of the tuples that hold tuples."""
+        self.deep: list[tuple[Any, ...]] = []
+        """These tuples, kept so that no other object gets the id of one."""
+        self.copies_left = max(_COPIES_AT_LEAST, _COPIES * len(data))
 
     def run(self) -> Any:
         data, handlers = self.data, _HANDLERS
@@ -117,6 +139,32 @@ class _Decoder:
         """What was pushed since the last mark."""
         items, self.stack = self.stack, self.outer.pop()
         return items
+
+    def tuple_of(self, items: list[Any]) -> tuple[Any, ...]:
+        """The items as a tuple. Raises Refused for tuples nested deeper than any that a checkpoint has."""
+        made = tuple(items)
+        if tuple in map(type, made):
+            depth = 1 + max(self.depths.get(id(item), 1) for item in made if type(item) is tuple)
+            if depth > _TUPLES:
+                raise Refused(f"tuples nested more than {_TUPLES} deep (at byte {self.at})")
+            self.depths[id(made)] = depth
+            self.deep.append(made)
+        return made
+
+    def remember(self, place: int) -> None:
+        """Put the top of the stack into the memo, which pickles fill in order."""
+        if place < len(self.memo):
+            self.memo[place] = self.stack[-1]
+        elif place == len(self.memo):
+            self.memo.append(self.stack[-1])
+        else:
+            raise IndexError(place)
+
+    def copied(self, size: int) -> None:
+        """Count bytes that were copied. Raises Refused where a part was copied over and over."""
+        self.copies_left -= size
+        if self.copies_left < 0:
+            raise Refused(f"parts copied over and over (at byte {self.at})")
 
     def named(self, module: str, name: str) -> Any:
         """What a name stands for."""
@@ -172,7 +220,7 @@ _pushes(pickle.BINBYTES, lambda d: d.take(d.number(_U32)))
 _pushes(pickle.EMPTY_LIST, lambda d: [])
 _pushes(pickle.EMPTY_DICT, lambda d: {})
 _pushes(pickle.EMPTY_TUPLE, lambda d: ())
-_pushes(pickle.TUPLE, lambda d: tuple(d.marked()))
+_pushes(pickle.TUPLE, lambda d: d.tuple_of(d.marked()))
 _pushes(pickle.BINGET, lambda d: d.memo[d.number(_U8)])
 _pushes(pickle.LONG_BINGET, lambda d: d.memo[d.number(_U32)])
 _pushes(pickle.GLOBAL, lambda d: d.named(d.line(), d.line()))
@@ -200,9 +248,10 @@ def _mark(decoder: _Decoder) -> None:
 
 def _tuple_of(size: int) -> Callable[[_Decoder], None]:
     def handler(decoder: _Decoder) -> None:
-        if len(decoder.stack) < size:
+        stack = decoder.stack
+        if len(stack) < size:
             raise IndexError(size)
-        decoder.stack[-size:] = [tuple(decoder.stack[-size:])]
+        stack[-size:] = [decoder.tuple_of(stack[-size:])]
 
     return handler
 
@@ -214,17 +263,17 @@ _HANDLERS[pickle.TUPLE3[0]] = _tuple_of(3)
 
 @_handles(pickle.MEMOIZE)
 def _memoize(decoder: _Decoder) -> None:
-    decoder.memo[len(decoder.memo)] = decoder.stack[-1]
+    decoder.memo.append(decoder.stack[-1])
 
 
 @_handles(pickle.BINPUT)
 def _binput(decoder: _Decoder) -> None:
-    decoder.memo[decoder.number(_U8)] = decoder.stack[-1]
+    decoder.remember(decoder.number(_U8))
 
 
 @_handles(pickle.LONG_BINPUT)
 def _long_binput(decoder: _Decoder) -> None:
-    decoder.memo[decoder.number(_U32)] = decoder.stack[-1]
+    decoder.remember(decoder.number(_U32))
 
 
 @_handles(pickle.STACK_GLOBAL)
@@ -269,8 +318,15 @@ def _update(target: Any, items: list[Any]) -> None:
     if type(target) is not dict or len(items) % 2:
         raise Refused(f"items set in a {type(target).__name__}")
     for key, value in zip(items[::2], items[1::2]):
-        if type(key) not in _KEYS and not isinstance(key, Built):
-            raise Refused(f"a {type(key).__name__} as a dictionary's key")
+        kind = type(key)
+        if kind is str:
+            if len(key) > _TEXT_KEY:
+                raise Refused(f"a dictionary's key of {len(key)} characters")
+        elif kind is int:
+            if key not in _NUMBER_KEYS:
+                raise Refused(f"a dictionary's key that is not from 0 to {_NUMBER_KEYS[-1]}")
+        elif not isinstance(key, Built):
+            raise Refused(f"a {kind.__name__} as a dictionary's key")
         target[key] = value
 
 
@@ -281,7 +337,12 @@ def _reduce(decoder: _Decoder) -> None:
     maker = decoder.stack.pop()
     if type(maker) is not Maker or type(arguments) is not tuple:
         raise Refused(f"a call of a {type(maker).__name__}")
-    decoder.stack.append(_checked(maker.name, maker.call, *arguments))
+    if len(arguments) > _ARGUMENTS:
+        raise Refused(f"{maker.name} with {len(arguments)} arguments")
+    made = _checked(maker.name, maker.call, *arguments)
+    if type(made) is bytes:
+        decoder.copied(len(made))
+    decoder.stack.append(made)
 
 
 @_handles(pickle.BUILD)
@@ -290,7 +351,9 @@ def _build(decoder: _Decoder) -> None:
     target = decoder.stack[-1]
     if not isinstance(target, Built):
         raise Refused(f"a state for a {type(target).__name__}")
-    _checked(type(target).__name__, target.set_state, state)
+    size = _checked(type(target).__name__, target.set_state, state)
+    if size:
+        decoder.copied(size)
 
 
 @_handles(pickle.BINPERSID)

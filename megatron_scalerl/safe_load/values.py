@@ -21,7 +21,13 @@ COMMON = "common.pt"
 """What Megatron saves once for all ranks."""
 _DEPTH = 32
 _ITEMS = 1 << 20
-"""Items that a value may have, those of a part that stands in several places counted there again."""
+_ITEMS_PER_BYTE = 4
+_ITEMS_AT_LEAST = 4096
+"""Items that a value may have, those of a part that stands in several places counted there again: so many for each
+byte of its archive, at most `_ITEMS`."""
+_TENSOR_ITEMS = 16
+"""What a tensor counts for: torch's object takes as much memory."""
+_SIZES = 1 << 62
 _EXTRA_STATE = "_extra_state"
 _FP8 = "content in {key} (of fp8 training? such states are pickles and are not opened)"
 _PLAIN = (bool, int, float, str, bytes, list, tuple, dict, np.ndarray)
@@ -80,22 +86,26 @@ def _stored(pid: Any) -> _Storage:
     if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage" or type(pid[1]) is not _Storage:
         raise TypeError("a persistent id that is no storage")
     entry, count = pid[2], pid[4]
-    if type(entry) is not str or not entry.isdigit() or type(count) is not int or count < 0:
+    if type(entry) is not str or len(entry) > 20 or not entry.isdigit() or type(count) is not int:
+        raise TypeError("a storage without a number")
+    if not 0 <= count < _SIZES:
         raise TypeError("a storage without a number")
     return _Storage(pid[1].dtype, pid[1].itemsize, f"data/{entry}", count)
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> TensorBits:
     """torch._utils._rebuild_tensor_v2; gradients and hooks are left out."""
+    if type(storage) is not _Storage or type(shape) is not tuple or type(strides) is not tuple:
+        raise TypeError("no sizes")
     sizes = (offset, *shape, *strides)
-    if type(storage) is not _Storage or len(shape) > _DEPTH or any(type(n) is not int or n < 0 for n in sizes):
+    if len(sizes) > 2 * _DEPTH + 1 or any(type(n) is not int or not 0 <= n < _SIZES for n in sizes):
         raise TypeError("no sizes")
     last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     if prod(shape) and not (last < storage.count and prod(shape) <= storage.count):
         raise ValueError(f"shape {list(shape)}, strides {list(strides)} in {storage.count} elements")
     return TensorBits(
         dtype=storage.dtype, itemsize=storage.itemsize, entry=storage.entry, count=storage.count,
-        offset=offset, shape=tuple(shape), strides=tuple(strides),
+        offset=offset, shape=shape, strides=strides,
     )  # fmt: skip
 
 
@@ -105,13 +115,16 @@ class _ArrayType(Built):
     __slots__ = ("code",)
 
     def __init__(self, code: Any, *_: Any):
-        if code not in _ARRAYS:
-            raise TypeError(f"arrays of {code!r}")
+        if type(code) is not str or code not in _ARRAYS:
+            raise TypeError(f"arrays of {code[:20]!r}" if type(code) is str else f"arrays of a {type(code).__name__}")
         self.code = code
 
-    def set_state(self, state: Any) -> None:
-        if type(state) is not tuple or len(state) < 2 or state[1] not in ("<", "|") or any(state[2:5]):
+    def set_state(self, state: Any) -> int:
+        if type(state) is not tuple or len(state) < 2 or type(state[1]) is not str:
+            raise TypeError("no state of a type")
+        if state[1] not in ("<", "|") or any(state[2:5]):
             raise TypeError("another order of bytes, or fields")
+        return 0
 
 
 class _Array(Built):
@@ -122,17 +135,22 @@ class _Array(Built):
     def __init__(self, *_: Any):
         self.array: np.ndarray = np.empty(0, np.uint8)
 
-    def set_state(self, state: Any) -> None:
+    def set_state(self, state: Any) -> int:
+        if type(state) is not tuple:
+            raise TypeError("no array")
         _, shape, kind, fortran, bits = state
         if type(shape) is not tuple or type(kind) is not _ArrayType or type(bits) is not bytes:
             raise TypeError("no array")
+        if len(shape) > _DEPTH or any(type(n) is not int for n in shape):
+            raise TypeError("no shape of an array")
         flat = np.frombuffer(bits, np.dtype(kind.code).newbyteorder("<")).copy()
         self.array = flat.reshape(shape, order="F" if fortran is True else "C")
+        return len(bits)
 
 
 def _text_bytes(text: Any, encoding: Any) -> bytes:
     """_codecs.encode, which is how pickles of protocol 2 say bytes."""
-    if type(text) is not str or encoding != "latin1":
+    if type(text) is not str or type(encoding) is not str or encoding != "latin1":
         raise TypeError("no bytes")
     return text.encode("latin1")
 
@@ -168,7 +186,8 @@ def read_value(file: Bytes, start: int, length: int, make: Make) -> Any:
     """
     with open_archive(file, start, length, "plain values") as archive:
         found = archive.decode(VALUE_NAMES, _stored)
-        return _Settled(archive, make).value(found, 0)
+        items = min(_ITEMS, max(_ITEMS_AT_LEAST, _ITEMS_PER_BYTE * length))
+        return _Settled(archive, make, items).value(found, 0)
 
 
 def read_object(file: Bytes, key: str, place: Place, make: Make) -> list[Any]:
@@ -209,14 +228,14 @@ def read_tensor(archive: Archive) -> TensorBits:
 class _Settled:
     """Copies a decoded value, so that it holds plain things only, and no list or dictionary in two places."""
 
-    def __init__(self, archive: Archive, make: Make):
-        self._archive, self._make, self._left = archive, make, _ITEMS
+    def __init__(self, archive: Archive, make: Make, items: int):
+        self._archive, self._make, self._items, self._left = archive, make, items, items
 
     def value(self, found: Any, depth: int) -> Any:
         """A copy of `found`. Raises Refused for one that is nested too deeply or holds itself over and over."""
-        self._left -= 1
+        self._left -= _TENSOR_ITEMS if type(found) is TensorBits else 1
         if depth > _DEPTH or self._left < 0:
-            raise Refused(f"values nested more than {_DEPTH} deep, or more than {_ITEMS} of them")
+            raise Refused(f"values nested more than {_DEPTH} deep, or more than {self._items} of them")
         if found is None or type(found) in (bool, int, float, str, bytes):
             return found
         if type(found) in (list, tuple):

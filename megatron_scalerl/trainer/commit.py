@@ -20,6 +20,8 @@ from megatron_scalerl.durable import sync, write_durably
 COMMIT = "COMMIT"
 DIGEST_BYTES = 16 << 20
 """Files up to this size are committed with their SHA-256: metadata, common state, the controller's state."""
+_COMMIT_LIMIT = 64 << 20
+"""Bytes of a COMMIT."""
 _STEP = re.compile(r"step_(\d+)")
 
 
@@ -54,11 +56,8 @@ def read_commit(path: str | Path) -> dict[str, Any]:
     if not commit.is_file():
         found = "a folder without it" if path.is_dir() else "no folder"
         raise ValueError(f"{commit}: expected the file that completes a checkpoint, found {found}")
-    try:
-        facts: dict[str, Any] = json.loads(commit.read_bytes())
-        sizes, digests = dict(facts["files"]), dict(facts.get("sha256", {}))
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{commit}: expected JSON with the checkpoint's files, found {error}") from None
+    facts = _facts(commit)
+    sizes, digests = facts["files"], facts.get("sha256", {})
     for name, size in sizes.items():
         file = path / name
         if not file.is_file():
@@ -70,8 +69,48 @@ def read_commit(path: str | Path) -> dict[str, Any]:
     return facts
 
 
+def _facts(commit: Path) -> dict[str, Any]:
+    """What the file says, its fields of the types that `write_commit` gives them."""
+    expected = f"{commit}: expected JSON with the checkpoint's files"
+    if (size := commit.stat().st_size) > _COMMIT_LIMIT:
+        raise ValueError(f"{expected}, at most {_COMMIT_LIMIT} bytes, found {size}")
+    try:
+        facts = json.loads(commit.read_bytes())
+    except RecursionError:
+        raise ValueError(f"{expected}, found lists or objects nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{expected}, found {error}") from None
+    if type(facts) is not dict:
+        raise ValueError(f"{expected}, found a {type(facts).__name__}")
+    for field, kind in {"files": int, "sha256": str}.items():
+        if field == "sha256" and field not in facts:
+            continue
+        if type(entries := facts.get(field)) is not dict:
+            raise ValueError(f"{expected}, found {field} that is a {type(entries).__name__}")
+        for name, value in entries.items():
+            _check_name(name, expected)
+            if type(value) is not kind or (kind is int and value < 0):
+                raise ValueError(f"{expected}, found {field} whose {name} is {_shown(value)}")
+    step = facts.get("step", 0)
+    if type(step) is not int or step < 0:
+        raise ValueError(f"{expected}, found a step that is {_shown(step)}")
+    return facts
+
+
+def _check_name(name: str, expected: str) -> None:
+    parts = name.split("/")
+    if len(name) > 4000 or not name.isprintable() or any(p in ("", ".", "..") or len(p) > 255 for p in parts):
+        raise ValueError(f"{expected}, found the name {name[:100]!a}")
+
+
+def _shown(value: object) -> str:
+    """A number, or the type of what may be long or nested."""
+    return str(value)[:100] if type(value) in (int, float) else f"a {type(value).__name__}"
+
+
 def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def committed(folder: str | Path) -> list[tuple[int, Path]]:

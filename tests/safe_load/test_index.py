@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import shutil
 from importlib import import_module
 from pathlib import Path
 
@@ -11,8 +12,8 @@ import pytest
 import torch
 from hostile import saved
 from torch.distributed.checkpoint import save
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemWriter
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from megatron_scalerl.safe_load.archive import open_archive
 from megatron_scalerl.safe_load.check import check_checkpoint
@@ -107,7 +108,7 @@ def write(path: Path, metadata: object) -> None:
         (lambda m: [m], "a list in place of a Metadata"),
         (lambda m: m.storage_data, "a dict in place of a Metadata"),
         (lambda m: Metadata(state_dict_metadata=3), "Metadata.state_dict_metadata that is an int"),
-        (lambda m: m.state_dict_metadata.update({7: BytesStorageMetadata()}), "a key that is no text: 7"),
+        (lambda m: m.state_dict_metadata.update({7: BytesStorageMetadata()}), "a key that is no text: an int"),
         (lambda m: m.state_dict_metadata.update(a=BytesStorageMetadata()), "a at None without a place in a file"),
         (lambda m: m.state_dict_metadata.update(a=7), "an int in place of a TensorStorageMetadata"),
         (lambda m: setattr(entry(m), "size", torch.Size([3])), "layer.weight of shape"),
@@ -119,7 +120,12 @@ def write(path: Path, metadata: object) -> None:
         (lambda m: setattr(m, "storage_data", {1: 2}), "an int in place of a MetadataIndex"),
         (lambda m: m.storage_data.clear(), "without a place in a file"),
         (lambda m: offset(m, (1, [])), "an offset that is no tuple of sizes"),
-        (lambda m: offset(m, (nested(),)), "an offset that is no tuple of sizes"),
+        (lambda m: offset(m, (nested(12),)), "an offset that is no tuple of sizes"),
+        (lambda m: offset(m, (nested(60),)), "tuples nested more than 16 deep"),
+        (lambda m: offset(m, (0,) * 65), "an offset that is no tuple of sizes"),
+        (lambda m: m.storage_data.update(colliding()), "offsets that were made to have one hash"),
+        (lambda m: entry(m).chunks.append(entry(m).chunks[0]), "layer.weight at (0, 0) without a place in a file"),
+        (lambda m: m.storage_data.update(far_key(m)), "a key that is no text of one line: 'kkkk"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(change, found, folder, tmp_path):
@@ -138,10 +144,21 @@ def offset(metadata, value):
     object.__setattr__(next(iter(metadata.storage_data)), "offset", value)
 
 
-def nested():
-    """A pair of pairs of pairs: a hash that takes 2**60 steps, in 300 bytes."""
+def colliding():
+    """Places whose offsets have one hash: Python's is of the remainder by 2**61 - 1."""
+    info = _StorageInfo("__0_0.distcp", 0, 1)
+    return {MetadataIndex("a", torch.Size([n])): info for n in (1, 1 << 61)}
+
+
+def far_key(metadata):
+    """A place whose key is long: to compare long keys over and over takes long."""
+    return {MetadataIndex("k" * 5000): next(iter(metadata.storage_data.values()))}
+
+
+def nested(times):
+    """A pair of pairs of pairs: a hash that takes 2**times steps, in few bytes."""
     value = ()
-    for _ in range(60):
+    for _ in range(times):
         value = (value, value)
     return value
 
@@ -167,3 +184,16 @@ def test_the_check_wants_megatrons_objects(folder):
     """torch's own checkpoint has an object that is no list."""
     with pytest.raises(ValueError, match="lr: expected a list, found a float"):
         check_checkpoint(folder)
+
+
+def test_objects_in_the_same_bytes_are_refused(folder, tmp_path):
+    """A folder could have its one file decoded as often as it names it."""
+    shutil.copytree(folder, tmp_path / "copy")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    [info] = [s for i, s in metadata.storage_data.items() if i.fqn == "lr"]
+    for n in range(3):
+        metadata.state_dict_metadata[f"again{n}"] = BytesStorageMetadata()
+        metadata.storage_data[MetadataIndex(f"again{n}")] = info
+    (tmp_path / "copy" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"distcp: expected parts that do not overlap, found two at byte"):
+        check_checkpoint(tmp_path / "copy")

@@ -24,13 +24,29 @@ class Noted(Built):
 
     def set_state(self, state):
         self.state = state
+        return len(state) if type(state) is bytes else 0
 
 
-NAMES = {("house", "Noted"): Maker("Noted", Noted), ("house", "pair"): Maker("pair", lambda a, b: (a, b))}
+def copied(text):
+    """Makes bytes of text."""
+    return text.encode()
+
+
+def climbing():
+    """Never ends."""
+    return climbing()
+
+
+NAMES = {
+    ("house", "Noted"): Maker("Noted", Noted),
+    ("house", "pair"): Maker("pair", lambda a, b: (a, b)),
+    ("house", "copied"): Maker("copied", copied),
+    ("house", "climbing"): Maker("climbing", climbing),
+}
 
 VALUES = [
     None, True, -1, 255, 65536, -(1 << 31), 1 << 63, -(1 << 200), 0.1, float("inf"), "", "häuser", "x" * 300, b"ab",
-    b"z" * 300, (), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), [], [1, [2, [3]]], {}, {"a": {1: (2.5, None)}},
+    b"z" * 300, (), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), [], [1, [2, [3]]], {}, {"a": {1: (2.5, None)}}, {0: "", (1 << 17) - 1: ""},
     {"lr": 1e-3, "betas": (0.9, 0.95), "params": list(range(2000))},
 ]  # fmt: skip
 
@@ -109,6 +125,19 @@ def test_a_name_cannot_steer_a_terminal():
         (b"chouse\nNoted\n)\x81K\x01K\x01s.", "items set in a Noted"),
         (b"}K\x01\x85K\x01s.", "a tuple as a dictionary's key"),
         (b"}]K\x01s.", "a list as a dictionary's key"),
+        (b"}G" + b"\0" * 8 + b"K\x01s.", "a float as a dictionary's key"),
+        (b"}\x88K\x01s.", "a bool as a dictionary's key"),
+        (b"}NK\x01s.", "a NoneType as a dictionary's key"),
+        (b"}C\x01aK\x01s.", "a bytes as a dictionary's key"),
+        (b"}J\0\0\x02\0K\x01s.", "a dictionary's key that is not from 0 to 131071"),
+        (b"}J\xff\xff\xff\xffK\x01s.", "a dictionary's key that is not from 0 to 131071"),
+        (b"}X\x01\x10\0\0" + b"k" * 4097 + b"K\x01s.", "a dictionary's key of 4097 characters"),
+        (b")" + b"\x85" * 20 + b".", "tuples nested more than 16 deep"),
+        (b"(" * 20 + b"t" * 20 + b".", "tuples nested more than 16 deep"),
+        (b")" + b"q\0h\0\x86" * 20 + b".", "tuples nested more than 16 deep"),
+        (b"chouse\nclimbing\n)R.", "values nested too deeply"),
+        (b"chouse\nNoted\n(" + b"N" * 257 + b"tR.", "Noted with 257 arguments"),
+        (b"Nr\x01\0\0\0.", "a damaged pickle"),
         (b"K\x01K\x01\x93.", "a name that is no text"),
         (b"\x80\xff.", "pickle protocol 255"),
         (b"", "a damaged pickle"),
@@ -165,3 +194,24 @@ def test_a_number_cannot_be_long_without_its_bytes():
         decode(b"\x8a\xff\x01.", NAMES)
     with pytest.raises(Refused, match="LONG4"):
         decode(b"\x8b\xff\xff\xff\x7f.", NAMES)
+
+
+def test_integers_of_one_hash_are_no_keys():
+    """Each takes as many steps as there are others already."""
+    with pytest.raises(Refused, match="a dictionary's key that is not from 0 to"):
+        decode(pickle.dumps({n * ((1 << 61) - 1): 0 for n in range(1, 100)}, 4), {})
+
+
+@pytest.mark.parametrize(
+    "again",
+    [b"h\x00h\x01R", b"h\x02)\x81h\x03b"],
+    ids=["call", "state"],
+)
+def test_a_part_cannot_be_copied_over_and_over(again):
+    """Five bytes of the pickle that take a hundred thousand."""
+    size = (100_000).to_bytes(4, "little")
+    parts = b"chouse\ncopied\nq\0X" + size + b"x" * 100_000 + b"\x85q\x01"
+    parts += b"chouse\nNoted\nq\x02B" + size + b"x" * 100_000 + b"q\x03"
+    assert decode(parts + again * 3 + b".", NAMES)
+    with pytest.raises(Refused, match="parts copied over and over"):
+        decode(parts + again * 1000 + b".", NAMES)

@@ -63,6 +63,58 @@ def test_a_broken_commit_is_named(tmp_path):
         read_commit(path)
 
 
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ("[" * 200_000, "lists or objects nested too deeply"),
+        ('{"files": ' + '{"a":' * 200_000, "lists or objects nested too deeply"),
+        ("[]", "a list"),
+        ("7", "a int"),
+        ("\xff", "codec can't decode"),
+        ("{}", "files that is a NoneType"),
+        ('{"files": [["a", 1]]}', "files that is a list"),
+        ('{"files": {"a": "10"}}', "files whose a is a str"),
+        ('{"files": {"a": true}}', "files whose a is a bool"),
+        ('{"files": {"a": 1e400}}', "files whose a is inf"),
+        ('{"files": {"a": -1}}', "files whose a is -1"),
+        ('{"files": {"a": [[]]}}', "files whose a is a list"),
+        ('{"files": {"a": ' + "9" * 5000 + "}}", "integer string conversion"),
+        ('{"files": {"../../outside": 6}}', "the name '../../outside'"),
+        ('{"files": {"/etc/passwd": 6}}', "the name '/etc/passwd'"),
+        ('{"files": {"a\\u0000": 6}}', r"the name 'a\x00'"),
+        ('{"files": {"' + "a" * 300 + '": 6}}', "the name 'aaa"),
+        ('{"files": {}, "sha256": {"a": 3}}', "sha256 whose a is 3"),
+        ('{"files": {}, "sha256": null}', "sha256 that is a NoneType"),
+        ('{"files": {}, "step": 1e400}', "a step that is inf"),
+        ('{"files": {}, "step": "3"}', "a step that is a str"),
+        ('{"files": {}, "step": -3}', "a step that is -3"),
+    ],
+    ids=lambda v: v[:24],
+)
+def test_a_commit_of_other_content_is_one_error(content, found, tmp_path):
+    path = make(tmp_path, 3)
+    (tmp_path / "outside").write_text("secret")
+    (path / COMMIT).write_text(content, encoding="latin1")
+    with pytest.raises(ValueError) as refused:
+        read_commit(path)
+    said = str(refused.value)
+    assert said.startswith(f"{path / COMMIT}: expected JSON with the checkpoint's files, found ") and found in said
+    assert "\n" not in said and len(said) < 1000
+
+
+def test_a_commit_may_lack_what_old_ones_lack(tmp_path):
+    path = make(tmp_path, 3)
+    (path / COMMIT).write_text('{"files": {"extra.json": 2}}')
+    assert read_commit(path) == {"files": {"extra.json": 2}}
+
+
+def test_a_very_large_commit_is_not_read(tmp_path):
+    path = make(tmp_path, 3)
+    os.truncate(path / COMMIT, 1 << 40)
+    with pytest.raises(ValueError, match=r"COMMIT: expected JSON .*, at most \d+ bytes, found 1099511627776"):
+        read_commit(path)
+
+
 def test_latest_and_prune_go_by_step_and_the_uncommitted_go(tmp_path):
     for step in (2, 10, 9):
         make(tmp_path, step)
