@@ -38,7 +38,7 @@ class Built:
     __slots__ = ()
 
     def set_state(self, state: Any) -> int:
-        """Take the state; returns how many bytes were copied from it. Raises TypeError or ValueError for another's."""
+        """Take the state; returns how many bytes were copied from it. Raises TypeError or ValueError."""
         raise NotImplementedError
 
 

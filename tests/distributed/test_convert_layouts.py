@@ -73,7 +73,9 @@ def test_every_rank_says_why_one_of_them_refuses(root: Path, tmp_path: Path) -> 
     assert said[0][0].startswith(f"{folder}/__99_0.distcp: expected the tensor embedding.word_embeddings.weight at ")
 
 
-@pytest.mark.parametrize("kind, layout", [("llama", TP2), ("llama4", {**TP2, **SP, **EP2, **ETP1}), ("qwen3_moe", PP2)])
+@pytest.mark.parametrize(
+    "kind, layout", [("llama", TP2), ("llama4", {**TP2, **SP, **EP2, **ETP1}), ("qwen3_moe", PP2)]
+)
 def test_a_stock_checkpoint_of_any_layout_comes_back(kind: str, layout: Any, root: Path, tmp_path: Path) -> None:
     source = root / f"{kind}.hf"
     run_ranks(2, "convert_ranks:save_the_stock_way", [(str(source), str(tmp_path / "stock"), layout)])
