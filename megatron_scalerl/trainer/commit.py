@@ -89,7 +89,7 @@ def _facts(commit: Path) -> dict[str, Any]:
             raise ValueError(f"{expected}, found {field} that is a {type(entries).__name__}")
         for name, value in entries.items():
             _check_name(name, expected)
-            if type(value) is not kind or (kind is int and value < 0):
+            if type(value) is not kind or (type(value) is int and value < 0):
                 raise ValueError(f"{expected}, found {field} whose {name} is {_shown(value)}")
     step = facts.get("step", 0)
     if type(step) is not int or step < 0:
