@@ -38,7 +38,7 @@ class Built:
     __slots__ = ()
 
     def set_state(self, state: Any) -> int:
-        """Take the state; returns how many bytes were copied from it. Raises TypeError or ValueError."""
+        """Take the state; returns the bytes copied from it. Raises TypeError or ValueError where it does not fit."""
         raise NotImplementedError
 
 
@@ -143,8 +143,8 @@ class _Decoder:
     def tuple_of(self, items: list[Any]) -> tuple[Any, ...]:
         """The items as a tuple. Raises Refused for tuples nested deeper than any that a checkpoint has."""
         made = tuple(items)
-        if tuple in map(type, made):
-            depth = 1 + max(self.depths.get(id(item), 1) for item in made if type(item) is tuple)
+        if tuple in map(type, items):
+            depth = 1 + max([self.depths.get(id(item), 1) for item in items if type(item) is tuple])
             if depth > _TUPLES:
                 raise Refused(f"tuples nested more than {_TUPLES} deep (at byte {self.at})")
             self.depths[id(made)] = depth
@@ -339,7 +339,10 @@ def _reduce(decoder: _Decoder) -> None:
         raise Refused(f"a call of a {type(maker).__name__}")
     if len(arguments) > _ARGUMENTS:
         raise Refused(f"{maker.name} with {len(arguments)} arguments")
-    made = _checked(maker.name, maker.call, *arguments)
+    try:
+        made = maker.call(*arguments)
+    except _OTHER as error:
+        raise _other(maker.name, error) from None
     if type(made) is bytes:
         decoder.copied(len(made))
     decoder.stack.append(made)
@@ -351,20 +354,28 @@ def _build(decoder: _Decoder) -> None:
     target = decoder.stack[-1]
     if not isinstance(target, Built):
         raise Refused(f"a state for a {type(target).__name__}")
-    size = _checked(type(target).__name__, target.set_state, state)
-    if size:
-        decoder.copied(size)
+    try:
+        copied = target.set_state(state)
+    except _OTHER as error:
+        raise _other(type(target).__name__, error) from None
+    if copied:
+        decoder.copied(copied)
 
 
 @_handles(pickle.BINPERSID)
 def _binpersid(decoder: _Decoder) -> None:
     if decoder.stored is None:
         raise Refused("a persistent id")
-    decoder.stack.append(_checked("persistent id", decoder.stored, decoder.stack.pop()))
-
-
-def _checked(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+    pid = decoder.stack.pop()
     try:
-        return call(*arguments)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise Refused(f"{name} with other arguments than it takes ({printable(str(error))})") from None
+        decoder.stack.append(decoder.stored(pid))
+    except _OTHER as error:
+        raise _other("persistent id", error) from None
+
+
+_OTHER = TypeError, ValueError, OverflowError
+"""What functions raise for arguments that they do not take."""
+
+
+def _other(name: str, error: Exception) -> Refused:
+    return Refused(f"{name} with other arguments than it takes ({printable(str(error))})")
