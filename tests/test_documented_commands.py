@@ -37,7 +37,7 @@ WORDS = r"python|bash|source|megatron-scalerl|examples/\S+\.sh|tests/run\.sh|too
 COMMAND = re.compile(rf"(?:\w+=\S+ )*(?:{WORDS})(?: |$)")
 SHOWN = {
     "diagram": r" prompts ─► rollouts",
-    "the quickstart's output": r"\[ 112 s\]",
+    "the quickstart's output": r"\[ *\d+ s\]",
     "the tests' output": r"\d+ passed",
     "the planner's output": r"scalerl_\w+ on \d+ x ",  # compared below
     "a formula": r"    R\(C\) = ",

@@ -39,6 +39,7 @@ def taught_by(monkeypatch):
     forget()
 
 
+@pytest.mark.slow
 def test_neither_points_nor_legend_of_a_left_out_run_reach_its_prior(taught_by):
     few = [s for s in published_series() if s.run in FEW]
     spoilt = [

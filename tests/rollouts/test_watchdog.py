@@ -154,6 +154,7 @@ def test_a_server_that_has_lost_its_core_is_named():
     assert str(in_server(scenario)[0]) == "engine-3 lost a core"
 
 
+@pytest.mark.slow
 def test_slow_tokens_a_pause_and_a_long_prompt_are_lived_through():
     async def slow(server):
         async def tokens():
