@@ -1,0 +1,143 @@
+"""The parts of the check: what each one does, how long it may take, and the checks that it reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+KINDS = ("llama", "qwen3", "qwen3_moe", "llama4")
+_SHAPES = ("1b", "8b", "8b_long", "8b_recompute")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One row of the table."""
+
+    name: str
+    module: str
+    """In `check_gpu.parts`."""
+    what: str
+    limit_s: float
+    """Seconds on one GPU, after which the part is ended."""
+    quick_s: float | None = None
+    """Seconds under `--quick`; None: not part of it."""
+    rehearsal_s: float = 120.0
+    """Seconds on a CPU at toy size."""
+    gpus: int = 1
+    """GPUs that it needs."""
+    layers: Literal["plain", "te"] | None = None
+    not_on_cpu: str = ""
+    """Why the whole part cannot be rehearsed on a CPU; "" where it can."""
+    checks: tuple[str, ...] = ()
+    """What it reports, without the part's name."""
+
+
+PARTS: tuple[Part, ...] = (
+    Part(
+        name="environment",
+        module="environment",
+        what="driver, CUDA, NCCL, Transformer Engine, apex, vLLM: versions, and what each absence means",
+        limit_s=45,
+        quick_s=45,
+        checks=("driver", "torch", "nccl", "compiler", "megatron-core", "transformer-engine", "apex", "flash-attn",
+                "vllm", "nvml"),
+    ),
+    Part(
+        name="logits",
+        module="logits",
+        what="logit projection: parity with fp64 and with the CPU, benchmark with peers",
+        limit_s=210,
+        quick_s=80,
+        checks=(
+            "parity torch", "parity cuda", "parity triton", "no TF32", "workspace bound", "chosen backend",
+            "benchmark", "forward GEMM share", "GEMM share", "forward extra memory", "block memory", "over Liger",
+            "over cut-cross-entropy", "over naive bf16",
+        ),
+    ),
+    Part(
+        name="trainer",
+        module="trainer",
+        what="losses, packing and one trainer step, GPU against CPU",
+        limit_s=75,
+        quick_s=60,
+        checks=("losses", "packing", "step fp32", "step bf16", "checkpoint", "memory after steps", "synchronizations"),
+    ),
+    *(
+        Part(
+            name=f"families-{layers}",
+            module="families",
+            what=f"Llama, Qwen3, Qwen3-MoE, Llama 4 with {name} layers against transformers, one step",
+            limit_s=limit,
+            layers=layers,
+            not_on_cpu=why,
+            checks=KINDS if layers == "plain" else (*KINDS, *(f"{kind} same step as plain" for kind in KINDS)),
+        )
+        for layers, name, limit, why in (
+            ("plain", "plain", 90, ""),
+            ("te", "Transformer Engine", 120, "Transformer Engine has no CPU kernels"),
+        )
+    ),
+    *(
+        Part(
+            name=f"shapes-{layers}",
+            module="shapes",
+            what=f"1B and 8B shapes with {name} layers: MFU and peak memory against the planner",
+            limit_s=limit,
+            quick_s=quick,
+            layers=layers,
+            not_on_cpu=why,
+            checks=tuple(f"{shape} {figure}" for shape in _SHAPES for figure in ("MFU", "memory")),
+        )
+        for layers, name, limit, quick, why in (
+            ("plain", "plain", 200, None, ""),
+            ("te", "Transformer Engine", 220, 60, "Transformer Engine has no CPU kernels"),
+        )
+    ),
+    Part(
+        name="wire",
+        module="wire",
+        what="weight digests and packing on the device, NCCL in a world of one, CUDA IPC",
+        limit_s=60,
+        quick_s=55,
+        checks=("digest", "send", "cuda ipc"),
+    ),
+    Part(
+        name="engine",
+        module="engine",
+        what="vLLM: fp32 head, forced interruption, secret, pause, update, probe, routed experts",
+        limit_s=180,
+        checks=("start", "fp32 head", "trainer parity", "interruption", "secret", "pause", "update", "probe",
+                "routed experts"),
+    ),
+    Part(
+        name="loop",
+        module="loop",
+        what="the tiny recipe end to end in bf16: fp32 logits eager and with CUDA graphs, and logits of the model's type",
+        limit_s=300,
+        checks=("warm start", "eager", "graphs", "model logits", "mismatch fp32 below model"),
+    ),
+    Part(
+        name="parallel",
+        module="parallel",
+        what="two GPUs: TP, EP, PP, CP, DP over NCCL against one GPU; NCCL broadcast to another GPU",
+        limit_s=240,
+        gpus=2,
+        checks=("TP2", "EP2", "PP2", "CP2", "DP2", "broadcast"),
+    ),
+    Part(
+        name="recipe-8b",
+        module="recipe_8b",
+        what="eight GPUs: the 8B recipe's layout on a policy with fewer layers",
+        limit_s=240,
+        gpus=8,
+        checks=("steps", "memory"),
+    ),
+)  # fmt: skip
+
+
+def part_named(name: str) -> Part:
+    """Raises ValueError naming the parts that exist."""
+    for part in PARTS:
+        if part.name == name:
+            return part
+    raise ValueError(f"--only: expected some of {', '.join(p.name for p in PARTS)}, found {name!r}")
