@@ -112,7 +112,7 @@ PARTS: tuple[Part, ...] = (
     Part(
         name="loop",
         module="loop",
-        what="the tiny recipe end to end in bf16: fp32 logits, eager and with CUDA graphs; logits of the model's type",
+        what="the tiny recipe end to end in bf16: fp32 logits, eager and with CUDA graphs; bf16 logits",
         limit_s=300,
         checks=("warm start", "eager", "graphs", "model logits", "mismatch fp32 below model"),
     ),
