@@ -5,8 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+Layers = Literal["plain", "te"]
+
 KINDS = ("llama", "qwen3", "qwen3_moe", "llama4")
 _SHAPES = ("1b", "8b", "8b_long", "8b_recompute")
+_NO_CPU = "Transformer Engine has no CPU kernels"
+_FAMILIES: tuple[tuple[Layers, str, float, str], ...] = (
+    ("plain", "plain", 90, ""),
+    ("te", "Transformer Engine", 120, _NO_CPU),
+)
+_FULL_SIZE: tuple[tuple[Layers, str, float, float | None, str], ...] = (
+    ("plain", "plain", 200, None, ""),
+    ("te", "Transformer Engine", 220, 60, _NO_CPU),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +36,9 @@ class Part:
     """Seconds on a CPU at toy size."""
     gpus: int = 1
     """GPUs that it needs."""
-    layers: Literal["plain", "te"] | None = None
+    layers: Layers | None = None
+    package: str = ""
+    """A module without which the part is not run; "" for none."""
     not_on_cpu: str = ""
     """Why the whole part cannot be rehearsed on a CPU; "" where it can."""
     checks: tuple[str, ...] = ()
@@ -69,13 +82,11 @@ PARTS: tuple[Part, ...] = (
             what=f"Llama, Qwen3, Qwen3-MoE, Llama 4 with {name} layers against transformers, one step",
             limit_s=limit,
             layers=layers,
+            package="transformer_engine" if layers == "te" else "",
             not_on_cpu=why,
             checks=KINDS if layers == "plain" else (*KINDS, *(f"{kind} same step as plain" for kind in KINDS)),
         )
-        for layers, name, limit, why in (
-            ("plain", "plain", 90, ""),
-            ("te", "Transformer Engine", 120, "Transformer Engine has no CPU kernels"),
-        )
+        for layers, name, limit, why in _FAMILIES
     ),
     *(
         Part(
@@ -85,13 +96,11 @@ PARTS: tuple[Part, ...] = (
             limit_s=limit,
             quick_s=quick,
             layers=layers,
+            package="transformer_engine" if layers == "te" else "",
             not_on_cpu=why,
             checks=tuple(f"{shape} {figure}" for shape in _SHAPES for figure in ("MFU", "memory")),
         )
-        for layers, name, limit, quick, why in (
-            ("plain", "plain", 200, None, ""),
-            ("te", "Transformer Engine", 220, 60, "Transformer Engine has no CPU kernels"),
-        )
+        for layers, name, limit, quick, why in _FULL_SIZE
     ),
     Part(
         name="wire",
@@ -106,6 +115,7 @@ PARTS: tuple[Part, ...] = (
         module="engine",
         what="vLLM: fp32 head, forced interruption, secret, pause, update, probe, routed experts",
         limit_s=180,
+        package="vllm",
         checks=("start", "fp32 head", "trainer parity", "interruption", "secret", "pause", "update", "probe",
                 "routed experts"),
     ),
@@ -114,6 +124,7 @@ PARTS: tuple[Part, ...] = (
         module="loop",
         what="the tiny recipe end to end in bf16: fp32 logits, eager and with CUDA graphs; bf16 logits",
         limit_s=300,
+        package="vllm",
         checks=("warm start", "eager", "graphs", "model logits", "mismatch fp32 below model"),
     ),
     Part(
