@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_scalerl.check_gpu.findings import Status
-from megatron_scalerl.check_gpu.table import KINDS
+from megatron_scalerl.check_gpu.table import KINDS, PARALLEL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ ROWS: tuple[Row, ...] = (
     Row(component="apex's fused norms and Adam", checks=()),
     Row(
         component="trainer across devices: TP, PP, EP, CP, DP",
-        checks=_of("parallel", "TP2", "EP2", "PP2", "CP2", "DP2"),
+        checks=_of("parallel", *PARALLEL, *(f"{name} te" for name in PARALLEL)),
     ),
     Row(component="fp32 logit projection, torch backend", checks=_of("logits", "parity torch")),
     Row(

@@ -128,8 +128,9 @@ async def _in_process(
     log = out / "logs" / f"{part.name}.log"
     log.unlink(missing_ok=True)
     setting = Setting(
-        part=part.name, on_gpu=size != "toy", size=size, layers=part.layers, folder=str(scratch.resolve()),
-        findings=str(path.resolve()), limit_s=limit, gpus=0 if size == "toy" else len(machine.gpus),
+        part=part.name, module=part.module, on_gpu=size != "toy", size=size, layers=part.layers,
+        folder=str(scratch.resolve()), findings=str(path.resolve()), limit_s=limit,
+        gpus=0 if size == "toy" else len(machine.gpus),
     )  # fmt: skip
     argv = [sys.executable, "-m", "megatron_scalerl.check_gpu.part", setting.to_json()]
     process = await ChildProcess.start(part.name, argv, _environment(part, size), log)
@@ -143,6 +144,10 @@ async def _in_process(
     finally:
         await process.stop(_GRACE_S)
     found = read_findings(path)
+    declared = {f"{part.name}/{check}" for check in part.checks}
+    strange = [finding.check for finding in found if finding.check not in declared]
+    if strange:
+        end = "; ".join(filter(None, [end, f"reported what is not declared: {', '.join(strange)}"]))
     missing = _not_run(part, end or "the part did not report it", [finding.check for finding in found])
     return (*found, *missing), end
 

@@ -67,7 +67,8 @@ def _send(record: Recorder, device: torch.device, *, matrices: int, width: int) 
     same = len({report["digest"] for report in reports}) == 1
     seconds = min(report["seconds"] for report in reports)
     rate = reports[0]["bytes"] / 2**30 / seconds
-    text = f"{seam.backend()}, {len(reports)} updates of {reports[0]['bytes']} bytes, digests {'equal' if same else 'differ'}"
+    digests = "equal" if same else "differ"
+    text = f"{seam.backend()}, {len(reports)} updates of {reports[0]['bytes']} bytes, digests {digests}"
     if not same:
         return record.holds("send", False, text)
     record.measured("send", rate, "GiB/s", detail=text, data={"seconds": [r["seconds"] for r in reports]})
