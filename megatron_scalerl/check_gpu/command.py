@@ -141,7 +141,7 @@ def _write_planner(report: Report, path: Path, console: Console) -> None:
         raise ValueError(f"--planner: expected figures measured on a GPU, found none; {path} was not written")
     source = f"check-gpu on {report.gpu}, {report.parts[-1].started[:10]}"
     measured = {key: Measured(value=value, source=source) for key, value in values.items()}
-    write_assumptions(path, measured, gpu=report.gpu)
+    write_assumptions(path, measured, gpu=report.gpu, layers=report.layers)
     console.print(f"{path}: {', '.join(values)}", highlight=False)
 
 

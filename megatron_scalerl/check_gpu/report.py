@@ -12,10 +12,11 @@ from megatron_scalerl.check_gpu.findings import Finding, Status
 from megatron_scalerl.check_gpu.rows import Verdict, verdicts
 from megatron_scalerl.check_gpu.runner import PartResult
 from megatron_scalerl.check_gpu.setting import Size
-from megatron_scalerl.check_gpu.table import PARTS
+from megatron_scalerl.check_gpu.table import PARTS, Layers, part_named
 from megatron_scalerl.durable import write_durably
 from megatron_scalerl.plan.assumptions import Assumptions
 
+_CONSTANTS = {f.name for f in fields(Assumptions)}
 FORMAT = 1
 NAME = "gpu_report.json"
 PAGE = "gpu_report.md"
@@ -61,19 +62,30 @@ class Report:
         status = {} if self.size == "toy" else {finding.check: finding.status for finding in self.findings}
         return verdicts(status)
 
+    @property
+    def layers(self) -> Layers | None:
+        """Of the trainer whose shapes were measured: Transformer Engine's where they were, None if none was."""
+        measured = {part_named(part.name).layers for part in self.parts if _has_constants(part.findings)}
+        return "te" if "te" in measured else "plain" if "plain" in measured else None
+
     def assumptions(self) -> dict[str, float]:
-        """Measured constants of the planner, by field: the median over the findings that have one.
+        """Measured constants of the planner for `layers`, by field: the median over the findings that have one.
 
         Memory that a plan has to leave free is taken at its largest.
         """
-        names = {f.name for f in fields(Assumptions)}
         values: dict[str, list[float]] = {}
-        for finding in self.findings:
-            for key, value in finding.data.items():
-                if key in names and finding.status != "failed":
-                    values.setdefault(key, []).append(float(value))
+        for part in self.parts:
+            if part_named(part.name).layers not in (None, self.layers):
+                continue
+            for finding in part.findings:
+                for key in _CONSTANTS & set(finding.data) if finding.status != "failed" else ():
+                    values.setdefault(key, []).append(float(finding.data[key]))
         largest = ("runtime_gib", "fragmentation", "engine_overhead_gib")
         return {key: max(v) if key in largest else statistics.median(v) for key, v in values.items()}
+
+
+def _has_constants(findings: Iterable[Finding]) -> bool:
+    return any(_CONSTANTS & set(finding.data) and finding.status != "failed" for finding in findings)
 
 
 def write_report(report: Report, out: Path) -> None:

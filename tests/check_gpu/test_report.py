@@ -98,11 +98,23 @@ def test_reports_of_different_things_do_not_mix(change, key):
 
 def test_constants_of_the_planner_are_medians_and_memory_is_the_largest():
     parts = [
-        result("shapes-te", {"1b MFU": "measured", "8b MFU": "failed"}, dense_utilisation=0.4, runtime_gib=2.0, x=1),
-        result("shapes-plain", {"1b MFU": "measured"}, dense_utilisation=0.2, runtime_gib=3.0),
+        result("shapes-plain", {"1b MFU": "measured"}, dense_utilisation=0.2, runtime_gib=2.0, x=1),
+        result("loop", {"eager": "measured"}, dense_utilisation=0.4, runtime_gib=3.0),
         result("engine", {"start": "failed"}, engine_step_ms=99.0),
     ]
     assert report(*parts).assumptions() == {"dense_utilisation": pytest.approx(0.3), "runtime_gib": 3.0}
+    assert report(*parts).layers == "plain"
+
+
+def test_constants_of_two_kinds_of_layers_do_not_mix():
+    parts = [
+        result("shapes-plain", {"1b MFU": "measured"}, dense_utilisation=0.2),
+        result("shapes-te", {"1b MFU": "measured"}, dense_utilisation=0.4),
+    ]
+    assert report(*parts).assumptions() == {"dense_utilisation": 0.4} and report(*parts).layers == "te"
+    failed = result("shapes-te", {"1b MFU": "failed"}, dense_utilisation=0.4)
+    assert report(parts[0], failed).assumptions() == {"dense_utilisation": 0.2}
+    assert report(result("wire", {"digest": "passed"})).layers is None
 
 
 def test_a_failure_shows_in_the_page_and_a_bar_does_not_break_its_table():
