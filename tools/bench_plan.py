@@ -151,16 +151,10 @@ def case_recipe(case: dict[str, Any]) -> Any:
 
 def predicted(case: dict[str, Any]) -> tuple[dict[str, float], int]:
     """(the plan's terms, bytes, with the kernels of this machine; parameters)."""
-    from megatron_scalerl.plan.assumptions import Assumptions
-    from megatron_scalerl.plan.counting import load_family
-    from megatron_scalerl.plan.layout import layout_of
-    from megatron_scalerl.plan.memory import trainer_memory
+    from megatron_scalerl.plan.predict import predict_trainer
 
-    recipe = case_recipe(case)
-    family, _ = load_family(case["path"])
-    layout = layout_of(recipe, family, 1)
-    [rank] = trainer_memory(recipe, family, layout, Assumptions(), kernels="plain")
-    return {term.name: term.bytes for term in rank.terms}, rank.parameters.total
+    found = predict_trainer(case_recipe(case), case["path"], layers="plain", device="cpu", sequence_tokens=SEQUENCE)
+    return {term.name: term.bytes for term in found.terms}, found.parameters
 
 
 def measure_rank(case: dict[str, Any]) -> dict[str, int]:

@@ -1,12 +1,16 @@
 """Activations that the backward pass needs, per token of a packed micro-batch, by layer and by recompute setting.
 
-Two sets of kernels are modelled, since they keep different things:
+What is kept depends on the layers and on the device (`Kernels`):
 
-* `fused`: Transformer Engine on GPUs. Norms inside the linear layers keep input and output, SwiGLU keeps its input,
-  attention keeps queries, keys, values, output and a log-sum-exp. Read from its sources, not measured here.
-* `plain`: what runs without Transformer Engine (`trainer/layers`). Norms keep two fp32 copies, unfused SwiGLU keeps
-  five instead of three widths, rotary angles are kept per token, attention keeps padded copies. Measured with
-  `torch.autograd.graph.saved_tensors_hooks`; tools/bench_plan.py compares whole runs.
+* `fused` layers, Transformer Engine's: norms inside the linear layers keep input, output and a number a token, SwiGLU
+  keeps its input, attention on packed rows ("thd") keeps queries, keys, values, output and a log-sum-exp. Read from
+  the sources of its version 2.11 (what each saves for its backward pass), not measured here.
+* `plain` layers, what runs without Transformer Engine (`trainer/layers`): unfused SwiGLU keeps five instead of three
+  widths, rotary angles are kept per token, attention keeps padded copies of queries, keys, values and output.
+  On a CPU norms keep two fp32 copies; measured there with `torch.autograd.graph.saved_tensors_hooks`, and
+  tools/bench_plan.py compares whole runs. On a GPU PyTorch's own norm is one kernel that keeps its input and a number
+  a token, and attention is its flash (or cuDNN) kernel, which keeps what the CPU's does. Derived from PyTorch's
+  sources, not measured.
 """
 
 from __future__ import annotations
@@ -16,10 +20,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_scalerl.models.family import Family, LayerStyle
+from megatron_scalerl.plan.kernels import Kernels
 from megatron_scalerl.plan.layout import Layout
 from megatron_scalerl.recipe import Recipe
 
-Kernels = Literal["fused", "plain"]
 MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
 """Megatron's recompute_modules that are counted."""
 
@@ -127,7 +131,7 @@ def layer_bytes(shape: Shape, layout: Layout, *, width: int, kernels: Kernels, i
     tp, sp = layout.tp, layout.sp
     q, kv, h = shape.query / tp, shape.key / tp, shape.hidden / sp
     heads, groups = shape.heads / tp, shape.groups / tp
-    plain = kernels == "plain"
+    plain = kernels.layers == "plain"
     angles = 4 * shape.head_dim * width if shape.rope and (plain or shape.qk_norm) else 0
     qk_norm = 4 * (q + kv + heads + groups) if shape.qk_norm else 0
     if shape.qk_norm and width == 4:
@@ -136,7 +140,7 @@ def layer_bytes(shape: Shape, layout: Layout, *, width: int, kernels: Kernels, i
     copies = (2 * q if plain else q) + 2 * kv
     inner = 5 if plain else 3
     return LayerBytes(
-        norms=2 * (8 * h + 4) if plain else 2 * h * width,
+        norms=2 * norm_bytes(shape.hidden, width=width, kernels=kernels) / sp,
         norm_outputs=2 * h * width,
         attention=q * width + angles + qk_norm,
         core=copies * width + lse,
@@ -145,6 +149,13 @@ def layer_bytes(shape: Shape, layout: Layout, *, width: int, kernels: Kernels, i
         experts=_experts(shape, layout, width, inner, imbalance),
         activation=shape.top_k / sp * imbalance * shape.expert_ffn / layout.etp * width,
     )
+
+
+def norm_bytes(hidden: float, *, width: int, kernels: Kernels) -> float:
+    """Bytes a token that one norm of that width keeps beside its output."""
+    if kernels.device == "cpu":
+        return 8 * hidden + 4
+    return hidden * width + 4
 
 
 def _experts(shape: Shape, layout: Layout, width: int, inner: int, imbalance: float) -> float:

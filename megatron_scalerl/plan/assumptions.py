@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import Field, dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
+
+_POSITIVE = (0.0, None, False)
+_AT_LEAST_0 = (0.0, None, True)
+_SHARE = (0.0, 1.0, False)
+"""(Lowest, highest or None, whether the lowest itself is allowed)."""
 
 
-def _assumed(value: Any, unit: str, what: str, source: str) -> Any:
-    return field(default=value, metadata={"unit": unit, "what": what, "source": source})
+def _assumed(value: Any, unit: str, what: str, source: str, range_: Any = _AT_LEAST_0) -> Any:
+    return field(default=value, metadata={"unit": unit, "what": what, "source": source, "range": range_})
 
 
 _OURS = "ours, until it is measured"
@@ -15,24 +20,31 @@ _OURS = "ours, until it is measured"
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """Every field is a flag of `tools/plan.py`; None stands for "computed"."""
+    """Every field is a flag of `tools/plan.py` and a key of an assumptions file; None stands for "computed".
+
+    Raises ValueError for a number outside its field's range.
+    """
 
     dense_utilisation: float = _assumed(
         0.40,
         "of bf16 peak",
         "trainer's hardware FLOPs, dense policy",
         "Llama 3 pretraining: 38 to 43 % (arXiv 2407.21783, table 4)",
+        _SHARE,
     )
-    moe_utilisation: float = _assumed(0.25, "of bf16 peak", "trainer's hardware FLOPs, mixture of experts", _OURS)
-    train_seconds: float | None = _assumed(None, "s", "trainer's seconds a step", "computed from FLOPs")
-    packing: float = _assumed(0.9, "share", "filled part of a micro-batch", _OURS)
-    hbm_efficiency: float = _assumed(0.6, "of HBM rate", "engine's reads while it decodes", _OURS)
+    moe_utilisation: float = _assumed(
+        0.25, "of bf16 peak", "trainer's hardware FLOPs, mixture of experts", _OURS, _SHARE
+    )
+    train_seconds: float | None = _assumed(None, "s", "trainer's seconds a step", "computed from FLOPs", _POSITIVE)
+    packing: float = _assumed(0.9, "share", "filled part of a micro-batch", _OURS, _SHARE)
+    hbm_efficiency: float = _assumed(0.6, "of HBM rate", "engine's reads while it decodes", _OURS, _SHARE)
     engine_step_ms: float = _assumed(5.0, "ms", "fixed cost of one decoding step", _OURS)
     engine_tokens_per_second: float | None = _assumed(
         None,
         "tok/s a GPU",
         "engine's rate under full load",
         "computed from memory traffic",
+        _POSITIVE,
     )
     publish_seconds: float | None = _assumed(
         None,
@@ -41,7 +53,9 @@ class Assumptions:
         "one sender's card at half its rate",
     )
     prompt_tokens: float = _assumed(256, "tokens", "mean prompt", _OURS)
-    thinking_median: float = _assumed(0.4, "of the cut", "median thinking without the cut, log-normal", _OURS)
+    thinking_median: float = _assumed(
+        0.4, "of the cut", "median thinking without the cut, log-normal", _OURS, _POSITIVE
+    )
     thinking_sigma: float = _assumed(0.6, "", "spread of the logarithm of thinking", _OURS)
     answer_median: float = _assumed(0.2, "of answer_tokens", "median answer, log-normal, sigma 0.5", _OURS)
     kept_share: float = _assumed(
@@ -49,6 +63,7 @@ class Assumptions:
         "share",
         "completions that the filters leave to the trainer",
         "upper bound; the paper prints none",
+        _SHARE,
     )
     runtime_gib: float = _assumed(
         3.0,
@@ -67,6 +82,7 @@ class Assumptions:
         "x mean",
         "tokens of the busiest expert rank",
         _OURS,
+        (1.0, None, True),
     )
     engine_overhead_gib: float = _assumed(
         4.0,
@@ -75,7 +91,41 @@ class Assumptions:
         _OURS,
     )
 
+    def __post_init__(self) -> None:
+        for f in described():
+            if getattr(self, f.name) is not None:
+                check_number(f.name, getattr(self, f.name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where the value of an assumption comes from."""
+
+    kind: Literal["default", "file", "flag"]
+    source: str
+    """In words, as printed."""
+
 
 def described() -> tuple[Field[Any], ...]:
-    """The fields in order; `metadata` has unit, what and source."""
+    """The fields in order; `metadata` has unit, what, source and range."""
     return fields(Assumptions)
+
+
+def default_origins() -> dict[str, Origin]:
+    """Every assumption's source as the planner has it."""
+    return {f.name: Origin(kind="default", source=f.metadata["source"]) for f in described()}
+
+
+def check_number(name: str, value: object) -> float:
+    """`value` as a number for the field `name`.
+
+    Raises ValueError, in one line without the field's name, for what is no finite number and for one out of range.
+    """
+    [f] = [f for f in described() if f.name == name]
+    low, high, closed = f.metadata["range"]
+    wanted = f"a number {'of at least' if closed else 'above'} {low:g}" + (f" and at most {high:g}" if high else "")
+    number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else float("nan")
+    inside = (number >= low if closed else number > low) and number <= (high or 1e308)
+    if not inside:
+        raise ValueError(f"expected {wanted}, found {value!r}")
+    return number

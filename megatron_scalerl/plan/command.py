@@ -5,11 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
-from megatron_scalerl.plan.assumptions import Assumptions, described
+from megatron_scalerl.plan.assumptions import Assumptions, Origin, check_number, default_origins, described
+from megatron_scalerl.plan.assumptions_file import read_assumptions
 from megatron_scalerl.plan.hardware import GPUS
+from megatron_scalerl.plan.kernels import Layers
+
+GPU = "h100-80g"
+"""Where neither a flag nor a file names another."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +42,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("recipe", metavar="RECIPE", help="recipe file")
     p.add_argument("overrides", nargs="*", metavar="key.path=value", help="overrides of the recipe")
     p.add_argument("--gpus", type=_positive, required=True, metavar="N", help="GPUs of trainer and engines together")
-    p.add_argument("--gpu", choices=sorted(GPUS), default="h100-80g", help="default: h100-80g")
+    p.add_argument("--gpu", choices=sorted(GPUS), help=f"default: that of --assumptions, else {GPU}")
+    p.add_argument("--layers", choices=get_args(Layers), help="the trainer's layers: fused, Transformer Engine's, or "
+                   "plain, where it is not installed; default: those of --assumptions, else fused")  # fmt: skip
+    p.add_argument("--assumptions", metavar="FILE", help="measured constants in the place of the defaults below, as "
+                   "check-gpu --planner writes them; flags override it")  # fmt: skip
     p.add_argument("--config", metavar="DIR", help="folder with the policy's config.json; default: policy.path, else "
                    "configs/<its name> beside the recipe")  # fmt: skip
     p.add_argument("--no-build", action="store_true", help="do not build the ranks from Megatron's modules on "
@@ -46,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     for f in described():
         default = "computed" if f.default is None else f"{f.default:g} {f.metadata['unit']}".strip()
         text = f"{f.metadata['what']} ({default})".replace("%", "%%")
-        group.add_argument("--" + f.name.replace("_", "-"), type=_number, metavar="X", default=f.default, help=text)
+        group.add_argument("--" + f.name.replace("_", "-"), type=_number_of(f.name), metavar="X", help=text)
     return p
 
 
@@ -55,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     from megatron_scalerl.recipe_file import load_recipe
 
     recipe = load_recipe(options.recipe, options.overrides)
-    assumed = Assumptions(**{f.name: getattr(options, f.name) for f in described()})
+    inputs = inputs_of(options)
     folder = config_folder(recipe.policy.path, options.recipe, options.config)
 
     from rich.console import Console  # from here on what takes seconds to import
@@ -64,7 +75,9 @@ def run(options: argparse.Namespace) -> int:
     from megatron_scalerl.plan.planner import as_numbers, make_plan
     from megatron_scalerl.plan.text import show, verdict
 
-    plan = make_plan(recipe, folder, options.gpus, GPUS[options.gpu], assumed)
+    plan = make_plan(
+        recipe, folder, options.gpus, GPUS[inputs.gpu], inputs.assumed, layers=inputs.layers, origins=inputs.origins
+    )
     built = "not asked for" if options.no_build else compare_with_build(plan, folder)
     if options.json:
         text = json.dumps(as_numbers(plan) | {"meta_build": built}, indent=2)
@@ -79,6 +92,44 @@ def run(options: argparse.Namespace) -> int:
     elif options.json != "-":
         show(plan, built, Console(width=None if sys.stdout.isatty() else 100))
     return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What flags, an assumptions file and defaults say together."""
+
+    gpu: str
+    """A key of `GPUS`."""
+    layers: Layers
+    assumed: Assumptions
+    origins: Mapping[str, Origin]
+
+
+def inputs_of(options: argparse.Namespace) -> Inputs:
+    """A flag before the file, the file before the defaults.
+
+    Raises ValueError for a file that is not one, and where --gpu or --layers are others than the file's: a constant
+    of one GPU says little about another.
+    """
+    file = read_assumptions(options.assumptions) if options.assumptions else None
+    for key, said in (("gpu", file and file.gpu), ("layers", file and file.layers)):
+        given = getattr(options, key)
+        if given and said and given != said:
+            raise ValueError(f"--{key}: expected {said}, for which {options.assumptions} was written, found {given}")
+    values, origins = {}, default_origins()
+    for f in described():
+        given = getattr(options, f.name)
+        if given is not None:
+            values[f.name], origins[f.name] = given, Origin(kind="flag", source="given on the command line")
+        elif file and f.name in file.values:
+            values[f.name] = file.values[f.name].value
+            origins[f.name] = Origin(kind="file", source=file.source(f.name))
+    return Inputs(
+        gpu=options.gpu or (file.gpu if file else GPU),
+        layers=options.layers or (file and file.layers) or "fused",
+        assumed=Assumptions(**values),
+        origins=origins,
+    )
 
 
 def config_folder(policy: str, recipe: str | Path, given: str | Path | None = None) -> Path:
@@ -101,8 +152,15 @@ def _positive(text: str) -> int:
     return number
 
 
-def _number(text: str) -> float:
-    number = float(text)
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number of at least 0, found {text}")
+def _number_of(name: str) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        try:
+            value: object = float(text)
+        except ValueError:
+            value = text
+        try:
+            return check_number(name, value)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
     return number

@@ -24,6 +24,8 @@ class Gpu:
     per_node: int
     """GPUs that share NVLink and a host; the planner's splits are whole nodes of them."""
     source: str
+    device_names: tuple[str, ...]
+    """What CUDA calls it."""
 
 
 GPUS: dict[str, Gpu] = {
@@ -36,6 +38,7 @@ GPUS: dict[str, Gpu] = {
         nic_bytes_per_second=50e9,
         per_node=8,
         source="NVIDIA H100 data sheet; memory as nvidia-smi shows it; 400 Gb/s card a GPU as in DGX H100",
+        device_names=("NVIDIA H100 80GB HBM3",),
     ),
     "h200": Gpu(
         name="NVIDIA H200 SXM 141 GB",
@@ -46,6 +49,7 @@ GPUS: dict[str, Gpu] = {
         nic_bytes_per_second=50e9,
         per_node=8,
         source="NVIDIA H200 data sheet; memory as nvidia-smi shows it; 400 Gb/s card a GPU as in DGX H200",
+        device_names=("NVIDIA H200",),
     ),
     "gb200": Gpu(
         name="NVIDIA GB200 (one GPU of NVL72)",
@@ -56,6 +60,15 @@ GPUS: dict[str, Gpu] = {
         nic_bytes_per_second=50e9,
         per_node=4,
         source="NVIDIA GB200 NVL72 data sheet over 72 GPUs; 400 Gb/s card a GPU",
+        device_names=("NVIDIA GB200",),
     ),
 }
 """`--gpu` -> its figures."""
+
+
+def gpu_of_device(name: str) -> str | None:
+    """The key of `GPUS` for a device name as CUDA gives it, or for a key itself; None for other GPUs.
+
+    Only whole names: an "NVIDIA H100 PCIe" or "NVIDIA H200 NVL" computes and communicates at other rates.
+    """
+    return next((key for key, gpu in GPUS.items() if name == key or name in gpu.device_names), None)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megatron_scalerl.logits.torch_backend import LARGEST, LARGEST_CHUNK, TILE
 from megatron_scalerl.models.family import Family, padded_vocab_size
-from megatron_scalerl.plan.activations import Kernels
 from megatron_scalerl.plan.hardware import MIB
+from megatron_scalerl.plan.kernels import Kernels
 from megatron_scalerl.plan.layout import Layout
 from megatron_scalerl.recipe import Recipe
 
@@ -33,7 +33,7 @@ def logit_bytes(
     stays = 4 * tokens * hidden + (4 * rows * hidden if in_chunk(recipe) else 0)
     kept = (2 if narrow else 4) * tokens * hidden  # the tokens with loss, picked out
     limit = recipe.trainer.logit_workspace_mb * MIB
-    if kernels == "fused":
+    if kernels.device == "gpu":
         return stays, kept + limit
     numbers = min(LARGEST_CHUNK if in_chunk(recipe) else LARGEST, rows * tokens)
     block = numbers * 4 + 8 * TILE

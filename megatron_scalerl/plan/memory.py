@@ -2,7 +2,9 @@
 
 Bytes a parameter with Megatron's distributed optimizer over d ranks, fp32 gradients: bf16 weights 2 + 4 + 12/d,
 fp32 weights 4 + 4 + 8/d (they are their own main weights). The peak comes in the backward pass, when all saved
-activations are there and one more thing is worked on: the logits, or one layer's recomputation and gradients.
+activations are there and one more thing is worked on: the logits, or one layer's recomputation and gradients. Without
+Transformer Engine (and apex) a GPU's optimiser is PyTorch's AdamW, which takes 4 bytes for each parameter of its own
+while it steps: that is the peak where activations are few.
 """
 
 from __future__ import annotations
@@ -11,18 +13,19 @@ from dataclasses import dataclass
 
 from megatron_scalerl.models.family import Family
 from megatron_scalerl.plan import activations
-from megatron_scalerl.plan.activations import Kernels, Recompute
+from megatron_scalerl.plan.activations import Recompute, norm_bytes
 from megatron_scalerl.plan.assumptions import Assumptions
 from megatron_scalerl.plan.counting import RankParameters, of_stage
 from megatron_scalerl.plan.hardware import GIB, MIB
+from megatron_scalerl.plan.kernels import PLAIN_ON_GPU, Kernels
 from megatron_scalerl.plan.layout import Layout
 from megatron_scalerl.plan.logit_memory import logit_bytes
 from megatron_scalerl.recipe import Recipe
 
 WIDTH = {"float32": 4, "bfloat16": 2}
-PLAIN_RUNTIME_BYTES = 72 * MIB
+CPU_RUNTIME_BYTES = 72 * MIB
 """Code pages, thread pools and kernels that a CPU process gains by its first step (measured, machine A)."""
-PLAIN_KERNEL_CACHE_BYTES = 256 * MIB
+CPU_KERNEL_CACHE_BYTES = 256 * MIB
 """oneDNN keeps a bf16 kernel for each of its last 1,024 shapes; experts bring new shapes at every call (measured)."""
 _NOT_COUNTED = ("optimizer_cpu_offload", "use_precision_aware_optimizer")
 
@@ -58,16 +61,37 @@ def trainer_memory(
     kernels: Kernels,
     micro_batches: int = 2**30,
 ) -> tuple[RankMemory, ...]:
-    """The peak of each pipeline stage. Raises ValueError for optimizer options that are not counted.
+    """The peak of each pipeline stage. Raises ValueError for options that are not counted.
 
     `micro_batches` a step bounds what a pipeline holds in flight.
     """
+    if kernels == PLAIN_ON_GPU:
+        _check_attention(recipe, family, layout)
     for key in _NOT_COUNTED:
         if recipe.megatron.optimizer.get(key):
             raise ValueError(f"megatron.optimizer.{key}: expected false, the planner does not count it")
     return tuple(
         _stage_memory(recipe, family, layout, assumed, kernels, micro_batches, stage) for stage in range(layout.pp)
     )
+
+
+def _check_attention(recipe: Recipe, family: Family, layout: Layout) -> None:
+    """Raises ValueError where PyTorch's attention has no kernel on a GPU that keeps no scores.
+
+    Its memory-efficient one, the only one for fp32, knows no grouped queries; its flash kernel knows no masks, which
+    context parallelism needs.
+    """
+    t = family.transformer
+    if layout.cp > 1:
+        raise ValueError(
+            "megatron.parallel.context_parallel_size: expected 1 with plain layers on a GPU (the planner does not "
+            f"count attention with masks there), found {layout.cp}"
+        )
+    if recipe.policy.dtype == "float32" and t["num_query_groups"] != t["num_attention_heads"]:
+        raise ValueError(
+            "policy.dtype: expected bfloat16 with plain layers and grouped queries on a GPU (the planner does not "
+            "count the scores that PyTorch's attention keeps there), found float32"
+        )
 
 
 def _stage_memory(
@@ -85,15 +109,18 @@ def _stage_memory(
     stays, logits = 0.0, 0.0
     if stage == layout.pp - 1:
         stays, logits = logit_bytes(recipe, family, layout, tokens_of(recipe, layout), kernels=kernels)
-    if kernels == "plain":
-        cache = PLAIN_KERNEL_CACHE_BYTES if p.expert and recipe.policy.dtype == "bfloat16" else 0
-        rest = Term(name="runtime", bytes=PLAIN_RUNTIME_BYTES + cache)
+    if kernels.device == "cpu":
+        cache = CPU_KERNEL_CACHE_BYTES if p.expert and recipe.policy.dtype == "bfloat16" else 0
+        rest = Term(name="runtime", bytes=CPU_RUNTIME_BYTES + cache)
     else:
         loss = assumed.fragmentation * (saved + stays + max(logits, layer_work))
         rest = Term(name="CUDA, NCCL, fragmentation", bytes=assumed.runtime_gib * GIB + loss)
     work = Term(name="logit workspace" if logits > layer_work else "one layer's work", bytes=max(logits, layer_work))
     held = Term(name="gradients of the logits' inputs", bytes=stays)
     terms = (*static, Term(name="saved activations", bytes=saved), held, work, rest)
+    if kernels == PLAIN_ON_GPU:
+        idle = saved + stays + max(logits, layer_work)  # given back before the optimiser steps
+        terms += (Term(name="optimizer's step above that", bytes=max(0.0, 4 * _sharded(layout, p) - idle)),)
     return RankMemory(stage=stage, parameters=p, terms=terms)
 
 
@@ -102,10 +129,15 @@ def tokens_of(recipe: Recipe, layout: Layout) -> int:
     return -(-recipe.micro_batch_tokens // layout.cp)
 
 
+def _sharded(layout: Layout, p: RankParameters) -> float:
+    """Parameters whose optimiser state is this rank's."""
+    return p.dense / layout.dense_shards + p.expert / layout.expert_shards
+
+
 def _static(recipe: Recipe, layout: Layout, p: RankParameters) -> tuple[Term, ...]:
     width = WIDTH[recipe.policy.dtype]
     grad = 4 if recipe.megatron.ddp.get("grad_reduce_in_fp32", True) else width
-    sharded = p.dense / layout.dense_shards + p.expert / layout.expert_shards
+    sharded = _sharded(layout, p)
     main = 4 if width == 2 else 0
     return (
         Term(name="weights", bytes=width * p.total),
@@ -160,6 +192,8 @@ def _setting_of(recompute: Recompute, index: int) -> Recompute:
 def _ends(family: Family, layout: Layout, width: int, kernels: Kernels, stage: int) -> float:
     """Bytes a token before the first and after the last layer."""
     hidden = family.transformer["hidden_size"]
-    norm = 8 * hidden if kernels == "plain" else 2 * hidden * width
-    head = norm / layout.sp + hidden * width + 12  # the head's input is the whole row
+    norm = norm_bytes(hidden, width=width, kernels=kernels)
+    if kernels.device == "gpu" and layout.sp > 1:
+        norm += hidden * width  # its output, from which the row below is gathered
+    head = norm / layout.sp + hidden * width + 8  # the head's input is the whole row
     return (head if stage == layout.pp - 1 else 0) + (8 if stage == 0 else 0)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.models.family import Family
 from megatron_scalerl.plan.activations import recompute_of
-from megatron_scalerl.plan.assumptions import Assumptions
+from megatron_scalerl.plan.assumptions import Assumptions, Origin, default_origins
 from megatron_scalerl.plan.counting import Parameters, count, load_family
 from megatron_scalerl.plan.engine import Decoding, EngineMemory, decoding, engine_memory
 from megatron_scalerl.plan.hardware import GIB, Gpu
+from megatron_scalerl.plan.kernels import Kernels, Layers
 from megatron_scalerl.plan.layout import Layout, layout_of
 from megatron_scalerl.plan.lengths import Lengths, assumed_lengths
 from megatron_scalerl.plan.memory import RankMemory, trainer_memory
@@ -32,6 +34,10 @@ class Plan:
     gpu: Gpu
     gpus: int
     assumed: Assumptions
+    origins: Mapping[str, Origin]
+    """Where each assumption's value comes from, by field."""
+    layers: Layers
+    """The trainer's."""
     config: str
     """Where the architecture was read."""
     parameters: Parameters
@@ -84,10 +90,12 @@ class Plan:
 
 
 def make_plan(
-    recipe: Recipe, config: str | Path, gpus: int, gpu: Gpu, assumed: Assumptions, *, lengths: Lengths | None = None
-) -> Plan:
+    recipe: Recipe, config: str | Path, gpus: int, gpu: Gpu, assumed: Assumptions, *, lengths: Lengths | None = None,
+    layers: Layers = "fused", origins: Mapping[str, Origin] | None = None,
+) -> Plan:  # fmt: skip
     """The plan. The recipe's own split is taken where it adds up to `gpus`, else the best one is.
 
+    `layers`: the trainer's, with Transformer Engine or without; `origins` of the assumptions, default all "default".
     Raises ValueError for an architecture, a layout or an option that cannot be planned.
     """
     family, hf_config = load_family(config)
@@ -99,7 +107,8 @@ def make_plan(
     base = _base(recipe, speed, lengths, publish_seconds(size, gpu, assumed))
     own = recipe_split(recipe)
     is_own = gpus_of(recipe, own) == gpus
-    best = _search(recipe, family, parameters, gpus, gpu, lengths, assumed, base)
+    kernels = Kernels(layers=layers, device="gpu")
+    best = _search(recipe, family, parameters, gpus, gpu, lengths, assumed, base, kernels)
     split = own if is_own else best[0].split
     layout = layout_of(recipe, family, split.trainer)
     work = step_work(recipe, family, parameters, layout, gpu, lengths, assumed)
@@ -108,6 +117,8 @@ def make_plan(
         gpu=gpu,
         gpus=gpus,
         assumed=assumed,
+        origins=origins or default_origins(),
+        layers=layers,
         config=str(Path(config) / "config.json"),
         parameters=parameters,
         split=split,
@@ -115,7 +126,7 @@ def make_plan(
         layout=layout,
         recompute=str(recompute_of(recipe)),
         trainer=trainer_memory(
-            recipe, family, layout, assumed, kernels="fused", micro_batches=int(work.micro_batches) + 1
+            recipe, family, layout, assumed, kernels=kernels, micro_batches=int(work.micro_batches) + 1
         ),
         engine=engine,
         decoding=speed,
@@ -149,7 +160,7 @@ def _base(recipe: Recipe, speed: Decoding, lengths: Lengths, publish: float) -> 
 
 def _search(
     recipe: Recipe, family: Family, p: Parameters, gpus: int, gpu: Gpu, lengths: Lengths, assumed: Assumptions,
-    base: Setting,
+    base: Setting, kernels: Kernels,
 ) -> list[Simulated]:  # fmt: skip
     """The best splits that fit, or the best of all where none fits. Raises ValueError where nothing can be split."""
     fitting: list[tuple[Split, float]] = []
@@ -158,7 +169,7 @@ def _search(
         layout = layout_of(recipe, family, split.trainer)
         work = step_work(recipe, family, p, layout, gpu, lengths, assumed)
         stages = trainer_memory(
-            recipe, family, layout, assumed, kernels="fused", micro_batches=int(work.micro_batches) + 1
+            recipe, family, layout, assumed, kernels=kernels, micro_batches=int(work.micro_batches) + 1
         )
         all_.append((split, work.train_seconds))
         if max(stage.total for stage in stages) <= gpu.memory_bytes:
@@ -184,7 +195,7 @@ def as_numbers(plan: Plan) -> dict[str, Any]:
         "split": asdict(plan.split) | {"devices_per_engine": plan.engine.devices, "of_recipe": plan.split_is_recipes},
         "layout": asdict(plan.layout)
         | {"stages": [list(layers) for layers in plan.layout.stages], "dp": plan.layout.dp,
-           "recompute": plan.recompute, "micro_batch_tokens": plan.recipe.micro_batch_tokens},
+           "recompute": plan.recompute, "layers": plan.layers, "micro_batch_tokens": plan.recipe.micro_batch_tokens},
         "trainer_memory": [asdict(s) | {"total": s.total} for s in plan.trainer],
         "trainer_headroom_bytes": plan.headroom,
         "engine_memory": asdict(plan.engine)
@@ -199,5 +210,6 @@ def as_numbers(plan: Plan) -> dict[str, Any]:
         "timing": asdict(plan.timing),
         "gpu_hours_per_1000_steps": plan.gpu_hours_per_1000_steps,
         "best_splits": [asdict(s) for s in plan.best],
-        "assumptions": asdict(plan.assumed),
+        "assumptions": {name: {"value": value, "from": plan.origins[name].kind, "source": plan.origins[name].source}
+                        for name, value in asdict(plan.assumed).items()},
     }  # fmt: skip

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from megatron_scalerl.plan.assumptions import Assumptions, described
+from megatron_scalerl.plan.assumptions import described
 from megatron_scalerl.plan.hardware import GIB
 from megatron_scalerl.plan.planner import Plan
 
@@ -163,9 +164,8 @@ def _assumptions(plan: Plan) -> Part:
     for column in ("flag", "value", "what", "source"):
         table.add_column(column, overflow="fold", no_wrap=column in ("flag", "value"))
     for f in described():
-        value, default = getattr(plan.assumed, f.name), getattr(Assumptions(), f.name)
+        value, origin = getattr(plan.assumed, f.name), plan.origins[f.name]
         shown = "computed" if value is None else f"{value:g} {f.metadata['unit']}".strip()
-        source = f.metadata["source"] if value == default else "given on the command line"
-        table.add_row("--" + f.name.replace("_", "-"), shown, f.metadata["what"], source)
+        table.add_row("--" + f.name.replace("_", "-"), shown, f.metadata["what"], escape(origin.source))
     table.add_row("--gpu", "", plan.gpu.name, plan.gpu.source)
     return "assumed; each is a flag", table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -44,6 +45,23 @@ class UpdateBound:
     seconds: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenFlops:
+    """FLOPs a token, mean over all tokens."""
+
+    body: float
+    """Layers, forward."""
+    again: float
+    """Layers, what recompute adds."""
+    head: float
+    """Logit projection, forward; the embedding costs none."""
+
+    @property
+    def model(self) -> float:
+        """Forward and backward, each weight once."""
+        return 3 * (self.body + self.head)
+
+
 def step_work(
     recipe: Recipe, family: Family, p: Parameters, layout: Layout, gpu: Gpu, lengths: Lengths, assumed: Assumptions
 ) -> StepWork:
@@ -51,9 +69,9 @@ def step_work(
     completions = recipe.rollouts.groups_per_batch * recipe.rollouts.group_size
     generated = completions * lengths.mean
     trained = assumed.kept_share * (generated + completions * assumed.prompt_tokens)
-    body, again, head = _flops_per_token(recipe, family, lengths, assumed)
+    flops = token_flops(recipe, family, [n + assumed.prompt_tokens for n in lengths.tokens])
     utilisation = assumed.moe_utilisation if p.experts else assumed.dense_utilisation
-    hardware = trained * (3 * body + again + (3 if in_chunk(recipe) else 4) * head)
+    hardware = trained * (3 * flops.body + flops.again + (3 if in_chunk(recipe) else 4) * flops.head)
     micro_batches = max(1.0, trained / layout.dp / (recipe.micro_batch_tokens * assumed.packing))
     bubble = (layout.pp - 1) / (micro_batches * layout.chunks)
     computed = hardware / (layout.world_size * gpu.bf16_flops * utilisation) * (1 + bubble)
@@ -61,7 +79,7 @@ def step_work(
         completions=completions,
         generated_tokens=generated,
         trained_tokens=trained,
-        model_flops=trained * 3 * (body + head),
+        model_flops=trained * flops.model,
         hardware_flops=hardware,
         micro_batches=micro_batches,
         bubble=bubble,
@@ -69,12 +87,9 @@ def step_work(
     )
 
 
-def _flops_per_token(
-    recipe: Recipe, family: Family, lengths: Lengths, assumed: Assumptions
-) -> tuple[float, float, float]:
-    """(layers forward, what recompute adds, head forward) per token, mean over the tokens of the completions."""
+def token_flops(recipe: Recipe, family: Family, sizes: Sequence[float]) -> TokenFlops:
+    """FLOPs a token of sequences of these sizes (tokens, prompts included); attention is causal."""
     recompute = recompute_of(recipe)
-    sizes = [n + assumed.prompt_tokens for n in lengths.tokens]
     chunk = family.attention_chunk_size
     whole = fmean(n * n for n in sizes) / fmean(sizes)
     cut = fmean(n * min(n, chunk) for n in sizes) / fmean(sizes) if chunk else whole
@@ -89,7 +104,7 @@ def _flops_per_token(
             again += projections + core + mlp if recompute.method == "uniform" or index < recompute.layers else 0
         again += core if "core_attn" in recompute.modules else 0
         again += mlp if ("moe" if style.moe else "mlp") in recompute.modules else 0
-    return body, again, 2.0 * family.transformer["hidden_size"] * family.vocab_size
+    return TokenFlops(body=body, again=again, head=2.0 * family.transformer["hidden_size"] * family.vocab_size)
 
 
 def update_bytes(recipe: Recipe, p: Parameters) -> int:

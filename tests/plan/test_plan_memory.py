@@ -12,6 +12,7 @@ from megatron_scalerl.plan.assumptions import Assumptions
 from megatron_scalerl.plan.counting import count, load_family
 from megatron_scalerl.plan.engine import engine_memory
 from megatron_scalerl.plan.hardware import GIB, GPUS
+from megatron_scalerl.plan.kernels import FUSED, Kernels
 from megatron_scalerl.plan.layout import layout_of
 from megatron_scalerl.plan.memory import trainer_memory
 from megatron_scalerl.recipe_file import load_recipe
@@ -20,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 H100 = GPUS["h100-80g"]
 
 
-def plan_of(*overrides, name="scalerl_llama3_8b", kernels="fused"):
+def plan_of(*overrides, name="scalerl_llama3_8b", kernels=FUSED):
     recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml", overrides)
     family, _ = load_family(ROOT / "recipes" / "configs" / Path(recipe.policy.path).name)
     layout = layout_of(recipe, family, recipe.trainer.world_size)
@@ -63,12 +64,12 @@ def test_saved_bytes_of_a_dense_layer_by_hand():
     one = layout_of(load_recipe(ROOT / "recipes" / "tiny_cpu.yaml"), family, 1)
     # plain, fp32: two norms (2 fp32 copies and a number), their outputs, projection input, angles, padded q k v and
     # output with its log-sum-exp, five widths of the MLP
-    plain = layer_bytes(shape, one, width=4, kernels="plain", imbalance=1.0)
+    plain = layer_bytes(shape, one, width=4, kernels=Kernels(layers="plain", device="cpu"), imbalance=1.0)
     h, kv, f = 4096, 1024, 14336
     assert plain.total == 2 * (8 * h + 4) + 4 * (2 * h + h + 4 * 128 + 2 * h + 2 * kv + 5 * f) + 4 * 32
-    fused = layer_bytes(shape, one, width=2, kernels="fused", imbalance=1.0)
-    assert fused.total == 2 * (2 * h + 2 * h + h + h + 2 * kv + 3 * f) + 4 * 32
-    halved = layer_bytes(shape, layout, width=2, kernels="fused", imbalance=1.0)
+    fused = layer_bytes(shape, one, width=2, kernels=FUSED, imbalance=1.0)
+    assert fused.total == 2 * (2 * h + 2 * h + h + h + 2 * kv + 3 * f) + 4 * 32 + 2 * 4
+    halved = layer_bytes(shape, layout, width=2, kernels=FUSED, imbalance=1.0)
     assert halved.total == fused.total / 2  # TP 2 with sequence parallelism
 
 
@@ -78,7 +79,7 @@ def test_recompute_keeps_less():
     sizes = [terms(plan_of(*o)[3][0])["saved activations"] for o in (none, [], full)]
     tokens, layers = 16_512, 32
     assert sizes[0] - sizes[1] == tokens * layers * 3 * 14_336 / 2 * 2  # the MLP's inside, TP 2, bf16
-    assert sizes[2] == tokens * (layers * 2048 * 2 + 2 * 2048 * 2 + 4096 * 2 + 12 + 8)
+    assert sizes[2] == tokens * (layers * 2048 * 2 + 2 * 2048 * 2 + 4096 * 2 + 10 + 8)
     with pytest.raises(ValueError, match=r"recompute_modules: expected some of core_attn.*, found 'mla_up_proj'"):
         recompute_of(load_recipe(ROOT / "recipes/tiny_cpu.yaml",
                                  ["megatron.model.recompute_granularity=selective",
