@@ -162,7 +162,9 @@ def _state(trainer: Any) -> dict[str, torch.Tensor]:
     found = {f"weight {name}": parameter.detach().clone() for name, parameter in named}
     for i, optimizer in enumerate(trainer.optimizer.chained_optimizers):
         for j, group in enumerate(optimizer.optimizer.param_groups):
-            found[f"step {i}.{j}"] = torch.as_tensor(group.get("step", 0)).clone().cpu()
+            if not any("step" in state for state in optimizer.optimizer.state.values()):
+                # fused Adam counts steps by group; PyTorch's counts them by parameter, and a load says both
+                found[f"step {i}.{j}"] = torch.tensor(int(group.get("step", 0)))
             for k, parameter in enumerate(group["params"]):
                 found[f"main weight {i}.{j}.{k}"] = parameter.detach().clone()
                 for name, value in optimizer.optimizer.state.get(parameter, {}).items():
