@@ -1,4 +1,4 @@
-"""The command line: `python -m megatron_scalerl train | sft | report | export ...`, or `megatron-scalerl`.
+"""The command line: `python -m megatron_scalerl train | sft | report | export | check-gpu`, or `megatron-scalerl`.
 
 Exit codes: 0 done, 1 a process or an update failed (start again to go on from the last checkpoint), 2 a
 mistake in what was given (one line says which), 130 stopped by SIGINT, 143 stopped by SIGTERM. MSRL_TRACEBACK=1
@@ -68,6 +68,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from megatron_scalerl.check_gpu.command import add_arguments, check_gpu
+
     parser = argparse.ArgumentParser(prog="python -m megatron_scalerl", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     train = commands.add_parser("train", help="run a recipe on this machine, or go on with it")
@@ -85,6 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("run_dir", help="folder of the run")
     export.add_argument("--out", required=True, help="folder to write")
     export.set_defaults(command=_export)
+    check = commands.add_parser("check-gpu", help="does everything work on the GPUs of this machine, and how fast")
+    add_arguments(check)
+    check.set_defaults(command=check_gpu)
     return parser
 
 

@@ -5,11 +5,14 @@
 
 Everybody computes the log-probabilities [T] of given tokens from bf16 hidden states [T, H] and a bf16 head [V, H],
 and the gradients of their sum. One JSON line for the run (shape, machine, GEMM rate), one for each contender, and
-one with the targets and whether they were met. Contenders take turns within each round; figures are medians.
+one with the targets and whether they were met. Figures are medians. Ours and the naive paths take turns within each
+round; everybody else has a process of its own afterwards, with a GEMM rate of its own: one that fails, however it
+does, ends nothing but its own line.
 
 forward, total      seconds of the forward pass and of forward plus backward (a loss inside the chunk computes its
                     gradients in the forward pass)
-gemm_share          of the rate of a large bf16 GEMM in the same run, for the GEMMs that this contender computes
+gemm_share          of the rate of a large bf16 GEMM in the same process, for the GEMMs that this contender computes;
+                    its operands are drawn as hidden and head are, since constant ones multiply faster on a GPU
 extra_mib           peak memory above what the operands take, gradients of hidden and head among it. On a CPU: the
                     resident set's peak in a process of its own, as the kernel counts it; on a GPU: the allocator's
 block_mib           the same without the gradients that are handed out
@@ -19,21 +22,21 @@ error               largest distance from fp64 (nats), over the first tokens
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
 import re
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron_scalerl.apart import FAILED, Say, events
 from megatron_scalerl.environment import explained
 
 SHAPES = {"cpu": (4096, 1024, 32768), "gpu": (16384, 4096, 128256)}
@@ -50,7 +53,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--threads", type=int, default=os.cpu_count())
     p.add_argument("--backend", help="of ours, only those of this backend")
     p.add_argument("--peers", choices=("all", "none"), default="all")
-    p.add_argument("--memory-of", help=argparse.SUPPRESS)
     return p
 
 
@@ -59,126 +61,13 @@ if __name__ == "__main__":
 
 with explained():
     import torch
-    import torch.nn.functional as F
     from torch import Tensor
 
-    from megatron_scalerl.logits import token_logprobs
-    from megatron_scalerl.logits.api import token_loss
+    from megatron_scalerl.logits.contenders import CCE, CHUNK, NAIVE, SIXTH, THIRD, Contender, contenders_on
 
 CHECKED_TOKENS = 64
-THIRD, SIXTH, CHUNK = 512, 96, 512
-"""MiB of workspace on a CPU: a third and a sixth of the naive path's extra memory, and with the loss in the chunk."""
-
-Run = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
-"""(hidden, weight, targets) -> the sum of log-probabilities, or of their negatives, and each one if it has them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contender:
-    """Somebody who computes the log-probabilities."""
-
-    name: str
-    run: Run
-    gemms: float = 3
-    """GEMMs of 2 T H V operations, forward and backward; one of them forward unless `all_forward`."""
-    all_forward: bool = False
-    main_grad: bool = False
-    """The head's gradient goes to an fp32 buffer that is there before."""
-
-
-def ours(name: str, backend: str, room: float, *, inside: bool = False, grad_logits: Any = "bf16") -> Contender:
-    """This project's projection by a backend; `inside`: with the loss in the chunk."""
-    main_grad = grad_logits == "bf16x2"
-
-    def in_two_passes(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        options: dict[str, Any] = {"workspace_mb": room, "backend": backend, "main_grad": main_grad}
-        logprob, _ = token_logprobs(h, w, y, grad_logits=grad_logits, **options)
-        return logprob.sum(), logprob
-
-    def in_the_chunk(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        total, logprob, _ = token_loss(h, w, y, lambda lp, _, at: lp.sum(), workspace_mb=room, backend=backend)
-        return total, logprob
-
-    gemms = 3 if inside else 4 + main_grad
-    run = in_the_chunk if inside else in_two_passes
-    return Contender(name=name, run=run, gemms=gemms, all_forward=inside, main_grad=main_grad)
-
-
-def naive_fp32(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 products, all log-probabilities kept; logits are let go as soon as autograd allows."""
-    logprob = (h.float() @ w.float().t()).log_softmax(-1).gather(1, y[:, None])[:, 0]
-    return logprob.sum(), logprob
-
-
-def naive_bf16(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """bf16 logits, cross-entropy of all of them."""
-    logprob = -F.cross_entropy(h @ w.t(), y, reduction="none")
-    return logprob.sum(), logprob
-
-
-def torch_linear(chunked: bool) -> Run:
-    """PyTorch's own fused function: the reference path, or the chunked one (a scalar loss with gradients inside)."""
-
-    def run(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
-        if chunked:
-            chunks = torch.nn.LinearCrossEntropyOptions()
-            return F.linear_cross_entropy(h, w, y, reduction="sum", options=chunks), None
-        loss = F.linear_cross_entropy(h, w, y, reduction="none")
-        return loss.sum(), -loss
-
-    return run
-
-
-def liger(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, None]:
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-    return liger_fused_linear_cross_entropy(h, w, y, reduction="sum"), None
-
-
-def cut_cross_entropy(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    from cut_cross_entropy import linear_cross_entropy
-
-    loss = linear_cross_entropy(h, w, y, reduction="none", impl="cce", filter_eps=None)
-    return loss.sum(), -loss
-
-
-def quack(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, None]:
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy
-
-    return chunked_linear_cross_entropy(h, w, y, reduction="sum"), None
-
-
-def verl(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
-
-    loss = linear_cross_entropy(h, w, y, 1.0, "none")[0]
-    return loss.sum(), -loss.abs()
-
-
-def contenders(options: argparse.Namespace) -> list[Contender]:
-    """Who takes part, the naive path first."""
-    naive = Contender(name=NAIVE, run=naive_fp32)
-    if options.device == "cpu":
-        mine = [ours(f"torch, {room} MiB", "torch", room) for room in (THIRD, SIXTH)]
-        mine.append(ours(f"torch, loss in the chunk, {CHUNK} MiB", "torch", CHUNK, inside=True))
-        peers = [
-            Contender(name="torch linear_cross_entropy", run=torch_linear(False)),
-            Contender(name="torch linear_cross_entropy, chunked", run=torch_linear(True), all_forward=True),
-        ]
-    else:
-        mine = [ours(name, name, 512) for name in ("cuda", "triton", "torch")]
-        mine.append(ours("cuda, bf16x2 into main_grad", "cuda", 512, grad_logits="bf16x2"))
-        mine.append(ours("cuda, loss in the chunk", "cuda", 512, inside=True))
-        peers = [
-            Contender(name="naive, bf16 logits", run=naive_bf16),
-            Contender(name="Liger", run=liger, all_forward=True),
-            Contender(name=CCE, run=cut_cross_entropy, gemms=4),
-            Contender(name="QuACK", run=quack, all_forward=True),
-            Contender(name="verl", run=verl, gemms=4),
-        ]
-    if options.backend is not None:
-        mine = [contender for contender in mine if contender.name.split(",")[0] == options.backend]
-    return [naive, *mine, *(peers if options.peers == "all" else [])]
+PATIENCE_S = 300.0
+"""A contender that takes longer for one step, compilation included, has failed."""
 
 
 class Bench:
@@ -188,18 +77,21 @@ class Bench:
         self.options = options
         self.on_gpu = options.device == "gpu"
         if self.on_gpu and not torch.accelerator.is_available():
-            raise SystemExit("bench_logits: expected a GPU for --device gpu, found none that PyTorch sees")
+            raise ValueError("--device gpu: expected a GPU, found none that PyTorch sees")
         self.device = torch.accelerator.current_accelerator() if self.on_gpu else torch.device("cpu")
         torch.set_num_threads(options.threads)
-        generator = torch.Generator().manual_seed(0)
-        shape = (options.tokens, options.hidden), (options.vocab, options.hidden)
-        h, w = (torch.randn(size, generator=generator).bfloat16() for size in shape)
+        self.generator = torch.Generator(self.device).manual_seed(0)
         # Logits of spread 4: a peaked distribution, |z| below 25.
-        self.h = h.to(self.device).requires_grad_()
-        self.w = (w * (4.0 / options.hidden**0.5)).to(self.device).requires_grad_()
-        self.y = torch.randint(0, options.vocab, (options.tokens,), generator=generator).to(self.device)
+        spread = 4.0 / options.hidden**0.5
+        self.h = self.drawn(options.tokens, options.hidden).requires_grad_()
+        self.w = (self.drawn(options.vocab, options.hidden) * spread).requires_grad_()
+        self.y = torch.randint(0, options.vocab, (options.tokens,), generator=self.generator, device=self.device)
         size = 8192 if self.on_gpu else min(2048, max(64, options.vocab // 16))
-        self.square = torch.ones(size, size, dtype=torch.bfloat16, device=self.device)
+        self.left, self.right = self.drawn(size, size), self.drawn(size, size) * spread
+
+    def drawn(self, *size: int) -> Tensor:
+        """Normally distributed, bf16."""
+        return torch.randn(size, generator=self.generator, device=self.device).bfloat16()
 
     def step(self, contender: Contender, *, backward: bool) -> tuple[float, float, Tensor | None]:
         """Seconds of wall and processor for one pass, and log-probabilities if there are any."""
@@ -234,12 +126,14 @@ class Bench:
             return (logprob[:n].double() - exact).abs().max().item()
 
     def gemm_seconds(self) -> float:
-        """Of one large square bf16 GEMM."""
+        """Of one large square bf16 GEMM; on a GPU the mean of some in a row, so that no launch is waited for."""
+        count = 10 if self.on_gpu else 1
         self.wait()
         start = time.perf_counter()
-        self.square @ self.square
+        for _ in range(count):
+            self.left @ self.right
         self.wait()
-        return time.perf_counter() - start
+        return (time.perf_counter() - start) / count
 
     def peak_extra(self, contender: Contender) -> dict[str, float]:
         """MiB above the operands: forward, and forward plus backward."""
@@ -273,53 +167,91 @@ def _resident(name: str) -> int:
     return 1024 * int(found[1])
 
 
-def memory_of(contender: Contender, options: argparse.Namespace, bench: Bench) -> dict[str, float]:
-    """`Bench.peak_extra`, on a CPU in a process that has done nothing else."""
-    if bench.on_gpu:
-        return bench.peak_extra(contender)
-    flags = [f"--{name}={getattr(options, name)}" for name in ("device", "tokens", "hidden", "vocab", "threads")]
-    command = [sys.executable, __file__, *flags, f"--memory-of={contender.name}"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return json.loads(done.stdout.strip().splitlines()[-1])
-
-
-def measure(bench: Bench, options: argparse.Namespace) -> tuple[float, list[dict[str, Any]]]:
-    """Operations per second of the large GEMM, and one line for each contender."""
-    able: list[Contender] = []
+def group(options: argparse.Namespace, names: list[str], say: Say) -> None:
+    """Measure these contenders in this process, in turns within each round: events at each start, then lines."""
+    chosen = [contender for contender in contenders(options) if contender.name in names]
+    bench = Bench(options)
     lines: dict[str, dict[str, Any]] = {}
-    for contender in contenders(options):
-        lines[contender.name] = line = {"bench": "logits", "contender": contender.name, "status": "measured"}
-        try:
-            line["error"] = bench.error(bench.step(contender, backward=True)[2])  # and warms up
-            able.append(contender)
-        except ImportError as error:
-            line["status"] = f"not installed ({error.name})"
-        except (RuntimeError, TypeError, ValueError) as error:
-            line["status"] = f"failed: {str(error).splitlines()[0][:200]}"
+    for contender in chosen:
+        say({"begin": contender.name})
+        error = bench.error(bench.step(contender, backward=True)[2])  # and warms up
+        lines[contender.name] = line_of(contender.name, "measured") | {"error": error}
     seconds: dict[tuple[str, bool], list[tuple[float, float]]] = {}
     bench.gemm_seconds()
     gemms: list[float] = []
     for _ in range(options.rounds):
-        for contender in able:
+        for contender in chosen:
+            say({"begin": contender.name})
             gemms.append(bench.gemm_seconds())
             for backward in (False, True):
                 taken = bench.step(contender, backward=backward)[:2]
                 seconds.setdefault((contender.name, backward), []).append(taken)
-    rate = 2.0 * bench.square.shape[0] ** 3 / statistics.median(gemms)
+    rate = 2.0 * bench.left.shape[0] ** 3 / statistics.median(gemms)
+    say({"gemm_tflops": rate / 1e12, "machine": machine(options.device)})
     gemm = 2.0 * options.tokens * options.hidden * options.vocab / rate
-    for contender in able:
+    for contender in chosen:
+        say({"begin": contender.name})
         line = lines[contender.name]
         for name, backward in (("forward", False), ("total", True)):
             walls, busy = zip(*seconds[contender.name, backward])
             line[f"{name}_seconds"] = statistics.median(walls)
             line[f"{name}_cpu_seconds"] = statistics.median(busy)
             line[f"{name}_spread"] = [min(walls), max(walls)]
-        line["gemms"] = contender.gemms
         gemms_forward = contender.gemms if contender.all_forward else 1
+        line |= {"gemms": contender.gemms, "gemm_tflops": rate / 1e12}
         line["gemm_share_forward"] = gemms_forward * gemm / line["forward_seconds"]
         line["gemm_share"] = contender.gemms * gemm / line["total_seconds"]
-        line.update(memory_of(contender, options, bench))
-    return rate, [_rounded(line) for line in lines.values()]
+        say({"line": line | (bench.peak_extra(contender) if bench.on_gpu else {})})
+
+
+def memory(options: argparse.Namespace, name: str, say: Say) -> None:
+    """`Bench.peak_extra` of one contender in this process, which has done nothing else."""
+    [contender] = [c for c in contenders(options) if c.name == name]
+    say(Bench(options).peak_extra(contender))
+
+
+def contenders(options: argparse.Namespace) -> list[Contender]:
+    """Who takes part: ours, the naive paths, peers."""
+    found = contenders_on(options.device, backend=options.backend)
+    return [contender for contender in found if options.peers == "all" or not contender.peer]
+
+
+def line_of(name: str, status: str) -> dict[str, Any]:
+    return {"bench": "logits", "contender": name, "status": status}
+
+
+def apart(options: argparse.Namespace, work: Callable[..., None], what: Any) -> Iterator[dict[str, Any]]:
+    """The events of `work` in a process of its own; a GPU's driver does not survive a fork."""
+    start: Any = "spawn" if options.device == "gpu" else "fork"
+    return events(work, options, what, start=start, patience_s=PATIENCE_S)
+
+
+def measured(options: argparse.Namespace, names: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(GEMM rate and machine, a line for each name) of contenders that share a process.
+
+    Whoever ends the process gets a line that says why, and the others begin anew without it. Raises ValueError where
+    it ends before anybody began.
+    """
+    head: dict[str, Any] = {"gemm_tflops": None, "machine": None}
+    lines: dict[str, dict[str, Any]] = {}
+    while left := [name for name in names if name not in lines]:
+        begun, why = None, "it ended without a result"
+        for event in apart(options, group, left):
+            begun, why = event.get("begin", begun), event.get(FAILED, why)
+            if "line" in event:
+                lines[event["line"]["contender"]] = event["line"]
+            elif "machine" in event:
+                head = event
+        if begun is None:
+            raise ValueError(why)
+        if any(name not in lines for name in left):
+            blamed = begun if begun not in lines else next(name for name in left if name not in lines)
+            lines[blamed] = line_of(blamed, f"failed: {why}")
+    for line in lines.values():
+        if options.device == "cpu" and line["status"] == "measured":
+            for event in apart(options, memory, line["contender"]):
+                line |= {"status": f"failed: {event[FAILED]}"} if FAILED in event else event
+    return head, [_rounded(lines[name]) for name in names]
 
 
 def _rounded(value: Any) -> Any:
@@ -330,7 +262,6 @@ def _rounded(value: Any) -> Any:
     return [_rounded(inner) for inner in value] if isinstance(value, list) else value
 
 
-NAIVE, CCE = "naive, fp32 logits", "cut_cross_entropy, no filter"
 Target = tuple[str, str, str | None, float]
 """Contender, figure, over whose, and the most it may be; where negative, the least."""
 
@@ -384,16 +315,29 @@ def machine(device: str) -> dict[str, Any]:
 def main(options: argparse.Namespace) -> None:
     for name, default in zip(("tokens", "hidden", "vocab"), SHAPES[options.device]):
         setattr(options, name, getattr(options, name) or default)
-    bench = Bench(options)
-    if options.memory_of is not None:
-        [contender] = [c for c in contenders(options) if c.name == options.memory_of]
-        return print(json.dumps(bench.peak_extra(contender)))
+    everybody = contenders(options)
+    try:
+        head, lines = measured(options, [c.name for c in everybody if not c.peer])
+    except ValueError as error:
+        parser().exit(2, f"bench_logits: {error}\n")
     shape = {name: getattr(options, name) for name in ("device", "rounds", "tokens", "hidden", "vocab", "threads")}
-    found = machine(options.device)
-    rate, lines = measure(bench, options)
-    first = {"bench": "logits", "dtype": "bfloat16", **shape, "gemm_tflops": _rounded(rate / 1e12), "machine": found}
-    for line in (first, *lines, {"bench": "logits", "targets": targets(lines, options.device)}):
-        print(json.dumps(line))
+    for line in ({"bench": "logits", "dtype": "bfloat16", **shape, **_rounded(head)}, *lines):
+        print(json.dumps(line), flush=True)
+    for contender in everybody:
+        if contender.peer:
+            lines.append(peer_line(options, contender))
+            print(json.dumps(lines[-1]), flush=True)
+    print(json.dumps({"bench": "logits", "targets": targets(lines, options.device)}))
+
+
+def peer_line(options: argparse.Namespace, contender: Contender) -> dict[str, Any]:
+    """The line of somebody else's code, in a process of its own."""
+    if contender.package and importlib.util.find_spec(contender.package) is None:
+        return line_of(contender.name, f"not installed ({contender.package})")
+    try:
+        return measured(options, [contender.name])[1][0]
+    except ValueError as error:
+        return line_of(contender.name, f"failed: {error}")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ class Setting:
 
     part: str
     """Name in `check_gpu.table`."""
+    module: str
+    """Dotted name of the module whose `run(setting, record)` does it."""
     on_gpu: bool
     """False in a rehearsal, which runs on the CPU."""
     size: Size

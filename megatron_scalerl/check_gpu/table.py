@@ -5,8 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+Layers = Literal["plain", "te"]
+
+_HERE = "megatron_scalerl.check_gpu.parts."
+PARALLEL = ("TP2", "EP2", "PP2", "CP2", "DP2")
+"""Ways to cut a policy over two devices."""
 KINDS = ("llama", "qwen3", "qwen3_moe", "llama4")
 _SHAPES = ("1b", "8b", "8b_long", "8b_recompute")
+_NO_CPU = "Transformer Engine has no CPU kernels"
+_FAMILIES: tuple[tuple[Layers, str, float, str], ...] = (
+    ("plain", "plain", 90, ""),
+    ("te", "Transformer Engine", 120, _NO_CPU),
+)
+_FULL_SIZE: tuple[tuple[Layers, str, float, float | None, str], ...] = (
+    ("plain", "plain", 200, None, ""),
+    ("te", "Transformer Engine", 220, 60, _NO_CPU),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +29,7 @@ class Part:
 
     name: str
     module: str
-    """In `check_gpu.parts`."""
+    """Dotted name of the module whose `run` does it."""
     what: str
     limit_s: float
     """Seconds on one GPU, after which the part is ended."""
@@ -25,7 +39,9 @@ class Part:
     """Seconds on a CPU at toy size."""
     gpus: int = 1
     """GPUs that it needs."""
-    layers: Literal["plain", "te"] | None = None
+    layers: Layers | None = None
+    package: str = ""
+    """A module without which the part is not run; "" for none."""
     not_on_cpu: str = ""
     """Why the whole part cannot be rehearsed on a CPU; "" where it can."""
     checks: tuple[str, ...] = ()
@@ -35,7 +51,7 @@ class Part:
 PARTS: tuple[Part, ...] = (
     Part(
         name="environment",
-        module="environment",
+        module=_HERE + "environment",
         what="driver, CUDA, NCCL, Transformer Engine, apex, vLLM: versions, and what each absence means",
         limit_s=45,
         quick_s=45,
@@ -44,7 +60,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         name="logits",
-        module="logits",
+        module=_HERE + "logits",
         what="logit projection: parity with fp64 and with the CPU, benchmark with peers",
         limit_s=210,
         quick_s=80,
@@ -56,7 +72,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         name="trainer",
-        module="trainer",
+        module=_HERE + "trainer",
         what="losses, packing and one trainer step, GPU against CPU",
         limit_s=75,
         quick_s=60,
@@ -65,37 +81,33 @@ PARTS: tuple[Part, ...] = (
     *(
         Part(
             name=f"families-{layers}",
-            module="families",
+            module=_HERE + "families",
             what=f"Llama, Qwen3, Qwen3-MoE, Llama 4 with {name} layers against transformers, one step",
             limit_s=limit,
             layers=layers,
+            package="transformer_engine" if layers == "te" else "",
             not_on_cpu=why,
             checks=KINDS if layers == "plain" else (*KINDS, *(f"{kind} same step as plain" for kind in KINDS)),
         )
-        for layers, name, limit, why in (
-            ("plain", "plain", 90, ""),
-            ("te", "Transformer Engine", 120, "Transformer Engine has no CPU kernels"),
-        )
+        for layers, name, limit, why in _FAMILIES
     ),
     *(
         Part(
             name=f"shapes-{layers}",
-            module="shapes",
+            module=_HERE + "shapes",
             what=f"1B and 8B shapes with {name} layers: MFU and peak memory against the planner",
             limit_s=limit,
             quick_s=quick,
             layers=layers,
+            package="transformer_engine" if layers == "te" else "",
             not_on_cpu=why,
             checks=tuple(f"{shape} {figure}" for shape in _SHAPES for figure in ("MFU", "memory")),
         )
-        for layers, name, limit, quick, why in (
-            ("plain", "plain", 200, None, ""),
-            ("te", "Transformer Engine", 220, 60, "Transformer Engine has no CPU kernels"),
-        )
+        for layers, name, limit, quick, why in _FULL_SIZE
     ),
     Part(
         name="wire",
-        module="wire",
+        module=_HERE + "wire",
         what="weight digests and packing on the device, NCCL in a world of one, CUDA IPC",
         limit_s=60,
         quick_s=55,
@@ -103,30 +115,32 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         name="engine",
-        module="engine",
+        module=_HERE + "engine",
         what="vLLM: fp32 head, forced interruption, secret, pause, update, probe, routed experts",
         limit_s=180,
+        package="vllm",
         checks=("start", "fp32 head", "trainer parity", "interruption", "secret", "pause", "update", "probe",
                 "routed experts"),
     ),
     Part(
         name="loop",
-        module="loop",
+        module=_HERE + "loop",
         what="the tiny recipe end to end in bf16: fp32 logits, eager and with CUDA graphs; bf16 logits",
         limit_s=300,
+        package="vllm",
         checks=("warm start", "eager", "graphs", "model logits", "mismatch fp32 below model"),
     ),
     Part(
         name="parallel",
-        module="parallel",
+        module=_HERE + "parallel",
         what="two GPUs: TP, EP, PP, CP, DP over NCCL against one GPU; NCCL broadcast to another GPU",
         limit_s=240,
         gpus=2,
-        checks=("TP2", "EP2", "PP2", "CP2", "DP2", "broadcast"),
+        checks=(*PARALLEL, *(f"{name} te" for name in PARALLEL), "broadcast"),
     ),
     Part(
         name="recipe-8b",
-        module="recipe_8b",
+        module=_HERE + "recipe_8b",
         what="eight GPUs: the 8B recipe's layout on a policy with fewer layers",
         limit_s=240,
         gpus=8,

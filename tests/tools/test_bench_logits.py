@@ -57,6 +57,72 @@ def test_a_share_of_the_gemm_rate_has_to_be_reached(bench):
     assert found["total_seconds over cut_cross_entropy, no filter"] == ("<= 1", None)
 
 
+PEERS_THAT_FAIL = """
+import os, signal, sys
+sys.path.insert(0, "tools")
+import bench_logits as bench
+import torch
+
+class CompilationErrorStandIn(Exception):
+    'What Triton raises is no RuntimeError.'
+
+def raising(error):
+    def run(h, w, y):
+        raise error
+    return run
+
+def late(h, w, y):
+    late.calls += 1
+    if late.calls == 3:
+        raise AssertionError("in the second round")
+    return (h @ w.t()).sum(), None
+late.calls = 0
+
+def working(h, w, y):
+    return bench.contenders_on("cpu")[3].run(h, w, y)
+
+stand_ins = {
+    "compiler": raising(CompilationErrorStandIn("at 12:8:\\n  tl.dot(a, b)\\n  ^")),
+    "exit": raising(SystemExit(0)),
+    "memory": raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB")),
+    "crash": lambda h, w, y: os.kill(os.getpid(), signal.SIGSEGV),
+    "gone": lambda h, w, y: os._exit(0),
+    "late": late,
+    "well": working,
+}
+real = bench.contenders
+def contenders(options):
+    found = [c for c in real(options) if not c.peer]
+    found.insert(1, bench.Contender(name="ours, broken", run=raising(TypeError("no such argument"))))
+    return found + [bench.Contender(name=name, run=run, peer=True) for name, run in stand_ins.items()]
+bench.contenders = contenders
+bench.main(bench.parser().parse_args(["--tokens=64", "--hidden=32", "--vocab=512", "--rounds=1", "--threads=1"]))
+"""
+
+
+def test_whoever_fails_ends_only_its_own_line():
+    """Stand-ins for fault injection: an exception of any class, an exit, a crash, before the first round or in it."""
+    found = subprocess.run(
+        [sys.executable, "-c", PEERS_THAT_FAIL], cwd=TOOL.parents[1], check=True, capture_output=True, text=True,
+        timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    head, *lines, last = [json.loads(text) for text in found.stdout.strip().splitlines()]
+    assert [line["contender"] for line in lines][:2] == ["torch, 512 MiB", "ours, broken"]  # ours first
+    status = {line["contender"]: line["status"] for line in lines}
+    assert {name: said for name, said in status.items() if said != "measured"} == {
+        "ours, broken": "failed: TypeError: no such argument",
+        "compiler": "failed: CompilationErrorStandIn: at 12:8:",
+        "exit": "failed: SystemExit: 0",
+        "memory": "failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 8 GiB",
+        "crash": "failed: its process ended with SIGSEGV",
+        "gone": "failed: it ended without a result",
+        "late": "failed: AssertionError: in the second round",
+    }
+    assert status["well"] == status["torch, 96 MiB"] == "measured" and head["gemm_tflops"] > 0
+    assert all(line["extra_mib"] >= 0 for line in lines if line["status"] == "measured")
+    assert len(last["targets"]) == 7 and last["targets"][0]["found"] is not None
+
+
 @pytest.mark.slow
 def test_a_line_for_the_run_each_contender_and_the_targets():
     shape = {"tokens": 2048, "hidden": 32, "vocab": 8192, "threads": 1}

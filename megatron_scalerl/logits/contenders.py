@@ -1,0 +1,139 @@
+"""Who computes token log-probabilities beside this project: naive PyTorch, and fused functions of others.
+
+For tools/bench_logits.py. Peers are imported when they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_scalerl.logits.api import token_logprobs, token_loss
+from megatron_scalerl.logits.choice import backend_names
+
+NAIVE, CCE = "naive, fp32 logits", "cut_cross_entropy, no filter"
+THIRD, SIXTH, CHUNK = 512, 96, 512
+"""MiB of workspace on a CPU: a third and a sixth of the naive path's extra memory, and with the loss in the chunk."""
+
+Run = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+"""(hidden, weight, targets) -> the sum of log-probabilities, or of their negatives, and each one if it has them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """Somebody who computes the log-probabilities."""
+
+    name: str
+    run: Run
+    gemms: float = 3
+    """GEMMs of 2 T H V operations, forward and backward; one of them forward unless `all_forward`."""
+    all_forward: bool = False
+    main_grad: bool = False
+    """The head's gradient goes to an fp32 buffer that is there before."""
+    peer: bool = False
+    """Somebody else's code, which gets a process of its own."""
+    package: str | None = None
+    """What has to be installed for it."""
+
+
+def _ours(name: str, backend: str, room: float, *, inside: bool = False, grad_logits: Any = "bf16") -> Contender:
+    """This project's projection by a backend; `inside`: with the loss in the chunk."""
+    main_grad = grad_logits == "bf16x2"
+
+    def in_two_passes(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        options: dict[str, Any] = {"workspace_mb": room, "backend": backend, "main_grad": main_grad}
+        logprob, _ = token_logprobs(h, w, y, grad_logits=grad_logits, **options)
+        return logprob.sum(), logprob
+
+    def in_the_chunk(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        total, logprob, _ = token_loss(h, w, y, lambda lp, _, at: lp.sum(), workspace_mb=room, backend=backend)
+        return total, logprob
+
+    gemms = 3 if inside else 4 + main_grad
+    run = in_the_chunk if inside else in_two_passes
+    return Contender(name=name, run=run, gemms=gemms, all_forward=inside, main_grad=main_grad)
+
+
+def _naive_fp32(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 products, all log-probabilities kept; logits are let go as soon as autograd allows."""
+    logprob = (h.float() @ w.float().t()).log_softmax(-1).gather(1, y[:, None])[:, 0]
+    return logprob.sum(), logprob
+
+
+def _naive_bf16(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """bf16 logits, cross-entropy of all of them."""
+    logprob = -F.cross_entropy(h @ w.t(), y, reduction="none")
+    return logprob.sum(), logprob
+
+
+def _torch_linear(chunked: bool) -> Run:
+    """PyTorch's own fused function: the reference path, or the chunked one (a scalar loss with gradients inside)."""
+
+    def run(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
+        if chunked:
+            chunks = torch.nn.LinearCrossEntropyOptions()
+            return F.linear_cross_entropy(h, w, y, reduction="sum", options=chunks), None
+        loss = F.linear_cross_entropy(h, w, y, reduction="none")
+        return loss.sum(), -loss
+
+    return run
+
+
+def _liger(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, None]:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    return liger_fused_linear_cross_entropy(h, w, y, reduction="sum"), None
+
+
+def _cut_cross_entropy(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    from cut_cross_entropy import linear_cross_entropy
+
+    loss = linear_cross_entropy(h, w, y, reduction="none", impl="cce", filter_eps=None)
+    return loss.sum(), -loss
+
+
+def _quack(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, None]:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    return chunked_linear_cross_entropy(h, w, y, reduction="sum"), None
+
+
+def _verl(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
+
+    loss = linear_cross_entropy(h, w, y, 1.0, "none")[0]
+    return loss.sum(), -loss.abs()
+
+
+def contenders_on(device: Literal["cpu", "gpu"], *, backend: str | None = None) -> list[Contender]:
+    """Who is measured there: ours (only those of `backend`, if given), then the naive paths, then peers."""
+    naive = [Contender(name=NAIVE, run=_naive_fp32)]
+    if device == "cpu":
+        mine = [_ours(f"torch, {room} MiB", "torch", room) for room in (THIRD, SIXTH)]
+        mine.append(_ours(f"torch, loss in the chunk, {CHUNK} MiB", "torch", CHUNK, inside=True))
+        peers = [
+            Contender(name="torch linear_cross_entropy", run=_torch_linear(False), peer=True),
+            Contender(
+                name="torch linear_cross_entropy, chunked", run=_torch_linear(True), all_forward=True, peer=True
+            ),
+        ]
+    else:
+        names = backend_names()
+        mine = [_ours(name, name, 512) for name in names]
+        mine.append(_ours(f"{names[0]}, bf16x2 into main_grad", names[0], 512, grad_logits="bf16x2"))
+        mine.append(_ours(f"{names[0]}, loss in the chunk", names[0], 512, inside=True))
+        naive.append(Contender(name="naive, bf16 logits", run=_naive_bf16))
+        peers = [
+            Contender(name="Liger", run=_liger, all_forward=True, peer=True, package="liger_kernel"),
+            Contender(name=CCE, run=_cut_cross_entropy, gemms=4, peer=True, package="cut_cross_entropy"),
+            Contender(name="QuACK", run=_quack, all_forward=True, peer=True, package="quack"),
+            Contender(name="verl", run=_verl, gemms=4, peer=True, package="verl"),
+        ]
+    if backend is not None:
+        mine = [contender for contender in mine if contender.name.split(",")[0] == backend]
+    return [*mine, *naive, *peers]

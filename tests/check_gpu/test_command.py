@@ -1,0 +1,63 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_scalerl.check_gpu.table import PARTS
+
+GPU = shutil.which("nvidia-smi") is not None
+
+
+def check_gpu(*options, cwd):
+    command = [sys.executable, "-m", "megatron_scalerl", "check-gpu", *map(str, options)]
+    root = str(Path(__file__).parents[2])
+    env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.skipif(GPU, reason="says what happens without a GPU")
+def test_without_a_gpu_one_line_says_so_and_nothing_is_left(tmp_path):
+    done = check_gpu(cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert "check-gpu: expected a GPU, found none" in line and "--rehearse" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--only", "wires"], "--only: expected some of environment, "),
+        (["--only", ","], "--only: expected names of parts, found ','"),
+        (["--quick", "--rehearse"], "expected one of --quick and --rehearse, found both"),
+        (["--combine", "absent.json"], "absent.json"),
+    ],
+)
+def test_a_user_error_is_one_line(tmp_path, options, text):
+    done = check_gpu(*options, cwd=tmp_path)
+    [line] = done.stderr.splitlines()
+    assert done.returncode in (1, 2) and text in line and list(tmp_path.iterdir()) == []
+
+
+def test_the_list_names_every_part_and_imports_no_torch(tmp_path):
+    done = check_gpu("--list", cwd=tmp_path)
+    assert done.returncode == 0 and [line.split()[0] for line in done.stdout.splitlines()] == [p.name for p in PARTS]
+
+
+def test_a_second_call_keeps_what_the_first_found(tmp_path):
+    """A real part each; --planner refuses figures that no GPU has measured; another --out is no report of these."""
+    assert check_gpu("--rehearse", "--only", "environment", cwd=tmp_path).returncode == 0
+    out = tmp_path / "runs" / "gpu_check"
+    done = check_gpu("--rehearse", "--only", "wire", "--planner", "p.yaml", cwd=tmp_path)
+    assert done.returncode == 2 and "--planner: expected figures measured on a GPU" in done.stderr
+    body = json.loads((out / "gpu_report.json").read_text())
+    assert [part["name"] for part in body["parts"]] == ["environment", "wire"]
+    assert not any(row["proved"] for row in body["rows"]) and not (tmp_path / "p.yaml").exists()
+    body["size"] = "full"
+    (out / "gpu_report.json").write_text(json.dumps(body))
+    refused = check_gpu("--rehearse", "--only", "environment", cwd=tmp_path)
+    assert refused.returncode == 2 and "size: expected 'toy', found 'full'; choose another --out" in refused.stderr

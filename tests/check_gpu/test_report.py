@@ -1,0 +1,127 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_scalerl.check_gpu.findings import Finding
+from megatron_scalerl.check_gpu.report import NAME, PAGE, Report, combined, page, read_report, write_report
+from megatron_scalerl.check_gpu.rows import ROWS, verdicts
+from megatron_scalerl.check_gpu.runner import PartResult
+from megatron_scalerl.check_gpu.table import PARTS
+
+H100 = {"gpus": ["NVIDIA H100"], "driver": "580", "cuda": "13.0", "cpu": "c", "cores": 16, "python": "3.12"}
+DECLARED = {f"{part.name}/{check}" for part in PARTS for check in part.checks}
+
+
+def result(name, statuses, *, started="2026-01-01T00:00:00+00:00", machine=H100, **data):
+    findings = tuple(
+        Finding(check=f"{name}/{check}", status=status, data=data) for check, status in statuses.items()
+    )
+    return PartResult(
+        name=name, started=started, seconds=1.0, limit_s=9.0, end="", machine=machine, findings=findings
+    )
+
+
+def report(*parts, **changes):
+    return Report(**{"version": "0.1", "command": "c", "size": "full", "parts": parts, **changes})
+
+
+def test_every_check_of_a_row_is_declared_by_a_part():
+    assert {check for row in ROWS for check in row.checks} <= DECLARED
+
+
+def test_a_row_is_proved_by_all_of_its_checks_and_nothing_less():
+    row = next(row for row in ROWS if row.component.startswith("losses"))
+    proved = dict.fromkeys(row.checks, "passed")
+
+    def verdict(status):
+        return next(v for v in verdicts(status) if v.component == row.component)
+
+    assert verdict(proved).proved
+    for check in row.checks:
+        assert verdict({**proved, check: "failed"}).failed == (check,)
+        assert verdict({**proved, check: "not run"}).missing == (check,)
+        assert not verdict({k: v for k, v in proved.items() if k != check}).proved
+
+
+def test_a_rehearsal_proves_nothing():
+    all_passed = [result(part.name, dict.fromkeys(part.checks, "passed")) for part in PARTS]
+    assert all(row.proved for row in report(*all_passed).rows())
+    assert not any(row.proved for row in report(*all_passed, size="toy").rows())
+    assert report(*all_passed, size="toy").gpu == ""
+
+
+def test_a_report_comes_back_as_it_was_written(tmp_path):
+    whole = report(result("wire", {"digest": "passed", "send": "failed"}, dense_utilisation=0.4))
+    write_report(whole, tmp_path)
+    assert read_report(tmp_path / NAME) == whole
+    assert json.loads((tmp_path / NAME).read_text())["gpu"] == "NVIDIA H100"
+    assert "wire/send" in (tmp_path / PAGE).read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([NAME, PAGE])
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 1}', '{"format": 1, "parts": [{"a": 3}]}', "null"])
+def test_what_is_no_report_is_refused_in_one_line(tmp_path, content):
+    path = tmp_path / NAME
+    path.write_text(content)
+    with pytest.raises(ValueError, match=f"^{path}: expected a report of check-gpu, found .*$"):
+        read_report(path)
+
+
+def test_a_report_of_another_format_is_refused(tmp_path):
+    path = tmp_path / NAME
+    path.write_text('{"format": 9}')
+    with pytest.raises(ValueError, match="format: expected 1, found 9"):
+        read_report(path)
+
+
+def test_parts_are_replaced_by_later_ones_only(tmp_path):
+    old = report(result("wire", {"digest": "failed"}), result("logits", {"benchmark": "passed"}))
+    new = report(result("wire", {"digest": "passed"}, started="2026-01-02T00:00:00+00:00"), command="d")
+    for order in ([old, new], [new, old]):
+        both = combined([(Path(str(i)), r) for i, r in enumerate(order)])
+        assert {f.check: f.status for f in both.findings} == {"logits/benchmark": "passed", "wire/digest": "passed"}
+        assert [part.name for part in both.parts] == ["logits", "wire"]
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [({"version": "0.2"}, "version"), ({"size": "toy"}, "gpu"),
+     ({"parts": (result("wire", {}, machine={"gpus": ["NVIDIA H200"]}),)}, "gpu")],
+)  # fmt: skip
+def test_reports_of_different_things_do_not_mix(change, key):
+    one = report(result("wire", {"digest": "passed"}))
+    with pytest.raises(ValueError, match=f"^b: {key}: expected .* as in a, found .*"):
+        combined([(Path("a"), one), (Path("b"), replace(one, **change))])
+
+
+def test_constants_of_the_planner_are_medians_and_memory_is_the_largest():
+    parts = [
+        result("shapes-plain", {"1b MFU": "measured"}, dense_utilisation=0.2, runtime_gib=2.0, x=1),
+        result("loop", {"eager": "measured"}, dense_utilisation=0.4, runtime_gib=3.0),
+        result("engine", {"start": "failed"}, engine_step_ms=99.0),
+    ]
+    assert report(*parts).assumptions() == {"dense_utilisation": pytest.approx(0.3), "runtime_gib": 3.0}
+    assert report(*parts).layers == "plain"
+
+
+def test_constants_of_two_kinds_of_layers_do_not_mix():
+    parts = [
+        result("shapes-plain", {"1b MFU": "measured"}, dense_utilisation=0.2),
+        result("shapes-te", {"1b MFU": "measured"}, dense_utilisation=0.4),
+    ]
+    assert report(*parts).assumptions() == {"dense_utilisation": 0.4} and report(*parts).layers == "te"
+    failed = result("shapes-te", {"1b MFU": "failed"}, dense_utilisation=0.4)
+    assert report(parts[0], failed).assumptions() == {"dense_utilisation": 0.2}
+    assert report(result("wire", {"digest": "passed"})).layers is None
+
+
+def test_a_failure_shows_in_the_page_and_a_bar_does_not_break_its_table():
+    bad = PartResult(
+        name="wire", started="t", seconds=1.0, limit_s=2.0, end="exit code 1: a | b", machine=H100,
+        findings=(Finding(check="wire/digest", status="failed", value=2.0, unit="s", target=1.0, detail="x | y"),),
+    )  # fmt: skip
+    text = page(report(bad))
+    assert "| wire/digest | 2 s | <= 1 | **FAIL** | x \\| y |" in text and "* wire: exit code 1" in text
+    assert report(bad).failures == ["wire", "wire/digest"]
