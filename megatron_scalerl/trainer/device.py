@@ -19,8 +19,12 @@ from megatron_scalerl.trainer import cpu_compat
 HAVE_GPU: bool = torch.cuda.is_available()
 """True where PyTorch sees a GPU. Hide GPUs (CUDA_VISIBLE_DEVICES=) to run the CPU path on a GPU machine."""
 
-HAVE_TE: bool = HAVE_GPU and importlib.util.find_spec("transformer_engine") is not None
-"""True where Transformer Engine's layers are used: installed, and a GPU to run them on."""
+LAYERS: str = os.environ.get("MSRL_LAYERS", "")
+"""MSRL_LAYERS: "plain" leaves Transformer Engine's layers out, "te" insists on them, "" takes them where they run."""
+
+_CAN_TE = HAVE_GPU and importlib.util.find_spec("transformer_engine") is not None
+HAVE_TE: bool = _CAN_TE and LAYERS != "plain"
+"""True where Transformer Engine's layers are used: installed, a GPU to run them on, and not left out."""
 
 
 def _has_apex() -> bool:
@@ -56,8 +60,11 @@ def prepare(*, threads: int, deterministic: bool) -> torch.device:
 
     On a CPU it installs the compatibility patches and sets `threads`; on a GPU it selects the device and
     turns TF32 off, so that fp32 products are fp32 products. Raises ValueError where Megatron-Core has a
-    version that the patches were not written for.
+    version that the patches were not written for, and for layers in MSRL_LAYERS that cannot be had here.
     """
+    if LAYERS not in (("", "plain", "te") if _CAN_TE else ("", "plain")):
+        where = "" if _CAN_TE else ", or te where Transformer Engine is installed and a GPU visible"
+        raise ValueError(f"MSRL_LAYERS: expected plain{where or ' or te'}, found {LAYERS!r}")
     if HAVE_GPU:
         torch.cuda.set_device(device())
         torch.backends.cuda.matmul.allow_tf32 = False

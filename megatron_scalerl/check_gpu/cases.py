@@ -1,0 +1,120 @@
+"""What the trainer's parts train on: small random policies, fixed sequences of random tokens, recipes, batches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_scalerl.batch import pack
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.tiny import families
+from megatron_scalerl.types import Batch, Rollout, Sample
+
+_WIDE: dict[str, Any] = dict(
+    vocab_size=1024, hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=2,
+    head_dim=64, max_position_embeddings=2048,
+)  # fmt: skip
+_WIDE_EXTRA: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "qwen3_moe": dict(moe_intermediate_size=384),
+    "llama4": dict(intermediate_size=512, intermediate_size_mlp=768, attention_chunk_size=128, floor_scale=64),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A small policy and what it sees. Produced by `case_of`."""
+
+    kind: str
+    """In `tiny.families.KINDS`."""
+    settings: Mapping[str, Any]
+    """Of its config."""
+    std: float
+    """Of its matrices."""
+    vocab: int
+    lengths: tuple[int, ...]
+    """Targets of each sequence; a sequence has one token more."""
+    micro_batch_tokens: int
+    """More than the longest sequence and less than all."""
+
+    def write(self, path: str | Path) -> None:
+        """Save the policy at `path` in bf16, so that either precision starts from the same numbers."""
+        families.make(self.kind, path, dtype=torch.bfloat16, std=self.std, **self.settings)
+
+    def token_ids(self) -> list[list[int]]:
+        """The sequences, always the same."""
+        rng = random.Random(3)
+        return [[rng.randrange(3, self.vocab) for _ in range(length + 1)] for length in self.lengths]
+
+    def recipe(self, path: str | Path, dtype: str) -> Recipe:
+        """A recipe whose first step changes the weights by a few percent, smoothly.
+
+        Adam's first update is the sign of the gradient where eps is far below it: rounding of a gradient near zero
+        would become a whole update. With an eps above the gradients it is proportional to them. The gradient is
+        clipped.
+        """
+        return Recipe.model_validate(
+            {
+                "name": "check_gpu",
+                "steps": 2,
+                "policy": {"path": str(path), "dtype": dtype},
+                "prompts": {"path": "none.jsonl"},
+                "trainer": {"micro_batch_tokens": self.micro_batch_tokens},
+                "optimizer": {"lr": 0.05, "warmup_steps": 0, "eps": 1e-3, "clip_grad": 1.0},
+            }
+        )
+
+
+def case_of(kind: str, *, toy: bool, small: bool = False) -> Case:
+    """The case of a family.
+
+    Its widths suit flash attention and Transformer Engine, with `small` a quarter of them; `toy` is for a CPU.
+    """
+    if toy:
+        return Case(
+            kind=kind, settings={}, std=0.3, vocab=families.VOCAB, lengths=(40, 5, 31, 12, 1, 24), micro_batch_tokens=80
+        )
+    settings = _WIDE | _WIDE_EXTRA[kind]
+    if small:
+        settings |= dict(hidden_size=256, intermediate_size=512, num_attention_heads=4)
+    return Case(
+        kind=kind, settings=settings, std=0.08, vocab=settings["vocab_size"], lengths=(300, 17, 129, 512, 64, 1, 255),
+        micro_batch_tokens=1024,
+    )  # fmt: skip
+
+
+def samples(token_ids: Sequence[Sequence[int]], rollout_logprobs: Sequence[Sequence[float]]) -> list[Sample]:
+    """A sample of each sequence, its first token the prompt; the weights of all tokens add up to 1."""
+    weight = 1.0 / sum(len(row) - 1 for row in token_ids)
+    found = []
+    for index, (row, logprobs) in enumerate(zip(token_ids, rollout_logprobs)):
+        size = len(row) - 1
+        rollout = Rollout(
+            token_ids=tuple(row[1:]),
+            rollout_logprobs=tuple(logprobs),
+            policy_versions=(0,) * size,
+            loss_mask=(True,) * size,
+            interrupted=False,
+            truncated=False,
+            thinking_cut=0,
+            seed=0,
+        )
+        advantage = 1.0 if index % 3 else -0.5
+        found.append(
+            Sample(prompt_token_ids=(row[0],), rollout=rollout, advantage=advantage, token_weight=weight)
+        )
+    return found
+
+
+def batch_of(found: Sequence[Sample], micro_batch_tokens: int, *, step: int = 1) -> Batch:
+    """The samples packed for one rank."""
+    [batch] = pack(
+        found, step=step, dp_size=1, micro_batch_tokens=micro_batch_tokens, pad_multiple=1, policy_version=0
+    )
+    return batch

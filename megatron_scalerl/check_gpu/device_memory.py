@@ -1,0 +1,80 @@
+"""Memory of this process on its device: the allocator's figures, what the device has left, and the peaks.
+
+Without a GPU the resident set stands for all of it, so that the same code can be rehearsed.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_scalerl.trainer import device
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """Bytes. Produced by `memory`."""
+
+    allocated: int
+    """In tensors."""
+    reserved: int
+    """By PyTorch's allocator, with what is free inside its blocks."""
+    peak_allocated: int
+    """Since `forget_peaks`."""
+    peak_reserved: int
+    """Since `forget_peaks`."""
+    used: int
+    """On the whole device, by every process."""
+    total: int
+    """What the device has."""
+
+    @property
+    def free(self) -> int:
+        """What the device has left."""
+        return self.total - self.used
+
+
+def memory() -> DeviceMemory:
+    """As it is after all work queued on the device."""
+    if not device.HAVE_GPU:
+        now, peak = _resident("VmRSS"), _resident("VmHWM")
+        total = int(next(line for line in _lines("/proc/meminfo") if line.startswith("MemTotal:")).split()[1]) * 1024
+        return DeviceMemory(
+            allocated=now, reserved=now, peak_allocated=peak, peak_reserved=peak, used=now, total=total
+        )
+    device.synchronize()
+    place = device.device()
+    gpu = torch.get_device_module(place)
+    free, total = gpu.mem_get_info(place)
+    return DeviceMemory(
+        allocated=gpu.memory_allocated(place),
+        reserved=gpu.memory_reserved(place),
+        peak_allocated=gpu.max_memory_allocated(place),
+        peak_reserved=gpu.max_memory_reserved(place),
+        used=total - free,
+        total=total,
+    )
+
+
+def forget_peaks() -> None:
+    """Give cached blocks back, and let peaks start anew."""
+    gc.collect()
+    if not device.HAVE_GPU:
+        Path("/proc/self/clear_refs").write_text("5")
+        return
+    device.synchronize()
+    gpu = torch.get_device_module(device.device())
+    gpu.empty_cache()
+    gpu.reset_peak_memory_stats(device.device())
+
+
+def _resident(field: str) -> int:
+    line = next(line for line in _lines("/proc/self/status") if line.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text(encoding="ascii", errors="replace").splitlines()
