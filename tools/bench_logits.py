@@ -36,7 +36,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_scalerl.apart import FAILED, Say, events
 from megatron_scalerl.environment import explained
 
 SHAPES = {"cpu": (4096, 1024, 32768), "gpu": (16384, 4096, 128256)}
@@ -63,6 +62,7 @@ with explained():
     import torch
     from torch import Tensor
 
+    from megatron_scalerl.apart import FAILED, Say, events
     from megatron_scalerl.logits.contenders import CCE, CHUNK, NAIVE, SIXTH, THIRD, Contender, contenders_on
 
 CHECKED_TOKENS = 64
