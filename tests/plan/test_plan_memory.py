@@ -96,11 +96,12 @@ def test_plain_layers_on_a_gpu_keep_what_layers_and_device_say():
     assert plain["saved activations"] == tokens * (32 * layer + (h * 2 + 4) + h * 2 + 8 + 8)
     assert plain["gradients of the logits' inputs"] == terms(fused)["gradients of the logits' inputs"]
     loss = plain["CUDA, NCCL, fragmentation"] - 3 * GIB
-    assert loss == pytest.approx(0.08 * sum(plain[n] for n in plain if n in MOVING)) and "runtime" not in plain
+    assert loss == pytest.approx(0.08 * moving(gpu)) and "runtime" not in plain
     assert plain["optimizer's step above that"] == 0 and "runtime" in terms(cpu)
 
 
-MOVING = ("saved activations", "gradients of the logits' inputs", "logit workspace", "one layer's work")
+def moving(rank):
+    return sum(term.bytes for term in rank.terms if term.moving)
 
 
 def test_pytorchs_optimiser_may_be_the_peak_of_a_gpu():
@@ -109,9 +110,8 @@ def test_pytorchs_optimiser_may_be_the_peak_of_a_gpu():
              "megatron.model={recompute_granularity: full}"]  # fmt: skip
     _, _, _, [rank] = plan_of(*whole, kernels=PLAIN_ON_GPU)
     _, _, _, [fused] = plan_of(*whole)
-    t = terms(rank)
-    moving = sum(t[name] for name in t if name in MOVING)
-    assert t["optimizer's step above that"] + moving == 4 * 8_030_261_248
+    assert terms(rank)["optimizer's step above that"] + moving(rank) == 4 * 8_030_261_248
+    assert 0 < moving(rank) < sum(term.bytes for term in rank.terms)
     assert "optimizer's step above that" not in terms(fused)
 
 
@@ -144,6 +144,9 @@ def test_a_prediction_is_the_plans():
     assumed = Assumptions(prompt_tokens=0)
     work = step_work(recipe, family, count(family), layout, H100, Lengths((4096,)), assumed)
     assert work.model_flops == work.trained_tokens * found.model_flops_per_token
+    assert work.hardware_flops == pytest.approx(work.trained_tokens * found.hardware_flops_per_token)
+    assert found.hardware_flops_per_token > found.model_flops_per_token  # the MLP is computed again
+    assert found.moving_bytes == moving(rank)
     staged = ["megatron.parallel.pipeline_model_parallel_size=2"]
     recipe, _, _, stages = plan_of(*staged)
     found = predict_trainer(recipe, folder, layers="fused", device="gpu", sequence_tokens=4096)
