@@ -100,8 +100,8 @@ class PolicyModel(GPTModel):
         tensor-, context- or pipeline-parallel group get the same arguments. With context parallelism each computes
         its share of the row and gets the whole row's result; of `loss`, its share's.
 
-        `plan` (staged) is what `plan` made of the row; cu_seqlens and loss_mask are then not read, and nothing is read
-        back from a device: the caller has checked the targets, on all ranks (`trainer.agreement`).
+        With `plan` (what the method made of the row, staged) cu_seqlens and loss_mask are not read, and nothing is
+        read back from a device: the caller has checked the targets, on all ranks (`trainer.agreement`).
         """
         known = plan is not None
         if plan is None:
