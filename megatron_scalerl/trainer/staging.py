@@ -57,7 +57,7 @@ def _sent(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
     """Copies on the device, by way of one pinned buffer."""
     sizes = [tensor.numel() * tensor.itemsize for tensor in tensors]
     *starts, total = accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)
-    host = torch.empty(total, dtype=torch.uint8, pin_memory=True)
+    host = _pinned(total)
     for tensor, start, size in zip(tensors, starts, sizes):
         host[start : start + size].copy_(tensor.reshape(-1).view(torch.uint8))
     block = torch.empty(total, dtype=torch.uint8, device=device)
@@ -66,6 +66,10 @@ def _sent(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
         block[start : start + size].view(tensor.dtype).view(tensor.shape)
         for tensor, start, size in zip(tensors, starts, sizes)
     ]
+
+
+def _pinned(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 def _rebuilt(tree: Any, moved: dict[int, Any]) -> Any:
