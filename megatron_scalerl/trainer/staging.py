@@ -59,7 +59,7 @@ def _sent(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
     *starts, total = accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)
     host = _pinned(total)
     for tensor, start, size in zip(tensors, starts, sizes):
-        host[start : start + size].copy_(tensor.reshape(-1).view(torch.uint8))
+        host[start : start + size].copy_(tensor.contiguous().view(-1).view(torch.uint8))
     block = torch.empty(total, dtype=torch.uint8, device=device)
     block.copy_(host, non_blocking=True)
     return [
