@@ -21,6 +21,7 @@ from megatron_scalerl.rendezvous import FolderRendezvous, private_folder
 from megatron_scalerl.rollouts.engine import EngineInfo, EngineProcess
 from megatron_scalerl.run_folder import RunFolder
 from megatron_scalerl.trainer.client import TrainerClient
+from megatron_scalerl.trainer.device import environment
 from megatron_scalerl.weights.transport import resolve_transport
 
 T = TypeVar("T")
@@ -133,7 +134,7 @@ class LocalLauncher:
         return await ChildProcess.start(
             f"trainer-{rank}",
             [sys.executable, "-m", "megatron_scalerl.trainer.worker"],
-            os.environ | env,
+            environment(self._recipe) | os.environ | env,
             self._folder.path / "logs" / f"trainer-{rank}.log",
         )
 
