@@ -107,7 +107,7 @@ PARTS: tuple[Part, ...] = (
         what="vLLM: fp32 head, forced interruption, secret, pause, update, probe, routed experts",
         limit_s=180,
         checks=("start", "fp32 head", "trainer parity", "interruption", "secret", "pause", "update", "probe",
-                "routed experts"),
+                "routed experts", "decode rate"),
     ),
     Part(
         name="loop",
