@@ -42,6 +42,8 @@ class Case:
     """Targets of each sequence; a sequence has one token more."""
     micro_batch_tokens: int
     """More than the longest sequence and less than all."""
+    seed: int = 3
+    """Of the sequences."""
 
     def write(self, path: str | Path) -> None:
         """Save the policy at `path` in bf16, so that either precision starts from the same numbers."""
@@ -49,7 +51,7 @@ class Case:
 
     def token_ids(self) -> list[list[int]]:
         """The sequences, always the same."""
-        rng = random.Random(3)
+        rng = random.Random(self.seed)
         return [[rng.randrange(3, self.vocab) for _ in range(length + 1)] for length in self.lengths]
 
     def recipe(self, path: str | Path, dtype: str) -> Recipe:
@@ -78,8 +80,9 @@ def case_of(kind: str, *, toy: bool, small: bool = False) -> Case:
     """
     if toy:
         return Case(
-            kind=kind, settings={}, std=0.3, vocab=families.VOCAB, lengths=(40, 5, 31, 12, 1, 24), micro_batch_tokens=80
-        )
+            kind=kind, settings={}, std=0.3, vocab=families.VOCAB, lengths=(40, 5, 31, 12, 1, 24),
+            micro_batch_tokens=80,
+        )  # fmt: skip
     settings = _WIDE | _WIDE_EXTRA[kind]
     if small:
         settings |= dict(hidden_size=256, intermediate_size=512, num_attention_heads=4)
@@ -106,9 +109,7 @@ def samples(token_ids: Sequence[Sequence[int]], rollout_logprobs: Sequence[Seque
             seed=0,
         )
         advantage = 1.0 if index % 3 else -0.5
-        found.append(
-            Sample(prompt_token_ids=(row[0],), rollout=rollout, advantage=advantage, token_weight=weight)
-        )
+        found.append(Sample(prompt_token_ids=(row[0],), rollout=rollout, advantage=advantage, token_weight=weight))
     return found
 
 

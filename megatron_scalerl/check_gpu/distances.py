@@ -43,12 +43,12 @@ def judge(
 ) -> None:
     """Report the largest share of a bound that is used up; more than 1 fails."""
     nearest = sorted(distances, key=lambda d: -d.of_bound)
-    found = {d.name: {"found": d.found if math.isfinite(d.found) else str(d.found), "bound": d.bound} for d in distances}
+    found = {d.name: [d.found if math.isfinite(d.found) else str(d.found), d.bound] for d in distances}
     recorder.measured(
         check,
         nearest[0].of_bound,
         "of its bound",
         at_most=1.0,
         detail=", ".join(f"{d.name} {d.found:.2g} (<= {d.bound:.2g})" for d in nearest[:_NAMED]),
-        data={"distances": found} | dict(data or {}),
+        data={"found_and_bound": found} | dict(data or {}),
     )

@@ -112,7 +112,7 @@ def make(
     torch.manual_seed(20251013)
     config = KINDS[kind](**settings)
     whole = config.model_type == "llama4"
-    model = Llama4ForConditionalGeneration(config) if whole else AutoModelForCausalLM.from_config(config)
+    model: Any = Llama4ForConditionalGeneration(config) if whole else AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:

@@ -240,13 +240,19 @@ def _finalize(model: list[Any], num_tokens: Tensor | None = None, **keywords: An
 
 
 def make_trainer(
-    recipe: Recipe, parallel: Parallel, *, loss: Loss | None = None, learning_rate: Schedule | None = None
+    recipe: Recipe,
+    parallel: Parallel,
+    *,
+    loss: Loss | None = None,
+    learning_rate: Schedule | None = None,
+    load_weights: bool = True,
 ) -> Trainer:
     """The trainer that a recipe asks for, with the weights of its policy. Raises ValueError as its parts do.
 
-    `loss` and `learning_rate` replace the recipe's; the warm start gives its own.
+    `loss` and `learning_rate` replace the recipe's; the warm start gives its own. Without `load_weights` the weights
+    are random, as Megatron initialises them, and of the policy's folder only config.json is read.
     """
-    chunks = build_policy(recipe.policy.path, recipe, parallel)
+    chunks = build_policy(recipe.policy.path, recipe, parallel, load_weights=load_weights)
     section = recipe.loss
     return Trainer(
         chunks=chunks,

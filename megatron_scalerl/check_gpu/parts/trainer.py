@@ -42,12 +42,12 @@ LOGPROB_BOUND = 1e-4
 GRADIENT_BOUND = 1e-4
 """Relative L2. fp32's is 3e-6 to 7e-6 away from fp64's (on a CPU)."""
 WEIGHT_BOUND = 1e-5
-"""Relative L2. The step moves the weights by 6 to 14 percent, smoothly (`Case.recipe`): this is 1e-4 of the update."""
+"""Relative L2. The step moves the weights by 6 to 14 percent, smoothly (`Case.recipe`): 1e-4 of the update."""
 SCALAR_BOUND = 1e-5
 """Relative, of loss and gradient norm: sums in which rounding averages out (4e-7 on a CPU)."""
 BF16_FACTOR = 1.5
 """A device's bf16 may be this much further from fp32 than the CPU's bf16 is. Both round every layer's output once
-and accumulate in fp32; a product or a softmax accumulated in bf16, or one more rounding a layer, is more than that."""
+and accumulate in fp32; a product or a softmax accumulated in bf16 is more than that."""
 BF16_NORM_BOUND = 0.03
 """Relative (0.1 to 0.7 percent on a CPU)."""
 GROWTH_BOUND_MIB = 0.01
@@ -59,7 +59,7 @@ def run(setting: Setting, recorder: Recorder) -> None:
     """Report `checks` of the part."""
     folder = setting.scratch / "trainer"
     folder.mkdir(parents=True, exist_ok=True)
-    which = {"kind": "llama", "toy": setting.toy, "small": True}
+    which: dict[str, Any] = {"kind": "llama", "toy": setting.toy, "small": True}
     case = case_of(**which)
     case.write(folder / "policy")
     reference = start_reference(which, folder / "policy", folder)
@@ -79,7 +79,7 @@ def run(setting: Setting, recorder: Recorder) -> None:
             _memory_after_steps(setting, trainer, case, recorder)
         with recorder.guarded("checkpoint"):
             other = build_trainer(case, folder / "policy", "bfloat16", parallel)
-            _checkpoint(trainer, other, folder / "checkpoint", recorder)
+            _checkpoint(trainer, other, case, folder / "checkpoint", recorder)
         _compare_steps(found, reference, folder, setting, recorder)
     finally:
         reference.kill()
@@ -90,9 +90,7 @@ def run(setting: Setting, recorder: Recorder) -> None:
 def _losses(setting: Setting, recorder: Recorder) -> None:
     with recorder.guarded("losses"):
         inputs = loss_parity.loss_inputs(512 if setting.toy else 4096)
-        judge(
-            recorder, "losses", [d for name in LOSSES for d in loss_parity.compare(name, inputs, device.device())]
-        )
+        judge(recorder, "losses", [d for name in LOSSES for d in loss_parity.compare(name, inputs, device.device())])
 
 
 def _packing(trainer: Any, case: Case, recorder: Recorder) -> None:
@@ -136,24 +134,38 @@ def _memory_after_steps(setting: Setting, trainer: Any, case: Case, recorder: Re
     )
 
 
-def _checkpoint(trainer: Any, other: Any, path: Path, recorder: Recorder) -> None:
-    """Save one trainer, load another from it, and compare all that they remember bit by bit."""
-    checkpoint.save(path, trainer, {"written_by": "check-gpu"})
+def _checkpoint(trainer: Any, other: Any, case: Case, path: Path, recorder: Recorder) -> None:
+    """Save one trainer, load another from it, and compare all that they remember bit by bit.
+
+    The other then makes a step, after which every one of its weights must have counted one more.
+    """
+    extra = {"written_by": "check-gpu"}
+    checkpoint.save(path, trainer, extra)
     before = _state(other)
-    extra = checkpoint.load(path, other)
+    found = checkpoint.load(path, other)
     saved, loaded = _state(trainer), _state(other)
     shutil.rmtree(path)
     places = {value.device.type for value in loaded.values() if value.dim()}
     different = [name for name in saved if name not in loaded or not torch.equal(saved[name], loaded[name])]
     moved = any(not torch.equal(before[name], value) for name, value in loaded.items() if name.startswith("weight"))
-    problems = [f"{len(different)} of {len(saved)} tensors differ, first {different[0]}"] if different else []
-    problems += [] if saved.keys() == loaded.keys() else ["other tensors than were saved"]
-    problems += [] if moved else ["loading changed no weight: nothing was shown"]
-    problems += [] if other.steps_made == trainer.steps_made and extra == {"written_by": "check-gpu"} else ["other step"]
-    problems += [] if places == {trainer.parallel.device.type} else [f"tensors on {', '.join(sorted(places))}"]
-    recorder.holds(
-        "checkpoint", not problems, "; ".join(problems) or f"{len(saved)} tensors to the bit, step {other.steps_made}"
-    )
+    other.step(batch_of(trained_samples(case), case.micro_batch_tokens, step=trainer.steps_made + 1))
+    counted, expected = _steps(_state(other)), {step + 1 for step in _steps(saved)}
+    faults = {
+        f"{len(different)} of {len(saved)} tensors differ, first {different[:1]}": bool(different),
+        "other tensors than were saved": saved.keys() != loaded.keys(),
+        "loading changed no weight: nothing was shown": not moved,
+        "other extra data than was saved": found != extra,
+        f"tensors on {', '.join(sorted(places))}": places != {trainer.parallel.device.type},
+        f"after one more step weights have counted {sorted(counted)}, expected {sorted(expected)}": counted
+        != expected,
+    }
+    problems = "; ".join(fault for fault, is_so in faults.items() if is_so)
+    recorder.holds("checkpoint", not problems, problems or f"{len(saved)} tensors to the bit")
+
+
+def _steps(state: dict[str, torch.Tensor]) -> set[int]:
+    """What Adam's counters of steps say."""
+    return {int(value) for name, value in state.items() if name.startswith("step ")}
 
 
 def _state(trainer: Any) -> dict[str, torch.Tensor]:

@@ -1,0 +1,290 @@
+"""Train a shape of full width for a few steps and say how long they took and what memory they wanted.
+
+    python -m megatron_scalerl.check_gpu.shape_run JSON
+
+is a process of its own, so that peaks are clean: it writes NAME.json into a folder. Weights are random, as Megatron
+initialises them; only a config.json is written. Every micro-batch is full.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+GIB = 2**30
+_LLAMA_1B: dict[str, Any] = dict(
+    hidden_size=2048, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8, head_dim=64,
+    vocab_size=128256,
+)  # fmt: skip
+_LLAMA_8B: dict[str, Any] = dict(
+    hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+    vocab_size=128256,
+)  # fmt: skip
+_TOY: dict[str, Any] = dict(
+    hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=512
+)
+_SELECTIVE: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+_FULL: dict[str, Any] = {
+    "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1
+}  # fmt: skip
+WARM_UP = 2
+"""Steps that allocate and compile."""
+MEASURED = (2, 5)
+"""Steps at least, and at most while there is time."""
+_PRODUCTS = 30
+SPARE = 1.1
+"""A shape is built where its predicted memory times this is free."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A policy and its batch."""
+
+    name: str
+    config: Mapping[str, Any]
+    """Of transformers' LlamaConfig, without the layers."""
+    layers: int
+    sequence: int
+    """Tokens of each, an eighth of them its prompt."""
+    tokens: int = 16384
+    """Of a micro-batch."""
+    micro_batches: int = 4
+    recompute: Mapping[str, Any]
+    """In megatron.model."""
+    dtype: str = "bfloat16"
+
+
+SHAPES: dict[str, Shape] = {
+    shape.name: shape
+    for shape in (
+        # Llama-3.1-8B and, with a head of its own, Llama-3.2-1B: their widths, layers as one GPU holds them
+        Shape(name="8b", config=_LLAMA_8B, layers=4, sequence=4096, recompute={}),
+        Shape(name="1b", config=_LLAMA_1B, layers=16, sequence=4096, recompute=_SELECTIVE),
+        Shape(name="8b_recompute", config=_LLAMA_8B, layers=8, sequence=4096, recompute=_FULL),
+        Shape(name="8b_long", config=_LLAMA_8B, layers=4, sequence=16384, recompute={}),
+    )
+}
+"""By name, the one that matters most first."""
+
+
+def toy(shape: Shape) -> Shape:
+    """The shape in seconds on a CPU, in fp32."""
+    return replace(
+        shape, config=_TOY, layers=2, sequence=shape.sequence // 64, tokens=256, micro_batches=2, dtype="float32"
+    )
+
+
+def recipe_of(shape: Shape, folder: Path) -> Any:
+    """The recipe that trains the config.json of `folder`."""
+    from megatron_scalerl.recipe import Recipe
+
+    return Recipe.model_validate(
+        {
+            "name": "check_gpu",
+            "steps": 2,
+            "policy": {"path": str(folder), "dtype": shape.dtype},
+            "prompts": {"path": "none.jsonl"},
+            "trainer": {"micro_batch_tokens": shape.tokens},
+            "megatron": {"model": dict(shape.recompute)},
+        }
+    )
+
+
+def write_config(shape: Shape, folder: Path) -> None:
+    """`folder`/config.json."""
+    from transformers import LlamaConfig
+
+    LlamaConfig(
+        **shape.config, num_hidden_layers=shape.layers, max_position_embeddings=131072, tie_word_embeddings=False,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder)  # fmt: skip
+
+
+def batch_of(shape: Shape) -> Any:
+    """Sequences of random tokens that fill every micro-batch."""
+    from megatron_scalerl.batch import pack
+    from megatron_scalerl.types import Rollout, Sample
+
+    rng = random.Random(0)
+    count = shape.micro_batches * (shape.tokens // shape.sequence)
+    prompt = shape.sequence // 8
+    size, vocab = shape.sequence - prompt, shape.config["vocab_size"]
+    found = []
+    for _ in range(count):
+        rollout = Rollout(
+            token_ids=tuple(rng.choices(range(vocab), k=size)),
+            rollout_logprobs=(-11.0,) * size,
+            policy_versions=(0,) * size,
+            loss_mask=(True,) * size,
+            interrupted=False,
+            truncated=False,
+            thinking_cut=0,
+            seed=0,
+        )
+        found.append(
+            Sample(
+                prompt_token_ids=tuple(rng.choices(range(vocab), k=prompt)), rollout=rollout,
+                advantage=rng.choice((-1.0, 1.0)), token_weight=1.0 / (count * size),
+            )
+        )  # fmt: skip
+    [batch] = pack(found, step=1, dp_size=1, micro_batch_tokens=shape.tokens, pad_multiple=1, policy_version=0)
+    assert len(batch.micro_batches) == shape.micro_batches
+    return batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """What the planner says of a shape."""
+
+    terms: Mapping[str, float]
+    """Bytes."""
+    total: float
+    """Bytes."""
+    parameters: int
+    model_flops: float
+    """A token."""
+    hardware_flops: float
+    """A token, with what is computed again."""
+
+
+def predict(shape: Shape, folder: Path, *, fused: bool, gpu: bool) -> Predicted:
+    """The planner's figures, with its own assumptions of runtime and fragmentation."""
+    from megatron_scalerl.plan.counting import load_family
+    from megatron_scalerl.plan.logit_memory import in_chunk
+    from megatron_scalerl.plan.predict import predict_trainer
+    from megatron_scalerl.plan.work import token_flops
+
+    recipe = recipe_of(shape, folder)
+    found = predict_trainer(
+        recipe, folder, layers="fused" if fused else "plain", device="gpu" if gpu else "cpu",
+        sequence_tokens=shape.sequence,
+    )  # fmt: skip
+    flops = token_flops(recipe, load_family(folder)[0], [shape.sequence])
+    return Predicted(
+        terms={term.name: term.bytes for term in found.terms},
+        total=found.total_bytes,
+        parameters=found.parameters,
+        model_flops=found.model_flops_per_token,
+        hardware_flops=3 * flops.body + flops.again + (3 if in_chunk(recipe) else 4) * flops.head,
+    )
+
+
+def fitting(shape: Shape, folder: Path, free: int, *, fused: bool, gpu: bool) -> tuple[Shape, Predicted, bool]:
+    """The shape with as many layers as have room, at most its own; whether even one has.
+
+    Writes its config.json.
+    """
+    while True:
+        write_config(shape, folder)
+        predicted = predict(shape, folder, fused=fused, gpu=gpu)
+        fits = predicted.total * SPARE <= free
+        if fits or shape.layers == 1:
+            return shape, predicted, fits
+        shape = replace(shape, layers=shape.layers // 2)
+
+
+def gemm_rate(size: int, dtype: Any) -> float:
+    """FLOP/s of a product of two random matrices [size, size] (zeros would be faster)."""
+    import torch
+
+    from megatron_scalerl.trainer import device
+
+    a, b = (torch.randn(size, size, device=device.device(), dtype=dtype) for _ in range(2))
+    for _ in range(3):
+        a @ b
+    device.synchronize()
+    start = time.perf_counter()
+    for _ in range(_PRODUCTS):
+        a @ b
+    device.synchronize()
+    return _PRODUCTS * 2 * size**3 / (time.perf_counter() - start)
+
+
+def used_before() -> int | None:
+    """Bytes that others hold on this process's GPU, before it has touched it; None where the driver cannot say."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+    argv = ["nvidia-smi", "-i", visible, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=True)
+        return int(done.stdout.strip()) * 2**20
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
+def measure(shape: Shape, folder: Path, parallel: Any, others: int | None, deadline: float) -> dict[str, Any]:
+    """Build, train, and read clocks and peaks; `deadline` on the monotonic clock ends the measured steps."""
+    import torch
+
+    from megatron_scalerl.batch import real_tokens
+    from megatron_scalerl.check_gpu.device_memory import forget_peaks, memory
+    from megatron_scalerl.trainer import device
+    from megatron_scalerl.trainer.step import make_trainer
+
+    gpu = device.HAVE_GPU
+    forget_peaks()
+    start = memory()
+    asked = shape.layers
+    shape, predicted, fits = fitting(shape, folder, start.free, fused=device.HAVE_TE, gpu=gpu)
+    result: dict[str, Any] = {
+        "layers": shape.layers, "layers_asked": asked, "predicted": asdict(predicted), "free": start.free,
+        "fits": fits, "fused": device.HAVE_TE,
+    }  # fmt: skip
+    if not fits:
+        return result
+    trainer = make_trainer(recipe_of(shape, folder), parallel, load_weights=False)
+    built = memory().allocated
+    batch = batch_of(shape)
+    seconds: list[float] = []
+    while len(seconds) < WARM_UP + MEASURED[0] or (
+        len(seconds) < WARM_UP + MEASURED[1] and time.monotonic() + seconds[-1] < deadline
+    ):
+        report = trainer.step(replace(batch, step=len(seconds) + 1))
+        seconds.append(report.seconds)
+        print(f"{shape.name} step {report.step}: {report.seconds:.3f} s, loss {report.loss:.5f}", flush=True)
+    end = memory()
+    before = (others or 0) if gpu else start.used
+    runtime = max(0, end.used - before - end.reserved) if gpu else 0
+    dtype = torch.float32 if shape.dtype == "float32" else torch.bfloat16
+    del trainer
+    forget_peaks()
+    return result | {
+        "seconds": seconds,
+        "tokens": real_tokens(batch),
+        "built": built,
+        "peak_allocated": end.peak_allocated,
+        "peak_reserved": end.peak_reserved,
+        "runtime": runtime,
+        "peak": end.peak_reserved + runtime if gpu else end.peak_reserved - before,
+        "others_known": others is not None or not gpu,
+        "total": end.total,
+        "gpu": torch.get_device_module(parallel.device).get_device_name(parallel.device) if gpu else "",
+        "gemm_flops": gemm_rate(8192 if gpu else 512, dtype),
+    }
+
+
+def main() -> None:
+    """The process: `shapes` one after another, which for clean peaks is one."""
+    asked = json.loads(sys.argv[1])
+    deadline = time.monotonic() + asked["measure_s"]
+    others = used_before() if asked["on_gpu"] else None
+    from megatron_scalerl.trainer.parallel import init_parallel
+
+    folder = Path(asked["folder"])
+    parallel = None
+    for given in asked["shapes"]:
+        shape, place = Shape(**given), folder / given["name"]
+        parallel = parallel or init_parallel(recipe_of(shape, place))
+        found = measure(shape, place, parallel, others, deadline)
+        (folder / f"{shape.name}.json").write_text(json.dumps(found), encoding="utf8")
+
+
+if __name__ == "__main__":
+    main()
