@@ -25,9 +25,9 @@ case "$kind" in
   torch-2.11) need_gib=12 versions=(3.12) venv=.venv-torch-2.11 ;;
   *) die "expected 'cpu', 'gpu' or 'torch-2.11', found '${kind:-nothing}'" ;;
 esac
-case "$kind ${*:2}" in
-  "$kind ") ;;
-  "gpu --without-gpu") with_gpu=no ;;
+case "${*:2}" in
+  "") ;;
+  --without-gpu) [ "$kind" = gpu ] || die "$kind: expected no further argument, found '--without-gpu'"; with_gpu=no ;;
   *) die "$kind: expected $([ "$kind" != gpu ] || echo '--without-gpu or ')no further argument, found '${*:2}'" ;;
 esac
 venv="${MSRL_VENV:-$venv}"

@@ -11,7 +11,8 @@ newest=2026-11-21T00:00:00Z
 uv_version=0.13.9
 
 case "${1:-}" in
-  "" | --check) ;;
+  "") ;;
+  --check) ;;
   *) echo "resolve.sh: expected --check or nothing, found '$1'" >&2; exit 2 ;;
 esac
 python="${MSRL_PYTHON:-$(../find_python.sh 3.11 3.12 || true)}"
