@@ -1,6 +1,6 @@
 """tools/install.sh up to its first download, its order of steps, the locks it reads; tests/run.sh's exit code.
 
-Nothing is installed. `stand-in` in a name marks a program that answers in place of a real one: a Python, pip, a driver.
+Nothing is installed. A `stand-in` is a program that answers in place of a real one: a Python, pip, a driver.
 """
 
 import os
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 LOCKS = ROOT / "tools" / "locks"
 GPU_LOCKS = ("gpu-py311.txt", "gpu-py312.txt")
 HASHED = ("torch-2.11.txt", *GPU_LOCKS)
-OURS = "%d.%d" % sys.version_info[:2]
+OURS = ".".join(map(str, sys.version_info[:2]))
 
 
 def script(path, text):
@@ -231,5 +231,6 @@ def test_the_test_command_fails_where_either_tier_fails(checkout, main, second, 
         ["bash", checkout / "tests" / "run.sh"], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == code, done.stderr
-    said = "run.sh: Python 3.12 was left out" if second is None else "second"
-    assert done.stdout.splitlines()[-1].startswith(said) and "main" in done.stdout
+    said = done.stdout.splitlines()
+    assert said[-1] == ("main" if second is None else "second") and "main" in said
+    assert ("run.sh: Python 3.12 is left out: found none with venv" in said) == (second is None)
