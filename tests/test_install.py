@@ -129,6 +129,27 @@ def test_too_little_disk_is_seen_after_a_driver_that_serves(checkout, tmp_path):
     assert said == f"install.sh: expected 30 GiB free at {checkout}, found 7 GiB\n"
 
 
+def test_a_small_temporary_folder(checkout, tmp_path):
+    """On many nodes /tmp is a part of memory, and a wheel of torch or vLLM does not fit."""
+    df = "echo; case $2 in /small) echo 'x 1 0 1048576' ;; *) echo 'x 1 0 99999999' ;; esac\n"
+    path = f"{script(tmp_path / 'bin' / 'df', df).parent}:{os.environ['PATH']}"
+    said = refused(checkout, "cpu", PATH=path, TMPDIR="/small")
+    assert said == "install.sh: expected 4 GiB free at /small, found 1 GiB\n"
+
+
+@pytest.mark.parametrize(("limit", "jobs"), [("max", 8), (str(5 * 2**30), 2), (str(2**30), 1)])
+def test_compilers_fit_into_the_memory_of_a_job(limit, jobs):
+    """8 cores and much memory, with stand-ins for what the machine says; a cgroup may leave less."""
+    code = f"""
+. tools/install_checks.sh
+nproc() {{ echo 8; }}
+awk() {{ echo 100; }}
+cat() {{ echo {limit}; }}
+compilers_at_a_time"""
+    done = subprocess.run(["bash", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{jobs}\n"
+
+
 PIP = """
 if [ "$1 $2" = "-m pip" ]; then
   {{ echo "== $*"; env | grep -E '^(PIP_CONSTRAINT|PYTHONPATH|NVTE|CPATH|CUDA_HOME|MAX_JOBS)' | sort

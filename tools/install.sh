@@ -48,6 +48,7 @@ fi
 check_venv "$venv"
 [ "$kind" != gpu ] || check_cuda "$with_gpu"
 check_disk "$venv" "$need_gib"
+check_disk "${TMPDIR:-/tmp}/." 4  # pip unpacks there
 
 rm -f "$venv"/.installed-*
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || die "$python could not make $venv"
