@@ -12,6 +12,7 @@
 #
 # Further arguments go to pytest. The exit code is not 0 where any test failed.
 set -euo pipefail
+{ # read to its end before it runs: a file may change while this takes its minutes
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 fast=(-m "not slow and not full")
@@ -50,3 +51,4 @@ code=0
 echo "run.sh: the fast tier under Python 3.12"
 (python_3_12 "$second") || code=$((code ? code : $?))
 exit "$code"
+}
