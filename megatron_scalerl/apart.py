@@ -9,14 +9,20 @@ from __future__ import annotations
 import json
 import multiprocessing
 import signal
+import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 Say = Callable[[dict[str, Any]], None]
 """Sends an event, a mapping that JSON can hold, to the caller."""
-FAILED = "failed"
-"""Key of the last event where the work did not end well; its value says why, in one line."""
+FAILED, USERS = "failed", "users"
+"""Keys of the last event where the work did not end well: why, in one line, and whether it was a ValueError."""
+
+LOOK_S = 1.0
+"""Between two looks whether the process still runs."""
+CLOSING_S = 30.0
+"""For a process that has said its last to end, a GPU's driver with it."""
 
 
 def events(
@@ -33,30 +39,37 @@ def events(
     child = context.Process(target=_work, args=(work, arguments, sender))
     child.start()
     sender.close()
-    told = silent = False
+    told = False
     try:
-        while not told:
-            ready = wait([receiver, child.sentinel], patience_s)
-            if receiver not in ready:  # dead, with another process that still holds the pipe; or silent
-                silent = not ready
-                break
-            try:
-                event = json.loads(receiver.recv_bytes())
-            except EOFError:
-                break
-            told = FAILED in event
-            yield event
-        if silent:
-            yield {FAILED: f"nothing heard for {patience_s:g} s"}
-            return
-        child.join(patience_s)
-        if child.exitcode != 0 and not told:
+        while not told and (heard := _next(receiver, child, patience_s)) is not None:
+            told = FAILED in heard
+            yield heard
+        if child.is_alive():
+            child.join(CLOSING_S)
+        if not told and child.exitcode != 0:
             yield {FAILED: f"its process ended with {_exit(child.exitcode)}"}
     finally:
         if child.is_alive():
             child.kill()
         child.join()
         receiver.close()
+
+
+def _next(receiver: Connection, child: Any, patience_s: float) -> dict[str, Any] | None:
+    """The next event; None where no more can come. A silent process is killed, and its end is the event."""
+    end = time.monotonic() + patience_s
+    while not receiver.poll(min(LOOK_S, patience_s)):
+        # a process that it started may hold the pipe open when it is gone
+        if not child.is_alive() and not receiver.poll():
+            return None
+        if time.monotonic() > end:
+            child.kill()
+            return {FAILED: f"nothing heard for {patience_s:g} s"}
+    try:
+        found: dict[str, Any] = json.loads(receiver.recv_bytes())
+    except EOFError:
+        return None
+    return found
 
 
 def _exit(code: int | None) -> str:
@@ -72,7 +85,7 @@ def _work(work: Callable[..., None], arguments: tuple[Any, ...], sender: Connect
     try:
         work(*arguments, say)
     except ValueError as error:  # a user's error: one line is enough
-        say({FAILED: _one_line(error)})
+        say({FAILED: _one_line(error), USERS: True})
         raise SystemExit(2) from error
     except BaseException as error:
         say({FAILED: f"{type(error).__name__}: {_one_line(error)}"})

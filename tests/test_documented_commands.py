@@ -33,7 +33,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?:^ {4}.*\n)+", re.MULTILINE)
-WORDS = r"python|bash|source|megatron-scalerl|examples/\S+\.sh|tests/run\.sh|tools/\S+\.sh"
+WORDS = r"python|bash|source|docker|apptainer|megatron-scalerl|examples/\S+\.sh|tests/run\.sh|tools/\S+\.sh"
 COMMAND = re.compile(rf"(?:\w+=\S+ )*(?:{WORDS})(?: |$)")
 SHOWN = {
     "diagram": r" prompts ─► rollouts",
@@ -42,6 +42,7 @@ SHOWN = {
     "the planner's output": r"scalerl_\w+ on \d+ x ",  # compared below
     "a formula": r"    R\(C\) = ",
     "a folder": r"\.metadata metadata\.json",
+    "builds of other projects": r"git clone |MAX_JOBS=\d+ pip install ",
 }
 """What is no code: kind -> how the block begins."""
 
@@ -181,13 +182,24 @@ def check_script(script, words):
     assert all(re.search(rf"^\s*{re.escape(word)}\)", text, re.MULTILINE) for word in words if word[:2] == "--")
 
 
+def check_container(argv, place):
+    """An image is built from the file that is there; what runs in it is a command like any other."""
+    if argv[1] == "build":
+        assert (ROOT / "Dockerfile").is_file() if argv[0] == "docker" else (ROOT / argv[-1]).is_file()
+    else:
+        image = next(i for i, word in enumerate(argv) if re.fullmatch(r"megatron-scalerl(\.sif)?", word))
+        check_command(argv[image + 1 :], place)
+
+
 def check_command(argv, place):
     """Raises, or fails, where a documented command could not be given as it stands."""
     if argv[0] == "source":
-        assert argv[1] == ".venv/bin/activate" and "-m venv .venv" in (ROOT / "tools" / "install.sh").read_text()
+        assert argv[1] == ".venv/bin/activate" and "\nvenv=.venv\n" in (ROOT / "tools" / "install.sh").read_text()
     elif argv[0].endswith(".sh") or argv[0] == "bash":
         script, *words = argv[argv[0] == "bash" :]
         check_script(script, words)
+    elif argv[0] in ("docker", "apptainer"):
+        check_container(argv, place)
     elif argv[0] == "megatron-scalerl" or argv[:3] == ["python", "-m", "megatron_scalerl"]:
         if words := argv[1:] if argv[0] == "megatron-scalerl" else argv[3:]:
             found = _parse(words)

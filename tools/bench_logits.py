@@ -36,7 +36,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_scalerl.apart import FAILED, Say, events
 from megatron_scalerl.environment import explained
 
 SHAPES = {"cpu": (4096, 1024, 32768), "gpu": (16384, 4096, 128256)}
@@ -63,10 +62,11 @@ with explained():
     import torch
     from torch import Tensor
 
+    from megatron_scalerl.apart import FAILED, USERS, Say, events
     from megatron_scalerl.logits.contenders import CCE, CHUNK, NAIVE, SIXTH, THIRD, Contender, contenders_on
 
 CHECKED_TOKENS = 64
-PATIENCE_S = 300.0
+PATIENCE_S = 180.0
 """A contender that takes longer for one step, compilation included, has failed."""
 
 
@@ -229,24 +229,24 @@ def apart(options: argparse.Namespace, work: Callable[..., None], what: Any) -> 
 def measured(options: argparse.Namespace, names: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(GEMM rate and machine, a line for each name) of contenders that share a process.
 
-    Whoever ends the process gets a line that says why, and the others begin anew without it. Raises ValueError where
-    it ends before anybody began.
+    Whoever ends the process gets a line that says why, and the others begin anew without it. Where the first process
+    ends before anybody began, raises ValueError for a user's error and RuntimeError for others.
     """
     head: dict[str, Any] = {"gemm_tflops": None, "machine": None}
     lines: dict[str, dict[str, Any]] = {}
     while left := [name for name in names if name not in lines]:
-        begun, why = None, "it ended without a result"
+        begun, why, users = None, "it ended without a result", False
         for event in apart(options, group, left):
-            begun, why = event.get("begin", begun), event.get(FAILED, why)
+            begun, why, users = event.get("begin", begun), event.get(FAILED, why), event.get(USERS, users)
             if "line" in event:
                 lines[event["line"]["contender"]] = event["line"]
             elif "machine" in event:
                 head = event
-        if begun is None:
-            raise ValueError(why)
-        if any(name not in lines for name in left):
-            blamed = begun if begun not in lines else next(name for name in left if name not in lines)
-            lines[blamed] = line_of(blamed, f"failed: {why}")
+        if begun is None and not lines:
+            raise ValueError(why) if users else RuntimeError(why)
+        missing = [name for name in left if name not in lines]
+        blamed = missing if begun is None else [begun] if begun in missing else missing[:1]
+        lines |= {name: line_of(name, f"failed: {why}") for name in blamed}
     for line in lines.values():
         if options.device == "cpu" and line["status"] == "measured":
             for event in apart(options, memory, line["contender"]):
@@ -318,8 +318,8 @@ def main(options: argparse.Namespace) -> None:
     everybody = contenders(options)
     try:
         head, lines = measured(options, [c.name for c in everybody if not c.peer])
-    except ValueError as error:
-        parser().exit(2, f"bench_logits: {error}\n")
+    except (ValueError, RuntimeError) as error:
+        parser().exit(2 if isinstance(error, ValueError) else 1, f"bench_logits: {error}\n")
     shape = {name: getattr(options, name) for name in ("device", "rounds", "tokens", "hidden", "vocab", "threads")}
     for line in ({"bench": "logits", "dtype": "bfloat16", **shape, **_rounded(head)}, *lines):
         print(json.dumps(line), flush=True)
@@ -336,7 +336,7 @@ def peer_line(options: argparse.Namespace, contender: Contender) -> dict[str, An
         return line_of(contender.name, f"not installed ({contender.package})")
     try:
         return measured(options, [contender.name])[1][0]
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         return line_of(contender.name, f"failed: {error}")
 
 

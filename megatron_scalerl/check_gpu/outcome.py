@@ -31,6 +31,8 @@ Reference = subprocess.Popen[bytes]
 DTYPES = ("float32", "bfloat16")
 POLICY = "policy"
 """Folder of the policy that both processes train."""
+_NEED_A_GPU = ("transformer_engine", "apex")
+"""Megatron-Core takes their optimisers wherever it can import them, on a CPU too, where they do not work."""
 RATE_ENDS = 6
 """Steps from the next one on have a learning rate of 0: they compute a gradient and leave the weights."""
 
@@ -118,6 +120,8 @@ def start_reference(which: Mapping[str, Any], folder: Path) -> Reference:
 def main() -> None:
     """The CPU's process."""
     asked = json.loads(sys.argv[1])
+    for package in _NEED_A_GPU:
+        sys.modules[package] = None  # type: ignore[assignment]
     from megatron_scalerl.check_gpu.cases import case_of
     from megatron_scalerl.trainer.parallel import init_parallel
 

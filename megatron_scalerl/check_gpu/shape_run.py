@@ -148,6 +148,8 @@ class Predicted:
     """Bytes."""
     total: float
     """Bytes."""
+    moving: float
+    """Bytes that come and go with a micro-batch, of which the planner's `fragmentation` is a share."""
     parameters: int
     model_flops: float
     """A token."""
@@ -157,23 +159,19 @@ class Predicted:
 
 def predict(shape: Shape, folder: Path, *, fused: bool, gpu: bool) -> Predicted:
     """The planner's figures, with its own assumptions of runtime and fragmentation."""
-    from megatron_scalerl.plan.counting import load_family
-    from megatron_scalerl.plan.logit_memory import in_chunk
     from megatron_scalerl.plan.predict import predict_trainer
-    from megatron_scalerl.plan.work import token_flops
 
-    recipe = recipe_of(shape, folder)
     found = predict_trainer(
-        recipe, folder, layers="fused" if fused else "plain", device="gpu" if gpu else "cpu",
+        recipe_of(shape, folder), folder, layers="fused" if fused else "plain", device="gpu" if gpu else "cpu",
         sequence_tokens=shape.sequence,
     )  # fmt: skip
-    flops = token_flops(recipe, load_family(folder)[0], [shape.sequence])
     return Predicted(
         terms={term.name: term.bytes for term in found.terms},
         total=found.total_bytes,
+        moving=found.moving_bytes,
         parameters=found.parameters,
         model_flops=found.model_flops_per_token,
-        hardware_flops=3 * flops.body + flops.again + (3 if in_chunk(recipe) else 4) * flops.head,
+        hardware_flops=found.hardware_flops_per_token,
     )
 
 

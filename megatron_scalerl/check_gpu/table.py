@@ -121,7 +121,7 @@ PARTS: tuple[Part, ...] = (
         limit_s=180,
         package="vllm",
         checks=("start", "fp32 head", "trainer parity", "interruption", "secret", "pause", "update", "probe",
-                "routed experts"),
+                "routed experts", "decode rate"),
     ),
     Part(
         name="loop",

@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_scalerl.launch.fleet import Devices, Fleet, engine_gpus
@@ -21,6 +22,7 @@ from megatron_scalerl.rendezvous import FolderRendezvous, private_folder
 from megatron_scalerl.rollouts.engine import EngineInfo, EngineProcess
 from megatron_scalerl.run_folder import RunFolder
 from megatron_scalerl.trainer.client import TrainerClient
+from megatron_scalerl.trainer.device import environment
 from megatron_scalerl.weights.transport import resolve_transport
 
 T = TypeVar("T")
@@ -64,7 +66,15 @@ class LocalLauncher:
     async def start(self) -> Fleet:
         """Start everything and wait until it is ready. Raises what went wrong first."""
         for rank in range(self._recipe.trainer.world_size):
-            self._trainers.append(await self._start_rank(rank))
+            self._trainers.append(
+                await start_rank(
+                    self._recipe,
+                    self._client,
+                    rank=rank,
+                    recipe_file=self._folder.recipe_file,
+                    log=self._folder.path / "logs" / f"trainer-{rank}.log",
+                )
+            )
         self._watches = [asyncio.create_task(p.died(), name=p.name) for p in self._trainers]
         self._starts = [asyncio.create_task(engine.start(), name=engine.name) for engine in self._engines]
         info, _ = await self.while_alive(
@@ -122,20 +132,20 @@ class LocalLauncher:
         finally:
             self._client.close()
 
-    async def _start_rank(self, rank: int) -> ChildProcess:
-        env = self._client.worker_env(rank) | {
-            "LOCAL_RANK": str(rank),
-            "MSRL_RECIPE": str(self._folder.recipe_file),
-            "OMP_NUM_THREADS": str(self._recipe.trainer.threads),
-            # upstream says at every import that Transformer Engine and apex are absent
-            "PYTHONWARNINGS": "ignore::UserWarning,ignore::FutureWarning",
-        }
-        return await ChildProcess.start(
-            f"trainer-{rank}",
-            [sys.executable, "-m", "megatron_scalerl.trainer.worker"],
-            os.environ | env,
-            self._folder.path / "logs" / f"trainer-{rank}.log",
-        )
+
+async def start_rank(
+    recipe: Recipe, client: TrainerClient, *, rank: int, recipe_file: Path, log: Path
+) -> ChildProcess:
+    """Start one trainer rank, which reads `recipe_file` and joins `client`."""
+    env = client.worker_env(rank) | {
+        "LOCAL_RANK": str(rank),
+        "MSRL_RECIPE": str(recipe_file),
+        "OMP_NUM_THREADS": str(recipe.trainer.threads),
+        # upstream says at every import that Transformer Engine and apex are absent
+        "PYTHONWARNINGS": "ignore::UserWarning,ignore::FutureWarning",
+    }
+    argv = [sys.executable, "-m", "megatron_scalerl.trainer.worker"]
+    return await ChildProcess.start(f"trainer-{rank}", argv, environment(recipe) | os.environ | env, log)
 
 
 @contextlib.asynccontextmanager

@@ -32,6 +32,8 @@ def token_logprobs(
     entropy: Entropy = "none",
     vocab_size: int | None = None,
     loss_mask: Tensor | None = None,
+    places: Tensor | None = None,
+    trusted: bool = False,
     grad_logits: GradLogits = "bf16",
     sequence_parallel: bool = False,
     main_grad: bool | None = None,
@@ -50,6 +52,9 @@ def token_logprobs(
     `vocab_size` (the true size, default all) are padding and have probability 0.
 
     `loss_mask` [T] bool: only its tokens are computed; elsewhere targets may hold anything, and results are 0.
+    `places` [C] int64 says the same by their places, each once: a host that knows them need not wait for a GPU that
+    counts a mask. `trusted`: the caller has checked targets and temperatures, and that all ranks hold the same; what
+    tensors hold is then neither checked nor compared, and nothing is read back from the device.
     `grad_logits`: how the gradient of bf16 logits enters GEMMs, see `Projection.grad_logits`; fp32 and fp64
     operands keep theirs. `sequence_parallel`: hidden is this rank's [T/p, H] share, gathered here, and its gradient
     is reduce-scattered in fp32. `main_grad` True adds the weight's gradient straight to weight.main_grad, as
@@ -67,6 +72,8 @@ def token_logprobs(
         entropy=entropy,
         vocab_size=vocab_size,
         loss_mask=loss_mask,
+        places=places,
+        trusted=trusted,
         grad_logits=grad_logits,
         sequence_parallel=sequence_parallel,
         main_grad=main_grad,
@@ -88,6 +95,8 @@ def token_loss(
     entropy: Entropy = "none",
     vocab_size: int | None = None,
     loss_mask: Tensor | None = None,
+    places: Tensor | None = None,
+    trusted: bool = False,
     grad_logits: GradLogits = "bf16",
     sequence_parallel: bool = False,
     main_grad: bool | None = None,
@@ -111,6 +120,8 @@ def token_loss(
         entropy=entropy,
         vocab_size=vocab_size,
         loss_mask=loss_mask,
+        places=places,
+        trusted=trusted,
         grad_logits=grad_logits,
         sequence_parallel=sequence_parallel,
         main_grad=main_grad,

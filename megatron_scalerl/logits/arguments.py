@@ -34,6 +34,8 @@ class Settings:
     entropy: Entropy
     vocab_size: int | None
     loss_mask: Tensor | None
+    places: Tensor | None
+    trusted: bool
     grad_logits: GradLogits
     sequence_parallel: bool
     main_grad: bool | None
@@ -48,10 +50,10 @@ def checked(hidden: Tensor, weight: Tensor, targets: Tensor, settings: Settings,
     try:
         call = _call(hidden, weight, targets, settings, group, in_chunks=in_chunks)
     except ValueError as error:
-        if group is None:
+        if group is None or settings.trusted:
             raise
         problem = str(error)
-    if group is not None:
+    if group is not None and not settings.trusted:
         _agree(group, hidden.device, problem, {} if call is None else _shared(call, hidden, weight))
     assert call is not None
     return call
@@ -76,10 +78,11 @@ def _call(
     true_size = rows * size if settings.vocab_size is None else settings.vocab_size
     if not 0 < true_size <= rows * size:
         raise ValueError(f"vocab_size: expected 1 to {rows * size} ({rows} rows on {size} ranks), found {true_size}")
-    kept = None if settings.loss_mask is None else settings.loss_mask.nonzero()[:, 0]
-    wanted = targets if kept is None else targets[kept]
-    _check_targets(wanted, kept, true_size)
-    scale = torch.as_tensor(1.0 / settings.temperature, device=hidden.device)
+    kept = settings.places if settings.loss_mask is None else settings.loss_mask.nonzero()[:, 0]
+    wanted = targets if kept is None else targets.index_select(0, kept)
+    if not settings.trusted:
+        _check_targets(wanted, kept, true_size)
+    scale = _scale(settings.temperature, hidden.device)
     scale = scale.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32).detach()
     call = Call(
         backend=choose_backend(settings.backend, hidden.device, hidden.dtype),
@@ -88,7 +91,7 @@ def _call(
         tokens=tokens,
         kept=kept,
         targets=wanted,
-        scale=scale if kept is None or scale.dim() == 0 else scale[kept],
+        scale=scale if kept is None or scale.dim() == 0 else scale.index_select(0, kept),
         first=rank * rows,
         count=max(0, min(rows, true_size - rank * rows)),
         round_logits=settings.logits == "model",
@@ -100,6 +103,13 @@ def _call(
     )
     _check_workspace(call, hidden, weight, settings.workspace_mb, in_chunks=in_chunks)
     return call
+
+
+def _scale(temperature: float | Tensor, device: torch.device) -> Tensor:
+    """1 / temperature on `device`; a number is filled in there, where a copy of it would be waited for."""
+    if isinstance(temperature, Tensor):
+        return (1.0 / temperature).to(device)
+    return torch.full((), 1.0 / temperature, device=device)
 
 
 def _check_options(settings: Settings) -> None:
@@ -132,13 +142,19 @@ def _check_tokens(tokens: int, targets: Tensor, settings: Settings, shares: int)
         raise ValueError(f"expected targets [{tokens}], found {list(targets.shape)}{per_rank}")
     if targets.dtype != torch.int64:
         raise ValueError(f"targets: expected int64, found {targets.dtype}")
-    mask, temperature = settings.loss_mask, settings.temperature
+    mask, places, temperature = settings.loss_mask, settings.places, settings.temperature
+    if places is not None and (mask is not None or places.dim() != 1 or places.dtype != torch.int64):
+        given = "beside loss_mask" if mask is not None else f"{list(places.shape)} in {places.dtype}"
+        raise ValueError(f"expected places [C] in int64 in the place of loss_mask, found {given}")
     if mask is not None and (list(mask.shape) != [tokens] or mask.dtype != torch.bool):
         raise ValueError(f"expected loss_mask [{tokens}] in bool, found {list(mask.shape)} in {mask.dtype}")
     if isinstance(temperature, Tensor) and list(temperature.shape) not in ([], [tokens]):
         raise ValueError(f"expected temperature a number or [{tokens}], found {list(temperature.shape)}")
-    if not bool((torch.as_tensor(temperature) > 0).all()):
-        raise ValueError(f"temperature: expected above 0, found {float(torch.as_tensor(temperature).min())}")
+    if not isinstance(temperature, Tensor):
+        if not temperature > 0:
+            raise ValueError(f"temperature: expected above 0, found {float(temperature)}")
+    elif not settings.trusted and not bool((temperature > 0).all()):
+        raise ValueError(f"temperature: expected above 0, found {float(temperature.min())}")
 
 
 def _check_targets(targets: Tensor, kept: Tensor | None, vocabulary: int) -> None:

@@ -65,10 +65,13 @@ class Projection:
         return self.scale if self.scale.dim() == 0 else self.scale[:, None]
 
     def owned(self, columns: slice) -> tuple[Tensor, Tensor]:
-        """Tokens whose target lies in these columns of this rank, and the target's place in the block."""
+        """[T] whether the token's target lies in these columns of this rank, and [T, 1] its place in the block.
+
+        The place is some column of the block where it does not.
+        """
+        width = columns.stop - columns.start
         local = self.targets - (self.first + columns.start)
-        rows = ((local >= 0) & (local < columns.stop - columns.start)).nonzero()[:, 0]
-        return rows, local[rows]
+        return (local >= 0) & (local < width), local.clamp(0, width - 1)[:, None]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -236,8 +236,8 @@ def _tiles(z: Tensor) -> Iterator[slice]:
 def _row_statistics(p: Projection, cols: slice, z: Tensor) -> Tensor:
     """[4, T] of a block; leaves z - m in it."""
     out = no_columns(p.tokens, z, p.accumulator)
-    rows, columns = p.owned(cols)
-    out[3, rows] = z[rows, columns]
+    owned, column = p.owned(cols)
+    out[3] = torch.where(owned, z.gather(1, column)[:, 0], out[3])
     for tile in _tiles(z):
         zt = z[tile]
         m, largest = zt.max(dim=1)
@@ -253,7 +253,7 @@ def _to_gradient(p: Projection, cols: slice, z: Tensor, given: TokenGradients, l
     """Turns z (or z - m) into dz in place; `log_total` [T] is what makes it the log-probability."""
     g = given.grad_logprob * p.scale
     g_entropy = None if given.grad_entropy is None else given.grad_entropy * p.scale
-    rows, columns = p.owned(cols)
+    owned, column = p.owned(cols)
     for tile in _tiles(z):
         log_p = z[tile].sub_(log_total[tile, None])
         if g_entropy is None:
@@ -262,11 +262,10 @@ def _to_gradient(p: Projection, cols: slice, z: Tensor, given: TokenGradients, l
         p_tile = log_p.exp()
         log_p.add_(given.entropy[tile, None]).mul_(g_entropy[tile, None]).add_(g[tile, None]).mul_(p_tile).neg_()
     # 1 - p of the target without cancellation.
-    dz = -torch.expm1(given.logprob[rows]) * g[rows]
+    dz = -torch.expm1(given.logprob) * g
     if g_entropy is not None:
-        logprob = given.logprob[rows]
-        dz -= g_entropy[rows] * logprob.exp() * (logprob + given.entropy[rows])
-    z[rows, columns] = dz
+        dz -= g_entropy * given.logprob.exp() * (given.logprob + given.entropy)
+    z.scatter_(1, column, torch.where(owned, dz, z.gather(1, column)[:, 0])[:, None])
 
 
 def _add_gradients(

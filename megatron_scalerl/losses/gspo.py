@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 def sequence_mean_log_ratio(inputs: LossInputs) -> Tensor:
     """[N] mean of the log ratio over the loss-mask tokens of the position's sequence, 0 off the loss mask."""
-    sequences = int(inputs.sequence_ids.max()) + 1 if inputs.sequence_ids.numel() else 0
     token = log_ratio(inputs)
-    zeros = token.new_zeros(sequences)
+    # Room for as many sequences as positions: to count them the host would have to wait for the device.
+    zeros = token.new_zeros(token.shape)
     total = zeros.index_add(0, inputs.sequence_ids, token)
     length = zeros.index_add(0, inputs.sequence_ids, inputs.loss_mask.to(token.dtype))
     mean = (total / length.clamp(min=1.0))[inputs.sequence_ids]

@@ -28,7 +28,7 @@ class LossInputs:
     token_weights: Tensor
     """[N] float32: weight in the sum, see `reduction.token_weights`."""
     sequence_ids: Tensor
-    """[N] int64: number of the sequence that the position belongs to, from 0."""
+    """[N] int64: number of the sequence that the position belongs to, from 0; below N, as no sequence is empty."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -124,8 +124,7 @@ def check_number(name: str, value: object) -> float:
     [f] = [f for f in described() if f.name == name]
     low, high, closed = f.metadata["range"]
     wanted = f"a number {'of at least' if closed else 'above'} {low:g}" + (f" and at most {high:g}" if high else "")
-    number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else float("nan")
-    inside = (number >= low if closed else number > low) and number <= (high or 1e308)
-    if not inside:
-        raise ValueError(f"expected {wanted}, found {value!r}")
-    return number
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else float("nan")
+    if not (low <= number <= (high or 1e308)) or (number == low and not closed):
+        raise ValueError(f"expected {wanted}, found {repr(value)[:60]}")
+    return float(number)

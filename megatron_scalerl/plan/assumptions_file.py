@@ -168,9 +168,10 @@ class _Loader(yaml.SafeLoader):
 def _mapping_once(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[str] = set()
     for key, _ in node.value:
-        if key.value in seen:
-            raise yaml.constructor.ConstructorError(None, None, f"the key {key.value} twice", key.start_mark)
-        seen.add(str(key.value))
+        name = str(key.value)
+        if name in seen:
+            raise yaml.constructor.ConstructorError(None, None, f"the key {name} twice", key.start_mark)
+        seen.add(name)
     return loader.construct_mapping(node, deep=True)
 
 

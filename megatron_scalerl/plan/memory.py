@@ -36,6 +36,8 @@ class Term:
 
     name: str
     bytes: float
+    moving: bool = False
+    """Comes and goes with a micro-batch: what `Assumptions.fragmentation` is a share of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,18 +111,23 @@ def _stage_memory(
     stays, logits = 0.0, 0.0
     if stage == layout.pp - 1:
         stays, logits = logit_bytes(recipe, family, layout, tokens_of(recipe, layout), kernels=kernels)
+    work = max(logits, layer_work)
+    moving = saved + stays + work
     if kernels.device == "cpu":
         cache = CPU_KERNEL_CACHE_BYTES if p.expert and recipe.policy.dtype == "bfloat16" else 0
         rest = Term(name="runtime", bytes=CPU_RUNTIME_BYTES + cache)
     else:
-        loss = assumed.fragmentation * (saved + stays + max(logits, layer_work))
+        loss = assumed.fragmentation * moving
         rest = Term(name="CUDA, NCCL, fragmentation", bytes=assumed.runtime_gib * GIB + loss)
-    work = Term(name="logit workspace" if logits > layer_work else "one layer's work", bytes=max(logits, layer_work))
-    held = Term(name="gradients of the logits' inputs", bytes=stays)
-    terms = (*static, Term(name="saved activations", bytes=saved), held, work, rest)
-    if kernels == PLAIN_ON_GPU:
-        idle = saved + stays + max(logits, layer_work)  # given back before the optimiser steps
-        terms += (Term(name="optimizer's step above that", bytes=max(0.0, 4 * _sharded(layout, p) - idle)),)
+    terms = (
+        *static,
+        Term(name="saved activations", bytes=saved, moving=True),
+        Term(name="gradients of the logits' inputs", bytes=stays, moving=True),
+        Term(name="logit workspace" if logits > layer_work else "one layer's work", bytes=work, moving=True),
+        rest,
+    )
+    if kernels == PLAIN_ON_GPU:  # what moves has been given back before the optimiser steps
+        terms += (Term(name="optimizer's step above that", bytes=max(0.0, 4 * _sharded(layout, p) - moving)),)
     return RankMemory(stage=stage, parameters=p, terms=terms)
 
 

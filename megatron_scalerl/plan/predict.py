@@ -24,11 +24,18 @@ class TrainerPrediction:
     """Of that rank."""
     model_flops_per_token: float
     """Of the whole policy, forward and backward, each weight once."""
+    hardware_flops_per_token: float
+    """With what is computed again; tokens a second times this over the GPUs' peak is `dense_utilisation`."""
 
     @property
     def total_bytes(self) -> float:
         """The peak of memory."""
         return sum(term.bytes for term in self.terms)
+
+    @property
+    def moving_bytes(self) -> float:
+        """What comes and goes with a micro-batch, of which `fragmentation` is a share."""
+        return sum(term.bytes for term in self.terms if term.moving)
 
 
 def predict_trainer(
@@ -50,9 +57,11 @@ def predict_trainer(
     layout = layout_of(recipe, family, recipe.trainer.world_size)
     kernels = Kernels(layers=layers, device=device)
     ranks = trainer_memory(recipe, family, layout, assumed or Assumptions(), kernels=kernels)
+    flops = token_flops(recipe, family, [sequence_tokens])
     fullest = max(ranks, key=lambda rank: rank.total)
     return TrainerPrediction(
         terms=fullest.terms,
         parameters=fullest.parameters.total,
-        model_flops_per_token=token_flops(recipe, family, [sequence_tokens]).model,
+        model_flops_per_token=flops.model,
+        hardware_flops_per_token=flops.hardware(recipe),
     )

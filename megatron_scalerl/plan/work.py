@@ -61,6 +61,10 @@ class TokenFlops:
         """Forward and backward, each weight once."""
         return 3 * (self.body + self.head)
 
+    def hardware(self, recipe: Recipe) -> float:
+        """Forward and backward with what is computed again: layers under recompute, logits outside a chunk's loss."""
+        return 3 * self.body + self.again + (3 if in_chunk(recipe) else 4) * self.head
+
 
 def step_work(
     recipe: Recipe, family: Family, p: Parameters, layout: Layout, gpu: Gpu, lengths: Lengths, assumed: Assumptions
@@ -71,7 +75,7 @@ def step_work(
     trained = assumed.kept_share * (generated + completions * assumed.prompt_tokens)
     flops = token_flops(recipe, family, [n + assumed.prompt_tokens for n in lengths.tokens])
     utilisation = assumed.moe_utilisation if p.experts else assumed.dense_utilisation
-    hardware = trained * (3 * flops.body + flops.again + (3 if in_chunk(recipe) else 4) * flops.head)
+    hardware = trained * flops.hardware(recipe)
     micro_batches = max(1.0, trained / layout.dp / (recipe.micro_batch_tokens * assumed.packing))
     bubble = (layout.pp - 1) / (micro_batches * layout.chunks)
     computed = hardware / (layout.world_size * gpu.bf16_flops * utilisation) * (1 + bubble)

@@ -49,6 +49,27 @@ def install(*, without: Collection[str] = ()) -> None:
             patch()
 
 
+WITHOUT_TE = (
+    "router_gemm", "adamw_state_before_first_step", "adamw_step_of_loaded_state", "adamw_step_per_parameter",
+)
+"""Patches for faults of Megatron-Core that have nothing to do with CPUs: they show wherever Transformer Engine is
+absent."""
+
+
+def install_without_te() -> None:
+    """The patches of WITHOUT_TE, for GPUs without Transformer Engine; those of AdamW where it is PyTorch's.
+
+    Raises ValueError where Megatron-Core's version is another one.
+    """
+    check_version()
+    if _undo:
+        return
+    torch_adamw = _core("optimizer").USING_PYTORCH_OPTIMIZER
+    for name in WITHOUT_TE:
+        if torch_adamw or not name.startswith("adamw"):
+            PATCHES[name]()
+
+
 def uninstall() -> None:
     """Puts everything back as upstream has it."""
     while _undo:
@@ -330,18 +351,23 @@ def adamw_step_of_loaded_state() -> None:
 
 @_patch
 def adamw_step_per_parameter() -> None:
-    """After a load every parameter counts its own steps.
+    """After a load every parameter counts its own steps, beside its weights where AdamW is fused.
 
-    optimizer/distrib_optimizer.py:817-821 gives all parameters one shared `step` tensor, which torch's AdamW
-    then advances once per parameter: the bias correction is silently wrong after a resume.
+    optimizer/distrib_optimizer.py:817-821 gives all parameters one shared `step` tensor in host memory, which torch's
+    AdamW then advances once per parameter: the bias correction is silently wrong after a resume.
     """
     optimizer_class = _core("optimizer.distrib_optimizer").DistributedOptimizer
     original = optimizer_class.load_state_dict
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        fused = [group.get("fused") for group in self.optimizer.param_groups]
         original(self, state_dict)
-        for state in self.optimizer.state.values():
-            if torch.is_tensor(state.get("step")):
-                state["step"] = state["step"].clone()
+        for group, was_fused in zip(self.optimizer.param_groups, fused):
+            group["fused"] = was_fused
+            for parameter in group["params"]:
+                state = self.optimizer.state.get(parameter, {})
+                if torch.is_tensor(state.get("step")):
+                    place = parameter.device if was_fused else CPU
+                    state["step"] = state["step"].to(place, copy=True)
 
     _set(optimizer_class, "load_state_dict", load_state_dict)

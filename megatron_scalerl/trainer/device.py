@@ -10,11 +10,17 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
+from megatron_scalerl.parallel_layout import sizes_of
 from megatron_scalerl.trainer import cpu_compat
+
+if TYPE_CHECKING:
+    from megatron_scalerl.recipe import Recipe
 
 HAVE_GPU: bool = torch.cuda.is_available()
 """True where PyTorch sees a GPU. Hide GPUs (CUDA_VISIBLE_DEVICES=) to run the CPU path on a GPU machine."""
@@ -35,7 +41,7 @@ def _has_apex() -> bool:
 
 
 HAVE_APEX: bool = _has_apex()
-"""True where NVIDIA's apex serves fused norms and Adam when Transformer Engine is absent."""
+"""True where NVIDIA's apex serves Adam when Transformer Engine is absent."""
 
 
 def device() -> torch.device:
@@ -55,35 +61,87 @@ def backend() -> str:
     return "nccl" if HAVE_GPU else "gloo"
 
 
-def prepare(*, threads: int, deterministic: bool) -> torch.device:
+def environment(recipe: Recipe) -> dict[str, str]:
+    """What a trainer process has to find in its environment before it starts CUDA; nothing without a GPU.
+
+    Launchers give it where the user has not set a variable; `prepare` does the same for processes of their own. Each
+    with its source: docs/cuda.md.
+    """
+    if not HAVE_GPU:
+        return {}
+    found = {}
+    sizes = sizes_of(recipe.megatron.parallel)
+    overlapped_experts = recipe.megatron.model.get("overlap_moe_expert_parallel_comm")
+    if (sizes.tp > 1 or sizes.cp > 1) and not overlapped_experts:
+        found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if not recipe.megatron.ddp.get("nccl_ub") and "PYTORCH_ALLOC_CONF" not in os.environ:
+        # The older of its two names: Megatron-Core looks for this one.
+        found["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    if recipe.trainer.deterministic:
+        found |= {
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+            "NCCL_ALGO": "Ring",
+        }
+    return found
+
+
+def prepare(recipe: Recipe) -> torch.device:
     """Readies this process for training and returns its device; call it once before the model is built.
 
-    On a CPU it installs the compatibility patches and sets `threads`; on a GPU it selects the device and
-    turns TF32 off, so that fp32 products are fp32 products. Raises ValueError where Megatron-Core has a
-    version that the patches were not written for, and for layers in MSRL_LAYERS that cannot be had here.
+    On a CPU it installs the compatibility patches and sets the recipe's threads; on a GPU it completes the
+    environment, selects the device and turns TF32 off, so that fp32 products are fp32 products. Raises ValueError
+    where Megatron-Core has a version that the patches were not written for, for layers in MSRL_LAYERS that cannot be
+    had here, and for an environment in which a deterministic run would not be one.
     """
     if LAYERS not in (("", "plain", "te") if _CAN_TE else ("", "plain")):
         where = "" if _CAN_TE else ", or te where Transformer Engine is installed and a GPU visible"
         raise ValueError(f"MSRL_LAYERS: expected plain{where or ' or te'}, found {LAYERS!r}")
     if HAVE_GPU:
+        for name, value in environment(recipe).items():
+            os.environ.setdefault(name, value)
         torch.cuda.set_device(device())
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
+        if not HAVE_TE:
+            cpu_compat.install_without_te()
+        if recipe.trainer.deterministic:
+            _set_deterministic()
     else:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(recipe.trainer.threads)
         cpu_compat.install()
-    if deterministic:
-        set_deterministic()
     return device()
 
 
-def set_deterministic() -> None:
-    """Makes kernels deterministic on GPUs, at a cost; CPU kernels used here always are."""
-    if not HAVE_GPU:
-        return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+_DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
+    "NCCL_ALGO": ("Tree", "Ring", "CollnetDirect", "CollnetChain", "^NVLS"),
+}
+"""Values with which a run on GPUs is deterministic; NCCL's are those of Megatron-LM's --deterministic-mode."""
+
+
+def _set_deterministic() -> None:
+    for name, values in _DETERMINISTIC.items():
+        if os.environ[name] not in values:
+            raise ValueError(
+                f"environment: {name}: expected {' or '.join(values)} with trainer.deterministic, found "
+                f"{os.environ[name]}"
+            )
     torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def meet_peers() -> None:
+    """On GPUs, the first collective of the world: ranks that cannot reach each other fail here, not in a step.
+
+    Without it NCCL's communicator of the world is made when the first step ends. `init_process_group(device_id=)`
+    would make it at once, too, and is not used: PyTorch then splits the world's communicator for every subgroup and
+    asks ranks outside it to take part whatever the subgroup's backend is, while members of a gloo group, of which
+    Megatron makes several, do not (torch/distributed/distributed_c10d.py:2040-2057 of 2.13).
+    """
+    if HAVE_GPU:
+        dist.all_reduce(torch.zeros(1, device=device()))
+        torch.cuda.synchronize()
 
 
 def seed_everything(seed: int) -> None:

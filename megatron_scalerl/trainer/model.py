@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
@@ -25,10 +24,11 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer.device import HAVE_TE
 from megatron_scalerl.trainer.layers import routing
 from megatron_scalerl.trainer.layers.context import Share, share_of
-from megatron_scalerl.trainer.layers.packing import packed_row
+from megatron_scalerl.trainer.layers.packing import PackedRow, Plan, packed_row
 from megatron_scalerl.trainer.layers.spec import block_submodules
 from megatron_scalerl.trainer.options import ModelOptions, ddp_config, model_options
 from megatron_scalerl.trainer.parallel import Parallel, virtual_pipeline_size
+from megatron_scalerl.trainer.staging import staged
 from megatron_scalerl.weights.source import load_hf
 
 
@@ -80,7 +80,7 @@ class PolicyModel(GPTModel):
         self,
         tokens: Tensor,
         position_ids: Tensor,
-        cu_seqlens: Tensor,
+        cu_seqlens: Tensor | None,
         targets: Tensor | None = None,
         *,
         temperature: float = 1.0,
@@ -88,6 +88,7 @@ class PolicyModel(GPTModel):
         expert_choices: Tensor | None = None,
         loss_mask: Tensor | None = None,
         loss: ChunkLoss | None = None,
+        plan: Plan | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Log-probabilities of `targets` and entropies, [2, N] fp32, nats, on the last stage.
 
@@ -98,20 +99,26 @@ class PolicyModel(GPTModel):
         (`layers.routing`), None: every router chooses itself. Earlier stages return hidden states. All ranks of a
         tensor-, context- or pipeline-parallel group get the same arguments. With context parallelism each computes
         its share of the row and gets the whole row's result; of `loss`, its share's.
+
+        With `plan` (what the method made of the row, staged) cu_seqlens and loss_mask are not read, and nothing is
+        read back from a device: the caller has checked the targets, on all ranks (`trainer.agreement`).
         """
-        share = self._share(cu_seqlens)
-        hidden = self.hidden_states(share, tokens, position_ids, expert_choices)
+        known = plan is not None
+        if plan is None:
+            assert cu_seqlens is not None
+            plan = self._plan_of(cu_seqlens, position_ids, loss_mask)
+        share = plan.share
+        hidden = self.hidden_states(plan, tokens, expert_choices)
         if not self.post_process:
             return hidden
         assert targets is not None and targets.shape == (share.length,)
-        if loss_mask is None and share.places is not None:
-            loss_mask = torch.ones_like(targets, dtype=torch.bool)
         options = dict(
             self.projection,
             temperature=temperature,
             entropy=entropy,
-            loss_mask=None if loss_mask is None else share.of_row(loss_mask),
+            places=plan.places,
             targets=share.of_row(targets),
+            trusted=known,
         )
         if loss is None:
             pair = self.output_layer(partial(token_logprobs, hidden[:, 0], **options))
@@ -121,24 +128,41 @@ class PolicyModel(GPTModel):
         taken, *pair = self.output_layer(partial(token_loss, hidden[:, 0], loss=loss, **options))
         return taken, share.whole(torch.stack(pair, dim=1)).t()
 
-    def hidden_states(
-        self, share: Share, tokens: Tensor, position_ids: Tensor, expert_choices: Tensor | None = None
-    ) -> Tensor:
+    def plan(self, starts: list[int], position_ids: Tensor, loss_mask: Tensor | None) -> Plan:
+        """How this rank computes a row, from numbers and tensors of the host and into tensors of the host.
+
+        `starts` (S+1 numbers) as cu_seqlens, position_ids and loss_mask [N]; loss_mask None: all tokens count.
+        """
+        share = share_of(
+            starts,
+            rank=self.parallel.cp_rank,
+            size=self.parallel.cp_size,
+            group=self.parallel.groups.cp,
+            divisor=row_divisor(self.config),
+        )
+        positions = position_ids if share.position_ids is None else share.position_ids
+        chunk = self.family.attention_chunk_size
+        packed = packed_row(share.starts, positions, chunk=chunk, fused=HAVE_TE, share=share)
+        if loss_mask is None and share.places is not None:
+            loss_mask = torch.ones(share.length, dtype=torch.bool)
+        places = None if loss_mask is None else share.of_row(loss_mask).nonzero()[:, 0]
+        return Plan(share=share, packed=packed, places=places)
+
+    def hidden_states(self, plan: Plan, tokens: Tensor, expert_choices: Tensor | None = None) -> Tensor:
         """[n, 1, H] states of this rank's tokens after this stage's layers.
 
         Under sequence parallelism n is cut further over the tensor-parallel ranks.
         """
-        positions = position_ids[0] if share.position_ids is None else share.position_ids
+        share, row = plan.share, plan.packed
+        assert row.position_ids is not None
         tokens = share.of_row(tokens[0])[None]
-        chunk = self.family.attention_chunk_size
-        cu_seqlens = torch.tensor(share.starts, dtype=torch.int32)
-        row = packed_row(cu_seqlens, positions, chunk=chunk, fused=HAVE_TE, share=share)
         if expert_choices is not None:
             size = self.parallel.tp_size if self.config.sequence_parallel else 1
             rank = self.parallel.tp_rank if self.config.sequence_parallel else 0
             choices = share.of_row(expert_choices, fill=routing.UNKNOWN)
             row.expert_choices = routing.of_rank(choices, rank=rank, size=size)
-        embedded = self.embedding(input_ids=tokens, position_ids=positions[None]) if self.pre_process else None
+        positions = row.position_ids[None]
+        embedded = self.embedding(input_ids=tokens, position_ids=positions) if self.pre_process else None
         return self.decoder(
             hidden_states=embedded,
             attention_mask=None,
@@ -149,11 +173,11 @@ class PolicyModel(GPTModel):
     @torch.no_grad()
     def full_logits(self, tokens: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor | None:
         """[N, vocab] fp32 logits of the whole vocabulary, for probes and tests; None before the last stage."""
-        share = self._share(cu_seqlens)
-        hidden = self.hidden_states(share, tokens, position_ids)
+        plan = self._plan_of(cu_seqlens, position_ids, None)
+        hidden = self.hidden_states(plan, tokens)
         if not self.post_process:
             return None
-        hidden = self._whole_row(hidden, share)
+        hidden = self._whole_row(hidden, plan.share)
 
         def project(weight: Tensor) -> Tensor:
             return (hidden @ weight.t()).float() if self.logits == "model" else hidden.float() @ weight.float().t()
@@ -178,27 +202,27 @@ class PolicyModel(GPTModel):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return share.whole(hidden[:, 0])
 
-    def _share(self, cu_seqlens: Tensor) -> Share:
-        """This rank's tokens, filled up so that context and sequence parallelism can cut the row evenly."""
-        return share_of(
-            cu_seqlens.tolist(),
-            rank=self.parallel.cp_rank,
-            size=self.parallel.cp_size,
-            group=self.parallel.groups.cp,
-            divisor=self.parallel.tp_size if self.config.sequence_parallel else 1,
-            device=cu_seqlens.device,
-        )
+    def _plan_of(self, cu_seqlens: Tensor, position_ids: Tensor, loss_mask: Tensor | None) -> Plan:
+        """The plan of a row that is on the device already, which has to be read back."""
+        mask = None if loss_mask is None else loss_mask.cpu()
+        return staged(self.plan(cu_seqlens.tolist(), position_ids[0].cpu(), mask), cu_seqlens.device)
 
-    def _rotary_angles(self, row: PackedSeqParams) -> Tensor:
+    def _rotary_angles(self, row: PackedRow) -> Tensor:
         """[n, 1, 1, d] angles per token; for Transformer Engine [longest, 1, 1, d], which it indexes itself."""
         frequencies = self.rotary_pos_emb.inv_freq
         if row.qkv_format == "thd":
-            positions = torch.arange(row.max_seqlen_q, device=frequencies.device)
+            positions = torch.arange(row.longest, device=frequencies.device)
         else:
+            assert row.position_ids is not None
             positions = row.position_ids
         half = positions.float()[:, None] * frequencies
         pairs = torch.repeat_interleave(half, 2, dim=-1) if self.config.rotary_interleaved else half.repeat(1, 2)
         return pairs[:, None, None, :]
+
+
+def row_divisor(config: Any) -> int:
+    """What a share's tokens must be a multiple of: the tensor-parallel size under sequence parallelism."""
+    return config.tensor_model_parallel_size if config.sequence_parallel else 1
 
 
 def _loss_of_row(loss: ChunkLoss, row_places: Tensor, logprobs: Tensor, entropies: Tensor, places: Tensor) -> Tensor:

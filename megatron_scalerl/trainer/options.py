@@ -65,6 +65,7 @@ def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOp
             )
     gpt = {**family.gpt, **{k: v for k, v in given.items() if k in _GPT_KEYWORDS}}
     settings = {**_common(), **_device_settings(), **family.transformer, "variable_seq_lengths": parallel.pp_size > 1}
+    settings["deterministic_mode"] = HAVE_GPU and recipe.trainer.deterministic
     settings |= _moe_settings() if family.transformer.get("num_moe_experts") else {}
     settings |= {k: v for k, v in given.items() if k in known}
     if parallel.cp_size > 1 and parallel.pp_size > 1 and not settings["variable_seq_lengths"]:
@@ -187,6 +188,8 @@ def _device_settings() -> dict[str, Any]:
         bias_dropout_fusion=HAVE_TE,
         moe_grouped_gemm=HAVE_TE,
         moe_permute_fusion=HAVE_TE,
+        # True waits for the whole device after every exchange between stages, for a fault of old PyTorch versions.
+        batch_p2p_sync=not HAVE_GPU,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -74,10 +75,13 @@ def init_parallel(recipe: Recipe, rendezvous: Rendezvous | None = None) -> Paral
     keywords = checked_keywords(recipe)
     rank, world_size = _place_in_world(recipe.trainer.world_size, rendezvous)
     check_world(sizes_of(keywords), world_size)
-    place = device.prepare(threads=recipe.trainer.threads, deterministic=recipe.trainer.deterministic)
+    place = device.prepare(recipe)
     if not dist.is_initialized():
         _join(rank, world_size, rendezvous, timedelta(seconds=recipe.trainer.step_timeout_s))
-    parallel_state.initialize_model_parallel(**keywords)
+        device.meet_peers()
+    # Megatron's own groups would give up after 30 minutes, whatever the recipe says of a step.
+    minutes = max(1, math.ceil(recipe.trainer.step_timeout_s / 60))
+    parallel_state.initialize_model_parallel(**{"distributed_timeout_minutes": minutes, **keywords})
     device.seed_everything(recipe.seed)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     return Parallel(rank=rank, world_size=world_size, device=place, groups=groups, **_coordinates(groups))

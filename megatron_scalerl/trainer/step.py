@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,14 +22,18 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megatron_scalerl.batch import pad_to, real_tokens, scoring_micro_batches, sequence_ids
+from megatron_scalerl.batch import pad_to, real_tokens, scoring_micro_batches
 from megatron_scalerl.losses import SEPARABLE, LossInputs, LossOutput, make_loss
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe_sections import OptimizerSection
 from megatron_scalerl.trainer import device
+from megatron_scalerl.trainer.agreement import agree, check_tokens
 from megatron_scalerl.trainer.model import build_policy, unwrap
 from megatron_scalerl.trainer.optimizer import build_optimizer
 from megatron_scalerl.trainer.parallel import Parallel
+from megatron_scalerl.trainer.pipeline import known_shapes
+from megatron_scalerl.trainer.row import Row, host_row
+from megatron_scalerl.trainer.staging import staged
 from megatron_scalerl.trainer.tally import Tally
 from megatron_scalerl.types import Batch, MicroBatch, StepReport
 
@@ -47,31 +50,6 @@ def constant_with_warmup(section: OptimizerSection) -> Schedule:
         return section.lr * min(1.0, step / section.warmup_steps) if section.warmup_steps else section.lr
 
     return rate
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Row:
-    """One micro-batch as tensors on the device."""
-
-    tokens: Tensor
-    position_ids: Tensor
-    cu_seqlens: Tensor
-    targets: Tensor
-    loss_mask: Tensor
-    rollout_logprobs: Tensor
-    advantages: Tensor
-    token_weights: Tensor
-    staleness: Tensor
-    sequence_ids: Tensor
-    expert_choices: Tensor | None = None
-
-    def loss_inputs(self, trainer_logprobs: Tensor, places: Tensor | None = None) -> LossInputs:
-        """What a loss reads, of all positions or of those at `places` [C], whose log-probabilities are given."""
-        names = ("rollout_logprobs", "advantages", "loss_mask", "token_weights", "sequence_ids")
-        columns = {name: getattr(self, name) for name in names}
-        if places is not None:
-            columns = {name: values[places] for name, values in columns.items()}
-        return LossInputs(trainer_logprobs=trainer_logprobs, **columns)
 
 
 class Trainer:
@@ -117,9 +95,11 @@ class Trainer:
     def step(self, batch: Batch) -> StepReport:
         """Forward, backward and one optimiser step on this rank's batch.
 
-        Raises RuntimeError when loss or gradient norm is not finite; the weights are then spoilt.
+        Raises ValueError for tokens outside the vocabulary, RuntimeError where ranks that have to hold the same batch
+        do not, and when loss or gradient norm is not finite; the weights are then spoilt.
         """
         begin = time.monotonic()
+        self._check(batch.micro_batches, step=batch.step)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -162,10 +142,11 @@ class Trainer:
         )
         found: list[Tensor] = []
 
-        def collect(row: _Row, output: Tensor) -> _MegatronLoss:
-            found.append(output[0][row.loss_mask].detach())
+        def collect(row: Row, output: Tensor) -> _MegatronLoss:
+            found.append(output[0].index_select(0, row.places).detach())
             return output.new_zeros(()), {}
 
+        self._check(rows, step=self.steps_made)
         with torch.no_grad():
             self._schedule(rows, collect, train=False)
         sizes = [len(ids) - 1 for ids in token_ids]
@@ -196,22 +177,22 @@ class Trainer:
         return ids[len(token_ids) :]
 
     def _train_loss(
-        self, tally: Tally, count: int, row: _Row, output: Tensor | tuple[Tensor, Tensor]
+        self, tally: Tally, count: int, row: Row, output: Tensor | tuple[Tensor, Tensor]
     ) -> _MegatronLoss:
         """Our sum over one of `count` micro-batches, times what Megatron will divide by."""
         taken, pair = output if isinstance(output, tuple) else (None, output)
         inputs = row.loss_inputs(pair[0])
         result = self._loss(inputs)
-        tally.add(inputs, result, pair[1].detach(), row.staleness)
+        tally.add(inputs, result, pair[1].detach(), row.staleness, row.places)
         # A new tensor, since the schedule divides what it gets in place.
         return (result.loss if taken is None else taken) * (count * self._averaged_ranks), {}
 
-    def _chunk_loss(self, row: _Row, logprobs: Tensor, entropies: Tensor, places: Tensor) -> Tensor:
+    def _chunk_loss(self, row: Row, logprobs: Tensor, entropies: Tensor, places: Tensor) -> Tensor:
         """Our sum over some of a row's tokens."""
         return self._loss(row.loss_inputs(logprobs, places)).loss
 
     def _schedule(
-        self, micro_batches: Sequence[MicroBatch], loss: Callable[[_Row, Tensor], Any], *, train: bool
+        self, micro_batches: Sequence[MicroBatch], loss: Callable[[Row, Tensor], Any], *, train: bool
     ) -> None:
         """Run the micro-batches through Megatron's schedule for this pipeline."""
         size = max(len(m.tokens) for m in micro_batches)
@@ -220,16 +201,17 @@ class Trainer:
             micro_batches = [pad_to(m, size) for m in micro_batches]
 
         def forward(rows: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-            row = self._to_device(next(rows))
+            # On the host, while the device is busy with what was queued before.
+            row = staged(host_row(next(rows), unwrap(model).plan), self.parallel.device)
             output = model(
                 row.tokens[None],
                 row.position_ids[None],
-                row.cu_seqlens,
+                None,
                 row.targets,
                 temperature=self._temperature,
                 expert_choices=row.expert_choices,
-                loss_mask=row.loss_mask,
                 loss=partial(self._chunk_loss, row) if train and self._loss_in_chunk else None,
+                plan=row.plan,
             )
             return output, partial(loss, row)
 
@@ -244,13 +226,12 @@ class Trainer:
             seq_length=size,
             micro_batch_size=1,
             forward_only=not train,
+            **known_shapes(micro_batches, self._config, self.parallel),
         )
 
-    def _to_device(self, m: MicroBatch) -> _Row:
-        place = self.parallel.device
-        arrays = {name: getattr(m, name) for name in m.__dataclass_fields__}
-        columns = {name: torch.from_numpy(array).to(place) for name, array in arrays.items() if array is not None}
-        return _Row(**columns, sequence_ids=torch.from_numpy(sequence_ids(m)).to(place))
+    def _check(self, micro_batches: Sequence[MicroBatch], *, step: int) -> None:
+        check_tokens(micro_batches, unwrap(self.chunks[0]).family.vocab_size)
+        agree(micro_batches, self.parallel, step=step)
 
 
 def _finalize(model: list[Any], num_tokens: Tensor | None = None, **keywords: Any) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_scalerl.losses.inputs import LossInputs, LossOutput, log_ratio
+from megatron_scalerl.trainer.staging import staged
 
 STALENESS_BUCKETS: tuple[tuple[str, int], ...] = (("0", 0), ("1", 1), ("2", 2), ("3_4", 4), ("5_8", 8))
 """Name and largest staleness (optimiser steps) of each bucket; what is older falls in `over_8`."""
@@ -29,24 +30,28 @@ class Tally:
     def __init__(self, place: torch.device) -> None:
         self._sums = torch.zeros(len(_SUMS) + 2 * len(_BUCKETS), dtype=torch.float64, device=place)
         self._maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=place)
-        self._edges = torch.tensor([last for _, last in STALENESS_BUCKETS], dtype=torch.int32, device=place)
+        self._edges = staged(torch.tensor([last for _, last in STALENESS_BUCKETS], dtype=torch.int32), place)
 
     @torch.no_grad()
-    def add(self, inputs: LossInputs, output: LossOutput, entropy: Tensor, staleness: Tensor) -> None:
-        """Count one micro-batch: `entropy` [N] nats, `staleness` [N] optimiser steps, -1 off the loss mask."""
-        mask = inputs.loss_mask
-        log_ratios = log_ratio(inputs)[mask].double()
-        mismatch = (inputs.trainer_logprobs - inputs.rollout_logprobs)[mask].abs().double()
-        weights = output.is_weights[mask].double()
-        age = staleness[mask]
+    def add(
+        self, inputs: LossInputs, output: LossOutput, entropy: Tensor, staleness: Tensor, places: Tensor
+    ) -> None:
+        """Count one micro-batch: `entropy` [N] nats, `staleness` [N] optimiser steps, -1 off the loss mask.
+
+        `places` [K] int64 is where the loss mask is True: a mask as an index would make the host count it first.
+        """
+        log_ratios = log_ratio(inputs).index_select(0, places).double()
+        mismatch = (inputs.trainer_logprobs - inputs.rollout_logprobs).index_select(0, places).abs().double()
+        weights = output.is_weights.index_select(0, places).double()
+        age = staleness.index_select(0, places)
         totals = [
             output.loss.detach().double(),
-            mask.sum().double(),
+            inputs.loss_mask.sum().double(),
             mismatch.new_zeros(()),
-            entropy[mask].sum(dtype=torch.float64),
+            entropy.index_select(0, places).sum(dtype=torch.float64),
             mismatch.sum(),
             (log_ratios.expm1() - log_ratios).sum(),
-            output.capped[mask].sum().double(),
+            output.capped.index_select(0, places).sum().double(),
             weights.sum(),
             weights.square().sum(),
             age.sum().double(),
@@ -66,14 +71,15 @@ class Tally:
         token is counted twice. `tokens` is what that rank's batch holds with prompts, summed under that name;
         `seconds` this rank's wall time, of which the maximum comes back.
         """
-        self._sums[_SUMS.index("tokens")] = tokens
+        self._sums[_SUMS.index("tokens")].fill_(tokens)
         if not counts:
             self._sums.zero_()
-        self._maxima[3] = seconds
+        self._maxima[3].fill_(seconds)
         if dist.get_world_size() > 1:
             dist.all_reduce(self._sums)
             dist.all_reduce(self._maxima, op=dist.ReduceOp.MAX)
-        return _named(self._sums.tolist(), self._maxima.tolist())
+        found = torch.cat([self._sums, self._maxima]).tolist()
+        return _named(found[: len(self._sums)], found[len(self._sums) :])
 
 
 def _named(sums: list[float], maxima: list[float]) -> dict[str, float]:

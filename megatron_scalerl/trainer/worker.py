@@ -12,6 +12,7 @@ gone ends it with 3, at once and in the middle of a step, so that no orphan hold
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -20,7 +21,7 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import zmq
@@ -34,6 +35,9 @@ from megatron_scalerl.weights.connection import Connection
 
 GREETING_TIMEOUT_S = 60.0
 """Seconds for the controller to answer a greeting; with a wrong secret it never does."""
+LEAVE_S = 10.0
+"""Seconds that the message of a failure may take on its way to the controller."""
+EXIT_FAILED = 1
 EXIT_ORPHAN = 3
 EXIT_REFUSED = 4
 
@@ -130,8 +134,10 @@ class ControllerLink:
 
     def _exit_when_alone(self) -> None:
         # A thread of its own, because the main one computes for minutes without looking at its socket.
-        recv_monitor_message(self._monitor)
+        with contextlib.suppress(zmq.ContextTerminated):
+            recv_monitor_message(self._monitor)
         if self._leaving.is_set():
+            self._monitor.close(linger=0)
             return
         print(f"trainer rank {self._settings.rank}: the controller has gone, exiting", file=sys.stderr, flush=True)
         os._exit(EXIT_ORPHAN)
@@ -146,6 +152,19 @@ class ControllerLink:
             return
         line = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
         self.send(wire.Failed(rank=self._settings.rank, error=line))
+
+    def exit_now(self, status: int) -> NoReturn:
+        """End the process without what an interpreter does at its end, once the controller has what was sent.
+
+        Process groups wait in their destructors: for peers that wait in a collective, and with NCCL for a GPU that
+        may never answer.
+        """
+        self._leaving.set()
+        self._socket.close(linger=int(LEAVE_S * 1000))
+        self._context.term()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 class Worker:
@@ -277,8 +296,12 @@ def main() -> int:
     except RefusedError as error:
         print(f"trainer rank {settings.rank}: {error}", file=sys.stderr)
         return EXIT_REFUSED
-    with link:
-        serve(link, settings, listening)
+    try:
+        with link:
+            serve(link, settings, listening)
+    except BaseException:
+        traceback.print_exc()
+        link.exit_now(EXIT_FAILED)
     return 0
 
 

@@ -6,6 +6,7 @@ The faults stand in for a device that computes wrongly; everything else is real.
 """
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,10 @@ from megatron_scalerl.check_gpu.setting import Setting
 
 
 def trainer(setting, faulty):
-    """A loss in bf16 where fp32 is asked for, attention that sees the sequences before, a load that changes one weight by one unit."""
+    """A loss in bf16, attention that sees the sequences before, a load that changes one weight by one unit.
+
+    The CPU's process finds a Transformer Engine that cannot be imported.
+    """
     from megatron_scalerl.check_gpu import loss_parity
     from megatron_scalerl.check_gpu.parts.trainer import run
     from megatron_scalerl.trainer import checkpoint
@@ -45,7 +49,11 @@ def trainer(setting, faulty):
     dapo, loss_parity.LOSSES["dapo"] = loss_parity.LOSSES["dapo"], in_bf16
     layout, packing.layout = packing.layout, one_sequence
     whole, checkpoint.load = checkpoint.load, load
-    run(replace(setting, folder=setting.folder + "/faulty"), faulty)
+    folder = Path(setting.folder, "faulty")
+    (folder / "transformer_engine").mkdir(parents=True)
+    (folder / "transformer_engine" / "__init__.py").write_text("raise OSError('no GPU')\n")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ["PYTHONPATH"]])
+    run(replace(setting, folder=str(folder)), faulty)
 
 
 def families(setting, faulty):

@@ -48,6 +48,7 @@ def test_the_list_names_every_part_and_imports_no_torch(tmp_path):
     assert done.returncode == 0 and [line.split()[0] for line in done.stdout.splitlines()] == [p.name for p in PARTS]
 
 
+@pytest.mark.slow
 def test_a_second_call_keeps_what_the_first_found(tmp_path):
     """A real part each; --planner refuses figures that no GPU has measured; another --out is no report of these."""
     assert check_gpu("--rehearse", "--only", "environment", cwd=tmp_path).returncode == 0

@@ -51,9 +51,9 @@ def test_a_crash_a_torn_line_and_a_raise_end_their_part_alone(tmp_path):
 
 
 def test_a_hang_ends_at_its_limit_with_all_its_children(tmp_path):
-    [result] = results([part("hang", rehearsal_s=8)], tmp_path)
+    [result] = results([part("hang", rehearsal_s=3)], tmp_path)
     assert statuses(result) == ["passed", "not run"]
-    assert result.end == "ended at its limit of 8 s; last line of the log: about to hang"
+    assert result.end == "ended at its limit of 3 s; last line of the log: about to hang"
     assert gone(int((tmp_path / "scratch" / "child.pid").read_text()))
 
 

@@ -47,6 +47,9 @@ def release() -> None:
 
 def many(jobs: list[tuple[str, str, dict[str, int], int, dict[str, Any]]]) -> dict[str, Any]:
     """For each (name, policy, layout, number of samples, sections): two steps, as this rank saw them."""
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    P2PCommunicator._communicate_shapes = None  # stages know the shapes; asking for one is an error
     found = {}
     for name, policy, parallel, count, sections in jobs:
         trainer = trainer_of(recipe(policy, parallel, **sections))

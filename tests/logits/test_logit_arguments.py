@@ -88,6 +88,41 @@ def test_without_loss_a_target_may_be_anything() -> None:
     assert token_logprobs(H, W, with_target(2, -100), loss_mask=mask)[0][2] == 0.0
 
 
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_places_say_what_a_mask_says(in_chunks: bool) -> None:
+    mask = torch.tensor([True, False, True, True, False, False, True])
+    found = []
+    for where in (dict(loss_mask=mask), dict(places=mask.nonzero()[:, 0], trusted=True)):
+        h, w = (x.clone().requires_grad_() for x in (H, W))
+        if in_chunks:
+            loss, *pair = token_loss(h, w, Y, lambda lp, e, i: (lp * (i + 1)).sum(), entropy="metric", **where)
+        else:
+            pair = list(token_logprobs(h, w, Y, entropy="metric", **where))
+            loss = (pair[0] * torch.arange(1, 8)).sum()
+        found.append([loss.detach(), *(x.detach() for x in pair), *torch.autograd.grad(loss, (h, w))])
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
+def test_places_stand_in_the_place_of_a_mask() -> None:
+    places = torch.arange(3)
+    with pytest.raises(ValueError, match=r"expected places \[C\] in int64 in the place of loss_mask, found beside"):
+        token_logprobs(H, W, Y, places=places, loss_mask=torch.ones(7, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"expected places .*found \[3\] in torch.int32"):
+        token_logprobs(H, W, Y, places=places.int())
+
+
+def test_what_a_caller_vouches_for_is_not_looked_at() -> None:
+    """On the meta device looking would be an error; shapes are still checked."""
+    h, w, y, temperature = (x.to("meta") for x in (H, W, Y, torch.ones(7)))
+    for places in (None, torch.arange(3, device="meta")):
+        found, _ = token_logprobs(h, w, y, places=places, temperature=temperature, trusted=True)
+        assert found.shape == (7,)
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        token_logprobs(h, w, y)
+    with pytest.raises(ValueError, match=r"expected targets \[7\], found \[6\]"):
+        token_logprobs(h, w, y[:6], trusted=True)
+
+
 def test_a_loss_in_the_chunk_needs_room_for_a_whole_row() -> None:
     h, w, y = problem(tokens=8, hidden=2, vocab=5000, dtype=torch.float32)
     token_logprobs(h, w, y, workspace_mb=0.01)

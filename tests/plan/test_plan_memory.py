@@ -12,9 +12,12 @@ from megatron_scalerl.plan.assumptions import Assumptions
 from megatron_scalerl.plan.counting import count, load_family
 from megatron_scalerl.plan.engine import engine_memory
 from megatron_scalerl.plan.hardware import GIB, GPUS
-from megatron_scalerl.plan.kernels import FUSED, Kernels
+from megatron_scalerl.plan.kernels import FUSED, PLAIN_ON_GPU, Kernels
 from megatron_scalerl.plan.layout import layout_of
+from megatron_scalerl.plan.lengths import Lengths
 from megatron_scalerl.plan.memory import trainer_memory
+from megatron_scalerl.plan.predict import predict_trainer
+from megatron_scalerl.plan.work import step_work
 from megatron_scalerl.recipe_file import load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +74,83 @@ def test_saved_bytes_of_a_dense_layer_by_hand():
     assert fused.total == 2 * (2 * h + 2 * h + h + h + 2 * kv + 3 * f) + 4 * 32 + 2 * 4
     halved = layer_bytes(shape, layout, width=2, kernels=FUSED, imbalance=1.0)
     assert halved.total == fused.total / 2  # TP 2 with sequence parallelism
+
+
+def test_plain_layers_on_a_gpu_keep_what_layers_and_device_say():
+    """Padded copies, angles and five widths as on a CPU; norms, runtime and logits as on a GPU."""
+    _, family, _, _ = plan_of()
+    shape = shape_of(family, family.layers[0])
+    recipe = load_recipe(ROOT / "recipes" / "scalerl_llama3_8b.yaml",
+                         ["megatron.parallel={}", "megatron.model={}", "trainer.world_size=1"])  # fmt: skip
+    one = layout_of(recipe, family, 1)
+    h, kv, f, tokens = 4096, 1024, 14336, 16_512
+    layer = layer_bytes(shape, one, width=2, kernels=PLAIN_ON_GPU, imbalance=1.0).total
+    assert layer == 2 * (2 * h + 2 * h + h + 4 * 128 + 2 * h + 2 * kv + 5 * f) + 2 * 4 + 4 * 32
+    cpu = Kernels(layers="plain", device="cpu")
+    on_cpu = layer_bytes(shape, one, width=2, kernels=cpu, imbalance=1.0).total
+    assert on_cpu - layer == 2 * (8 * h - 2 * h)
+    [gpu], [fused], [cpu] = (
+        trainer_memory(recipe, family, one, Assumptions(), kernels=kernels) for kernels in (PLAIN_ON_GPU, FUSED, cpu)
+    )
+    plain = terms(gpu)
+    assert plain["saved activations"] == tokens * (32 * layer + (h * 2 + 4) + h * 2 + 8 + 8)
+    assert plain["gradients of the logits' inputs"] == terms(fused)["gradients of the logits' inputs"]
+    loss = plain["CUDA, NCCL, fragmentation"] - 3 * GIB
+    assert loss == pytest.approx(0.08 * moving(gpu)) and "runtime" not in plain
+    assert plain["optimizer's step above that"] == 0 and "runtime" in terms(cpu)
+
+
+def moving(rank):
+    return sum(term.bytes for term in rank.terms if term.moving)
+
+
+def test_pytorchs_optimiser_may_be_the_peak_of_a_gpu():
+    """AdamW over all its weights at once takes 4 bytes for each, when the activations are gone."""
+    whole = ["megatron.parallel={}", "trainer.world_size=1", "trainer.micro_batch_tokens=512",
+             "megatron.model={recompute_granularity: full}"]  # fmt: skip
+    _, _, _, [rank] = plan_of(*whole, kernels=PLAIN_ON_GPU)
+    _, _, _, [fused] = plan_of(*whole)
+    assert terms(rank)["optimizer's step above that"] + moving(rank) == 4 * 8_030_261_248
+    assert 0 < moving(rank) < sum(term.bytes for term in rank.terms)
+    assert "optimizer's step above that" not in terms(fused)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "said"),
+    [
+        ("scalerl_llama3_8b", ["policy.dtype=float32"], "policy.dtype: expected bfloat16 with plain layers"),
+        ("scalerl_llama3_8b_32k", [], "context_parallel_size: expected 1 with plain layers on a GPU .*, found 2"),
+    ],
+)
+def test_attention_that_keeps_its_scores_is_not_counted(name, overrides, said):
+    with pytest.raises(ValueError, match=said):
+        plan_of(*overrides, name=name, kernels=PLAIN_ON_GPU)
+
+
+def test_transformer_engine_needs_a_gpu():
+    with pytest.raises(ValueError, match="layers: expected plain on a CPU"):
+        Kernels(layers="fused", device="cpu")
+
+
+def test_a_prediction_is_the_plans():
+    """The fullest rank, and the model FLOPs that the plan's step has."""
+    recipe, family, layout, [rank] = plan_of()
+    folder = ROOT / "recipes" / "configs" / "Llama-3.1-8B"
+    found = predict_trainer(recipe, folder, layers="fused", device="gpu", sequence_tokens=4096)
+    assert found.terms == rank.terms and found.total_bytes == rank.total
+    assert found.parameters == rank.parameters.total == 4_015_263_744
+    weights = 8_030_261_248 - 128_256 * 4096 - 65 * 4096  # without embedding and norms
+    assert found.model_flops_per_token == 6 * weights + 3 * 32 * 2 * 4096 * 4096
+    assumed = Assumptions(prompt_tokens=0)
+    work = step_work(recipe, family, count(family), layout, H100, Lengths((4096,)), assumed)
+    assert work.model_flops == work.trained_tokens * found.model_flops_per_token
+    assert work.hardware_flops == pytest.approx(work.trained_tokens * found.hardware_flops_per_token)
+    assert found.hardware_flops_per_token > found.model_flops_per_token  # the MLP is computed again
+    assert found.moving_bytes == moving(rank)
+    staged = ["megatron.parallel.pipeline_model_parallel_size=2"]
+    recipe, _, _, stages = plan_of(*staged)
+    found = predict_trainer(recipe, folder, layers="fused", device="gpu", sequence_tokens=4096)
+    assert found.total_bytes == max(stage.total for stage in stages) != min(stage.total for stage in stages)
 
 
 def test_recompute_keeps_less():

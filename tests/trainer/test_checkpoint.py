@@ -36,8 +36,11 @@ def state(trainer):
     return found
 
 
-@pytest.mark.parametrize("sections", [{}, MIXED], ids=["fp32", "bf16"])
-def test_resumed_equals_uninterrupted(new_trainer, tmp_path, sections):
+@pytest.mark.parametrize(
+    ("sections", "fused"), [({}, False), (MIXED, False), (MIXED, True)], ids=["fp32", "bf16", "bf16 with fused AdamW"]
+)
+def test_resumed_equals_uninterrupted(new_trainer, tmp_path, monkeypatch, sections, fused):
+    monkeypatch.setattr("megatron_scalerl.trainer.optimizer.HAVE_GPU", fused)
     trainer = new_trainer(**sections)
     steps(trainer, [1, 2])
     save(tmp_path / "step_000002", trainer, {"step": 2, "curriculum": ["a"]})

@@ -25,7 +25,7 @@ def test_it_is_our_attention_on_the_same_row(chunked: bool, query_scale) -> None
     ours = attention(chunked=chunked, query_scale=query_scale)
     expected = ours(*tensors, None, packed_seq_params=row_of(LENGTHS, 16))
     positions = torch.cat([torch.arange(n) for n in LENGTHS])
-    row = packed_row(torch.tensor(starts_of(LENGTHS)), positions, chunk=16, fused=True)
+    row = packed_row(starts_of(LENGTHS), positions, chunk=16, fused=True)
     wrapped = with_chunks(ReferenceVarlenAttention, chunked=chunked, query_scale=query_scale)()
     found = wrapped(*(x[:, 0] for x in tensors), None, packed_seq_params=row)[:, None]
     assert (found - expected).abs().max() < 1e-12
@@ -36,7 +36,7 @@ def test_it_is_our_attention_on_the_same_row(chunked: bool, query_scale) -> None
 
 
 def test_rotation_keeps_the_boundaries_of_whole_sequences() -> None:
-    row = packed_row(torch.tensor([0, 5, 25]), torch.cat([torch.arange(5), torch.arange(20)]), chunk=8, fused=True)
-    assert row.cu_seqlens_q.tolist() == [0, 5, 25] and row.max_seqlen_q == 20
+    row = packed_row([0, 5, 25], torch.cat([torch.arange(5), torch.arange(20)]), chunk=8, fused=True)
+    assert row.cu_seqlens_q.tolist() == [0, 5, 25] and (row.longest, row.max_seqlen_q) == (20, 64)
     assert row.in_chunks.cu_seqlens_q.tolist() == row.in_chunks.cu_seqlens_kv.tolist() == [0, 5, 13, 21, 25]
     assert row.in_chunks.max_seqlen_q == row.in_chunks.max_seqlen_kv == 8

@@ -11,12 +11,10 @@ from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_
 from megatron_scalerl.trainer.layers.context import PADDING, Share, Span, share_of, spans
 from megatron_scalerl.trainer.layers.packing import packed_row
 
-CPU = torch.device("cpu")
-
 
 def share(lengths: list[int], rank: int, size: int, divisor: int = 1) -> Share:
     starts = [0, *accumulate(lengths)]
-    return share_of(starts, rank=rank, size=size, group=None, divisor=divisor, device=CPU)
+    return share_of(starts, rank=rank, size=size, group=None, divisor=divisor)
 
 
 def test_two_ranks_share_five_and_eight_tokens() -> None:
@@ -84,6 +82,7 @@ def test_queries_see_their_sequence_or_their_chunk_up_to_themselves() -> None:
 def test_transformer_engines_context_parallelism_refuses_chunks() -> None:
     mine = share([8, 20], 0, 2)
     with pytest.raises(ValueError, match=r"attention_chunk_size: expected at least .* \(20 tokens\).* found 16"):
-        packed_row(torch.tensor(mine.starts), mine.position_ids, chunk=16, fused=True, share=mine)
-    row = packed_row(torch.tensor(mine.starts), mine.position_ids, chunk=32, fused=True, share=mine)
-    assert row.cu_seqlens_q.tolist() == [0, 8, 28] and row.max_seqlen_q == 20 and row.in_chunks is None
+        packed_row(mine.starts, mine.position_ids, chunk=16, fused=True, share=mine)
+    row = packed_row(mine.starts, mine.position_ids, chunk=32, fused=True, share=mine)
+    assert row.cu_seqlens_q.tolist() == [0, 8, 28]
+    assert (row.longest, row.max_seqlen_q, row.in_chunks) == (20, 64, None)

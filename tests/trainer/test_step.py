@@ -227,3 +227,23 @@ def test_entropy_is_that_of_the_policy_at_the_loss_tokens(new_trainer, policy):
     expected = entropy[torch.tensor(sample.rollout.loss_mask)].mean().item()
     [batch] = batches_of([sample])
     assert new_trainer().step(batch).metrics["entropy"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_fused_adamw_differs_by_rounding(new_trainer, monkeypatch):
+    """PyTorch's two forms of one step of AdamW on a CPU; on a GPU the fused one is used."""
+    sections = {"optimizer": {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-8}}
+    plain = new_trainer(**sections)
+    monkeypatch.setattr("megatron_scalerl.trainer.optimizer.HAVE_GPU", True)
+    fused = new_trainer(**sections)
+    kinds = [
+        {group["fused"] for part in t.optimizer.chained_optimizers for group in part.optimizer.param_groups}
+        for t in (plain, fused)
+    ]
+    assert kinds == [{None}, {True}]
+    for step in (1, 2, 3):
+        [batch] = batches_of(random_samples(step), step=step)
+        assert fused.step(batch).loss == pytest.approx(plain.step(batch).loss, rel=1e-6)
+    theirs = weights(fused)
+    for name, weight in weights(plain).items():
+        # a step moves a weight by 1e-3; rounding of one of size 1 is 1.2e-7
+        torch.testing.assert_close(theirs[name], weight, rtol=3e-7, atol=1e-6, msg=name)

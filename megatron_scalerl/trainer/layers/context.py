@@ -91,17 +91,17 @@ class Share:
         return Context(group=self.group, order=self.order, spans=whole, chunked=chunked)
 
 
-def share_of(starts: list[int], *, rank: int, size: int, group: Any, divisor: int, device: torch.device) -> Share:
+def share_of(starts: list[int], *, rank: int, size: int, group: Any, divisor: int) -> Share:
     """The share of context-parallel rank `rank` of `size` in a row of the sequences between `starts` ([S+1]).
+
+    Its tensors are in host memory.
 
     Every rank's share has the same number of tokens, a multiple of `divisor`: the tensor-parallel size under
     sequence parallelism. The row grows by less than 2 x size tokens a sequence, and by a sequence of its own at the
     end, which is all that is padded without context parallelism.
     """
-    multiple = 2 * size if size > 1 else 1
     lengths = [b - a for a, b in zip(starts, starts[1:])]
-    padded = [-(-length // multiple) * multiple for length in lengths]
-    filler = -sum(padded) % (multiple * divisor)
+    padded, filler = _padded(lengths, size=size, divisor=divisor)
     if padded == lengths and not filler and size == 1:
         return Share(starts=starts, rank=rank, size=size, group=group, length=starts[-1])
     if filler:
@@ -120,11 +120,24 @@ def share_of(starts: list[int], *, rank: int, size: int, group: Any, divisor: in
         size=size,
         group=group,
         length=starts[-1],
-        places=places[taken[rank]].to(device),
-        position_ids=positions[taken[rank]].to(device),
-        order=order.to(device),
-        back=order[given].to(device),
+        places=places[taken[rank]],
+        position_ids=positions[taken[rank]],
+        order=order,
+        back=order[given],
     )
+
+
+def share_length(starts: list[int], *, size: int, divisor: int) -> int:
+    """Tokens of every rank's share, n of `Share`."""
+    padded, filler = _padded([b - a for a, b in zip(starts, starts[1:])], size=size, divisor=divisor)
+    return (sum(padded) + filler) // size
+
+
+def _padded(lengths: list[int], *, size: int, divisor: int) -> tuple[list[int], int]:
+    """Lengths of the padded sequences, and of the one that fills the row up."""
+    multiple = 2 * size if size > 1 else 1
+    padded = [-(-length // multiple) * multiple for length in lengths]
+    return padded, -sum(padded) % (multiple * divisor)
 
 
 def _tokens(starts: list[int], *, rank: int, size: int) -> Tensor:

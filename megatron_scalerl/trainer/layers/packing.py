@@ -1,7 +1,11 @@
-"""How the sequences of one packed row are laid out for attention; computed once per micro-batch."""
+"""How the sequences of one packed row are laid out for attention; computed once per micro-batch, on the host.
+
+Everything here makes host tensors from numbers that the host has. `trainer.staging` sends them to the device.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +17,11 @@ SAME_BUCKET = 0.75
 """A sequence shares a bucket with longer ones down to this share of the longest. Measured on 48 sequences of
 20 to 80 tokens: buckets beat one padded block 1.35 times and a loop over sequences 2.6 times; beyond four
 buckets nothing is gained."""
+
+LONGEST_STEP = 64
+"""Transformer Engine is told the longest sequence rounded up to a multiple of this, as it rounds where it looks for
+itself (attention/dot_product_attention/dot_product_attention.py:1130 of 2.11): kernels are chosen, and cuDNN's are
+planned, for a longest sequence, and each micro-batch has another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +55,9 @@ class PackedRow(PackedSeqParams):
 
     position_ids: torch.Tensor | None = None
     """[N] position of each of this rank's tokens in its sequence."""
+    longest: int = 0
+    """Tokens of the longest sequence, of which `max_seqlen_q` may be an upper bound. Megatron's RoPE without fusion
+    takes a table as long as the whole row for one with an entry per token, so tables have this length."""
     layout: Layout | None = None
     """Whole sequences; None with Transformer Engine or `context`."""
     chunked: Layout | None = None
@@ -58,7 +70,19 @@ class PackedRow(PackedSeqParams):
     """[N', L, K] experts of this rank's tokens, see `layers.routing`."""
 
 
-def layout(starts: list[int], *, device: torch.device) -> Layout:
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How one row is computed on this rank. Produced by `trainer.model.PolicyModel.plan`."""
+
+    share: Share
+    """This rank's tokens of the row."""
+    packed: PackedRow
+    """Its sequences, for attention."""
+    places: torch.Tensor | None
+    """[c] int64 places of the tokens with loss in this rank's share, ascending; None: all of them."""
+
+
+def layout(starts: list[int]) -> Layout:
     """Buckets of the sequences between `starts` ([S+1], first 0, last N); empty sequences are left out."""
     spans = [(b - a, a) for a, b in zip(starts, starts[1:]) if b > a]
     spans.sort(key=lambda span: (-span[0], span[1]))
@@ -72,11 +96,7 @@ def layout(starts: list[int], *, device: torch.device) -> Layout:
     order = torch.cat([bucket.gather[bucket.valid] for bucket in buckets])
     restore = torch.empty_like(order)
     restore[order] = torch.arange(order.numel())
-    moved = tuple(
-        Bucket(sequences=b.sequences, length=b.length, gather=b.gather.to(device), valid=b.valid.to(device))
-        for b in buckets
-    )
-    return Layout(buckets=moved, restore=restore.to(device))
+    return Layout(buckets=buckets, restore=restore)
 
 
 def _bucket(spans: list[tuple[int, int]]) -> Bucket:
@@ -99,46 +119,47 @@ def cut(starts: list[int], chunk: int) -> list[int]:
 
 
 def packed_row(
-    cu_seqlens: torch.Tensor,
+    starts: list[int],
     position_ids: torch.Tensor,
     *,
     chunk: int | None = None,
     fused: bool = False,
     share: Share | None = None,
 ) -> PackedRow:
-    """The PackedRow of one row: `cu_seqlens` [S+1] of whole sequences, `position_ids` [1, N] or [N].
+    """The PackedRow of one row: `starts` (S+1 numbers) of whole sequences, `position_ids` [N] in host memory.
 
-    `fused` is for Transformer Engine. With context parallelism `share` is this rank's, N its tokens, and cu_seqlens
+    `fused` is for Transformer Engine. With context parallelism `share` is this rank's, N its tokens, and the starts
     are those of the padded sequences. Raises ValueError for chunks in sequences that Transformer Engine cuts itself.
     """
-    starts = cu_seqlens.tolist()
     longest = max((b - a for a, b in zip(starts, starts[1:])), default=0)
     cut_in = share.size if share else 1
-    assert starts[0] == 0 and starts[-1] == position_ids.numel() * cut_in, "cu_seqlens must cover the row"
+    assert starts[0] == 0 and starts[-1] == position_ids.numel() * cut_in, "the starts must cover the row"
     inner = chunk if chunk is not None and chunk < longest else None
     if fused and inner and cut_in > 1:
         raise ValueError(
             f"attention_chunk_size: expected at least the longest sequence ({longest} tokens) with Transformer "
             f"Engine's context parallelism, which cuts whole sequences, found {chunk}"
         )
-    row = _plain_row(starts, position_ids, longest, fused)
+    step = math.lcm(LONGEST_STEP, 2 * cut_in) if fused else 1
+    row = _plain_row(starts, position_ids, -(-longest // step) * step, fused)
+    row.longest = longest
     if fused:
         row.in_chunks = _plain_row(cut(starts, inner), position_ids, inner, fused) if inner else None
     elif share and cut_in > 1:
         row.context = share.context(inner)
     else:
-        row.layout = layout(starts, device=position_ids.device)
-        row.chunked = layout(cut(starts, inner), device=position_ids.device) if inner else row.layout
+        row.layout = layout(starts)
+        row.chunked = layout(cut(starts, inner)) if inner else row.layout
     return row
 
 
 def _plain_row(starts: list[int], position_ids: torch.Tensor, longest: int, fused: bool) -> PackedRow:
-    boundaries = torch.tensor(starts, dtype=torch.int32, device=position_ids.device)
+    boundaries = torch.tensor(starts, dtype=torch.int32)
     return PackedRow(
         qkv_format="thd" if fused else "sbhd",
         cu_seqlens_q=boundaries,
         cu_seqlens_kv=boundaries,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        position_ids=position_ids.flatten(),
+        position_ids=position_ids,
     )

@@ -1,0 +1,47 @@
+"""Time that a part has left, and the environment of the processes that it starts."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from megatron_scalerl.check_gpu.setting import Setting
+
+_MARGIN_S = 8.0
+"""Before the part's limit, so that its processes are ended in order and its last finding is written."""
+
+
+class Deadline:
+    """Counts down from a part's limit, less a margin."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._end = time.monotonic() + max(0.0, limit_s - _MARGIN_S)
+
+    def left(self, at_most: float = float("inf")) -> float:
+        """Seconds left, not below 0.1 and not above `at_most`."""
+        return max(0.1, min(at_most, self._end - time.monotonic()))
+
+
+def prepare_environment(setting: Setting) -> None:
+    """For every process that this one starts: nothing from the network, and caches that can be written.
+
+    What the user has set stays.
+    """
+    caches = {
+        "VLLM_CACHE_ROOT": "vllm",
+        "TRITON_CACHE_DIR": "triton",
+        "TORCHINDUCTOR_CACHE_DIR": "inductor",
+        "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    }
+    for variable, name in caches.items():
+        folder = setting.scratch / "caches" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault(variable, str(folder))
+    for variable, value in {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "WANDB_MODE": "disabled",
+    }.items():
+        os.environ.setdefault(variable, value)

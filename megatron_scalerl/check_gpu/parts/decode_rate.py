@@ -1,0 +1,156 @@
+"""Check `decode rate`: seconds of a decoding step of a tiny and of a 1B-shaped policy, for the planner's assumptions.
+
+Both engines decode under CUDA graphs, without torch.compile, whose time this part does not have. The planner's model
+of a step (`plan.engine`) is a fixed time and the weights at a share of the memory rate; the tiny policy gives the
+one, the difference to the large policy the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_scalerl.check_gpu.findings import Recorder
+from megatron_scalerl.check_gpu.parts.deadline import Deadline
+from megatron_scalerl.check_gpu.parts.engine_scene import Scene, engine_options, recipe_of
+from megatron_scalerl.check_gpu.parts.processes import Serving, serve
+from megatron_scalerl.check_gpu.parts.random_policy import write_config_only
+from megatron_scalerl.plan.counting import Parameters, count, load_family
+from megatron_scalerl.plan.hardware import GIB, GPUS
+from megatron_scalerl.rollouts.engine_client import EngineClient, SamplingSpec
+
+CHECK = "decode rate"
+BATCHES = (1, 64)
+_NEEDS_S = 55.0
+_KV_BYTES = 4 * GIB
+_SHORT, _LONG = 16, 144
+"""Tokens of the two measurements whose difference is taken."""
+_BY_NAME = {"H100 80GB HBM3": "h100-80g", "H200": "h200", "GB200": "gb200"}
+"""Part of nvidia-smi's name -> row of the planner's table."""
+
+
+async def check_decode_rate(scene: Scene, record: Recorder, deadline: Deadline) -> None:
+    """Raises RuntimeError where an engine does not start, TimeoutError past the part's time."""
+    if not scene.setting.on_gpu:
+        record.not_run(CHECK, "a CPU's rate is not what the planner assumes of a GPU")
+        return
+    if deadline.left() < _NEEDS_S:
+        record.not_run(CHECK, f"expected {_NEEDS_S:g} s of the part's time, {deadline.left():.0f} s were left")
+        return
+    graphs: dict[str, Any] = {
+        "enforce_eager": False,
+        "compilation_config": {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": list(BATCHES),
+        },
+    }
+    large = write_config_only(scene.folder / "one_b")
+    common, start_s = engine_options(scene.setting) | graphs, deadline.left(120)
+    recipes = (
+        recipe_of(scene.setting, Path(scene.recipe.policy.path), start_s=start_s, vllm=common),
+        recipe_of(
+            scene.setting, large, start_s=start_s,
+            vllm=common | {"load_format": "dummy", "kv_cache_memory_bytes": _KV_BYTES},
+        ),
+    )  # fmt: skip
+    async with asyncio.timeout(deadline.left()):
+        started = await asyncio.gather(
+            *(serve(r, scene.folder / f"engine-{n}.log") for r, n in zip(recipes, ("small", "large"))),
+            return_exceptions=True,
+        )
+        engines = [engine for engine in started if isinstance(engine, Serving)]
+        try:
+            for problem in started:
+                if isinstance(problem, BaseException):
+                    raise problem
+            small_engine, large_engine = engines
+            await _measure(record, small_engine, large_engine, count(load_family(large)[0]))
+        finally:
+            await asyncio.gather(*(engine.process.stop() for engine in engines))
+
+
+async def _measure(record: Recorder, small: Serving, large: Serving, parameters: Parameters) -> None:
+    seconds = {
+        name: {batch: await step_seconds(engine.process.client, batch) for batch in BATCHES}
+        for name, engine in (("tiny", small), ("1b", large))
+    }
+    held = _used_bytes()
+    await large.process.stop()
+    freed = None if held is None else held - (_used_bytes() or held)
+    data = rates(seconds["tiny"], seconds["1b"], parameters, gpu=_gpu(), freed_bytes=freed)
+    rate = BATCHES[-1] / seconds["1b"][BATCHES[-1]]
+    detail = (
+        f"1B shape, bf16, {BATCHES[-1]} completions, CUDA graphs ({large.facts['cuda_graphs']}), no torch.compile; "
+        f"a step of one completion takes {seconds['1b'][1] * 1e3:.3g} ms, of a tiny policy "
+        f"{seconds['tiny'][1] * 1e3:.3g} ms"
+    )
+    record.measured(CHECK, rate, "tokens/s", detail=detail, data=data)
+
+
+def rates(
+    tiny: dict[int, float], large: dict[int, float], parameters: Parameters, *, gpu: str | None,
+    freed_bytes: int | None,
+) -> dict[str, Any]:  # fmt: skip
+    """The planner's assumptions, by their names, as far as they can be had.
+
+    tiny, large: seconds of a decoding step by batch. parameters: of the large policy. gpu: row of the planner's
+    table. freed_bytes: device memory that the large engine gave back when it ended.
+    """
+    read = 2 * (parameters.total - parameters.embedding)
+    data: dict[str, Any] = {
+        "engine_step_ms": tiny[1] * 1e3,
+        "step_ms": {
+            "tiny": {str(n): s * 1e3 for n, s in tiny.items()},
+            "1b": {str(n): s * 1e3 for n, s in large.items()},
+        },
+        "bytes_read": read,
+        "gpu": gpu,
+    }
+    rest = large[1] - tiny[1]
+    if gpu is not None and rest > 0:
+        data["hbm_efficiency"] = read / rest / GPUS[gpu].memory_bytes_per_second
+    if freed_bytes:
+        data["engine_overhead_gib"] = (freed_bytes - 2 * parameters.total - _KV_BYTES) / GIB
+    return data
+
+
+async def step_seconds(client: EngineClient, batch: int) -> float:
+    """Seconds of one decoding step of `batch` completions, without their prefill."""
+
+    async def timed(tokens: int) -> float:
+        begin = time.perf_counter()
+        specs = [SamplingSpec(max_tokens=tokens, seed=i, ignore_eos=True) for i in range(batch)]
+        await asyncio.gather(*(client.generate([1, 6, 7, 8], sampling=spec) for spec in specs))
+        return time.perf_counter() - begin
+
+    await timed(_SHORT)
+    short = await timed(_SHORT)
+    return (await timed(_LONG) - short) / (_LONG - _SHORT)
+
+
+def _gpu() -> str | None:
+    name = _nvidia_smi("name") or ""
+    return next((row for part, row in _BY_NAME.items() if part in name), None)
+
+
+def _used_bytes() -> int | None:
+    """Memory in use on the first visible GPU; None where nvidia-smi does not say."""
+    text = _nvidia_smi("memory.used")
+    return int(text) << 20 if text is not None and text.isdecimal() else None
+
+
+def _nvidia_smi(field: str) -> str | None:
+    """One field of the first visible GPU."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+    query = [program, f"--query-gpu={field}", "--format=csv,noheader,nounits", "-i", first]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,182 @@
+"""Part engine: one real vLLM engine and one trainer rank beside it, on the same device.
+
+    engine, policy A:   start, fp32 head, secret, pause, interruption
+    trainer, policy B:  sends its weights into a completion that runs: update, then trainer parity, probe
+    a second engine:    routed experts (GPUs only)
+    two more:           decode rate (GPUs only), last, in the time that is left
+
+A failure ends its own check. Without an engine, and for the checks that need it without a trainer, the rest is
+`not run`, with the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+from megatron_scalerl.check_gpu.findings import Recorder
+from megatron_scalerl.check_gpu.parts import engine_checks as checks
+from megatron_scalerl.check_gpu.parts.deadline import Deadline, prepare_environment
+from megatron_scalerl.check_gpu.parts.decode_rate import check_decode_rate
+from megatron_scalerl.check_gpu.parts.engine_scene import ANSWER, Scene, make_scene
+from megatron_scalerl.check_gpu.parts.engine_update import check_update
+from megatron_scalerl.check_gpu.parts.parity import bound_for, distance
+from megatron_scalerl.check_gpu.parts.processes import Serving, Training, serve
+from megatron_scalerl.check_gpu.parts.random_policy import Reference
+from megatron_scalerl.check_gpu.parts.routed_experts import check_routed_experts
+from megatron_scalerl.check_gpu.setting import Setting
+from megatron_scalerl.prompts.end_tokens import end_token_ids
+from megatron_scalerl.rendezvous import FolderRendezvous, private_folder
+from megatron_scalerl.rewards.verifier import VerifierPool
+from megatron_scalerl.rollouts.sampler import VALIDATION_PRIORITY, Draw, Sampler, forced_ids
+from megatron_scalerl.types import Rollout
+
+ALONE = ("fp32 head", "secret", "pause", "interruption")
+WITH_TRAINER = ("update", "trainer parity", "probe")
+LAST = ("routed experts", "decode rate")
+_FALLBACK = "TRITON_ATTN"
+"""The attention backend that needs neither FlashAttention nor FlashInfer nor a compiler."""
+
+
+def run(setting: Setting, record: Recorder) -> None:
+    """All checks of the part."""
+    deadline = Deadline(setting.limit_s)
+    prepare_environment(setting)
+    scene = make_scene(setting, start_s=deadline.left(180))
+    asyncio.run(_run(scene, record, deadline))
+
+
+async def _run(scene: Scene, record: Recorder, deadline: Deadline) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        meeting = stack.enter_context(private_folder())
+        training = _training(scene, meeting)
+        stack.push_async_callback(training.stop)
+        trainer = asyncio.create_task(training.start())
+        stack.push_async_callback(_cancelled, trainer)
+        serving = await _started(scene, record)
+        if serving is None:
+            for check in (*ALONE, *WITH_TRAINER, *LAST):
+                record.not_run(check, "the engine did not start")
+            return
+        stack.push_async_callback(serving.process.stop)
+        experts = asyncio.create_task(check_routed_experts(scene, record, deadline, meeting))
+        stack.push_async_callback(_cancelled, experts)
+        verifier = await stack.enter_async_context(VerifierPool(scene.recipe.rewards))
+        sampler = Sampler(scene.recipe, scene.inputs.tokenizer, verifier)
+        await _alone(scene, record, serving, sampler)
+        await _with_trainer(scene, record, serving, sampler, training, trainer)
+        with record.guarded("routed experts"):
+            await experts
+    with record.guarded("decode rate"):
+        await check_decode_rate(scene, record, deadline)
+
+
+def _training(scene: Scene, meeting: FolderRendezvous) -> Training:
+    """The trainer rank, with the other policy."""
+    policy = scene.recipe.policy.model_copy(update={"path": str(scene.other)})
+    return Training(scene.recipe.model_copy(update={"policy": policy}), scene.folder, "trainer", meeting)
+
+
+async def _cancelled(task: asyncio.Task[object]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def _started(scene: Scene, record: Recorder) -> Serving | None:
+    """The engine; on a GPU with another attention backend if vLLM's own choice does not start."""
+    backends = (None, _FALLBACK) if scene.setting.on_gpu else (None,)
+    first = ""
+    for number, backend in enumerate(backends):
+        vllm = scene.recipe.engine.vllm | ({} if backend is None else {"attention_backend": backend})
+        engine = scene.recipe.engine.model_copy(update={"vllm": vllm})
+        recipe = scene.recipe.model_copy(update={"engine": engine})
+        try:
+            serving = await serve(recipe, scene.folder / f"engine-{number}.log")
+        except RuntimeError as error:
+            first = first or str(error)
+            continue
+        detail = ", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in serving.facts.items())
+        if backend is None:
+            record.measured("start", serving.seconds, "s", detail=detail, data=serving.facts)
+        else:
+            record.holds("start", False, f"{first} (it starts with attention_backend={backend})", serving.facts)
+        return serving
+    record.holds("start", False, first)
+    return None
+
+
+async def _alone(scene: Scene, record: Recorder, serving: Serving, sampler: Sampler) -> None:
+    client, prompt = serving.process.client, scene.prompts[0].token_ids
+    with record.guarded("fp32 head"):
+        rows = await checks.likeliest(client, prompt, tokens=32)
+        faults = checks.head_faults(serving.info.head_dtype, rows)
+        fine = f"its worker and {len(rows)} answers: log-probs {checks.off_grid(rows):.3g} off bfloat16's grid"
+        record.holds("fp32 head", not faults, checks.summary(faults, fine))
+    with record.guarded("secret"):
+        statuses = await checks.refused(client)
+        faults = checks.open_paths(statuses)
+        record.holds("secret", not faults, checks.summary(faults, f"{len(statuses) - 1} requests refused"))
+    with record.guarded("pause"):
+        tokens = 120 if scene.setting.toy else 400
+        paused = [await checks.pause(client, prompt, tokens=tokens, clear_cache=clear) for clear in (False, True)]
+        faults = [fault for found in paused for fault in checks.pause_faults(found)]
+        faults += _recomputed_wrongly(scene, prompt, [found.rollout for found in paused])
+        at = " and ".join(str(found.before) for found in paused)
+        record.holds("pause", not faults, checks.summary(faults, f"at token {at}: cache kept, cache recomputed"))
+    with record.guarded("interruption"):
+        await _interruption(scene, record, serving, sampler)
+
+
+def _recomputed_wrongly(scene: Scene, prompt: tuple[int, ...], rollouts: list[Rollout]) -> list[str]:
+    """Whether the log-probs of completions that were paused are those of the policy on disk."""
+    reference = Reference(Path(scene.recipe.policy.path))
+    bound = bound_for(scene.dtype, reference, [prompt] * len(rollouts), rollouts)
+    faults = []
+    for rollout, cache in zip(rollouts, ("kept", "recomputed")):
+        found = distance(reference.logprobs(prompt, rollout.token_ids), rollout.rollout_logprobs)
+        value = found.mean if bound.statistic == "mean" else found.largest
+        if not value <= bound.nats:
+            faults.append(f"cache {cache}: expected log-probs within {bound.nats:.2g} nats, found {value:.2g}")
+    return faults
+
+
+async def _interruption(scene: Scene, record: Recorder, serving: Serving, sampler: Sampler) -> None:
+    recipe = scene.recipe
+    cuts = [3 + 7 * i for i in range(12 if scene.setting.toy else 24)]
+    done = await asyncio.gather(
+        *(
+            sampler.complete(
+                serving.process.client, prompt, Draw(seed=i, thinking_cut=cut), priority=VALIDATION_PRIORITY
+            )
+            for i, (cut, prompt) in enumerate(zip(cuts, scene.prompts))
+        )
+    )
+    phrase, think_end = forced_ids(recipe, scene.inputs.tokenizer)
+    ends = end_token_ids(recipe.policy.path, scene.inputs.tokenizer)
+    faults = [
+        fault
+        for rollout, _ in done
+        for fault in checks.interruption_faults(
+            rollout, phrase=phrase, think_end=think_end, ends=ends, version=0, answer_tokens=ANSWER
+        )
+    ]
+    forced = sum(rollout.interrupted for rollout, _ in done)
+    if not forced:
+        faults.append(f"expected some of {len(done)} completions to be interrupted, found none")
+    fine = f"{forced} of {len(done)} completions, the phrase at its position, without loss"
+    record.holds("interruption", not faults, checks.summary(faults, fine))
+
+
+async def _with_trainer(
+    scene: Scene, record: Recorder, serving: Serving, sampler: Sampler, training: Training,
+    trainer: asyncio.Task[object],
+) -> None:  # fmt: skip
+    try:
+        await trainer
+    except (RuntimeError, ValueError, OSError) as error:
+        record.holds("trainer parity", False, str(error))
+        for check in ("update", "probe"):
+            record.not_run(check, "the trainer did not start")
+        return
+    await check_update(scene, record, serving, sampler, training)

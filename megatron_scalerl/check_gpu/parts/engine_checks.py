@@ -1,0 +1,171 @@
+"""Checks of one engine, through its HTTP interface alone. Each judge returns what is wrong, [] if nothing is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from megatron_scalerl.rollouts.engine_client import SECRET_HEADER, WHOLE_DISTRIBUTION, EngineClient, SamplingSpec
+from megatron_scalerl.types import Rollout
+
+GUARDED = (
+    "/collective_rpc", "/pause", "/resume", "/is_paused", "/start_weight_update", "/update_weights",
+    "/finish_weight_update", "/init_weight_transfer_engine", "/update_weight_version", "/get_world_size",
+    "/weight_info", "/inference/v1/generate", "/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize",
+    "/metrics", "/version", "/server_info", "/abort_requests", "/msrl/progress", "/nowhere", "/health/",
+)  # fmt: skip
+_GRID = 2.0**10
+_GRID_LEAST = 0.15
+"""Mean distance of log-prob differences, in units of 2**-10, from whole numbers: 1/4 where logits are fp32, 0 where
+they stand on bfloat16's grid, which is that coarse or coarser from 1/4 on; half of the way and a little."""
+
+
+async def refused(client: EngineClient) -> dict[str, int]:
+    """Status by "METHOD PATH (secret)" of every guarded path, without a secret and with a wrong one."""
+    wrong = {
+        "none": [],
+        "wrong": [(SECRET_HEADER, client.secret[:-1] + "!")],
+        "twice": [(SECRET_HEADER, client.secret)] * 2,
+    }
+    found: dict[str, int] = {}
+    async with aiohttp.ClientSession() as session:
+
+        async def ask(method: str, path: str, kind: str) -> None:
+            headers = [*wrong[kind], ("Connection", "close")]
+            async with session.request(method, client.url + path, headers=headers) as response:
+                found[f"{method} {path} ({kind} secret)"] = response.status
+
+        await asyncio.gather(*(ask(m, path, kind) for m in ("GET", "POST") for path in GUARDED for kind in wrong))
+        found["GET /health (no secret needed)"] = (await session.get(client.url + "/health")).status
+    await client.get("/v1/models")  # the right secret opens
+    return found
+
+
+def open_paths(statuses: Mapping[str, int]) -> list[str]:
+    """What answered otherwise than 401 or 403, or /health than 200."""
+    return [
+        f"{what}: {status}"
+        for what, status in statuses.items()
+        if (status != 200 if "/health (" in what else status not in (401, 403))
+    ]
+
+
+async def likeliest(client: EngineClient, prompt: Sequence[int], *, tokens: int) -> list[list[float]]:
+    """[tokens, 5] log-probs (nats) of the likeliest tokens at each step of one completion."""
+    params = WHOLE_DISTRIBUTION | {
+        "max_tokens": tokens, "temperature": 1.0, "seed": 0, "logprobs": 5, "detokenize": False, "ignore_eos": True,
+    }  # fmt: skip
+    answer = json.loads(
+        await client.post("/inference/v1/generate", {"token_ids": list(prompt), "sampling_params": params})
+    )
+    content = answer["choices"][0]["logprobs"]["content"]
+    return [sorted((row["logprob"] for row in step["top_logprobs"]), reverse=True)[:5] for step in content]
+
+
+def off_grid(rows: Sequence[Sequence[float]]) -> float:
+    """Mean distance from whole numbers of the differences of log-probs in each row, in units of 2**-10."""
+    scaled = [(row[0] - value) * _GRID for row in rows for value in row[1:] if value != row[0]]
+    return statistics.fmean(abs(x - round(x)) for x in scaled) if scaled else 0.0
+
+
+def head_faults(head_dtype: str, rows: Sequence[Sequence[float]]) -> list[str]:
+    """Whether the engine's logits are fp32: what its worker found, and what its answers show."""
+    found = off_grid(rows)
+    faults = [] if head_dtype == "float32" else [f"expected head float32, the engine's worker found {head_dtype}"]
+    if found < _GRID_LEAST:
+        faults.append(f"expected log-probs off bfloat16's grid (mean distance 0.25), found {found:.3g}")
+    return faults
+
+
+def interruption_faults(
+    rollout: Rollout, *, phrase: Sequence[int], think_end: Sequence[int], ends: Sequence[int], version: int,
+    answer_tokens: int,
+) -> list[str]:  # fmt: skip
+    """What is wrong with a completion that was to be interrupted at `rollout.thinking_cut` (at least 1).
+
+    phrase: tokens that are forced, the closing tag's at their end. think_end: tokens of that tag. ends: tokens that
+    end a sequence. answer_tokens: budget after the phrase.
+    """
+    ids, cut = rollout.token_ids, rollout.thinking_cut
+    thought = ids[:cut]
+    natural = any(t in thought for t in ends) or any(
+        tuple(thought[i : i + len(think_end)]) == tuple(think_end) for i in range(len(thought))
+    )
+    faults = []
+    if set(rollout.policy_versions) != {version}:
+        faults.append(f"expected policy version {version}, found {sorted(set(rollout.policy_versions))}")
+    if rollout.interrupted == natural:
+        faults.append(f"cut {cut}: expected interrupted {not natural}, found {rollout.interrupted}")
+    elif not natural:
+        end = cut + len(phrase)
+        mask = (True,) * cut + (False,) * len(phrase) + (True,) * (len(ids) - end)
+        if tuple(ids[cut:end]) != tuple(phrase):
+            faults.append(f"cut {cut}: expected the phrase {tuple(phrase)} there, found {tuple(ids[cut:end])}")
+        elif rollout.loss_mask != mask:
+            faults.append(f"cut {cut}: expected loss on all but the phrase, found another mask")
+        elif len(ids) - end > answer_tokens:
+            faults.append(f"cut {cut}: expected at most {answer_tokens} answer tokens, found {len(ids) - end}")
+    return faults
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paused:
+    """What a pause did to a completion in flight. Produced by `pause`."""
+
+    before: int
+    """Tokens out of the engine when it said that it is paused."""
+    later: int
+    """Half a second later."""
+    whole: int
+    """The completion's budget (tokens)."""
+    said: bool
+    """/is_paused"""
+    rollout: Rollout
+
+
+async def pause(client: EngineClient, prompt: Sequence[int], *, tokens: int, clear_cache: bool) -> Paused:
+    """Pause in the middle of a completion of `tokens` tokens, wait, and resume."""
+    spec = SamplingSpec(max_tokens=tokens, seed=int(clear_cache), ignore_eos=True)
+    start = (await client.progress()).tokens
+    running = asyncio.create_task(client.generate(prompt, sampling=spec))
+    await _until(client, start + tokens // 10)
+    await client.pause(clear_cache=clear_cache)
+    await asyncio.sleep(0.2)  # the step that was under way
+    before = (await client.progress()).tokens - start
+    said = b"true" in await client.get("/is_paused")
+    await asyncio.sleep(0.5)
+    later = (await client.progress()).tokens - start
+    await client.resume()
+    return Paused(before=before, later=later, whole=tokens, said=said, rollout=await running)
+
+
+async def _until(client: EngineClient, tokens: int) -> None:
+    async with asyncio.timeout(60):
+        while (await client.progress()).tokens < tokens:
+            await asyncio.sleep(0.005)
+
+
+def pause_faults(found: Paused) -> list[str]:
+    """What is wrong with a pause."""
+    faults = [] if found.said else ["/is_paused: expected true, found false"]
+    if found.later != found.before:
+        faults.append(f"expected no tokens while paused, found {found.later - found.before}")
+    if not 0 < found.before < found.whole:
+        faults.append(f"expected a pause within {found.whole} tokens, found it at {found.before}")
+    if len(found.rollout.token_ids) != found.whole:
+        faults.append(f"expected {found.whole} tokens after the pause, found {len(found.rollout.token_ids)}")
+    if not all(map(math.isfinite, found.rollout.rollout_logprobs)):
+        faults.append("expected finite log-probs, found others")
+    return faults
+
+
+def summary(faults: Sequence[Any], fine: str) -> str:
+    """One line: the first faults, or that all is fine."""
+    return "; ".join(map(str, faults[:3])) + (f" (and {len(faults) - 3} more)" if len(faults) > 3 else "") or fine

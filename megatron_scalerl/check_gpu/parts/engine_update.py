@@ -1,0 +1,131 @@
+"""Checks of engine and trainer together: a live weight update, and what both compute after it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from megatron_scalerl.check_gpu.findings import Recorder
+from megatron_scalerl.check_gpu.parts.engine_checks import summary
+from megatron_scalerl.check_gpu.parts.engine_scene import Scene
+from megatron_scalerl.check_gpu.parts.parity import bound_for, distance, record_distance, sampled
+from megatron_scalerl.check_gpu.parts.processes import Serving, Training
+from megatron_scalerl.check_gpu.parts.random_policy import Reference
+from megatron_scalerl.launch.fleet import Devices, Fleet
+from megatron_scalerl.probe import Probe
+from megatron_scalerl.rollouts.engine_client import EngineClient, SamplingSpec
+from megatron_scalerl.rollouts.sampler import Sampler
+from megatron_scalerl.types import Prompt, Rollout
+from megatron_scalerl.weights.sync import WeightSync, WeightUpdate
+
+VERSION = 1
+
+
+async def check_update(
+    scene: Scene, record: Recorder, serving: Serving, sampler: Sampler, training: Training
+) -> None:
+    """`update`, `trainer parity` and `probe`; the trainer has other weights than the engine, and sends them."""
+    client = serving.process.client
+    rollouts: list[Rollout] = []
+    prompts = scene.prompts[:8]
+    reference = Reference(scene.other)
+    with record.guarded("update"):
+        faults, update, at = await _update(scene, client, training)
+        text = (
+            f"{update.bytes / 2**20:.3g} MiB in {update.seconds_total:.3g} s, digest {update.digest}, at token {at}"
+        )
+        data = {"seconds_paused": update.seconds_paused, "seconds": update.seconds_total, "bytes": update.bytes}
+        if faults:
+            record.holds("update", False, summary(faults, ""), data)
+        else:
+            record.measured("update", update.seconds_paused, "s paused", detail=text, data=data)
+        rollouts = await _complete(client, prompts, tokens=40 if scene.setting.toy else 120)
+    if not rollouts:
+        for check in ("trainer parity", "probe"):
+            record.not_run(check, "the engine does not hold the trainer's weights")
+        return
+    bound = bound_for(scene.dtype, reference, [p.token_ids for p in prompts], rollouts)
+    with record.guarded("trainer parity"):
+        engine = [value for r in rollouts for value in sampled(r, r.rollout_logprobs)]
+        trainer = await _scored(training, prompts, rollouts)
+        exact = [
+            v for p, r in zip(prompts, rollouts) for v in sampled(r, reference.logprobs(p.token_ids, r.token_ids))
+        ]
+        apart = {"trainer": distance(trainer, exact).mean, "engine": distance(engine, exact).mean}
+        detail = (
+            f"{len(engine)} tokens; from transformers in fp32 the trainer is {apart['trainer']:.2g} and the engine "
+            f"{apart['engine']:.2g} away"
+        )
+        record_distance(
+            record, "trainer parity", distance(trainer, engine), bound, detail, scene.dtype, from_fp32=apart
+        )
+    with record.guarded("probe"):
+        assert training.client.info is not None
+        fleet = Fleet(
+            trainer=training.client,
+            info=training.client.info,
+            engines=[client],
+            devices=Devices.of(scene.recipe),
+        )
+        found = await Probe(scene.recipe, sampler, fleet, prompts).check(VERSION)
+        record.holds(
+            "probe",
+            True,
+            f"mean {found['probe_mismatch_mean']:.2g}, largest {found['probe_mismatch_max']:.2g}",
+            found,
+        )
+
+
+async def _update(scene: Scene, client: EngineClient, training: Training) -> tuple[list[str], WeightUpdate, int]:
+    """(what is wrong, the update, the token at which it came) of an update into a completion that runs."""
+    tokens, prompt = (120 if scene.setting.toy else 400), scene.prompts[0]
+    fixed = [*prompt.token_ids, *range(6, 22)]
+    sync = WeightSync(training.client, [client], scene.recipe)
+    await sync.connect()
+    before = await client.score(fixed)
+    start = (await client.progress()).tokens
+    running = asyncio.create_task(_complete(client, [prompt], tokens=tokens))
+    while (await client.progress()).tokens < start + tokens // 10:
+        await asyncio.sleep(0.005)
+    update = await sync.publish(VERSION)
+    [rollout] = await running
+    changed = distance(before, await client.score(fixed)).mean
+    versions = rollout.policy_versions
+    at = versions.index(VERSION) if VERSION in versions else len(versions)
+    faults = []
+    if not (0 < at < len(versions) and versions == (0,) * at + (VERSION,) * (len(versions) - at)):
+        faults.append(
+            f"expected versions 0 and then {VERSION} in a running completion, found {sorted(set(versions))}"
+        )
+    if changed < 0.1:
+        faults.append(f"expected other log-probs after the update, found them {changed:.2g} nats away on average")
+    faults += await _after_update(scene, training, prompt, rollout, at)
+    return faults, update, at
+
+
+async def _after_update(scene: Scene, training: Training, prompt: Prompt, rollout: Rollout, at: int) -> list[str]:
+    """Whether the tokens from index `at` on were computed with the new weights alone, their cache included."""
+    [scored] = await training.client.logprobs([[*prompt.token_ids, *rollout.token_ids]])
+    new = scored[len(prompt.token_ids) - 1 :]
+    reference = Reference(scene.other)
+    bound = bound_for(scene.dtype, reference, [prompt.token_ids], [rollout])
+    found = distance(new[at:], rollout.rollout_logprobs[at:])
+    value = found.mean if bound.statistic == "mean" else found.largest
+    if value <= bound.nats:
+        return []
+    return [f"after the update: expected log-probs within {bound.nats:.2g} nats of the trainer's, found {value:.2g}"]
+
+
+async def _complete(client: EngineClient, prompts: Sequence[Prompt], *, tokens: int) -> list[Rollout]:
+    return await asyncio.gather(
+        *(
+            client.generate(p.token_ids, sampling=SamplingSpec(max_tokens=tokens, seed=i, ignore_eos=True))
+            for i, p in enumerate(prompts)
+        )
+    )
+
+
+async def _scored(training: Training, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[float]:
+    """The trainer's log-probs of all sampled tokens in turn."""
+    rows = await training.client.logprobs([[*p.token_ids, *r.token_ids] for p, r in zip(prompts, rollouts)])
+    return [v for p, r, row in zip(prompts, rollouts, rows) for v in sampled(r, row[len(p.token_ids) - 1 :])]

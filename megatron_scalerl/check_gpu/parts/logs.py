@@ -1,0 +1,36 @@
+"""What the log of an engine or a run says: why it ended, and what vLLM chose."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_PREFIX = re.compile(r"^\s*(?:\([^)]*pid=\d+\)\s*)?(?:(?:ERROR|WARNING|INFO|DEBUG) [\d-]+ [\d:.]+ \[[^\]]*\]\s*)?")
+_ERROR = re.compile(r"^(?:[\w.]*(?:Error|Exception|Died|Interrupt|OutOfMemory\w*)\b: \S|megatron_scalerl: )")
+_UNINFORMATIVE = ("Engine core initialization failed", "engine_core.py", "KeyboardInterrupt")
+_BACKEND = re.compile(r"Using (\S+) attention backend")
+_GRAPHS = re.compile(r"Graph capturing finished in (\d+) secs, took (-?[\d.]+) GiB")
+_EAGER = re.compile(r"enforce_eager=(True|False)")
+
+
+def cause(text: str) -> str:
+    """The line of a log that says why its process ended: the last error, else the last line that is not empty."""
+    lines = [_PREFIX.sub("", line).strip() for line in text.splitlines()]
+    errors = [line for line in lines if _ERROR.match(line) and not any(word in line for word in _UNINFORMATIVE)]
+    return next(reversed(errors), next((line for line in reversed(lines) if line), "an empty log"))
+
+
+def serving_facts(text: str) -> dict[str, str]:
+    """Attention backend and CUDA graphs as vLLM's log names them; "not named in its log" where it does not."""
+    unnamed = "not named in its log"
+    backend, graphs = _BACKEND.search(text), _GRAPHS.search(text)
+    eager = _EAGER.search(text)
+    state = unnamed if eager is None else "off (eager)" if eager[1] == "True" else "on, no capture in its log"
+    if graphs is not None:
+        state = f"captured in {graphs[1]} s, {graphs[2]} GiB"
+    return {"attention_backend": unnamed if backend is None else backend[1], "cuda_graphs": state}
+
+
+def read_log(path: Path) -> str:
+    """The text of a log; "" where there is none."""
+    return path.read_text(encoding="utf8", errors="replace") if path.exists() else ""

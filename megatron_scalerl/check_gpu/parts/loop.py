@@ -1,0 +1,200 @@
+"""Part loop: the tiny recipe end to end on one device: warm start, then ScaleRL runs, each as a user starts it.
+
+    warm start     python -m megatron_scalerl sft
+    eager          python -m megatron_scalerl train, fp32 logits, vLLM without CUDA graphs
+    graphs         the same with torch.compile and CUDA graphs, vLLM's default (GPUs only)
+    model logits   eager, with logits in the policy's own bfloat16 (GPUs only)
+
+Trainer and engine share the device; weights go over gloo. The overrides of all runs are checked before the first one
+starts, on CPUs too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_scalerl.check_gpu.findings import Recorder
+from megatron_scalerl.check_gpu.parts.deadline import Deadline, prepare_environment
+from megatron_scalerl.check_gpu.parts.engine_checks import summary
+from megatron_scalerl.check_gpu.parts.loop_run import LoopRun, command, faults, read_run, sft_losses
+from megatron_scalerl.check_gpu.parts.tiny_task import SEED, recipe_path, sft_steps, tiny_folder
+from megatron_scalerl.check_gpu.setting import Setting
+from megatron_scalerl.recipe_file import load_recipe
+from megatron_scalerl.rollouts.engine_options import check_options
+from megatron_scalerl.tiny.tokenizer import MODEL_VOCABULARY
+
+WARM_START, COMPARISON = "warm start", "mismatch fp32 below model"
+BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}
+"""Mean |trainer - engine log-prob| (nats) on tokens of the trained weights."""
+WARM_LOSS = 1.0
+"""Nats a token that a whole warm start ends below; about 0.1 is left in the quit decision (the task's own noise)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One `train` run."""
+
+    check: str
+    overrides: tuple[str, ...]
+    steps: int
+    limit_s: float
+    """On a GPU."""
+    on_cpu: bool
+
+
+RUNS = (
+    Run(check="eager", overrides=("engine.vllm.enforce_eager=true",), steps=10, limit_s=80, on_cpu=True),
+    Run(check="graphs", overrides=("engine.vllm.enforce_eager=false",), steps=10, limit_s=110, on_cpu=False),
+    Run(
+        check="model logits",
+        overrides=("engine.vllm.enforce_eager=true", "policy.logits=model"),
+        steps=3,
+        limit_s=60,
+        on_cpu=False,
+    ),
+)
+_NOT_ON_CPU = {
+    "graphs": "there are no CUDA graphs on a CPU",
+    "model logits": "the rehearsal is in fp32, where the two kinds of logits are one",
+    COMPARISON: "the rehearsal is in fp32, where the two kinds of logits are one",
+}
+
+
+def run(setting: Setting, record: Recorder) -> None:
+    """All checks of the part."""
+    deadline = Deadline(setting.limit_s)
+    prepare_environment(setting)
+    try:
+        recipe, tiny = recipe_path(), tiny_folder(setting)
+        for one in RUNS:
+            check_overrides(recipe, overrides(setting, tiny, one, policy=tiny / "policy", warm=True))
+    except ValueError as error:
+        record.holds(WARM_START, False, str(error))
+        for check in (*(one.check for one in RUNS), COMPARISON):
+            record.not_run(check, "its settings cannot be used")
+        return
+    asyncio.run(_run(setting, record, deadline, recipe, tiny))
+
+
+def check_overrides(recipe: Path, settings: list[str]) -> None:
+    """Raises ValueError for settings that a run would refuse."""
+    check_options(load_recipe(recipe, settings).engine.vllm)
+
+
+def common(setting: Setting, tiny: Path) -> list[str]:
+    """What warm start and runs have in common."""
+    found = [
+        f"seed={SEED}", f"output_dir={setting.scratch / 'loop'}", f"prompts.path={tiny / 'prompts.jsonl'}",
+        f"prompts.held_out_path={tiny / 'held_out.jsonl'}", f"sft.path={tiny / 'sft.jsonl'}",
+        f"sft.steps={sft_steps(setting)}", f"policy.dtype={'bfloat16' if setting.on_gpu else 'float32'}",
+    ]  # fmt: skip
+    return found
+
+
+def overrides(setting: Setting, tiny: Path, one: Run, *, policy: Path, warm: bool) -> list[str]:
+    """Of one run. warm: False has groups without a right answer trained too, so that there are steps."""
+    steps = 2 if setting.toy else one.steps
+    found = [
+        *common(setting, tiny), f"name={one.check.replace(' ', '_')}", f"policy.path={policy}", f"steps={steps}",
+        "weights.transport=gloo", "weights.probe_every=1", "weights.timeout_s=60", "checkpoint.every_steps=0",
+        "optimizer.warmup_steps=1", f"validation.every_steps={steps}", "engine.start_timeout_s=150",
+        "trainer.start_timeout_s=150", "trainer.step_timeout_s=100", "engine.stall_timeout_s=60",
+        "engine.first_token_timeout_s=60", *one.overrides,
+    ]  # fmt: skip
+    if setting.toy:
+        found += [
+            "rollouts.groups_per_batch=4", "rollouts.group_size=4", "rollouts.max_in_flight=32",
+            "validation.prompts=8", "validation.generations=1", "validation.end_generations=1",
+        ]  # fmt: skip
+    else:
+        found += ["validation.prompts=100", "validation.generations=2", "validation.end_generations=2"]
+    if setting.on_gpu:
+        found += ["engine.vllm.gpu_memory_utilization=0.3", "rewards.workers=4"]
+    if setting.toy or not warm:
+        found.append("filters.zero_variance=false")
+    return found
+
+
+async def _run(setting: Setting, record: Recorder, deadline: Deadline, recipe: Path, tiny: Path) -> None:
+    folder = setting.scratch / "loop"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    policy = await _warm_start(setting, record, deadline, recipe, tiny)
+    done: dict[str, LoopRun] = {}
+    for one in RUNS:
+        if not (setting.on_gpu or one.on_cpu):
+            record.not_run(one.check, _NOT_ON_CPU[one.check])
+            continue
+        settings = overrides(setting, tiny, one, policy=policy or tiny / "base_policy", warm=policy is not None)
+        found = await command(
+            ["train", str(recipe), *settings],
+            folder / f"train-{one.check.replace(' ', '_')}.log",
+            limit_s=deadline.left(one.limit_s if setting.on_gpu else math.inf),
+        )
+        done[one.check] = read_run(folder / one.check.replace(" ", "_"), found)
+        _judge(setting, record, one, done[one.check], warm=policy is not None)
+    _compare(setting, record, done)
+
+
+async def _warm_start(
+    setting: Setting, record: Recorder, deadline: Deadline, recipe: Path, tiny: Path
+) -> Path | None:
+    """The policy that it made; None where there is none."""
+    out = tiny / "policy"
+    shutil.rmtree(out, ignore_errors=True)
+    settings = [*common(setting, tiny), "name=sft", f"policy.path={tiny / 'base_policy'}"]
+    done = await command(
+        ["sft", str(recipe), *settings, "--out", str(out)],
+        setting.scratch / "loop" / "sft.log",
+        limit_s=deadline.left(60 if setting.on_gpu else math.inf),
+    )
+    losses, made = sft_losses(done.output), (out / "config.json").is_file()
+    if done.code != 0 or not made or not losses:
+        record.holds(WARM_START, False, f"warm start {done.why() or 'left no policy or told no loss'}")
+        return out if made and done.code == 0 else None
+    record.measured(
+        WARM_START,
+        losses[-1],
+        "nats a token",
+        at_most=math.log(MODEL_VOCABULARY) if setting.toy else WARM_LOSS,
+        detail=f"loss after {sft_steps(setting)} steps of 32 examples, {done.seconds:.0f} s with start",
+        data={"seconds": done.seconds, "losses": losses},
+    )
+    return out
+
+
+def _judge(setting: Setting, record: Recorder, one: Run, found: LoopRun, *, warm: bool) -> None:
+    wrong = faults(found, steps=2 if setting.toy else one.steps, warm=warm and not setting.toy)
+    if wrong:
+        record.holds(one.check, False, summary(wrong, ""), found.data())
+        return
+    detail = (
+        f"mean |trainer - engine log-prob| of {found.mismatch_tokens:.0f} tokens, {found.steps} steps in "
+        f"{found.seconds:.0f} s with start; pass rate {' to '.join(f'{rate:.3g}' for rate in found.pass_rates)}; "
+        f"attention {found.facts['attention_backend']}, CUDA graphs {found.facts['cuda_graphs']}"
+    )
+    # bfloat16 logits have an error of their own, which the comparison shows; they get no bound
+    bound = None if "policy.logits=model" in one.overrides else BOUNDS["bfloat16" if setting.on_gpu else "float32"]
+    record.measured(one.check, found.mismatch, "nats", at_most=bound, detail=detail, data=found.data())
+
+
+def _compare(setting: Setting, record: Recorder, done: dict[str, LoopRun]) -> None:
+    """The mean distance with fp32 logits over that with the policy's own."""
+    if not setting.on_gpu:
+        record.not_run(COMPARISON, _NOT_ON_CPU[COMPARISON])
+        return
+    exact, coarse = (done[name].mismatch for name in ("eager", "model logits"))
+    if not (math.isfinite(exact) and math.isfinite(coarse) and coarse > 0):
+        record.not_run(COMPARISON, f"expected the mismatch of both runs, found {exact:.3g} and {coarse:.3g} nats")
+        return
+    record.measured(
+        COMPARISON,
+        exact / coarse,
+        "ratio",
+        at_most=1.0,
+        detail=f"{exact:.3g} nats with fp32 logits, {coarse:.3g} with bfloat16 logits",
+    )

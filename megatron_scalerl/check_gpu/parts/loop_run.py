@@ -1,0 +1,147 @@
+"""One run of the tiny recipe as a user starts it: a command of the product in a process, and what its files say."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_scalerl.check_gpu.parts.logs import cause, read_log, serving_facts
+from megatron_scalerl.jsonl import read_jsonl
+from megatron_scalerl.launch.processes import ChildProcess
+
+_GRACE_S = 4.0
+_SFT_LOSS = re.compile(r"sft step \d+/\d+ +loss ([\d.naif-]+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """How a command ended. Produced by `command`."""
+
+    seconds: float
+    code: int | None
+    """None: it was ended at its time limit."""
+    output: str
+    """Standard output and error."""
+
+    def why(self) -> str:
+        """ "" for one that ended with 0, else one line."""
+        if self.code == 0:
+            return ""
+        if self.code is None:
+            return f"ended after its {self.seconds:.0f} s; last line: {_last(self.output)}"
+        return f"ended with exit code {self.code}: {cause(self.output)}"
+
+
+async def command(arguments: Sequence[str], log: Path, *, limit_s: float) -> Command:
+    """Run `python -m megatron_scalerl ARGUMENTS` with its output in `log`; whatever it started ends with it."""
+    begin = time.monotonic()
+    argv = [sys.executable, "-m", "megatron_scalerl", *arguments]
+    process = await ChildProcess.start(log.stem, argv, os.environ, log)
+    code: int | None = None
+    try:
+        async with asyncio.timeout(limit_s):
+            code = await process.ended()
+    except TimeoutError:
+        pass
+    finally:
+        await process.stop(_GRACE_S)
+    return Command(seconds=time.monotonic() - begin, code=code, output=read_log(log))
+
+
+def sft_losses(output: str) -> list[float]:
+    """Losses (nats a token) of the progress lines of a warm start."""
+    return [float(value) for value in _SFT_LOSS.findall(output)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopRun:
+    """What a run left. Produced by `read_run`."""
+
+    ended: str
+    """"" for a run that ended in order, else why it did not."""
+    seconds: float
+    steps: int
+    """Optimizer steps made."""
+    mismatch: float
+    """Mean |trainer - engine log-prob| (nats) over tokens that the very weights that train sampled; NaN without."""
+    mismatch_tokens: float
+    probe: float
+    """Largest distance on the probe (nats); NaN without a probe."""
+    rewards: tuple[float, ...]
+    """Mean reward of each step."""
+    pass_rates: tuple[float, ...]
+    """Of the validations, on held-out prompts."""
+    facts: dict[str, str]
+    """See `logs.serving_facts`."""
+
+    def data(self) -> dict[str, Any]:
+        """For a finding: JSON types."""
+        found = {
+            "seconds": self.seconds,
+            "steps": self.steps,
+            "mismatch_mean": self.mismatch,
+            "mismatch_tokens": self.mismatch_tokens,
+            "probe_max": self.probe,
+            "rewards": list(self.rewards),
+            "pass_rates": list(self.pass_rates),
+            **self.facts,
+        }
+        return {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in found.items()
+        }
+
+
+def read_run(folder: Path, done: Command) -> LoopRun:
+    """What the files of a run say, also of one that was cut off. done: the command that made it."""
+    rows = [r for r in _rows(folder / "metrics.jsonl") if "skipped" not in r]
+    tokens = sum(r.get("loss_tokens_staleness_0", 0.0) for r in rows)
+    summed = sum(
+        r["mismatch_staleness_0"] * r["loss_tokens_staleness_0"] for r in rows if "mismatch_staleness_0" in r
+    )
+    ended = done.why()
+    if ended:
+        logs = sorted((folder / "logs").glob("*.log"))
+        causes = [f"{log.stem}: {cause(text)}" for log in logs if "Error" in (text := read_log(log))]
+        ended = "; ".join([ended, *causes])
+    return LoopRun(
+        ended=ended,
+        seconds=done.seconds,
+        steps=max((r["step"] for r in rows), default=0),
+        mismatch=summed / tokens if tokens else math.nan,
+        mismatch_tokens=tokens,
+        probe=max((r["probe_mismatch_max"] for r in rows if "probe_mismatch_max" in r), default=math.nan),
+        rewards=tuple(r.get("reward", math.nan) for r in rows),
+        pass_rates=tuple(r["pass_rate"] for r in _rows(folder / "validation.jsonl")),
+        facts=serving_facts(read_log(folder / "logs" / "engine-0.log")),
+    )
+
+
+def faults(run: LoopRun, *, steps: int, warm: bool) -> list[str]:
+    """What is wrong with a run of `steps` steps. warm: its policy has learnt something before."""
+    found = [run.ended] if run.ended else []
+    if run.steps != steps:
+        found.append(f"expected {steps} steps, found {run.steps} in {run.seconds:.0f} s")
+    if not run.rewards or not all(map(math.isfinite, run.rewards)):
+        found.append(f"expected a finite reward in each step, found {list(run.rewards)}")
+    rates = run.pass_rates
+    if not rates or not all(0.0 <= rate <= 1.0 for rate in rates) or (warm and max(rates) == 0.0):
+        expected = "above 0" if warm else "from 0 to 1"
+        found.append(f"expected held-out pass rates {expected}, found {list(rates)}")
+    return found
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return read_jsonl(path) if path.exists() else []
+
+
+def _last(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "none")

@@ -1,0 +1,123 @@
+"""Random policies for the engine's checks, and what transformers computes with them on the CPU.
+
+Every matrix keeps the variance of what passes, and the logits get a standard deviation of 3: distributions are
+neither uniform nor certain, so that a wrong kernel shows in log-probabilities.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_scalerl.tiny.tokenizer import BOS_ID, EOS_ID, PAD_ID, save_tokenizer
+
+LOGIT_STD = 3.0
+_COMMON: dict[str, Any] = {
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "bos_token_id": BOS_ID,
+    "eos_token_id": EOS_ID,
+    "pad_token_id": PAD_ID,
+    "rms_norm_eps": 1e-5,
+}
+_SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+_MIDDLE = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 64}
+ONE_B: dict[str, Any] = {
+    "vocab_size": 128_256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+}
+"""The shape of a Llama with 1.5 billion parameters."""
+LAYERS = _MIDDLE["num_hidden_layers"]
+"""Of the mixture of experts."""
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+
+
+def write_dense(folder: Path, *, seed: int, dtype: str, toy: bool) -> Path:
+    """A Llama with grouped queries and a tokenizer, in `dtype`."""
+    from transformers import LlamaConfig
+
+    return _write(LlamaConfig(**_COMMON | (_SMALL if toy else _MIDDLE) | _HEADS), folder, seed, dtype)
+
+
+def write_experts(folder: Path, *, seed: int, dtype: str) -> Path:
+    """A Qwen3-MoE, two of eight experts a token. Experts come in pairs whose router rows are nearly equal.
+
+    So rounding decides between the two, and an engine and a trainer without replay often take different ones.
+    """
+    from transformers import Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(**_COMMON | _MIDDLE | _HEADS | EXPERTS, norm_topk_prob=True, mlp_only_layers=[])
+    return _write(config, folder, seed, dtype)
+
+
+def write_config_only(folder: Path) -> Path:
+    """Configuration and tokenizer of the 1B shape, without weights: vLLM makes them up (`load_format: dummy`)."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(**_COMMON | ONE_B, architectures=["LlamaForCausalLM"], dtype="bfloat16")
+    config.save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+@torch.no_grad()
+def _write(config: Any, folder: Path, seed: int, dtype: str) -> Path:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    model = AutoModelForCausalLM.from_config(config).float()
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in sorted(model.named_parameters()):
+        if parameter.dim() == 1:
+            continue  # norms are 1
+        std = 1.0 if "embed_tokens" in name else parameter.shape[-1] ** -0.5 * (LOGIT_STD if "lm_head" in name else 1)
+        parameter.normal_(0.0, std, generator=generator)
+        if ".gate.weight" in name:  # a router: rows 2i and 2i + 1 differ by a step or less of bfloat16
+            parameter[1::2] = parameter[0::2] * (1 + 2.0**-8)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+class Reference:
+    """transformers' model of a folder on the CPU, in fp32 and in bfloat16 with fp32 logits."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._rounded: Any = None
+
+    def logprobs(self, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
+        """[T] log-probs (nats) of the completion's tokens in fp32."""
+        return _logprobs(self._exact, self._exact.lm_head.weight, prompt, completion)
+
+    def rounded(self, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
+        """[T] the same with weights and activations in bfloat16 and logits in fp32."""
+        if self._rounded is None:
+            from copy import deepcopy
+
+            self._rounded = deepcopy(self._exact).bfloat16()
+        return _logprobs(self._rounded, self._rounded.lm_head.weight.float(), prompt, completion)
+
+
+@torch.no_grad()
+def _logprobs(model: Any, head: torch.Tensor, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
+    ids = torch.tensor([[*prompt, *completion]])
+    hidden = model.model(ids).last_hidden_state[0, len(prompt) - 1 : -1]
+    rows = (hidden.float() @ head.T).log_softmax(-1)
+    found: list[float] = rows.gather(1, ids[0, len(prompt) :, None])[:, 0].tolist()
+    assert all(map(math.isfinite, found))
+    return found

@@ -1,0 +1,144 @@
+"""Check `routed experts`: vLLM's second model runner reports the experts of each token, the trainer replays them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_scalerl.batch import pack
+from megatron_scalerl.check_gpu.findings import Recorder
+from megatron_scalerl.check_gpu.parts.deadline import Deadline
+from megatron_scalerl.check_gpu.parts.engine_checks import summary
+from megatron_scalerl.check_gpu.parts.engine_scene import Scene, engine_options, recipe_of
+from megatron_scalerl.check_gpu.parts.processes import Training, serve
+from megatron_scalerl.check_gpu.parts.random_policy import EXPERTS, LAYERS, write_experts
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.rendezvous import FolderRendezvous
+from megatron_scalerl.rollouts.engine_client import EngineClient, SamplingSpec
+from megatron_scalerl.types import Prompt, Rollout, Sample
+
+CHECK = "routed experts"
+_NEEDS_S = 45.0
+"""Seconds below which it is not started."""
+_SLACK = 1.05
+"""GPU kernels that add in any order give a step's mean mismatch to a few percent."""
+
+
+def replay_recipe(scene: Scene, start_s: float) -> Recipe:
+    """A mixture of experts with routing replay, whose optimizer changes nothing."""
+    setting = scene.setting
+    policy = write_experts(scene.folder / "experts", seed=2, dtype=scene.dtype)
+    return recipe_of(
+        setting,
+        policy,
+        start_s=start_s,
+        vllm=engine_options(setting),
+        rollouts={"kv_cache": "recompute", "routing_replay": True},
+        interruption={"enabled": False},
+        optimizer={"lr": 0.0, "warmup_steps": 0},
+    )
+
+
+async def check_routed_experts(scene: Scene, record: Recorder, deadline: Deadline, meeting: FolderRendezvous) -> None:
+    """Raises RuntimeError where engine or trainer do not start. Records CHECK otherwise."""
+    if not scene.setting.on_gpu:
+        record.not_run(CHECK, "vLLM for CPUs has the first model runner only, which does not report experts")
+        return
+    if deadline.left() < _NEEDS_S:
+        record.not_run(CHECK, f"expected {_NEEDS_S:g} s of the part's time, {deadline.left():.0f} s were left")
+        return
+    recipe = replay_recipe(scene, deadline.left(120))
+    training = Training(recipe, scene.folder, "trainer-experts", meeting)
+    trainer = asyncio.create_task(training.start())
+    try:
+        serving = await serve(recipe, scene.folder / "engine-experts.log", index=1)
+        try:
+            prompts = scene.prompts[:8]
+            rollouts = await expert_rollouts(serving.process.client, prompts)
+            faults = choice_faults(
+                prompts,
+                rollouts,
+                layers=LAYERS,
+                topk=EXPERTS["num_experts_per_tok"],
+                experts=EXPERTS["num_experts"],
+            )
+            if faults:
+                record.holds(CHECK, False, summary(faults, ""))
+                return
+            await trainer
+            await record_replay(record, training, prompts, rollouts)
+        finally:
+            await serving.process.stop()
+    finally:
+        trainer.cancel()
+        await asyncio.gather(trainer, return_exceptions=True)
+        await training.stop()
+
+
+async def expert_rollouts(client: EngineClient, prompts: Sequence[Prompt]) -> list[Rollout]:
+    """One completion of 100 tokens a prompt, with its experts."""
+    return await asyncio.gather(
+        *(
+            client.generate(p.token_ids, sampling=SamplingSpec(max_tokens=100, seed=i, ignore_eos=True))
+            for i, p in enumerate(prompts)
+        )
+    )
+
+
+def choice_faults(
+    prompts: Sequence[Prompt], rollouts: Sequence[Rollout], *, layers: int, topk: int, experts: int
+) -> list[str]:
+    """What is wrong with the experts that came with the completions."""
+    faults = []
+    for number, (prompt, rollout) in enumerate(zip(prompts, rollouts)):
+        found, tokens = rollout.expert_choices, len(prompt.token_ids) + len(rollout.token_ids) - 1
+        if found is None:
+            faults.append(f"completion {number}: expected experts, found none")
+            continue
+        values = np.frombuffer(found.data, dtype=f"<u{found.width}")
+        if (found.layers, found.topk, values.size) != (layers, topk, tokens * layers * topk):
+            faults.append(
+                f"completion {number}: expected experts of [{tokens}, {layers}, {topk}], found {values.size} numbers "
+                f"of [*, {found.layers}, {found.topk}]"
+            )
+        elif values.max() >= experts or len(np.unique(values)) < 2:
+            faults.append(f"completion {number}: expected several experts below {experts}, found {np.unique(values)}")
+    return faults
+
+
+async def record_replay(
+    record: Recorder, training: Training, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
+) -> None:
+    """One step with the engine's experts and one with the trainer's own; the weights stay as they are."""
+    replayed = await mismatch(training, prompts, rollouts)
+    own = await mismatch(training, prompts, [replace(rollout, expert_choices=None) for rollout in rollouts])
+    record.measured(
+        CHECK,
+        replayed,
+        "nats",
+        at_most=_SLACK * own,
+        detail=f"mean mismatch with the engine's experts; {own:.3g} with the trainer's own",
+        data={"replayed": replayed, "own": own},
+    )
+
+
+async def mismatch(training: Training, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> float:
+    """Mean |trainer - engine log-prob| (nats) in a training step on the completions."""
+    tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+    samples = [
+        Sample(prompt_token_ids=p.token_ids, rollout=r, advantage=(-1.0) ** i, token_weight=1 / tokens)
+        for i, (p, r) in enumerate(zip(prompts, rollouts))
+    ]
+    assert training.client.info is not None
+    batches = pack(
+        samples,
+        step=1,
+        dp_size=1,
+        micro_batch_tokens=2048,
+        pad_multiple=training.client.info.pad_multiple,
+        policy_version=0,
+    )
+    return (await training.client.step(batches)).metrics["mismatch_mean"]

@@ -1,0 +1,72 @@
+"""What every rank has to hold alike, compared once at the start of a step and on the host.
+
+The projection of logits can compare its arguments on all tensor-parallel ranks by itself, and reads the answer back
+from the device: once for every micro-batch. Here the ranks compare what they were sent, before anything is queued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+
+from megatron_scalerl.trainer.parallel import Parallel
+from megatron_scalerl.types import MicroBatch
+
+
+def check_tokens(micro_batches: Sequence[MicroBatch], vocab_size: int) -> None:
+    """ValueError for a token, or a target with loss, outside the vocabulary; on a GPU it would end the process."""
+    for number, m in enumerate(micro_batches):
+        for name, ids, places in (
+            ("tokens", m.tokens, np.arange(len(m.tokens))),
+            ("targets", m.targets[m.loss_mask], np.flatnonzero(m.loss_mask)),
+        ):
+            outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+            if len(outside):
+                raise ValueError(
+                    f"micro-batch {number}: {name}: expected ids from 0 to {vocab_size - 1}, found "
+                    f"{ids[outside[0]]} at position {places[outside[0]]} ({len(outside)} such)"
+                )
+
+
+def agree(micro_batches: Sequence[MicroBatch], parallel: Parallel, *, step: int) -> None:
+    """RuntimeError, on all ranks alike, where ranks of one data-parallel rank hold different micro-batches.
+
+    Also where steps or numbers of micro-batches differ in the world: ranks would wait for each other forever.
+    """
+    if parallel.world_size == 1:
+        return
+    facts = [parallel.dp_rank, step, len(micro_batches), _digest(micro_batches)]
+    mine = torch.tensor(facts, dtype=torch.int64, device=parallel.device)
+    gathered = mine.new_empty(parallel.world_size * len(facts))
+    dist.all_gather_into_tensor(gathered, mine)
+    everyone = gathered.view(parallel.world_size, len(facts)).tolist()
+    first_of: dict[int, tuple[int, int]] = {}
+    for rank, (dp_rank, its_step, count, digest) in enumerate(everyone):
+        if (its_step, count) != tuple(everyone[0][1:3]):
+            raise RuntimeError(
+                f"rank {rank}: expected step {everyone[0][1]} with {everyone[0][2]} micro-batches, as rank 0, found "
+                f"step {its_step} with {count}"
+            )
+        known, rank_known = first_of.setdefault(dp_rank, (digest, rank))
+        if known != digest:
+            raise RuntimeError(
+                f"rank {rank}: expected the micro-batches of rank {rank_known}, both data-parallel rank {dp_rank}, "
+                "found others"
+            )
+
+
+def _digest(micro_batches: Sequence[MicroBatch]) -> int:
+    """63 bits of all arrays, their types and shapes."""
+    found = xxhash.xxh3_64()
+    for m in micro_batches:
+        for field in fields(m):
+            array = getattr(m, field.name)
+            if array is not None:
+                found.update(f"{field.name} {array.dtype} {array.shape}".encode())
+                found.update(np.ascontiguousarray(array).data)
+    return found.intdigest() >> 1

@@ -1,0 +1,50 @@
+"""Pipeline stages exchange micro-batches whose shapes all of them know.
+
+With variable_seq_lengths Megatron-Core 0.16.1 lets neighbors tell each other the shape before every exchange: it
+waits for the whole device twice and reads the answer back (pipeline_parallel/p2p_communication.py:242, 246, 250).
+All stages of a pipeline are sent the same micro-batches, in an order that the schedule without interleaving fixes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from megatron_scalerl.trainer.layers.context import share_length
+from megatron_scalerl.trainer.model import row_divisor
+from megatron_scalerl.trainer.parallel import Parallel
+from megatron_scalerl.types import MicroBatch
+
+Shape = tuple[int, int, int]
+
+
+class KnownShapes(P2PCommunicator):
+    """Megatron's exchange between neighbors, for one run of the schedule without interleaving.
+
+    Micro-batches come from the previous stage in their order, and so do their gradients from the next one.
+    """
+
+    def __init__(self, pp_group: Any, config: Any, shapes: Sequence[Shape]) -> None:
+        super().__init__(pp_group=pp_group, config=config)
+        self._forward, self._backward = iter(shapes), iter(shapes)
+
+    def _communicate_shapes(
+        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        nothing = (0, 0, 0)
+        return next(self._forward) if recv_prev else nothing, next(self._backward) if recv_next else nothing
+
+
+def known_shapes(micro_batches: Sequence[MicroBatch], config: Any, parallel: Parallel) -> dict[str, Any]:
+    """Keywords of Megatron's schedule where shapes would be exchanged; none elsewhere, nor for interleaved stages."""
+    if parallel.pp_size == 1 or not config.variable_seq_lengths or config.virtual_pipeline_model_parallel_size:
+        return {}
+    divisor = row_divisor(config)
+    lengths = [share_length(m.cu_seqlens.tolist(), size=parallel.cp_size, divisor=divisor) for m in micro_batches]
+    shapes = [(length // divisor, 1, config.hidden_size) for length in lengths]
+    return {
+        "p2p_communicator": KnownShapes(parallel.groups.pp, config, shapes),
+        "pg_collection": parallel.groups,
+    }

@@ -1,0 +1,83 @@
+"""Host tensors on their way to the device: packed into one pinned buffer, sent by one copy that nobody waits for.
+
+A copy from pageable memory makes the host wait until the stream has come to it: one for every array of every
+micro-batch. Here a micro-batch is one copy, queued on the current stream before the kernels that read it.
+
+The pinned buffer comes from PyTorch's caching host allocator, which marks it with an event of the copying stream and
+hands it out again only after that event. So nothing here waits, and nothing may write into the buffer after the copy.
+The device tensors are views of one allocation; whoever reads them on another stream than the one current here has to
+make that stream wait and call `record_stream`. The trainer's schedules have one stream for compute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass, replace
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+ALIGNMENT = 256
+"""Bytes that each tensor's place in the buffer is a multiple of; attention kernels want 16."""
+
+
+def staged(tree: T, device: torch.device) -> T:
+    """`tree` with every host tensor in it on `device`; on a CPU `tree` itself, which costs nothing.
+
+    A tree is a tensor, or a dataclass or tuple of trees; anything else in it stays as it is. What stands in it twice
+    is sent once and stands there twice again. On a device the call returns before the copy has happened.
+    """
+    if device.type == "cpu":
+        return tree
+    tensors: dict[int, Tensor] = {}
+    _collect(tree, tensors)
+    moved: dict[int, Any] = dict(zip(tensors, _sent(list(tensors.values()), device)))
+    return _rebuilt(tree, moved)
+
+
+def _collect(tree: Any, tensors: dict[int, Tensor]) -> None:
+    """Every tensor of the tree once, by its id."""
+    if isinstance(tree, Tensor):
+        assert tree.device.type == "cpu", tree.device
+        tensors[id(tree)] = tree
+    for part in _parts(tree):
+        _collect(part, tensors)
+
+
+def _parts(tree: Any) -> list[Any]:
+    if is_dataclass(tree):
+        return [getattr(tree, field.name) for field in fields(tree)]
+    return list(tree) if isinstance(tree, tuple) else []
+
+
+def _sent(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Copies on the device, by way of one pinned buffer."""
+    sizes = [tensor.numel() * tensor.itemsize for tensor in tensors]
+    *starts, total = accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)
+    host = _pinned(total)
+    for tensor, start, size in zip(tensors, starts, sizes):
+        host[start : start + size].copy_(tensor.contiguous().view(-1).view(torch.uint8))
+    block = torch.empty(total, dtype=torch.uint8, device=device)
+    block.copy_(host, non_blocking=True)
+    return [
+        block[start : start + size].view(tensor.dtype).view(tensor.shape)
+        for tensor, start, size in zip(tensors, starts, sizes)
+    ]
+
+
+def _pinned(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+def _rebuilt(tree: Any, moved: dict[int, Any]) -> Any:
+    """The tree with what `moved` has for each id; dataclasses are added to it."""
+    if id(tree) in moved:
+        return moved[id(tree)]
+    if is_dataclass(tree) and not isinstance(tree, type):
+        parts = {field.name: _rebuilt(getattr(tree, field.name), moved) for field in fields(tree)}
+        moved[id(tree)] = replace(tree, **parts)
+        return moved[id(tree)]
+    return tuple(_rebuilt(part, moved) for part in tree) if isinstance(tree, tuple) else tree

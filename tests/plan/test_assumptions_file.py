@@ -1,0 +1,145 @@
+"""The file of measured constants: there and back, what a plan makes of it, and one line for every mistake."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_scalerl.plan.assumptions import Assumptions, described
+from megatron_scalerl.plan.assumptions_file import Measured, read_assumptions, write_assumptions
+from megatron_scalerl.plan.command import main
+
+ROOT = Path(__file__).parents[2]
+H100 = "NVIDIA H100 80GB HBM3"
+RECIPE = [str(ROOT / "recipes" / "scalerl_llama3_8b.yaml"), "--gpus", "80", "--no-build"]
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "measured.yaml"
+    values = {
+        "dense_utilisation": Measured(value=0.2, source="check-gpu [8B shape],\n4 layers"),
+        "runtime_gib": Measured(value=2),
+    }
+    write_assumptions(path, values, gpu=H100, layers="plain")
+    return path
+
+
+def planned(capsys, *argv):
+    assert main([*RECIPE, "--json", "-", *map(str, argv)]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_there_and_back(file):
+    found = read_assumptions(file)
+    assert (found.gpu, found.gpu_named, found.layers) == ("h100-80g", H100, "plain")
+    assert found.written == str(yaml.safe_load(file.read_text())["written"]) != ""
+    assert found.values == {
+        "dense_utilisation": Measured(value=0.2, source="check-gpu [8B shape], 4 layers"),
+        "runtime_gib": Measured(value=2.0),
+    }
+    assert os.listdir(file.parent) == [file.name]  # no draft is left
+
+
+def test_every_assumption_can_be_written(tmp_path):
+    values = {f.name: Measured(value=1.0) for f in described()}
+    write_assumptions(tmp_path / "all.yaml", values, gpu="gb200")
+    assert read_assumptions(tmp_path / "all.yaml").values == values
+
+
+def test_the_file_overrides_defaults_and_a_flag_the_file(file, capsys):
+    plan = planned(capsys, "--assumptions", file, "--runtime-gib", "5")
+    rows = plan["assumptions"]
+    assert rows["dense_utilisation"] == {
+        "value": 0.2, "from": "file", "source": read_assumptions(file).source("dense_utilisation"),
+    }  # fmt: skip
+    assert str(file) in rows["dense_utilisation"]["source"] and "[8B shape]" in rows["dense_utilisation"]["source"]
+    assert rows["runtime_gib"] == {"value": 5.0, "from": "flag", "source": "given on the command line"}
+    assert rows["packing"]["from"] == "default" and rows["packing"]["value"] == Assumptions().packing
+    assert plan["layout"]["layers"] == "plain"
+    without = planned(capsys, "--layers", "plain", "--runtime-gib", "5")
+    assert plan["work"]["train_seconds"] == pytest.approx(2 * without["work"]["train_seconds"])
+    assert plan["trainer_memory"] == without["trainer_memory"]
+
+
+def test_the_printed_plan_names_the_file(file, capsys):
+    assert main([*RECIPE, "--assumptions", str(file)]) == 0
+    words = "".join(capsys.readouterr().out.split())
+    assert "check-gpu[8Bshape],4layers" in words and "plainlayers" in words
+
+
+def test_a_default_given_as_a_flag_is_a_flag(capsys):
+    assert planned(capsys, "--packing", "0.9")["assumptions"]["packing"]["from"] == "flag"
+
+
+def test_the_gpu_and_the_layers_are_those_of_the_file(tmp_path, capsys):
+    path = tmp_path / "h200.yaml"
+    write_assumptions(path, {"packing": Measured(value=0.8)}, gpu="NVIDIA H200", layers="fused")
+    assert planned(capsys, "--assumptions", path)["gpu"]["name"].startswith("NVIDIA H200")
+    for flags, said in ((["--gpu", "h100-80g"], "--gpu: expected h200,"), (["--layers", "plain"], "--layers: exp")):
+        assert main([*RECIPE, "--assumptions", str(path), *flags]) == 2
+        assert said in capsys.readouterr().err
+    assert planned(capsys, "--assumptions", path, "--gpu", "h200", "--layers", "fused")["fits"]
+
+
+SHARE = "a number above 0 and at most 1"
+GOOD = f"gpu: {H100}\nassumptions:\n  packing:\n    value: 0.8\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "expected an assumptions file, found nothing"),
+        ("", "expected a mapping with gpu, layers, written, assumptions, found nothing"),
+        ("- 1", "expected a mapping with gpu, layers, written, assumptions, found list"),
+        ("gpu: [", "line 1: expected YAML, found"),
+        (b"\xff\xfe\xfd", "expected YAML in UTF-8, found"),
+        (GOOD + "written: 2026-13-41\n", "expected YAML in UTF-8, found month must be"),
+        (GOOD + "written: 7\n", "written: expected a date, found 7"),
+        (GOOD + "layers: te\n", "layers: expected fused or plain, found 'te'"),
+        (GOOD.replace(H100, "NVIDIA H100 PCIe"), "gpu: expected a GPU of the planner (gb200, h100-80g, h200), found"),
+        (GOOD.replace(f"gpu: {H100}\n", ""), "gpu: expected text, found nothing"),
+        (GOOD + "gpu: x\n", "line 5: expected YAML, found the key gpu twice"),
+        (GOOD + "  packing:\n    value: 0.7\n", "line 5: expected YAML, found the key packing twice"),
+        (GOOD + "  ? [1]\n  : 2\n", "expected YAML, found"),
+        (GOOD.replace("packing", "paking"), "assumptions.paking, the nearest valid key is assumptions.packing"),
+        (GOOD.replace("gpu", "gpus", 1), "unknown key gpus, the nearest valid key is gpu"),
+        (GOOD.replace("value", "values"), "unknown key assumptions.packing.values, the nearest valid key is"),
+        (f"gpu: {H100}\n", "assumptions: expected a mapping with dense_utilisation and other assumptions, found "),
+        (f"gpu: {H100}\nassumptions: {{packing: 0.8}}\n", "assumptions.packing: expected a mapping with value, "),
+        (f"gpu: {H100}\nassumptions: {{packing: {{source: us}}}}\n", "packing.value: expected a number, found none"),
+        (GOOD + "    source: [1]\n", "assumptions.packing.source: expected text, found [1]"),
+        *((GOOD.replace("0.8", bad), f"assumptions.packing.value: expected {SHARE}, found {as_}")
+          for bad, as_ in ((".nan", "nan"), ("-1", "-1"), ("'0.8'", "'0.8'"), ("80", "80"), ("0", "0"),
+                           ("true", "True"), (".inf", "inf"), ("null", "None"), ("1" + 400 * "0", "1000"))),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_with_file_and_key(text, said, tmp_path, capsys):
+    path = tmp_path / "measured.yaml"
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert main([*RECIPE, "--assumptions", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert f"{path}: " in error and said in error and error.count("\n") == 1 and error.startswith("plan: ")
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({}, "expected at least one measured constant, found none"),
+        ({"dense_utilization": Measured(value=0.4)}, "the nearest valid key is assumptions.dense_utilisation"),
+        ({"packing": Measured(value=float("nan"))}, f"packing.value: expected {SHARE}, found nan"),
+    ],
+)  # fmt: skip
+def test_nothing_is_written_that_cannot_be_read(values, said, tmp_path):
+    with pytest.raises(ValueError, match=said):
+        write_assumptions(tmp_path / "x.yaml", values, gpu=H100)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_flag_has_the_same_range(capsys):
+    with pytest.raises(SystemExit) as end:
+        main([*RECIPE, "--dense-utilisation", "0"])
+    assert end.value.code == 2 and "expected a number above 0 and at most 1, found 0.0" in capsys.readouterr().err

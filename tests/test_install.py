@@ -1,0 +1,235 @@
+"""tools/install.sh up to its first download, its order of steps, the locks it reads; tests/run.sh's exit code.
+
+Nothing is installed. `stand-in` in a name marks a program that answers in place of a real one: a Python, pip, a driver.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from configparser import ConfigParser
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+LOCKS = ROOT / "tools" / "locks"
+GPU_LOCKS = ("gpu-py311.txt", "gpu-py312.txt")
+HASHED = ("torch-2.11.txt", *GPU_LOCKS)
+OURS = "%d.%d" % sys.version_info[:2]
+
+
+def script(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("#!/bin/bash\n" + text)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """The files that install.sh reads, in a folder of their own, and a stand-in CUDA 13.0 toolkit."""
+    root = tmp_path / "checkout"
+    shutil.copytree(ROOT / "tools", root / "tools")
+    for name in ("setup.cfg", "pyproject.toml"):
+        shutil.copy(ROOT / name, root / name)
+    toolkit(root / "cuda", "13.0")
+    return root
+
+
+def toolkit(folder, release):
+    script(folder / "bin" / "nvcc", f"echo 'Cuda compilation tools, release {release}, V{release}.88'\n")
+    (folder / "include").mkdir()
+    (folder / "include" / "cuda_runtime.h").touch()
+
+
+def install(checkout, *argv, **variables):
+    """(exit code, standard error) of install.sh, which must not get as far as a download."""
+    variables = {"MSRL_PYTHON": sys.executable, "CUDA_HOME": str(checkout / "cuda"), **variables}
+    done = subprocess.run(
+        ["bash", checkout / "tools" / "install.sh", *argv],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, done.stderr
+
+
+def refused(checkout, *argv, **variables):
+    """The one line in which install.sh refuses, exit code 2, before it makes anything."""
+    code, said = install(checkout, *argv, **variables)
+    assert code == 2 and said.count("\n") == 1, said
+    assert not (checkout / ".venv" / "bin" / "pip").exists()
+    return said
+
+
+def driver(folder, version):
+    """A stand-in for the driver's library, which reports this CUDA version."""
+    source = folder / "driver.c"
+    source.write_text(f"int cuDriverGetVersion(int *v) {{ *v = {version}; return 0; }}\n")
+    folder.joinpath("lib").mkdir()
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / "lib" / "libcuda.so.1", source], check=True)
+    return str(folder / "lib")
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], "expected 'cpu', 'gpu' or 'torch-2.11', found 'nothing'"),
+        (["tpu"], "found 'tpu'"),
+        (["cpu", "--without-gpu"], "cpu: expected no further argument, found '--without-gpu'"),
+        (["gpu", "--without-gpus"], "gpu: expected --without-gpu or no further argument, found '--without-gpus'"),
+    ],
+)
+def test_arguments(checkout, argv, expected):
+    assert expected in refused(checkout, *argv)
+
+
+def test_pythons_that_do_not_serve(checkout, tmp_path):
+    newer = script(tmp_path / "stand-in-3.13", "echo 3.13\n")
+    shim = script(tmp_path / "stand-in-shim", "echo 'command not found' >&2; exit 127\n")
+    bare = script(
+        tmp_path / "stand-in-bare", f'case "$*" in *ensurepip*) exit 1 ;; esac\nexec {sys.executable} "$@"\n'
+    )
+    assert f"expected Python 3.11 or 3.12, found 3.13 at {newer}" in refused(checkout, "cpu", MSRL_PYTHON=str(newer))
+    assert f"{shim} does not run" in refused(checkout, "cpu", MSRL_PYTHON=str(shim))
+    assert f"python{OURS}-venv" in refused(checkout, "gpu", MSRL_PYTHON=str(bare))
+
+
+def test_folders_that_do_not_serve(checkout, tmp_path):
+    (checkout / ".venv").symlink_to(tmp_path)
+    assert f".venv is a link to {tmp_path}" in refused(checkout, "cpu")
+    script(checkout / "other" / "bin" / "python", "echo 3.9\n")
+    assert f"other: expected Python {OURS}, found 3.9" in refused(checkout, "cpu", MSRL_VENV="other")
+
+
+def test_a_toolkit_of_another_cuda(checkout):
+    toolkit(checkout / "old", "12.8")
+    said = refused(checkout, "gpu", "--without-gpu", CUDA_HOME=str(checkout / "old"))
+    assert "expected nvcc of CUDA 13, found 12.8" in said
+    checks = ". tools/install_checks.sh; find_cuda_home() { return 1; }; check_cuda no"
+    done = subprocess.run(["bash", "-c", checks], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "expected a CUDA 13 toolkit" in done.stderr
+
+
+def test_a_driver_that_is_too_old(checkout, tmp_path):
+    said = refused(checkout, "gpu", LD_LIBRARY_PATH=driver(tmp_path, 12080))
+    assert "expected a driver of CUDA 13.0 or newer (branch 580), found one of CUDA 12.8" in said
+
+
+def test_too_little_disk_is_seen_after_a_driver_that_serves(checkout, tmp_path):
+    df = "echo 'Filesystem blocks Used Available'; echo 'stand-in 99999999 0 7340032'\n"
+    path = f"{script(tmp_path / 'bin' / 'df', df).parent}:{os.environ['PATH']}"
+    said = refused(checkout, "gpu", LD_LIBRARY_PATH=driver(tmp_path, 13000), PATH=path)
+    assert said == f"install.sh: expected 30 GiB free at {checkout}, found 7 GiB\n"
+
+
+PIP = """
+if [ "$1 $2" = "-m pip" ]; then
+  {{ echo "== $*"; env | grep -E '^(PIP_CONSTRAINT|PYTHONPATH|NVTE|CPATH|CUDA_HOME|MAX_JOBS)' | sort
+     for word in "$@"; do case "$word" in */tmp.*) [ -f "$word" ] && grep -E '==' "$word" ;; esac; done; }} >>{log}
+  case "$*" in {fails}) exit 1 ;; esac
+  exit 0
+fi
+exec {python} "$@"
+"""
+
+
+def steps(checkout, log, *argv, fails="nothing", **variables):
+    """(exit code, standard error, the calls of pip with what each was given) with a stand-in for pip."""
+    script(checkout / ".venv" / "bin" / "python", PIP.format(log=log, fails=fails, python=sys.executable))
+    code, said = install(checkout, *argv, **variables)
+    return code, said, log.read_text().split("== ")[1:]
+
+
+def test_the_gpu_installation_takes_its_steps_in_order(checkout, tmp_path):
+    """Tools to build with; everything else by hash; then Transformer Engine against the torch that is there."""
+    held = {"PIP_CONSTRAINT": "/etc/pip/constraint.txt", "PYTHONPATH": "/elsewhere", "MAX_JOBS": "3"}
+    code, said, calls = steps(checkout, tmp_path / "log", "gpu", "--without-gpu", **held)
+    assert code == 0, said
+    tools, rest, engine, itself, check = calls
+    assert {line.split("==")[0] for line in tools.splitlines()[1:] if "==" in line} == {
+        "setuptools", "wheel", "ninja", "pybind11", "packaging",
+    }  # fmt: skip
+    lock = (LOCKS / f"gpu-py{OURS.replace('.', '')}.txt").read_text()
+    assert rest.count("==") == lock.count("==") - 1
+    assert "transformer-engine-cu13==" in rest and "transformer-engine-torch==" not in rest
+    for call in (tools, rest):
+        assert "--no-deps --require-hashes --only-binary :all:" in call
+    assert "--no-build-isolation --require-hashes" in engine and "\ntransformer-engine-torch==2.11.0" in engine
+    assert f"\nCUDA_HOME={checkout}/cuda\n" in engine and "\nMAX_JOBS=3\n" in engine
+    assert "\nNVTE_PYTORCH_FORCE_BUILD=TRUE\n" in engine and "nvidia/cudnn/include" in engine
+    assert "-e ." in itself and "pip check" in check
+    assert "PIP_CONSTRAINT" not in "".join(calls) and "PYTHONPATH" not in "".join(calls)
+    assert list(checkout.glob(".venv/.installed-gpu-*"))
+
+
+def test_a_step_that_fails_ends_the_installation(checkout, tmp_path):
+    """No index: the first, small step says it, exit code 1, and nothing is marked as installed."""
+    code, said, calls = steps(checkout, tmp_path / "log", "gpu", "--without-gpu", fails="*require-hashes*")
+    assert code == 1 and "the package index does not serve" in said and len(calls) == 1
+    assert not list(checkout.glob(".venv/.installed-*"))
+
+
+def versions(lock):
+    found = re.findall(r"^([A-Za-z0-9][\w.-]*)==(\S+)", (LOCKS / lock).read_text(), re.MULTILINE)
+    return {canonicalize_name(name): version for name, version in found}
+
+
+@pytest.mark.parametrize("lock", HASHED)
+def test_every_locked_package_has_its_hash(lock):
+    entries = re.split(r"\n(?=[a-z0-9])", (LOCKS / lock).read_text())[1:]
+    assert len(entries) == len(versions(lock)) > 100
+    assert [entry for entry in entries if not re.search(r"--hash=sha256:[0-9a-f]{64}", entry)] == []
+
+
+@pytest.mark.parametrize("lock", GPU_LOCKS)
+def test_the_gpu_locks_hold_what_setup_cfg_asks_for(lock):
+    found, config = versions(lock), ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    extras = config["options.extras_require"]
+    wanted = "\n".join([config["options"]["install_requires"], extras["run"], extras["gpu"], extras["dev"]])
+    for requirement in map(Requirement, filter(None, wanted.splitlines())):
+        if requirement.name != "megatron_scalerl":
+            version = found[canonicalize_name(requirement.name)]
+            assert requirement.specifier.contains(version), f"{requirement}: {version}"
+
+
+@pytest.mark.parametrize("lock", GPU_LOCKS)
+def test_what_both_environments_hold_has_one_version(lock):
+    """The tests run with the CPU environment. torch pins its own triton, vLLM its own apache-tvm-ffi."""
+    gpu, cpu = versions(lock), versions("cpu.txt")
+    both = gpu.keys() & cpu.keys()
+    assert len(both) > 150
+    assert {name for name in both if gpu[name] != cpu[name]} == {"triton", "apache-tvm-ffi"}
+
+
+@pytest.mark.parametrize("lock", GPU_LOCKS)
+def test_cuda_packages_are_those_of_torchs_cuda(lock):
+    found = versions(lock)
+    assert found["transformer-engine"] == found["transformer-engine-torch"] == found["transformer-engine-cu13"]
+    assert "transformer-engine-cu12" not in found and "nvidia-cudnn-cu12" not in found
+    parts = [found[f"nvidia-{name}"] for name in ("cuda-runtime", "cuda-nvcc", "cuda-crt", "nvjitlink", "nvvm")]
+    assert [version for version in parts if not version.startswith("13.0.")] == []
+
+
+@pytest.mark.parametrize(("main", "second", "code"), [(0, 0, 0), (1, 0, 1), (0, 1, 1), (2, 1, 2), (0, None, 0)])
+def test_the_test_command_fails_where_either_tier_fails(checkout, main, second, code):
+    """With stand-ins for both environments: pytest's exit codes, and no Python 3.12 at all."""
+    shutil.copytree(ROOT / "tests", checkout / "tests", ignore=lambda *_: {"distributed", "e2e", "__pycache__"})
+    script(checkout / "tools" / "install.sh", "exit 0\n")
+    script(checkout / "tools" / "find_python.sh", "exit 1\n" if second is None else "echo stand-in\n")
+    script(checkout / ".venv" / "bin" / "ruff", "exit 0\n")
+    script(checkout / ".venv" / "bin" / "python", f"echo main; exit {main}\n")
+    script(checkout / ".venv-3.12" / "bin" / "python", f"echo second; exit {second}\n")
+    done = subprocess.run(
+        ["bash", checkout / "tests" / "run.sh"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == code, done.stderr
+    said = "run.sh: Python 3.12 was left out" if second is None else "second"
+    assert done.stdout.splitlines()[-1].startswith(said) and "main" in done.stdout

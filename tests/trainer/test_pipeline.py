@@ -1,0 +1,71 @@
+"""Stages know the shapes of micro-batches beforehand, in the order of the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from random_policy import batches_of, random_samples
+
+from megatron_scalerl.trainer.layers.context import share_length, share_of
+from megatron_scalerl.trainer.pipeline import KnownShapes, known_shapes
+
+
+def config(**changes: Any) -> Any:
+    settings = dict(
+        variable_seq_lengths=True, virtual_pipeline_model_parallel_size=None, hidden_size=32,
+        sequence_parallel=False, tensor_model_parallel_size=1,
+    )  # fmt: skip
+    return SimpleNamespace(**(settings | changes))
+
+
+def keywords(new_trainer: Callable, settings: Any, **place: int) -> dict[str, Any]:
+    [batch] = batches_of(random_samples(1), micro_batch_tokens=64)
+    return known_shapes(batch.micro_batches, settings, replace(new_trainer().parallel, **place))
+
+
+def test_upstream_still_asks_where_we_answer() -> None:
+    assert "_communicate_shapes" in vars(P2PCommunicator) and "_communicate_shapes" in vars(KnownShapes)
+
+
+def test_shapes_come_in_the_order_of_the_micro_batches(new_trainer: Callable) -> None:
+    [batch] = batches_of(random_samples(1), micro_batch_tokens=64)
+    lengths = [len(m.tokens) for m in batch.micro_batches]
+    assert len(set(lengths)) > 1
+    found = keywords(new_trainer, config(), pp_size=2)
+    assert set(found) == {"p2p_communicator", "pg_collection"}
+    ask = found["p2p_communicator"]._communicate_shapes
+    first, second, *_ = [(length, 1, 32) for length in lengths]
+    assert ask(None, None, True, False) == (first, (0, 0, 0))
+    assert ask(None, None, True, True) == (second, first)
+    assert ask(None, None, False, True) == ((0, 0, 0), second)
+
+
+def test_sequence_parallel_stages_exchange_a_part(new_trainer: Callable) -> None:
+    settings = config(sequence_parallel=True, tensor_model_parallel_size=4)
+    found = keywords(new_trainer, settings, pp_size=2, tp_size=4)["p2p_communicator"]
+    [batch] = batches_of(random_samples(1), micro_batch_tokens=64)
+    shape, _ = found._communicate_shapes(None, None, True, False)
+    assert shape == (-(-len(batch.micro_batches[0].tokens) // 4), 1, 32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "stages"),
+    [({}, 1), ({"variable_seq_lengths": False}, 2), ({"virtual_pipeline_model_parallel_size": 2}, 2)],
+)
+def test_elsewhere_megatron_goes_on_alone(changes: dict[str, Any], stages: int, new_trainer: Callable) -> None:
+    assert keywords(new_trainer, config(**changes), pp_size=stages) == {}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("divisor", [1, 2])
+def test_lengths_are_those_of_the_shares(size: int, divisor: int) -> None:
+    starts = [0, *accumulate([7, 1, 30, 0, 12])]
+    share = share_of(starts, rank=0, size=size, group=None, divisor=divisor)
+    places = starts[-1] if share.places is None else len(share.places)
+    assert share_length(starts, size=size, divisor=divisor) == places

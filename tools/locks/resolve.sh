@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# Resolves the locks with hashes from scratch: gpu-py311.txt, gpu-py312.txt, torch-2.11.txt. Downloads metadata only, a few MB.
+#
+#   tools/locks/resolve.sh [--check]
+#
+# --check writes nothing and fails where a lock in the repository differs. Releases after $newest do not count, so the
+# same files come out at any later time. MSRL_PYTHON is the Python that uv is installed with.
+set -euo pipefail
+cd "$(dirname "$0")"
+newest=2026-11-21T00:00:00Z
+uv_version=0.13.9
+
+case "${1:-}" in
+  "") ;;
+  --check) ;;
+  *) echo "resolve.sh: expected --check or nothing, found '$1'" >&2; exit 2 ;;
+esac
+python="${MSRL_PYTHON:-$(../find_python.sh 3.11 3.12 || true)}"
+[ -n "$python" ] || { echo "resolve.sh: expected Python 3.11 or 3.12, found none; set MSRL_PYTHON" >&2; exit 2; }
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+"$python" -m venv "$work/venv"
+"$work/venv/bin/python" -m pip -qq --disable-pip-version-check install "uv==$uv_version" ||
+  { echo "resolve.sh: uv $uv_version could not be installed" >&2; exit 1; }
+
+# this package's own requirements, without building it
+"$python" - ../../setup.cfg >"$work/package.in" <<'PYTHON'
+import configparser
+import sys
+
+found = configparser.ConfigParser()
+found.read(sys.argv[1], encoding="utf8")
+extras = found["options.extras_require"]
+print(found["options"]["install_requires"], extras["run"], extras["dev"], sep="\n")
+PYTHON
+
+resolve() { # INPUT PYTHON OUTPUT PACKAGE...; what the inputs decide is no constraint from cpu.txt
+  local input="$1" version="$2" output="$3" free
+  shift 3
+  free=$(printf '|%s' "$@")
+  grep -vE "^(${free:1})==" cpu.txt >"$work/constraints.txt"
+  UV_PYTHON_DOWNLOADS=never "$work/venv/bin/uv" --config-file metadata.toml pip compile "$input" "$work/package.in" \
+    --constraints "$work/constraints.txt" --python-platform x86_64-manylinux_2_31 --python-version "$version" \
+    --only-binary :all: --no-binary transformer-engine-torch --exclude-newer "$newest" --format pylock.toml --quiet \
+    --output-file "$work/pylock.toml" || { echo "resolve.sh: $input has no solution for Python $version" >&2; exit 1; }
+  "$python" - "$work/pylock.toml" >"$work/requirements" <<'PYTHON'
+import sys
+import tomllib
+
+with open(sys.argv[1], "rb") as file:
+    packages = tomllib.load(file)["packages"]
+for package in packages:
+    files = package.get("wheels") or [package["sdist"]]
+    hashes = sorted({file["hashes"]["sha256"] for file in files})
+    print(f"{package['name']}=={package['version']} \\\n    " + " \\\n    ".join(f"--hash=sha256:{h}" for h in hashes))
+PYTHON
+  {
+    echo "# Python $version, Linux x86-64, glibc 2.31 or newer. Made by tools/locks/resolve.sh from $input; do not edit."
+    cat "$work/requirements"
+  } >"$work/$output"
+  rm "$work/pylock.toml" "$work/requirements"
+}
+
+resolve gpu.in 3.11 gpu-py311.txt triton apache-tvm-ffi
+resolve gpu.in 3.12 gpu-py312.txt triton apache-tvm-ffi
+resolve torch-2.11.in 3.12 torch-2.11.txt triton numpy transformers huggingface_hub tokenizers hf-xet typer typer-slim
+for lock in gpu-py311.txt gpu-py312.txt torch-2.11.txt; do
+  count=$(grep -c '==' "$work/$lock")
+  if cmp -s "$work/$lock" "$lock"; then
+    echo "resolve.sh: $lock is up to date, $count packages"
+  elif [ "${1:-}" = --check ]; then
+    diff "$lock" "$work/$lock" | head -n 20 >&2 || true
+    echo "resolve.sh: $lock differs" >&2
+    exit 1
+  else
+    cp "$work/$lock" "$lock"
+    echo "resolve.sh: $lock written, $count packages"
+  fi
+done
