@@ -168,7 +168,8 @@ def _state(trainer: Any) -> dict[str, torch.Tensor]:
             for k, parameter in enumerate(group["params"]):
                 found[f"main weight {i}.{j}.{k}"] = parameter.detach().clone()
                 for name, value in optimizer.optimizer.state.get(parameter, {}).items():
-                    found[f"{name} {i}.{j}.{k}"] = torch.as_tensor(value).detach().clone()
+                    kept = torch.as_tensor(value).detach().clone()
+                    found[f"{name} {i}.{j}.{k}"] = kept if kept.dim() else kept.cpu()  # counters may be on either
     return found
 
 

@@ -36,8 +36,8 @@ def trainer(setting, faulty):
         rounded = {name: value.to(torch.bfloat16).to(value.dtype) for name, value in rounded.items()}
         return dapo(replace(inputs, **rounded), **options)
 
-    def one_sequence(starts, *, device):
-        return layout([0, starts[-1]], device=device)
+    def one_sequence(starts):
+        return layout([0, starts[-1]])
 
     def load(path, other):
         extra = whole(path, other)

@@ -18,7 +18,7 @@ from megatron_scalerl.check_gpu.findings import Recorder, read_findings
 from megatron_scalerl.check_gpu.outcome import Outcome
 from megatron_scalerl.check_gpu.parts import families, shapes
 from megatron_scalerl.check_gpu.setting import Setting
-from megatron_scalerl.check_gpu.shape_run import GIB, SHAPES, fitting, toy
+from megatron_scalerl.check_gpu.shape_run import GIB, SHAPES, fitting, toy, used_before
 from megatron_scalerl.check_gpu.table import KINDS, part_named
 
 HERE = Path(__file__).parent
@@ -150,6 +150,8 @@ def test_the_shapes_part_reports_what_it_declares(tmp_path):
     for finding in found:
         if finding.check.endswith("MFU"):
             assert finding.data["tokens"] == 512 and 0 < finding.value < 1
+        else:
+            assert 0.5 < finding.data["ratio"] < 2
     # what a GPU's process would have left: the same, judged
     left = json.loads((tmp_path / "shapes-plain" / "8b.json").read_text())
     total, moving = left["predicted"]["total"], left["predicted"]["moving"]
@@ -197,6 +199,22 @@ def test_a_shape_that_dies_or_hangs_says_so_and_ends(tmp_path):
     path = tmp_path / "findings.jsonl"
     shapes.report(wrong, None, problem, given, Recorder("shapes-plain", path))
     assert [f.status for f in read_findings(path)] == ["failed"] * 2
+
+
+@pytest.mark.parametrize(
+    "answer, found",
+    [("echo 1024", 2**30), ("echo '[N/A]'", None), ("exit 9", None), ('test "$2" = GPU-7 && echo 1', 2**20)],
+)
+def test_what_others_hold_is_asked_of_the_driver(answer, found, tmp_path, monkeypatch):
+    """nvidia-smi is a stand-in that answers in its place."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{answer}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-7,GPU-3")
+    assert used_before() == found
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert used_before() is None
 
 
 @pytest.mark.parametrize("size, run", [("quick", ["8b"]), ("full", list(SHAPES))])
