@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -25,7 +26,13 @@ if TYPE_CHECKING:
     from megatron_scalerl.check_gpu.cases import Case
     from megatron_scalerl.types import Sample
 
+Reference = subprocess.Popen[bytes]
+"""The CPU's process."""
 DTYPES = ("float32", "bfloat16")
+POLICY = "policy"
+"""Folder of the policy that both processes train."""
+_NEED_A_GPU = ("transformer_engine", "apex")
+"""Megatron-Core takes their optimisers wherever it can import them, on a CPU too, where they do not work."""
 RATE_ENDS = 6
 """Steps from the next one on have a learning rate of 0: they compute a gradient and leave the weights."""
 
@@ -99,12 +106,12 @@ def weights_of(trainer: Any) -> np.ndarray:
     return _joined(parameter.detach() for parameter in _parameters(trainer))
 
 
-def start_reference(which: Mapping[str, Any], policy: Path, folder: Path) -> subprocess.Popen[bytes]:
+def start_reference(which: Mapping[str, Any], folder: Path) -> Reference:
     """Start the CPU's process, which ends with this one; it writes `cpu-DTYPE.npz` into `folder`.
 
-    which: keywords of `cases.case_of`.
+    which: keywords of `cases.case_of`, whose policy it awaits as POLICY in `folder`.
     """
-    asked = json.dumps({"case": dict(which), "policy": str(policy), "folder": str(folder)})
+    asked = json.dumps({"case": dict(which), "folder": str(folder)})
     argv = [sys.executable, "-m", "megatron_scalerl.check_gpu.outcome", asked]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "MSRL_LAYERS": "plain"}
     return subprocess.Popen(command(argv), env=env, stdin=subprocess.DEVNULL)
@@ -113,14 +120,19 @@ def start_reference(which: Mapping[str, Any], policy: Path, folder: Path) -> sub
 def main() -> None:
     """The CPU's process."""
     asked = json.loads(sys.argv[1])
+    for package in _NEED_A_GPU:
+        sys.modules[package] = None  # type: ignore[assignment]
     from megatron_scalerl.check_gpu.cases import case_of
     from megatron_scalerl.trainer.parallel import init_parallel
 
     case, folder = case_of(**asked["case"]), Path(asked["folder"])
-    parallel = init_parallel(case.recipe(asked["policy"], DTYPES[0]))
+    policy = folder / POLICY
+    while not policy.exists():  # this process dies with the one that writes it
+        time.sleep(0.05)
+    parallel = init_parallel(case.recipe(policy, DTYPES[0]))
     assert parallel.device.type == "cpu", "the reference is the CPU's"
     for dtype in DTYPES:
-        outcome = make_outcome(build_trainer(case, asked["policy"], dtype, parallel), case)
+        outcome = make_outcome(build_trainer(case, policy, dtype, parallel), case)
         outcome.save(folder / f"cpu-{dtype}.npz")
 
 

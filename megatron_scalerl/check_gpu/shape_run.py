@@ -148,6 +148,8 @@ class Predicted:
     """Bytes."""
     total: float
     """Bytes."""
+    moving: float
+    """Bytes that come and go with a micro-batch, of which the planner's `fragmentation` is a share."""
     parameters: int
     model_flops: float
     """A token."""
@@ -157,23 +159,19 @@ class Predicted:
 
 def predict(shape: Shape, folder: Path, *, fused: bool, gpu: bool) -> Predicted:
     """The planner's figures, with its own assumptions of runtime and fragmentation."""
-    from megatron_scalerl.plan.counting import load_family
-    from megatron_scalerl.plan.logit_memory import in_chunk
     from megatron_scalerl.plan.predict import predict_trainer
-    from megatron_scalerl.plan.work import token_flops
 
-    recipe = recipe_of(shape, folder)
     found = predict_trainer(
-        recipe, folder, layers="fused" if fused else "plain", device="gpu" if gpu else "cpu",
+        recipe_of(shape, folder), folder, layers="fused" if fused else "plain", device="gpu" if gpu else "cpu",
         sequence_tokens=shape.sequence,
     )  # fmt: skip
-    flops = token_flops(recipe, load_family(folder)[0], [shape.sequence])
     return Predicted(
         terms={term.name: term.bytes for term in found.terms},
         total=found.total_bytes,
+        moving=found.moving_bytes,
         parameters=found.parameters,
         model_flops=found.model_flops_per_token,
-        hardware_flops=3 * flops.body + flops.again + (3 if in_chunk(recipe) else 4) * flops.head,
+        hardware_flops=found.hardware_flops_per_token,
     )
 
 
@@ -220,7 +218,11 @@ def used_before() -> int | None:
 
 
 def measure(shape: Shape, folder: Path, parallel: Any, others: int | None, deadline: float) -> dict[str, Any]:
-    """Build, train, and read clocks and peaks; `deadline` on the monotonic clock ends the measured steps."""
+    """Build, train, and read clocks and peaks.
+
+    `others` is what does not count on the device, bytes, None: not known; without a GPU this process's own before it
+    builds anything. No measured step begins after `deadline` on the monotonic clock.
+    """
     import torch
 
     from megatron_scalerl.batch import real_tokens
@@ -250,8 +252,7 @@ def measure(shape: Shape, folder: Path, parallel: Any, others: int | None, deadl
         seconds.append(report.seconds)
         print(f"{shape.name} step {report.step}: {report.seconds:.3f} s, loss {report.loss:.5f}", flush=True)
     end = memory()
-    before = (others or 0) if gpu else start.used
-    runtime = max(0, end.used - before - end.reserved) if gpu else 0
+    runtime = max(0, end.used - (others or 0) - end.reserved) if gpu else 0
     dtype = torch.float32 if shape.dtype == "float32" else torch.bfloat16
     del trainer
     forget_peaks()
@@ -262,8 +263,8 @@ def measure(shape: Shape, folder: Path, parallel: Any, others: int | None, deadl
         "peak_allocated": end.peak_allocated,
         "peak_reserved": end.peak_reserved,
         "runtime": runtime,
-        "peak": end.peak_reserved + runtime if gpu else end.peak_reserved - before,
-        "others_known": others is not None or not gpu,
+        "peak": end.peak_reserved + runtime if gpu else end.peak_reserved - (others or 0),
+        "others_known": others is not None,
         "total": end.total,
         "gpu": torch.get_device_module(parallel.device).get_device_name(parallel.device) if gpu else "",
         "gemm_flops": gemm_rate(8192 if gpu else 512, dtype),
@@ -275,13 +276,16 @@ def main() -> None:
     asked = json.loads(sys.argv[1])
     deadline = time.monotonic() + asked["measure_s"]
     others = used_before() if asked["on_gpu"] else None
+    from megatron_scalerl.check_gpu.device_memory import memory
     from megatron_scalerl.trainer.parallel import init_parallel
 
     folder = Path(asked["folder"])
     parallel = None
     for given in asked["shapes"]:
         shape, place = Shape(**given), folder / given["name"]
-        parallel = parallel or init_parallel(recipe_of(shape, place))
+        if parallel is None:
+            parallel = init_parallel(recipe_of(shape, place))
+            others = others if asked["on_gpu"] else memory().used
         found = measure(shape, place, parallel, others, deadline)
         (folder / f"{shape.name}.json").write_text(json.dumps(found), encoding="utf8")
 

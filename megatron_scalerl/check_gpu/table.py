@@ -73,9 +73,10 @@ PARTS: tuple[Part, ...] = (
     Part(
         name="trainer",
         module=_HERE + "trainer",
-        what="losses, packing and one trainer step, GPU against CPU",
+        what="losses, packing and one trainer step with plain layers, GPU against CPU",
         limit_s=75,
         quick_s=60,
+        layers="plain",
         checks=("losses", "packing", "step fp32", "step bf16", "checkpoint", "memory after steps"),
     ),
     *(

@@ -108,7 +108,9 @@ def make(
     rounded to `dtype`, those of one loaded from the folder are not.
     """
     from transformers import AutoModelForCausalLM, Llama4ForConditionalGeneration
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     torch.manual_seed(20251013)
     config = KINDS[kind](**settings)
     whole = config.model_type == "llama4"

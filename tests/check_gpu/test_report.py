@@ -15,9 +15,7 @@ DECLARED = {f"{part.name}/{check}" for part in PARTS for check in part.checks}
 
 
 def result(name, statuses, *, started="2026-01-01T00:00:00+00:00", machine=H100, **data):
-    findings = tuple(
-        Finding(check=f"{name}/{check}", status=status, data=data) for check, status in statuses.items()
-    )
+    findings = tuple(Finding(check=f"{name}/{check}", status=status, data=data) for check, status in statuses.items())
     return PartResult(
         name=name, started=started, seconds=1.0, limit_s=9.0, end="", machine=machine, findings=findings
     )

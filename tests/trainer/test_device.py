@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +53,34 @@ def test_only_parallel_reads_parallel_state() -> None:
         if re.search(r"import parallel_state|parallel_state\.", path.read_text())
     ]
     assert found == ["trainer/parallel.py"]
+
+
+LAYERS = """
+import importlib, os, torch
+torch.cuda.is_available = lambda: True
+from megatron_scalerl.trainer import device
+for asked in ("", "plain", "te"):
+    os.environ["MSRL_LAYERS"] = asked
+    print(asked, importlib.reload(device).HAVE_TE)
+"""
+
+
+def test_transformer_engine_can_be_left_out(tmp_path: Path) -> None:
+    """The package is an empty stand-in: only whether it is taken is asked."""
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").touch()
+    paths = os.pathsep.join([str(tmp_path), str(Path(megatron_scalerl.__file__).parent.parent)])
+    env = os.environ | {"PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-c", LAYERS], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:3] == [" True", "plain False", "te True"]
+
+
+@pytest.mark.parametrize("asked", ["te", "TE"])
+def test_layers_that_cannot_be_had_are_refused_in_one_line(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "LAYERS", asked)
+    monkeypatch.setattr(device, "_CAN_TE", False)
+    with pytest.raises(ValueError, match=f"^MSRL_LAYERS: expected plain, or te where .* found '{asked}'$"):
+        device.prepare(recipe())
 
 
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}

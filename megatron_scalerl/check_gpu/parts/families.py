@@ -43,6 +43,8 @@ TWO_ROUNDINGS = 2.0
 TIE = 3e-5
 """Router logits of the last expert that is chosen and the first that is not: nearer ones may change places in fp32,
 where these are off by about 2e-6. Sequences with such a tie are drawn again."""
+_THREADS = 8
+"""Of transformers on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,8 @@ def run(setting: Setting, recorder: Recorder) -> None:
         raise ValueError(
             f"MSRL_LAYERS: expected {setting.layers} layers, found {device.LAYERS!r}, which takes others"
         )
+    # PyTorch counts the host's cores, of which a container may have been given a few
+    torch.set_num_threads(min(torch.get_num_threads(), _THREADS))
     folder = setting.scratch / setting.part
     parallel: Parallel | None = None
     record: dict[str, Any] = {}

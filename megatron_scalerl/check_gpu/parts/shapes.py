@@ -157,26 +157,19 @@ def _report_speed(shape: Shape, found: dict[str, Any], recorder: Recorder) -> No
 def planner_constants(shape: Shape, found: dict[str, Any], peak: float | None, rate: float) -> dict[str, float]:
     """Fields of the planner's `Assumptions` that this shape measured; nothing but on a GPU in bf16.
 
-    `fragmentation` is what the allocator holds at its peak beyond what is allocated at that peak, relative to what
-    is not static, as the planner counts it; `runtime_gib` what the device holds beyond the allocator.
+    `fragmentation` is what the allocator holds at its peak beyond what is allocated at its own, relative to what the
+    planner says comes and goes; `runtime_gib` is what the device holds beyond the allocator.
     """
     if not found["gpu"] or shape.dtype != "bfloat16":
         return {}
-    static = sum(found["predicted"]["terms"][name] for name in STATIC)
-    constants = {
-        "fragmentation": max(0.0, found["peak_reserved"] - found["peak_allocated"])
-        / max(1.0, found["peak_allocated"] - static)
-    }
+    lost = max(0.0, found["peak_reserved"] - found["peak_allocated"])
+    constants = {"fragmentation": lost / found["predicted"]["moving"]}
     if found["others_known"]:
         constants["runtime_gib"] = found["runtime"] / GIB
     utilisation = found["predicted"]["hardware_flops"] * rate / peak if peak else 0.0
     if 0.0 < utilisation <= 1.0:
         constants["dense_utilisation"] = utilisation
     return constants
-
-
-STATIC = ("weights", "gradients", "main weights (fp32)", "Adam moments")
-"""The planner's terms that stay for the whole run."""
 
 
 def report_memory(shape: Shape, found: dict[str, Any], *, judged: bool, recorder: Recorder) -> None:

@@ -1,231 +1,31 @@
 """Losses, packing, one step, checkpoint and memory of the trainer on this device; its results against the CPU's.
 
 Plain layers, since Transformer Engine attends to packed sequences in bf16 only; `families` compares the two. In a
-rehearsal both sides are the CPU, in processes of their own.
+rehearsal both sides are the CPU, in processes of their own, which import at the same time.
 """
 
 from __future__ import annotations
 
-import gc
 import shutil
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from megatron_scalerl.check_gpu import loss_parity
-from megatron_scalerl.check_gpu.cases import Case, batch_of, case_of
-from megatron_scalerl.check_gpu.device_memory import memory
-from megatron_scalerl.check_gpu.distances import Distance, judge, relative
 from megatron_scalerl.check_gpu.findings import Recorder
-from megatron_scalerl.check_gpu.outcome import (
-    DTYPES,
-    RATE_ENDS,
-    Outcome,
-    build_trainer,
-    gradient_of,
-    make_outcome,
-    start_reference,
-    trained_samples,
-)
+from megatron_scalerl.check_gpu.outcome import start_reference
 from megatron_scalerl.check_gpu.setting import Setting
-from megatron_scalerl.losses import LOSSES
-from megatron_scalerl.trainer import checkpoint, device
-from megatron_scalerl.trainer.model import unwrap
-from megatron_scalerl.trainer.parallel import init_parallel, shutdown_parallel
-from megatron_scalerl.types import Batch
-
-LOGPROB_BOUND = 1e-4
-"""Nats. fp32 is up to 1.2e-5 away from fp64 on these policies (on a CPU); TF32 would be 1e-2 away."""
-GRADIENT_BOUND = 1e-4
-"""Relative L2. fp32's is 3e-6 to 7e-6 away from fp64's (on a CPU)."""
-WEIGHT_BOUND = 1e-5
-"""Relative L2. The step moves the weights by 6 to 14 percent, smoothly (`Case.recipe`): 1e-4 of the update."""
-SCALAR_BOUND = 1e-5
-"""Relative, of loss and gradient norm: sums in which rounding averages out (4e-7 on a CPU)."""
-BF16_FACTOR = 1.5
-"""A device's bf16 may be this much further from fp32 than the CPU's bf16 is. Both round every layer's output once
-and accumulate in fp32; a product or a softmax accumulated in bf16 is more than that."""
-BF16_NORM_BOUND = 0.03
-"""Relative (0.1 to 0.7 percent on a CPU)."""
-GROWTH_BOUND_MIB = 0.01
-"""Less than one column of a micro-batch that is kept in each of four steps."""
-_MIB = 2**20
 
 
 def run(setting: Setting, recorder: Recorder) -> None:
     """Report `checks` of the part."""
-    folder = setting.scratch / "trainer"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = setting.scratch / setting.part
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     which: dict[str, Any] = {"kind": "llama", "toy": setting.toy, "small": True}
-    case = case_of(**which)
-    case.write(folder / "policy")
-    reference = start_reference(which, folder / "policy", folder)
+    reference = start_reference(which, folder)
     try:
-        _losses(setting, recorder)
-        parallel = init_parallel(case.recipe(folder / "policy", DTYPES[0]))
-        found = {}
-        trainer = build_trainer(case, folder / "policy", "float32", parallel)
-        with recorder.guarded("step fp32"):
-            found["float32"] = make_outcome(trainer, case)
-        with recorder.guarded("packing"):
-            _packing(trainer, case, recorder)
-        trainer = build_trainer(case, folder / "policy", "bfloat16", parallel)
-        with recorder.guarded("step bf16"):
-            found["bfloat16"] = make_outcome(trainer, case)
-        with recorder.guarded("memory after steps"):
-            _memory_after_steps(setting, trainer, case, recorder)
-        with recorder.guarded("checkpoint"):
-            other = build_trainer(case, folder / "policy", "bfloat16", parallel)
-            _checkpoint(trainer, other, case, folder / "checkpoint", recorder)
-        _compare_steps(found, reference, folder, setting, recorder)
+        from megatron_scalerl.check_gpu.cases import case_of
+        from megatron_scalerl.check_gpu.step_checks import report_all
+
+        report_all(setting, recorder, case_of(**which), folder, reference)
     finally:
         reference.kill()
         reference.wait()
-    shutdown_parallel()
-
-
-def _losses(setting: Setting, recorder: Recorder) -> None:
-    with recorder.guarded("losses"):
-        inputs = loss_parity.loss_inputs(512 if setting.toy else 4096)
-        judge(recorder, "losses", [d for name in LOSSES for d in loss_parity.compare(name, inputs, device.device())])
-
-
-def _packing(trainer: Any, case: Case, recorder: Recorder) -> None:
-    """Sequences packed into rows, and each in a row of its own: log-probabilities, and one step's gradient."""
-    ids = case.token_ids()
-    packed = np.concatenate(trainer.logprobs(ids))
-    alone = np.concatenate([trainer.logprobs([row])[0] for row in ids])
-    found = trained_samples(case)
-    rows = batch_of(found, case.micro_batch_tokens, step=RATE_ENDS + 1)
-    single = tuple(m for s in found for m in batch_of([s], case.micro_batch_tokens).micro_batches)
-    assert len(rows.micro_batches) < len(single)
-    trainer.step(rows)
-    gradient = gradient_of(trainer)
-    trainer.step(Batch(step=RATE_ENDS + 2, micro_batches=single))
-    judge(
-        recorder,
-        "packing",
-        [
-            Distance(name="log-probs", found=float(np.abs(packed - alone).max()), bound=LOGPROB_BOUND),
-            relative("gradient", gradient_of(trainer), gradient, GRADIENT_BOUND),
-        ],
-    )
-
-
-def _memory_after_steps(setting: Setting, trainer: Any, case: Case, recorder: Recorder) -> None:
-    """What stays allocated after step 6 over what did after step 2."""
-    batch = batch_of(trained_samples(case), case.micro_batch_tokens)
-    allocated = []
-    for step in range(2, 7):
-        trainer.step(replace(batch, step=step))
-        gc.collect()
-        allocated.append(memory().allocated)
-    growth = (allocated[-1] - allocated[0]) / _MIB
-    recorder.measured(
-        "memory after steps",
-        growth,
-        "MiB",
-        at_most=GROWTH_BOUND_MIB if setting.on_gpu else None,
-        detail="device memory, step 2 to step 6" if setting.on_gpu else "resident set, step 2 to step 6, not judged",
-        data={"allocated_bytes": allocated},
-    )
-
-
-def _checkpoint(trainer: Any, other: Any, case: Case, path: Path, recorder: Recorder) -> None:
-    """Save one trainer, load another from it, and compare all that they remember bit by bit.
-
-    The other then makes a step, after which every one of its weights must have counted one more.
-    """
-    extra = {"written_by": "check-gpu"}
-    checkpoint.save(path, trainer, extra)
-    before = _state(other)
-    found = checkpoint.load(path, other)
-    saved, loaded = _state(trainer), _state(other)
-    shutil.rmtree(path)
-    places = {value.device.type for value in loaded.values() if value.dim()}
-    different = [name for name in saved if name not in loaded or not torch.equal(saved[name], loaded[name])]
-    moved = any(not torch.equal(before[name], value) for name, value in loaded.items() if name.startswith("weight"))
-    other.step(batch_of(trained_samples(case), case.micro_batch_tokens, step=trainer.steps_made + 1))
-    counted, expected = _steps(_state(other)), {step + 1 for step in _steps(saved)}
-    faults = {
-        f"{len(different)} of {len(saved)} tensors differ, first {different[:1]}": bool(different),
-        "other tensors than were saved": saved.keys() != loaded.keys(),
-        "loading changed no weight: nothing was shown": not moved,
-        "other extra data than was saved": found != extra,
-        f"tensors on {', '.join(sorted(places))}": places != {trainer.parallel.device.type},
-        f"after one more step weights have counted {sorted(counted)}, expected {sorted(expected)}": counted
-        != expected,
-    }
-    problems = "; ".join(fault for fault, is_so in faults.items() if is_so)
-    recorder.holds("checkpoint", not problems, problems or f"{len(saved)} tensors to the bit")
-
-
-def _steps(state: dict[str, torch.Tensor]) -> set[int]:
-    """What Adam's counters of steps say."""
-    return {int(value) for name, value in state.items() if name.startswith("step ")}
-
-
-def _state(trainer: Any) -> dict[str, torch.Tensor]:
-    """Weights, main weights and all that the optimiser remembers, by name."""
-    named = unwrap(trainer.chunks[0]).named_parameters()
-    found = {f"weight {name}": parameter.detach().clone() for name, parameter in named}
-    for i, optimizer in enumerate(trainer.optimizer.chained_optimizers):
-        for j, group in enumerate(optimizer.optimizer.param_groups):
-            if not any("step" in state for state in optimizer.optimizer.state.values()):
-                # fused Adam counts steps by group; PyTorch's counts them by parameter, and a load says both
-                found[f"step {i}.{j}"] = torch.tensor(int(group.get("step", 0)))
-            for k, parameter in enumerate(group["params"]):
-                found[f"main weight {i}.{j}.{k}"] = parameter.detach().clone()
-                for name, value in optimizer.optimizer.state.get(parameter, {}).items():
-                    found[f"{name} {i}.{j}.{k}"] = torch.as_tensor(value).detach().clone()
-    return found
-
-
-def _compare_steps(
-    found: dict[str, Outcome], reference: Any, folder: Path, setting: Setting, recorder: Recorder
-) -> None:
-    """Step 1 of both precisions with the CPU's."""
-    code = reference.wait(timeout=setting.limit_s)
-    cpu = {dtype: Outcome.load(folder / f"cpu-{dtype}.npz") for dtype in DTYPES} if code == 0 else {}
-    for dtype, check in (("float32", "step fp32"), ("bfloat16", "step bf16")):
-        if dtype not in found:
-            continue  # reported when it failed
-        with recorder.guarded(check):
-            if not cpu:
-                raise RuntimeError(f"the CPU's process: expected exit code 0, found {code}")
-            distances = compare_fp32 if dtype == "float32" else compare_bf16
-            judge(recorder, check, distances(found[dtype], cpu))
-
-
-def compare_fp32(found: Outcome, cpu: dict[str, Outcome]) -> list[Distance]:
-    """fp32 on this device and on the CPU."""
-    expected = cpu["float32"]
-    apart = np.abs(found.logprobs.astype(np.float64) - expected.logprobs)
-    return [
-        Distance(name="log-probs", found=float(apart.max()), bound=LOGPROB_BOUND),
-        relative("loss", found.loss, expected.loss, SCALAR_BOUND),
-        relative("gradient norm", found.grad_norm, expected.grad_norm, SCALAR_BOUND),
-        relative("gradient", found.gradient, expected.gradient, GRADIENT_BOUND),
-        relative("weights", found.weights, expected.weights, WEIGHT_BOUND),
-    ]
-
-
-def compare_bf16(found: Outcome, cpu: dict[str, Outcome]) -> list[Distance]:
-    """bf16 on this device, whose distance from fp32 is bounded by that of the CPU's bf16.
-
-    Rounding averages out in the loss, whose weights add up to 1, and in the gradient's norm.
-    """
-    exact, rounded = cpu["float32"], cpu["bfloat16"]
-    distances = []
-    for name in ("logprobs", "gradient", "weights"):
-        own = relative(name, getattr(rounded, name), getattr(exact, name), 1.0).found
-        distances.append(relative(name, getattr(found, name), getattr(exact, name), BF16_FACTOR * own))
-    apart = float(np.abs(rounded.logprobs - exact.logprobs).mean())
-    return [
-        *distances,
-        Distance(name="loss", found=abs(float(found.loss - exact.loss)), bound=BF16_FACTOR * apart),
-        relative("gradient norm", found.grad_norm, exact.grad_norm, BF16_NORM_BOUND),
-    ]
