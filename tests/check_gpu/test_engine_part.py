@@ -13,9 +13,9 @@ import torch
 from aiohttp import web
 
 from megatron_scalerl.check_gpu.findings import Recorder, read_findings
-from megatron_scalerl.check_gpu.parts import engine, engine_checks, engine_update, parity
+from megatron_scalerl.check_gpu.parts import engine, engine_checks, engine_update, loop, parity
 from megatron_scalerl.check_gpu.parts.decode_rate import rates
-from megatron_scalerl.check_gpu.parts.engine_scene import make_scene
+from megatron_scalerl.check_gpu.parts.engine_scene import engine_options, make_scene
 from megatron_scalerl.check_gpu.parts.logs import cause, serving_facts
 from megatron_scalerl.check_gpu.parts.random_policy import Reference, write_dense
 from megatron_scalerl.check_gpu.parts.routed_experts import choice_faults
@@ -230,6 +230,25 @@ def test_an_engine_that_does_not_start_is_one_line_and_the_rest_is_not_run(scene
     assert found.keys() == set(part_named("engine").checks)
     assert found["start"].status == "failed" and found["start"].detail.endswith("ValueError: no kernel 1")
     assert {f.status for name, f in found.items() if name != "start"} == {"not run"}
+
+
+def test_a_backend_that_starts_where_vllms_choice_does_not_serves_the_rest(scene, tmp_path, monkeypatch):
+    async def serve(recipe, log):
+        if "attention_backend" not in recipe.engine.vllm:
+            raise RuntimeError("RuntimeError: nvcc was not found")
+        return SimpleNamespace(facts={})
+
+    monkeypatch.setattr(engine, "serve", serve)
+    on_gpu = replace(scene, setting=replace(scene.setting, on_gpu=True))
+    record = Recorder("engine", tmp_path / "findings")
+    assert asyncio.run(engine._started(on_gpu, record, engine.Deadline(100))) is not None
+    [start] = read_findings(tmp_path / "findings")
+    assert start.status == "failed"
+    assert start.detail == "RuntimeError: nvcc was not found (it starts with attention_backend=TRITON_ATTN)"
+    assert engine_options(on_gpu.setting)["attention_backend"] == "TRITON_ATTN"
+    assert "engine.vllm.attention_backend=TRITON_ATTN" in loop.overrides(
+        on_gpu.setting, tmp_path, loop.RUNS[0], policy=tmp_path, warm=True
+    )
 
 
 def test_the_cause_and_the_kernels_are_read_from_vllms_log():
