@@ -14,6 +14,7 @@ from aiohttp import web
 
 from megatron_scalerl.check_gpu.findings import Recorder, read_findings
 from megatron_scalerl.check_gpu.parts import engine, engine_checks, engine_update, loop, parity
+from megatron_scalerl.check_gpu.parts.deadline import limited
 from megatron_scalerl.check_gpu.parts.decode_rate import rates
 from megatron_scalerl.check_gpu.parts.engine_scene import engine_options, make_scene
 from megatron_scalerl.check_gpu.parts.logs import cause, serving_facts
@@ -200,7 +201,7 @@ class StandInTrainer:
 def test_an_update_with_another_digest_fails_and_what_needs_it_is_not_run(scene, tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_scalerl.weights.sync.Connection", lambda **_: {})
     record = Recorder("engine", tmp_path / "findings")
-    serving = SimpleNamespace(process=SimpleNamespace(client=StandInEngine()))
+    serving = SimpleNamespace(process=SimpleNamespace(client=StandInEngine(), log_path=tmp_path / "log"))
     training = SimpleNamespace(client=StandInTrainer())
     asyncio.run(engine_update.check_update(scene, record, serving, None, training))
     found = {f.check: f for f in read_findings(tmp_path / "findings")}
@@ -249,6 +250,21 @@ def test_a_backend_that_starts_where_vllms_choice_does_not_serves_the_rest(scene
     assert "engine.vllm.attention_backend=TRITON_ATTN" in loop.overrides(
         on_gpu.setting, tmp_path, loop.RUNS[0], policy=tmp_path, warm=True
     )
+
+
+@pytest.mark.parametrize(("seconds", "what"), [(0.05, "expected an end within 0 s"), (9, "connection lost")])
+def test_an_engine_that_hangs_or_dies_fails_one_check_with_its_logs_error(seconds, what, tmp_path):
+    (tmp_path / "engine.log").write_text("RuntimeError: illegal memory access\nRequest x aborted.\n")
+
+    async def scenario():
+        async with limited(Recorder("engine", tmp_path / "findings"), "pause", seconds, tmp_path / "engine.log"):
+            await asyncio.sleep(0.2)
+            raise RuntimeError("connection lost")
+
+    asyncio.run(scenario())
+    [found] = read_findings(tmp_path / "findings")
+    assert found.status == "failed" and what in found.detail
+    assert found.detail.endswith("engine.log: RuntimeError: illegal memory access")
 
 
 def test_the_cause_and_the_kernels_are_read_from_vllms_log():

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megatron_scalerl.check_gpu.findings import Recorder
 from megatron_scalerl.check_gpu.parts import engine_checks as checks
-from megatron_scalerl.check_gpu.parts.deadline import Deadline, prepare_environment
+from megatron_scalerl.check_gpu.parts.deadline import CHECK_S, Deadline, limited, prepare_environment
 from megatron_scalerl.check_gpu.parts.decode_rate import check_decode_rate
 from megatron_scalerl.check_gpu.parts.engine_scene import ANSWER, Scene, make_scene
 from megatron_scalerl.check_gpu.parts.engine_update import check_update
@@ -70,9 +70,9 @@ async def _run(scene: Scene, record: Recorder, deadline: Deadline) -> None:
         sampler = Sampler(scene.recipe, scene.inputs.tokenizer, verifier)
         await _alone(scene, record, serving, sampler)
         await _with_trainer(scene, record, serving, sampler, training, trainer)
-        with record.guarded("routed experts"):
+        async with limited(record, "routed experts", deadline.left(), scene.folder / "engine-experts.log"):
             await experts
-    with record.guarded("decode rate"):
+    async with limited(record, "decode rate", deadline.left(), scene.folder / "engine-large.log"):
         await check_decode_rate(scene, record, deadline)
 
 
@@ -113,24 +113,24 @@ async def _started(scene: Scene, record: Recorder, deadline: Deadline) -> Servin
 
 
 async def _alone(scene: Scene, record: Recorder, serving: Serving, sampler: Sampler) -> None:
-    client, prompt = serving.process.client, scene.prompts[0].token_ids
-    with record.guarded("fp32 head"):
+    client, prompt, log = serving.process.client, scene.prompts[0].token_ids, serving.process.log_path
+    async with limited(record, "fp32 head", CHECK_S, log):
         rows = await checks.likeliest(client, prompt, tokens=32)
         faults = checks.head_faults(serving.info.head_dtype, rows)
         fine = f"its worker and {len(rows)} answers: log-probs {checks.off_grid(rows):.3g} off bfloat16's grid"
         record.holds("fp32 head", not faults, checks.summary(faults, fine))
-    with record.guarded("secret"):
+    async with limited(record, "secret", CHECK_S, log):
         statuses = await checks.refused(client)
         faults = checks.open_paths(statuses)
         record.holds("secret", not faults, checks.summary(faults, f"{len(statuses) - 1} requests refused"))
-    with record.guarded("pause"):
+    async with limited(record, "pause", CHECK_S, log):
         tokens = 120 if scene.setting.toy else 400
         paused = [await checks.pause(client, prompt, tokens=tokens, clear_cache=clear) for clear in (False, True)]
         faults = [fault for found in paused for fault in checks.pause_faults(found)]
         faults += _recomputed_wrongly(scene, prompt, [found.rollout for found in paused])
         at = " and ".join(str(found.before) for found in paused)
         record.holds("pause", not faults, checks.summary(faults, f"at token {at}: cache kept, cache recomputed"))
-    with record.guarded("interruption"):
+    async with limited(record, "interruption", CHECK_S, log):
         await _interruption(scene, record, serving, sampler)
 
 
