@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Installs what the tests need and runs them.
 #
-#   tests/run.sh               the CI tier: everything but what needs more than 25 minutes, then --fast under Python 3.12 where
-#                              there is one
+#   tests/run.sh               the CI tier: everything but what needs more than 25 minutes, then --fast under Python 3.12
+#                              where there is one
 #   tests/run.sh --fast        no engine, one process: at most four minutes
 #   tests/run.sh --all         everything, at most 80 minutes
 #   tests/run.sh --python-3.12 --fast under Python 3.12, in .venv-3.12
@@ -12,6 +12,7 @@
 #
 # Further arguments go to pytest. The exit code is not 0 where any test failed.
 set -euo pipefail
+{ # read to its end before it runs: a file may change while this takes its minutes
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 fast=(-m "not slow and not full")
@@ -19,38 +20,35 @@ fast=(-m "not slow and not full")
 need_vllm=(--ignore tests/rollouts/test_engine.py --ignore tests/convert/test_vllm.py)
 
 python_3_12() { # PYTHON PYTEST-ARGUMENT...; a folder of its own beside the main environment
-  MSRL_PYTHON="$1" MSRL_VENV=.venv-3.12 tools/install.sh cpu
-  .venv-3.12/bin/python -m pytest -q "${fast[@]}" "${@:2}"
+  MSRL_PYTHON="$1" MSRL_VENV=.venv-3.12 tools/install.sh cpu &&
+    .venv-3.12/bin/python -m pytest -q "${fast[@]}" "${@:2}"
 }
 
 torch_2_11() {
-  tools/install.sh torch-2.11
-  .venv-torch-2.11/bin/python -m pytest -q "${fast[@]}" "${need_vllm[@]}" "$@"
+  tools/install.sh torch-2.11 &&
+    .venv-torch-2.11/bin/python -m pytest -q "${fast[@]}" "${need_vllm[@]}" "$@"
 }
 
 select=(-m "not full")
-second=no
+second=
 case "${1:-}" in
   -h | --help) sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 0 ;;
   --fast) select=("${fast[@]}"); shift ;;
   --all) select=(); shift ;;
   --python-3.12)
-    python=$(tools/find_python.sh 3.12) || { echo "run.sh: expected Python 3.12, found none" >&2; exit 2; }
+    python=$(tools/find_python.sh 3.12) || { echo "run.sh: expected Python 3.12 with venv, found none" >&2; exit 2; }
     python_3_12 "$python" "${@:2}"
     exit
     ;;
   --torch-2.11) torch_2_11 "${@:2}"; exit ;;
-  *) second=yes ;;
+  "") second=$(tools/find_python.sh 3.12) || echo "run.sh: Python 3.12 is left out: found none with venv" ;;
 esac
 tools/install.sh cpu
 .venv/bin/ruff check .
 code=0
 .venv/bin/python -m pytest -q "${select[@]}" "$@" || code=$?
-[ "$second" = yes ] || exit "$code"
-if python=$(tools/find_python.sh 3.12); then
-  echo "run.sh: the fast tier under Python 3.12"
-  (python_3_12 "$python" "$@") || code=$((code ? code : $?))
-else
-  echo "run.sh: Python 3.12 was left out: no python3.12 with venv was found"
-fi
+[ -n "$second" ] || exit "$code"
+echo "run.sh: the fast tier under Python 3.12"
+(python_3_12 "$second") || code=$((code ? code : $?))
 exit "$code"
+}

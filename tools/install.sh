@@ -12,6 +12,7 @@
 # MSRL_TORCH_INDEX  a package index that holds the CPU build of torch
 # CUDA_HOME, MAX_JOBS  the toolkit to compile Transformer Engine with, and how many compilers run at a time
 set -euo pipefail
+{ # read to its end before it runs: a file may change while this takes its minutes
 cd "$(dirname "$0")/.."
 . tools/install_checks.sh
 
@@ -48,6 +49,7 @@ fi
 check_venv "$venv"
 [ "$kind" != gpu ] || check_cuda "$with_gpu"
 check_disk "$venv" "$need_gib"
+check_disk "${TMPDIR:-/tmp}/." 4  # pip unpacks there
 
 rm -f "$venv"/.installed-*
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || die "$python could not make $venv"
@@ -131,3 +133,5 @@ install_torch-2.11() {
 "install_$kind"
 touch "$stamp"
 echo "install.sh: done ($kind), $("$venv/bin/python" -c 'import torch; print("torch", torch.__version__)' 2>/dev/null)"
+exit 0
+}

@@ -43,7 +43,7 @@ check_disk() { # VENV GIB; on the file system that will hold the folder
   local place free
   place="$(dirname "$1")"
   free=$(df -Pk "$place" | awk 'NR==2 {print int($4 / 1048576)}') || die "$place: expected a folder, found none"
-  [ "$free" -ge "$2" ] || die "expected $2 GiB free at $(cd "$place" && pwd), found $free GiB"
+  [ "$free" -ge "$2" ] || die "expected $2 GiB free at $(realpath -m "$place"), found $free GiB"
 }
 
 # The folder of a CUDA toolkit: nvcc on PATH may be a script that calls it, so its headers are looked for.
@@ -85,10 +85,12 @@ check_cuda() { # yes|no, whether this machine's driver counts
     die "expected a driver of CUDA 13.0 or newer (branch 580), found one of CUDA $((cuda / 1000)).$((cuda % 1000 / 10))"
 }
 
-# One a core, but a compiler of Transformer Engine's files takes about 2 GiB.
+# One a core, but a compiler of Transformer Engine's files takes about 2 GiB, of what a job may use where a cgroup limits it.
 compilers_at_a_time() {
-  local cores memory
+  local cores memory limit
   cores=$(nproc)
   memory=$(awk '/MemAvailable/ {print int($2 / 2097152)}' /proc/meminfo)
+  limit=$(cat "/sys/fs/cgroup$(sed -n 's/^0:://p' /proc/self/cgroup)/memory.max" 2>/dev/null || echo max)
+  [ "$limit" = max ] || memory=$((limit / 2147483648 < memory ? limit / 2147483648 : memory))
   echo $((memory < 1 ? 1 : memory < cores ? memory : cores))
 }

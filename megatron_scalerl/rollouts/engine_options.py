@@ -292,6 +292,8 @@ def engine_environment(
         "MSRL_DIE_WITH_PARENT": "1",
     }
     env.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+    # top-p and top-k, which no request has: vLLM would compile FlashInfer's kernel for them at its first start
+    env.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     if devices is not None:
         env["CUDA_VISIBLE_DEVICES"] = devices
     # the run is on this host: what vLLM's processes open for each other and for the weights stays on it

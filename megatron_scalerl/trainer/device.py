@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -78,37 +80,35 @@ def environment(recipe: Recipe) -> dict[str, str]:
         # The older of its two names: Megatron-Core looks for this one.
         found["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if recipe.trainer.deterministic:
-        found |= {
-            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-            "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-            "NCCL_ALGO": "Ring",
-        }
+        found |= {name: values[0] for name, values in _DETERMINISTIC.items()}
     return found
 
 
-def prepare(recipe: Recipe) -> torch.device:
+def prepare(
+    *, threads: int, deterministic: bool, variables: Mapping[str, str] = MappingProxyType({})
+) -> torch.device:
     """Readies this process for training and returns its device; call it once before the model is built.
 
-    On a CPU it installs the compatibility patches and sets the recipe's threads; on a GPU it completes the
-    environment, selects the device and turns TF32 off, so that fp32 products are fp32 products. Raises ValueError
-    where Megatron-Core has a version that the patches were not written for, for layers in MSRL_LAYERS that cannot be
-    had here, and for an environment in which a deterministic run would not be one.
+    On a CPU it installs the compatibility patches and sets `threads`; on a GPU it adds what `variables` has and the
+    environment has not, selects the device and turns TF32 off, so that fp32 products are fp32 products. Raises
+    ValueError where Megatron-Core has a version that the patches were not written for, for layers in MSRL_LAYERS that
+    cannot be had here, and for an environment in which a deterministic run would not be one.
     """
     if LAYERS not in (("", "plain", "te") if _CAN_TE else ("", "plain")):
         where = "" if _CAN_TE else ", or te where Transformer Engine is installed and a GPU visible"
         raise ValueError(f"MSRL_LAYERS: expected plain{where or ' or te'}, found {LAYERS!r}")
     if HAVE_GPU:
-        for name, value in environment(recipe).items():
+        for name, value in variables.items():
             os.environ.setdefault(name, value)
         torch.cuda.set_device(device())
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
         if not HAVE_TE:
             cpu_compat.install_without_te()
-        if recipe.trainer.deterministic:
+        if deterministic:
             _set_deterministic()
     else:
-        torch.set_num_threads(recipe.trainer.threads)
+        torch.set_num_threads(threads)
         cpu_compat.install()
     return device()
 
@@ -116,17 +116,18 @@ def prepare(recipe: Recipe) -> torch.device:
 _DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
-    "NCCL_ALGO": ("Tree", "Ring", "CollnetDirect", "CollnetChain", "^NVLS"),
+    "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
 }
-"""Values with which a run on GPUs is deterministic; NCCL's are those of Megatron-LM's --deterministic-mode."""
+"""Values with which a run on GPUs is deterministic, ours first; NCCL's are those of Megatron-LM's
+--deterministic-mode."""
 
 
 def _set_deterministic() -> None:
     for name, values in _DETERMINISTIC.items():
-        if os.environ[name] not in values:
+        found = os.environ.setdefault(name, values[0])
+        if found not in values:
             raise ValueError(
-                f"environment: {name}: expected {' or '.join(values)} with trainer.deterministic, found "
-                f"{os.environ[name]}"
+                f"environment: {name}: expected {' or '.join(values)} with trainer.deterministic, found {found}"
             )
     torch.use_deterministic_algorithms(True, warn_only=True)
 

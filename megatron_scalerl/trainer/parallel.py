@@ -75,7 +75,11 @@ def init_parallel(recipe: Recipe, rendezvous: Rendezvous | None = None) -> Paral
     keywords = checked_keywords(recipe)
     rank, world_size = _place_in_world(recipe.trainer.world_size, rendezvous)
     check_world(sizes_of(keywords), world_size)
-    place = device.prepare(recipe)
+    place = device.prepare(
+        threads=recipe.trainer.threads,
+        deterministic=recipe.trainer.deterministic,
+        variables=device.environment(recipe),
+    )
     if not dist.is_initialized():
         _join(rank, world_size, rendezvous, timedelta(seconds=recipe.trainer.step_timeout_s))
         device.meet_peers()

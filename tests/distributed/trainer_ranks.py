@@ -49,7 +49,10 @@ def many(jobs: list[tuple[str, str, dict[str, int], int, dict[str, Any]]]) -> di
     """For each (name, policy, layout, number of samples, sections): two steps, as this rank saw them."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    P2PCommunicator._communicate_shapes = None  # stages know the shapes; asking for one is an error
+    from megatron_scalerl.logits import arguments
+
+    # Ranks that ask each other once a micro-batch would make a GPU's host wait: here it is an error.
+    P2PCommunicator._communicate_shapes = arguments._agree = None
     found = {}
     for name, policy, parallel, count, sections in jobs:
         trainer = trainer_of(recipe(policy, parallel, **sections))

@@ -6,9 +6,9 @@ the test is over. The interpreter of Triton 3.9 keeps bf16 as bit patterns: its 
 (triton-lang/triton issue 11584) and its cast from fp32 cuts them off. `bf16_as_on_a_gpu` mends both: operands of a
 `dot` are widened, for products of bf16 numbers are exact in fp32, and casts round to nearest even.
 
-The interpreter keeps scalars as arrays of one element. numpy 2.5 no longer makes a number of those, and Triton 3.6 (the
-one that torch 2.11 pins) asks it to wherever a kernel's scalar bounds a loop; `_patch_indices` takes the element out first,
-as Triton 3.7 and newer do.
+The interpreter keeps scalars as arrays of one element. numpy 2.5 no longer makes a number of those, and Triton 3.6
+(which torch 2.11 pins) asks it to wherever a scalar of a kernel bounds a loop: `_patch_indices` takes the element out
+first, as Triton 3.7 and newer do.
 """
 
 from __future__ import annotations

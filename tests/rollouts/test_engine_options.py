@@ -191,5 +191,6 @@ def test_environment(tmp_path, monkeypatch):
     env = engine_environment(recipe, secret="s", ready_fd=9, listen_fd=8, devices="0,1")
     assert (env["OMP_NUM_THREADS"], env["CUDA_VISIBLE_DEVICES"], env["MSRL_SECRET"]) == ("3", "0,1", "s")
     assert (env["MSRL_LISTEN_FD"], env["MSRL_READY_FD"]) == ("8", "9")
+    assert env["VLLM_USE_FLASHINFER_SAMPLER"] == "0", "nothing of it is used, and it would be compiled"
     assert env["VLLM_SERVER_DEV_MODE"] == "1" and "VLLM_CPU_KVCACHE_SPACE" not in env
     assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"], env["VLLM_HOST_IP"]) == ("lo", "lo", "127.0.0.1")

@@ -1,4 +1,7 @@
-"""One trainer process inside pytest: a world of one, cut once for the tests of this folder that ask for it."""
+"""One trainer process inside pytest: a world of one, cut once for the tests of this folder that ask for it.
+
+Tests marked `gpu` are left out, and counted as left out, where PyTorch sees no GPU.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.accelerator.is_available():
+        return
+    left_out = [item for item in items if item.get_closest_marker("gpu")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
 @pytest.fixture(scope="module")

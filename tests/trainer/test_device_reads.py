@@ -148,6 +148,22 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_backend.CudaBackend, "needs", lambda *_: None)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SETTINGS)
+def test_pytorch_sees_no_wait_on_a_gpu(name: str, new_trainer: Callable) -> None:
+    """PyTorch's own check, which names the first operator that waits; it has not been run yet."""
+    trainer = new_trainer(policy={"dtype": "bfloat16"}, **SETTINGS[name])
+    [batch] = batches_of(random_samples(2), micro_batch_tokens=64)
+    trainer.step(batch)  # compiles kernels
+    tally = Tally(trainer.parallel.device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = partial(trainer._train_loss, tally, len(batch.micro_batches))
+        trainer._schedule(batch.micro_batches, loss, train=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_the_counter_sees_what_it_is_for() -> None:
     """Each way to read a device, once."""
     counter = DeviceReads()

@@ -1,14 +1,22 @@
-"""Time that a part has left, and the environment of the processes that it starts."""
+"""Time that a part and each of its checks have, and the environment of the processes that it starts."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import time
+from collections.abc import AsyncIterator
+from pathlib import Path
 
+from megatron_scalerl.check_gpu.findings import Recorder
+from megatron_scalerl.check_gpu.parts.logs import last_error, read_log
 from megatron_scalerl.check_gpu.setting import Setting
 
 _MARGIN_S = 8.0
 """Before the part's limit, so that its processes are ended in order and its last finding is written."""
+CHECK_S = 45.0
+"""Of one check of an engine that runs."""
 
 
 class Deadline:
@@ -20,6 +28,22 @@ class Deadline:
     def left(self, at_most: float = float("inf")) -> float:
         """Seconds left, not below 0.1 and not above `at_most`."""
         return max(0.1, min(at_most, self._end - time.monotonic()))
+
+
+@contextlib.asynccontextmanager
+async def limited(record: Recorder, check: str, seconds: float, log: Path | None = None) -> AsyncIterator[None]:
+    """An exception inside, or no end within `seconds`, becomes the failure of `check`, with the log's last error."""
+    with record.guarded(check):
+        try:
+            async with asyncio.timeout(seconds):
+                yield
+        except Exception as error:
+            ended = not isinstance(error, TimeoutError)
+            what = (
+                str(error) or type(error).__name__ if ended else f"expected an end within {seconds:.0f} s, found none"
+            )
+            said = "" if log is None else last_error(read_log(log))
+            raise RuntimeError(f"{what}; {log.name}: {said}" if log is not None and said else what) from error
 
 
 def prepare_environment(setting: Setting) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megatron_scalerl.check_gpu.findings import Recorder
 from megatron_scalerl.check_gpu.parts import engine_checks as checks
-from megatron_scalerl.check_gpu.parts.deadline import Deadline, prepare_environment
+from megatron_scalerl.check_gpu.parts.deadline import CHECK_S, Deadline, limited, prepare_environment
 from megatron_scalerl.check_gpu.parts.decode_rate import check_decode_rate
 from megatron_scalerl.check_gpu.parts.engine_scene import ANSWER, Scene, make_scene
 from megatron_scalerl.check_gpu.parts.engine_update import check_update
@@ -25,6 +25,7 @@ from megatron_scalerl.check_gpu.parts.parity import bound_for, distance
 from megatron_scalerl.check_gpu.parts.processes import Serving, Training, serve
 from megatron_scalerl.check_gpu.parts.random_policy import Reference
 from megatron_scalerl.check_gpu.parts.routed_experts import check_routed_experts
+from megatron_scalerl.check_gpu.parts.tiny_task import forget_backend, remember_backend
 from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.prompts.end_tokens import end_token_ids
 from megatron_scalerl.rendezvous import FolderRendezvous, private_folder
@@ -37,12 +38,15 @@ WITH_TRAINER = ("update", "trainer parity", "probe")
 LAST = ("routed experts", "decode rate")
 _FALLBACK = "TRITON_ATTN"
 """The attention backend that needs neither FlashAttention nor FlashInfer nor a compiler."""
+_START_S = 100.0
+"""For one start, so that there is time for another."""
 
 
 def run(setting: Setting, record: Recorder) -> None:
     """All checks of the part."""
     deadline = Deadline(setting.limit_s)
     prepare_environment(setting)
+    forget_backend(setting)
     scene = make_scene(setting, start_s=deadline.left(180))
     asyncio.run(_run(scene, record, deadline))
 
@@ -54,7 +58,7 @@ async def _run(scene: Scene, record: Recorder, deadline: Deadline) -> None:
         stack.push_async_callback(training.stop)
         trainer = asyncio.create_task(training.start())
         stack.push_async_callback(_cancelled, trainer)
-        serving = await _started(scene, record)
+        serving = await _started(scene, record, deadline)
         if serving is None:
             for check in (*ALONE, *WITH_TRAINER, *LAST):
                 record.not_run(check, "the engine did not start")
@@ -66,9 +70,9 @@ async def _run(scene: Scene, record: Recorder, deadline: Deadline) -> None:
         sampler = Sampler(scene.recipe, scene.inputs.tokenizer, verifier)
         await _alone(scene, record, serving, sampler)
         await _with_trainer(scene, record, serving, sampler, training, trainer)
-        with record.guarded("routed experts"):
+        async with limited(record, "routed experts", deadline.left(), scene.folder / "engine-experts.log"):
             await experts
-    with record.guarded("decode rate"):
+    async with limited(record, "decode rate", deadline.left(), scene.folder / "engine-large.log"):
         await check_decode_rate(scene, record, deadline)
 
 
@@ -83,23 +87,25 @@ async def _cancelled(task: asyncio.Task[object]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def _started(scene: Scene, record: Recorder) -> Serving | None:
+async def _started(scene: Scene, record: Recorder, deadline: Deadline) -> Serving | None:
     """The engine; on a GPU with another attention backend if vLLM's own choice does not start."""
-    backends = (None, _FALLBACK) if scene.setting.on_gpu else (None,)
     first = ""
-    for number, backend in enumerate(backends):
+    for number, backend in enumerate((None, _FALLBACK) if scene.setting.on_gpu else (None,)):
         vllm = scene.recipe.engine.vllm | ({} if backend is None else {"attention_backend": backend})
-        engine = scene.recipe.engine.model_copy(update={"vllm": vllm})
-        recipe = scene.recipe.model_copy(update={"engine": engine})
+        limits = {"start_timeout_s": deadline.left(_START_S)}
+        engine = scene.recipe.engine.model_copy(update={"vllm": vllm, **limits})
         try:
-            serving = await serve(recipe, scene.folder / f"engine-{number}.log")
+            serving = await serve(
+                scene.recipe.model_copy(update={"engine": engine}), scene.folder / f"engine-{number}.log"
+            )
         except RuntimeError as error:
             first = first or str(error)
             continue
-        detail = ", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in serving.facts.items())
         if backend is None:
+            detail = ", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in serving.facts.items())
             record.measured("start", serving.seconds, "s", detail=detail, data=serving.facts)
         else:
+            remember_backend(scene.setting, backend)
             record.holds("start", False, f"{first} (it starts with attention_backend={backend})", serving.facts)
         return serving
     record.holds("start", False, first)
@@ -107,24 +113,24 @@ async def _started(scene: Scene, record: Recorder) -> Serving | None:
 
 
 async def _alone(scene: Scene, record: Recorder, serving: Serving, sampler: Sampler) -> None:
-    client, prompt = serving.process.client, scene.prompts[0].token_ids
-    with record.guarded("fp32 head"):
+    client, prompt, log = serving.process.client, scene.prompts[0].token_ids, serving.process.log_path
+    async with limited(record, "fp32 head", CHECK_S, log):
         rows = await checks.likeliest(client, prompt, tokens=32)
         faults = checks.head_faults(serving.info.head_dtype, rows)
         fine = f"its worker and {len(rows)} answers: log-probs {checks.off_grid(rows):.3g} off bfloat16's grid"
         record.holds("fp32 head", not faults, checks.summary(faults, fine))
-    with record.guarded("secret"):
+    async with limited(record, "secret", CHECK_S, log):
         statuses = await checks.refused(client)
         faults = checks.open_paths(statuses)
         record.holds("secret", not faults, checks.summary(faults, f"{len(statuses) - 1} requests refused"))
-    with record.guarded("pause"):
+    async with limited(record, "pause", CHECK_S, log):
         tokens = 120 if scene.setting.toy else 400
         paused = [await checks.pause(client, prompt, tokens=tokens, clear_cache=clear) for clear in (False, True)]
         faults = [fault for found in paused for fault in checks.pause_faults(found)]
         faults += _recomputed_wrongly(scene, prompt, [found.rollout for found in paused])
         at = " and ".join(str(found.before) for found in paused)
         record.holds("pause", not faults, checks.summary(faults, f"at token {at}: cache kept, cache recomputed"))
-    with record.guarded("interruption"):
+    async with limited(record, "interruption", CHECK_S, log):
         await _interruption(scene, record, serving, sampler)
 
 

@@ -135,7 +135,7 @@ async def pause(client: EngineClient, prompt: Sequence[int], *, tokens: int, cle
     spec = SamplingSpec(max_tokens=tokens, seed=int(clear_cache), ignore_eos=True)
     start = (await client.progress()).tokens
     running = asyncio.create_task(client.generate(prompt, sampling=spec))
-    await _until(client, start + tokens // 10)
+    await until(client, start + tokens // 10)
     await client.pause(clear_cache=clear_cache)
     await asyncio.sleep(0.2)  # the step that was under way
     before = (await client.progress()).tokens - start
@@ -146,10 +146,10 @@ async def pause(client: EngineClient, prompt: Sequence[int], *, tokens: int, cle
     return Paused(before=before, later=later, whole=tokens, said=said, rollout=await running)
 
 
-async def _until(client: EngineClient, tokens: int) -> None:
-    async with asyncio.timeout(60):
-        while (await client.progress()).tokens < tokens:
-            await asyncio.sleep(0.005)
+async def until(client: EngineClient, tokens: int) -> None:
+    """Returns when the engine has made that many tokens since it started."""
+    while (await client.progress()).tokens < tokens:
+        await asyncio.sleep(0.005)
 
 
 def pause_faults(found: Paused) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.check_gpu.parts.random_policy import write_dense
-from megatron_scalerl.check_gpu.parts.tiny_task import tiny_folder
+from megatron_scalerl.check_gpu.parts.tiny_task import fallback_backend, tiny_folder
 from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.preflight import Inputs, check_inputs
 from megatron_scalerl.recipe import Recipe
@@ -45,9 +45,12 @@ class Scene:
 
 def engine_options(setting: Setting) -> dict[str, Any]:
     """`engine.vllm` of a small policy beside a trainer on the same device: memory as a number, not as a share."""
-    options = {"max_model_len": CONTEXT, "max_num_seqs": 64, "kv_cache_memory_bytes": 128 << 20}
+    options: dict[str, Any] = {"max_model_len": CONTEXT, "max_num_seqs": 64, "kv_cache_memory_bytes": 128 << 20}
     if not setting.on_gpu:
         return options
+    backend = fallback_backend(setting)
+    if backend is not None:
+        options["attention_backend"] = backend
     return options | {"gpu_memory_utilization": 0.3, "enforce_eager": True, "max_num_batched_tokens": 2048}
 
 

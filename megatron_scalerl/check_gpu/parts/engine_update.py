@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Sequence
 
 from megatron_scalerl.check_gpu.findings import Recorder
-from megatron_scalerl.check_gpu.parts.engine_checks import summary
+from megatron_scalerl.check_gpu.parts.deadline import CHECK_S, limited
+from megatron_scalerl.check_gpu.parts.engine_checks import summary, until
 from megatron_scalerl.check_gpu.parts.engine_scene import Scene
 from megatron_scalerl.check_gpu.parts.parity import bound_for, distance, record_distance, sampled
 from megatron_scalerl.check_gpu.parts.processes import Serving, Training
@@ -25,11 +26,11 @@ async def check_update(
     scene: Scene, record: Recorder, serving: Serving, sampler: Sampler, training: Training
 ) -> None:
     """`update`, `trainer parity` and `probe`; the trainer has other weights than the engine, and sends them."""
-    client = serving.process.client
+    client, log = serving.process.client, serving.process.log_path
     rollouts: list[Rollout] = []
     prompts = scene.prompts[:8]
     reference = Reference(scene.other)
-    with record.guarded("update"):
+    async with limited(record, "update", CHECK_S, log):
         faults, update, at = await _update(scene, client, training)
         text = (
             f"{update.bytes / 2**20:.3g} MiB in {update.seconds_total:.3g} s, digest {update.digest}, at token {at}"
@@ -45,7 +46,7 @@ async def check_update(
             record.not_run(check, "the engine does not hold the trainer's weights")
         return
     bound = bound_for(scene.dtype, reference, [p.token_ids for p in prompts], rollouts)
-    with record.guarded("trainer parity"):
+    async with limited(record, "trainer parity", CHECK_S, log):
         engine = [value for r in rollouts for value in sampled(r, r.rollout_logprobs)]
         trainer = await _scored(training, prompts, rollouts)
         exact = [
@@ -59,7 +60,7 @@ async def check_update(
         record_distance(
             record, "trainer parity", distance(trainer, engine), bound, detail, scene.dtype, from_fp32=apart
         )
-    with record.guarded("probe"):
+    async with limited(record, "probe", CHECK_S, log):
         assert training.client.info is not None
         fleet = Fleet(
             trainer=training.client,
@@ -85,8 +86,7 @@ async def _update(scene: Scene, client: EngineClient, training: Training) -> tup
     before = await client.score(fixed)
     start = (await client.progress()).tokens
     running = asyncio.create_task(_complete(client, [prompt], tokens=tokens))
-    while (await client.progress()).tokens < start + tokens // 10:
-        await asyncio.sleep(0.005)
+    await until(client, start + tokens // 10)
     update = await sync.publish(VERSION)
     [rollout] = await running
     changed = distance(before, await client.score(fixed)).mean

@@ -15,9 +15,15 @@ _EAGER = re.compile(r"enforce_eager=(True|False)")
 
 def cause(text: str) -> str:
     """The line of a log that says why its process ended: the last error, else the last line that is not empty."""
-    lines = [_PREFIX.sub("", line).strip() for line in text.splitlines()]
-    errors = [line for line in lines if _ERROR.match(line) and not any(word in line for word in _UNINFORMATIVE)]
-    return next(reversed(errors), next((line for line in reversed(lines) if line), "an empty log"))
+    lines = (_PREFIX.sub("", line).strip() for line in reversed(text.splitlines()))
+    return last_error(text) or next((line for line in lines if line), "an empty log")
+
+
+def last_error(text: str) -> str:
+    """The last line of a log that names an error of its own; "" without one."""
+    lines = (_PREFIX.sub("", line).strip() for line in reversed(text.splitlines()))
+    errors = (line for line in lines if _ERROR.match(line) and not any(word in line for word in _UNINFORMATIVE))
+    return next(errors, "")
 
 
 def serving_facts(text: str) -> dict[str, str]:

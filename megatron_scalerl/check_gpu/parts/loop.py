@@ -21,7 +21,7 @@ from megatron_scalerl.check_gpu.findings import Recorder
 from megatron_scalerl.check_gpu.parts.deadline import Deadline, prepare_environment
 from megatron_scalerl.check_gpu.parts.engine_checks import summary
 from megatron_scalerl.check_gpu.parts.loop_run import LoopRun, command, faults, read_run, sft_losses
-from megatron_scalerl.check_gpu.parts.tiny_task import SEED, recipe_path, sft_steps, tiny_folder
+from megatron_scalerl.check_gpu.parts.tiny_task import SEED, fallback_backend, recipe_path, sft_steps, tiny_folder
 from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.recipe_file import load_recipe
 from megatron_scalerl.rollouts.engine_options import check_options
@@ -51,12 +51,14 @@ RUNS = (
     Run(check="graphs", overrides=("engine.vllm.enforce_eager=false",), steps=10, limit_s=110, on_cpu=False),
     Run(
         check="model logits",
-        overrides=("engine.vllm.enforce_eager=true", "policy.logits=model"),
+        overrides=("engine.vllm.enforce_eager=true", "policy.logits=model", "weights.probe_tolerance=10"),
         steps=3,
         limit_s=60,
         on_cpu=False,
     ),
 )
+_NEEDS_S = 25.0
+"""Seconds below which no run is started: it would not come to its first step."""
 _NOT_ON_CPU = {
     "graphs": "there are no CUDA graphs on a CPU",
     "model logits": "the rehearsal is in fp32, where the two kinds of logits are one",
@@ -114,6 +116,8 @@ def overrides(setting: Setting, tiny: Path, one: Run, *, policy: Path, warm: boo
         found += ["validation.prompts=100", "validation.generations=2", "validation.end_generations=2"]
     if setting.on_gpu:
         found += ["engine.vllm.gpu_memory_utilization=0.3", "rewards.workers=4"]
+    if (backend := fallback_backend(setting)) is not None:
+        found.append(f"engine.vllm.attention_backend={backend}")
     if setting.toy or not warm:
         found.append("filters.zero_variance=false")
     return found
@@ -128,6 +132,11 @@ async def _run(setting: Setting, record: Recorder, deadline: Deadline, recipe: P
     for one in RUNS:
         if not (setting.on_gpu or one.on_cpu):
             record.not_run(one.check, _NOT_ON_CPU[one.check])
+            continue
+        if deadline.left() < _NEEDS_S:
+            record.not_run(
+                one.check, f"expected {_NEEDS_S:g} s of the part's time, {deadline.left():.0f} s were left"
+            )
             continue
         settings = overrides(setting, tiny, one, policy=policy or tiny / "base_policy", warm=policy is not None)
         found = await command(
@@ -187,7 +196,7 @@ def _compare(setting: Setting, record: Recorder, done: dict[str, LoopRun]) -> No
     if not setting.on_gpu:
         record.not_run(COMPARISON, _NOT_ON_CPU[COMPARISON])
         return
-    exact, coarse = (done[name].mismatch for name in ("eager", "model logits"))
+    exact, coarse = (done[name].mismatch if name in done else math.nan for name in ("eager", "model logits"))
     if not (math.isfinite(exact) and math.isfinite(coarse) and coarse > 0):
         record.not_run(COMPARISON, f"expected the mismatch of both runs, found {exact:.3g} and {coarse:.3g} nats")
         return

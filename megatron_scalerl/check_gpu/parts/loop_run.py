@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_scalerl.check_gpu.parts.figures import finite
 from megatron_scalerl.check_gpu.parts.logs import cause, read_log, serving_facts
 from megatron_scalerl.jsonl import read_jsonl
 from megatron_scalerl.launch.processes import ChildProcess
@@ -84,29 +85,29 @@ class LoopRun:
 
     def data(self) -> dict[str, Any]:
         """For a finding: JSON types."""
-        found = {
-            "seconds": self.seconds,
-            "steps": self.steps,
-            "mismatch_mean": self.mismatch,
-            "mismatch_tokens": self.mismatch_tokens,
-            "probe_max": self.probe,
-            "rewards": list(self.rewards),
-            "pass_rates": list(self.pass_rates),
-            **self.facts,
-        }
-        return {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in found.items()
-        }
+        found: dict[str, Any] = finite(
+            {
+                "seconds": self.seconds,
+                "steps": self.steps,
+                "mismatch_mean": self.mismatch,
+                "mismatch_tokens": self.mismatch_tokens,
+                "probe_max": self.probe,
+                "rewards": self.rewards,
+                "pass_rates": self.pass_rates,
+                **self.facts,
+            }
+        )
+        return found
 
 
 def read_run(folder: Path, done: Command) -> LoopRun:
     """What the files of a run say, also of one that was cut off. done: the command that made it."""
     rows = [r for r in _rows(folder / "metrics.jsonl") if "skipped" not in r]
-    tokens = sum(r.get("loss_tokens_staleness_0", 0.0) for r in rows)
-    summed = sum(
-        r["mismatch_staleness_0"] * r["loss_tokens_staleness_0"] for r in rows if "mismatch_staleness_0" in r
-    )
+    fresh = [
+        (_number(r, "mismatch_staleness_0"), r[count]) for r in rows if (count := "loss_tokens_staleness_0") in r
+    ]
+    tokens = sum(number for _, number in fresh)
+    summed = sum(mismatch * number for mismatch, number in fresh)
     ended = done.why()
     if ended:
         logs = sorted((folder / "logs").glob("*.log"))
@@ -118,8 +119,8 @@ def read_run(folder: Path, done: Command) -> LoopRun:
         steps=max((r["step"] for r in rows), default=0),
         mismatch=summed / tokens if tokens else math.nan,
         mismatch_tokens=tokens,
-        probe=max((r["probe_mismatch_max"] for r in rows if "probe_mismatch_max" in r), default=math.nan),
-        rewards=tuple(r.get("reward", math.nan) for r in rows),
+        probe=max((_number(r, "probe_mismatch_max") for r in rows if "probe_mismatch_max" in r), default=math.nan),
+        rewards=tuple(_number(r, "reward") for r in rows),
         pass_rates=tuple(r["pass_rate"] for r in _rows(folder / "validation.jsonl")),
         facts=serving_facts(read_log(folder / "logs" / "engine-0.log")),
     )
@@ -137,6 +138,12 @@ def faults(run: LoopRun, *, steps: int, warm: bool) -> list[str]:
         expected = "above 0" if warm else "from 0 to 1"
         found.append(f"expected held-out pass rates {expected}, found {list(rates)}")
     return found
+
+
+def _number(row: dict[str, Any], key: str) -> float:
+    """A figure of a record; NaN where it is missing or null, which is how NaN is written."""
+    value = row.get(key)
+    return math.nan if value is None else float(value)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,10 +11,14 @@ from typing import Any
 import torch
 
 from megatron_scalerl.check_gpu.findings import Recorder
+from megatron_scalerl.check_gpu.parts import loop
+from megatron_scalerl.check_gpu.parts.deadline import prepare_environment
+from megatron_scalerl.check_gpu.parts.loop_run import command, faults, read_run
+from megatron_scalerl.check_gpu.parts.tiny_task import recipe_path, tiny_folder
 from megatron_scalerl.check_gpu.ranks import run_ranks
 from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.check_gpu.table import PARALLEL, Layers
-from megatron_scalerl.tiny import families
+from megatron_scalerl.tiny.families import make
 
 _WIDE = dict(
     vocab_size=1024, hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=2,
@@ -23,12 +28,20 @@ _WIDE = dict(
 _BOUNDS = {"float32": (1e-4, 1e-4, 1e-3), "bfloat16": (3e-2, 3e-2, 5e-2)}
 """Nats of a log-probability (fp32: the largest, bf16: the mean), relative loss, relative gradient norm. fp32: sums
 over ranks in another order. bf16: partial sums are rounded to 8 bits before ranks add them."""
+_OVER_NCCL = loop.Run(
+    check="broadcast",
+    overrides=("weights.transport=nccl", "engine.vllm.enforce_eager=true"),
+    steps=3,
+    limit_s=90,
+    on_cpu=False,
+)
 _LAUNCHES = 2 * (1 + len(PARALLEL))
 """Groups of processes on GPUs, with both kinds of layers."""
 
 
 def run(setting: Setting, record: Recorder) -> None:
     """Report the part's checks."""
+    prepare_environment(setting)
     _steps(setting, record, "plain", "float32", "")
     if setting.on_gpu and importlib.util.find_spec("transformer_engine"):
         _steps(setting, record, "te", "bfloat16", " te")
@@ -51,7 +64,7 @@ def _steps(setting: Setting, record: Recorder, layers: Layers, dtype: str, suffi
             "megatron_scalerl.check_gpu.layouts:measure",
             {"dtype": dtype, "runs": runs},
             folder=folder / name,
-            timeout_s=0.8 * setting.limit_s / (_LAUNCHES if setting.on_gpu else 2),
+            timeout_s=0.6 * setting.limit_s / (_LAUNCHES if setting.on_gpu else 2),
             env={"MSRL_LAYERS": layers},
         )[0]
 
@@ -97,10 +110,25 @@ def _write_policies(folder: Path, settings: dict[str, Any], dtype: str) -> dict[
     """Random Hugging Face policies: name -> folder."""
     made = {}
     for name, kind, more in (("dense", "llama", {}), ("moe", "qwen3_moe", {"moe_intermediate_size": 384})):
-        families.make(kind, folder / name, dtype=getattr(torch, dtype), **settings, **(more if settings else {}))
+        make(kind, folder / name, dtype=getattr(torch, dtype), **settings, **(more if settings else {}))
         made[name] = str(folder / name)
     return made
 
 
 def _broadcast(setting: Setting, record: Recorder) -> None:
-    raise NotImplementedError
+    """A short run with the trainer on one GPU and the engine on another: every update goes over NCCL."""
+    recipe, tiny = recipe_path(), tiny_folder(setting)
+    settings = loop.overrides(setting, tiny, _OVER_NCCL, policy=tiny / "base_policy", warm=False)
+    settings = [text for text in settings if text != "weights.transport=gloo"]
+    loop.check_overrides(recipe, settings)
+    if not setting.on_gpu:
+        record.not_run("broadcast", "NCCL needs two GPUs; the part loop runs the same command over gloo")
+        return
+    log = setting.scratch / "loop" / "train-broadcast.log"
+    log.parent.mkdir(exist_ok=True)
+    done = asyncio.run(command(["train", str(recipe), *settings], log, limit_s=_OVER_NCCL.limit_s))
+    found = read_run(log.parent / _OVER_NCCL.check, done)
+    wrong = faults(found, steps=_OVER_NCCL.steps, warm=False)
+    said = f"{found.steps} updates in {found.seconds:.0f} s with start, mismatch {found.mismatch:.2g} nats"
+    text = "; ".join(wrong) or said
+    record.holds("broadcast", not wrong, text, found.data())

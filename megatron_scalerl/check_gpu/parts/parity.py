@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from megatron_scalerl.check_gpu.findings import Recorder
+from megatron_scalerl.check_gpu.parts.figures import finite
 from megatron_scalerl.check_gpu.parts.random_policy import Reference
 from megatron_scalerl.probe import TOLERANCE
 from megatron_scalerl.types import Rollout
@@ -81,7 +82,7 @@ def record_distance(
     """Passes within the bound; in bfloat16 no token may be further away than the probe's own tolerance either."""
     value = found.mean if bound.statistic == "mean" else found.largest
     text = f"{detail}: median {found.median:.2g}, mean {found.mean:.2g}, largest {found.largest:.2g} nats"
-    both = {"distance": asdict(found), "bound": asdict(bound), **data}
+    both = finite({"distance": asdict(found), "bound": asdict(bound), **data})
     if found.largest > TOLERANCE[dtype]:
         record.holds(check, False, f"{text}; expected at most {TOLERANCE[dtype]} for every token", data=both)
     else:

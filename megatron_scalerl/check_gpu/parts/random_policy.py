@@ -97,7 +97,9 @@ class Reference:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
 
-        self._exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._exact = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=False
+        ).eval()
         self._rounded: Any = None
 
     def logprobs(self, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:

@@ -23,8 +23,9 @@ from megatron_scalerl.types import Prompt, Rollout, Sample
 CHECK = "routed experts"
 _NEEDS_S = 45.0
 """Seconds below which it is not started."""
-_SLACK = 1.05
-"""GPU kernels that add in any order give a step's mean mismatch to a few percent."""
+_SHARE = 0.7
+"""Largest share of the mismatch that may be left with the engine's experts. With transformers in bfloat16 in the
+engine's place and a trainer in fp32 it is 0.3: the nearly equal experts of this policy make the rest."""
 
 
 def replay_recipe(scene: Scene, start_s: float) -> Recipe:
@@ -119,7 +120,7 @@ async def record_replay(
         CHECK,
         replayed,
         "nats",
-        at_most=_SLACK * own,
+        at_most=_SHARE * own,
         detail=f"mean mismatch with the engine's experts; {own:.3g} with the trainer's own",
         data={"replayed": replayed, "own": own},
     )

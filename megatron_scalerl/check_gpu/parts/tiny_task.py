@@ -1,4 +1,4 @@
-"""The tiny task of the engine's and the loop's checks, made once in the scratch folder."""
+"""What the engine's and the loop's checks share in the scratch folder: the tiny task, and how engines start here."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from megatron_scalerl.tiny.build import TinyArguments, build
 
 RECIPE = "recipes/tiny_cpu.yaml"
 SEED = 4
+_FALLBACK_FILE = "attention_backend"
 
 
 def tiny_folder(setting: Setting) -> Path:
@@ -23,6 +24,22 @@ def tiny_folder(setting: Setting) -> Path:
 def sft_steps(setting: Setting) -> int:
     """Steps of the warm start, each with 32 examples of its own."""
     return 30 if setting.toy else 400
+
+
+def fallback_backend(setting: Setting) -> str | None:
+    """The attention backend that engines have to be told, because vLLM's own choice did not start; None: none."""
+    file = setting.scratch / _FALLBACK_FILE
+    return file.read_text(encoding="utf8") if file.exists() else None
+
+
+def remember_backend(setting: Setting, backend: str) -> None:
+    """What `fallback_backend` answers from now on."""
+    (setting.scratch / _FALLBACK_FILE).write_text(backend, encoding="utf8")
+
+
+def forget_backend(setting: Setting) -> None:
+    """Of an earlier call."""
+    (setting.scratch / _FALLBACK_FILE).unlink(missing_ok=True)
 
 
 def recipe_path() -> Path:

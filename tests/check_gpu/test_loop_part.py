@@ -1,0 +1,159 @@
+"""How the runs of the loop part are set up and judged, without running them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+import megatron_scalerl
+from megatron_scalerl.check_gpu.findings import Recorder, read_findings
+from megatron_scalerl.check_gpu.parts import loop, loop_run
+from megatron_scalerl.check_gpu.parts.loop_run import Command, read_run
+from megatron_scalerl.check_gpu.parts.tiny_task import recipe_path
+from megatron_scalerl.check_gpu.setting import Setting
+from megatron_scalerl.check_gpu.table import part_named
+from megatron_scalerl.recipe_file import load_recipe
+
+EAGER, GRAPHS, MODEL = loop.RUNS
+
+
+def setting(folder, **changes):
+    values = dict(part="loop", on_gpu=True, size="full", layers=None, limit_s=300.0, gpus=1)
+    return Setting(**values | changes, folder=str(folder), findings=str(folder / "findings.jsonl"))
+
+
+def write_run(folder, *, steps=10, mismatch=0.01, reward=0.1, pass_rate=0.4):
+    rows = [
+        {
+            "step": step, "reward": reward, "mismatch_staleness_0": mismatch, "loss_tokens_staleness_0": 100.0,
+            "mismatch_mean": 9.0, "probe_mismatch_max": 0.1,
+        }
+        for step in range(1, steps + 1)
+    ]  # fmt: skip
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [{"step": 0, "skipped": 1}, *rows]))
+    (folder / "validation.jsonl").write_text("".join(json.dumps({"pass_rate": p}) + "\n" for p in (0.0, pass_rate)))
+    return folder
+
+
+def judged(tmp_path, run=EAGER, *, code=0, output="", on_gpu=True, warm=True, **written):
+    found = read_run(write_run(tmp_path / "run", **written), Command(seconds=30.0, code=code, output=output))
+    record = Recorder("loop", tmp_path / "findings")
+    loop._judge(setting(tmp_path, on_gpu=on_gpu), record, run, found, warm=warm)
+    [finding] = read_findings(tmp_path / "findings")
+    return finding
+
+
+def test_the_declared_checks_are_those_of_the_runs():
+    assert set(part_named("loop").checks) == {loop.WARM_START, loop.COMPARISON, *(run.check for run in loop.RUNS)}
+
+
+def test_a_run_in_order_passes_with_its_figures(tmp_path):
+    found = judged(tmp_path)
+    assert (found.check, found.status, found.value) == ("loop/eager", "passed", pytest.approx(0.01))
+    assert found.data["mismatch_tokens"] == 1000 and found.data["pass_rates"] == [0.0, 0.4]
+
+
+@pytest.mark.parametrize(
+    ("written", "detail"),
+    [
+        ({"mismatch": 0.2}, "mean |trainer - engine log-prob|"),
+        ({"steps": 4}, "expected 10 steps, found 4 in 30 s"),
+        ({"reward": None}, "expected a finite reward"),
+        ({"pass_rate": 0.0}, "expected held-out pass rates above 0, found [0.0, 0.0]"),
+        ({"mismatch": None}, "expected a finite number"),
+        ({"code": 1, "output": "x\nmegatron_scalerl: engine-0 died"}, "code 1: megatron_scalerl: engine-0 died"),
+        ({"code": None, "output": "step 3\n"}, "ended after its 30 s; last line: step 3"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_run_fails_it(written, detail, tmp_path):
+    found = judged(tmp_path, **written)
+    assert found.status == "failed" and detail in found.detail
+    assert found.data["steps"] == written.get("steps", 10)
+
+
+def test_without_a_warm_policy_no_pass_rate_is_asked_for_and_model_logits_have_no_bound(tmp_path):
+    assert judged(tmp_path / "a", pass_rate=0.0, warm=False).status == "passed"
+    assert judged(tmp_path / "b", MODEL, steps=3, mismatch=0.2).status == "measured"
+
+
+@pytest.mark.parametrize(("exact", "coarse", "status"), [(0.01, 0.02, "passed"), (0.02, 0.01, "failed")])
+def test_fp32_logits_have_to_come_closer(exact, coarse, status, tmp_path):
+    done = Command(seconds=1.0, code=0, output="")
+    runs = {
+        name: read_run(write_run(tmp_path / name, mismatch=value), done)
+        for name, value in (("eager", exact), ("model logits", coarse))
+    }
+    loop._compare(setting(tmp_path), Recorder("loop", tmp_path / "findings"), runs)
+    [found] = read_findings(tmp_path / "findings")
+    assert (found.status, found.value) == (status, pytest.approx(exact / coarse))
+
+
+@pytest.mark.parametrize("warm", [True, False])
+@pytest.mark.parametrize("size", ["full", "toy"])
+def test_the_settings_of_every_run_are_a_recipe(size, warm, tmp_path):
+    one = setting(tmp_path, size=size, on_gpu=size == "full")
+    recipes = {}
+    for run in loop.RUNS:
+        settings = loop.overrides(one, tmp_path, run, policy=tmp_path / "policy", warm=warm)
+        loop.check_overrides(recipe_path(), settings)
+        recipes[run.check] = load_recipe(recipe_path(), settings)
+    eager, graphs, model = (recipes[run.check] for run in loop.RUNS)
+    assert (eager.policy.logits, graphs.policy.logits, model.policy.logits) == ("fp32", "fp32", "model")
+    assert [r.engine.vllm["enforce_eager"] for r in (eager, graphs, model)] == [True, False, True]
+    assert {r.weights.transport for r in recipes.values()} == {"gloo"}
+    assert {r.engine.vllm.get("gpu_memory_utilization") for r in recipes.values()} == {
+        0.3 if size == "full" else None
+    }
+    assert {r.filters.zero_variance for r in recipes.values()} == {warm and size == "full"}
+
+
+def test_a_mistake_in_the_settings_costs_no_run(tmp_path, monkeypatch):
+    wrong = loop.Run(check="graphs", overrides=("engine.vllm.enforce_eagr=true",), steps=1, limit_s=1, on_cpu=False)
+    monkeypatch.setattr(loop, "RUNS", (EAGER, wrong, MODEL))
+    loop.run(one := setting(tmp_path, size="toy"), Recorder("loop", Path(one.findings)))
+    found = {f.check.removeprefix("loop/"): f for f in read_findings(Path(one.findings))}
+    assert found.keys() == set(part_named("loop").checks)
+    assert found[loop.WARM_START].status == "failed" and "enforce_eagr" in found[loop.WARM_START].detail
+    assert {f.status for name, f in found.items() if name != loop.WARM_START} == {"not run"}
+
+
+def test_outside_of_a_checkout_it_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(megatron_scalerl, "__file__", str(tmp_path / "site" / "megatron_scalerl" / "__init__.py"))
+    loop.run(one := setting(tmp_path), Recorder("loop", Path(one.findings)))
+    found = {f.check: f for f in read_findings(Path(one.findings))}
+    assert "expected the checkout's recipe, found nothing" in found["loop/warm start"].detail
+    assert len(found) == len(part_named("loop").checks)
+
+
+def test_a_command_past_its_limit_is_ended_with_what_it_started(tmp_path, monkeypatch):
+    """The command is a stand-in that starts a child and sleeps; its output is kept."""
+    (tmp_path / "megatron_scalerl_stand_in.py").write_text(
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "print('child', child.pid, flush=True)\ntime.sleep(60)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    started = loop_run.ChildProcess.start
+
+    async def stand_in(name, argv, env, log):
+        return await started(name, [sys.executable, "-m", "megatron_scalerl_stand_in"], env, log)
+
+    monkeypatch.setattr(loop_run.ChildProcess, "start", stand_in)
+    done = asyncio.run(loop_run.command(["train"], tmp_path / "x.log", limit_s=2.0))
+    assert done.code is None and "last line: child" in done.why()
+    child, deadline = int(done.output.split()[1]), time.monotonic() + 5
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_the_losses_of_a_warm_start_are_read_from_its_progress():
+    text = "sft step 50/100  loss 1.5000  grad norm 1.0\nsft step 100/100  loss 0.4000  grad norm 1.0\n"
+    assert loop_run.sft_losses(text) == [1.5, 0.4]
