@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from megatron_scalerl.batch import pack
+from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.tiny import families
+from megatron_scalerl.trainer import device
 from megatron_scalerl.types import Batch, Rollout, Sample
 
 _WIDE: dict[str, Any] = dict(
@@ -90,6 +92,12 @@ def case_of(kind: str, *, toy: bool, small: bool = False) -> Case:
         kind=kind, settings=settings, std=0.08, vocab=settings["vocab_size"], lengths=(300, 17, 129, 512, 64, 1, 255),
         micro_batch_tokens=1024,
     )  # fmt: skip
+
+
+def check_layers(setting: Setting) -> None:
+    """Raises ValueError where this process would build other layers than the part is about (on a GPU)."""
+    if setting.on_gpu and (setting.layers == "te") != device.HAVE_TE:
+        raise ValueError(f"MSRL_LAYERS: expected {setting.layers!r} for {setting.part}, found {device.LAYERS!r}")
 
 
 def samples(token_ids: Sequence[Sequence[int]], rollout_logprobs: Sequence[Sequence[float]]) -> list[Sample]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megatron_scalerl.check_gpu import loss_parity
-from megatron_scalerl.check_gpu.cases import Case, batch_of
+from megatron_scalerl.check_gpu.cases import Case, batch_of, check_layers
 from megatron_scalerl.check_gpu.device_memory import memory
 from megatron_scalerl.check_gpu.distances import Distance, judge, relative
 from megatron_scalerl.check_gpu.findings import Recorder
@@ -54,11 +54,12 @@ _MIB = 2**20
 
 def report_all(setting: Setting, recorder: Recorder, case: Case, folder: Path, reference: Reference) -> None:
     """All checks of the part; writes the case's policy, for which `reference` waits."""
+    check_layers(setting)
     case.write(folder / "written")
     (folder / "written").rename(folder / POLICY)
     policy, found = folder / POLICY, {}
-    _losses(setting, recorder)
     parallel = init_parallel(case.recipe(policy, DTYPES[0]))
+    _losses(setting, recorder)
     trainer = build_trainer(case, policy, "float32", parallel)
     with recorder.guarded("step fp32"):
         found["float32"] = make_outcome(trainer, case)

@@ -188,6 +188,7 @@ def test_a_shape_without_room_gets_fewer_layers_or_is_not_run(tmp_path):
     assert "one layer needs 2.2 GiB" in read_findings(path)[0].detail
 
 
+@pytest.mark.slow
 def test_a_shape_that_dies_or_hangs_says_so_and_ends(tmp_path):
     given = setting("shapes-plain", tmp_path)
     wrong = replace(toy(SHAPES["8b"]), name="wrong", dtype="float33")

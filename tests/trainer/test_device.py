@@ -80,7 +80,7 @@ def test_layers_that_cannot_be_had_are_refused_in_one_line(asked: str, monkeypat
     monkeypatch.setattr(device, "LAYERS", asked)
     monkeypatch.setattr(device, "_CAN_TE", False)
     with pytest.raises(ValueError, match=f"^MSRL_LAYERS: expected plain, or te where .* found '{asked}'$"):
-        device.prepare(recipe())
+        device.prepare(threads=1, deterministic=False)
 
 
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}

@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_scalerl.check_gpu.cases import Case, batch_of, case_of, samples
+from megatron_scalerl.check_gpu.cases import Case, batch_of, case_of, check_layers, samples
 from megatron_scalerl.check_gpu.distances import Distance, judge, relative
 from megatron_scalerl.check_gpu.findings import Recorder
 from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.check_gpu.table import KINDS
-from megatron_scalerl.trainer import device
 from megatron_scalerl.trainer.parallel import Parallel, init_parallel, shutdown_parallel
 from megatron_scalerl.trainer.step import make_trainer
 
@@ -62,10 +61,7 @@ class Step:
 def run(setting: Setting, recorder: Recorder) -> None:
     """Report `checks` of the part."""
     plain = setting.layers != "te"
-    if setting.on_gpu and plain == device.HAVE_TE:
-        raise ValueError(
-            f"MSRL_LAYERS: expected {setting.layers} layers, found {device.LAYERS!r}, which takes others"
-        )
+    check_layers(setting)
     # PyTorch counts the host's cores, of which a container may have been given a few
     torch.set_num_threads(min(torch.get_num_threads(), _THREADS))
     folder = setting.scratch / setting.part
@@ -104,9 +100,8 @@ def in_transformers(case: Case, path: Path, dtype: torch.dtype) -> Step:
     """
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation="eager", experts_implementation="eager", trust_remote_code=False
-    )
+    plain = {"attn_implementation": "eager"} | ({"experts_implementation": "eager"} if is_mixture(case.kind) else {})
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False, **plain)
     model.eval()
     ids = case.token_ids()
     found, loss = [], 0.0
