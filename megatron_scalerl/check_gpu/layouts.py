@@ -8,12 +8,10 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from megatron.core import parallel_state
-
 from megatron_scalerl.batch import pack
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rendezvous import FolderRendezvous
-from megatron_scalerl.trainer.parallel import init_parallel
+from megatron_scalerl.trainer.parallel import init_parallel, shutdown_parallel
 from megatron_scalerl.trainer.step import make_trainer, pad_multiple
 from megatron_scalerl.types import Rollout, Sample
 
@@ -33,7 +31,7 @@ def measure(job: Mapping[str, Any], rendezvous: FolderRendezvous) -> dict[str, A
     found = {}
     for number, (layout, policy) in enumerate(job["runs"]):
         if number:
-            parallel_state.destroy_model_parallel()
+            shutdown_parallel(keep_world=True)
         found[layout] = _one(layout, policy, job["dtype"], rendezvous)
     return found
 

@@ -30,7 +30,7 @@ def main() -> None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         reason = f"torch {torch.__version__} sees none (CUDA_VISIBLE_DEVICES is {visible!r})"
     print(json.dumps({
-        "gpus": gpus, "no_gpu": reason, "driver": driver, "cuda": torch.version.cuda, "cpu": _cpu(),
+        "gpus": gpus, "no_gpu": reason, "driver": driver, "cuda_version": torch.version.cuda, "cpu": _cpu(),
         "cores": os.cpu_count(), "python": platform.python_version(), "packages": _versions(),
         "modules": [name for name in ("transformer_engine", "vllm", "apex") if importlib.util.find_spec(name)],
     }))  # fmt: skip

@@ -165,7 +165,7 @@ def _machines(parts: Iterable[PartResult]) -> list[str]:
         m = part.machine
         packages = ", ".join(f"{name} {version}" for name, version in m.get("packages", {}).items())
         gpus = m.get("gpus") or []
-        has = f"{len(gpus)} x {gpus[0]}, driver {m.get('driver')}, CUDA {m.get('cuda')}" if gpus else "no GPU"
+        has = f"{len(gpus)} x {gpus[0]}, driver {m.get('driver')}, CUDA {m.get('cuda_version')}" if gpus else "no GPU"
         text = f"{has}; {m.get('cpu')}, {m.get('cores')} cores; Python {m.get('python')}; {packages}"
         groups.setdefault(text, []).append(part.name)
     return [line for text, names in groups.items() for line in (f"* {', '.join(names)}: {text}", "")]

@@ -91,10 +91,10 @@ def init_parallel(recipe: Recipe, rendezvous: Rendezvous | None = None) -> Paral
     return Parallel(rank=rank, world_size=world_size, device=place, groups=groups, **_coordinates(groups))
 
 
-def shutdown_parallel() -> None:
-    """Leaves all process groups, so that `init_parallel` can be called again."""
+def shutdown_parallel(*, keep_world: bool = False) -> None:
+    """Leaves all process groups, so that `init_parallel` can be called again; `keep_world`: not the world's own."""
     parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
+    if dist.is_initialized() and not keep_world:
         dist.destroy_process_group()
 
 

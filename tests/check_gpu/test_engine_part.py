@@ -40,7 +40,8 @@ ROLLOUT = Rollout(
 
 
 def setting(folder, **changes):
-    values = dict(part="engine", on_gpu=False, size="toy", layers=None, limit_s=100.0, gpus=0)
+    module = part_named("engine").module
+    values = dict(part="engine", module=module, on_gpu=False, size="toy", layers=None, limit_s=100.0, gpus=0)
     return Setting(**values | changes, folder=str(folder), findings=str(folder / "findings.jsonl"))
 
 

@@ -10,7 +10,7 @@ from megatron_scalerl.check_gpu.rows import ROWS, verdicts
 from megatron_scalerl.check_gpu.runner import PartResult
 from megatron_scalerl.check_gpu.table import PARTS
 
-H100 = {"gpus": ["NVIDIA H100"], "driver": "580", "cuda": "13.0", "cpu": "c", "cores": 16, "python": "3.12"}
+H100 = {"gpus": ["NVIDIA H100"], "driver": "580", "cuda_version": "13.0", "cpu": "c", "cores": 16, "python": "3.12"}
 DECLARED = {f"{part.name}/{check}" for part in PARTS for check in part.checks}
 
 

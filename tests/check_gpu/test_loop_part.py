@@ -24,7 +24,8 @@ EAGER, GRAPHS, MODEL = loop.RUNS
 
 
 def setting(folder, **changes):
-    values = dict(part="loop", on_gpu=True, size="full", layers=None, limit_s=300.0, gpus=1)
+    module = part_named("loop").module
+    values = dict(part="loop", module=module, on_gpu=True, size="full", layers=None, limit_s=300.0, gpus=1)
     return Setting(**values | changes, folder=str(folder), findings=str(folder / "findings.jsonl"))
 
 

@@ -164,11 +164,9 @@ def test_a_rank_is_started_with_the_environment_and_the_users_wins(
     monkeypatch.setattr(local.ChildProcess, "start", start)
     monkeypatch.setattr(local, "environment", lambda _: {"MSRL_TEST_A": "ours", "MSRL_TEST_B": "ours"})
     monkeypatch.setenv("MSRL_TEST_B", "the user's")
-    launcher = SimpleNamespace(
-        _recipe=recipe(), _folder=SimpleNamespace(recipe_file=tmp_path / "r", path=tmp_path),
-        _client=SimpleNamespace(worker_env=lambda rank: {"RANK": str(rank)}),
-    )  # fmt: skip
-    asyncio.run(local.LocalLauncher._start_rank(launcher, 3))  # type: ignore[arg-type]
+    client: Any = SimpleNamespace(worker_env=lambda rank: {"RANK": str(rank)})
+    started = local.start_rank(recipe(), client, rank=3, recipe_file=tmp_path / "r", log=tmp_path / "log")
+    asyncio.run(started)
     assert (seen["MSRL_TEST_A"], seen["MSRL_TEST_B"], seen["LOCAL_RANK"]) == ("ours", "the user's", "3")
 
 

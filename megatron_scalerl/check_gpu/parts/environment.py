@@ -47,7 +47,7 @@ def _driver(setting: Setting, record: Recorder) -> None:
 
 
 def _torch(setting: Setting, record: Recorder) -> None:
-    data: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "triton": _version("triton")}
+    data: dict[str, Any] = {"torch": torch.__version__, "triton": _version("triton")}
     if not setting.on_gpu:
         return record.holds("torch", True, f"torch {torch.__version__}, no GPU asked for", data)
     device = torch.accelerator.current_accelerator()
