@@ -126,7 +126,7 @@ def test_too_little_disk_is_seen_after_a_driver_that_serves(checkout, tmp_path):
     df = "echo 'Filesystem blocks Used Available'; echo 'stand-in 99999999 0 7340032'\n"
     path = f"{script(tmp_path / 'bin' / 'df', df).parent}:{os.environ['PATH']}"
     said = refused(checkout, "gpu", LD_LIBRARY_PATH=driver(tmp_path, 13000), PATH=path)
-    assert said == f"install.sh: expected 30 GiB free at {checkout}, found 7 GiB\n"
+    assert said == f"install.sh: expected 20 GiB free at {checkout}, found 7 GiB\n"
 
 
 def test_a_small_temporary_folder(checkout, tmp_path):

@@ -22,7 +22,7 @@ versions=(3.11 3.12)
 venv=.venv
 case "$kind" in
   cpu) need_gib=6 ;;
-  gpu) need_gib=30 ;;
+  gpu) need_gib=20 ;;
   torch-2.11) need_gib=12 versions=(3.12) venv=.venv-torch-2.11 ;;
   *) die "expected 'cpu', 'gpu' or 'torch-2.11', found '${kind:-nothing}'" ;;
 esac
@@ -74,6 +74,7 @@ install_cpu() {
   if ! quiet pip install --no-deps ${MSRL_TORCH_INDEX:+--index-url "$MSRL_TORCH_INDEX"} torch==2.13.0+cpu 2>/dev/null; then
     echo "install.sh: pip finds no CPU build of torch 2.13.0 (MSRL_TORCH_INDEX names an index that has one);" \
       "taking the plain release, several GB larger"
+    check_disk "$venv" 9
     quiet pip install torch==2.13.0 || fail "torch 2.13.0 could not be installed"
   fi
   echo "install.sh: $(grep -c '==' $lock) locked packages"

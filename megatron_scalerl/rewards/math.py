@@ -2,8 +2,9 @@
 
 From text to code there is no way. math-verify hands text to sympy's `parse_expr`, which evaluates Python, in one
 place: for a match of its regular expression for plain arithmetic, of digits, blanks and `.+-*/^()×÷` alone, in which
-no name can be written. Everything else goes through a grammar (latex2sympy2), whose names become sympy Symbols and
-Functions. tests/rewards/test_math_attacks.py watches what Python compiles.
+no name can be written. (Digits of other scripts are names to Python 3.12, which sympy quotes as Symbols.) Everything
+else goes through a grammar (latex2sympy2), whose names become sympy Symbols and Functions.
+tests/rewards/test_math_attacks.py watches what Python compiles.
 """
 
 from __future__ import annotations

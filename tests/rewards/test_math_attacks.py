@@ -35,7 +35,8 @@ HOSTILE = [
     f"answer: 1+1\\\n{CALL}",
     f"final answer is 1+1 {CALL} I hope",
 ]
-ARITHMETIC = re.compile(r"(Integer|Float|Rational|[\s\d.+*/()'-])*")
+# From Python 3.12 on digits of other scripts are names to its tokenizer: sympy quotes them, as Symbols.
+ARITHMETIC = re.compile(r"(Integer|Float|Rational|Symbol \('\d+' \)|[\s\d.+*/()'-])*")
 SYMPYS_OWN = re.compile(r"from sympy import \*|def monomial_((?!import|system|pwned|exec|eval)[\w\s(),=+*<>:-])*")
 
 
