@@ -35,7 +35,7 @@ class Part:
     """Seconds on one GPU, after which the part is ended."""
     quick_s: float | None = None
     """Seconds under `--quick`; None: not part of it."""
-    rehearsal_s: float = 120.0
+    rehearsal_s: float = 240.0
     """Seconds on a CPU at toy size."""
     gpus: int = 1
     """GPUs that it needs."""
@@ -119,6 +119,7 @@ PARTS: tuple[Part, ...] = (
         module=_HERE + "engine",
         what="vLLM: fp32 head, forced interruption, secret, pause, update, probe, routed experts",
         limit_s=180,
+        rehearsal_s=360,
         package="vllm",
         checks=("start", "fp32 head", "trainer parity", "interruption", "secret", "pause", "update", "probe",
                 "routed experts", "decode rate"),
@@ -128,6 +129,7 @@ PARTS: tuple[Part, ...] = (
         module=_HERE + "loop",
         what="the tiny recipe end to end in bf16: fp32 logits, eager and with CUDA graphs; bf16 logits",
         limit_s=300,
+        rehearsal_s=420,
         package="vllm",
         checks=("warm start", "eager", "graphs", "model logits", "mismatch fp32 below model"),
     ),
