@@ -19,7 +19,8 @@ fast=(-m "not slow and not full")
 # what imports vLLM or packages that only vLLM brings, and what starts a run, which is refused without vLLM
 need_vllm=(--ignore=tests/{rollouts/test_engine,rollouts/test_engine_options,convert/test_vllm,test_preflight}.py
   --deselect=tests/test_command_line.py::test_{what_fails_under_way_is_no_mistake_of_the_users,a_policy_without_a_tokenizer_is_2}
-  --deselect=tests/test_documented_commands.py::test_the_readmes_recipe_starts)
+  --deselect=tests/test_documented_commands.py::test_the_readmes_recipe_starts
+  --deselect=tests/test_longest_sequence.py::test_a_recipe_that_says_its_capacity_keeps_it)
 
 python_3_12() { # PYTHON PYTEST-ARGUMENT...; a folder of its own beside the main environment
   MSRL_PYTHON="$1" MSRL_VENV=.venv-3.12 tools/install.sh cpu &&
