@@ -124,7 +124,7 @@ async def _alone(scene: Scene, record: Recorder, serving: Serving, sampler: Samp
         faults = checks.open_paths(statuses)
         record.holds("secret", not faults, checks.summary(faults, f"{len(statuses) - 1} requests refused"))
     async with limited(record, "pause", CHECK_S, log):
-        tokens = 120 if scene.setting.toy else 400
+        tokens = 120 if scene.setting.toy else 240
         paused = [await checks.pause(client, prompt, tokens=tokens, clear_cache=clear) for clear in (False, True)]
         faults = [fault for found in paused for fault in checks.pause_faults(found)]
         faults += _recomputed_wrongly(scene, prompt, [found.rollout for found in paused])

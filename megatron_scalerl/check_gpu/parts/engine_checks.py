@@ -131,11 +131,22 @@ class Paused:
 
 
 async def pause(client: EngineClient, prompt: Sequence[int], *, tokens: int, clear_cache: bool) -> Paused:
-    """Pause in the middle of a completion of `tokens` tokens, wait, and resume."""
+    """Pause in the middle of a completion of `tokens` tokens, wait, and resume.
+
+    Of an engine that is through before the pause reaches it, four times and sixteen times as many are asked for.
+    """
+    for budget in (tokens, 4 * tokens):
+        found = await _pause_once(client, prompt, tokens=budget, clear_cache=clear_cache)
+        if found.before < found.whole:
+            return found
+    return await _pause_once(client, prompt, tokens=16 * tokens, clear_cache=clear_cache)
+
+
+async def _pause_once(client: EngineClient, prompt: Sequence[int], *, tokens: int, clear_cache: bool) -> Paused:
     spec = SamplingSpec(max_tokens=tokens, seed=int(clear_cache), ignore_eos=True)
     start = (await client.progress()).tokens
     running = asyncio.create_task(client.generate(prompt, sampling=spec))
-    await until(client, start + tokens // 10)
+    await until(client, start + min(12, tokens // 10))
     await client.pause(clear_cache=clear_cache)
     await asyncio.sleep(0.2)  # the step that was under way
     before = (await client.progress()).tokens - start

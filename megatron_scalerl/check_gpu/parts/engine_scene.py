@@ -16,7 +16,7 @@ from megatron_scalerl.types import Prompt
 
 THINKING, ANSWER = 200, 8
 """Longest cut and answer budget (tokens)."""
-CONTEXT = 1024
+CONTEXT = 4096
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,14 +79,14 @@ async def check_update(
 
 async def _update(scene: Scene, client: EngineClient, training: Training) -> tuple[list[str], WeightUpdate, int]:
     """(what is wrong, the update, the token at which it came) of an update into a completion that runs."""
-    tokens, prompt = (120 if scene.setting.toy else 400), scene.prompts[0]
+    tokens, prompt = (300 if scene.setting.toy else 2000), scene.prompts[0]
     fixed = [*prompt.token_ids, *range(6, 22)]
     sync = WeightSync(training.client, [client], scene.recipe)
     await sync.connect()
     before = await client.score(fixed)
     start = (await client.progress()).tokens
     running = asyncio.create_task(_complete(client, [prompt], tokens=tokens))
-    await until(client, start + tokens // 10)
+    await until(client, start + 12)
     update = await sync.publish(VERSION)
     [rollout] = await running
     changed = distance(before, await client.score(fixed)).mean

@@ -18,7 +18,7 @@ from megatron_scalerl.tiny.tokenizer import BOS_ID, EOS_ID, PAD_ID, save_tokeniz
 LOGIT_STD = 3.0
 _COMMON: dict[str, Any] = {
     "vocab_size": 512,
-    "max_position_embeddings": 2048,
+    "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
     "bos_token_id": BOS_ID,
     "eos_token_id": EOS_ID,
