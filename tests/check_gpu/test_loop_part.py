@@ -29,7 +29,7 @@ def setting(folder, **changes):
     return Setting(**values | changes, folder=str(folder), findings=str(folder / "findings.jsonl"))
 
 
-def write_run(folder, *, steps=10, mismatch=0.01, reward=0.1, pass_rate=0.4):
+def write_run(folder, *, steps=10, mismatch=0.002, reward=0.1, pass_rate=0.4):
     rows = [
         {
             "step": step, "reward": reward, "mismatch_staleness_0": mismatch, "loss_tokens_staleness_0": 100.0,
@@ -57,14 +57,14 @@ def test_the_declared_checks_are_those_of_the_runs():
 
 def test_a_run_in_order_passes_with_its_figures(tmp_path):
     found = judged(tmp_path)
-    assert (found.check, found.status, found.value) == ("loop/eager", "passed", pytest.approx(0.01))
+    assert (found.check, found.status, found.value) == ("loop/eager", "passed", pytest.approx(0.002))
     assert found.data["mismatch_tokens"] == 1000 and found.data["pass_rates"] == [0.0, 0.4]
 
 
 @pytest.mark.parametrize(
     ("written", "detail"),
     [
-        ({"mismatch": 0.2}, "mean |trainer - engine log-prob|"),
+        ({"mismatch": 0.02}, "mean |trainer - engine log-prob|"),
         ({"steps": 4}, "expected 10 steps, found 4 in 30 s"),
         ({"reward": None}, "expected a finite reward"),
         ({"pass_rate": 0.0}, "expected held-out pass rates above 0, found [0.0, 0.0]"),

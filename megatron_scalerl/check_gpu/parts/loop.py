@@ -28,8 +28,9 @@ from megatron_scalerl.rollouts.engine_options import check_options
 from megatron_scalerl.tiny.tokenizer import MODEL_VOCABULARY
 
 WARM_START, COMPARISON = "warm start", "mismatch fp32 below model"
-BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}
-"""Mean |trainer - engine log-prob| (nats) on tokens of the trained weights."""
+BOUNDS = {"float32": 1e-4, "bfloat16": 0.01}
+"""Mean |trainer - engine log-prob| (nats) on tokens of the trained weights, with fp32 logits. On two CPU cores the
+same run in bfloat16 has 8e-4 after the same warm start (1.3e-3 with bfloat16 logits), in fp32 3e-7 after 30 steps."""
 WARM_LOSS = 1.0
 """Nats a token that a whole warm start ends below; about 0.1 is left in the quit decision (the task's own noise)."""
 
