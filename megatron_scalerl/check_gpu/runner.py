@@ -76,23 +76,9 @@ def probe_machine(*, hide_gpus: bool) -> Machine:
 
 
 async def run_parts(parts: Sequence[Part], machine: Machine, size: Size, out: Path) -> AsyncIterator[PartResult]:
-    """The result of each part as soon as it has ended. Leaving early ends the parts that run.
-
-    On GPUs one at a time, in order; a rehearsal runs two at a time, those with the most time first.
-    """
-    waiting = sorted(parts, key=lambda part: -part.rehearsal_s) if size == "toy" else list(parts)
-    running: set[asyncio.Task[PartResult]] = set()
-    try:
-        while waiting or running:
-            while waiting and len(running) < (2 if size == "toy" else 1):
-                running.add(asyncio.create_task(_run(waiting.pop(0), machine, size, out)))
-            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                yield task.result()
-    finally:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+    """The result of each part as soon as it has ended. Leaving early ends the part that runs."""
+    for part in parts:
+        yield await _run(part, machine, size, out)
 
 
 async def _run(part: Part, machine: Machine, size: Size, out: Path) -> PartResult:
@@ -137,8 +123,8 @@ async def _in_process(
     path = out / "findings" / f"{part.name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
-    scratch = out / "scratch" / (part.name if size == "toy" else "")  # a rehearsal's parts run side by side
-    scratch.mkdir(parents=True, exist_ok=True)
+    scratch = out / "scratch"
+    scratch.mkdir(exist_ok=True)
     log = out / "logs" / f"{part.name}.log"
     log.unlink(missing_ok=True)
     setting = Setting(

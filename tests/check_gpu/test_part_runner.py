@@ -54,20 +54,20 @@ def test_a_hang_ends_at_its_limit_with_all_its_children(tmp_path):
     [result] = results([part("hang", rehearsal_s=3)], tmp_path)
     assert statuses(result) == ["passed", "not run"]
     assert result.end == "ended at its limit of 3 s; last line of the log: about to hang"
-    assert gone(int((tmp_path / "scratch" / "hang" / "child.pid").read_text()))
+    assert gone(int((tmp_path / "scratch" / "child.pid").read_text()))
 
 
 def test_leaving_early_ends_the_part_that_runs(tmp_path):
     async def leave():
         work = asyncio.ensure_future(anext(aiter(run_parts([part("hang")], NOBODY, "toy", tmp_path))))
-        while not (tmp_path / "scratch" / "hang" / "child.pid").exists():
+        while not (tmp_path / "scratch" / "child.pid").exists():
             await asyncio.sleep(0.1)
         work.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await work
 
     asyncio.run(asyncio.wait_for(leave(), 60))
-    assert gone(int((tmp_path / "scratch" / "hang" / "child.pid").read_text()))
+    assert gone(int((tmp_path / "scratch" / "child.pid").read_text()))
 
 
 def gone(pid):
