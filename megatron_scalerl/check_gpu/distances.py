@@ -47,7 +47,7 @@ def judge(
     recorder.measured(
         check,
         nearest[0].of_bound,
-        "of its bound",
+        "of tolerance",
         at_most=1.0,
         detail=", ".join(f"{d.name} {d.found:.2g} (<= {d.bound:.2g})" for d in nearest[:_NAMED]),
         data={"found_and_bound": found} | dict(data or {}),

@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-Status = Literal["passed", "failed", "measured", "not run"]
+Status = Literal["passed", "failed", "missed", "measured", "not run"]
+"""`failed` is a fault; `missed` is a target of speed or of the planner that was not reached."""
 _DETAIL_CHARACTERS = 400
 
 
@@ -24,7 +25,7 @@ class Finding:
     check: str
     """PART/NAME, as `check_gpu.table` declares it."""
     status: Status
-    """`measured` has a value and no target."""
+    """`measured` has a value and no bound."""
     value: float | None = None
     unit: str = ""
     target: float | None = None
@@ -38,6 +39,15 @@ class Finding:
     def bound(self) -> str:
         """The target as text, "" without one."""
         return "" if self.target is None else f"{'>=' if self.at_least else '<='} {self.target:.4g}"
+
+
+def finite(value: Any) -> Any:
+    """The same with None for every number that is not finite, and lists for tuples, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Recorder:
@@ -55,16 +65,21 @@ class Recorder:
         *,
         at_most: float | None = None,
         at_least: float | None = None,
+        goal: bool = False,
         detail: str = "",
         data: Mapping[str, Any] | None = None,
     ) -> None:
-        """A figure in `unit`; with a bound it passes or fails, and a value that is not finite fails any bound."""
+        """A figure in `unit`; with a bound it passes or fails, and what is not finite fails.
+
+        `goal`: the bound is a target, which is missed and not failed.
+        """
         assert at_most is None or at_least is None, "one bound"
+        beyond: Status = "missed" if goal else "failed"
         status: Status = "measured"
         if at_most is not None:
-            status = "passed" if value <= at_most else "failed"
+            status = "passed" if value <= at_most else beyond
         if at_least is not None:
-            status = "passed" if value >= at_least else "failed"
+            status = "passed" if value >= at_least else beyond
         if not math.isfinite(value):
             status, detail = "failed", f"expected a finite number, found {value}. {detail}".strip()
         self._add(
@@ -100,6 +115,7 @@ class Recorder:
 
     def _add(self, finding: Finding) -> None:
         line = asdict(finding) | {"detail": " ".join(finding.detail.split())[:_DETAIL_CHARACTERS]}
+        line["data"] = finite(line["data"])
         with open(self._path, "a", encoding="utf8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
         print(f"[{time.strftime('%H:%M:%S')}] {line['check']}: {line['status']} {line['detail']}", file=sys.stderr)

@@ -16,7 +16,7 @@ _PACKAGES = (
 
 
 def main() -> None:
-    """Print the machine as one JSON line; `reason` says why no GPU is seen."""
+    """Print the machine as one JSON line; `no_gpu` says why none is seen."""
     import torch
 
     gpus, reason, driver = [], "", None
@@ -25,7 +25,10 @@ def main() -> None:
         gpus = [module.get_device_name(index) for index in range(torch.accelerator.device_count())]
         driver = _driver()
     elif torch.version.cuda is None:
-        reason = f"torch {torch.__version__} is a build without CUDA"
+        reason = (
+            f"torch {torch.__version__} is a build without CUDA "
+            "(tools/install.sh gpu makes an environment with CUDA; MSRL_VENV=.venv-gpu keeps this one)"
+        )
     else:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         reason = f"torch {torch.__version__} sees none (CUDA_VISIBLE_DEVICES is {visible!r})"
@@ -41,9 +44,12 @@ def _driver() -> str | None:
         import pynvml
     except ModuleNotFoundError:
         return None
-    pynvml.nvmlInit()
-    version = pynvml.nvmlSystemGetDriverVersion()
-    pynvml.nvmlShutdown()
+    try:
+        pynvml.nvmlInit()
+        version = pynvml.nvmlSystemGetDriverVersion()
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return None
     return version if isinstance(version, str) else version.decode()
 
 

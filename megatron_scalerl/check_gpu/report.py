@@ -1,14 +1,15 @@
-"""The report of a check: gpu_report.json, which is rewritten after every part, and a Markdown page of it."""
+"""The report of a check: gpu_report.json, which is rewritten after every part."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from megatron_scalerl.check_gpu.findings import Finding, Status
+from megatron_scalerl.check_gpu import page
+from megatron_scalerl.check_gpu.findings import Finding
 from megatron_scalerl.check_gpu.rows import Verdict, verdicts
 from megatron_scalerl.check_gpu.runner import PartResult
 from megatron_scalerl.check_gpu.setting import Size
@@ -16,11 +17,12 @@ from megatron_scalerl.check_gpu.table import PARTS, Layers, part_named
 from megatron_scalerl.durable import write_durably
 from megatron_scalerl.plan.assumptions import Assumptions
 
-_CONSTANTS = {f.name for f in fields(Assumptions)}
 FORMAT = 1
 NAME = "gpu_report.json"
-PAGE = "gpu_report.md"
-_MARKS: dict[Status, str] = {"passed": "pass", "failed": "**FAIL**", "measured": "-", "not run": "not run"}
+_CONSTANTS = {f.name for f in fields(Assumptions)}
+_LARGEST = ("runtime_gib", "fragmentation", "engine_overhead_gib")
+"""Memory that a plan has to leave free."""
+_UNUSABLE = ("failed", "not run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,20 +32,17 @@ class Report:
     version: str
     """Of the package, with the commit where there is one."""
     command: str
+    """With its date; several are separated by " ; "."""
     size: Size
     """toy means a rehearsal on a CPU, which proves nothing about a GPU."""
+    gpus: tuple[str, ...] = ()
+    """Names of the visible GPUs; () in a rehearsal."""
     parts: tuple[PartResult, ...] = ()
 
     @property
     def findings(self) -> list[Finding]:
         """Of all parts, in order."""
         return [finding for part in self.parts for finding in part.findings]
-
-    @property
-    def gpu(self) -> str:
-        """Name of the GPU, "" for a rehearsal."""
-        names = {name for part in self.parts for name in part.machine.get("gpus", ())}
-        return "" if self.size == "toy" else ", ".join(sorted(names))
 
     @property
     def failures(self) -> list[str]:
@@ -78,30 +77,45 @@ class Report:
             if part_named(part.name).layers not in (None, self.layers):
                 continue
             for finding in part.findings:
-                for key in _CONSTANTS & set(finding.data) if finding.status != "failed" else ():
+                for key in _constants_of(finding):
                     values.setdefault(key, []).append(float(finding.data[key]))
-        largest = ("runtime_gib", "fragmentation", "engine_overhead_gib")
-        return {key: max(v) if key in largest else statistics.median(v) for key, v in values.items()}
+        return {key: max(v) if key in _LARGEST else statistics.median(v) for key, v in values.items()}
+
+
+def _constants_of(finding: Finding) -> list[str]:
+    if finding.status in _UNUSABLE:
+        return []
+    return [key for key, value in finding.data.items() if key in _CONSTANTS and value is not None]
 
 
 def _has_constants(findings: Iterable[Finding]) -> bool:
-    return any(_CONSTANTS & set(finding.data) and finding.status != "failed" for finding in findings)
+    return any(_constants_of(finding) for finding in findings)
 
 
 def write_report(report: Report, out: Path) -> None:
-    """Write both files into `out`, each whole or not at all."""
+    """Write JSON and Markdown into `out`, each whole or not at all; the home folder is written as ~."""
     body = {
         "format": FORMAT,
         "version": report.version,
         "command": report.command,
         "size": report.size,
-        "gpu": report.gpu,
+        "gpus": report.gpus,
         "rows": [asdict(row) for row in report.rows()],
         "assumptions": report.assumptions(),
         "parts": [part.to_json() for part in report.parts],
     }
-    write_durably(out / NAME, (json.dumps(body, indent=1, allow_nan=False) + "\n").encode())
-    write_durably(out / PAGE, page(report).encode())
+    for name, text in ((NAME, json.dumps(body, indent=1, allow_nan=False) + "\n"), (page.PAGE, page.page(report))):
+        write_durably(out / name, text.replace(str(Path.home()) + "/", "~/").encode())
+
+
+def put_aside(out: Path) -> Path:
+    """Rename a folder's report and page, which another is to replace; the new name of the report."""
+    number = 1
+    while (out / f"gpu_report.{number}.json").exists():
+        number += 1
+    if (out / page.PAGE).exists():
+        (out / page.PAGE).rename(out / f"gpu_report.{number}.md")
+    return (out / NAME).rename(out / f"gpu_report.{number}.json")
 
 
 def read_report(path: Path) -> Report:
@@ -112,25 +126,29 @@ def read_report(path: Path) -> Report:
         if found != FORMAT:
             raise ValueError(f"{path}: format: expected {FORMAT}, found {found}")
         parts = tuple(PartResult.from_json(part) for part in body["parts"])
-        return Report(version=body["version"], command=body["command"], size=body["size"], parts=parts)
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        known = {part.name for part in PARTS}
+        for part in parts:
+            if part.name not in known:
+                raise ValueError(f"{path}: parts: expected some of {', '.join(sorted(known))}, found {part.name!r}")
+        return Report(
+            version=body["version"], command=body["command"], size=body["size"], gpus=tuple(body["gpus"]), parts=parts
+        )
+    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: expected a report of check-gpu, found {type(error).__name__}: {error}") from None
 
 
 def combined(reports: Sequence[tuple[Path, Report]]) -> Report:
     """One report from several on the same kind of GPU; of a part that occurs twice the later one.
 
-    Raises ValueError for reports of different GPUs or versions, and for a rehearsal among others.
+    Raises ValueError for reports of different GPUs, versions or sizes.
     """
     (first_path, first), *others = reports
     result = first
     for path, report in others:
-        for name in ("gpu", "version", "size"):
-            if getattr(report, name) != getattr(first, name) and not (name == "gpu" and not report.parts):
-                raise ValueError(
-                    f"{path}: {name}: expected {getattr(first, name)!r} as in {first_path}, "
-                    f"found {getattr(report, name)!r}"
-                )
+        for name in ("size", "version", "gpus"):
+            expected, found = (_comparable(getattr(r, name)) for r in (first, report))
+            if found != expected:
+                raise ValueError(f"{path}: {name}: expected {expected} as in {first_path}, found {found}")
         for part in report.parts:
             earlier = next((known for known in result.parts if known.name == part.name), None)
             if earlier is None or earlier.started <= part.started:
@@ -139,61 +157,6 @@ def combined(reports: Sequence[tuple[Path, Report]]) -> Report:
     return replace(result, command=" ; ".join(commands))
 
 
-def page(report: Report) -> str:
-    """The report as Markdown."""
-    where = report.gpu or "a CPU: a rehearsal, which proves nothing about GPUs"
-    lines = [f"# check-gpu on {where}", "", f"`{report.command}`, megatron_scalerl {report.version}", ""]
-    lines += _machines(report.parts)
-    lines += ["## Parts", "", *_table(("part", "started (UTC)", "seconds", "limit", "passed", "failed", "not run"),
-                                      [_part_row(part) for part in report.parts])]  # fmt: skip
-    lines += [f"* {part.name}: {part.end}" for part in report.parts if part.end]
-    lines += ["", "## Figures", "", *_table(("check", "figure", "target", "result", "detail"),
-                                            [_finding_row(finding) for finding in report.findings])]  # fmt: skip
-    if report.size != "toy":
-        rows = map(_row_row, report.rows())
-        lines += ["", "## What this proves", "", *_table(("component", "proved", "because"), rows)]
-    if report.assumptions():
-        constants = [(name, f"{value:.4g}") for name, value in report.assumptions().items()]
-        lines += ["", "## The planner's constants", "", *_table(("constant", "measured"), constants)]
-    return "\n".join(lines) + "\n"
-
-
-def _machines(parts: Iterable[PartResult]) -> list[str]:
-    """Each machine, or environment, once, with the parts that ran there."""
-    groups: dict[str, list[str]] = {}
-    for part in parts:
-        m = part.machine
-        packages = ", ".join(f"{name} {version}" for name, version in m.get("packages", {}).items())
-        gpus = m.get("gpus") or []
-        has = f"{len(gpus)} x {gpus[0]}, driver {m.get('driver')}, CUDA {m.get('cuda_version')}" if gpus else "no GPU"
-        text = f"{has}; {m.get('cpu')}, {m.get('cores')} cores; Python {m.get('python')}; {packages}"
-        groups.setdefault(text, []).append(part.name)
-    return [line for text, names in groups.items() for line in (f"* {', '.join(names)}: {text}", "")]
-
-
-def _part_row(part: PartResult) -> tuple[str, ...]:
-    counts = [sum(finding.status in wanted for finding in part.findings)
-              for wanted in (("passed", "measured"), ("failed",), ("not run",))]  # fmt: skip
-    return part.name, part.started, f"{part.seconds:g}", f"{part.limit_s:g}", *map(str, counts)
-
-
-def _finding_row(finding: Finding) -> tuple[str, ...]:
-    figure = "" if finding.value is None else f"{finding.value:.4g} {finding.unit}".strip()
-    return finding.check, figure, finding.bound(), _MARKS[finding.status], finding.detail
-
-
-def _row_row(row: Verdict) -> tuple[str, ...]:
-    parts = [f"failed: {', '.join(row.failed)}"] if row.failed else []
-    parts += [f"not run: {', '.join(row.missing)}"] if row.missing else []
-    return row.component, "yes" if row.proved else "no", "; ".join(parts) or "all of its checks passed"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    clean = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *clean)]
-
-
-def summary(report: Report) -> Mapping[str, int]:
-    """How many findings have each status."""
-    found = [finding.status for finding in report.findings]
-    return {status: found.count(status) for status in _MARKS}
+def _comparable(value: str | tuple[str, ...]) -> str:
+    """Of GPUs the kinds: one machine may have more of them than another."""
+    return value if isinstance(value, str) else ", ".join(sorted(set(value))) or "no GPU"

@@ -88,6 +88,7 @@ class Verdict:
     component: str
     proved: bool
     failed: tuple[str, ...]
+    """Checks that failed, and targets that were missed."""
     missing: tuple[str, ...]
     """Checks that did not run."""
 
@@ -98,7 +99,7 @@ def verdicts(status: Mapping[str, Status]) -> list[Verdict]:
 
 
 def _verdict(row: Row, status: Mapping[str, Status]) -> Verdict:
-    failed = tuple(check for check in row.checks if status.get(check) == "failed")
+    failed = tuple(check for check in row.checks if status.get(check) in ("failed", "missed"))
     missing = tuple(check for check in row.checks if status.get(check, "not run") == "not run")
     return Verdict(component=row.component, proved=not failed and not missing, failed=failed, missing=missing)
 

@@ -65,7 +65,10 @@ def probe_machine(*, hide_gpus: bool) -> Machine:
     """Look at GPUs and packages in a process of their own. Raises RuntimeError if that fails (no torch, for one)."""
     env = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if hide_gpus else {})
     command = [sys.executable, "-m", "megatron_scalerl.check_gpu.probe"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_PROBE_S)
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_PROBE_S)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"environment: expected torch to be imported within {_PROBE_S:g} s, found more") from None
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise RuntimeError(f"environment: expected a Python that imports torch, found {sys.executable}: {why}")
@@ -83,8 +86,8 @@ async def run_parts(parts: Sequence[Part], machine: Machine, size: Size, out: Pa
 
 async def _run(part: Part, machine: Machine, size: Size, out: Path) -> PartResult:
     started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
-    limit = {"toy": part.rehearsal_s, "quick": part.quick_s or part.limit_s, "full": part.limit_s}[size]
-    why = _unable(part, machine, size)
+    limit = part.seconds(size)
+    why = unable(part, machine, size)
     if why:
         findings, end = tuple(_not_run(part, why)), ""
     else:
@@ -100,7 +103,8 @@ async def _run(part: Part, machine: Machine, size: Size, out: Path) -> PartResul
     )
 
 
-def _unable(part: Part, machine: Machine, size: Size) -> str:
+def unable(part: Part, machine: Machine, size: Size) -> str:
+    """Why a part cannot run here, "" where it can."""
     if size == "toy":
         if part.not_on_cpu:
             return part.not_on_cpu

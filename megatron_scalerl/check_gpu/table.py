@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_scalerl.check_gpu.setting import Size
+
 Layers = Literal["plain", "te"]
 
 _HERE = "megatron_scalerl.check_gpu.parts."
@@ -47,6 +49,10 @@ class Part:
     checks: tuple[str, ...] = ()
     """What it reports, without the part's name."""
 
+    def seconds(self, size: Size) -> float:
+        """Its time limit."""
+        return {"toy": self.rehearsal_s, "quick": self.quick_s or self.limit_s, "full": self.limit_s}[size]
+
 
 PARTS: tuple[Part, ...] = (
     Part(
@@ -56,7 +62,7 @@ PARTS: tuple[Part, ...] = (
         limit_s=45,
         quick_s=45,
         checks=("driver", "torch", "nccl", "compiler", "megatron-core", "transformer-engine", "apex", "flash-attn",
-                "vllm", "nvml"),
+                "vllm", "idle"),
     ),
     Part(
         name="logits",
@@ -112,7 +118,7 @@ PARTS: tuple[Part, ...] = (
         what="weight digests and packing on the device, NCCL in a world of one, CUDA IPC",
         limit_s=60,
         quick_s=55,
-        checks=("digest", "send", "cuda ipc"),
+        checks=("digest", "send", "tensor between processes"),
     ),
     Part(
         name="engine",

@@ -34,13 +34,20 @@ def test_without_a_gpu_one_line_says_so_and_nothing_is_left(tmp_path):
         (["--only", "wires"], "--only: expected some of environment, "),
         (["--only", ","], "--only: expected names of parts, found ','"),
         (["--quick", "--rehearse"], "expected one of --quick and --rehearse, found both"),
-        (["--combine", "absent.json"], "absent.json"),
+        (["--only", ""], "--only: expected names of parts, found ''"),
+        (["--combine", "absent.json"], "--combine: expected --out DIR"),
+        (["--combine", "absent.json", "--out", "."], "--combine: absent.json: expected a report"),
+        (["--combine", "a", "--out", ".", "--quick"], "--combine: expected no --quick beside it"),
+        (["--list", "--rehearse"], "--list: expected no --rehearse beside it"),
+        (["--rehearse", "--only", "wire", "--out", "/proc/x"], "--out: /proc/x: expected a folder"),
+        (["--planner", "no/where.yaml"], "--planner: no/where.yaml: expected its folder to exist"),
+        (["--planner", "p.yaml", "--rehearse"], "--planner: expected figures measured on a GPU, found --rehearse"),
     ],
 )
 def test_a_user_error_is_one_line(tmp_path, options, text):
     done = check_gpu(*options, cwd=tmp_path)
     [line] = done.stderr.splitlines()
-    assert done.returncode in (1, 2) and text in line and list(tmp_path.iterdir()) == []
+    assert done.returncode == 2 and text in line and list(tmp_path.iterdir()) == []
 
 
 def test_the_list_names_every_part_and_imports_no_torch(tmp_path):
@@ -50,15 +57,17 @@ def test_the_list_names_every_part_and_imports_no_torch(tmp_path):
 
 @pytest.mark.slow
 def test_a_second_call_keeps_what_the_first_found(tmp_path):
-    """A real part each; --planner refuses figures that no GPU has measured; another --out is no report of these."""
+    """A real part each; what is of another size is put aside, not overwritten."""
     assert check_gpu("--rehearse", "--only", "environment", cwd=tmp_path).returncode == 0
-    out = tmp_path / "runs" / "gpu_check"
-    done = check_gpu("--rehearse", "--only", "wire", "--planner", "p.yaml", cwd=tmp_path)
-    assert done.returncode == 2 and "--planner: expected figures measured on a GPU" in done.stderr
+    out = tmp_path / "runs" / "gpu_rehearsal"
+    done = check_gpu("--rehearse", "--only", "wire", cwd=tmp_path)
+    assert done.returncode == 0 and "1 of 1 parts can run" in done.stdout
     body = json.loads((out / "gpu_report.json").read_text())
     assert [part["name"] for part in body["parts"]] == ["environment", "wire"]
-    assert not any(row["proved"] for row in body["rows"]) and not (tmp_path / "p.yaml").exists()
+    assert not any(row["proved"] for row in body["rows"])
     body["size"] = "full"
     (out / "gpu_report.json").write_text(json.dumps(body))
-    refused = check_gpu("--rehearse", "--only", "environment", cwd=tmp_path)
-    assert refused.returncode == 2 and "size: expected 'toy', found 'full'; choose another --out" in refused.stderr
+    again = check_gpu("--rehearse", "--only", "wire", cwd=tmp_path)
+    assert again.returncode == 0 and "gpu_report.1.json" in again.stdout
+    assert json.loads((out / "gpu_report.1.json").read_text())["size"] == "full"
+    assert [part["name"] for part in json.loads((out / "gpu_report.json").read_text())["parts"]] == ["wire"]

@@ -32,6 +32,18 @@ def test_what_is_not_finite_fails_every_bound(record, value, bound):
     assert finding.status == "failed" and finding.value is None and "finite" in finding.detail
 
 
+def test_a_goal_is_missed_and_not_failed(record):
+    record.measured("slow", 2.0, "s", at_most=1.0, goal=True)
+    record.measured("fast", 1.0, "s", at_most=1.0, goal=True)
+    record.measured("broken", float("nan"), "s", at_most=1.0, goal=True)
+    assert [f.status for f in found(record).values()] == ["missed", "passed", "failed"]
+
+
+def test_what_json_has_not_is_null_in_the_data(record):
+    record.holds("check", True, data={"a": [float("nan"), (1, float("inf"))]})
+    assert found(record)["part/check"].data == {"a": [None, [1, None]]}
+
+
 def test_an_exception_fails_its_check_and_no_other(record):
     with record.guarded("broken"):
         raise RuntimeError("two\nlines")

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from megatron_scalerl.check_gpu.findings import Finding
-from megatron_scalerl.check_gpu.report import NAME, PAGE, Report, combined, page, read_report, write_report
+from megatron_scalerl.check_gpu.page import PAGE, page
+from megatron_scalerl.check_gpu.report import NAME, Report, combined, put_aside, read_report, write_report
 from megatron_scalerl.check_gpu.rows import ROWS, verdicts
 from megatron_scalerl.check_gpu.runner import PartResult
 from megatron_scalerl.check_gpu.table import PARTS
@@ -22,7 +23,8 @@ def result(name, statuses, *, started="2026-01-01T00:00:00+00:00", machine=H100,
 
 
 def report(*parts, **changes):
-    return Report(**{"version": "0.1", "command": "c", "size": "full", "parts": parts, **changes})
+    settings = {"version": "0.1", "command": "c", "size": "full", "gpus": ("NVIDIA H100",), "parts": parts}
+    return Report(**{**settings, **changes})
 
 
 def test_every_check_of_a_row_is_declared_by_a_part():
@@ -47,14 +49,13 @@ def test_a_rehearsal_proves_nothing():
     all_passed = [result(part.name, dict.fromkeys(part.checks, "passed")) for part in PARTS]
     assert all(row.proved for row in report(*all_passed).rows())
     assert not any(row.proved for row in report(*all_passed, size="toy").rows())
-    assert report(*all_passed, size="toy").gpu == ""
 
 
 def test_a_report_comes_back_as_it_was_written(tmp_path):
     whole = report(result("wire", {"digest": "passed", "send": "failed"}, dense_utilisation=0.4))
     write_report(whole, tmp_path)
     assert read_report(tmp_path / NAME) == whole
-    assert json.loads((tmp_path / NAME).read_text())["gpu"] == "NVIDIA H100"
+    assert json.loads((tmp_path / NAME).read_text())["gpus"] == ["NVIDIA H100"]
     assert "wire/send" in (tmp_path / PAGE).read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([NAME, PAGE])
 
@@ -85,9 +86,8 @@ def test_parts_are_replaced_by_later_ones_only(tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "key"),
-    [({"version": "0.2"}, "version"), ({"size": "toy"}, "gpu"),
-     ({"parts": (result("wire", {}, machine={"gpus": ["NVIDIA H200"]}),)}, "gpu")],
-)  # fmt: skip
+    [({"version": "0.2"}, "version"), ({"size": "toy"}, "size"), ({"gpus": ("NVIDIA H200",)}, "gpus")],
+)
 def test_reports_of_different_things_do_not_mix(change, key):
     one = report(result("wire", {"digest": "passed"}))
     with pytest.raises(ValueError, match=f"^b: {key}: expected .* as in a, found .*"):
@@ -121,5 +121,44 @@ def test_a_failure_shows_in_the_page_and_a_bar_does_not_break_its_table():
         findings=(Finding(check="wire/digest", status="failed", value=2.0, unit="s", target=1.0, detail="x | y"),),
     )  # fmt: skip
     text = page(report(bad))
-    assert "| wire/digest | 2 s | <= 1 | **FAIL** | x \\| y |" in text and "* wire: exit code 1" in text
+    assert "| wire/digest | 2 s | <= 1 | **failed** | x \\| y |" in text and "* wire: exit code 1" in text
     assert report(bad).failures == ["wire", "wire/digest"]
+
+
+def test_reports_of_machines_with_more_or_fewer_gpus_of_a_kind_combine():
+    two = report(result("wire", {"digest": "passed"}), gpus=("NVIDIA H100",) * 2)
+    assert combined([(Path("a"), report()), (Path("b"), two)]).findings
+
+
+def test_a_missed_target_is_no_failure_and_proves_nothing():
+    row = next(row for row in ROWS if row.component.startswith("speed"))
+    logits = {check.split("/")[1]: "passed" for check in row.checks}
+    found = report(result("logits", logits | {"GEMM share": "missed"}))
+    assert found.failures == [] and "1 targets missed" in page(found)
+    [judged] = [v for v in found.rows() if v.component == row.component]
+    assert not judged.proved and judged.failed == ("logits/GEMM share",)
+
+
+def test_the_home_folder_is_not_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    told = result("wire", {"digest": "passed"})
+    write_report(report(told, command="check-gpu --out /home/somebody/x"), tmp_path)
+    assert all("somebody" not in (tmp_path / name).read_text() for name in (NAME, PAGE))
+    assert "~/x" in (tmp_path / PAGE).read_text()
+
+
+def test_a_report_of_something_else_is_put_aside_and_kept(tmp_path):
+    for number in (1, 2):
+        write_report(report(version=str(number)), tmp_path)
+        assert read_report(put_aside(tmp_path)).version == str(number)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "gpu_report.1.json", "gpu_report.1.md", "gpu_report.2.json", "gpu_report.2.md"
+    ]  # fmt: skip
+
+
+def test_a_part_that_is_no_more_is_named_with_its_file(tmp_path):
+    write_report(report(result("wire", {"digest": "passed"})), tmp_path)
+    text = (tmp_path / NAME).read_text().replace('"name": "wire"', '"name": "wires"')
+    (tmp_path / NAME).write_text(text)
+    with pytest.raises(ValueError, match=f"^{tmp_path / NAME}: parts: expected some of .*, found 'wires'$"):
+        read_report(tmp_path / NAME)

@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 
+from megatron_scalerl.check_gpu.device_memory import memory
 from megatron_scalerl.check_gpu.findings import Recorder
 from megatron_scalerl.check_gpu.setting import Setting
 
 _TE_FROM, _TE_BELOW = (2, 9), (2, 12)
 """Versions of Transformer Engine that Megatron-Core 0.16.1 is written for (its pyproject.toml)."""
 _MEGATRON = "0.16.1"
+_IDLE_GIB = 3.0
+"""More than a CUDA context takes."""
 
 
 def run(setting: Setting, record: Recorder) -> None:
@@ -26,7 +29,7 @@ def run(setting: Setting, record: Recorder) -> None:
     checks: dict[str, Callable[[Setting, Recorder], None]] = {
         "driver": _driver, "torch": _torch, "nccl": _nccl, "compiler": _compiler, "megatron-core": _megatron,
         "transformer-engine": _transformer_engine, "apex": _apex, "flash-attn": _flash_attention, "vllm": _vllm,
-        "nvml": _nvml,
+        "idle": _idle,
     }  # fmt: skip
     for check, function in checks.items():
         with record.guarded(check):
@@ -132,19 +135,13 @@ def _vllm(setting: Setting, record: Recorder) -> None:
     return None
 
 
-def _nvml(setting: Setting, record: Recorder) -> None:
+def _idle(setting: Setting, record: Recorder) -> None:
+    """Memory in use on the first visible GPU, this process's own context included."""
     if not setting.on_gpu:
-        return record.not_run("nvml", "a rehearsal without a GPU")
-    if importlib.util.find_spec("pynvml") is None:
-        return record.not_run("nvml", "nvidia-ml-py is not installed: who else uses the GPU is not known")
-    pynvml: Any = importlib.import_module("pynvml")
-    pynvml.nvmlInit()
-    try:
-        used = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used / 2**30
-    finally:
-        pynvml.nvmlShutdown()
-    others = "; other processes hold memory on GPU 0, figures will be off" if used > 4 else ""
-    record.holds("nvml", not others, f"{used:.1f} GiB in use on GPU 0 before the check{others}", {"used_gib": used})
+        return record.not_run("idle", "a rehearsal without a GPU")
+    used = memory().used / 2**30
+    others = "; other processes hold memory there: figures will be off" if used > _IDLE_GIB else ""
+    record.holds("idle", not others, f"{used:.1f} GiB in use on the first visible GPU{others}", {"used_gib": used})
     return None
 
 

@@ -42,7 +42,7 @@ def run(setting: Setting, record: Recorder) -> None:
     with record.guarded("workspace bound"):
         if setting.on_gpu:
             share = max(logit_parity.memory_over_bound(device, name) for name in ("cuda", "triton"))
-            record.measured("workspace bound", share, "of the bound", at_most=1.0)
+            record.measured("workspace bound", share, "of tolerance", at_most=1.0)
         else:
             record.not_run("workspace bound", "the allocator's peak is a GPU's")
     with record.guarded("benchmark"):
@@ -57,11 +57,11 @@ def _parity(setting: Setting, record: Recorder, device: torch.device, backend: s
     with record.guarded(check):
         shares = logit_parity.shares_of_bounds(device, backend)
         worst = max(shares, key=lambda case: shares[case])
-        record.measured(check, shares[worst], "of the bound", at_most=1.0, detail=f"worst: {worst}", data=shares)
+        record.measured(check, shares[worst], "of tolerance", at_most=1.0, detail=f"worst: {worst}", data=shares)
     if backend == ("cuda" if setting.on_gpu else "torch"):
         with record.guarded("no TF32"):
             share = logit_parity.tf32_share(device, backend)
-            record.measured("no TF32", share, "of the bound", at_most=1.0, detail="with TF32 allowed by the user")
+            record.measured("no TF32", share, "of tolerance", at_most=1.0, detail="with TF32 allowed by the user")
 
 
 def _benchmark(setting: Setting, record: Recorder) -> None:
@@ -92,7 +92,7 @@ def report_benchmark(record: Recorder, lines: list[dict[str, Any]], exit_code: i
     for key, check in TARGETS.items():
         target = targets.get(key)
         if target is None or target["found"] is None:
-            record.not_run(check, "the cuda backend or its peer was not measured")
+            record.not_run(check, _why_not(key[1], lines))
             continue
         sign, bound = target["target"].split()
         record.measured(
@@ -101,8 +101,22 @@ def report_benchmark(record: Recorder, lines: list[dict[str, Any]], exit_code: i
             _unit(key[1]),
             at_most=float(bound) if sign == "<=" else None,
             at_least=float(bound) if sign == ">=" else None,
+            goal=True,
             detail=f"{key[0]}: {key[1]}",
         )
+
+
+PEERS = {"Liger": "pip install liger-kernel", "cut_cross_entropy, no filter": "pip install cut-cross-entropy"}
+
+
+def _why_not(figure: str, lines: list[dict[str, Any]]) -> str:
+    """Why a target was not measured: what the benchmark says of ours or of the peer."""
+    status = {line["contender"]: line["status"] for line in lines if "contender" in line}
+    for name in ("cuda", figure.partition(" over ")[2]):
+        if name and status.get(name) != "measured":
+            how = f" ({PEERS[name]})" if name in PEERS and "not installed" in status.get(name, "") else ""
+            return f"{name}: {status.get(name, 'not asked for in this run')}{how}"
+    return "the benchmark gave no figure"
 
 
 def _unit(figure: str) -> str:

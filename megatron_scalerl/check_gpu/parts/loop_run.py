@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.check_gpu.parts.figures import finite
+from megatron_scalerl.check_gpu.findings import finite
 from megatron_scalerl.check_gpu.parts.logs import cause, read_log, serving_facts
 from megatron_scalerl.jsonl import read_jsonl
 from megatron_scalerl.launch.processes import ChildProcess

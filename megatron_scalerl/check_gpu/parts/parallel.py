@@ -103,7 +103,7 @@ def report_distance(
     }
     worst = max(shares, key=lambda name: shares[name])
     text = f"worst: {worst}; loss {found['loss']:.6g}, alone {expected['loss']:.6g}; {distance:.2g} nats apart"
-    record.measured(check, shares[worst], "of the bound", at_most=1.0, detail=text, data=shares)
+    record.measured(check, shares[worst], "of tolerance", at_most=1.0, detail=text, data=shares)
 
 
 def _write_policies(folder: Path, settings: dict[str, Any], dtype: str) -> dict[str, str]:

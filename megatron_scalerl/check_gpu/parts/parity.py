@@ -7,8 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from megatron_scalerl.check_gpu.findings import Recorder
-from megatron_scalerl.check_gpu.parts.figures import finite
+from megatron_scalerl.check_gpu.findings import Recorder, finite
 from megatron_scalerl.check_gpu.parts.random_policy import Reference
 from megatron_scalerl.probe import TOLERANCE
 from megatron_scalerl.types import Rollout

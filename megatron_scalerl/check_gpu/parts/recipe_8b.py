@@ -6,6 +6,7 @@ Weights are random: only a config.json is written. A rehearsal takes two CPU ran
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,10 @@ def _report(setting: Setting, record: Recorder, job: dict[str, Any], found: list
     rate = found[0]["tokens"] / seconds
     flops = predicted.model_flops_per_token * rate / len(found)
     text = f"{seconds:.3f} s a step of {found[0]['tokens']:,} tokens, {flops / 1e12:.4g} model TFLOP/s a rank"
+    finite = all(math.isfinite(value) for loss in losses for value in loss)
     same = all(loss == losses[0] for loss in losses)
-    record.holds("steps", same, text if same else f"ranks disagree on the loss: {losses}", {"ranks": found})
+    wrong = f"expected one finite loss a step on all ranks, found {losses}"
+    record.holds("steps", finite and same, text if finite and same else wrong, {"ranks": found})
     used = max(answer["used"] for answer in found)
     ratio = predicted.total_bytes / max(1, used)
     record.measured(
@@ -79,6 +82,7 @@ def _report(setting: Setting, record: Recorder, job: dict[str, Any], found: list
         abs(ratio - 1),
         "from 1",
         at_most=MEMORY_BOUND if setting.on_gpu else None,
+        goal=True,
         detail=f"predicted {predicted.total_bytes / GIB:.3f} GiB, measured {used / GIB:.3f} on the fullest rank"
         + ("" if setting.on_gpu else "; not judged on a CPU"),
         data={"ratio": ratio, "predicted_bytes": predicted.total_bytes, "used_bytes": used},

@@ -182,6 +182,7 @@ def report_memory(shape: Shape, found: dict[str, Any], *, judged: bool, recorder
         abs(ratio - 1),
         "from 1",
         at_most=MEMORY_BOUND if judged else None,
+        goal=True,
         detail=f"predicted {predicted['total'] / GIB:.3f} GiB, measured {peak / GIB:.3f}, ratio {ratio:.3f}; "
         f"allocated {found['peak_allocated'] / GIB:.3f}, reserved {found['peak_reserved'] / GIB:.3f}, "
         f"beyond PyTorch {found['runtime'] / GIB:.3f}{others}" + ("" if judged else "; not judged on a CPU"),

@@ -30,7 +30,7 @@ def run(setting: Setting, record: Recorder) -> None:
         _digest(record, device)
     with record.guarded("send"):
         _send(record, device, matrices=2 if setting.toy else 64, width=256 if setting.toy else 4096)
-    with record.guarded("cuda ipc"):
+    with record.guarded("tensor between processes"):
         _shared(record, device)
 
 
@@ -96,4 +96,5 @@ def _shared(record: Recorder, device: torch.device) -> None:
         reader.join(10)
     finally:
         reader.kill()
-    record.holds("cuda ipc", found == expected, f"{device.type}: expected the sum {expected:g}, found {found:g}")
+    text = f"{device.type}: expected the sum {expected:g}, found {found:g}"
+    record.holds("tensor between processes", found == expected, text)
