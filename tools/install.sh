@@ -123,7 +123,7 @@ install_gpu() {
   itself
   rm -f "$rest" "$one"
   quiet pip check || fail "the packages do not fit each other"
-  # NVIDIA's apex is used where somebody built it from source; the package of that name on the index is another thing.
+  # NVIDIA's apex is used where somebody built it from source; the package of that name on the index is unrelated.
   "$venv/bin/python" -c 'import apex.normalization' 2>/dev/null && echo "install.sh: found NVIDIA apex" || true
 }
 
