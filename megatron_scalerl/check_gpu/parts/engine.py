@@ -64,16 +64,16 @@ async def _run(scene: Scene, record: Recorder, deadline: Deadline) -> None:
                 record.not_run(check, "the engine did not start")
             return
         stack.push_async_callback(serving.process.stop)
-        experts = asyncio.create_task(check_routed_experts(scene, record, deadline, meeting))
+        experts = asyncio.create_task(check_routed_experts(scene, record, deadline, meeting, start_s=serving.seconds))
         stack.push_async_callback(_cancelled, experts)
         verifier = await stack.enter_async_context(VerifierPool(scene.recipe.rewards))
         sampler = Sampler(scene.recipe, scene.inputs.tokenizer, verifier)
         await _alone(scene, record, serving, sampler)
-        await _with_trainer(scene, record, serving, sampler, training, trainer)
+        await _with_trainer(scene, record, serving, sampler, training, trainer, deadline)
         async with limited(record, "routed experts", deadline.left(), scene.folder / "engine-experts.log"):
             await experts
     async with limited(record, "decode rate", deadline.left(), scene.folder / "engine-large.log"):
-        await check_decode_rate(scene, record, deadline)
+        await check_decode_rate(scene, record, deadline, start_s=serving.seconds)
 
 
 def _training(scene: Scene, meeting: FolderRendezvous) -> Training:
@@ -176,13 +176,15 @@ async def _interruption(scene: Scene, record: Recorder, serving: Serving, sample
 
 async def _with_trainer(
     scene: Scene, record: Recorder, serving: Serving, sampler: Sampler, training: Training,
-    trainer: asyncio.Task[object],
+    trainer: asyncio.Task[object], deadline: Deadline,
 ) -> None:  # fmt: skip
-    try:
+    """The trainer has started beside the engine and its checks: what it gets here is for one that is slower."""
+    started = False
+    async with limited(record, "trainer parity", deadline.left(CHECK_S), training.log):
         await trainer
-    except (RuntimeError, ValueError, OSError) as error:
-        record.holds("trainer parity", False, str(error))
-        for check in ("update", "probe"):
-            record.not_run(check, "the trainer did not start")
+        started = True
+    if started:
+        await check_update(scene, record, serving, sampler, training)
         return
-    await check_update(scene, record, serving, sampler, training)
+    for check in ("update", "probe"):
+        record.not_run(check, "the trainer did not start")

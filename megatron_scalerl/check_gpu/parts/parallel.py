@@ -30,7 +30,7 @@ _BOUNDS = {"float32": (1e-4, 1e-4, 1e-3), "bfloat16": (3e-2, 3e-2, 5e-2)}
 over ranks in another order. bf16: partial sums are rounded to 8 bits before ranks add them."""
 _OVER_NCCL = loop.Run(
     check="broadcast",
-    overrides=("weights.transport=nccl", "engine.vllm.enforce_eager=true"),
+    overrides=("engine.vllm.enforce_eager=true",),
     steps=3,
     limit_s=90,
     on_cpu=False,
@@ -118,8 +118,7 @@ def _write_policies(folder: Path, settings: dict[str, Any], dtype: str) -> dict[
 def _broadcast(setting: Setting, record: Recorder) -> None:
     """A short run with the trainer on one GPU and the engine on another: every update goes over NCCL."""
     recipe, tiny = recipe_path(), tiny_folder(setting)
-    settings = loop.overrides(setting, tiny, _OVER_NCCL, policy=tiny / "base_policy", warm=False)
-    settings = [text for text in settings if text != "weights.transport=gloo"]
+    settings = loop.overrides(setting, tiny, _OVER_NCCL, policy=tiny / "base_policy", warm=False, transport="nccl")
     loop.check_overrides(recipe, settings)
     if not setting.on_gpu:
         record.not_run("broadcast", "NCCL needs two GPUs; the part loop runs the same command over gloo")

@@ -95,11 +95,8 @@ class Reference:
     """transformers' model of a folder on the CPU, in fp32 and in bfloat16 with fp32 logits."""
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self._exact = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, trust_remote_code=False
-        ).eval()
+        self._folder = folder
+        self._exact = _loaded(folder, torch.float32)
         self._rounded: Any = None
 
     def logprobs(self, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
@@ -109,10 +106,15 @@ class Reference:
     def rounded(self, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
         """[T] the same with weights and activations in bfloat16 and logits in fp32."""
         if self._rounded is None:
-            from copy import deepcopy
-
-            self._rounded = deepcopy(self._exact).bfloat16()
+            self._rounded = _loaded(self._folder, torch.bfloat16)
         return _logprobs(self._rounded, self._rounded.lm_head.weight.float(), prompt, completion)
+
+
+def _loaded(folder: Path, dtype: torch.dtype) -> Any:
+    """Rotary frequencies stay fp32, as they do not in a model that is converted after it was built."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval()
 
 
 @torch.no_grad()
