@@ -12,14 +12,16 @@ import pytest
 import torch
 from aiohttp import web
 
+from megatron_scalerl.check_gpu import loop_settings
+from megatron_scalerl.check_gpu.deadline import Deadline, limited
+from megatron_scalerl.check_gpu.engine import checks, parity, update
+from megatron_scalerl.check_gpu.engine.decode_rate import check_decode_rate, rates, within_range
+from megatron_scalerl.check_gpu.engine.random_policy import Reference, write_dense
+from megatron_scalerl.check_gpu.engine.routed_experts import check_routed_experts, choice_faults
+from megatron_scalerl.check_gpu.engine.scene import engine_options, make_scene
 from megatron_scalerl.check_gpu.findings import Recorder, read_findings
 from megatron_scalerl.check_gpu.logs import cause, serving_facts
-from megatron_scalerl.check_gpu.parts import engine, engine_checks, engine_update, loop, parity
-from megatron_scalerl.check_gpu.parts.deadline import Deadline, limited
-from megatron_scalerl.check_gpu.parts.decode_rate import check_decode_rate, rates, within_range
-from megatron_scalerl.check_gpu.parts.engine_scene import engine_options, make_scene
-from megatron_scalerl.check_gpu.parts.random_policy import Reference, write_dense
-from megatron_scalerl.check_gpu.parts.routed_experts import check_routed_experts, choice_faults
+from megatron_scalerl.check_gpu.parts import engine, loop
 from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.check_gpu.table import part_named
 from megatron_scalerl.plan.counting import Parameters
@@ -65,7 +67,7 @@ async def statuses(handler):
     port = site._server.sockets[0].getsockname()[1]
     client = EngineClient(url=f"http://127.0.0.1:{port}", secret="abc", name="stand-in", settings=EngineSection())
     try:
-        return await engine_checks.refused(client)
+        return await checks.refused(client)
     finally:
         await client.close()
         await runner.cleanup()
@@ -78,7 +80,7 @@ def test_an_engine_that_answers_without_the_secret_is_found(leak, found):
         free = request.path in ("/health", leak) or given == ["abc"] or (leak == "wrong" and len(given) == 1)
         return web.Response(status=200 if free else 401)
 
-    wrong = engine_checks.open_paths(asyncio.run(statuses(stand_in)))
+    wrong = checks.open_paths(asyncio.run(statuses(stand_in)))
     assert (wrong == []) if found is None else any(found in line for line in wrong)
 
 
@@ -88,8 +90,8 @@ def test_logits_on_bfloat16s_grid_are_found_in_the_answers(dtype, faulty):
     hidden, head = torch.randn(64, 256, generator=generator), torch.randn(512, 256, generator=generator) * 0.2
     logits = (hidden @ head.T).to(dtype).float()
     rows = logits.log_softmax(-1).topk(5).values.tolist()
-    assert bool(engine_checks.head_faults("float32", rows)) == faulty
-    assert "found bfloat16" in engine_checks.head_faults("bfloat16", rows)[0]
+    assert bool(checks.head_faults("float32", rows)) == faulty
+    assert "found bfloat16" in checks.head_faults("bfloat16", rows)[0]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +107,7 @@ def test_logits_on_bfloat16s_grid_are_found_in_the_answers(dtype, faulty):
     ],
 )
 def test_an_interruption_at_another_place_is_found(changes, fault):
-    found = engine_checks.interruption_faults(
+    found = checks.interruption_faults(
         replace(ROLLOUT, **changes), phrase=(20, 5), think_end=(5,), ends=(2,), version=0, answer_tokens=2
     )
     assert (found == []) if fault is None else fault in found[0]
@@ -123,7 +125,7 @@ def test_an_interruption_at_another_place_is_found(changes, fault):
 )
 def test_a_pause_that_does_not_hold_is_found(changes, fault):
     values = dict(before=3, later=3, whole=7, said=True, rollout=ROLLOUT)
-    found = engine_checks.pause_faults(engine_checks.Paused(**values | changes))
+    found = checks.pause_faults(checks.Paused(**values | changes))
     assert (found == []) if fault is None else fault in found[0]
 
 
@@ -136,8 +138,8 @@ def test_the_bound_of_bfloat16_is_its_own_rounding_and_a_wrong_policy_exceeds_it
     bound = parity.bound_for("bfloat16", reference, [(1, 7)], [rollout])
     exact = reference.logprobs((1, 7), ids)
     assert bound.statistic == "mean" and 0.005 < bound.nats < 0.2
-    assert parity.distance(exact, reference.rounded((1, 7), ids)).mean < bound.nats
-    assert parity.distance(exact, other.logprobs((1, 7), ids)).mean > 10 * bound.nats
+    assert parity.gap(exact, reference.rounded((1, 7), ids)).mean < bound.nats
+    assert parity.gap(exact, other.logprobs((1, 7), ids)).mean > 10 * bound.nats
     assert parity.bound_for("float32", reference, [], []).nats == parity.EXACT
     assert reference._rounded.model.rotary_emb.inv_freq.dtype == torch.float32
 
@@ -146,10 +148,10 @@ def test_the_bound_of_bfloat16_is_its_own_rounding_and_a_wrong_policy_exceeds_it
     ("largest", "status"), [(0.01, "passed"), (0.2, "failed"), (0.6, "failed"), (float("nan"), "failed")]
 )
 def test_a_distance_is_judged_by_its_mean_and_its_largest(largest, status, tmp_path):
-    found = parity.distance([0.0, 0.0], [0.0, largest])
+    found = parity.gap([0.0, 0.0], [0.0, largest])
     record = Recorder("engine", tmp_path / "findings")
     bound = parity.Bound(statistic="mean", nats=0.05, why="")
-    parity.record_distance(record, "trainer parity", found, bound, "", "bfloat16")
+    parity.record_gap(record, "trainer parity", found, bound, "", "bfloat16")
     assert [f.status for f in read_findings(tmp_path / "findings")] == [status]
 
 
@@ -205,7 +207,7 @@ def test_an_update_with_another_digest_fails_and_what_needs_it_is_not_run(scene,
     record = Recorder("engine", tmp_path / "findings")
     serving = SimpleNamespace(process=SimpleNamespace(client=StandInEngine(), log_path=tmp_path / "log"))
     training = SimpleNamespace(client=StandInTrainer())
-    asyncio.run(engine_update.check_update(scene, record, serving, None, training))
+    asyncio.run(update.check_update(scene, record, serving, None, training))
     found = {f.check: f for f in read_findings(tmp_path / "findings")}
     assert {check: f.status for check, f in found.items()} == {
         "engine/update": "failed", "engine/trainer parity": "not run", "engine/probe": "not run",
@@ -249,7 +251,7 @@ def test_a_backend_that_starts_where_vllms_choice_does_not_serves_the_rest(scene
     assert start.status == "failed"
     assert start.detail == "RuntimeError: nvcc was not found (it starts with attention_backend=TRITON_ATTN)"
     assert engine_options(on_gpu.setting)["attention_backend"] == "TRITON_ATTN"
-    assert "engine.vllm.attention_backend=TRITON_ATTN" in loop.overrides(
+    assert "engine.vllm.attention_backend=TRITON_ATTN" in loop_settings.overrides(
         on_gpu.setting, tmp_path, loop.RUNS[0], policy=tmp_path, warm=True
     )
 

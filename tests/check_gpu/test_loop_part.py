@@ -13,13 +13,14 @@ import psutil
 import pytest
 
 import megatron_scalerl
+from megatron_scalerl.check_gpu import loop_run, loop_settings
+from megatron_scalerl.check_gpu.deadline import MARGIN_S, Deadline
 from megatron_scalerl.check_gpu.findings import Recorder, read_findings
-from megatron_scalerl.check_gpu.parts import loop, loop_run
-from megatron_scalerl.check_gpu.parts.deadline import MARGIN_S, Deadline
-from megatron_scalerl.check_gpu.parts.loop_run import GRACE_S, Command, read_run
-from megatron_scalerl.check_gpu.parts.tiny_task import recipe_path
+from megatron_scalerl.check_gpu.loop_run import GRACE_S, Command, read_run
+from megatron_scalerl.check_gpu.parts import loop
 from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.check_gpu.table import part_named
+from megatron_scalerl.check_gpu.tiny_task import recipe_path
 from megatron_scalerl.recipe_file import load_recipe
 
 EAGER, GRAPHS, MODEL = loop.RUNS
@@ -151,8 +152,8 @@ def test_the_settings_of_every_run_are_a_recipe(size, warm, tmp_path):
     one = setting(tmp_path, size=size, on_gpu=size == "full")
     recipes = {}
     for run in loop.RUNS:
-        settings = loop.overrides(one, tmp_path, run, policy=tmp_path / "policy", warm=warm)
-        loop.check_overrides(recipe_path(), settings)
+        settings = loop_settings.overrides(one, tmp_path, run, policy=tmp_path / "policy", warm=warm)
+        loop_settings.check_overrides(recipe_path(), settings)
         recipes[run.check] = load_recipe(recipe_path(), settings)
     eager, graphs, model = (recipes[run.check] for run in loop.RUNS)
     assert (eager.policy.logits, graphs.policy.logits, model.policy.logits) == ("fp32", "fp32", "model")
@@ -166,7 +167,9 @@ def test_the_settings_of_every_run_are_a_recipe(size, warm, tmp_path):
 
 
 def test_a_mistake_in_the_settings_costs_no_run(tmp_path, monkeypatch):
-    wrong = loop.Run(check="graphs", overrides=("engine.vllm.enforce_eagr=true",), steps=1, limit_s=1, on_cpu=False)
+    wrong = loop_settings.Run(
+        check="graphs", overrides=("engine.vllm.enforce_eagr=true",), steps=1, limit_s=1, on_cpu=False
+    )
     monkeypatch.setattr(loop, "RUNS", (EAGER, wrong, MODEL))
     loop.run(one := setting(tmp_path, size="toy"), Recorder("loop", Path(one.findings)))
     found = {f.check.removeprefix("loop/"): f for f in read_findings(Path(one.findings))}

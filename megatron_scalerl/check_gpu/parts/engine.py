@@ -15,18 +15,18 @@ import asyncio
 import contextlib
 from pathlib import Path
 
+from megatron_scalerl.check_gpu.deadline import CHECK_S, Deadline, limited, prepare_environment
+from megatron_scalerl.check_gpu.engine import checks
+from megatron_scalerl.check_gpu.engine.decode_rate import check_decode_rate
+from megatron_scalerl.check_gpu.engine.parity import bound_for, gap
+from megatron_scalerl.check_gpu.engine.processes import Serving, Training, serve
+from megatron_scalerl.check_gpu.engine.random_policy import Reference
+from megatron_scalerl.check_gpu.engine.routed_experts import check_routed_experts
+from megatron_scalerl.check_gpu.engine.scene import ANSWER, Scene, make_scene
+from megatron_scalerl.check_gpu.engine.update import check_update
 from megatron_scalerl.check_gpu.findings import Recorder
-from megatron_scalerl.check_gpu.parts import engine_checks as checks
-from megatron_scalerl.check_gpu.parts.deadline import CHECK_S, Deadline, limited, prepare_environment
-from megatron_scalerl.check_gpu.parts.decode_rate import check_decode_rate
-from megatron_scalerl.check_gpu.parts.engine_scene import ANSWER, Scene, make_scene
-from megatron_scalerl.check_gpu.parts.engine_update import check_update
-from megatron_scalerl.check_gpu.parts.parity import bound_for, distance
-from megatron_scalerl.check_gpu.parts.processes import Serving, Training, serve
-from megatron_scalerl.check_gpu.parts.random_policy import Reference
-from megatron_scalerl.check_gpu.parts.routed_experts import check_routed_experts
-from megatron_scalerl.check_gpu.parts.tiny_task import forget_backend, remember_backend
 from megatron_scalerl.check_gpu.setting import Setting
+from megatron_scalerl.check_gpu.tiny_task import forget_backend, remember_backend
 from megatron_scalerl.prompts.end_tokens import end_token_ids
 from megatron_scalerl.rendezvous import FolderRendezvous, private_folder
 from megatron_scalerl.rewards.verifier import VerifierPool
@@ -140,10 +140,11 @@ def _recomputed_wrongly(scene: Scene, prompt: tuple[int, ...], rollouts: list[Ro
     bound = bound_for(scene.dtype, reference, [prompt] * len(rollouts), rollouts)
     faults = []
     for rollout, cache in zip(rollouts, ("kept", "recomputed")):
-        found = distance(reference.logprobs(prompt, rollout.token_ids), rollout.rollout_logprobs)
-        value = found.mean if bound.statistic == "mean" else found.largest
-        if not value <= bound.nats:
-            faults.append(f"cache {cache}: expected log-probs within {bound.nats:.2g} nats, found {value:.2g}")
+        found = gap(reference.logprobs(prompt, rollout.token_ids), rollout.rollout_logprobs)
+        if not bound.of(found) <= bound.nats:
+            faults.append(
+                f"cache {cache}: expected log-probs within {bound.nats:.2g} nats, found {bound.of(found):.2g}"
+            )
     return faults
 
 

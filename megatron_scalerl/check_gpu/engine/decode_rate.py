@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_scalerl.check_gpu.deadline import Deadline
+from megatron_scalerl.check_gpu.engine.processes import Serving, serve
+from megatron_scalerl.check_gpu.engine.random_policy import write_config_only
+from megatron_scalerl.check_gpu.engine.scene import Scene, engine_options, recipe_of
 from megatron_scalerl.check_gpu.findings import Recorder
-from megatron_scalerl.check_gpu.parts.deadline import Deadline
-from megatron_scalerl.check_gpu.parts.engine_scene import Scene, engine_options, recipe_of
-from megatron_scalerl.check_gpu.parts.processes import Serving, serve
-from megatron_scalerl.check_gpu.parts.random_policy import write_config_only
 from megatron_scalerl.plan.assumptions import check_number, described
 from megatron_scalerl.plan.counting import Parameters, count, load_family
 from megatron_scalerl.plan.hardware import GIB, GPUS, gpu_of_device

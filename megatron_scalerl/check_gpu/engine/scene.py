@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.check_gpu.parts.random_policy import write_dense
-from megatron_scalerl.check_gpu.parts.tiny_task import fallback_backend, tiny_folder
+from megatron_scalerl.check_gpu.engine.random_policy import write_dense
 from megatron_scalerl.check_gpu.setting import Setting
+from megatron_scalerl.check_gpu.tiny_task import fallback_backend, tiny_folder
 from megatron_scalerl.preflight import Inputs, check_inputs
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.engine_options import check_options
