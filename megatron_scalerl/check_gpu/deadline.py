@@ -57,8 +57,9 @@ async def limited(record: Recorder, check: str, seconds: float, log: Path | None
 def prepare_environment(setting: Setting) -> None:
     """For every process that this one starts: nothing from the network, and caches that can be written.
 
-    What the user has set stays.
+    What the user has set stays, but for vLLM's logging, which checks read (see `logs.serving_facts`).
     """
+    os.environ |= {"VLLM_CONFIGURE_LOGGING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     caches = {
         "VLLM_CACHE_ROOT": "vllm",
         "TRITON_CACHE_DIR": "triton",

@@ -109,7 +109,8 @@ def report_distance(
 def _write_policies(folder: Path, settings: dict[str, Any], dtype: str) -> dict[str, str]:
     """Random Hugging Face policies: name -> folder."""
     made = {}
-    for name, kind, more in (("dense", "llama", {}), ("moe", "qwen3_moe", {"moe_intermediate_size": 384})):
+    experts: dict[str, Any] = {"moe_intermediate_size": 384}
+    for name, kind, more in (("dense", "llama", {}), ("moe", "qwen3_moe", experts)):
         make(kind, folder / name, dtype=getattr(torch, dtype), **settings, **(more if settings else {}))
         made[name] = str(folder / name)
     return made
