@@ -105,4 +105,3 @@ def _verdict(row: Row, status: Mapping[str, Status]) -> Verdict:
     failed = tuple(check for check in row.checks if status.get(check) in ("failed", "missed"))
     missing = tuple(check for check in row.checks if status.get(check, "not run") == "not run")
     return Verdict(component=row.component, proved=not failed and not missing, failed=failed, missing=missing)
-

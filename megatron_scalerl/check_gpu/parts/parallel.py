@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
+from megatron_scalerl.check_gpu.deadline import prepare_environment
 from megatron_scalerl.check_gpu.findings import Recorder
-from megatron_scalerl.check_gpu.parts import loop
-from megatron_scalerl.check_gpu.parts.deadline import prepare_environment
-from megatron_scalerl.check_gpu.parts.loop_run import command, faults, read_run
-from megatron_scalerl.check_gpu.parts.tiny_task import recipe_path, tiny_folder
+from megatron_scalerl.check_gpu.loop_run import command, faults, read_run
+from megatron_scalerl.check_gpu.loop_settings import Run, check_overrides, overrides
 from megatron_scalerl.check_gpu.ranks import run_ranks
 from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.check_gpu.table import PARALLEL, Layers
+from megatron_scalerl.check_gpu.tiny_task import recipe_path, tiny_folder
 from megatron_scalerl.tiny.families import make
 
 _WIDE = dict(
@@ -28,9 +28,9 @@ _WIDE = dict(
 _BOUNDS = {"float32": (1e-4, 1e-4, 1e-3), "bfloat16": (3e-2, 3e-2, 5e-2)}
 """Nats of a log-probability (fp32: the largest, bf16: the mean), relative loss, relative gradient norm. fp32: sums
 over ranks in another order. bf16: partial sums are rounded to 8 bits before ranks add them."""
-_OVER_NCCL = loop.Run(
+_OVER_NCCL = Run(
     check="broadcast",
-    overrides=("weights.transport=nccl", "engine.vllm.enforce_eager=true"),
+    overrides=("engine.vllm.enforce_eager=true",),
     steps=3,
     limit_s=90,
     on_cpu=False,
@@ -109,7 +109,8 @@ def report_distance(
 def _write_policies(folder: Path, settings: dict[str, Any], dtype: str) -> dict[str, str]:
     """Random Hugging Face policies: name -> folder."""
     made = {}
-    for name, kind, more in (("dense", "llama", {}), ("moe", "qwen3_moe", {"moe_intermediate_size": 384})):
+    experts: dict[str, Any] = {"moe_intermediate_size": 384}
+    for name, kind, more in (("dense", "llama", {}), ("moe", "qwen3_moe", experts)):
         make(kind, folder / name, dtype=getattr(torch, dtype), **settings, **(more if settings else {}))
         made[name] = str(folder / name)
     return made
@@ -118,9 +119,8 @@ def _write_policies(folder: Path, settings: dict[str, Any], dtype: str) -> dict[
 def _broadcast(setting: Setting, record: Recorder) -> None:
     """A short run with the trainer on one GPU and the engine on another: every update goes over NCCL."""
     recipe, tiny = recipe_path(), tiny_folder(setting)
-    settings = loop.overrides(setting, tiny, _OVER_NCCL, policy=tiny / "base_policy", warm=False)
-    settings = [text for text in settings if text != "weights.transport=gloo"]
-    loop.check_overrides(recipe, settings)
+    settings = overrides(setting, tiny, _OVER_NCCL, policy=tiny / "base_policy", warm=False, transport="nccl")
+    check_overrides(recipe, settings)
     if not setting.on_gpu:
         record.not_run("broadcast", "NCCL needs two GPUs; the part loop runs the same command over gloo")
         return
