@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.check_gpu.findings import Finding, read_findings
+from megatron_scalerl.check_gpu.logs import last_line
 from megatron_scalerl.check_gpu.setting import Setting, Size
 from megatron_scalerl.check_gpu.table import Part
 from megatron_scalerl.launch.processes import ChildProcess
@@ -147,9 +148,9 @@ async def _in_process(
     try:
         code = await asyncio.wait_for(process.ended(), limit)
         if code:
-            end = f"exit code {code}: {_last_line(process)}"
+            end = f"exit code {code}: {last_line(process.tail())}"
     except TimeoutError:
-        end = f"ended at its limit of {limit:g} s; last line of the log: {_last_line(process)}"
+        end = f"ended at its limit of {limit:g} s; last line of the log: {last_line(process.tail())}"
     finally:
         end = "; ".join(filter(None, [end, await _ended(process)]))
     found = read_findings(path)
@@ -197,7 +198,3 @@ def _environment(part: Part, size: Size, caches: Path) -> dict[str, str]:
         env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return env
 
-
-def _last_line(process: ChildProcess) -> str:
-    lines = [line for line in process.tail().splitlines() if line.strip()]
-    return lines[-1].strip()[:300] if lines else "nothing in its log"

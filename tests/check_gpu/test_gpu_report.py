@@ -49,7 +49,9 @@ def test_a_row_is_proved_by_all_of_its_checks_and_nothing_less():
 def test_a_rehearsal_proves_nothing():
     all_passed = [result(part.name, dict.fromkeys(part.checks, "passed")) for part in PARTS]
     assert all(row.proved for row in report(*all_passed).rows())
-    assert not any(row.proved for row in report(*all_passed, size="toy").rows())
+    rehearsed = [result(part.name, dict.fromkeys(part.checks, "passed"), machine={"gpus": []}) for part in PARTS]
+    assert not any(row.proved for row in report(*rehearsed, size="toy", gpus=()).rows())
+    assert "proves nothing" in page(report(*rehearsed, size="toy", gpus=()))
 
 
 def test_a_report_comes_back_as_it_was_written(tmp_path):
