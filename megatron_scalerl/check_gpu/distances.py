@@ -39,12 +39,12 @@ def relative(name: str, found: ArrayLike, expected: ArrayLike, bound: float) -> 
 
 
 def judge(
-    recorder: Recorder, check: str, distances: Sequence[Distance], data: Mapping[str, Any] | None = None
+    record: Recorder, check: str, distances: Sequence[Distance], data: Mapping[str, Any] | None = None
 ) -> None:
     """Report the largest share of a bound that is used up; more than 1 fails."""
     nearest = sorted(distances, key=lambda d: -d.of_bound)
     found = {d.name: [d.found if math.isfinite(d.found) else str(d.found), d.bound] for d in distances}
-    recorder.measured(
+    record.measured(
         check,
         nearest[0].of_bound,
         "of tolerance",
