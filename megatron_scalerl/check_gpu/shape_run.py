@@ -125,7 +125,9 @@ def as_json(predicted: TrainerPrediction) -> dict[str, Any]:
     return {"terms": terms} | {name: getattr(predicted, name) for name in names}
 
 
-def fitting(shape: Shape, folder: Path, free: int, *, fused: bool, gpu: bool) -> tuple[Shape, TrainerPrediction, bool]:
+def fitting(
+    shape: Shape, folder: Path, free: int, *, fused: bool, gpu: bool
+) -> tuple[Shape, TrainerPrediction, bool]:
     """The shape with as many layers as have room, at most its own; whether even one has.
 
     Writes its config.json.

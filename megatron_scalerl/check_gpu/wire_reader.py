@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import pickle
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-import torch.multiprocessing  # teaches pickle to share tensors
+import torch.multiprocessing  # noqa: F401  (teaches that pickler to share tensors)
 
 from megatron_scalerl.apart import Say
 
 
 def handed(tensor: Any) -> bytes:
     """A handle of the tensor for one other process, while this one keeps it. Raises what the driver refuses with."""
-    return bytes(torch.multiprocessing.reductions.ForkingPickler.dumps(tensor))
+    return bytes(ForkingPickler.dumps(tensor))
 
 
 def read_sum(handle: bytes, say: Say) -> None:

@@ -72,6 +72,4 @@ def _report(setting: Setting, record: Recorder, job: dict[str, Any], found: list
     record.holds("steps", finite and same, text if finite and same else wrong, {"ranks": found})
     fullest = max((answer["peak"] for answer in found), key=lambda peak: peak["total"])
     said = {"total_bytes": predicted.total_bytes, "terms": {term.name: term.bytes for term in predicted.terms}}
-    report_memory(
-        record, "memory", said, fullest, judged=setting.on_gpu, data={"parameters": predicted.parameters}
-    )
+    report_memory(record, "memory", said, fullest, judged=setting.on_gpu, data={"parameters": predicted.parameters})

@@ -97,10 +97,9 @@ def report(shape: Shape, found: dict[str, Any] | None, problem: str, setting: Se
     with record.guarded(f"{shape.name} MFU"):
         _report_speed(shape, found, record)
     with record.guarded(f"{shape.name} memory"):
-        data = {"built_bytes": found["built"], "layers": found["layers"], "parameters": found["predicted"]["parameters"]}
-        report_memory(
-            record, f"{shape.name} memory", found["predicted"], found["peak"], judged=setting.on_gpu, data=data
-        )
+        said = found["predicted"]
+        data = {"built_bytes": found["built"], "layers": found["layers"], "parameters": said["parameters"]}
+        report_memory(record, f"{shape.name} memory", said, found["peak"], judged=setting.on_gpu, data=data)
 
 
 def _report_speed(shape: Shape, found: dict[str, Any], record: Recorder) -> None:
