@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import pickle
-from multiprocessing.reduction import ForkingPickler
+from collections.abc import Callable
 from typing import Any
 
-import torch.multiprocessing  # noqa: F401  (teaches that pickler to share tensors)
+import torch
+from torch.multiprocessing.reductions import reduce_tensor
 
 from megatron_scalerl.apart import Say
 
+Handle = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
+"""How another process gets at a tensor: a function of PyTorch's and what it is called with."""
 
-def handed(tensor: Any) -> bytes:
+
+def handed(tensor: torch.Tensor) -> Handle:
     """A handle of the tensor for one other process, while this one keeps it. Raises what the driver refuses with."""
-    return bytes(ForkingPickler.dumps(tensor))
+    found: Handle = reduce_tensor(tensor)
+    return found
 
 
-def read_sum(handle: bytes, say: Say) -> None:
+def read_sum(handle: Handle, say: Say) -> None:
     """Says the sum of the tensor of `handed`; `apart.events` tells what is raised here."""
-    say({"sum": float(pickle.loads(handle).double().sum())})
+    rebuild, arguments = handle
+    say({"sum": float(rebuild(*arguments).double().sum())})

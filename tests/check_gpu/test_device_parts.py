@@ -1,4 +1,4 @@
-"""The parts logits, wire, parallel and environment: a benchmark that is cut off, a reader that dies, too little time."""
+"""The parts logits, wire, parallel and environment: a benchmark cut off, a reader that dies, too little time."""
 
 import json
 import os

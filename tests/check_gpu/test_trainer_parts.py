@@ -78,8 +78,8 @@ def test_the_families_part_reports_what_it_declares_and_feels_another_rope(tmp_p
 
 
 def test_another_layers_step_is_not_run_without_that_of_plain_ones(tmp_path):
-    recorder = Recorder("families-te", tmp_path / "findings.jsonl")
-    families.same_step({"llama": {}}, tmp_path / families.RECORD, recorder)
+    record = Recorder("families-te", tmp_path / "findings.jsonl")
+    families.same_step({"llama": {}}, tmp_path / families.RECORD, record)
     found = read_findings(tmp_path / "findings.jsonl")
     assert [(f.check, f.status) for f in found] == [(f"families-te/{k} same step as plain", "not run") for k in KINDS]
 
@@ -135,8 +135,8 @@ def test_a_trainer_that_keeps_memory_is_felt(leak, status, tmp_path, monkeypatch
     trainer = StandInTrainer()
     zero = DeviceMemory(allocated=0, reserved=0, peak_allocated=0, peak_reserved=0, used=0, total=0)
     monkeypatch.setattr(step_checks, "memory", lambda: replace(zero, allocated=trainer.kept))
-    recorder = Recorder("trainer", tmp_path / "findings.jsonl")
-    step_checks.memory_after_steps(trainer, case_of("llama", toy=True), judged=True, recorder=recorder)
+    record = Recorder("trainer", tmp_path / "findings.jsonl")
+    step_checks.memory_after_steps(trainer, case_of("llama", toy=True), judged=True, record=record)
     [found] = read_findings(tmp_path / "findings.jsonl")
     assert found.status == status and len(found.data["allocated_bytes"]) == 5
 
