@@ -72,7 +72,8 @@ def _machines(parts: Iterable[PartResult]) -> list[str]:
         m = part.machine
         packages = ", ".join(f"{name} {version}" for name, version in m.get("packages", {}).items())
         gpus = m.get("gpus") or []
-        driver = f"{len(gpus)} x {gpus[0]}, driver {m.get('driver')}, torch's CUDA {m.get('cuda_version')}"
+        kind = gpus[0] if gpus else ""
+        driver = f"{len(gpus)} x {kind}, driver {m.get('driver')}, torch's CUDA {m.get('cuda_version')}"
         host = f"{m.get('cpu')}, {m.get('cores')} cores; Python {m.get('python')}"
         groups.setdefault(f"{driver if gpus else 'no GPU'}; {host}; {packages}", []).append(part.name)
     return [f"* {', '.join(names)}: {text}" for text, names in groups.items()]
