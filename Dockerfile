@@ -46,9 +46,7 @@ RUN mkdir megatron_scalerl \
 
 COPY --chown=${USER_ID}:${GROUP_ID} . .
 
-# Caches of kernels that are compiled at run time; mount a folder here to keep them.
+# Kernels that are compiled at run time are cached in the user's home, never in a /tmp that others may share.
 ENV PATH=/opt/megatron_scalerl/.venv/bin:${PATH} \
-    VIRTUAL_ENV=/opt/megatron_scalerl/.venv \
-    XDG_CACHE_HOME=/tmp/cache \
-    TRITON_CACHE_DIR=/tmp/cache/triton
+    VIRTUAL_ENV=/opt/megatron_scalerl/.venv
 CMD ["megatron-scalerl", "--help"]

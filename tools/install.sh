@@ -24,7 +24,8 @@ case "$kind" in
   cpu) need_gib=6 ;;
   gpu) need_gib=20 ;;
   torch-2.11) need_gib=12 versions=(3.12) venv=.venv-torch-2.11 ;;
-  *) die "expected 'cpu', 'gpu' or 'torch-2.11', found '${kind:-nothing}'" ;;
+  -h | --help) sed -n '2,17s/^# \{0,1\}//p' "$0"; exit 0 ;;
+  *) die "expected 'cpu', 'gpu' or 'torch-2.11', found '${kind:-nothing}'; --help says what each makes" ;;
 esac
 case "${*:2}" in
   "") ;;
@@ -46,13 +47,14 @@ if [ -e "$stamp" ] && "$venv/bin/python" -c 'import megatron_scalerl, torch' 2>/
   echo "install.sh: $venv is up to date ($kind)"
   exit 0
 fi
-check_venv "$venv"
+check_venv "$venv" "$kind"
 [ "$kind" != gpu ] || check_cuda "$with_gpu"
 check_disk "$venv" "$need_gib"
 check_disk "${TMPDIR:-/tmp}/." 4  # pip unpacks there
 
 rm -f "$venv"/.installed-*
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || die "$python could not make $venv"
+echo "$kind" >"$venv/.kind"
 pip() { "$venv/bin/python" -m pip "$@"; }
 quiet() {
   local log; log=$(mktemp)
@@ -121,7 +123,7 @@ install_gpu() {
   itself
   rm -f "$rest" "$one"
   quiet pip check || fail "the packages do not fit each other"
-  # NVIDIA's apex is used where somebody built it from source; the package of that name on the index is another thing.
+  # NVIDIA's apex is used where somebody built it from source; the package of that name on the index is unrelated.
   "$venv/bin/python" -c 'import apex.normalization' 2>/dev/null && echo "install.sh: found NVIDIA apex" || true
 }
 

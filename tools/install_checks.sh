@@ -29,14 +29,20 @@ check_python() { # PYTHON VERSION...
   [ "$(printf '%s\n' 2.31 "$glibc" | sort -V | head -n 1)" = 2.31 ] || die "expected glibc 2.31 or newer, found $glibc"
 }
 
-# A folder that exists has the same Python; a link is somebody else's environment.
-check_venv() { # VENV
+# A folder that exists has the same Python and is of the same kind: pip would keep the other kind's torch, whose version is
+# the same. A link is somebody else's environment.
+check_venv() { # VENV KIND
   local found
   [ ! -L "$1" ] || die "$1 is a link to $(readlink "$1"): remove it, or name another folder with MSRL_VENV"
   [ -e "$1" ] || return 0
   found="$("$1/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true)"
   [ "$found" = "$version" ] ||
     die "$1: expected Python $version, found ${found:-no Python that runs}: remove it, or name another folder with MSRL_VENV"
+  found=$(cat "$1/.kind" 2>/dev/null || ls "$1"/.installed-* 2>/dev/null |
+    sed -n '1s/.*\.installed-\(.*\)-[0-9a-f]*$/\1/p' || true)
+  [ -z "$found" ] || [ "$found" = "$2" ] ||
+    die "$1: expected an environment of kind '$2', found one that 'install.sh $found' made: remove it, or name another" \
+      "folder with MSRL_VENV"
 }
 
 check_disk() { # VENV GIB; on the file system that will hold the folder

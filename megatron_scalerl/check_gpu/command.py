@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
+import os
 import shlex
+import stat
 import subprocess
 import sys
 from collections import Counter
@@ -121,8 +124,15 @@ def _folder(name: str) -> Path:
     path = Path(name)
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = path.lstat()
     except OSError as error:
         raise ValueError(f"--out: {name}: expected a folder that can be written, found: {error.strerror}") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        kind = stat.filemode(found.st_mode)
+        raise ValueError(
+            f"--out: {name}: expected a folder of user {os.geteuid()} that nobody else can write (compiled code is "
+            f"kept there), found {kind} of user {found.st_uid}"
+        )
     return path
 
 
@@ -189,11 +199,21 @@ def _command_line() -> str:
 
 
 def _version() -> str:
-    """Of the package, and the commit of its checkout, with a plus where files were changed."""
-    root = Path(megatron_scalerl.__file__).parent.parent
+    """Of the package, and its checkout's commit, with a plus where files were changed; else a hash of its files."""
+    package = Path(megatron_scalerl.__file__).parent
+    root = package.parent
     command = ["git", "-C", str(root), "describe", "--always", "--dirty=+"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        commit = done.stdout.strip() if (root / ".git").exists() else ""
     except (OSError, subprocess.TimeoutExpired):
-        return megatron_scalerl.__version__
-    return f"{megatron_scalerl.__version__} {done.stdout.strip()}".strip()
+        commit = ""
+    return f"{megatron_scalerl.__version__} {commit or _hash(package)}"
+
+
+def _hash(package: Path) -> str:
+    """Of all its Python files and their names."""
+    found = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        found.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
+    return f"sha256:{found.hexdigest()[:12]}"

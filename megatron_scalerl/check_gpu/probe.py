@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import platform
+import subprocess
 
 _PACKAGES = (
     "torch", "triton", "numpy", "transformers", "megatron-core", "transformer-engine", "apex", "flash-attn", "vllm",
@@ -43,7 +44,7 @@ def _driver() -> str | None:
     try:
         import pynvml
     except ModuleNotFoundError:
-        return None
+        return _asked("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     try:
         pynvml.nvmlInit()
         version = pynvml.nvmlSystemGetDriverVersion()
@@ -51,6 +52,15 @@ def _driver() -> str | None:
     except pynvml.NVMLError:
         return None
     return version if isinstance(version, str) else version.decode()
+
+
+def _asked(*command: str) -> str | None:
+    """The first line of a command's output, None where it fails."""
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return said.strip().partition("\n")[0] or None
 
 
 def _cpu() -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import getpass
 import json
+import socket
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+import megatron_scalerl
 from megatron_scalerl.check_gpu import page
 from megatron_scalerl.check_gpu.findings import Finding
 from megatron_scalerl.check_gpu.rows import Verdict, verdicts
@@ -93,7 +96,7 @@ def _has_constants(findings: Iterable[Finding]) -> bool:
 
 
 def write_report(report: Report, out: Path) -> None:
-    """Write JSON and Markdown into `out`, each whole or not at all; the home folder is written as ~."""
+    """Write JSON and Markdown into `out`, each whole or not at all, without names of host, user and folders above."""
     body = {
         "format": FORMAT,
         "version": report.version,
@@ -105,7 +108,23 @@ def write_report(report: Report, out: Path) -> None:
         "parts": [part.to_json() for part in report.parts],
     }
     for name, text in ((NAME, json.dumps(body, indent=1, allow_nan=False) + "\n"), (page.PAGE, page.page(report))):
-        write_durably(out / name, text.replace(str(Path.home()) + "/", "~/").encode())
+        write_durably(out / name, _anonymous(text).encode())
+
+
+def _anonymous(text: str) -> str:
+    """Paths of the checkout and the home folder in short; host and user by those words."""
+    root = str(Path(megatron_scalerl.__file__).parent.parent)
+    words = {f"{root}/": "", f"{Path.home()}/": "~/", socket.gethostname(): "<host>", f"/{_user()}/": "/<user>/"}
+    for found, shown in words.items():
+        text = text.replace(found, shown) if len(found) > 3 else text
+    return text
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # no name for this number
+        return ""
 
 
 def put_aside(out: Path) -> Path:

@@ -24,7 +24,7 @@ def _of(part: str, *checks: str) -> tuple[str, ...]:
 
 
 ROWS: tuple[Row, ...] = (
-    Row(component="losses, advantages, filters, batches", checks=_of("trainer", "losses", "packing")),
+    Row(component="losses, packing of batches", checks=_of("trainer", "losses", "packing")),
     Row(
         component="trainer on one device, plain layers, dense and MoE",
         checks=_of("trainer", "step fp32", "step bf16", "checkpoint", "memory after steps")
@@ -50,7 +50,10 @@ ROWS: tuple[Row, ...] = (
         checks=_of("logits", "forward GEMM share", "GEMM share", "forward extra memory", "block memory", "over Liger",
                    "over cut-cross-entropy", "over naive bf16"),
     ),
-    Row(component="families Llama, Qwen3, Qwen3-MoE, Llama 4", checks=_of("families-plain", *KINDS)),
+    Row(
+        component="families Llama, Qwen3, Qwen3-MoE, Llama 4 against transformers",
+        checks=_of("families-plain", *KINDS),
+    ),
     Row(component="checkpoint converter, export of a run", checks=()),
     Row(
         component="planner's memory of plain layers",
@@ -75,7 +78,7 @@ ROWS: tuple[Row, ...] = (
         checks=_of("loop", "warm start", "eager", "graphs", "model logits", "mismatch fp32 below model"),
     ),
     Row(component="the 8B recipe's layout on a cut-down policy, 8 GPUs", checks=_of("recipe-8b", "steps", "memory")),
-    Row(component="math verifier, prompts, curriculum, ledger, forecast", checks=()),
+    Row(component="advantages, filters, verifier, prompts, curriculum, ledger, forecast", checks=()),
     Row(component="Slurm; a run, or a conversion, at 8B or 17B×16", checks=()),
     Row(component="`tools/install.sh gpu`", checks=()),
 )  # fmt: skip
@@ -102,4 +105,3 @@ def _verdict(row: Row, status: Mapping[str, Status]) -> Verdict:
     failed = tuple(check for check in row.checks if status.get(check) in ("failed", "missed"))
     missing = tuple(check for check in row.checks if status.get(check, "not run") == "not run")
     return Verdict(component=row.component, proved=not failed and not missing, failed=failed, missing=missing)
-

@@ -21,6 +21,11 @@ from megatron_scalerl.launch.processes import ChildProcess
 
 _PROBE_S = 120.0
 _GRACE_S = 5.0
+_KILLED_S = 30.0
+_CACHES = {
+    "VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +142,7 @@ async def _in_process(
         gpus=0 if size == "toy" else len(machine.gpus),
     )  # fmt: skip
     argv = [sys.executable, "-m", "megatron_scalerl.check_gpu.part", setting.to_json()]
-    process = await ChildProcess.start(part.name, argv, _environment(part, size), log)
+    process = await ChildProcess.start(part.name, argv, _environment(part, size, scratch.resolve() / "caches"), log)
     end = ""
     try:
         code = await asyncio.wait_for(process.ended(), limit)
@@ -146,7 +151,7 @@ async def _in_process(
     except TimeoutError:
         end = f"ended at its limit of {limit:g} s; last line of the log: {_last_line(process)}"
     finally:
-        await process.stop(_GRACE_S)
+        end = "; ".join(filter(None, [end, await _ended(process)]))
     found = read_findings(path)
     declared = {f"{part.name}/{check}" for check in part.checks}
     strange = [finding.check for finding in found if finding.check not in declared]
@@ -156,8 +161,30 @@ async def _in_process(
     return (*found, *missing), end
 
 
-def _environment(part: Part, size: Size) -> dict[str, str]:
-    env = dict(os.environ)
+async def _ended(process: ChildProcess) -> str:
+    """End whatever is left of the part's group; what went wrong with that, "" for nothing.
+
+    A process that frees a whole GPU's memory, or hangs in the driver, outlives SIGKILL for a while.
+    """
+    for grace in (_GRACE_S, _KILLED_S):
+        try:
+            await process.stop(grace)
+            return ""
+        except RuntimeError as error:
+            said = str(error)
+    return said
+
+
+def _environment(part: Part, size: Size, caches: Path) -> dict[str, str]:
+    """Of a part's process: nothing from the network, and what is compiled at run time in a folder of this user.
+
+    Caches below the temporary directory have names that another user of the host can take first.
+    """
+    env = {name: value for name, value in os.environ.items() if name != "MSRL_LAYERS"}
+    for variable, name in _CACHES.items():
+        folder = caches / name
+        folder.mkdir(parents=True, exist_ok=True)
+        env[variable] = str(folder)
     env |= {
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",

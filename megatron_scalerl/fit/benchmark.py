@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -143,7 +144,7 @@ def leave_one_run_out(grid: tuple[Setting, ...] | None = None) -> Method:
 def varied() -> dict[str, Method]:
     """What is not learned, set otherwise; everything else learned without the run."""
 
-    def changed(**changes) -> Method:
+    def changed(**changes: Any) -> Method:
         return lambda series: outcome(series, fit_train(series, prior=replace(learn((series.run,)), **changes)))
 
     return {

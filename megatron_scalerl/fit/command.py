@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .backtest import Backtest
+    from .compare import Comparison
+    from .decide import Decision
     from .html import RunReport
     from .inputs import Curve
-    from .result import FitResult
+    from .result import Array, FitResult, Prediction
 
 BACKTEST_PREFIXES = 20
 """Prefixes in the report's back-test; --backtest prints all."""
@@ -175,7 +178,7 @@ def _computes(text: str | None) -> list[float]:
     return values
 
 
-def _comparison(curves: list["Curve"], fits: list["FitResult"], options: argparse.Namespace):
+def _comparison(curves: list["Curve"], fits: list["FitResult"], options: argparse.Namespace) -> "Comparison":
     from .compare import compare
 
     by_name = {curve.name: curve for curve in curves}
@@ -187,7 +190,14 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def _print(curves, fits, predictions, decisions, comparison, options) -> None:
+def _print(
+    curves: list["Curve"],
+    fits: list["FitResult"],
+    predictions: list[list["Prediction"]],
+    decisions: list["Decision"],
+    comparison: "Comparison | None",
+    options: argparse.Namespace,
+) -> None:
     from . import text
 
     print(text.parameters_table(fits), end="\n\n")
@@ -210,7 +220,7 @@ def _print(curves, fits, predictions, decisions, comparison, options) -> None:
         print(text.comparison_table(comparison), *comparison.sentences(), sep="\n")
 
 
-def _backtest(curve: "Curve", options: argparse.Namespace, most: int | None):
+def _backtest(curve: "Curve", options: argparse.Namespace, most: int | None) -> "Backtest":
     from dataclasses import replace
 
     from .backtest import backtest
@@ -226,7 +236,14 @@ def _backtest(curve: "Curve", options: argparse.Namespace, most: int | None):
     )
 
 
-def _draw(curves, fits, predictions, decisions, comparison, options) -> None:
+def _draw(
+    curves: list["Curve"],
+    fits: list["FitResult"],
+    predictions: list[list["Prediction"]],
+    decisions: list["Decision"],
+    comparison: "Comparison | None",
+    options: argparse.Namespace,
+) -> None:
     from .html import Report, write_html
     from .plot import plot_forecast
     from .plot_more import plot_efficiency
@@ -263,21 +280,28 @@ def _draw(curves, fits, predictions, decisions, comparison, options) -> None:
         write_html(options.html, report)
 
 
-def _unseen(curve: "Curve", options: argparse.Namespace):
+def _unseen(curve: "Curve", options: argparse.Namespace) -> "tuple[Array, Array] | None":
     if options.fit_until is None:
         return None
     later = curve.compute > options.fit_until
     return curve.compute[later], curve.pass_rate[later]
 
 
-def _not_fitted(curve: "Curve", fit_result: "FitResult"):
+def _not_fitted(curve: "Curve", fit_result: "FitResult") -> "tuple[Array, Array]":
     import numpy as np
 
     outside = ~np.isin(curve.compute, fit_result.compute)
     return curve.compute[outside], curve.pass_rate[outside]
 
 
-def _run_report(path: Path, curve, fit_result, predictions, decision, options) -> "RunReport":
+def _run_report(
+    path: Path,
+    curve: "Curve",
+    fit_result: "FitResult",
+    predictions: list["Prediction"],
+    decision: "Decision",
+    options: argparse.Namespace,
+) -> "RunReport":
     from .backtest import LEAST_POINTS
     from .forms import compare_forms
     from .html import RunReport

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from . import checks
 from .paper import ASYMPTOTES, FIT_FROM, PaperFit, fit_paper
@@ -136,7 +136,9 @@ def _solve_paper(
     return _Solution(parameters=parameters, posterior=posterior, notes=checks.grid_edges(grid))
 
 
-def _clean(compute, pass_rate, truncated_share) -> tuple[Array, Array, Array | None]:
+def _clean(
+    compute: ArrayLike, pass_rate: ArrayLike, truncated_share: ArrayLike | None
+) -> tuple[Array, Array, Array | None]:
     c, y = np.asarray(compute, dtype=float), np.asarray(pass_rate, dtype=float)
     if c.ndim != 1 or c.shape != y.shape:
         raise ValueError(f"expected compute and pass_rate of one length, found shapes {c.shape} and {y.shape}")

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from typing import TypeVar
 
 import numpy as np
 
@@ -28,6 +29,8 @@ from .posterior import Posterior, hypothesis_evidence, log_prior
 from .prior import Bounds, Discrepancy, Prior
 from .published import GENERATIONS, PROMPTS, PublishedSeries, published_series
 from .sigmoid import Array
+
+_OfARun = TypeVar("_OfARun", PublishedSeries, "_Task")
 
 NO_WANDER_SHARE = 0.5
 """Prior probability that a run does not wander at all: even odds. Not learned, as nearly all published runs wander
@@ -122,8 +125,8 @@ def _by_legend(without: frozenset[str], value: Callable[[PublishedSeries], float
     return np.array([np.mean([value(series) for series in each]) for each in runs.values()])
 
 
-def _by_run(items):
-    out: dict[str, list] = {}
+def _by_run(items: Iterable[_OfARun]) -> dict[str, list[_OfARun]]:
+    out: dict[str, list[_OfARun]] = {}
     for item in items:
         out.setdefault(item.run, []).append(item)
     return out

@@ -100,12 +100,14 @@ FUSED = ("qwen3_moe_tied",)
 
 
 def make(
-    kind: str, path: str | Path, *, dtype: torch.dtype = torch.float32, std: float = 0.3, **settings: Any
-) -> Any:
+    kind: str, path: str | Path, *, dtype: torch.dtype = torch.float32, std: float = 0.3,
+    init: Callable[[Any], None] | None = None, **settings: Any,
+) -> Any:  # fmt: skip
     """Makes and saves the policy `kind` of KINDS, its config changed by `settings`; returns transformers' model.
 
-    `std` is that of matrices; widths far above the default want less. Rotary frequencies of the returned model are
-    rounded to `dtype`, those of one loaded from the folder are not.
+    `std` is that of matrices; widths far above the default want less. `init` writes the parameters of the fp32 model
+    in their place. Rotary frequencies of the returned model are rounded to `dtype`, those of one loaded from the
+    folder are not.
     """
     from transformers import AutoModelForCausalLM, Llama4ForConditionalGeneration
     from transformers.utils.logging import disable_progress_bar
@@ -116,11 +118,18 @@ def make(
     whole = config.model_type == "llama4"
     model: Any = Llama4ForConditionalGeneration(config) if whole else AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, std / 2 if kind in QUIET and ".layers." in name else std)
-            else:
-                parameter.add_(torch.randn_like(parameter) * (0.3 if "bias" in name else 0.1))
+        if init is None:
+            _large_weights(model, std=std, layers_std=std / 2 if kind in QUIET else std)
+        else:
+            init(model)
     model = model.to(dtype).eval()
     model.save_pretrained(path, save_original_format=kind not in FUSED)
     return model
+
+
+def _large_weights(model: Any, *, std: float, layers_std: float) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, layers_std if ".layers." in name else std)
+        else:
+            parameter.add_(torch.randn_like(parameter) * (0.3 if "bias" in name else 0.1))

@@ -316,7 +316,9 @@ def adamw_state_before_first_step() -> None:
     optimizer_class = _core("optimizer.distrib_optimizer").DistributedOptimizer
     original = optimizer_class.sharded_state_dict
 
-    def sharded_state_dict(self: Any, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **kw: Any):
+    def sharded_state_dict(
+        self: Any, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **kw: Any
+    ) -> Any:
         if is_loading and not self.optimizer.state:
             kept = [(group, group["lr"], group["weight_decay"]) for group in self.optimizer.param_groups]
             for group, _, _ in kept:

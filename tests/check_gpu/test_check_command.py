@@ -7,16 +7,18 @@ from pathlib import Path
 
 import pytest
 
+import megatron_scalerl
+from megatron_scalerl.check_gpu import command
 from megatron_scalerl.check_gpu.table import PARTS
 
 GPU = shutil.which("nvidia-smi") is not None
 
 
 def check_gpu(*options, cwd):
-    command = [sys.executable, "-m", "megatron_scalerl", "check-gpu", *map(str, options)]
+    argv = [sys.executable, "-m", "megatron_scalerl", "check-gpu", *map(str, options)]
     root = str(Path(__file__).parents[2])
     env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.skipif(GPU, reason="says what happens without a GPU")
@@ -53,6 +55,28 @@ def test_a_user_error_is_one_line(tmp_path, options, text):
 def test_the_list_names_every_part_and_imports_no_torch(tmp_path):
     done = check_gpu("--list", cwd=tmp_path)
     assert done.returncode == 0 and [line.split()[0] for line in done.stdout.splitlines()] == [p.name for p in PARTS]
+
+
+@pytest.mark.parametrize("kind", ["link", "open"])
+def test_a_folder_that_others_can_write_is_refused(tmp_path, kind):
+    """Compiled code is kept there and executed."""
+    if kind == "link":
+        (tmp_path / "real").mkdir(mode=0o700)
+        (tmp_path / "out").symlink_to(tmp_path / "real")
+    else:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out").chmod(0o777)
+    done = check_gpu("--rehearse", "--only", "wire", "--out", tmp_path / "out", cwd=tmp_path)
+    assert done.returncode == 2 and "that nobody else can write" in done.stderr
+
+
+def test_without_a_checkout_the_version_is_a_hash_of_the_files(tmp_path, monkeypatch):
+    shutil.copytree(Path(megatron_scalerl.__file__).parent, tmp_path / "megatron_scalerl")
+    monkeypatch.setattr(megatron_scalerl, "__file__", str(tmp_path / "megatron_scalerl" / "__init__.py"))
+    found = command._version()
+    assert "sha256:" in found and command._version() == found
+    (tmp_path / "megatron_scalerl" / "types.py").write_text("")
+    assert command._version() != found
 
 
 @pytest.mark.slow

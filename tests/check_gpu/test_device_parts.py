@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from megatron_scalerl import rendezvous
+from megatron_scalerl.check_gpu.deadline import Deadline
 from megatron_scalerl.check_gpu.findings import Recorder, read_findings
 from megatron_scalerl.check_gpu.layouts import case_for
 from megatron_scalerl.check_gpu.parts import environment, logits, parallel, wire
-from megatron_scalerl.check_gpu.parts.deadline import Deadline
 from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.check_gpu.table import PARALLEL, part_named
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,14 +13,16 @@ import pytest
 import torch
 from aiohttp import web
 
+from megatron_scalerl.check_gpu import loop_settings
+from megatron_scalerl.check_gpu.deadline import Deadline, limited, prepare_environment
+from megatron_scalerl.check_gpu.engine import checks, parity, update
+from megatron_scalerl.check_gpu.engine.decode_rate import check_decode_rate, rates, within_range
+from megatron_scalerl.check_gpu.engine.random_policy import Reference, write_dense
+from megatron_scalerl.check_gpu.engine.routed_experts import check_routed_experts, choice_faults
+from megatron_scalerl.check_gpu.engine.scene import engine_options, make_scene
 from megatron_scalerl.check_gpu.findings import Recorder, read_findings
-from megatron_scalerl.check_gpu.parts import engine, engine_checks, engine_update, loop, parity
-from megatron_scalerl.check_gpu.parts.deadline import limited
-from megatron_scalerl.check_gpu.parts.decode_rate import rates
-from megatron_scalerl.check_gpu.parts.engine_scene import engine_options, make_scene
-from megatron_scalerl.check_gpu.parts.logs import cause, serving_facts
-from megatron_scalerl.check_gpu.parts.random_policy import Reference, write_dense
-from megatron_scalerl.check_gpu.parts.routed_experts import choice_faults
+from megatron_scalerl.check_gpu.logs import cause, serving_facts
+from megatron_scalerl.check_gpu.parts import engine, loop
 from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.check_gpu.table import part_named
 from megatron_scalerl.plan.counting import Parameters
@@ -65,7 +68,7 @@ async def statuses(handler):
     port = site._server.sockets[0].getsockname()[1]
     client = EngineClient(url=f"http://127.0.0.1:{port}", secret="abc", name="stand-in", settings=EngineSection())
     try:
-        return await engine_checks.refused(client)
+        return await checks.refused(client)
     finally:
         await client.close()
         await runner.cleanup()
@@ -78,7 +81,7 @@ def test_an_engine_that_answers_without_the_secret_is_found(leak, found):
         free = request.path in ("/health", leak) or given == ["abc"] or (leak == "wrong" and len(given) == 1)
         return web.Response(status=200 if free else 401)
 
-    wrong = engine_checks.open_paths(asyncio.run(statuses(stand_in)))
+    wrong = checks.open_paths(asyncio.run(statuses(stand_in)))
     assert (wrong == []) if found is None else any(found in line for line in wrong)
 
 
@@ -88,8 +91,8 @@ def test_logits_on_bfloat16s_grid_are_found_in_the_answers(dtype, faulty):
     hidden, head = torch.randn(64, 256, generator=generator), torch.randn(512, 256, generator=generator) * 0.2
     logits = (hidden @ head.T).to(dtype).float()
     rows = logits.log_softmax(-1).topk(5).values.tolist()
-    assert bool(engine_checks.head_faults("float32", rows)) == faulty
-    assert "found bfloat16" in engine_checks.head_faults("bfloat16", rows)[0]
+    assert bool(checks.head_faults("float32", rows)) == faulty
+    assert "found bfloat16" in checks.head_faults("bfloat16", rows)[0]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +108,7 @@ def test_logits_on_bfloat16s_grid_are_found_in_the_answers(dtype, faulty):
     ],
 )
 def test_an_interruption_at_another_place_is_found(changes, fault):
-    found = engine_checks.interruption_faults(
+    found = checks.interruption_faults(
         replace(ROLLOUT, **changes), phrase=(20, 5), think_end=(5,), ends=(2,), version=0, answer_tokens=2
     )
     assert (found == []) if fault is None else fault in found[0]
@@ -123,7 +126,7 @@ def test_an_interruption_at_another_place_is_found(changes, fault):
 )
 def test_a_pause_that_does_not_hold_is_found(changes, fault):
     values = dict(before=3, later=3, whole=7, said=True, rollout=ROLLOUT)
-    found = engine_checks.pause_faults(engine_checks.Paused(**values | changes))
+    found = checks.pause_faults(checks.Paused(**values | changes))
     assert (found == []) if fault is None else fault in found[0]
 
 
@@ -136,19 +139,20 @@ def test_the_bound_of_bfloat16_is_its_own_rounding_and_a_wrong_policy_exceeds_it
     bound = parity.bound_for("bfloat16", reference, [(1, 7)], [rollout])
     exact = reference.logprobs((1, 7), ids)
     assert bound.statistic == "mean" and 0.005 < bound.nats < 0.2
-    assert parity.distance(exact, reference.rounded((1, 7), ids)).mean < bound.nats
-    assert parity.distance(exact, other.logprobs((1, 7), ids)).mean > 10 * bound.nats
+    assert parity.gap(exact, reference.rounded((1, 7), ids)).mean < bound.nats
+    assert parity.gap(exact, other.logprobs((1, 7), ids)).mean > 10 * bound.nats
     assert parity.bound_for("float32", reference, [], []).nats == parity.EXACT
+    assert reference._rounded.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
     ("largest", "status"), [(0.01, "passed"), (0.2, "failed"), (0.6, "failed"), (float("nan"), "failed")]
 )
 def test_a_distance_is_judged_by_its_mean_and_its_largest(largest, status, tmp_path):
-    found = parity.distance([0.0, 0.0], [0.0, largest])
+    found = parity.gap([0.0, 0.0], [0.0, largest])
     record = Recorder("engine", tmp_path / "findings")
     bound = parity.Bound(statistic="mean", nats=0.05, why="")
-    parity.record_distance(record, "trainer parity", found, bound, "", "bfloat16")
+    parity.record_gap(record, "trainer parity", found, bound, "", "bfloat16")
     assert [f.status for f in read_findings(tmp_path / "findings")] == [status]
 
 
@@ -204,7 +208,7 @@ def test_an_update_with_another_digest_fails_and_what_needs_it_is_not_run(scene,
     record = Recorder("engine", tmp_path / "findings")
     serving = SimpleNamespace(process=SimpleNamespace(client=StandInEngine(), log_path=tmp_path / "log"))
     training = SimpleNamespace(client=StandInTrainer())
-    asyncio.run(engine_update.check_update(scene, record, serving, None, training))
+    asyncio.run(update.check_update(scene, record, serving, None, training))
     found = {f.check: f for f in read_findings(tmp_path / "findings")}
     assert {check: f.status for check, f in found.items()} == {
         "engine/update": "failed", "engine/trainer parity": "not run", "engine/probe": "not run",
@@ -226,7 +230,7 @@ def test_an_engine_that_does_not_start_is_one_line_and_the_rest_is_not_run(scene
     monkeypatch.setattr(engine, "serve", fails)
     monkeypatch.setattr(engine, "_training", lambda *_: SimpleNamespace(start=idle, stop=lambda: asyncio.sleep(0)))
     on_gpu = replace(scene, setting=replace(scene.setting, on_gpu=True))
-    asyncio.run(engine._run(on_gpu, Recorder("engine", tmp_path / "findings"), engine.Deadline(100)))
+    asyncio.run(engine._run(on_gpu, Recorder("engine", tmp_path / "findings"), Deadline(100)))
     found = {f.check.removeprefix("engine/"): f for f in read_findings(tmp_path / "findings")}
     assert asked == [None, "TRITON_ATTN"]
     assert found.keys() == set(part_named("engine").checks)
@@ -243,12 +247,12 @@ def test_a_backend_that_starts_where_vllms_choice_does_not_serves_the_rest(scene
     monkeypatch.setattr(engine, "serve", serve)
     on_gpu = replace(scene, setting=replace(scene.setting, on_gpu=True))
     record = Recorder("engine", tmp_path / "findings")
-    assert asyncio.run(engine._started(on_gpu, record, engine.Deadline(100))) is not None
+    assert asyncio.run(engine._started(on_gpu, record, Deadline(100))) is not None
     [start] = read_findings(tmp_path / "findings")
     assert start.status == "failed"
     assert start.detail == "RuntimeError: nvcc was not found (it starts with attention_backend=TRITON_ATTN)"
     assert engine_options(on_gpu.setting)["attention_backend"] == "TRITON_ATTN"
-    assert "engine.vllm.attention_backend=TRITON_ATTN" in loop.overrides(
+    assert "engine.vllm.attention_backend=TRITON_ATTN" in loop_settings.overrides(
         on_gpu.setting, tmp_path, loop.RUNS[0], policy=tmp_path, warm=True
     )
 
@@ -279,6 +283,8 @@ def test_the_cause_and_the_kernels_are_read_from_vllms_log():
         "attention_backend": "FLASH_ATTN", "cuda_graphs": "captured in 3 s, 0.25 GiB",
     }  # fmt: skip
     assert serving_facts("enforce_eager=True")["cuda_graphs"] == "off (eager)"
+    told = at.format("INFO") + "Using AttentionBackendEnum.TRITON_ATTN backend."
+    assert serving_facts("Using auto backend for x\n" + told)["attention_backend"] == "TRITON_ATTN"
     failed = [
         at.format("ERROR") + "Traceback (most recent call last):",
         at.format("ERROR") + "RuntimeError: nvcc was not found",
@@ -286,7 +292,7 @@ def test_the_cause_and_the_kernels_are_read_from_vllms_log():
         "  trailing words",
     ]
     assert cause("\n".join(failed)) == "RuntimeError: nvcc was not found"
-    assert cause("a line\n\n") == "a line" and cause("") == "an empty log"
+    assert cause("a line\n\n") == "a line" and cause("") == "nothing in its log"
 
 
 def test_experts_of_another_shape_are_found(scene):
@@ -305,6 +311,59 @@ def test_experts_of_another_shape_are_found(scene):
     assert "found none" in faults(ROLLOUT)[0]
     assert "numbers of [*, 4, 2]" in faults(rollout(tokens - 1, 8))[0]
     assert "below 8" in faults(rollout(tokens, 9))[0] and "several" in faults(rollout(tokens, 1))[0]
+
+
+@pytest.mark.parametrize("check", [check_decode_rate, check_routed_experts])
+def test_an_engine_that_could_not_finish_is_not_started(check, scene, tmp_path):
+    """A start of 60 s does not fit into what is left of 70 s."""
+    on_gpu = replace(scene, setting=replace(scene.setting, on_gpu=True))
+    arguments = [on_gpu, Recorder("engine", tmp_path / "findings"), Deadline(70)]
+    meeting = [None] if check is check_routed_experts else []
+    asyncio.run(check(*arguments, *meeting, start_s=60.0))
+    [found] = read_findings(tmp_path / "findings")
+    assert found.status == "not run" and "an engine started in 60 s), found 62 s left" in found.detail
+
+
+def test_a_trainer_that_never_answers_ends_at_a_limit_of_its_own(scene, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "CHECK_S", 0.05)
+    training = SimpleNamespace(log=tmp_path / "trainer.log")
+    training.log.write_text("RuntimeError: no NCCL\nwaiting\n")
+    record = Recorder("engine", tmp_path / "findings")
+
+    async def scenario():
+        stuck = asyncio.create_task(asyncio.sleep(60))
+        await engine._with_trainer(scene, record, None, None, training, stuck, Deadline(100))
+
+    asyncio.run(asyncio.wait_for(scenario(), 5))
+    found = {f.check.removeprefix("engine/"): f for f in read_findings(tmp_path / "findings")}
+    assert {name: f.status for name, f in found.items()} == {
+        "trainer parity": "failed", "update": "not run", "probe": "not run",
+    }  # fmt: skip
+    assert found["trainer parity"].detail.endswith("found none; trainer.log: RuntimeError: no NCCL")
+
+
+def test_a_second_call_does_not_read_the_logs_of_the_first(tmp_path):
+    for name in ("engine-0", "trainer"):
+        (tmp_path / "engine" / f"{name}.log").parent.mkdir(exist_ok=True)
+        (tmp_path / "engine" / f"{name}.log").write_text("RuntimeError: of the first call\n")
+    make_scene(setting(tmp_path), start_s=10)
+    assert not list((tmp_path / "engine").glob("*.log"))
+
+
+def test_vllm_logs_what_the_checks_read_whatever_the_user_has_set(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "environ", {"VLLM_LOGGING_LEVEL": "WARNING", "WANDB_MODE": "online"})
+    prepare_environment(setting(tmp_path))
+    assert (os.environ["VLLM_LOGGING_LEVEL"], os.environ["WANDB_MODE"]) == ("INFO", "online")
+
+
+def test_rates_that_no_plan_accepts_are_left_out(tmp_path):
+    found = {"gpu": "h200", "engine_step_ms": 2.0, "hbm_efficiency": 1.2, "engine_overhead_gib": -0.5}
+    data, left_out = within_range(found)
+    assert data == {"gpu": "h200", "engine_step_ms": 2.0}
+    assert left_out == [
+        "engine_overhead_gib: expected a number of at least 0, found -0.5",
+        "hbm_efficiency: expected a number above 0 and at most 1, found 1.2",
+    ]
 
 
 def test_rates_are_the_planners_step_model_turned_round():

@@ -31,4 +31,15 @@ def test_the_table_of_parts_is_that_of_the_code():
     expected = [
         [f"`{p.name}`", p.what, f"{p.limit_s:g}", f"{p.quick_s:g}" if p.quick_s else "", str(p.gpus)] for p in PARTS
     ]
-    assert rows("The check") == expected
+    assert [row for row in rows("The check") if len(row) == 5] == expected
+
+
+def test_the_numbers_of_rows_are_those_of_the_code():
+    gpus = {part.name: part.gpus for part in PARTS}
+    needs = [max(gpus[check.split("/")[0]] for check in row.checks) for row in ROWS if row.checks]
+    one, two, eight = (sum(need <= count for need in needs) for count in (1, 2, 8))
+    assert f"{one} of {len(ROWS)} on one GPU, {two} on two, {eight} on eight" in PAGE
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf8")
+    pattern = r"checks (\d+)\s+of the \[table's\]\(.*?\) (\d+) rows on one GPU, .* and (\d+) on eight"
+    said = re.search(pattern, readme)
+    assert said and said.groups() == (str(one), str(len(ROWS)), str(eight))

@@ -1,4 +1,5 @@
 import json
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -141,9 +142,11 @@ def test_a_missed_target_is_no_failure_and_proves_nothing():
 
 def test_the_home_folder_is_not_told(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
-    told = result("wire", {"digest": "passed"})
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu-node-17")
+    told = result("wire", {"digest": "passed"}, host=socket.gethostname())
     write_report(report(told, command="check-gpu --out /home/somebody/x"), tmp_path)
     assert all("somebody" not in (tmp_path / name).read_text() for name in (NAME, PAGE))
+    assert all(socket.gethostname() not in (tmp_path / name).read_text() for name in (NAME, PAGE))
     assert "~/x" in (tmp_path / PAGE).read_text()
 
 

@@ -6,18 +6,21 @@ import asyncio
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
 import megatron_scalerl
+from megatron_scalerl.check_gpu import loop_run, loop_settings
+from megatron_scalerl.check_gpu.deadline import MARGIN_S, Deadline
 from megatron_scalerl.check_gpu.findings import Recorder, read_findings
-from megatron_scalerl.check_gpu.parts import loop, loop_run
-from megatron_scalerl.check_gpu.parts.loop_run import Command, read_run
-from megatron_scalerl.check_gpu.parts.tiny_task import recipe_path
+from megatron_scalerl.check_gpu.loop_run import GRACE_S, Command, read_run
+from megatron_scalerl.check_gpu.parts import loop
 from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.check_gpu.table import part_named
+from megatron_scalerl.check_gpu.tiny_task import recipe_path
 from megatron_scalerl.recipe_file import load_recipe
 
 EAGER, GRAPHS, MODEL = loop.RUNS
@@ -29,10 +32,12 @@ def setting(folder, **changes):
     return Setting(**values | changes, folder=str(folder), findings=str(folder / "findings.jsonl"))
 
 
-def write_run(folder, *, steps=10, mismatch=0.002, reward=0.1, pass_rate=0.4):
+def write_run(folder, *, steps=10, mismatch=0.002, reward=0.1, pass_rate=0.4, later=1.0, graphs=True):
+    """later: mismatch from the fourth step on, times that of the first three."""
     rows = [
         {
-            "step": step, "reward": reward, "mismatch_staleness_0": mismatch, "loss_tokens_staleness_0": 100.0,
+            "step": step, "reward": reward, "loss_tokens_staleness_0": 100.0, "step_seconds": 2.0,
+            "mismatch_staleness_0": mismatch if mismatch is None or step <= 3 else mismatch * later,
             "mismatch_mean": 9.0, "probe_mismatch_max": 0.1,
         }
         for step in range(1, steps + 1)
@@ -40,6 +45,9 @@ def write_run(folder, *, steps=10, mismatch=0.002, reward=0.1, pass_rate=0.4):
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [{"step": 0, "skipped": 1}, *rows]))
     (folder / "validation.jsonl").write_text("".join(json.dumps({"pass_rate": p}) + "\n" for p in (0.0, pass_rate)))
+    (folder / "logs").mkdir()
+    said = "Graph capturing finished in 3 secs, took 0.25 GiB" if graphs else "Skipping CUDA graph capture."
+    (folder / "logs" / "engine-0.log").write_text(f"enforce_eager=False\n{said}\n")
     return folder
 
 
@@ -79,17 +87,59 @@ def test_what_is_wrong_with_a_run_fails_it(written, detail, tmp_path):
     assert found.data["steps"] == written.get("steps", 10)
 
 
+@pytest.mark.parametrize(("graphs", "on_gpu", "status"), [(True, True, "passed"), (False, True, "failed")])
+def test_a_run_with_graphs_has_to_capture_them(graphs, on_gpu, status, tmp_path):
+    found = judged(tmp_path, GRAPHS, graphs=graphs, on_gpu=on_gpu)
+    assert found.status == status
+    assert ("expected CUDA graphs to be captured, found them on, no capture in its log" in found.detail) != graphs
+
+
+def test_all_limits_fit_into_the_part():
+    """Each run gets its own even if all before it were ended at theirs."""
+    left = part_named("loop").limit_s - MARGIN_S - loop.WARM_START_S - GRACE_S
+    for number, run in enumerate(loop.RUNS):
+        limit = loop.run_limit(left, number)
+        assert limit >= run.limit_s
+        left -= limit + GRACE_S
+    assert left == pytest.approx(0.0)
+
+
+def test_a_run_needs_what_an_eager_run_has_taken(tmp_path):
+    """30 s, 20 of them in 10 steps."""
+    eager = read_run(write_run(tmp_path / "run"), Command(seconds=30.0, code=0, output=""))
+    assert loop.needs(GRAPHS, {"eager": eager})[0] == pytest.approx(30.0 + GRAPHS.more_s)
+    assert loop.needs(MODEL, {"eager": eager})[0] == pytest.approx(10.0 + 3 * 2.0)
+    assert loop.needs(MODEL, {"eager": replace(eager, ended="code 1")})[0] == MODEL.limit_s
+    assert loop.needs(EAGER, {})[0] == EAGER.limit_s
+
+
+def test_a_run_that_could_not_finish_is_not_started(tmp_path, monkeypatch):
+    """The warm start is a stand-in that leaves 62 s."""
+
+    async def no_time(*_):
+        return None
+
+    monkeypatch.setattr(loop, "_warm_start", no_time)
+    one = setting(tmp_path)
+    record = Recorder("loop", Path(one.findings))
+    asyncio.run(loop._run(one, record, Deadline(62 + MARGIN_S), recipe_path(), tmp_path))
+    found = {f.check.removeprefix("loop/"): f for f in read_findings(Path(one.findings))}
+    assert found["eager"].status == "not run" and "expected 70 s of the part's time" in found["eager"].detail
+    assert found["graphs"].status == "not run"
+
+
 def test_without_a_warm_policy_no_pass_rate_is_asked_for_and_model_logits_have_no_bound(tmp_path):
     assert judged(tmp_path / "a", pass_rate=0.0, warm=False).status == "passed"
-    assert judged(tmp_path / "b", MODEL, steps=3, mismatch=0.2).status == "measured"
+    assert judged(tmp_path / "b", MODEL, steps=3, mismatch=0.2, pass_rate=0.0).status == "measured"
 
 
 @pytest.mark.parametrize(("exact", "coarse", "status"), [(0.01, 0.02, "passed"), (0.02, 0.01, "failed")])
-def test_fp32_logits_have_to_come_closer(exact, coarse, status, tmp_path):
+def test_fp32_logits_have_to_come_closer_in_the_same_steps(exact, coarse, status, tmp_path):
+    """What eager has after the third step, where the other run ends, does not count."""
     done = Command(seconds=1.0, code=0, output="")
     runs = {
-        name: read_run(write_run(tmp_path / name, mismatch=value), done)
-        for name, value in (("eager", exact), ("model logits", coarse))
+        name: read_run(write_run(tmp_path / name, mismatch=value, steps=steps, later=9.0), done)
+        for name, value, steps in (("eager", exact, 10), ("model logits", coarse, 3))
     }
     loop._compare(setting(tmp_path), Recorder("loop", tmp_path / "findings"), runs)
     [found] = read_findings(tmp_path / "findings")
@@ -102,13 +152,14 @@ def test_the_settings_of_every_run_are_a_recipe(size, warm, tmp_path):
     one = setting(tmp_path, size=size, on_gpu=size == "full")
     recipes = {}
     for run in loop.RUNS:
-        settings = loop.overrides(one, tmp_path, run, policy=tmp_path / "policy", warm=warm)
-        loop.check_overrides(recipe_path(), settings)
+        settings = loop_settings.overrides(one, tmp_path, run, policy=tmp_path / "policy", warm=warm)
+        loop_settings.check_overrides(recipe_path(), settings)
         recipes[run.check] = load_recipe(recipe_path(), settings)
     eager, graphs, model = (recipes[run.check] for run in loop.RUNS)
     assert (eager.policy.logits, graphs.policy.logits, model.policy.logits) == ("fp32", "fp32", "model")
     assert [r.engine.vllm["enforce_eager"] for r in (eager, graphs, model)] == [True, False, True]
     assert {r.weights.transport for r in recipes.values()} == {"gloo"}
+    assert [r.validation.every_steps > 0 for r in (eager, graphs, model)] == [True, True, False]
     assert {r.engine.vllm.get("gpu_memory_utilization") for r in recipes.values()} == {
         0.3 if size == "full" else None
     }
@@ -116,7 +167,9 @@ def test_the_settings_of_every_run_are_a_recipe(size, warm, tmp_path):
 
 
 def test_a_mistake_in_the_settings_costs_no_run(tmp_path, monkeypatch):
-    wrong = loop.Run(check="graphs", overrides=("engine.vllm.enforce_eagr=true",), steps=1, limit_s=1, on_cpu=False)
+    wrong = loop_settings.Run(
+        check="graphs", overrides=("engine.vllm.enforce_eagr=true",), steps=1, limit_s=1, on_cpu=False
+    )
     monkeypatch.setattr(loop, "RUNS", (EAGER, wrong, MODEL))
     loop.run(one := setting(tmp_path, size="toy"), Recorder("loop", Path(one.findings)))
     found = {f.check.removeprefix("loop/"): f for f in read_findings(Path(one.findings))}

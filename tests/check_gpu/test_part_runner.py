@@ -97,10 +97,31 @@ def test_a_rehearsal_hides_gpus_and_a_check_shows_them(tmp_path, monkeypatch):
     two = Machine(gpus=("A", "A"), no_gpu="", modules=(), details={})
     [hidden] = results([part("told", layers="plain")], tmp_path)
     [shown] = results([part("told", quick_s=33)], tmp_path, two, "quick")
-    assert hidden.findings[0].data == {"CUDA_VISIBLE_DEVICES": "", "MSRL_LAYERS": "plain", "HF_HUB_OFFLINE": "1"}
+    told = hidden.findings[0].data
+    assert (told["CUDA_VISIBLE_DEVICES"], told["MSRL_LAYERS"], told["HF_HUB_OFFLINE"]) == ("", "plain", "1")
     assert hidden.findings[1].data == {"on_gpu": False, "gpus": 0, "limit_s": pytest.approx(60, abs=10)}
     assert shown.findings[0].data["CUDA_VISIBLE_DEVICES"] == "3,5"
     assert shown.findings[1].data == {"on_gpu": True, "gpus": 2, "limit_s": pytest.approx(33, abs=10)}
+
+
+def test_what_is_compiled_at_run_time_stays_in_the_users_folder(tmp_path, monkeypatch):
+    """And the layers are the part's: what the user has set for runs is not what is reported."""
+    monkeypatch.setenv("MSRL_LAYERS", "te")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/tmp/anybody")
+    [found] = results([part("told")], tmp_path)
+    assert found.findings[0].data["MSRL_LAYERS"] is None
+    assert Path(found.findings[0].data["TRITON_CACHE_DIR"]).is_relative_to(tmp_path.resolve())
+
+
+def test_a_group_that_outlives_its_kill_costs_no_findings(tmp_path, monkeypatch):
+    """As one does while the driver gives 80 GB back. The stop is a stand-in."""
+
+    async def stop(process, grace):
+        raise RuntimeError(f"{process.name} still runs after SIGKILL")
+
+    monkeypatch.setattr("megatron_scalerl.check_gpu.runner.ChildProcess.stop", stop)
+    [found] = results([part("well")], tmp_path)
+    assert statuses(found) == ["passed", "passed"] and found.end == "well still runs after SIGKILL"
 
 
 def test_one_gpu_takes_at_most_25_minutes_and_quick_5():

@@ -12,9 +12,9 @@ import torch
 
 import megatron_scalerl
 from megatron_scalerl.check_gpu import logit_parity
+from megatron_scalerl.check_gpu.deadline import Deadline
 from megatron_scalerl.check_gpu.findings import Recorder
 from megatron_scalerl.check_gpu.own_group import ended_within, own_group
-from megatron_scalerl.check_gpu.parts.deadline import Deadline
 from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.logits import chosen_backend
 from megatron_scalerl.logits.choice import backend_names

@@ -14,17 +14,17 @@ from __future__ import annotations
 import asyncio
 import math
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
+from megatron_scalerl.check_gpu.deadline import Deadline, prepare_environment
+from megatron_scalerl.check_gpu.engine.checks import summary
 from megatron_scalerl.check_gpu.findings import Recorder
-from megatron_scalerl.check_gpu.parts.deadline import Deadline, prepare_environment
-from megatron_scalerl.check_gpu.parts.engine_checks import summary
-from megatron_scalerl.check_gpu.parts.loop_run import LoopRun, command, faults, read_run, sft_losses
-from megatron_scalerl.check_gpu.parts.tiny_task import SEED, fallback_backend, recipe_path, sft_steps, tiny_folder
+from megatron_scalerl.check_gpu.logs import CAPTURED
+from megatron_scalerl.check_gpu.loop_run import GRACE_S, LoopRun, command, faults, read_run, sft_losses
+from megatron_scalerl.check_gpu.loop_settings import Run, check_overrides, common, overrides
 from megatron_scalerl.check_gpu.setting import Setting
-from megatron_scalerl.recipe_file import load_recipe
-from megatron_scalerl.rollouts.engine_options import check_options
+from megatron_scalerl.check_gpu.tiny_task import recipe_path, sft_steps, tiny_folder
 from megatron_scalerl.tiny.tokenizer import MODEL_VOCABULARY
 
 WARM_START, COMPARISON = "warm start", "mismatch fp32 below model"
@@ -35,31 +35,23 @@ WARM_LOSS = 1.0
 """Nats a token that a whole warm start ends below; about 0.1 is left in the quit decision (the task's own noise)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """One `train` run."""
-
-    check: str
-    overrides: tuple[str, ...]
-    steps: int
-    limit_s: float
-    """On a GPU."""
-    on_cpu: bool
-
-
 RUNS = (
-    Run(check="eager", overrides=("engine.vllm.enforce_eager=true",), steps=10, limit_s=80, on_cpu=True),
-    Run(check="graphs", overrides=("engine.vllm.enforce_eager=false",), steps=10, limit_s=110, on_cpu=False),
+    Run(check="eager", overrides=("engine.vllm.enforce_eager=true",), steps=10, limit_s=70, on_cpu=True),
+    Run(
+        check="graphs", overrides=("engine.vllm.enforce_eager=false",), steps=10, limit_s=95, on_cpu=False,
+        more_s=30, captures=True,
+    ),
     Run(
         check="model logits",
         overrides=("engine.vllm.enforce_eager=true", "policy.logits=model", "weights.probe_tolerance=10"),
         steps=3,
         limit_s=60,
         on_cpu=False,
+        validates=False,
     ),
-)
-_NEEDS_S = 25.0
-"""Seconds below which no run is started: it would not come to its first step."""
+)  # fmt: skip
+WARM_START_S = 45.0
+"""Limit of the warm start on a GPU."""
 _NOT_ON_CPU = {
     "graphs": "there are no CUDA graphs on a CPU",
     "model logits": "the rehearsal is in fp32, where the two kinds of logits are one",
@@ -83,71 +75,43 @@ def run(setting: Setting, record: Recorder) -> None:
     asyncio.run(_run(setting, record, deadline, recipe, tiny))
 
 
-def check_overrides(recipe: Path, settings: list[str]) -> None:
-    """Raises ValueError for settings that a run would refuse."""
-    check_options(load_recipe(recipe, settings).engine.vllm)
-
-
-def common(setting: Setting, tiny: Path) -> list[str]:
-    """What warm start and runs have in common."""
-    found = [
-        f"seed={SEED}", f"output_dir={setting.scratch / 'loop'}", f"prompts.path={tiny / 'prompts.jsonl'}",
-        f"prompts.held_out_path={tiny / 'held_out.jsonl'}", f"sft.path={tiny / 'sft.jsonl'}",
-        f"sft.steps={sft_steps(setting)}", f"policy.dtype={'bfloat16' if setting.on_gpu else 'float32'}",
-    ]  # fmt: skip
-    return found
-
-
-def overrides(setting: Setting, tiny: Path, one: Run, *, policy: Path, warm: bool) -> list[str]:
-    """Of one run. warm: False has groups without a right answer trained too, so that there are steps."""
-    steps = 2 if setting.toy else one.steps
-    found = [
-        *common(setting, tiny), f"name={one.check.replace(' ', '_')}", f"policy.path={policy}", f"steps={steps}",
-        "weights.transport=gloo", "weights.probe_every=1", "weights.timeout_s=60", "checkpoint.every_steps=0",
-        "optimizer.warmup_steps=1", f"validation.every_steps={steps}", "engine.start_timeout_s=150",
-        "trainer.start_timeout_s=150", "trainer.step_timeout_s=100", "engine.stall_timeout_s=60",
-        "engine.first_token_timeout_s=60", *one.overrides,
-    ]  # fmt: skip
-    if setting.toy:
-        found += [
-            "rollouts.groups_per_batch=4", "rollouts.group_size=4", "rollouts.max_in_flight=32",
-            "validation.prompts=8", "validation.generations=1", "validation.end_generations=1",
-        ]  # fmt: skip
-    else:
-        found += ["validation.prompts=100", "validation.generations=2", "validation.end_generations=2"]
-    if setting.on_gpu:
-        found += ["engine.vllm.gpu_memory_utilization=0.3", "rewards.workers=4"]
-    if (backend := fallback_backend(setting)) is not None:
-        found.append(f"engine.vllm.attention_backend={backend}")
-    if setting.toy or not warm:
-        found.append("filters.zero_variance=false")
-    return found
-
-
 async def _run(setting: Setting, record: Recorder, deadline: Deadline, recipe: Path, tiny: Path) -> None:
     folder = setting.scratch / "loop"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     policy = await _warm_start(setting, record, deadline, recipe, tiny)
     done: dict[str, LoopRun] = {}
-    for one in RUNS:
+    for number, one in enumerate(RUNS):
         if not (setting.on_gpu or one.on_cpu):
             record.not_run(one.check, _NOT_ON_CPU[one.check])
             continue
-        if deadline.left() < _NEEDS_S:
-            record.not_run(
-                one.check, f"expected {_NEEDS_S:g} s of the part's time, {deadline.left():.0f} s were left"
-            )
+        short = deadline.short_of(*needs(one, done)) if setting.on_gpu else ""
+        if short:
+            record.not_run(one.check, short)
             continue
         settings = overrides(setting, tiny, one, policy=policy or tiny / "base_policy", warm=policy is not None)
         found = await command(
             ["train", str(recipe), *settings],
             folder / f"train-{one.check.replace(' ', '_')}.log",
-            limit_s=deadline.left(one.limit_s if setting.on_gpu else math.inf),
+            limit_s=run_limit(deadline.left(), number) if setting.on_gpu else deadline.left(),
         )
         done[one.check] = read_run(folder / one.check.replace(" ", "_"), found)
         _judge(setting, record, one, done[one.check], warm=policy is not None)
     _compare(setting, record, done)
+
+
+def needs(one: Run, done: Mapping[str, LoopRun]) -> tuple[float, str]:
+    """(Seconds that a run needs, where the number comes from): from the time that an eager run has taken."""
+    seconds = done["eager"].expected_seconds(one.steps) if "eager" in done else math.nan
+    if not math.isfinite(seconds):
+        return one.limit_s, "no eager run to measure it from"
+    return seconds + one.more_s, f"from {done['eager'].seconds:.0f} s of the eager run"
+
+
+def run_limit(left_s: float, number: int) -> float:
+    """Seconds that the run RUNS[number] may take of `left_s`, so that every later one can have its own limit."""
+    later = sum(one.limit_s + GRACE_S for one in RUNS[number + 1 :])
+    return max(left_s - later - GRACE_S, min(left_s, RUNS[number].limit_s))
 
 
 async def _warm_start(
@@ -160,7 +124,7 @@ async def _warm_start(
     done = await command(
         ["sft", str(recipe), *settings, "--out", str(out)],
         setting.scratch / "loop" / "sft.log",
-        limit_s=deadline.left(60 if setting.on_gpu else math.inf),
+        limit_s=deadline.left(WARM_START_S if setting.on_gpu else math.inf),
     )
     losses, made = sft_losses(done.output), (out / "config.json").is_file()
     if done.code != 0 or not made or not losses:
@@ -178,13 +142,17 @@ async def _warm_start(
 
 
 def _judge(setting: Setting, record: Recorder, one: Run, found: LoopRun, *, warm: bool) -> None:
-    wrong = faults(found, steps=2 if setting.toy else one.steps, warm=warm and not setting.toy)
+    steps = 2 if setting.toy else one.steps
+    wrong = faults(found, steps=steps, warm=warm and not setting.toy, validated=one.validates)
+    if one.captures and setting.on_gpu and not found.facts["cuda_graphs"].startswith(CAPTURED):
+        wrong.append(f"expected CUDA graphs to be captured, found them {found.facts['cuda_graphs']}")
     if wrong:
         record.holds(one.check, False, summary(wrong, ""), found.data())
         return
+    rates = " to ".join(f"{rate:.3g}" for rate in found.pass_rates) or "not measured"
     detail = (
         f"mean |trainer - engine log-prob| of {found.mismatch_tokens:.0f} tokens, {found.steps} steps in "
-        f"{found.seconds:.0f} s with start; pass rate {' to '.join(f'{rate:.3g}' for rate in found.pass_rates)}; "
+        f"{found.seconds:.0f} s with start; pass rate {rates}; "
         f"attention {found.facts['attention_backend']}, CUDA graphs {found.facts['cuda_graphs']}"
     )
     # bfloat16 logits have an error of their own, which the comparison shows; they get no bound
@@ -193,11 +161,16 @@ def _judge(setting: Setting, record: Recorder, one: Run, found: LoopRun, *, warm
 
 
 def _compare(setting: Setting, record: Recorder, done: dict[str, LoopRun]) -> None:
-    """The mean distance with fp32 logits over that with the policy's own."""
+    """The mean distance with fp32 logits over that with the policy's own, in the same first steps.
+
+    Later the policy is another one, with other distances.
+    """
     if not setting.on_gpu:
         record.not_run(COMPARISON, _NOT_ON_CPU[COMPARISON])
         return
-    exact, coarse = (done[name].mismatch if name in done else math.nan for name in ("eager", "model logits"))
+    runs = [done[name] for name in ("eager", "model logits") if name in done]
+    steps = min((one.steps for one in runs), default=0)
+    exact, coarse = (one.mismatch_until(steps) for one in runs) if len(runs) == 2 else (math.nan, math.nan)
     if not (math.isfinite(exact) and math.isfinite(coarse) and coarse > 0):
         record.not_run(COMPARISON, f"expected the mismatch of both runs, found {exact:.3g} and {coarse:.3g} nats")
         return
@@ -206,5 +179,5 @@ def _compare(setting: Setting, record: Recorder, done: dict[str, LoopRun]) -> No
         exact / coarse,
         "ratio",
         at_most=1.0,
-        detail=f"{exact:.3g} nats with fp32 logits, {coarse:.3g} with bfloat16 logits",
+        detail=f"{exact:.3g} nats with fp32 logits, {coarse:.3g} with bfloat16 logits, in {steps} steps of each",
     )

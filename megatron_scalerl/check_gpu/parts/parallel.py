@@ -16,13 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_scalerl.check_gpu.deadline import Deadline, prepare_environment
 from megatron_scalerl.check_gpu.distances import Distance, judge
 from megatron_scalerl.check_gpu.findings import Recorder
 from megatron_scalerl.check_gpu.layouts import case_for
-from megatron_scalerl.check_gpu.parts import loop
-from megatron_scalerl.check_gpu.parts.deadline import Deadline, prepare_environment
-from megatron_scalerl.check_gpu.parts.loop_run import command, faults, read_run
-from megatron_scalerl.check_gpu.parts.tiny_task import recipe_path, tiny_folder
+from megatron_scalerl.check_gpu.loop_run import command, faults, read_run
+from megatron_scalerl.check_gpu.loop_settings import Run, check_overrides, overrides
 from megatron_scalerl.check_gpu.ranks import run_ranks
 from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.check_gpu.step_parity import (
@@ -38,11 +37,12 @@ from megatron_scalerl.check_gpu.step_parity import (
     without_ties,
 )
 from megatron_scalerl.check_gpu.table import PARALLEL, Layers
+from megatron_scalerl.check_gpu.tiny_task import recipe_path, tiny_folder
 
 _KINDS = ("llama", "qwen3_moe")
-_OVER_NCCL = loop.Run(
+_OVER_NCCL = Run(
     check="broadcast",
-    overrides=("weights.transport=nccl", "engine.vllm.enforce_eager=true"),
+    overrides=("engine.vllm.enforce_eager=true",),
     steps=3,
     limit_s=90,
     on_cpu=False,
@@ -172,9 +172,8 @@ def distances(
 def _broadcast(setting: Setting, record: Recorder, deadline: Deadline) -> None:
     """A short run with the trainer on one GPU and the engine on another: every update goes over NCCL."""
     recipe, tiny = recipe_path(), tiny_folder(setting)
-    settings = loop.overrides(setting, tiny, _OVER_NCCL, policy=tiny / "base_policy", warm=False)
-    settings = [text for text in settings if text != "weights.transport=gloo"]
-    loop.check_overrides(recipe, settings)
+    settings = overrides(setting, tiny, _OVER_NCCL, policy=tiny / "base_policy", warm=False, transport="nccl")
+    check_overrides(recipe, settings)
     if not setting.on_gpu:
         record.not_run("broadcast", "NCCL needs two GPUs; the part loop runs the same command over gloo")
         return

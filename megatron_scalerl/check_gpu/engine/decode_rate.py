@@ -12,35 +12,42 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_scalerl.check_gpu.deadline import Deadline
+from megatron_scalerl.check_gpu.engine.processes import Serving, serve
+from megatron_scalerl.check_gpu.engine.random_policy import write_config_only
+from megatron_scalerl.check_gpu.engine.scene import Scene, engine_options, recipe_of
 from megatron_scalerl.check_gpu.findings import Recorder
-from megatron_scalerl.check_gpu.parts.deadline import Deadline
-from megatron_scalerl.check_gpu.parts.engine_scene import Scene, engine_options, recipe_of
-from megatron_scalerl.check_gpu.parts.processes import Serving, serve
-from megatron_scalerl.check_gpu.parts.random_policy import write_config_only
+from megatron_scalerl.plan.assumptions import check_number, described
 from megatron_scalerl.plan.counting import Parameters, count, load_family
-from megatron_scalerl.plan.hardware import GIB, GPUS
+from megatron_scalerl.plan.hardware import GIB, GPUS, gpu_of_device
 from megatron_scalerl.rollouts.engine_client import EngineClient, SamplingSpec
 
 CHECK = "decode rate"
 BATCHES = (1, 64)
-_NEEDS_S = 55.0
+_RUN_S = 25.0
+"""Assumed of graph capture and of the measurements, beyond the start of an eager engine."""
 _KV_BYTES = 4 * GIB
 _SHORT, _LONG = 16, 144
 """Tokens of the two measurements whose difference is taken."""
-_BY_NAME = {"H100 80GB HBM3": "h100-80g", "H200": "h200", "GB200": "gb200"}
-"""Part of nvidia-smi's name -> row of the planner's table."""
+_RELEASE_S = 5.0
+"""For the driver to take back the memory of an engine that has ended."""
 
 
-async def check_decode_rate(scene: Scene, record: Recorder, deadline: Deadline) -> None:
-    """Raises RuntimeError where an engine does not start. Records CHECK otherwise."""
+async def check_decode_rate(scene: Scene, record: Recorder, deadline: Deadline, *, start_s: float) -> None:
+    """Raises RuntimeError where an engine does not start. Records CHECK otherwise.
+
+    start_s: what the start of an eager engine took here.
+    """
     if not scene.setting.on_gpu:
         record.not_run(CHECK, "a CPU's rate is not what the planner assumes of a GPU")
         return
-    if deadline.left() < _NEEDS_S:
-        record.not_run(CHECK, f"expected {_NEEDS_S:g} s of the part's time, {deadline.left():.0f} s were left")
+    short = deadline.short_of(start_s + _RUN_S, f"an engine started in {start_s:.0f} s")
+    if short:
+        record.not_run(CHECK, short)
         return
     graphs: dict[str, Any] = {
         "enforce_eager": False,
@@ -51,11 +58,11 @@ async def check_decode_rate(scene: Scene, record: Recorder, deadline: Deadline) 
         },
     }
     large = write_config_only(scene.folder / "one_b")
-    common, start_s = engine_options(scene.setting) | graphs, deadline.left(120)
+    common, limit_s = engine_options(scene.setting) | graphs, deadline.left() - _RUN_S
     recipes = (
-        recipe_of(scene.setting, Path(scene.recipe.policy.path), start_s=start_s, vllm=common),
+        recipe_of(scene.setting, Path(scene.recipe.policy.path), start_s=limit_s, vllm=common),
         recipe_of(
-            scene.setting, large, start_s=start_s,
+            scene.setting, large, start_s=limit_s,
             vllm=common | {"load_format": "dummy", "kv_cache_memory_bytes": _KV_BYTES},
         ),
     )  # fmt: skip
@@ -81,13 +88,15 @@ async def _measure(record: Recorder, small: Serving, large: Serving, parameters:
     }
     held = _used_bytes()
     await large.process.stop()
-    freed = None if held is None else held - (_used_bytes() or held)
-    data = rates(seconds["tiny"], seconds["1b"], parameters, gpu=_gpu(), freed_bytes=freed)
+    freed = None if held is None else await _freed(held, 2 * parameters.total + _KV_BYTES)
+    gpu = gpu_of_device(_nvidia_smi("name") or "")
+    found = rates(seconds["tiny"], seconds["1b"], parameters, gpu=gpu, freed_bytes=freed)
+    data, left_out = within_range(found)
     rate = BATCHES[-1] / seconds["1b"][BATCHES[-1]]
     detail = (
         f"1B shape, bf16, {BATCHES[-1]} completions, CUDA graphs ({large.facts['cuda_graphs']}), no torch.compile; "
         f"a step of one completion takes {seconds['1b'][1] * 1e3:.3g} ms, of a tiny policy "
-        f"{seconds['tiny'][1] * 1e3:.3g} ms"
+        f"{seconds['tiny'][1] * 1e3:.3g} ms" + "".join(f"; left out: {text}" for text in left_out)
     )
     record.measured(CHECK, rate, "tokens/s", detail=detail, data=data)
 
@@ -114,9 +123,22 @@ def rates(
     rest = large[1] - tiny[1]
     if gpu is not None and rest > 0:
         data["hbm_efficiency"] = read / rest / GPUS[gpu].memory_bytes_per_second
-    if freed_bytes:
+    if freed_bytes is not None:
         data["engine_overhead_gib"] = (freed_bytes - 2 * parameters.total - _KV_BYTES) / GIB
     return data
+
+
+def within_range(found: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """(`found` without the planner's assumptions that are out of their range, what was left out and why)."""
+    known = {field.name for field in described()}
+    data, left_out = dict(found), []
+    for name in known & found.keys():
+        try:
+            check_number(name, found[name])
+        except ValueError as error:
+            left_out.append(f"{name}: {error}")
+            del data[name]
+    return data, sorted(left_out)
 
 
 async def step_seconds(client: EngineClient, batch: int) -> float:
@@ -133,9 +155,16 @@ async def step_seconds(client: EngineClient, batch: int) -> float:
     return (await timed(_LONG) - short) / (_LONG - _SHORT)
 
 
-def _gpu() -> str | None:
-    name = _nvidia_smi("name") or ""
-    return next((row for part, row in _BY_NAME.items() if part in name), None)
+async def _freed(held: int, expected: int) -> int | None:
+    """Bytes that the GPU has got back of `held`, as soon as there are `expected`, else after _RELEASE_S."""
+    end = time.monotonic() + _RELEASE_S
+    while True:
+        used = _used_bytes()
+        if used is None:
+            return None
+        if held - used >= expected or time.monotonic() > end:
+            return held - used
+        await asyncio.sleep(0.5)
 
 
 def _used_bytes() -> int | None:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.check_gpu.parts.random_policy import write_dense
-from megatron_scalerl.check_gpu.parts.tiny_task import fallback_backend, tiny_folder
+from megatron_scalerl.check_gpu.engine.random_policy import write_dense
 from megatron_scalerl.check_gpu.setting import Setting
+from megatron_scalerl.check_gpu.tiny_task import fallback_backend, tiny_folder
 from megatron_scalerl.preflight import Inputs, check_inputs
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.engine_options import check_options
@@ -81,6 +81,8 @@ def make_scene(setting: Setting, start_s: float) -> Scene:
     """Write the policies and check the inputs. start_s: for a process to start."""
     folder = setting.scratch / "engine"
     folder.mkdir(parents=True, exist_ok=True)
+    for log in folder.glob("*.log"):  # of an earlier call: processes append to theirs
+        log.unlink()
     dtype = "bfloat16" if setting.on_gpu else "float32"
     first, other = (write_dense(folder / f"dense_{seed}", seed=seed, dtype=dtype, toy=setting.toy) for seed in (0, 1))
     recipe = recipe_of(setting, first, start_s=start_s, vllm=engine_options(setting))

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_scalerl.tiny.families import make
 from megatron_scalerl.tiny.tokenizer import BOS_ID, EOS_ID, PAD_ID, save_tokenizer
 
 LOGIT_STD = 3.0
@@ -45,9 +47,7 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 def write_dense(folder: Path, *, seed: int, dtype: str, toy: bool) -> Path:
     """A Llama with grouped queries and a tokenizer, in `dtype`."""
-    from transformers import LlamaConfig
-
-    return _write(LlamaConfig(**_COMMON | (_SMALL if toy else _MIDDLE) | _HEADS), folder, seed, dtype)
+    return _write("llama", folder, seed, dtype, **(_SMALL if toy else _MIDDLE))
 
 
 def write_experts(folder: Path, *, seed: int, dtype: str) -> Path:
@@ -55,10 +55,7 @@ def write_experts(folder: Path, *, seed: int, dtype: str) -> Path:
 
     So rounding decides between the two, and an engine and a trainer without replay often take different ones.
     """
-    from transformers import Qwen3MoeConfig
-
-    config = Qwen3MoeConfig(**_COMMON | _MIDDLE | _HEADS | EXPERTS, norm_topk_prob=True, mlp_only_layers=[])
-    return _write(config, folder, seed, dtype)
+    return _write("qwen3_moe", folder, seed, dtype, **_MIDDLE, **EXPERTS, mlp_only_layers=[])
 
 
 def write_config_only(folder: Path) -> Path:
@@ -71,13 +68,13 @@ def write_config_only(folder: Path) -> Path:
     return folder
 
 
-@torch.no_grad()
-def _write(config: Any, folder: Path, seed: int, dtype: str) -> Path:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
+def _write(kind: str, folder: Path, seed: int, dtype: str, **shape: Any) -> Path:
+    make(kind, folder, dtype=getattr(torch, dtype), init=partial(_fill, seed=seed), **_COMMON, **_HEADS, **shape)
+    save_tokenizer(folder)
+    return folder
 
-    disable_progress_bar()
-    model = AutoModelForCausalLM.from_config(config).float()
+
+def _fill(model: Any, *, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         if parameter.dim() == 1:
@@ -86,20 +83,14 @@ def _write(config: Any, folder: Path, seed: int, dtype: str) -> Path:
         parameter.normal_(0.0, std, generator=generator)
         if ".gate.weight" in name:  # a router: rows 2i and 2i + 1 differ by a step or less of bfloat16
             parameter[1::2] = parameter[0::2] * (1 + 2.0**-8)
-    model.to(getattr(torch, dtype)).save_pretrained(folder)
-    save_tokenizer(folder)
-    return folder
 
 
 class Reference:
     """transformers' model of a folder on the CPU, in fp32 and in bfloat16 with fp32 logits."""
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self._exact = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, trust_remote_code=False
-        ).eval()
+        self._folder = folder
+        self._exact = _loaded(folder, torch.float32)
         self._rounded: Any = None
 
     def logprobs(self, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
@@ -109,10 +100,15 @@ class Reference:
     def rounded(self, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
         """[T] the same with weights and activations in bfloat16 and logits in fp32."""
         if self._rounded is None:
-            from copy import deepcopy
-
-            self._rounded = deepcopy(self._exact).bfloat16()
+            self._rounded = _loaded(self._folder, torch.bfloat16)
         return _logprobs(self._rounded, self._rounded.lm_head.weight.float(), prompt, completion)
+
+
+def _loaded(folder: Path, dtype: torch.dtype) -> Any:
+    """Rotary frequencies stay fp32, as they do not in a model that is converted after it was built."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval()
 
 
 @torch.no_grad()

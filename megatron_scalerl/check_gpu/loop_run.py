@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.check_gpu.findings import finite
-from megatron_scalerl.check_gpu.parts.logs import cause, read_log, serving_facts
+from megatron_scalerl.check_gpu.logs import cause, last_line, read_log, serving_facts
 from megatron_scalerl.jsonl import read_jsonl
 from megatron_scalerl.launch.processes import ChildProcess
 
-_GRACE_S = 4.0
+GRACE_S = 4.0
+"""For a command that is ended."""
 _SFT_LOSS = re.compile(r"sft step \d+/\d+ +loss ([\d.naif-]+)")
 
 
@@ -37,7 +38,7 @@ class Command:
         if self.code == 0:
             return ""
         if self.code is None:
-            return f"ended after its {self.seconds:.0f} s; last line: {_last(self.output)}"
+            return f"ended after its {self.seconds:.0f} s; last line: {last_line(self.output)}"
         return f"ended with exit code {self.code}: {cause(self.output)}"
 
 
@@ -53,7 +54,7 @@ async def command(arguments: Sequence[str], log: Path, *, limit_s: float) -> Com
     except TimeoutError:
         pass
     finally:
-        await process.stop(_GRACE_S)
+        await process.stop(GRACE_S)
     return Command(seconds=time.monotonic() - begin, code=code, output=read_log(log))
 
 
@@ -71,9 +72,10 @@ class LoopRun:
     seconds: float
     steps: int
     """Optimizer steps made."""
-    mismatch: float
-    """Mean |trainer - engine log-prob| (nats) over tokens that the very weights that train sampled; NaN without."""
-    mismatch_tokens: float
+    fresh: tuple[tuple[int, float, float], ...]
+    """(step, mean |trainer - engine log-prob| (nats), tokens), of tokens that the very weights that train sampled."""
+    step_seconds: tuple[float, ...]
+    """Of each step; the rest of `seconds` is start, validations and end."""
     probe: float
     """Largest distance on the probe (nats); NaN without a probe."""
     rewards: tuple[float, ...]
@@ -83,11 +85,35 @@ class LoopRun:
     facts: dict[str, str]
     """See `logs.serving_facts`."""
 
+    @property
+    def mismatch(self) -> float:
+        """Mean over all steps (nats); NaN without tokens."""
+        return self.mismatch_until(self.steps)
+
+    @property
+    def mismatch_tokens(self) -> float:
+        """Tokens of `mismatch`."""
+        return sum(tokens for _, _, tokens in self.fresh)
+
+    def mismatch_until(self, step: int) -> float:
+        """Mean over the tokens of the first steps, up to `step` (nats); NaN without tokens."""
+        counted = [(mean, tokens) for at, mean, tokens in self.fresh if at <= step]
+        tokens = sum(number for _, number in counted)
+        return sum(mean * number for mean, number in counted) / tokens if tokens else math.nan
+
+    def expected_seconds(self, steps: int) -> float:
+        """Of a run like this one with that many steps; NaN where this one did not come to its end."""
+        if self.ended or not self.step_seconds:
+            return math.nan
+        stepping = sum(self.step_seconds)
+        return self.seconds - stepping + steps * stepping / len(self.step_seconds)
+
     def data(self) -> dict[str, Any]:
         """For a finding: JSON types."""
         found: dict[str, Any] = finite(
             {
                 "seconds": self.seconds,
+                "step_seconds": self.step_seconds,
                 "steps": self.steps,
                 "mismatch_mean": self.mismatch,
                 "mismatch_tokens": self.mismatch_tokens,
@@ -104,10 +130,10 @@ def read_run(folder: Path, done: Command) -> LoopRun:
     """What the files of a run say, also of one that was cut off. done: the command that made it."""
     rows = [r for r in _rows(folder / "metrics.jsonl") if "skipped" not in r]
     fresh = [
-        (_number(r, "mismatch_staleness_0"), r[count]) for r in rows if (count := "loss_tokens_staleness_0") in r
+        (int(r["step"]), _number(r, "mismatch_staleness_0"), float(r[count]))
+        for r in rows
+        if (count := "loss_tokens_staleness_0") in r
     ]
-    tokens = sum(number for _, number in fresh)
-    summed = sum(mismatch * number for mismatch, number in fresh)
     ended = done.why()
     if ended:
         logs = sorted((folder / "logs").glob("*.log"))
@@ -117,8 +143,8 @@ def read_run(folder: Path, done: Command) -> LoopRun:
         ended=ended,
         seconds=done.seconds,
         steps=max((r["step"] for r in rows), default=0),
-        mismatch=summed / tokens if tokens else math.nan,
-        mismatch_tokens=tokens,
+        fresh=tuple(fresh),
+        step_seconds=tuple(_number(r, "step_seconds") for r in rows if "step_seconds" in r),
         probe=max((_number(r, "probe_mismatch_max") for r in rows if "probe_mismatch_max" in r), default=math.nan),
         rewards=tuple(_number(r, "reward") for r in rows),
         pass_rates=tuple(r["pass_rate"] for r in _rows(folder / "validation.jsonl")),
@@ -126,13 +152,15 @@ def read_run(folder: Path, done: Command) -> LoopRun:
     )
 
 
-def faults(run: LoopRun, *, steps: int, warm: bool) -> list[str]:
+def faults(run: LoopRun, *, steps: int, warm: bool, validated: bool = True) -> list[str]:
     """What is wrong with a run of `steps` steps. warm: its policy has learnt something before."""
     found = [run.ended] if run.ended else []
     if run.steps != steps:
         found.append(f"expected {steps} steps, found {run.steps} in {run.seconds:.0f} s")
     if not run.rewards or not all(map(math.isfinite, run.rewards)):
         found.append(f"expected a finite reward in each step, found {list(run.rewards)}")
+    if not validated:
+        return found
     rates = run.pass_rates
     if not rates or not all(0.0 <= rate <= 1.0 for rate in rates) or (warm and max(rates) == 0.0):
         expected = "above 0" if warm else "from 0 to 1"
@@ -148,7 +176,3 @@ def _number(row: dict[str, Any], key: str) -> float:
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     return read_jsonl(path) if path.exists() else []
-
-
-def _last(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "none")

@@ -8,7 +8,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_scalerl.check_gpu.parts.logs import cause, read_log, serving_facts
+from megatron_scalerl.check_gpu.logs import cause, read_log, serving_facts
 from megatron_scalerl.launch.local import start_rank
 from megatron_scalerl.launch.processes import ChildProcess
 from megatron_scalerl.recipe import Recipe
@@ -53,7 +53,7 @@ class Training:
 
     def __init__(self, recipe: Recipe, folder: Path, name: str, rendezvous: FolderRendezvous) -> None:
         self._recipe, self._file = recipe, folder / f"{name}.yaml"
-        self._log = folder / f"{name}.log"
+        self.log = folder / f"{name}.log"
         self._process: ChildProcess | None = None
         self.client = TrainerClient(
             world_size=1,
@@ -67,13 +67,13 @@ class Training:
     async def start(self) -> TrainerInfo:
         """Start the rank and wait until its policy is built. Raises RuntimeError: one line with the cause."""
         self._file.write_text(dump_recipe(self._recipe), encoding="utf8")
-        self._process = await start_rank(self._recipe, self.client, rank=0, recipe_file=self._file, log=self._log)
+        self._process = await start_rank(self._recipe, self.client, rank=0, recipe_file=self._file, log=self.log)
         ready = asyncio.create_task(self.client.wait_ready(self._recipe.trainer.start_timeout_s))
         ended = asyncio.create_task(self._process.ended())
         try:
             await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not ready.done():
-                raise RuntimeError(f"trainer ended with {ended.result()}: {cause(read_log(self._log))}")
+                raise RuntimeError(f"trainer ended with {ended.result()}: {cause(read_log(self.log))}")
             return ready.result()
         finally:
             ready.cancel()

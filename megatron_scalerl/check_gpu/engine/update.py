@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from megatron_scalerl.check_gpu.deadline import CHECK_S, limited
+from megatron_scalerl.check_gpu.engine.checks import summary, until
+from megatron_scalerl.check_gpu.engine.parity import bound_for, gap, record_gap, sampled
+from megatron_scalerl.check_gpu.engine.processes import Serving, Training
+from megatron_scalerl.check_gpu.engine.random_policy import Reference
+from megatron_scalerl.check_gpu.engine.scene import Scene
 from megatron_scalerl.check_gpu.findings import Recorder
-from megatron_scalerl.check_gpu.parts.deadline import CHECK_S, limited
-from megatron_scalerl.check_gpu.parts.engine_checks import summary, until
-from megatron_scalerl.check_gpu.parts.engine_scene import Scene
-from megatron_scalerl.check_gpu.parts.parity import bound_for, distance, record_distance, sampled
-from megatron_scalerl.check_gpu.parts.processes import Serving, Training
-from megatron_scalerl.check_gpu.parts.random_policy import Reference
 from megatron_scalerl.launch.fleet import Devices, Fleet
 from megatron_scalerl.probe import Probe
 from megatron_scalerl.rollouts.engine_client import EngineClient, SamplingSpec
@@ -52,14 +52,12 @@ async def check_update(
         exact = [
             v for p, r in zip(prompts, rollouts) for v in sampled(r, reference.logprobs(p.token_ids, r.token_ids))
         ]
-        apart = {"trainer": distance(trainer, exact).mean, "engine": distance(engine, exact).mean}
+        apart = {"trainer": gap(trainer, exact).mean, "engine": gap(engine, exact).mean}
         detail = (
             f"{len(engine)} tokens; from transformers in fp32 the trainer is {apart['trainer']:.2g} and the engine "
             f"{apart['engine']:.2g} away"
         )
-        record_distance(
-            record, "trainer parity", distance(trainer, engine), bound, detail, scene.dtype, from_fp32=apart
-        )
+        record_gap(record, "trainer parity", gap(trainer, engine), bound, detail, scene.dtype, from_fp32=apart)
     async with limited(record, "probe", CHECK_S, log):
         assert training.client.info is not None
         fleet = Fleet(
@@ -89,7 +87,7 @@ async def _update(scene: Scene, client: EngineClient, training: Training) -> tup
     await until(client, start + 12)
     update = await sync.publish(VERSION)
     [rollout] = await running
-    changed = distance(before, await client.score(fixed)).mean
+    changed = gap(before, await client.score(fixed)).mean
     versions = rollout.policy_versions
     at = versions.index(VERSION) if VERSION in versions else len(versions)
     faults = []
@@ -109,8 +107,8 @@ async def _after_update(scene: Scene, training: Training, prompt: Prompt, rollou
     new = scored[len(prompt.token_ids) - 1 :]
     reference = Reference(scene.other)
     bound = bound_for(scene.dtype, reference, [prompt.token_ids], [rollout])
-    found = distance(new[at:], rollout.rollout_logprobs[at:])
-    value = found.mean if bound.statistic == "mean" else found.largest
+    found = gap(new[at:], rollout.rollout_logprobs[at:])
+    value = bound.of(found)
     if value <= bound.nats:
         return []
     return [f"after the update: expected log-probs within {bound.nats:.2g} nats of the trainer's, found {value:.2g}"]

@@ -9,20 +9,20 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_scalerl.batch import pack
+from megatron_scalerl.check_gpu.deadline import Deadline
+from megatron_scalerl.check_gpu.engine.checks import summary
+from megatron_scalerl.check_gpu.engine.processes import Training, serve
+from megatron_scalerl.check_gpu.engine.random_policy import EXPERTS, LAYERS, write_experts
+from megatron_scalerl.check_gpu.engine.scene import Scene, engine_options, recipe_of
 from megatron_scalerl.check_gpu.findings import Recorder
-from megatron_scalerl.check_gpu.parts.deadline import Deadline
-from megatron_scalerl.check_gpu.parts.engine_checks import summary
-from megatron_scalerl.check_gpu.parts.engine_scene import Scene, engine_options, recipe_of
-from megatron_scalerl.check_gpu.parts.processes import Training, serve
-from megatron_scalerl.check_gpu.parts.random_policy import EXPERTS, LAYERS, write_experts
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rendezvous import FolderRendezvous
 from megatron_scalerl.rollouts.engine_client import EngineClient, SamplingSpec
 from megatron_scalerl.types import Prompt, Rollout, Sample
 
 CHECK = "routed experts"
-_NEEDS_S = 45.0
-"""Seconds below which it is not started."""
+_RUN_S = 20.0
+"""Assumed of eight completions and two training steps, once engine and trainer are up."""
 _SHARE = 0.7
 """Largest share of the mismatch that may be left with the engine's experts. With transformers in bfloat16 in the
 engine's place and a trainer in fp32 it is 0.3: the nearly equal experts of this policy make the rest."""
@@ -43,15 +43,21 @@ def replay_recipe(scene: Scene, start_s: float) -> Recipe:
     )
 
 
-async def check_routed_experts(scene: Scene, record: Recorder, deadline: Deadline, meeting: FolderRendezvous) -> None:
-    """Raises RuntimeError where engine or trainer do not start. Records CHECK otherwise."""
+async def check_routed_experts(
+    scene: Scene, record: Recorder, deadline: Deadline, meeting: FolderRendezvous, *, start_s: float
+) -> None:
+    """Raises RuntimeError where engine or trainer do not start. Records CHECK otherwise.
+
+    start_s: what the start of an engine took here.
+    """
     if not scene.setting.on_gpu:
         record.not_run(CHECK, "vLLM for CPUs has the first model runner only, which does not report experts")
         return
-    if deadline.left() < _NEEDS_S:
-        record.not_run(CHECK, f"expected {_NEEDS_S:g} s of the part's time, {deadline.left():.0f} s were left")
+    short = deadline.short_of(start_s + _RUN_S, f"an engine started in {start_s:.0f} s")
+    if short:
+        record.not_run(CHECK, short)
         return
-    recipe = replay_recipe(scene, deadline.left(120))
+    recipe = replay_recipe(scene, deadline.left() - _RUN_S)
     training = Training(recipe, scene.folder, "trainer-experts", meeting)
     trainer = asyncio.create_task(training.start())
     try:

@@ -8,15 +8,23 @@ from pathlib import Path
 _PREFIX = re.compile(r"^\s*(?:\([^)]*pid=\d+\)\s*)?(?:(?:ERROR|WARNING|INFO|DEBUG) [\d-]+ [\d:.]+ \[[^\]]*\]\s*)?")
 _ERROR = re.compile(r"^(?:[\w.]*(?:Error|Exception|Died|Interrupt|OutOfMemory\w*)\b: \S|megatron_scalerl: )")
 _UNINFORMATIVE = ("Engine core initialization failed", "engine_core.py", "KeyboardInterrupt")
-_BACKEND = re.compile(r"Using (\S+) attention backend")
+_BACKEND = re.compile(r"Using (?:AttentionBackendEnum\.)?([A-Z][A-Z0-9_]+) (?:attention backend\b|backend\.)")
+"""vLLM says the first of a backend that it chose itself, and the second of one that it was told."""
 _GRAPHS = re.compile(r"Graph capturing finished in (\d+) secs, took (-?[\d.]+) GiB")
+CAPTURED = "captured"
+"""How the fact `cuda_graphs` begins where there are graphs."""
 _EAGER = re.compile(r"enforce_eager=(True|False)")
 
 
 def cause(text: str) -> str:
-    """The line of a log that says why its process ended: the last error, else the last line that is not empty."""
+    """The line of a log that says why its process ended: the last error, else the last line."""
+    return last_error(text) or last_line(text)
+
+
+def last_line(text: str) -> str:
+    """The last line of a log that is not empty, without vLLM's prefix, at most 300 characters of it."""
     lines = (_PREFIX.sub("", line).strip() for line in reversed(text.splitlines()))
-    return last_error(text) or next((line for line in lines if line), "an empty log")
+    return next((line[:300] for line in lines if line), "nothing in its log")
 
 
 def last_error(text: str) -> str:
@@ -33,7 +41,7 @@ def serving_facts(text: str) -> dict[str, str]:
     eager = _EAGER.search(text)
     state = unnamed if eager is None else "off (eager)" if eager[1] == "True" else "on, no capture in its log"
     if graphs is not None:
-        state = f"captured in {graphs[1]} s, {graphs[2]} GiB"
+        state = f"{CAPTURED} in {graphs[1]} s, {graphs[2]} GiB"
     return {"attention_backend": unnamed if backend is None else backend[1], "cuda_graphs": state}
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of two implementations: their distances, and how large rounding alone makes them."""
+"""Log-probabilities of two implementations: how far apart they are, and how far rounding alone brings them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Literal
 
+from megatron_scalerl.check_gpu.engine.random_policy import Reference
 from megatron_scalerl.check_gpu.findings import Recorder, finite
-from megatron_scalerl.check_gpu.parts.random_policy import Reference
 from megatron_scalerl.probe import TOLERANCE
 from megatron_scalerl.types import Rollout
 
@@ -20,7 +21,7 @@ roundings make 2 ** 0.5, and one of the two may keep more intermediate results i
 
 
 @dataclass(frozen=True, kw_only=True)
-class Distance:
+class LogprobGap:
     """|a - b| over tokens (nats)."""
 
     mean: float
@@ -31,19 +32,23 @@ class Distance:
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """What the distance of two implementations may be."""
+    """How far apart two implementations may be."""
 
-    statistic: str
-    """mean or largest"""
+    statistic: Literal["mean", "largest"]
+    """Of a `LogprobGap`."""
     nats: float
     why: str
 
+    def of(self, found: LogprobGap) -> float:
+        """What is bounded of `found` (nats)."""
+        return found.mean if self.statistic == "mean" else found.largest
 
-def distance(a: Sequence[float], b: Sequence[float]) -> Distance:
+
+def gap(a: Sequence[float], b: Sequence[float]) -> LogprobGap:
     """Of two lists of log-probs of the same tokens."""
     found = [abs(x - y) for x, y in zip(a, b, strict=True)]
     finite = all(map(math.isfinite, found)) and bool(found)
-    return Distance(
+    return LogprobGap(
         mean=statistics.fmean(found) if finite else math.nan,
         median=statistics.median(found) if finite else math.nan,
         largest=max(found) if finite else math.nan,
@@ -67,7 +72,7 @@ def bound_for(
     for prompt, rollout in zip(prompts, rollouts, strict=True):
         exact += reference.logprobs(prompt, rollout.token_ids)
         rounded += reference.rounded(prompt, rollout.token_ids)
-    mean = distance(exact, rounded).mean
+    mean = gap(exact, rounded).mean
     return Bound(
         statistic="mean",
         nats=ROUNDINGS * mean,
@@ -75,14 +80,15 @@ def bound_for(
     )
 
 
-def record_distance(
-    record: Recorder, check: str, found: Distance, bound: Bound, detail: str, dtype: str, **data: object
+def record_gap(
+    record: Recorder, check: str, found: LogprobGap, bound: Bound, detail: str, dtype: str, **data: object
 ) -> None:
     """Passes within the bound; in bfloat16 no token may be further away than the probe's own tolerance either."""
-    value = found.mean if bound.statistic == "mean" else found.largest
     text = f"{detail}: median {found.median:.2g}, mean {found.mean:.2g}, largest {found.largest:.2g} nats"
-    both = finite({"distance": asdict(found), "bound": asdict(bound), **data})
+    both = finite({"gap": asdict(found), "bound": asdict(bound), **data})
     if found.largest > TOLERANCE[dtype]:
         record.holds(check, False, f"{text}; expected at most {TOLERANCE[dtype]} for every token", data=both)
     else:
-        record.measured(check, value, "nats", at_most=bound.nats, detail=f"{text}; bound: {bound.why}", data=both)
+        record.measured(
+            check, bound.of(found), "nats", at_most=bound.nats, detail=f"{text}; bound: {bound.why}", data=both
+        )
