@@ -121,9 +121,12 @@ def test_launches_of_layouts_have_time_to_import_and_leave_some_for_the_broadcas
         parallel._steps(given, record, Deadline(limit), policies, layers, dtype)
     assert len(asked) == 2 * (1 + len(PARALLEL)) and {timeout for _, _, timeout in asked} == {60.0}
     assert limit >= 30 * len(asked) + 90
-    parallel._steps(replace(given, limit_s=100.0), record, Deadline(100.0), policies, "plain", "float32")
+    late = Recorder("part", tmp_path / "late.jsonl")
+    parallel._steps(replace(given, limit_s=100.0), late, Deadline(100.0), policies, "plain", "float32")
     assert len(asked) == 12  # 2 s are left beside the broadcast: nothing is started
-    assert "2 s were left" in found(tmp_path)["TP2"].detail or "1 s were left" in found(tmp_path)["TP2"].detail
+    unmade = read_findings(tmp_path / "late.jsonl")
+    assert [f.status for f in unmade] == ["not run"] * len(PARALLEL)
+    assert all("2 s were left" in f.detail for f in unmade)
 
 
 def test_the_widths_of_a_gpu_and_of_families_are_the_same():

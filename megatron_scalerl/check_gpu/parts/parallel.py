@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,7 @@ def _steps(
     def ranks(count: int, runs: list[dict[str, Any]], name: str) -> dict[str, Any]:
         left = deadline.left() - (_OVER_NCCL.limit_s if setting.on_gpu else 0.0)
         if left < _LEAST_S:
-            raise RuntimeError(f"{max(0.0, left):.0f} s were left of the part's {setting.limit_s:.0f} s")
+            raise _NoTimeError(f"{max(0.0, left):.0f} s were left of the part's {setting.limit_s:.0f} s")
         return run_ranks(
             count,
             "megatron_scalerl.check_gpu.layouts:measure",
@@ -123,22 +123,32 @@ def _steps(
     try:
         alone = ranks(1, [policy.run(kind) for kind, policy in policies.items()], "alone")
     except RuntimeError as error:
-        for name in PARALLEL:
-            record.holds(name + suffix, False, f"one rank alone: {error}")
+        _report_unmade(record, PARALLEL, suffix, error, "one rank alone: ")
         return
     for group in _groups(setting):
-        found: dict[str, Any] = {}
-        why = ""
         try:
             found = ranks(2, [used[name].run(name) for name in group], group[0] if len(group) == 1 else "all")
         except RuntimeError as error:
-            why = str(error)
+            _report_unmade(record, group, suffix, error)
+            continue
         for name in group:
-            if why:
-                record.holds(name + suffix, False, why)
-                continue
             policy = used[name]
             judge(record, name + suffix, distances(policy.kind, found[name], alone[policy.kind], dtype, policy.own))
+
+
+class _NoTimeError(RuntimeError):
+    """Nothing was started."""
+
+
+def _report_unmade(
+    record: Recorder, names: Sequence[str], suffix: str, error: RuntimeError, prefix: str = ""
+) -> None:
+    """Layouts whose processes failed, or were not started."""
+    for name in names:
+        if isinstance(error, _NoTimeError):
+            record.not_run(name + suffix, f"{prefix}{error}")
+        else:
+            record.holds(name + suffix, False, f"{prefix}{error}")
 
 
 def _groups(setting: Setting) -> Iterator[tuple[str, ...]]:
