@@ -15,6 +15,7 @@ SEAM = {
     "logits/cuda_backend.py",
     "check_gpu/probe.py",  # asks which CUDA torch was built for
     "check_gpu/parts/logits.py",  # a backend's name
+    "logits/targets.py",  # the same
 }
 VLLM = {
     "rollouts/vllm_plugin.py",

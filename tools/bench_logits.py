@@ -1,7 +1,7 @@
 """Time, memory and error of the logit projection beside those of others, measured in one run.
 
     python tools/bench_logits.py [--device cpu|gpu] [--tokens T] [--hidden H] [--vocab V] [--rounds N] [--threads N]
-                                 [--backend NAME] [--peers none]
+                                 [--backend NAME] [--peers none] [--patience S]
 
 Everybody computes the log-probabilities [T] of given tokens from bf16 hidden states [T, H] and a bf16 head [V, H],
 and the gradients of their sum. One JSON line for the run (shape, machine, GEMM rate), one for each contender, and
@@ -52,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--threads", type=int, default=os.cpu_count())
     p.add_argument("--backend", help="of ours, only those of this backend")
     p.add_argument("--peers", choices=("all", "none"), default="all")
+    p.add_argument("--patience", type=float, default=180.0, help="seconds of silence after which a contender failed")
     return p
 
 
@@ -63,11 +64,10 @@ with explained():
     from torch import Tensor
 
     from megatron_scalerl.apart import FAILED, USERS, Say, events
-    from megatron_scalerl.logits.contenders import CCE, CHUNK, NAIVE, SIXTH, THIRD, Contender, contenders_on
+    from megatron_scalerl.logits.contenders import Contender, contenders_on
+    from megatron_scalerl.logits.targets import rounded, targets
 
 CHECKED_TOKENS = 64
-PATIENCE_S = 180.0
-"""A contender that takes longer for one step, compilation included, has failed."""
 
 
 class Bench:
@@ -223,7 +223,7 @@ def line_of(name: str, status: str) -> dict[str, Any]:
 def apart(options: argparse.Namespace, work: Callable[..., None], what: Any) -> Iterator[dict[str, Any]]:
     """The events of `work` in a process of its own; a GPU's driver does not survive a fork."""
     start: Any = "spawn" if options.device == "gpu" else "fork"
-    return events(work, options, what, start=start, patience_s=PATIENCE_S)
+    return events(work, options, what, start=start, patience_s=options.patience)
 
 
 def measured(options: argparse.Namespace, names: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -251,55 +251,7 @@ def measured(options: argparse.Namespace, names: list[str]) -> tuple[dict[str, A
         if options.device == "cpu" and line["status"] == "measured":
             for event in apart(options, memory, line["contender"]):
                 line |= {"status": f"failed: {event[FAILED]}"} if FAILED in event else event
-    return head, [_rounded(lines[name]) for name in names]
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.4g}")
-    if isinstance(value, dict):
-        return {key: _rounded(inner) for key, inner in value.items()}
-    return [_rounded(inner) for inner in value] if isinstance(value, list) else value
-
-
-Target = tuple[str, str, str | None, float]
-"""Contender, figure, over whose, and the most it may be; where negative, the least."""
-
-CPU_TARGETS: list[Target] = [
-    (f"torch, {THIRD} MiB", "total_seconds", NAIVE, 1.15),
-    (f"torch, {THIRD} MiB", "extra_mib", NAIVE, 1 / 3),
-    (f"torch, {SIXTH} MiB", "total_seconds", NAIVE, 1.3),
-    (f"torch, {SIXTH} MiB", "extra_mib", NAIVE, 1 / 6),
-    (f"torch, loss in the chunk, {CHUNK} MiB", "total_seconds", NAIVE, 1.0),
-    (f"torch, loss in the chunk, {CHUNK} MiB", "extra_mib", NAIVE, 1 / 3),
-    (f"torch, {THIRD} MiB", "error", None, 5e-5),
-]
-GPU_TARGETS: list[Target] = [
-    ("cuda", "gemm_share_forward", None, -0.75),
-    ("cuda", "gemm_share", None, -0.78),
-    ("cuda", "extra_mib_forward", None, 512.0),
-    ("cuda", "block_mib", None, 1024.0),
-    ("cuda", "total_seconds", "Liger", 0.5),
-    ("cuda", "total_seconds", CCE, 1.0),
-    ("cuda", "total_seconds", "naive, bf16 logits", 1.25),
-    ("cuda", "error", None, 5e-5),
-    ("triton", "error", None, 5e-5),
-]
-
-
-def targets(lines: list[dict[str, Any]], device: str) -> list[dict[str, Any]]:
-    """Each target with what was found; `met` is None where somebody was not measured."""
-    by_name = {line["contender"]: line for line in lines if line["status"] == "measured"}
-    result = []
-    for name, figure, other, limit in CPU_TARGETS if device == "cpu" else GPU_TARGETS:
-        found = met = None
-        if name in by_name and (other is None or other in by_name):
-            found = by_name[name][figure] / (1.0 if other is None else by_name[other][figure])
-            met = found <= limit if limit > 0 else found >= -limit
-        what = figure if other is None else f"{figure} over {other}"
-        bound = f"{'<=' if limit > 0 else '>='} {abs(limit):.4g}"
-        result.append({"contender": name, "what": what, "target": bound, "found": _rounded(found), "met": met})
-    return result
+    return head, [rounded(lines[name]) for name in names]
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -321,7 +273,7 @@ def main(options: argparse.Namespace) -> None:
     except (ValueError, RuntimeError) as error:
         parser().exit(2 if isinstance(error, ValueError) else 1, f"bench_logits: {error}\n")
     shape = {name: getattr(options, name) for name in ("device", "rounds", "tokens", "hidden", "vocab", "threads")}
-    for line in ({"bench": "logits", "dtype": "bfloat16", **shape, **_rounded(head)}, *lines):
+    for line in ({"bench": "logits", "dtype": "bfloat16", **shape, **rounded(head)}, *lines):
         print(json.dumps(line), flush=True)
     for contender in everybody:
         if contender.peer:

@@ -12,15 +12,12 @@ import torch
 
 from megatron_scalerl.batch import pack
 from megatron_scalerl.check_gpu.setting import Setting
+from megatron_scalerl.check_gpu.synthetic import WIDE, bare_recipe, sample
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.tiny import families
 from megatron_scalerl.trainer import device
-from megatron_scalerl.types import Batch, Rollout, Sample
+from megatron_scalerl.types import Batch, Sample
 
-_WIDE: dict[str, Any] = dict(
-    vocab_size=1024, hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=2,
-    head_dim=64, max_position_embeddings=2048,
-)  # fmt: skip
 _WIDE_EXTRA: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},
@@ -63,16 +60,8 @@ class Case:
         would become a whole update. With an eps above the gradients it is proportional to them. The gradient is
         clipped.
         """
-        return Recipe.model_validate(
-            {
-                "name": "check_gpu",
-                "steps": 2,
-                "policy": {"path": str(path), "dtype": dtype},
-                "prompts": {"path": "none.jsonl"},
-                "trainer": {"micro_batch_tokens": self.micro_batch_tokens},
-                "optimizer": {"lr": 0.05, "warmup_steps": 0, "eps": 1e-3, "clip_grad": 1.0},
-            }
-        )
+        optimizer = {"lr": 0.05, "warmup_steps": 0, "eps": 1e-3, "clip_grad": 1.0}
+        return bare_recipe(path, dtype, self.micro_batch_tokens, optimizer=optimizer)
 
 
 def case_of(kind: str, *, toy: bool, small: bool = False) -> Case:
@@ -85,7 +74,7 @@ def case_of(kind: str, *, toy: bool, small: bool = False) -> Case:
             kind=kind, settings={}, std=0.3, vocab=families.VOCAB, lengths=(40, 5, 31, 12, 1, 24),
             micro_batch_tokens=80,
         )  # fmt: skip
-    settings = _WIDE | _WIDE_EXTRA[kind]
+    settings = WIDE | _WIDE_EXTRA[kind]
     if small:
         settings |= dict(hidden_size=256, intermediate_size=512, num_attention_heads=4)
     return Case(
@@ -103,22 +92,16 @@ def check_layers(setting: Setting) -> None:
 def samples(token_ids: Sequence[Sequence[int]], rollout_logprobs: Sequence[Sequence[float]]) -> list[Sample]:
     """A sample of each sequence, its first token the prompt; the weights of all tokens add up to 1."""
     weight = 1.0 / sum(len(row) - 1 for row in token_ids)
-    found = []
-    for index, (row, logprobs) in enumerate(zip(token_ids, rollout_logprobs)):
-        size = len(row) - 1
-        rollout = Rollout(
-            token_ids=tuple(row[1:]),
-            rollout_logprobs=tuple(logprobs),
-            policy_versions=(0,) * size,
-            loss_mask=(True,) * size,
-            interrupted=False,
-            truncated=False,
-            thinking_cut=0,
-            seed=0,
+    return [
+        sample(
+            row[:1],
+            row[1:],
+            rollout_logprobs=logprobs,
+            advantage=1.0 if index % 3 else -0.5,
+            token_weight=weight,
         )
-        advantage = 1.0 if index % 3 else -0.5
-        found.append(Sample(prompt_token_ids=(row[0],), rollout=rollout, advantage=advantage, token_weight=weight))
-    return found
+        for index, (row, logprobs) in enumerate(zip(token_ids, rollout_logprobs, strict=True))
+    ]
 
 
 def batch_of(found: Sequence[Sample], micro_batch_tokens: int, *, step: int = 1) -> Batch:

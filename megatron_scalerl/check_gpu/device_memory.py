@@ -6,6 +6,8 @@ Without a GPU the resident set stands for all of it, so that the same code can b
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +59,52 @@ def memory() -> DeviceMemory:
         used=total - free,
         total=total,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """What this process took of the device at its most, bytes. Produced by `peak_since`."""
+
+    total: int
+    """What the allocator reserved, and `runtime`."""
+    runtime: int
+    """Beyond the allocator: CUDA's context, kernels, NCCL's buffers; 0 without a GPU."""
+    allocated: int
+    reserved: int
+    others_known: bool
+    """False where the driver could not say what others hold: that counts as this process's."""
+
+
+def peak_since(before: int | None) -> Peak:
+    """Since `forget_peaks`. before: of `used_by_driver`; without a GPU `memory().used` before anything was built."""
+    end = memory()
+    known = before is not None
+    if not device.HAVE_GPU:
+        return Peak(
+            total=end.peak_reserved - (before or 0), runtime=0, allocated=end.peak_allocated,
+            reserved=end.peak_reserved, others_known=known,
+        )  # fmt: skip
+    runtime = max(0, end.used - (before or 0) - end.reserved)
+    return Peak(
+        total=end.peak_reserved + runtime, runtime=runtime, allocated=end.peak_allocated, reserved=end.peak_reserved,
+        others_known=known,
+    )  # fmt: skip
+
+
+def used_by_driver() -> int | None:
+    """Bytes that others hold on this process's GPU, before it has touched it; None where the driver cannot say.
+
+    Its GPU is the one of LOCAL_RANK among the visible ones, the first without.
+    """
+    place = int(os.environ.get("LOCAL_RANK", "0"))
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    which = visible[place] if place < len(visible) else str(place)
+    argv = ["nvidia-smi", "-i", which, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=True)
+        return int(done.stdout.strip()) * 2**20
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
 
 
 def forget_peaks() -> None:

@@ -38,13 +38,11 @@ def relative(name: str, found: ArrayLike, expected: ArrayLike, bound: float) -> 
     return Distance(name=name, found=float(np.linalg.norm(a - b) / np.linalg.norm(b)), bound=bound)
 
 
-def judge(
-    recorder: Recorder, check: str, distances: Sequence[Distance], data: Mapping[str, Any] | None = None
-) -> None:
+def judge(record: Recorder, check: str, distances: Sequence[Distance], data: Mapping[str, Any] | None = None) -> None:
     """Report the largest share of a bound that is used up; more than 1 fails."""
     nearest = sorted(distances, key=lambda d: -d.of_bound)
     found = {d.name: [d.found if math.isfinite(d.found) else str(d.found), d.bound] for d in distances}
-    recorder.measured(
+    record.measured(
         check,
         nearest[0].of_bound,
         "of tolerance",

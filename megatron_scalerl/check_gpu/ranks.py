@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.launch import child
+from megatron_scalerl.check_gpu.own_group import Process, last_line, own_group
 from megatron_scalerl.rendezvous import FolderRendezvous, private_folder
 
 _TICK_S = 0.2
@@ -24,36 +24,26 @@ def run_ranks(
     """What `target` ("module:function") returned on each rank, called with (job, rendezvous).
 
     job and answers: JSON types. folder: for answers and logs. env: added to this process's environment. The first
-    rank that fails ends all. Raises RuntimeError naming the rank, with the last line of its log.
+    rank that fails ends all, with whatever they started. Raises RuntimeError naming the rank, with the last line of
+    its log.
     """
     folder.mkdir(parents=True, exist_ok=True)
     answers = [folder / f"rank-{rank}.json" for rank in range(world_size)]
     logs = [folder / f"rank-{rank}.log" for rank in range(world_size)]
     for answer in answers:
         answer.unlink(missing_ok=True)
-    with private_folder() as rendezvous:
+    with private_folder() as rendezvous, contextlib.ExitStack() as started:
         processes = []
-        try:
-            for rank in range(world_size):
-                content = {"target": target, "job": job, "folder": rendezvous.folder, "answer": str(answers[rank])}
-                processes.append(_start(rank, world_size, json.dumps(content), logs[rank], env))
-            _wait(processes, logs, time.monotonic() + timeout_s)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+        for rank in range(world_size):
+            content = {"target": target, "job": job, "folder": rendezvous.folder, "answer": str(answers[rank])}
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+            argv = [sys.executable, "-m", "megatron_scalerl.check_gpu.ranks", json.dumps(content)]
+            processes.append(started.enter_context(own_group(argv, logs[rank], {**env, **place})))
+        _wait(processes, logs, time.monotonic() + timeout_s)
     return [json.loads(answer.read_text()) for answer in answers]
 
 
-def _start(rank: int, world_size: int, content: str, log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    argv = child.command([sys.executable, "-m", "megatron_scalerl.check_gpu.ranks", content])
-    whole = {**os.environ, **env, **place}
-    with open(log, "wb") as output:
-        return subprocess.Popen(argv, env=whole, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
-
-
-def _wait(processes: list[subprocess.Popen[bytes]], logs: list[Path], deadline: float) -> None:
+def _wait(processes: list[Process], logs: list[Path], deadline: float) -> None:
     """Until all have ended well. Raises RuntimeError for the first that has not."""
     running = dict(enumerate(processes))
     while running:
@@ -61,18 +51,15 @@ def _wait(processes: list[subprocess.Popen[bytes]], logs: list[Path], deadline: 
             code = process.poll()
             if code:
                 where = f"rank {rank} of {len(processes)}"
-                raise RuntimeError(f"{where} ended with exit code {code}: {_last(logs[rank])}")
+                raise RuntimeError(f"{where} ended with exit code {code}: {last_line(logs[rank])}")
             if code == 0:
                 del running[rank]
         if running and time.monotonic() > deadline:
             late = min(running)
-            raise RuntimeError(f"rank {late} of {len(processes)} was still running at the limit: {_last(logs[late])}")
+            raise RuntimeError(
+                f"rank {late} of {len(processes)} was still running at the limit: {last_line(logs[late])}"
+            )
         time.sleep(_TICK_S)
-
-
-def _last(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip()[:300] if lines else "nothing in its log"
 
 
 def main() -> None:

@@ -9,17 +9,21 @@ initialises them; only a config.json is written. Every micro-batch is full.
 from __future__ import annotations
 
 import json
-import os
-import random
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-GIB = 2**30
+from megatron_scalerl.batch import pack, real_tokens
+from megatron_scalerl.check_gpu.synthetic import TOY, bare_recipe, full_micro_batches
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.types import Batch
+
+if TYPE_CHECKING:
+    from megatron_scalerl.plan.predict import TrainerPrediction
+
 _LLAMA_1B: dict[str, Any] = dict(
     hidden_size=2048, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8, head_dim=64,
     vocab_size=128256,
@@ -28,9 +32,6 @@ _LLAMA_8B: dict[str, Any] = dict(
     hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
     vocab_size=128256,
 )  # fmt: skip
-_TOY: dict[str, Any] = dict(
-    hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=512
-)
 _SELECTIVE: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
 _FULL: dict[str, Any] = {
     "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1
@@ -78,24 +79,13 @@ SHAPES: dict[str, Shape] = {
 def toy(shape: Shape) -> Shape:
     """The shape in seconds on a CPU, in fp32."""
     return replace(
-        shape, config=_TOY, layers=2, sequence=shape.sequence // 64, tokens=256, micro_batches=2, dtype="float32"
+        shape, config=TOY, layers=2, sequence=shape.sequence // 64, tokens=256, micro_batches=2, dtype="float32"
     )
 
 
-def recipe_of(shape: Shape, folder: Path) -> Any:
+def recipe_of(shape: Shape, folder: Path) -> Recipe:
     """The recipe that trains the config.json of `folder`."""
-    from megatron_scalerl.recipe import Recipe
-
-    return Recipe.model_validate(
-        {
-            "name": "check_gpu",
-            "steps": 2,
-            "policy": {"path": str(folder), "dtype": shape.dtype},
-            "prompts": {"path": "none.jsonl"},
-            "trainer": {"micro_batch_tokens": shape.tokens},
-            "megatron": {"model": dict(shape.recompute)},
-        }
-    )
+    return bare_recipe(folder, shape.dtype, shape.tokens, megatron={"model": dict(shape.recompute)})
 
 
 def write_config(shape: Shape, folder: Path) -> None:
@@ -108,74 +98,36 @@ def write_config(shape: Shape, folder: Path) -> None:
     ).save_pretrained(folder)  # fmt: skip
 
 
-def batch_of(shape: Shape) -> Any:
+def batch_of(shape: Shape) -> Batch:
     """Sequences of random tokens that fill every micro-batch."""
-    from megatron_scalerl.batch import pack
-    from megatron_scalerl.types import Rollout, Sample
-
-    rng = random.Random(0)
-    count = shape.micro_batches * (shape.tokens // shape.sequence)
-    prompt = shape.sequence // 8
-    size, vocab = shape.sequence - prompt, shape.config["vocab_size"]
-    found = []
-    for _ in range(count):
-        rollout = Rollout(
-            token_ids=tuple(rng.choices(range(vocab), k=size)),
-            rollout_logprobs=(-11.0,) * size,
-            policy_versions=(0,) * size,
-            loss_mask=(True,) * size,
-            interrupted=False,
-            truncated=False,
-            thinking_cut=0,
-            seed=0,
-        )
-        found.append(
-            Sample(
-                prompt_token_ids=tuple(rng.choices(range(vocab), k=prompt)), rollout=rollout,
-                advantage=rng.choice((-1.0, 1.0)), token_weight=1.0 / (count * size),
-            )
-        )  # fmt: skip
+    found = full_micro_batches(
+        shape.micro_batches * (shape.tokens // shape.sequence), shape.sequence, shape.config["vocab_size"]
+    )
     [batch] = pack(found, step=1, dp_size=1, micro_batch_tokens=shape.tokens, pad_multiple=1, policy_version=0)
     assert len(batch.micro_batches) == shape.micro_batches
     return batch
 
 
-@dataclass(frozen=True, kw_only=True)
-class Predicted:
-    """What the planner says of a shape."""
-
-    terms: Mapping[str, float]
-    """Bytes."""
-    total: float
-    """Bytes."""
-    moving: float
-    """Bytes that come and go with a micro-batch, of which the planner's `fragmentation` is a share."""
-    parameters: int
-    model_flops: float
-    """A token."""
-    hardware_flops: float
-    """A token, with what is computed again."""
-
-
-def predict(shape: Shape, folder: Path, *, fused: bool, gpu: bool) -> Predicted:
+def predict(shape: Shape, folder: Path, *, fused: bool, gpu: bool) -> TrainerPrediction:
     """The planner's figures, with its own assumptions of runtime and fragmentation."""
     from megatron_scalerl.plan.predict import predict_trainer
 
-    found = predict_trainer(
+    return predict_trainer(
         recipe_of(shape, folder), folder, layers="fused" if fused else "plain", device="gpu" if gpu else "cpu",
         sequence_tokens=shape.sequence,
     )  # fmt: skip
-    return Predicted(
-        terms={term.name: term.bytes for term in found.terms},
-        total=found.total_bytes,
-        moving=found.moving_bytes,
-        parameters=found.parameters,
-        model_flops=found.model_flops_per_token,
-        hardware_flops=found.hardware_flops_per_token,
-    )
 
 
-def fitting(shape: Shape, folder: Path, free: int, *, fused: bool, gpu: bool) -> tuple[Shape, Predicted, bool]:
+def as_json(predicted: TrainerPrediction) -> dict[str, Any]:
+    """What `parts.shapes` reads of a prediction."""
+    names = ("total_bytes", "moving_bytes", "parameters", "model_flops_per_token", "hardware_flops_per_token")
+    terms = {term.name: term.bytes for term in predicted.terms}
+    return {"terms": terms} | {name: getattr(predicted, name) for name in names}
+
+
+def fitting(
+    shape: Shape, folder: Path, free: int, *, fused: bool, gpu: bool
+) -> tuple[Shape, TrainerPrediction, bool]:
     """The shape with as many layers as have room, at most its own; whether even one has.
 
     Writes its config.json.
@@ -183,7 +135,7 @@ def fitting(shape: Shape, folder: Path, free: int, *, fused: bool, gpu: bool) ->
     while True:
         write_config(shape, folder)
         predicted = predict(shape, folder, fused=fused, gpu=gpu)
-        fits = predicted.total * SPARE <= free
+        fits = predicted.total_bytes * SPARE <= free
         if fits or shape.layers == 1:
             return shape, predicted, fits
         shape = replace(shape, layers=shape.layers // 2)
@@ -206,17 +158,6 @@ def gemm_rate(size: int, dtype: Any) -> float:
     return _PRODUCTS * 2 * size**3 / (time.perf_counter() - start)
 
 
-def used_before() -> int | None:
-    """Bytes that others hold on this process's GPU, before it has touched it; None where the driver cannot say."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
-    argv = ["nvidia-smi", "-i", visible, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=True)
-        return int(done.stdout.strip()) * 2**20
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
-
-
 def measure(shape: Shape, folder: Path, parallel: Any, others: int | None, deadline: float) -> dict[str, Any]:
     """Build, train, and read clocks and peaks.
 
@@ -225,8 +166,7 @@ def measure(shape: Shape, folder: Path, parallel: Any, others: int | None, deadl
     """
     import torch
 
-    from megatron_scalerl.batch import real_tokens
-    from megatron_scalerl.check_gpu.device_memory import forget_peaks, memory
+    from megatron_scalerl.check_gpu.device_memory import forget_peaks, memory, peak_since
     from megatron_scalerl.trainer import device
     from megatron_scalerl.trainer.step import make_trainer
 
@@ -236,7 +176,7 @@ def measure(shape: Shape, folder: Path, parallel: Any, others: int | None, deadl
     asked = shape.layers
     shape, predicted, fits = fitting(shape, folder, start.free, fused=device.HAVE_TE, gpu=gpu)
     result: dict[str, Any] = {
-        "layers": shape.layers, "layers_asked": asked, "predicted": asdict(predicted), "free": start.free,
+        "layers": shape.layers, "layers_asked": asked, "predicted": as_json(predicted), "free": start.free,
         "fits": fits, "fused": device.HAVE_TE,
     }  # fmt: skip
     if not fits:
@@ -251,8 +191,7 @@ def measure(shape: Shape, folder: Path, parallel: Any, others: int | None, deadl
         report = trainer.step(replace(batch, step=len(seconds) + 1))
         seconds.append(report.seconds)
         print(f"{shape.name} step {report.step}: {report.seconds:.3f} s, loss {report.loss:.5f}", flush=True)
-    end = memory()
-    runtime = max(0, end.used - (others or 0) - end.reserved) if gpu else 0
+    peak = peak_since(others)
     dtype = torch.float32 if shape.dtype == "float32" else torch.bfloat16
     del trainer
     forget_peaks()
@@ -260,12 +199,7 @@ def measure(shape: Shape, folder: Path, parallel: Any, others: int | None, deadl
         "seconds": seconds,
         "tokens": real_tokens(batch),
         "built": built,
-        "peak_allocated": end.peak_allocated,
-        "peak_reserved": end.peak_reserved,
-        "runtime": runtime,
-        "peak": end.peak_reserved + runtime if gpu else end.peak_reserved - (others or 0),
-        "others_known": others is not None,
-        "total": end.total,
+        "peak": asdict(peak),
         "gpu": torch.get_device_module(parallel.device).get_device_name(parallel.device) if gpu else "",
         "gemm_flops": gemm_rate(8192 if gpu else 512, dtype),
     }
@@ -275,8 +209,9 @@ def main() -> None:
     """The process: `shapes` one after another, which for clean peaks is one."""
     asked = json.loads(sys.argv[1])
     deadline = time.monotonic() + asked["measure_s"]
-    others = used_before() if asked["on_gpu"] else None
-    from megatron_scalerl.check_gpu.device_memory import memory
+    from megatron_scalerl.check_gpu.device_memory import memory, used_by_driver
+
+    others = used_by_driver() if asked["on_gpu"] else None
     from megatron_scalerl.trainer.parallel import init_parallel
 
     folder = Path(asked["folder"])

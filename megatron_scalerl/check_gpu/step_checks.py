@@ -52,37 +52,37 @@ GROWTH_BOUND_MIB = 0.01
 _MIB = 2**20
 
 
-def report_all(setting: Setting, recorder: Recorder, case: Case, folder: Path, reference: Reference) -> None:
+def report_all(setting: Setting, record: Recorder, case: Case, folder: Path, reference: Reference) -> None:
     """All checks of the part; writes the case's policy, for which `reference` waits."""
     check_layers(setting)
     case.write(folder / "written")
     (folder / "written").rename(folder / POLICY)
     policy, found = folder / POLICY, {}
     parallel = init_parallel(case.recipe(policy, DTYPES[0]))
-    _losses(setting, recorder)
+    _losses(setting, record)
     trainer = build_trainer(case, policy, "float32", parallel)
-    with recorder.guarded("step fp32"):
+    with record.guarded("step fp32"):
         found["float32"] = make_outcome(trainer, case)
-    with recorder.guarded("packing"):
-        _packing(trainer, case, recorder)
+    with record.guarded("packing"):
+        _packing(trainer, case, record)
     trainer = build_trainer(case, policy, "bfloat16", parallel)
-    with recorder.guarded("step bf16"):
+    with record.guarded("step bf16"):
         found["bfloat16"] = make_outcome(trainer, case)
-    with recorder.guarded("memory after steps"):
-        memory_after_steps(trainer, case, judged=setting.on_gpu, recorder=recorder)
-    with recorder.guarded("checkpoint"):
-        _checkpoint(trainer, build_trainer(case, policy, "bfloat16", parallel), case, folder / "checkpoint", recorder)
-    _compare_steps(found, reference, folder, setting, recorder)
+    with record.guarded("memory after steps"):
+        memory_after_steps(trainer, case, judged=setting.on_gpu, record=record)
+    with record.guarded("checkpoint"):
+        _checkpoint(trainer, build_trainer(case, policy, "bfloat16", parallel), case, folder / "checkpoint", record)
+    _compare_steps(found, reference, folder, setting, record)
     shutdown_parallel()
 
 
-def _losses(setting: Setting, recorder: Recorder) -> None:
-    with recorder.guarded("losses"):
+def _losses(setting: Setting, record: Recorder) -> None:
+    with record.guarded("losses"):
         inputs = loss_parity.loss_inputs(512 if setting.toy else 4096)
-        judge(recorder, "losses", [d for name in LOSSES for d in loss_parity.compare(name, inputs, device.device())])
+        judge(record, "losses", [d for name in LOSSES for d in loss_parity.compare(name, inputs, device.device())])
 
 
-def _packing(trainer: Any, case: Case, recorder: Recorder) -> None:
+def _packing(trainer: Any, case: Case, record: Recorder) -> None:
     """Sequences packed into rows, and each in a row of its own: log-probabilities, and one step's gradient."""
     ids = case.token_ids()
     packed = np.concatenate(trainer.logprobs(ids))
@@ -95,7 +95,7 @@ def _packing(trainer: Any, case: Case, recorder: Recorder) -> None:
     gradient = gradient_of(trainer)
     trainer.step(Batch(step=RATE_ENDS + 2, micro_batches=single))
     judge(
-        recorder,
+        record,
         "packing",
         [
             Distance(name="log-probs", found=float(np.abs(packed - alone).max()), bound=LOGPROB_BOUND),
@@ -104,7 +104,7 @@ def _packing(trainer: Any, case: Case, recorder: Recorder) -> None:
     )
 
 
-def memory_after_steps(trainer: Any, case: Case, *, judged: bool, recorder: Recorder) -> None:
+def memory_after_steps(trainer: Any, case: Case, *, judged: bool, record: Recorder) -> None:
     """What stays allocated after step 6 over what did after step 2; `judged` on a GPU, whose allocator tells."""
     batch = batch_of(trained_samples(case), case.micro_batch_tokens)
     allocated = []
@@ -113,7 +113,7 @@ def memory_after_steps(trainer: Any, case: Case, *, judged: bool, recorder: Reco
         gc.collect()
         allocated.append(memory().allocated)
     growth = (allocated[-1] - allocated[0]) / _MIB
-    recorder.measured(
+    record.measured(
         "memory after steps",
         growth,
         "MiB",
@@ -123,7 +123,7 @@ def memory_after_steps(trainer: Any, case: Case, *, judged: bool, recorder: Reco
     )
 
 
-def _checkpoint(trainer: Any, other: Any, case: Case, path: Path, recorder: Recorder) -> None:
+def _checkpoint(trainer: Any, other: Any, case: Case, path: Path, record: Recorder) -> None:
     """Save one trainer, load another from it, and compare all that they remember bit by bit.
 
     The other then makes a step, after which every one of its weights must have counted one more.
@@ -149,7 +149,7 @@ def _checkpoint(trainer: Any, other: Any, case: Case, path: Path, recorder: Reco
         != expected,
     }
     problems = "; ".join(fault for fault, is_so in faults.items() if is_so)
-    recorder.holds("checkpoint", not problems, problems or f"{len(saved)} tensors to the bit")
+    record.holds("checkpoint", not problems, problems or f"{len(saved)} tensors to the bit")
 
 
 def _steps(state: dict[str, torch.Tensor]) -> set[int]:
@@ -175,7 +175,7 @@ def _state(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def _compare_steps(
-    found: dict[str, Outcome], reference: Reference, folder: Path, setting: Setting, recorder: Recorder
+    found: dict[str, Outcome], reference: Reference, folder: Path, setting: Setting, record: Recorder
 ) -> None:
     """Step 1 of both precisions with the CPU's."""
     code = reference.wait(timeout=setting.limit_s)
@@ -183,11 +183,11 @@ def _compare_steps(
     for dtype, check in (("float32", "step fp32"), ("bfloat16", "step bf16")):
         if dtype not in found:
             continue  # reported when it failed
-        with recorder.guarded(check):
+        with record.guarded(check):
             if not cpu:
                 raise RuntimeError(f"the CPU's process: expected exit code 0, found {code}")
             distances = compare_fp32 if dtype == "float32" else compare_bf16
-            judge(recorder, check, distances(found[dtype], cpu))
+            judge(record, check, distances(found[dtype], cpu))
 
 
 def compare_fp32(found: Outcome, cpu: dict[str, Outcome]) -> list[Distance]:

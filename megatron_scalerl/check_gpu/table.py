@@ -143,7 +143,7 @@ PARTS: tuple[Part, ...] = (
         name="parallel",
         module=_HERE + "parallel",
         what="two GPUs: TP, EP, PP, CP, DP over NCCL against one GPU; NCCL broadcast to another GPU",
-        limit_s=240,
+        limit_s=480,
         gpus=2,
         checks=(*PARALLEL, *(f"{name} te" for name in PARALLEL), "broadcast"),
     ),

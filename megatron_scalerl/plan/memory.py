@@ -2,9 +2,9 @@
 
 Bytes a parameter with Megatron's distributed optimizer over d ranks, fp32 gradients: bf16 weights 2 + 4 + 12/d,
 fp32 weights 4 + 4 + 8/d (they are their own main weights). The peak comes in the backward pass, when all saved
-activations are there and one more thing is worked on: the logits, or one layer's recomputation and gradients. Without
-Transformer Engine (and apex) a GPU's optimiser is PyTorch's AdamW, which takes 4 bytes for each parameter of its own
-while it steps: that is the peak where activations are few.
+activations are there and one more thing is worked on: the logits, or one layer's recomputation and gradients. The
+optimizer steps in place, PyTorch's AdamW too, which is a fused one on GPUs. Without Transformer Engine (and apex)
+clipping scales one gradient after another into an fp32 copy: the largest is the peak where activations are few.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def _stage_memory(
         Term(name="logit workspace" if logits > layer_work else "one layer's work", bytes=work, moving=True),
         rest,
     )
-    if kernels == PLAIN_ON_GPU:  # what moves has been given back before the optimiser steps
-        terms += (Term(name="optimizer's step above that", bytes=max(0.0, 4 * _sharded(layout, p) - moving)),)
+    if kernels == PLAIN_ON_GPU:  # what moves has been given back before gradients are clipped
+        terms += (Term(name="clipping above that", bytes=max(0.0, 4 * p.largest - moving)),)
     return RankMemory(stage=stage, parameters=p, terms=terms)
 
 
@@ -136,15 +136,10 @@ def tokens_of(recipe: Recipe, layout: Layout) -> int:
     return -(-recipe.micro_batch_tokens // layout.cp)
 
 
-def _sharded(layout: Layout, p: RankParameters) -> float:
-    """Parameters whose optimiser state is this rank's."""
-    return p.dense / layout.dense_shards + p.expert / layout.expert_shards
-
-
 def _static(recipe: Recipe, layout: Layout, p: RankParameters) -> tuple[Term, ...]:
     width = WIDTH[recipe.policy.dtype]
     grad = 4 if recipe.megatron.ddp.get("grad_reduce_in_fp32", True) else width
-    sharded = _sharded(layout, p)
+    sharded = p.dense / layout.dense_shards + p.expert / layout.expert_shards  # whose optimizer state is this rank's
     main = 4 if width == 2 else 0
     return (
         Term(name="weights", bytes=width * p.total),

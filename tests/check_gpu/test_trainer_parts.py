@@ -11,15 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_scalerl.check_gpu import step_checks
+from megatron_scalerl.check_gpu import device_memory, step_checks
 from megatron_scalerl.check_gpu.cases import case_of
-from megatron_scalerl.check_gpu.device_memory import DeviceMemory
+from megatron_scalerl.check_gpu.device_memory import DeviceMemory, peak_since, used_by_driver
 from megatron_scalerl.check_gpu.findings import Recorder, read_findings
 from megatron_scalerl.check_gpu.outcome import Outcome
 from megatron_scalerl.check_gpu.parts import families, shapes
 from megatron_scalerl.check_gpu.setting import Setting
-from megatron_scalerl.check_gpu.shape_run import GIB, SHAPES, fitting, toy, used_before
+from megatron_scalerl.check_gpu.shape_run import SHAPES, fitting, toy
 from megatron_scalerl.check_gpu.table import KINDS, part_named
+from megatron_scalerl.plan.hardware import GIB
 
 HERE = Path(__file__).parent
 
@@ -77,8 +78,8 @@ def test_the_families_part_reports_what_it_declares_and_feels_another_rope(tmp_p
 
 
 def test_another_layers_step_is_not_run_without_that_of_plain_ones(tmp_path):
-    recorder = Recorder("families-te", tmp_path / "findings.jsonl")
-    families.same_step({"llama": {}}, tmp_path / families.RECORD, recorder)
+    record = Recorder("families-te", tmp_path / "findings.jsonl")
+    families.same_step({"llama": {}}, tmp_path / families.RECORD, record)
     found = read_findings(tmp_path / "findings.jsonl")
     assert [(f.check, f.status) for f in found] == [(f"families-te/{k} same step as plain", "not run") for k in KINDS]
 
@@ -134,8 +135,8 @@ def test_a_trainer_that_keeps_memory_is_felt(leak, status, tmp_path, monkeypatch
     trainer = StandInTrainer()
     zero = DeviceMemory(allocated=0, reserved=0, peak_allocated=0, peak_reserved=0, used=0, total=0)
     monkeypatch.setattr(step_checks, "memory", lambda: replace(zero, allocated=trainer.kept))
-    recorder = Recorder("trainer", tmp_path / "findings.jsonl")
-    step_checks.memory_after_steps(trainer, case_of("llama", toy=True), judged=True, recorder=recorder)
+    record = Recorder("trainer", tmp_path / "findings.jsonl")
+    step_checks.memory_after_steps(trainer, case_of("llama", toy=True), judged=True, record=record)
     [found] = read_findings(tmp_path / "findings.jsonl")
     assert found.status == status and len(found.data["allocated_bytes"]) == 5
 
@@ -154,21 +155,22 @@ def test_the_shapes_part_reports_what_it_declares(tmp_path):
             assert 0.5 < finding.data["ratio"] < 2
     # what a GPU's process would have left: the same, judged
     left = json.loads((tmp_path / "shapes-plain" / "8b.json").read_text())
-    total, moving = left["predicted"]["total"], left["predicted"]["moving"]
+    total, moving = left["predicted"]["total_bytes"], left["predicted"]["moving_bytes"]
     assert 0 < moving < total
     on_gpu = replace(given, on_gpu=True, findings=str(tmp_path / "gpu.jsonl"))
     shape = replace(SHAPES["8b"], layers=2)
-    for factor, status in ((1.0, "passed"), (1.1, "passed"), (1.3, "failed"), (0.8, "failed")):
+    for factor, status in ((1.0, "passed"), (1.1, "passed"), (1.3, "missed"), (0.8, "missed")):
         gpu = {
-            "gpu": "NVIDIA H100 80GB HBM3", "peak": total * factor, "runtime": GIB, "peak_allocated": GIB,
-            "peak_reserved": GIB + moving / 4, "seconds": [9.0, 9.0, 1e-6, 2e-6, 3e-6],
+            "gpu": "NVIDIA H100 80GB HBM3", "seconds": [9.0, 9.0, 1e-6, 2e-6, 3e-6],
+            "peak": {"total": total * factor, "runtime": GIB, "allocated": GIB, "reserved": GIB + moving / 4,
+                     "others_known": True},
         }  # fmt: skip
         path = tmp_path / f"gpu {factor}.jsonl"
         shapes.report(shape, left | gpu, "", on_gpu, Recorder("shapes-plain", path))
         speed, memory = read_findings(path)
         assert (memory.status, memory.data["ratio"]) == (status, pytest.approx(1 / factor))
         assert speed.unit == "of NVIDIA H100 SXM 80 GB's bf16 peak" and speed.data["step_seconds"] == 2e-6
-        assert speed.value == pytest.approx(left["predicted"]["model_flops"] * 512 / 2e-6 / 989.4e12)
+        assert speed.value == pytest.approx(left["predicted"]["model_flops_per_token"] * 512 / 2e-6 / 989.4e12)
         assert speed.data["dense_utilisation"] >= speed.value
         assert (speed.data["runtime_gib"], speed.data["fragmentation"]) == (1.0, pytest.approx(0.25))
 
@@ -177,12 +179,12 @@ def test_a_shape_without_room_gets_fewer_layers_or_is_not_run(tmp_path):
     shape = replace(toy(SHAPES["8b"]), layers=8)
     whole, need, fits = fitting(shape, tmp_path / "8", 2**50, fused=False, gpu=False)
     assert (whole.layers, fits) == (8, True)
-    fewer, less, fits = fitting(shape, tmp_path / "8", int(need.total), fused=False, gpu=False)
-    assert fewer.layers < 8 and fits and less.total * 1.1 <= need.total
+    fewer, less, fits = fitting(shape, tmp_path / "8", int(need.total_bytes), fused=False, gpu=False)
+    assert fewer.layers < 8 and fits and less.total_bytes * 1.1 <= need.total_bytes
     one, _, fits = fitting(shape, tmp_path / "8", 1000, fused=False, gpu=False)
     assert (one.layers, fits) == (1, False)
     path = tmp_path / "findings.jsonl"
-    left = {"fits": False, "free": GIB, "predicted": {"total": 2 * GIB}}
+    left = {"fits": False, "free": GIB, "predicted": {"total_bytes": 2 * GIB}}
     shapes.report(one, left, "", setting("shapes-plain", tmp_path), Recorder("shapes-plain", path))
     assert [f.status for f in read_findings(path)] == ["not run"] * 2
     assert "one layer needs 2.2 GiB" in read_findings(path)[0].detail
@@ -203,19 +205,40 @@ def test_a_shape_that_dies_or_hangs_says_so_and_ends(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "answer, found",
-    [("echo 1024", 2**30), ("echo '[N/A]'", None), ("exit 9", None), ('test "$2" = GPU-7 && echo 1', 2**20)],
+    "answer, rank, found",
+    [
+        ("echo 1024", "0", 2**30),
+        ("echo '[N/A]'", "0", None),
+        ("exit 9", "0", None),
+        ('test "$2" = GPU-7 && echo 1', "0", 2**20),
+        ('test "$2" = GPU-3 && echo 1', "1", 2**20),
+    ],
 )
-def test_what_others_hold_is_asked_of_the_driver(answer, found, tmp_path, monkeypatch):
+def test_what_others_hold_is_asked_of_the_driver(answer, rank, found, tmp_path, monkeypatch):
     """nvidia-smi is a stand-in that answers in its place."""
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\n{answer}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-7,GPU-3")
-    assert used_before() == found
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    assert used_by_driver() == found
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    assert used_before() is None
+    assert used_by_driver() is None
+
+
+def test_a_peak_on_a_gpu_has_the_runtime_in_it_and_not_what_others_hold(monkeypatch):
+    """5 GiB on the device: 1 of others, 3 of the allocator now (3.5 at its peak), so 1 of CUDA and NCCL."""
+    now = DeviceMemory(
+        allocated=2 * GIB, reserved=3 * GIB, peak_allocated=3 * GIB, peak_reserved=7 * GIB // 2, used=5 * GIB,
+        total=80 * GIB,
+    )  # fmt: skip
+    monkeypatch.setattr(device_memory, "memory", lambda: now)
+    monkeypatch.setattr(device_memory.device, "HAVE_GPU", True)
+    found = peak_since(GIB)
+    assert (found.runtime, found.total, found.others_known) == (GIB, 9 * GIB // 2, True)
+    unknown = peak_since(None)
+    assert (unknown.runtime, unknown.others_known) == (2 * GIB, False)
 
 
 @pytest.mark.parametrize("size, run", [("quick", ["8b"]), ("full", list(SHAPES))])

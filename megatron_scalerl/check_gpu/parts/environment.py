@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
+import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,10 +79,23 @@ def _nccl(setting: Setting, record: Recorder) -> None:
 
 
 def _compiler(setting: Setting, record: Recorder) -> None:
-    found = {tool: shutil.which(tool) for tool in ("c++", "nvcc")}
+    """Triton's launcher wants a C compiler (CC, gcc or clang) and Python's headers, the others a C++ compiler."""
+    tools = {"C compiler": c_compiler(), "c++": shutil.which("c++"), "nvcc": shutil.which("nvcc")}
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton asks
+    header = Path(sysconfig.get_paths(scheme=scheme)["include"]) / "Python.h"
+    found: dict[str, str | None] = tools | {"Python.h": str(header) if header.exists() else None}
+    missing = [name for name, path in found.items() if path is None and name != "nvcc"]
+    text = ", ".join(f"{name} {'found' if path else 'absent'}" for name, path in found.items())
     why = "Triton's launcher, Megatron's index helpers and vLLM's CPU kernels are compiled at first use"
-    text = ", ".join(f"{tool} {'found' if path else 'absent'}" for tool, path in found.items())
-    record.holds("compiler", found["c++"] is not None, f"{text}; {why}")
+    if "Python.h" in missing:
+        why += f"; expected {header} (Debian: python3-dev)"
+    record.holds("compiler", not missing, f"{text}; {why}", {"found": found})
+
+
+def c_compiler() -> str | None:
+    """The C compiler that Triton takes: what CC says, else gcc, else clang; None where that is not there."""
+    said = os.environ.get("CC")
+    return shutil.which(said) if said is not None else shutil.which("gcc") or shutil.which("clang")
 
 
 def _megatron(setting: Setting, record: Recorder) -> None:

@@ -9,9 +9,7 @@ is far off on either side: mixtures of experts are judged by the median.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,132 +17,59 @@ import numpy as np
 import torch
 
 from megatron_scalerl.check_gpu.cases import Case, batch_of, case_of, check_layers, samples
-from megatron_scalerl.check_gpu.distances import Distance, judge, relative
+from megatron_scalerl.check_gpu.distances import judge
 from megatron_scalerl.check_gpu.findings import Recorder
 from megatron_scalerl.check_gpu.setting import Setting
+from megatron_scalerl.check_gpu.step_parity import (
+    Step,
+    bf16_distances,
+    bound_threads,
+    fp32_distances,
+    in_transformers,
+    two_bf16_distances,
+    typical,
+    without_ties,
+)
 from megatron_scalerl.check_gpu.table import KINDS
 from megatron_scalerl.trainer.parallel import Parallel, init_parallel, shutdown_parallel
 from megatron_scalerl.trainer.step import make_trainer
 
 RECORD = "families-plain.json"
 """In the scratch folder: what plain layers found in bf16."""
-FP32_BOUND = 1e-4
-"""Nats, of the worst log-probability."""
-FP32_SCALAR_BOUND = 1e-4
-"""Relative, of loss and gradient norm."""
-BF16_FACTOR = 1.5
-"""Our bf16 may be this much further from fp32 than transformers' bf16 is."""
-BF16_SCALAR_BOUNDS = (0.01, 0.02)
-"""Of the loss, in nats (its weights add up to 1), and relative, of the gradient norm; twice that with experts. On a
-CPU up to 0.004 and 0.006, with experts 0.01 and 0.02, in toy size, a few times less at full size."""
-TWO_ROUNDINGS = 2.0
-"""Two bf16 results, each within `BF16_FACTOR` of what transformers' is from fp32, and independent: sqrt(2) x 1.5."""
-TIE = 3e-5
-"""Router logits of the last expert that is chosen and the first that is not: nearer ones may change places in fp32,
-where these are off by about 2e-6. Sequences with such a tie are drawn again."""
-_THREADS = 8
-"""Of transformers on the CPU."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """Log-probabilities, and what the first step reports."""
-
-    logprobs: np.ndarray
-    """[T] nats"""
-    loss: float
-    grad_norm: float
-    narrowest: float = math.inf
-    """Of transformers: the least distance between a chosen expert's router logit and one that was not chosen."""
-
-
-def run(setting: Setting, recorder: Recorder) -> None:
+def run(setting: Setting, record: Recorder) -> None:
     """Report `checks` of the part."""
     plain = setting.layers != "te"
     check_layers(setting)
-    # PyTorch counts the host's cores, of which a container may have been given a few
-    torch.set_num_threads(min(torch.get_num_threads(), _THREADS))
+    bound_threads()
     folder = setting.scratch / setting.part
     parallel: Parallel | None = None
-    record: dict[str, Any] = {}
+    left: dict[str, Any] = {}
     for kind in KINDS:
-        with recorder.guarded(kind):
+        with record.guarded(kind):
             case, path = case_of(kind, toy=setting.toy), folder / kind
             case.write(path)
             case, exact = without_ties(case, path)
             rounded = in_transformers(case, path, torch.bfloat16)
+            own = typical(kind, rounded.logprobs, exact.logprobs)
             parallel = parallel or init_parallel(case.recipe(path, "bfloat16"))
             distances = []
             if plain:
                 distances = fp32_distances(in_trainer(case, path, "float32", parallel), exact)
             found = in_trainer(case, path, "bfloat16", parallel)
-            distances += bf16_distances(kind, found, exact, rounded)
-            judge(recorder, kind, distances)
-            record[kind] = {
+            distances += bf16_distances(kind, found, exact, own)
+            judge(record, kind, distances)
+            left[kind] = {
                 "logprobs": found.logprobs.tolist(), "loss": found.loss, "grad_norm": found.grad_norm,
-                "own": typical(kind, rounded.logprobs - exact.logprobs),
+                "own": own,
             }  # fmt: skip
     if parallel:
         shutdown_parallel()
     if plain:
-        (setting.scratch / RECORD).write_text(json.dumps(record), encoding="utf8")
+        (setting.scratch / RECORD).write_text(json.dumps(left), encoding="utf8")
     else:
-        same_step(record, setting.scratch / RECORD, recorder)
-
-
-def in_transformers(case: Case, path: Path, dtype: torch.dtype) -> Step:
-    """transformers' log-probabilities, and loss and gradient of the step where all ratios are 1.
-
-    On the CPU and with its plain implementations. Loaded from disk: a model that was moved to bf16 has rounded
-    rotary frequencies.
-    """
-    from transformers import AutoModelForCausalLM
-
-    plain = {"attn_implementation": "eager"} | ({"experts_implementation": "eager"} if is_mixture(case.kind) else {})
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False, **plain)
-    model.eval()
-    ids = case.token_ids()
-    found, loss = [], 0.0
-    gaps = _watch_routers(model)
-    for row, sample in zip(ids, samples(ids, [[0.0] * (len(row) - 1) for row in ids])):
-        tokens = torch.tensor([row])
-        logits = model(input_ids=tokens[:, :-1]).logits[0].float()
-        logprobs = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
-        term = -sample.token_weight * sample.advantage * logprobs.sum()
-        term.backward()  # type: ignore[no-untyped-call]
-        loss += term.item()
-        found.append(logprobs.detach().double())
-    norms = [p.grad.double().norm() for p in model.parameters() if p.grad is not None]
-    return Step(
-        logprobs=torch.cat(found).numpy(), loss=loss, grad_norm=math.sqrt(sum(float(norm) ** 2 for norm in norms)),
-        narrowest=min(gaps, default=math.inf),
-    )  # fmt: skip
-
-
-def without_ties(case: Case, path: Path) -> tuple[Case, Step]:
-    """The case with sequences that no router is undecided about, and what fp32 makes of them."""
-    for seed in range(case.seed, case.seed + 20):
-        case = replace(case, seed=seed)
-        exact = in_transformers(case, path, torch.float32)
-        if exact.narrowest > TIE:
-            return case, exact
-    raise RuntimeError(f"{path}: expected sequences without ties of router logits, found none in 20 draws")
-
-
-def _watch_routers(model: Any) -> list[float]:
-    """A list that gets the narrowest gap of each call of a router."""
-    gaps: list[float] = []
-    chosen = getattr(model.config, "num_experts_per_tok", 0)
-
-    def watch(router: Any, inputs: tuple[torch.Tensor, ...], _: Any) -> None:
-        logits = torch.nn.functional.linear(inputs[0].detach().flatten(0, -2), router.weight.detach())
-        ranked = logits.sort(dim=-1, descending=True).values
-        gaps.append(float((ranked[:, chosen - 1] - ranked[:, chosen]).min()))
-
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] in ("router", "gate"):
-            module.register_forward_hook(watch)
-    return gaps
+        same_step(left, setting.scratch / RECORD, record)
 
 
 def in_trainer(case: Case, path: Path, dtype: str, parallel: Parallel) -> Step:
@@ -156,65 +81,18 @@ def in_trainer(case: Case, path: Path, dtype: str, parallel: Parallel) -> Step:
     return Step(logprobs=np.concatenate(logprobs), loss=report.loss, grad_norm=report.grad_norm)
 
 
-def fp32_distances(found: Step, exact: Step) -> list[Distance]:
-    """fp32 from fp32."""
-    apart = float(np.abs(found.logprobs - exact.logprobs).max())
-    return [
-        Distance(name="fp32 log-probs, max", found=apart, bound=FP32_BOUND),
-        relative("fp32 loss", found.loss, exact.loss, FP32_SCALAR_BOUND),
-        relative("fp32 gradient norm", found.grad_norm, exact.grad_norm, FP32_SCALAR_BOUND),
-    ]
-
-
-def bf16_distances(kind: str, found: Step, exact: Step, rounded: Step) -> list[Distance]:
-    """Our bf16 from fp32, bounded by what transformers' bf16 is from it."""
-    own = typical(kind, rounded.logprobs - exact.logprobs)
-    which = "median" if is_mixture(kind) else "mean"
-    return [
-        Distance(
-            name=f"bf16 log-probs, {which}", found=typical(kind, found.logprobs - exact.logprobs),
-            bound=BF16_FACTOR * own,
-        ),
-        *scalar_distances(kind, found.loss, exact.loss, found.grad_norm, exact.grad_norm),
-    ]  # fmt: skip
-
-
-def scalar_distances(kind: str, loss: float, other_loss: float, norm: float, other_norm: float) -> list[Distance]:
-    """Of two steps in different precisions or layers."""
-    loss_bound, norm_bound = ((1 + is_mixture(kind)) * bound for bound in BF16_SCALAR_BOUNDS)
-    return [
-        Distance(name="bf16 loss", found=abs(loss - other_loss), bound=loss_bound),
-        relative("bf16 gradient norm", norm, other_norm, norm_bound),
-    ]
-
-
-def same_step(found: Mapping[str, Any], path: Path, recorder: Recorder) -> None:
+def same_step(found: Mapping[str, Any], path: Path, record: Recorder) -> None:
     """The step of these layers and of plain ones, which `path` has."""
     plain = json.loads(path.read_text(encoding="utf8")) if path.exists() else {}
     for kind in KINDS:
         check = f"{kind} same step as plain"
         if kind not in found or kind not in plain:
             who = "families-plain" if kind not in plain else "this part"
-            recorder.not_run(check, f"{who} has left no result of {kind} in {path.parent}")
+            record.not_run(check, f"{who} has left no result of {kind} in {path.parent}")
             continue
-        with recorder.guarded(check):
-            ours, theirs = found[kind], plain[kind]
-            apart = np.asarray(ours["logprobs"]) - np.asarray(theirs["logprobs"])
-            judge(
-                recorder,
-                check,
-                [
-                    Distance(name="log-probs", found=typical(kind, apart), bound=TWO_ROUNDINGS * ours["own"]),
-                    *scalar_distances(kind, ours["loss"], theirs["loss"], ours["grad_norm"], theirs["grad_norm"]),
-                ],
+        with record.guarded(check):
+            ours, theirs = (
+                Step(logprobs=np.asarray(step["logprobs"]), loss=step["loss"], grad_norm=step["grad_norm"])
+                for step in (found[kind], plain[kind])
             )
-
-
-def typical(kind: str, apart: np.ndarray) -> float:
-    """Mean of the distances, the median for a mixture of experts."""
-    return float((np.median if is_mixture(kind) else np.mean)(np.abs(apart)))
-
-
-def is_mixture(kind: str) -> bool:
-    """True for families with experts."""
-    return kind in ("qwen3_moe", "llama4")
+            judge(record, check, two_bf16_distances(kind, ours, theirs, found[kind]["own"]))

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 import megatron_scalerl
 from megatron_scalerl.check_gpu import logit_parity
+from megatron_scalerl.check_gpu.deadline import Deadline
 from megatron_scalerl.check_gpu.findings import Recorder
+from megatron_scalerl.check_gpu.own_group import ended_within, own_group
 from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.logits import chosen_backend
+from megatron_scalerl.logits.choice import backend_names
+from megatron_scalerl.logits.contenders import contenders_on
+from megatron_scalerl.logits.targets import targets
 
 TARGETS = {
     ("cuda", "gemm_share_forward"): "forward GEMM share",
@@ -27,10 +32,13 @@ TARGETS = {
 }
 """A target of tools/bench_logits.py by contender and figure -> the check that carries it."""
 _TOY = ["--device=cpu", "--tokens=64", "--hidden=32", "--vocab=512", "--rounds=1", "--threads=1", "--peers=none"]
+_PATIENCE_S = 30.0
+"""For one contender's silence, imports, CUDA and a kernel's compilation included: one that hangs must leave time."""
 
 
 def run(setting: Setting, record: Recorder) -> None:
     """Report the part's checks."""
+    deadline = Deadline(setting.limit_s)
     device = torch.accelerator.current_accelerator() if setting.on_gpu else torch.device("cpu")
     assert device is not None, "the runner found a GPU"
     for backend in ("torch", "cuda", "triton"):
@@ -46,7 +54,7 @@ def run(setting: Setting, record: Recorder) -> None:
         else:
             record.not_run("workspace bound", "the allocator's peak is a GPU's")
     with record.guarded("benchmark"):
-        _benchmark(setting, record)
+        _benchmark(setting, record, deadline)
 
 
 def _parity(setting: Setting, record: Recorder, device: torch.device, backend: str) -> None:
@@ -64,35 +72,67 @@ def _parity(setting: Setting, record: Recorder, device: torch.device, backend: s
             record.measured("no TF32", share, "of tolerance", at_most=1.0, detail="with TF32 allowed by the user")
 
 
-def _benchmark(setting: Setting, record: Recorder) -> None:
-    """tools/bench_logits.py as a process: its lines go to the report whole, its targets become checks."""
+def _benchmark(setting: Setting, record: Recorder, deadline: Deadline) -> None:
+    """tools/bench_logits.py as a process: its lines go to the report whole, its targets become checks.
+
+    It has what is left of the part's time; lines that it wrote until then count.
+    """
     tool = Path(megatron_scalerl.__file__).parent.parent / "tools" / "bench_logits.py"
     if not tool.exists():
         raise FileNotFoundError(f"{tool}: expected the repository's tools beside the package, found none")
     rounds = 2 if setting.size == "quick" else 5
     peers = "none" if setting.size == "quick" else "all"
     options = _TOY if setting.toy else ["--device=gpu", f"--rounds={rounds}", f"--peers={peers}"]
-    done = subprocess.run(
-        [sys.executable, str(tool), *options], stdout=subprocess.PIPE, text=True, timeout=setting.limit_s * 0.7
-    )
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    report_benchmark(record, lines, done.returncode)
+    output, limit = setting.scratch / "bench_logits.jsonl", deadline.left()
+    argv = [sys.executable, str(tool), *options, f"--patience={_PATIENCE_S:g}"]
+    with own_group(argv, output, {}, errors_too=False) as process:
+        code = ended_within(process, limit)
+    why = f"ended at its limit of {limit:.0f} s" if code is None else f"exit code {code}" if code else ""
+    report_benchmark(record, whole_lines(output.read_text("utf8")), why, ours_on("gpu" if setting.on_gpu else "cpu"))
 
 
-def report_benchmark(record: Recorder, lines: list[dict[str, Any]], exit_code: int) -> None:
-    """Findings from the benchmark's lines: one for the run, one for each target of the `cuda` backend."""
-    measured = [line for line in lines if line.get("status") == "measured"]
-    missing = [line for line in lines if line.get("status", "measured") != "measured"]
-    ours = [line for line in measured if line["contender"].split(",")[0] in ("torch", "cuda", "triton")]
+def ours_on(device: Literal["cpu", "gpu"]) -> list[str]:
+    """This project's contenders."""
+    names = [contender.name for contender in contenders_on(device)]
+    return [name for name in names if name.partition(",")[0] in backend_names()]
+
+
+def whole_lines(output: str) -> list[dict[str, Any]]:
+    """The benchmark's JSON lines; the last one may be torn."""
+    found = []
+    for line in output.splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            value = json.loads(line)
+            if isinstance(value, dict):
+                found.append(value)
+    return found
+
+
+def report_benchmark(record: Recorder, lines: list[dict[str, Any]], why: str, ours: list[str]) -> None:
+    """Findings from the benchmark's lines: one for the run, one for each target of the `cuda` backend.
+
+    why: how the benchmark failed, "" if it did not. ours: contenders that have to be measured, all of them.
+    """
+    status = {line["contender"]: line["status"] for line in lines if "contender" in line}
     rate = next((line["gemm_tflops"] for line in lines if "gemm_tflops" in line), None)
-    text = f"exit code {exit_code}, {len(measured)} contenders measured, GEMM {rate} TFLOP/s"
-    text += "".join(f"; {line['contender']}: {line['status']}" for line in missing)
-    record.holds("benchmark", exit_code == 0 and bool(ours) and rate is not None, text, {"lines": lines})
-    targets = {(t["contender"], t["what"]): t for line in lines for t in line.get("targets", ())}
+    measured = [name for name, said in status.items() if said == "measured"]
+    missing = {name: said for name, said in status.items() if said != "measured"}
+    missing |= {name: "no line" for name in ours if name not in status}
+    ok = not why and rate is not None and all(name in measured for name in ours)
+    text = "; ".join(
+        [
+            *filter(None, [why]),
+            f"{len(measured)} contenders measured, GEMM {rate} TFLOP/s",
+            *(f"{name}: {said}" for name, said in sorted(missing.items(), key=lambda pair: pair[0] not in ours)),
+        ]
+    )
+    record.holds("benchmark", ok, text, {"lines": lines})
+    found = [line for line in lines if "contender" in line]
+    judged = {(target["contender"], target["what"]): target for target in targets(found, "gpu")}
     for key, check in TARGETS.items():
-        target = targets.get(key)
-        if target is None or target["found"] is None:
-            record.not_run(check, _why_not(key[1], lines))
+        target = judged[key]
+        if target["found"] is None:
+            record.not_run(check, _why_not(key[1], status, why))
             continue
         sign, bound = target["target"].split()
         record.measured(
@@ -109,13 +149,12 @@ def report_benchmark(record: Recorder, lines: list[dict[str, Any]], exit_code: i
 PEERS = {"Liger": "pip install liger-kernel", "cut_cross_entropy, no filter": "pip install cut-cross-entropy"}
 
 
-def _why_not(figure: str, lines: list[dict[str, Any]]) -> str:
+def _why_not(figure: str, status: dict[str, str], why: str) -> str:
     """Why a target was not measured: what the benchmark says of ours or of the peer."""
-    status = {line["contender"]: line["status"] for line in lines if "contender" in line}
     for name in ("cuda", figure.partition(" over ")[2]):
         if name and status.get(name) != "measured":
             how = f" ({PEERS[name]})" if name in PEERS and "not installed" in status.get(name, "") else ""
-            return f"{name}: {status.get(name, 'not asked for in this run')}{how}"
+            return f"{name}: {status.get(name, why or 'not asked for in this run')}{how}"
     return "the benchmark gave no figure"
 
 

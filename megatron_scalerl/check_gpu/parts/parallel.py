@@ -1,33 +1,45 @@
-"""Two devices against one: the same step under every kind of parallelism, over NCCL on GPUs and gloo on CPUs."""
+"""Two devices against one: the same step under every kind of parallelism, over NCCL on GPUs and gloo on CPUs.
+
+fp32 with plain layers: sums over ranks in another order. bf16 with Transformer Engine's: partial sums are rounded to
+8 bits before ranks add them, so two layouts are two bf16 results, bounded by what transformers' bf16 is from fp32.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from megatron_scalerl.check_gpu.deadline import prepare_environment
+from megatron_scalerl.check_gpu.deadline import Deadline, prepare_environment
+from megatron_scalerl.check_gpu.distances import Distance, judge
 from megatron_scalerl.check_gpu.findings import Recorder
+from megatron_scalerl.check_gpu.layouts import case_for
 from megatron_scalerl.check_gpu.loop_run import command, faults, read_run
 from megatron_scalerl.check_gpu.loop_settings import Run, check_overrides, overrides
 from megatron_scalerl.check_gpu.ranks import run_ranks
 from megatron_scalerl.check_gpu.setting import Setting
+from megatron_scalerl.check_gpu.step_parity import (
+    FP32_BOUND,
+    TWO_ROUNDINGS,
+    Step,
+    bound_threads,
+    fp32_distances,
+    in_transformers,
+    is_mixture,
+    two_bf16_distances,
+    typical,
+    without_ties,
+)
 from megatron_scalerl.check_gpu.table import PARALLEL, Layers
 from megatron_scalerl.check_gpu.tiny_task import recipe_path, tiny_folder
-from megatron_scalerl.tiny.families import make
 
-_WIDE = dict(
-    vocab_size=1024, hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=2,
-    head_dim=64,
-)  # fmt: skip
-"""Of both policies on GPUs; a rehearsal takes the families' own tiny widths."""
-_BOUNDS = {"float32": (1e-4, 1e-4, 1e-3), "bfloat16": (3e-2, 3e-2, 5e-2)}
-"""Nats of a log-probability (fp32: the largest, bf16: the mean), relative loss, relative gradient norm. fp32: sums
-over ranks in another order. bf16: partial sums are rounded to 8 bits before ranks add them."""
+_KINDS = ("llama", "qwen3_moe")
 _OVER_NCCL = Run(
     check="broadcast",
     overrides=("engine.vllm.enforce_eager=true",),
@@ -35,88 +47,139 @@ _OVER_NCCL = Run(
     limit_s=90,
     on_cpu=False,
 )
-_LAUNCHES = 2 * (1 + len(PARALLEL))
-"""Groups of processes on GPUs, with both kinds of layers."""
+_LAUNCH_S = 60.0
+"""Of one group of processes on GPUs, about 30 expected: imports, CUDA, NCCL, kernels compiled, two trainers."""
+_LEAST_S = 15.0
+"""No group is started with less left: importing takes most of that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """One policy and the sequences that every layout sees. Produced by `_write`."""
+
+    kind: str
+    path: Path
+    seed: int
+    """Of the sequences, which leave no router undecided."""
+    own: float
+    """transformers' bf16 from its fp32, nats (`step_parity.typical`)."""
+
+    def run(self, layout: str) -> dict[str, Any]:
+        """For `layouts.measure`."""
+        return {"layout": layout, "kind": self.kind, "policy": str(self.path), "seed": self.seed}
 
 
 def run(setting: Setting, record: Recorder) -> None:
     """Report the part's checks."""
     prepare_environment(setting)
-    _steps(setting, record, "plain", "float32", "")
+    bound_threads()
+    deadline = Deadline(setting.limit_s)
+    policies = {kind: _write(kind, setting) for kind in _KINDS}
+    _steps(setting, record, deadline, policies, "plain", "float32")
     if setting.on_gpu and importlib.util.find_spec("transformer_engine"):
-        _steps(setting, record, "te", "bfloat16", " te")
+        _steps(setting, record, deadline, policies, "te", "bfloat16")
     else:
         why = "Transformer Engine is not installed" if setting.on_gpu else "Transformer Engine has no CPU kernels"
         for name in PARALLEL:
             record.not_run(f"{name} te", why)
     with record.guarded("broadcast"):
-        _broadcast(setting, record)
+        _broadcast(setting, record, deadline)
 
 
-def _steps(setting: Setting, record: Recorder, layers: Layers, dtype: str, suffix: str) -> None:
+def _write(kind: str, setting: Setting) -> Policy:
+    """A random policy, in bf16 so that either precision starts from the same numbers."""
+    case, path = case_for(kind, toy=setting.toy), setting.scratch / "parallel" / kind
+    case.write(path)
+    case, exact = without_ties(case, path)
+    rounded = in_transformers(case, path, torch.bfloat16)
+    return Policy(kind=kind, path=path, seed=case.seed, own=typical(kind, rounded.logprobs, exact.logprobs))
+
+
+def _steps(
+    setting: Setting,
+    record: Recorder,
+    deadline: Deadline,
+    policies: Mapping[str, Policy],
+    layers: Layers,
+    dtype: str,
+) -> None:
     """One rank alone, then two under each layout; on GPUs each layout in processes of its own, lest one hang all."""
-    folder = setting.scratch / f"parallel-{layers}"
-    policies = _write_policies(folder, _WIDE if setting.on_gpu else {}, dtype)
+    suffix = " te" if layers == "te" else ""
+    used = {name: policies["qwen3_moe" if name == "EP2" else "llama"] for name in PARALLEL}
 
-    def ranks(count: int, runs: list[tuple[str, str]], name: str) -> dict[str, Any]:
+    def ranks(count: int, runs: list[dict[str, Any]], name: str) -> dict[str, Any]:
+        left = deadline.left() - (_OVER_NCCL.limit_s if setting.on_gpu else 0.0)
+        if left < _LEAST_S:
+            raise _NoTimeError(f"{max(0.0, left):.0f} s were left of the part's {setting.limit_s:.0f} s")
         return run_ranks(
             count,
             "megatron_scalerl.check_gpu.layouts:measure",
-            {"dtype": dtype, "runs": runs},
-            folder=folder / name,
-            timeout_s=0.6 * setting.limit_s / (_LAUNCHES if setting.on_gpu else 2),
+            {"dtype": dtype, "runs": runs, "toy": setting.toy},
+            folder=setting.scratch / "parallel" / layers / name,
+            timeout_s=min(left, _LAUNCH_S) if setting.on_gpu else left,
             env={"MSRL_LAYERS": layers},
         )[0]
 
-    runs = [(name, policies["moe" if name == "EP2" else "dense"]) for name in PARALLEL]
     try:
-        alone = ranks(1, list(policies.items()), "alone")
+        alone = ranks(1, [policy.run(kind) for kind, policy in policies.items()], "alone")
     except RuntimeError as error:
-        for name in PARALLEL:
-            record.holds(name + suffix, False, f"one rank alone: {error}")
+        _report_unmade(record, PARALLEL, suffix, error, "one rank alone: ")
         return
-    for group in [[run] for run in runs] if setting.on_gpu else [runs]:
-        found: dict[str, Any] = {}
-        why = ""
+    for group in _groups(setting):
         try:
-            found = ranks(2, group, group[0][0] if len(group) == 1 else "all")
+            found = ranks(2, [used[name].run(name) for name in group], group[0] if len(group) == 1 else "all")
         except RuntimeError as error:
-            why = str(error)
-        for name, _ in group:
-            if why:
-                record.holds(name + suffix, False, why)
-            else:
-                report_distance(record, name + suffix, found[name], alone["moe" if name == "EP2" else "dense"], dtype)
+            _report_unmade(record, group, suffix, error)
+            continue
+        for name in group:
+            policy = used[name]
+            judge(record, name + suffix, distances(policy.kind, found[name], alone[policy.kind], dtype, policy.own))
 
 
-def report_distance(
-    record: Recorder, check: str, found: Mapping[str, Any], expected: Mapping[str, Any], dtype: str
+class _NoTimeError(RuntimeError):
+    """Nothing was started."""
+
+
+def _report_unmade(
+    record: Recorder, names: Sequence[str], suffix: str, error: RuntimeError, prefix: str = ""
 ) -> None:
-    """The largest of the distances of two ranks' step from one rank's, each over its bound."""
-    nats, loss, norm = _BOUNDS[dtype]
-    apart = [abs(a - b) for key in ("before", "after") for a, b in zip(found[key], expected[key], strict=True)]
-    distance = max(apart) if dtype == "float32" else sum(apart) / len(apart)
-    shares = {
-        "log-probabilities": distance / nats,
-        "loss": abs(found["loss"] - expected["loss"]) / max(abs(expected["loss"]), 1e-6) / loss,
-        "gradient norm": abs(found["grad_norm"] - expected["grad_norm"]) / expected["grad_norm"] / norm,
-    }
-    worst = max(shares, key=lambda name: shares[name])
-    text = f"worst: {worst}; loss {found['loss']:.6g}, alone {expected['loss']:.6g}; {distance:.2g} nats apart"
-    record.measured(check, shares[worst], "of tolerance", at_most=1.0, detail=text, data=shares)
+    """Layouts whose processes failed, or were not started."""
+    for name in names:
+        if isinstance(error, _NoTimeError):
+            record.not_run(name + suffix, f"{prefix}{error}")
+        else:
+            record.holds(name + suffix, False, f"{prefix}{error}")
 
 
-def _write_policies(folder: Path, settings: dict[str, Any], dtype: str) -> dict[str, str]:
-    """Random Hugging Face policies: name -> folder."""
-    made = {}
-    experts: dict[str, Any] = {"moe_intermediate_size": 384}
-    for name, kind, more in (("dense", "llama", {}), ("moe", "qwen3_moe", experts)):
-        make(kind, folder / name, dtype=getattr(torch, dtype), **settings, **(more if settings else {}))
-        made[name] = str(folder / name)
-    return made
+def _groups(setting: Setting) -> Iterator[tuple[str, ...]]:
+    """Layouts that share processes."""
+    return ((name,) for name in PARALLEL) if setting.on_gpu else iter([PARALLEL])
 
 
-def _broadcast(setting: Setting, record: Recorder) -> None:
+def distances(
+    kind: str, found: Mapping[str, Any], alone: Mapping[str, Any], dtype: str, own: float
+) -> list[Distance]:
+    """Of two ranks' step from that of one: log-probabilities before and after it, loss, gradient norm.
+
+    `own`: transformers' bf16 from its fp32, nats. After the step a router may be undecided again: then a mixture is
+    judged by the median in fp32 too.
+    """
+    ours, theirs = (
+        Step(logprobs=np.asarray(each["before"]), loss=each["loss"], grad_norm=each["grad_norm"])
+        for each in (found, alone)
+    )
+    after = np.abs(np.asarray(found["after"]) - np.asarray(alone["after"]))
+    if dtype == "float32":
+        apart = typical(kind, found["after"], alone["after"]) if is_mixture(kind) else float(after.max())
+        return [*fp32_distances(ours, theirs), Distance(name="after the step", found=apart, bound=FP32_BOUND)]
+    apart = typical(kind, found["after"], alone["after"])
+    return [
+        *two_bf16_distances(kind, ours, theirs, own),
+        Distance(name="after the step", found=apart, bound=TWO_ROUNDINGS * own),
+    ]
+
+
+def _broadcast(setting: Setting, record: Recorder, deadline: Deadline) -> None:
     """A short run with the trainer on one GPU and the engine on another: every update goes over NCCL."""
     recipe, tiny = recipe_path(), tiny_folder(setting)
     settings = overrides(setting, tiny, _OVER_NCCL, policy=tiny / "base_policy", warm=False, transport="nccl")
@@ -126,7 +189,8 @@ def _broadcast(setting: Setting, record: Recorder) -> None:
         return
     log = setting.scratch / "loop" / "train-broadcast.log"
     log.parent.mkdir(exist_ok=True)
-    done = asyncio.run(command(["train", str(recipe), *settings], log, limit_s=_OVER_NCCL.limit_s))
+    limit = deadline.left(_OVER_NCCL.limit_s)
+    done = asyncio.run(command(["train", str(recipe), *settings], log, limit_s=limit))
     found = read_run(log.parent / _OVER_NCCL.check, done)
     wrong = faults(found, steps=_OVER_NCCL.steps, warm=False)
     said = f"{found.steps} updates in {found.seconds:.0f} s with start, mismatch {found.mismatch:.2g} nats"

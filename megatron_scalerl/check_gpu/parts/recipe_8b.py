@@ -13,20 +13,15 @@ from typing import Any
 import megatron_scalerl
 from megatron_scalerl.check_gpu import recipe_run
 from megatron_scalerl.check_gpu.findings import Recorder
+from megatron_scalerl.check_gpu.memory_report import report_memory
 from megatron_scalerl.check_gpu.ranks import run_ranks
 from megatron_scalerl.check_gpu.setting import Setting
-from megatron_scalerl.plan.hardware import GIB
+from megatron_scalerl.check_gpu.synthetic import TOY
 from megatron_scalerl.plan.predict import predict_trainer
 from megatron_scalerl.trainer import device
 
 LAYERS = 8
 """Of the recipe's 32: enough to be a quarter of its work, and built in seconds."""
-MEMORY_BOUND = 0.15
-"""Distance of predicted over measured from 1."""
-_TOY = {
-    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "vocab_size": 512, "num_hidden_layers": 2,
-}  # fmt: skip
 
 
 def run(setting: Setting, record: Recorder) -> None:
@@ -35,7 +30,7 @@ def run(setting: Setting, record: Recorder) -> None:
     folder = setting.scratch / "recipe-8b"
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((root / "configs" / "Llama-3.1-8B" / "config.json").read_text())
-    config |= {"num_hidden_layers": LAYERS} | (_TOY if setting.toy else {})
+    config |= {"num_hidden_layers": LAYERS} | (TOY | {"num_hidden_layers": 2} if setting.toy else {})
     (folder / "config.json").write_text(json.dumps(config))
     world = 2 if setting.toy else 8
     overrides = [f"trainer.world_size={world}", "optimizer.warmup_steps=0"]
@@ -75,15 +70,6 @@ def _report(setting: Setting, record: Recorder, job: dict[str, Any], found: list
     same = all(loss == losses[0] for loss in losses)
     wrong = f"expected one finite loss a step on all ranks, found {losses}"
     record.holds("steps", finite and same, text if finite and same else wrong, {"ranks": found})
-    used = max(answer["used"] for answer in found)
-    ratio = predicted.total_bytes / max(1, used)
-    record.measured(
-        "memory",
-        abs(ratio - 1),
-        "from 1",
-        at_most=MEMORY_BOUND if setting.on_gpu else None,
-        goal=True,
-        detail=f"predicted {predicted.total_bytes / GIB:.3f} GiB, measured {used / GIB:.3f} on the fullest rank"
-        + ("" if setting.on_gpu else "; not judged on a CPU"),
-        data={"ratio": ratio, "predicted_bytes": predicted.total_bytes, "used_bytes": used},
-    )
+    fullest = max((answer["peak"] for answer in found), key=lambda peak: peak["total"])
+    said = {"total_bytes": predicted.total_bytes, "terms": {term.name: term.bytes for term in predicted.terms}}
+    report_memory(record, "memory", said, fullest, judged=setting.on_gpu, data={"parameters": predicted.parameters})

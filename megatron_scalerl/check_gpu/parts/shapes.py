@@ -6,12 +6,8 @@ imports no torch, so that it holds nothing on the GPU.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -20,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.check_gpu.findings import Recorder
+from megatron_scalerl.check_gpu.memory_report import report_memory
+from megatron_scalerl.check_gpu.own_group import ended_within, last_line, own_group
 from megatron_scalerl.check_gpu.setting import Setting
-from megatron_scalerl.check_gpu.shape_run import GIB, SHAPES, SPARE, WARM_UP, Shape, toy
-from megatron_scalerl.launch.child import command
-from megatron_scalerl.plan.hardware import GPUS, gpu_of_device
+from megatron_scalerl.check_gpu.shape_run import SHAPES, SPARE, WARM_UP, Shape, toy
+from megatron_scalerl.plan.hardware import GIB, GPUS, gpu_of_device
 
-MEMORY_BOUND = 0.15
-"""Predicted over measured, from 1."""
 _LEAST_S = 30.0
 """A shape is not begun with less time left: importing, building and the warm-up take about that."""
 _MEASURE_SHARE = 0.7
@@ -35,7 +30,7 @@ _END_S = 3.0
 """Of the part's time, kept for ending a shape's process."""
 
 
-def run(setting: Setting, recorder: Recorder) -> None:
+def run(setting: Setting, record: Recorder) -> None:
     """Report `checks` of the part."""
     end = time.monotonic() + setting.limit_s - _END_S
     folder = setting.scratch / setting.part
@@ -45,21 +40,21 @@ def run(setting: Setting, recorder: Recorder) -> None:
         chosen = [replace(shape, layers=2) for shape in shapes if shape.name == "8b"]
         for shape in shapes:
             if shape.name != "8b":
-                not_run(shape.name, "not part of --quick", recorder)
+                not_run(shape.name, "not part of --quick", record)
         shapes = chosen
     groups = [shapes] if setting.toy else [[shape] for shape in shapes]
     for index, group in enumerate(groups):
         left = end - time.monotonic()
         if left < _LEAST_S and index:
             for shape in group:
-                not_run(shape.name, f"{max(left, 0):.0f} s are left of the part's {setting.limit_s:g} s", recorder)
+                not_run(shape.name, f"{max(left, 0):.0f} s are left of the part's {setting.limit_s:g} s", record)
             continue
         # a shape that hangs must not take the time of those after it
         limit = left if setting.toy else left / (len(groups) - index) * (1.5 if index + 1 < len(groups) else 1)
         problem = run_process(group, folder, setting, limit)
         for shape in group:
             path = folder / f"{shape.name}.json"
-            report(shape, json.loads(path.read_text("utf8")) if path.exists() else None, problem, setting, recorder)
+            report(shape, json.loads(path.read_text("utf8")) if path.exists() else None, problem, setting, record)
 
 
 def run_process(shapes: Sequence[Shape], folder: Path, setting: Setting, limit: float) -> str:
@@ -71,62 +66,48 @@ def run_process(shapes: Sequence[Shape], folder: Path, setting: Setting, limit: 
         "measure_s": _MEASURE_SHARE * limit,
     }  # fmt: skip
     log = folder / f"{shapes[0].name}.log"
-    env = os.environ | ({"MSRL_LAYERS": setting.layers} if setting.layers and setting.on_gpu else {})
-    argv = command([sys.executable, "-m", "megatron_scalerl.check_gpu.shape_run", json.dumps(asked)])
-    with open(log, "wb") as output:
-        process = subprocess.Popen(
-            argv, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code = process.wait(timeout=limit)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            _end(process)
-    text = log.read_text(encoding="utf8", errors="replace")
-    print(text, file=sys.stderr, flush=True)
-    last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "nothing in its log")
+    env = {"MSRL_LAYERS": setting.layers} if setting.layers and setting.on_gpu else {}
+    argv = [sys.executable, "-m", "megatron_scalerl.check_gpu.shape_run", json.dumps(asked)]
+    with own_group(argv, log, env) as process:
+        code = ended_within(process, limit)
+    print(log.read_text(encoding="utf8", errors="replace"), file=sys.stderr, flush=True)
+    last = last_line(log)
     if code is None:
         return f"ended at its limit of {limit:.0f} s; last line of its log: {last}"
     return f"exit code {code}: {last}" if code else ""
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process's group; what it started ends with it."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def not_run(name: str, why: str, recorder: Recorder) -> None:
+def not_run(name: str, why: str, record: Recorder) -> None:
     """Both checks of a shape."""
     for figure in ("MFU", "memory"):
-        recorder.not_run(f"{name} {figure}", why)
+        record.not_run(f"{name} {figure}", why)
 
 
-def report(shape: Shape, found: dict[str, Any] | None, problem: str, setting: Setting, recorder: Recorder) -> None:
+def report(shape: Shape, found: dict[str, Any] | None, problem: str, setting: Setting, record: Recorder) -> None:
     """Both checks of a shape from what its process left."""
     if found is None:
         for figure in ("MFU", "memory"):
-            recorder.holds(f"{shape.name} {figure}", False, problem or "its process left no result")
+            record.holds(f"{shape.name} {figure}", False, problem or "its process left no result")
         return
     if not found["fits"]:
-        need, free = SPARE * found["predicted"]["total"] / GIB, found["free"] / GIB
+        need, free = SPARE * found["predicted"]["total_bytes"] / GIB, found["free"] / GIB
         why = f"one layer needs {need:.1f} GiB by the planner's prediction with a tenth to spare, {free:.1f} are free"
-        not_run(shape.name, why, recorder)
+        not_run(shape.name, why, record)
         return
-    with recorder.guarded(f"{shape.name} MFU"):
-        _report_speed(shape, found, recorder)
-    with recorder.guarded(f"{shape.name} memory"):
-        report_memory(shape, found, judged=setting.on_gpu, recorder=recorder)
+    with record.guarded(f"{shape.name} MFU"):
+        _report_speed(shape, found, record)
+    with record.guarded(f"{shape.name} memory"):
+        said = found["predicted"]
+        data = {"built_bytes": found["built"], "layers": found["layers"], "parameters": said["parameters"]}
+        report_memory(record, f"{shape.name} memory", said, found["peak"], judged=setting.on_gpu, data=data)
 
 
-def _report_speed(shape: Shape, found: dict[str, Any], recorder: Recorder) -> None:
+def _report_speed(shape: Shape, found: dict[str, Any], record: Recorder) -> None:
     """Model FLOP/s over the GPU's published bf16 peak; of an unknown GPU over a measured GEMM's."""
     predicted = found["predicted"]
     step = statistics.median(found["seconds"][WARM_UP:])
     rate = found["tokens"] / step
-    achieved = predicted["model_flops"] * rate
+    achieved = predicted["model_flops_per_token"] * rate
     key = gpu_of_device(found["gpu"])
     peak = GPUS[key].bf16_flops if key else None
     data: dict[str, Any] = {
@@ -144,7 +125,7 @@ def _report_speed(shape: Shape, found: dict[str, Any], recorder: Recorder) -> No
     } | planner_constants(shape, found, peak, rate)
     layers, asked = found["layers"], found["layers_asked"]
     fewer = f", {layers} layers instead of {asked}" if layers < asked else ""
-    recorder.measured(
+    record.measured(
         f"{shape.name} MFU",
         achieved / peak if peak else achieved / found["gemm_flops"],
         f"of {GPUS[key].name}'s bf16 peak" if key else "of a measured GEMM's rate",
@@ -162,40 +143,12 @@ def planner_constants(shape: Shape, found: dict[str, Any], peak: float | None, r
     """
     if not found["gpu"] or shape.dtype != "bfloat16":
         return {}
-    lost = max(0.0, found["peak_reserved"] - found["peak_allocated"])
-    constants = {"fragmentation": lost / found["predicted"]["moving"]}
-    if found["others_known"]:
-        constants["runtime_gib"] = found["runtime"] / GIB
-    utilisation = found["predicted"]["hardware_flops"] * rate / peak if peak else 0.0
+    peak_memory = found["peak"]
+    lost = max(0.0, peak_memory["reserved"] - peak_memory["allocated"])
+    constants = {"fragmentation": lost / found["predicted"]["moving_bytes"]}
+    if peak_memory["others_known"]:
+        constants["runtime_gib"] = peak_memory["runtime"] / GIB
+    utilisation = found["predicted"]["hardware_flops_per_token"] * rate / peak if peak else 0.0
     if 0.0 < utilisation <= 1.0:
         constants["dense_utilisation"] = utilisation
     return constants
-
-
-def report_memory(shape: Shape, found: dict[str, Any], *, judged: bool, recorder: Recorder) -> None:
-    """The distance of predicted over measured from 1; `judged` on a GPU only, whose memory is what counts."""
-    predicted, peak = found["predicted"], found["peak"]
-    ratio = predicted["total"] / max(1, peak)
-    others = "" if found["others_known"] else "; what others hold on the GPU could not be asked"
-    recorder.measured(
-        f"{shape.name} memory",
-        abs(ratio - 1),
-        "from 1",
-        at_most=MEMORY_BOUND if judged else None,
-        goal=True,
-        detail=f"predicted {predicted['total'] / GIB:.3f} GiB, measured {peak / GIB:.3f}, ratio {ratio:.3f}; "
-        f"allocated {found['peak_allocated'] / GIB:.3f}, reserved {found['peak_reserved'] / GIB:.3f}, "
-        f"beyond PyTorch {found['runtime'] / GIB:.3f}{others}" + ("" if judged else "; not judged on a CPU"),
-        data={
-            "ratio": ratio,
-            "predicted_bytes": predicted["total"],
-            "predicted_terms": predicted["terms"],
-            "peak_bytes": peak,
-            "peak_allocated_bytes": found["peak_allocated"],
-            "peak_reserved_bytes": found["peak_reserved"],
-            "runtime_bytes": found["runtime"],
-            "built_bytes": found["built"],
-            "layers": found["layers"],
-            "parameters": predicted["parameters"],
-        },
-    )

@@ -14,7 +14,7 @@ from megatron_scalerl.check_gpu.outcome import start_reference
 from megatron_scalerl.check_gpu.setting import Setting
 
 
-def run(setting: Setting, recorder: Recorder) -> None:
+def run(setting: Setting, record: Recorder) -> None:
     """Report `checks` of the part."""
     folder = setting.scratch / setting.part
     shutil.rmtree(folder, ignore_errors=True)
@@ -25,7 +25,7 @@ def run(setting: Setting, recorder: Recorder) -> None:
         from megatron_scalerl.check_gpu.cases import case_of
         from megatron_scalerl.check_gpu.step_checks import report_all
 
-        report_all(setting, recorder, case_of(**which), folder, reference)
+        report_all(setting, record, case_of(**which), folder, reference)
     finally:
         reference.kill()
         reference.wait()

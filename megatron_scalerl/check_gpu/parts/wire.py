@@ -5,14 +5,15 @@ NCCL refuses two ranks on one GPU, so nothing is received over it here; the part
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
-import torch.multiprocessing as mp
 
+from megatron_scalerl.apart import FAILED, events
 from megatron_scalerl.check_gpu.findings import Recorder
 from megatron_scalerl.check_gpu.setting import Setting
-from megatron_scalerl.rendezvous import private_folder
+from megatron_scalerl.check_gpu.wire_reader import handed, read_sum
+from megatron_scalerl.rendezvous import private_folder, use_interface
 from megatron_scalerl.trainer import device as seam
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import digest
@@ -20,7 +21,8 @@ from megatron_scalerl.weights.manifest import ParamMeta
 from megatron_scalerl.weights.transport import make_sender
 
 _BUCKET_MIB = 64
-_ANSWER_S = 40.0
+_ANSWER_S = 20.0
+"""For the other process to import torch, to open the handle and to answer; its death is noticed at once."""
 
 
 def run(setting: Setting, record: Recorder) -> None:
@@ -56,6 +58,7 @@ def _send(record: Recorder, device: torch.device, *, matrices: int, width: int) 
     }
     manifest = tuple(ParamMeta(name=n, dtype="bfloat16", shape=tuple(t.shape)) for n, t in tensors.items())
     with private_folder() as rendezvous:
+        use_interface(rendezvous)  # before the first group: gloo and NCCL listen on loopback only
         sender = make_sender(
             Connection(
                 backend=seam.backend(), rendezvous=rendezvous, group="check", world_size=1, bucket_mib=_BUCKET_MIB,
@@ -75,26 +78,12 @@ def _send(record: Recorder, device: torch.device, *, matrices: int, width: int) 
     return None
 
 
-def _read(handed: Any, answer: Any) -> None:
-    """The other process: the sum of a tensor that it was handed."""
-    tensor = handed.get(timeout=_ANSWER_S)
-    answer.put(float(tensor.double().sum()))
-    del tensor  # before its owner goes
-
-
-def _shared(record: Recorder, device: torch.device) -> None:
+def _shared(record: Recorder, device: torch.device, read: Callable[..., None] = read_sum) -> None:
     """Another process reads a tensor of this one: a CUDA IPC handle on a GPU, shared memory on a CPU."""
-    context = mp.get_context("spawn")
-    handed, answer = context.Queue(), context.Queue()
-    reader = context.Process(target=_read, args=(handed, answer), daemon=True)
-    reader.start()
-    try:
-        tensor = torch.arange(1 << 16, device=device, dtype=torch.float32)
-        expected = float(tensor.double().sum())
-        handed.put(tensor)
-        found = answer.get(timeout=_ANSWER_S)
-        reader.join(10)
-    finally:
-        reader.kill()
-    text = f"{device.type}: expected the sum {expected:g}, found {found:g}"
-    record.holds("tensor between processes", found == expected, text)
+    tensor = torch.arange(1 << 16, device=device, dtype=torch.float32)
+    expected = float(tensor.double().sum())
+    told = list(events(read, handed(tensor), start="spawn", patience_s=_ANSWER_S))
+    found = next((event["sum"] for event in told if "sum" in event), None)
+    why = next((event[FAILED] for event in told if FAILED in event), "")
+    text = f"{device.type}: expected the sum {expected:g}, found {found}"
+    record.holds("tensor between processes", found == expected and not why, f"{text}; {why}" if why else text)

@@ -1,0 +1,56 @@
+"""A process with a log that only its owner can read, in a group of its own that ends as a whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from megatron_scalerl.launch import child
+from megatron_scalerl.launch.processes import open_log
+
+Process = subprocess.Popen[bytes]
+
+
+@contextlib.contextmanager
+def own_group(
+    argv: Sequence[str], log: Path, env: Mapping[str, str], *, errors_too: bool = True
+) -> Iterator[Process]:
+    """Start `argv`; when the block is left its whole group is killed. It dies with this process too.
+
+    env: added to this process's environment. log: replaced; gets standard output, and with `errors_too` standard
+    error, which otherwise stays this process's.
+    """
+    log.unlink(missing_ok=True)
+    with open_log(log) as output:
+        process = subprocess.Popen(
+            child.command(list(argv)),
+            env={**os.environ, **env},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT if errors_too else None,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def ended_within(process: Process, seconds: float) -> int | None:
+    """Its exit code, negative for a signal; None where it still runs after `seconds`."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(timeout=max(0.0, seconds))
+    return None
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that is not blank, at most 300 characters."""
+    text = log.read_text(encoding="utf8", errors="replace") if log.exists() else ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "nothing in its log"

@@ -1,0 +1,26 @@
+"""The other process of the part `wire`, which reads a tensor that it was handed; imports little, to be quick."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import reduce_tensor
+
+from megatron_scalerl.apart import Say
+
+Handle = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
+"""How another process gets at a tensor: a function of PyTorch's and what it is called with."""
+
+
+def handed(tensor: torch.Tensor) -> Handle:
+    """A handle of the tensor for one other process, while this one keeps it. Raises what the driver refuses with."""
+    found: Handle = reduce_tensor(tensor)
+    return found
+
+
+def read_sum(handle: Handle, say: Say) -> None:
+    """Says the sum of the tensor of `handed`; `apart.events` tells what is raised here."""
+    rebuild, arguments = handle
+    say({"sum": float(rebuild(*arguments).double().sum())})

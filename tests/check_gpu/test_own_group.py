@@ -1,0 +1,79 @@
+"""Processes of a part: their whole group ends, only their owner reads their logs, and ranks say how they failed."""
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_scalerl.check_gpu.own_group import ended_within, last_line, own_group
+from megatron_scalerl.check_gpu.ranks import run_ranks
+
+
+def wait_for(path):
+    for _ in range(300):
+        if path.exists() and path.read_text():
+            return path.read_text()
+        time.sleep(0.1)
+    raise AssertionError(f"{path}: nothing after 30 s")
+
+
+def gone(pid):
+    """True once the process has ended, a zombie included."""
+    for _ in range(100):
+        stat = Path(f"/proc/{pid}/stat")
+        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_a_group_ends_whole_and_its_log_is_its_owners(tmp_path):
+    log, child = tmp_path / "log", tmp_path / "pid"
+    log.write_text("of an earlier call\n")
+    old = os.umask(0)
+    try:
+        script = f"sleep 600 & echo $! > {child}; echo said; echo '  '; wait"
+        with own_group(["/bin/sh", "-c", script], log, {}) as process:
+            pid = int(wait_for(child))
+            assert ended_within(process, 0.1) is None
+    finally:
+        os.umask(old)
+    assert gone(pid) and process.returncode == -9
+    assert log.stat().st_mode & 0o777 == 0o600
+    assert log.read_text() == "said\n  \n" and last_line(log) == "said"
+    assert last_line(tmp_path / "none") == "nothing in its log"
+
+
+def place(job, rendezvous):
+    return [os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["MARK"], job["x"]]
+
+
+def second_fails(job, rendezvous):
+    """Rank 0 starts a process and waits, rank 1 raises once it is there."""
+    pid = Path(job["pid"])
+    if os.environ["RANK"] == "0":
+        pid.write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+        time.sleep(600)
+    wait_for(pid)
+    raise ValueError("rank 1 cannot")
+
+
+@pytest.fixture()
+def here(monkeypatch):
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(paths), "MARK": "m"}
+
+
+def test_ranks_answer_and_the_first_that_fails_ends_all_with_what_they_started(tmp_path, here):
+    name = Path(__file__).stem
+    assert run_ranks(2, f"{name}:place", {"x": 7}, folder=tmp_path, timeout_s=60, env=here) == [
+        ["0", "2", "m", 7],
+        ["1", "2", "m", 7],
+    ]
+    assert (tmp_path / "rank-1.log").stat().st_mode & 0o777 == 0o600
+    job = {"pid": str(tmp_path / "pid")}
+    with pytest.raises(RuntimeError, match="rank 1 of 2 ended with exit code 1: ValueError: rank 1 cannot"):
+        run_ranks(2, f"{name}:second_fails", job, folder=tmp_path, timeout_s=60, env=here)
+    assert gone(int((tmp_path / "pid").read_text()))
