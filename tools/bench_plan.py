@@ -182,28 +182,21 @@ def draw_samples(count: int) -> list[Any]:
     """Samples of random tokens, a quarter of each its prompt."""
     import random
 
-    from megatron_scalerl.types import Rollout, Sample
+    from megatron_scalerl.check_gpu.synthetic import sample
 
     rng = random.Random(0)
     prompt, size = SEQUENCE // 4, SEQUENCE - SEQUENCE // 4
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(VOCABULARY) for _ in range(count)]
+
     return [
-        Sample(
-            prompt_token_ids=tuple(rng.randrange(VOCABULARY) for _ in range(prompt)),
-            rollout=Rollout(
-                token_ids=tuple(rng.randrange(VOCABULARY) for _ in range(size)),
-                rollout_logprobs=(-9.0,) * size,
-                policy_versions=(0,) * size,
-                loss_mask=(True,) * size,
-                interrupted=False,
-                truncated=False,
-                thinking_cut=0,
-                seed=0,
-            ),
-            advantage=rng.choice((-1.0, 1.0)),
+        sample(
+            tokens(prompt), tokens(size), rollout_logprobs=(-9.0,) * size, advantage=rng.choice((-1.0, 1.0)),
             token_weight=1e-4,
         )
         for _ in range(count)
-    ]
+    ]  # fmt: skip
 
 
 def resident(field: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_scalerl.check_gpu.report import Report
 from megatron_scalerl.plan.assumptions import described
@@ -36,6 +36,5 @@ def write_planner(report: Report, path: Path, console: Console) -> None:
         raise ValueError(f"--planner: expected one GPU that the planner knows ({known}), found {found}")
     source = f"check-gpu, megatron_scalerl {report.version}, {report.parts[-1].started[:10]}"
     measured = {key: Measured(value=value, source=source) for key, value in values.items()}
-    layers: Any = {"te": "fused"}.get(report.layers or "", report.layers)
-    write_assumptions(path, measured, gpu=gpu, layers=layers)
+    write_assumptions(path, measured, gpu=gpu, layers=report.layers)
     console.print(f"{path}: {', '.join(values)}", highlight=False)

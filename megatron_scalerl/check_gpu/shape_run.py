@@ -108,12 +108,12 @@ def batch_of(shape: Shape) -> Batch:
     return batch
 
 
-def predict(shape: Shape, folder: Path, *, fused: bool, gpu: bool) -> TrainerPrediction:
+def predict(shape: Shape, folder: Path, *, te: bool, gpu: bool) -> TrainerPrediction:
     """The planner's figures, with its own assumptions of runtime and fragmentation."""
     from megatron_scalerl.plan.predict import predict_trainer
 
     return predict_trainer(
-        recipe_of(shape, folder), folder, layers="fused" if fused else "plain", device="gpu" if gpu else "cpu",
+        recipe_of(shape, folder), folder, layers="te" if te else "plain", device="gpu" if gpu else "cpu",
         sequence_tokens=shape.sequence,
     )  # fmt: skip
 
@@ -126,7 +126,7 @@ def as_json(predicted: TrainerPrediction) -> dict[str, Any]:
 
 
 def fitting(
-    shape: Shape, folder: Path, free: int, *, fused: bool, gpu: bool
+    shape: Shape, folder: Path, free: int, *, te: bool, gpu: bool
 ) -> tuple[Shape, TrainerPrediction, bool]:
     """The shape with as many layers as have room, at most its own; whether even one has.
 
@@ -134,7 +134,7 @@ def fitting(
     """
     while True:
         write_config(shape, folder)
-        predicted = predict(shape, folder, fused=fused, gpu=gpu)
+        predicted = predict(shape, folder, te=te, gpu=gpu)
         fits = predicted.total_bytes * SPARE <= free
         if fits or shape.layers == 1:
             return shape, predicted, fits
@@ -174,10 +174,10 @@ def measure(shape: Shape, folder: Path, parallel: Any, others: int | None, deadl
     forget_peaks()
     start = memory()
     asked = shape.layers
-    shape, predicted, fits = fitting(shape, folder, start.free, fused=device.HAVE_TE, gpu=gpu)
+    shape, predicted, fits = fitting(shape, folder, start.free, te=device.HAVE_TE, gpu=gpu)
     result: dict[str, Any] = {
         "layers": shape.layers, "layers_asked": asked, "predicted": as_json(predicted), "free": start.free,
-        "fits": fits, "fused": device.HAVE_TE,
+        "fits": fits, "te": device.HAVE_TE,
     }  # fmt: skip
     if not fits:
         return result

@@ -2,7 +2,7 @@
 
 What is kept depends on the layers and on the device (`Kernels`):
 
-* `fused` layers, Transformer Engine's: norms inside the linear layers keep input, output and a number a token, SwiGLU
+* `te` layers, Transformer Engine's: norms inside the linear layers keep input, output and a number a token, SwiGLU
   keeps its input, attention on packed rows ("thd") keeps queries, keys, values, output and a log-sum-exp. Read from
   the sources of its version 2.11 (what each saves for its backward pass), not measured here.
 * `plain` layers, what runs without Transformer Engine (`trainer/layers`): unfused SwiGLU keeps five instead of three

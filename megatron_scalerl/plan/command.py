@@ -43,8 +43,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("overrides", nargs="*", metavar="key.path=value", help="overrides of the recipe")
     p.add_argument("--gpus", type=_positive, required=True, metavar="N", help="GPUs of trainer and engines together")
     p.add_argument("--gpu", choices=sorted(GPUS), help=f"default: that of --assumptions, else {GPU}")
-    p.add_argument("--layers", choices=get_args(Layers), help="the trainer's layers: fused, Transformer Engine's, or "
-                   "plain, where it is not installed; default: those of --assumptions, else fused")  # fmt: skip
+    p.add_argument("--layers", choices=get_args(Layers), help="the trainer's layers: te, Transformer Engine's, or "
+                   "plain, where it is not installed; default: those of --assumptions, else te")  # fmt: skip
     p.add_argument("--assumptions", metavar="FILE", help="measured constants in the place of the defaults below, as "
                    "check-gpu --planner writes them; flags override it")  # fmt: skip
     p.add_argument("--config", metavar="DIR", help="folder with the policy's config.json; default: policy.path, else "
@@ -126,7 +126,7 @@ def inputs_of(options: argparse.Namespace) -> Inputs:
             origins[f.name] = Origin(kind="file", source=file.source(f.name))
     return Inputs(
         gpu=options.gpu or (file.gpu if file else GPU),
-        layers=options.layers or (file and file.layers) or "fused",
+        layers=options.layers or (file and file.layers) or "te",
         assumed=Assumptions(**values),
         origins=origins,
     )

@@ -91,7 +91,7 @@ class Plan:
 
 def make_plan(
     recipe: Recipe, config: str | Path, gpus: int, gpu: Gpu, assumed: Assumptions, *, lengths: Lengths | None = None,
-    layers: Layers = "fused", origins: Mapping[str, Origin] | None = None,
+    layers: Layers = "te", origins: Mapping[str, Origin] | None = None,
 ) -> Plan:  # fmt: skip
     """The plan. The recipe's own split is taken where it adds up to `gpus`, else the best one is.
 

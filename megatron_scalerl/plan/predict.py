@@ -49,7 +49,7 @@ def predict_trainer(
 ) -> TrainerPrediction:
     """The plan's figures for `recipe.trainer.world_size` ranks that train the policy of `folder`/config.json.
 
-    `layers` "fused" (Transformer Engine) or "plain", `device` "gpu" or "cpu". Micro-batches are full; attention's
+    `layers` "te" (Transformer Engine) or "plain", `device` "gpu" or "cpu". Micro-batches are full; attention's
     FLOPs are those of sequences of `sequence_tokens` (prompt and completion). Without `assumed` the planner's own.
     Raises ValueError for what cannot be planned: see `trainer_memory`, `layout_of`, `load_family` and `Kernels`.
     """

@@ -94,7 +94,7 @@ def _trainer(plan: Plan) -> Part:
     sizes = f"TP {at.tp}, PP {at.pp}, CP {at.cp}, EP {at.ep}, expert TP {at.etp}, DP {at.dp}"
     first, last = plan.trainer[0], plan.trainer[-1]
     stages = [first] if first is last else [first, last]
-    layers = "" if plan.layers == "fused" else f", {plan.layers} layers"
+    layers = "" if plan.layers == "te" else f", {plan.layers} layers"
     title = f"trainer rank (GiB): {sizes}, recompute {plan.recompute}{layers}"
     part = _table(title, "", *(f"stage {s.stage}" for s in stages))
     table = part[1]

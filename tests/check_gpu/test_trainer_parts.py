@@ -177,11 +177,11 @@ def test_the_shapes_part_reports_what_it_declares(tmp_path):
 
 def test_a_shape_without_room_gets_fewer_layers_or_is_not_run(tmp_path):
     shape = replace(toy(SHAPES["8b"]), layers=8)
-    whole, need, fits = fitting(shape, tmp_path / "8", 2**50, fused=False, gpu=False)
+    whole, need, fits = fitting(shape, tmp_path / "8", 2**50, te=False, gpu=False)
     assert (whole.layers, fits) == (8, True)
-    fewer, less, fits = fitting(shape, tmp_path / "8", int(need.total_bytes), fused=False, gpu=False)
+    fewer, less, fits = fitting(shape, tmp_path / "8", int(need.total_bytes), te=False, gpu=False)
     assert fewer.layers < 8 and fits and less.total_bytes * 1.1 <= need.total_bytes
-    one, _, fits = fitting(shape, tmp_path / "8", 1000, fused=False, gpu=False)
+    one, _, fits = fitting(shape, tmp_path / "8", 1000, te=False, gpu=False)
     assert (one.layers, fits) == (1, False)
     path = tmp_path / "findings.jsonl"
     left = {"fits": False, "free": GIB, "predicted": {"total_bytes": 2 * GIB}}

@@ -76,12 +76,12 @@ def test_a_default_given_as_a_flag_is_a_flag(capsys):
 
 def test_the_gpu_and_the_layers_are_those_of_the_file(tmp_path, capsys):
     path = tmp_path / "h200.yaml"
-    write_assumptions(path, {"packing": Measured(value=0.8)}, gpu="NVIDIA H200", layers="fused")
+    write_assumptions(path, {"packing": Measured(value=0.8)}, gpu="NVIDIA H200", layers="te")
     assert planned(capsys, "--assumptions", path)["gpu"]["name"].startswith("NVIDIA H200")
     for flags, said in ((["--gpu", "h100-80g"], "--gpu: expected h200,"), (["--layers", "plain"], "--layers: exp")):
         assert main([*RECIPE, "--assumptions", str(path), *flags]) == 2
         assert said in capsys.readouterr().err
-    assert planned(capsys, "--assumptions", path, "--gpu", "h200", "--layers", "fused")["fits"]
+    assert planned(capsys, "--assumptions", path, "--gpu", "h200", "--layers", "te")["fits"]
 
 
 SHARE = "a number above 0 and at most 1"
@@ -98,7 +98,7 @@ GOOD = f"gpu: {H100}\nassumptions:\n  packing:\n    value: 0.8\n"
         (b"\xff\xfe\xfd", "expected YAML in UTF-8, found"),
         (GOOD + "written: 2026-13-41\n", "expected YAML in UTF-8, found month must be"),
         (GOOD + "written: 7\n", "written: expected a date, found 7"),
-        (GOOD + "layers: te\n", "layers: expected fused or plain, found 'te'"),
+        (GOOD + "layers: fused\n", "layers: expected te or plain, found 'fused'"),
         (GOOD.replace(H100, "NVIDIA H100 PCIe"), "gpu: expected a GPU of the planner (gb200, h100-80g, h200), found"),
         (GOOD.replace(f"gpu: {H100}\n", ""), "gpu: expected text, found nothing"),
         (GOOD + "gpu: x\n", "line 5: expected YAML, found the key gpu twice"),

@@ -129,14 +129,14 @@ def test_attention_that_keeps_its_scores_is_not_counted(name, overrides, said):
 
 def test_transformer_engine_needs_a_gpu():
     with pytest.raises(ValueError, match="layers: expected plain on a CPU"):
-        Kernels(layers="fused", device="cpu")
+        Kernels(layers="te", device="cpu")
 
 
 def test_a_prediction_is_the_plans():
     """The fullest rank, and the model FLOPs that the plan's step has."""
     recipe, family, layout, [rank] = plan_of()
     folder = ROOT / "recipes" / "configs" / "Llama-3.1-8B"
-    found = predict_trainer(recipe, folder, layers="fused", device="gpu", sequence_tokens=4096)
+    found = predict_trainer(recipe, folder, layers="te", device="gpu", sequence_tokens=4096)
     assert found.terms == rank.terms and found.total_bytes == rank.total
     assert found.parameters == rank.parameters.total == 4_015_263_744
     weights = 8_030_261_248 - 128_256 * 4096 - 65 * 4096  # without embedding and norms
@@ -149,7 +149,7 @@ def test_a_prediction_is_the_plans():
     assert found.moving_bytes == moving(rank)
     staged = ["megatron.parallel.pipeline_model_parallel_size=2"]
     recipe, _, _, stages = plan_of(*staged)
-    found = predict_trainer(recipe, folder, layers="fused", device="gpu", sequence_tokens=4096)
+    found = predict_trainer(recipe, folder, layers="te", device="gpu", sequence_tokens=4096)
     assert found.total_bytes == max(stage.total for stage in stages) != min(stage.total for stage in stages)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,6 +190,7 @@ def _broadcast(setting: Setting, record: Recorder, deadline: Deadline) -> None:
         return
     log = setting.scratch / "loop" / "train-broadcast.log"
     log.parent.mkdir(exist_ok=True)
+    shutil.rmtree(log.parent / _OVER_NCCL.check, ignore_errors=True)  # a run goes on where an earlier one ended
     limit = deadline.left(_OVER_NCCL.limit_s)
     done = asyncio.run(command(["train", str(recipe), *settings], log, limit_s=limit))
     found = read_run(log.parent / _OVER_NCCL.check, done)

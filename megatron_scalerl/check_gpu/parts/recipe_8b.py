@@ -57,7 +57,7 @@ def _report(setting: Setting, record: Recorder, job: dict[str, Any], found: list
     predicted = predict_trainer(
         recipe,
         job["policy"],
-        layers="fused" if device.HAVE_TE else "plain",
+        layers="te" if device.HAVE_TE else "plain",
         device="gpu" if setting.on_gpu else "cpu",
         sequence_tokens=recipe.micro_batch_tokens,
     )

@@ -120,7 +120,7 @@ def _report_speed(shape: Shape, found: dict[str, Any], record: Recorder) -> None
         "of_gemm": achieved / found["gemm_flops"],
         "of_peak": achieved / peak if peak else None,
         "layers": found["layers"],
-        "kernels": "fused" if found["fused"] else "plain",
+        "kernels": "te" if found["te"] else "plain",
         "dtype": shape.dtype,
     } | planner_constants(shape, found, peak, rate)
     layers, asked = found["layers"], found["layers_asked"]
