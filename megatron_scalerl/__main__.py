@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("run_dir", help="folder of the run")
     export.add_argument("--out", required=True, help="folder to write")
     export.set_defaults(command=_export)
-    check = commands.add_parser("check-gpu", help="does everything work on the GPUs of this machine, and how fast")
+    check = commands.add_parser("check-gpu", help="check correctness and speed on the GPUs of this machine")
     add_arguments(check)
     check.set_defaults(command=check_gpu)
     return parser

@@ -15,7 +15,7 @@ def _assumed(value: Any, unit: str, what: str, source: str, range_: Any = _AT_LE
     return field(default=value, metadata={"unit": unit, "what": what, "source": source, "range": range_})
 
 
-_OURS = "ours, until it is measured"
+_OURS = "project default, not measured"
 
 
 @dataclass(frozen=True, kw_only=True)
