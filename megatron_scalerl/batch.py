@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from megatron_scalerl.types import Batch, MicroBatch, Rollout, Sample
@@ -239,17 +238,3 @@ def from_wire(kind: type, value: Any) -> Any:
         dtype, shape, data = value
         return np.frombuffer(data, dtype=np.dtype(dtype)).reshape(shape).copy()
     raise TypeError(f"expected numpy.ndarray, found {kind.__name__}")
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=to_wire)
-_decoder = msgspec.msgpack.Decoder(Batch, dec_hook=from_wire)
-
-
-def encode_batch(batch: Batch) -> bytes:
-    """The batch as msgpack."""
-    return _encoder.encode(batch)
-
-
-def decode_batch(data: bytes) -> Batch:
-    """The batch that `encode_batch` wrote. Raises msgspec.ValidationError for anything else."""
-    return _decoder.decode(data)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_groups import rollout
 
-from megatron_scalerl.batch import decode_batch, encode_batch, pack, real_tokens, scoring_micro_batches, sequence_ids
-from megatron_scalerl.types import ExpertChoices, Sample
+from megatron_scalerl.batch import from_wire, pack, real_tokens, scoring_micro_batches, sequence_ids, to_wire
+from megatron_scalerl.types import Batch, ExpertChoices, Sample
 
 
 def sample(prompt=(1, 2, 3), *, advantage=0.5, weight=0.25, **kw) -> Sample:
@@ -21,6 +22,11 @@ def sample(prompt=(1, 2, 3), *, advantage=0.5, weight=0.25, **kw) -> Sample:
 def pack_all(samples, **kw):
     options = {"step": 4, "dp_size": 1, "micro_batch_tokens": 64, "pad_multiple": 1, "policy_version": 3}
     return pack(samples, **{**options, **kw})
+
+
+def sent(batch: Batch) -> Batch:
+    """What a trainer rank gets of a batch."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(batch, enc_hook=to_wire), type=Batch, dec_hook=from_wire)
 
 
 def test_one_sample_position_by_position():
@@ -126,7 +132,7 @@ def test_loads_differ_by_at_most_the_longest_sample(lengths, dp_size):
 
 def test_wire_round_trip_keeps_every_bit():
     [batch] = pack_all([sample(), sample((4,), tokens=(5, 6), logprobs=(-1e-30, -0.1))], pad_multiple=8)
-    back = decode_batch(encode_batch(batch))
+    back = sent(batch)
     assert back.step == batch.step
     for ours, theirs in zip(batch.micro_batches, back.micro_batches, strict=True):
         for name in ours.__dataclass_fields__:
@@ -143,7 +149,7 @@ def test_expert_choices_lie_beside_their_tokens_and_nowhere_else():
     first = sample((1,), tokens=(5, 6))
     first = replace(first, rollout=replace(first.rollout, expert_choices=brought))
     [batch] = pack_all([first, sample((4,), tokens=(7,))], pad_multiple=8)
-    [found] = [decode_batch(encode_batch(batch)).micro_batches[0].expert_choices]
+    [found] = [sent(batch).micro_batches[0].expert_choices]
     assert found.shape == (8, 3, 2) and found.dtype == np.int32
     assert found[:2].tolist() == experts.tolist()
     assert (found[2:] == -1).all()

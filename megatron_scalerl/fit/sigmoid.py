@@ -44,27 +44,6 @@ def sigmoid(
     return start + (np.asarray(asymptote, dtype=float) - start) * share
 
 
-def sigmoid_derivatives(
-    compute: ArrayLike, *, asymptote: float, exponent: float, midpoint: float, initial: float
-) -> dict[str, Array]:
-    """Derivatives of R(C) by "compute" and by each parameter, each shaped like `compute`.
-
-    With s = share of the gain and z = log(C / C_mid): dR/dA = s, dR/dR_0 = 1 - s,
-    dR/dB = (A - R_0) s (1 - s) z, dR/dC_mid = -(A - R_0) s (1 - s) B / C_mid, dR/dC likewise with +B / C.
-    """
-    c = np.asarray(compute, dtype=float)
-    logit = _logit(c, exponent, midpoint)
-    share, rest = _logistic(logit), _logistic(-logit)
-    slope = (asymptote - initial) * share * rest
-    return {
-        "compute": slope * exponent / c,
-        "asymptote": share,
-        "exponent": slope * (np.log(c) - np.log(midpoint)),
-        "midpoint": -slope * exponent / midpoint,
-        "initial": rest,
-    }
-
-
 def compute_to_reach(
     pass_rate: ArrayLike,
     *,

@@ -35,17 +35,6 @@ HAVE_TE: bool = _CAN_TE and LAYERS != "plain"
 """True where Transformer Engine's layers are used: installed, a GPU to run them on, and not left out."""
 
 
-def _has_apex() -> bool:
-    """True for NVIDIA's apex only: the package called `apex` on the index has no `normalization`."""
-    if not HAVE_GPU or importlib.util.find_spec("apex") is None:
-        return False
-    return importlib.util.find_spec("apex.normalization") is not None
-
-
-HAVE_APEX: bool = _has_apex()
-"""True where NVIDIA's apex serves Adam when Transformer Engine is absent."""
-
-
 def device() -> torch.device:
     """Device of this process: the GPU of its LOCAL_RANK, or the CPU."""
     if not HAVE_GPU:
