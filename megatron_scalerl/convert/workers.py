@@ -6,7 +6,6 @@ is ahead waits in its pipe. The first failure ends all. Workers die with the pro
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -17,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.convert.jobs import Context, Job, OpenSources, Record, SourceFiles
-
-_PR_SET_PDEATHSIG = 1
+from megatron_scalerl.launch.child import die_with_parent
 
 OnBytes = Callable[[int], None]
 OnDone = Callable[[Job, Record], None]
@@ -112,9 +110,7 @@ def _worker(
     folder: Path,
     allow_nonfinite: bool,
 ) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        return
+    die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends its workers
     try:
         for job, record in _run_share(share, sources, folder, allow_nonfinite, lambda n: pipe.send(("bytes", n))):

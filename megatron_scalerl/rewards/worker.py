@@ -12,19 +12,18 @@ that the pool wrote and are handed over as str. What goes back is JSON with the 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import inspect
 import json
 import os
 import pickle
-import signal
 import struct
 import sys
 import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
+from megatron_scalerl.launch.child import die_with_parent
 from megatron_scalerl.rewards.limits import MIB, Limits, address_space, limit_process, limited_check
 
 FRAME = struct.Struct("!Q")
@@ -130,19 +129,9 @@ def _reply(replies: BinaryIO, message: dict[str, Any]) -> None:
     replies.flush()
 
 
-def _die_with_the_pool(parent: int) -> None:
-    """Ask the kernel to kill this process, hung or not, when the one that started it ends (Linux)."""
-    if sys.platform != "linux":
-        return
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
-
-
 def main() -> None:
     """Keep the pipes to the pool, and give the verifier harmless ones for its own prints and reads."""
-    _die_with_the_pool(int(sys.argv[1]))
+    die_with_parent(int(sys.argv[1]))
     requests = os.fdopen(os.dup(0), "rb")
     replies = os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:
