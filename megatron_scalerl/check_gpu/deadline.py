@@ -1,17 +1,15 @@
-"""Time that a part and each of its checks have, and the environment of the processes that it starts."""
+"""Time that a part and each of its checks have."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 from megatron_scalerl.check_gpu.findings import Recorder
 from megatron_scalerl.check_gpu.logs import last_error, read_log
-from megatron_scalerl.check_gpu.setting import Setting
 
 MARGIN_S = 8.0
 """Before the part's limit, so that its processes are ended in order and its last finding is written."""
@@ -52,29 +50,3 @@ async def limited(record: Recorder, check: str, seconds: float, log: Path | None
             raise RuntimeError(
                 f"{what}; {log.name}: {said}" if log is not None and said and said not in what else what
             ) from error
-
-
-def prepare_environment(setting: Setting) -> None:
-    """For every process that this one starts: nothing from the network, and caches that can be written.
-
-    What the user has set stays, but for vLLM's logging, which checks read (see `logs.serving_facts`).
-    """
-    os.environ |= {"VLLM_CONFIGURE_LOGGING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-    caches = {
-        "VLLM_CACHE_ROOT": "vllm",
-        "TRITON_CACHE_DIR": "triton",
-        "TORCHINDUCTOR_CACHE_DIR": "inductor",
-        "FLASHINFER_WORKSPACE_BASE": "flashinfer",
-    }
-    for variable, name in caches.items():
-        folder = setting.scratch / "caches" / name
-        folder.mkdir(parents=True, exist_ok=True)
-        os.environ.setdefault(variable, str(folder))
-    for variable, value in {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_DO_NOT_TRACK": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "WANDB_MODE": "disabled",
-    }.items():
-        os.environ.setdefault(variable, value)

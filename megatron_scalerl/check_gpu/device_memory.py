@@ -92,18 +92,26 @@ def peak_since(before: int | None) -> Peak:
 
 
 def used_by_driver() -> int | None:
-    """Bytes that others hold on this process's GPU, before it has touched it; None where the driver cannot say.
+    """Bytes that all processes hold on this process's GPU; None where the driver cannot say.
+
+    Before this process has touched the GPU they are others'.
+    """
+    said = driver_says("memory.used")
+    return int(said) * 2**20 if said is not None and said.isdecimal() else None
+
+
+def driver_says(field: str) -> str | None:
+    """A field of nvidia-smi's --query-gpu for this process's GPU; None where it cannot be asked.
 
     Its GPU is the one of LOCAL_RANK among the visible ones, the first without.
     """
     place = int(os.environ.get("LOCAL_RANK", "0"))
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     which = visible[place] if place < len(visible) else str(place)
-    argv = ["nvidia-smi", "-i", which, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    argv = ["nvidia-smi", "-i", which, f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=True)
-        return int(done.stdout.strip()) * 2**20
-    except (OSError, ValueError, subprocess.SubprocessError):
+        return subprocess.run(argv, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         return None
 
 

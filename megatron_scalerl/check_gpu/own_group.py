@@ -48,9 +48,3 @@ def ended_within(process: Process, seconds: float) -> int | None:
         return process.wait(timeout=max(0.0, seconds))
     return None
 
-
-def last_line(log: Path) -> str:
-    """The last line of a log that is not blank, at most 300 characters."""
-    text = log.read_text(encoding="utf8", errors="replace") if log.exists() else ""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "nothing in its log"

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.check_gpu.own_group import Process, last_line, own_group
+from megatron_scalerl.check_gpu.logs import cause, last_line, read_log
+from megatron_scalerl.check_gpu.own_group import Process, own_group
 from megatron_scalerl.rendezvous import FolderRendezvous, private_folder
 
 _TICK_S = 0.2
@@ -51,13 +52,13 @@ def _wait(processes: list[Process], logs: list[Path], deadline: float) -> None:
             code = process.poll()
             if code:
                 where = f"rank {rank} of {len(processes)}"
-                raise RuntimeError(f"{where} ended with exit code {code}: {last_line(logs[rank])}")
+                raise RuntimeError(f"{where} ended with exit code {code}: {cause(read_log(logs[rank]))}")
             if code == 0:
                 del running[rank]
         if running and time.monotonic() > deadline:
             late = min(running)
             raise RuntimeError(
-                f"rank {late} of {len(processes)} was still running at the limit: {last_line(logs[late])}"
+                f"rank {late} of {len(processes)} was still running at the limit: {last_line(read_log(logs[late]))}"
             )
         time.sleep(_TICK_S)
 

@@ -188,6 +188,12 @@ def _environment(part: Part, size: Size, caches: Path) -> dict[str, str]:
         env[variable] = str(folder)
     env |= {
         "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        "WANDB_MODE": "disabled",
+        # checks read what vLLM logs at this level (`logs.serving_facts`)
+        "VLLM_CONFIGURE_LOGGING": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         "PYTHONWARNINGS": "ignore::UserWarning,ignore::FutureWarning",

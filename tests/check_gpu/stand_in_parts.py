@@ -60,6 +60,6 @@ def raising(setting: Setting, record: Recorder) -> None:
 
 def told(setting: Setting, record: Recorder) -> None:
     """Says what environment it was given."""
-    names = ("CUDA_VISIBLE_DEVICES", "MSRL_LAYERS", "HF_HUB_OFFLINE", "TRITON_CACHE_DIR")
+    names = ("CUDA_VISIBLE_DEVICES", "MSRL_LAYERS", "HF_HUB_OFFLINE", "TRITON_CACHE_DIR", "VLLM_LOGGING_LEVEL")
     record.holds("first", True, "", {name: os.environ.get(name) for name in names})
     record.holds("second", True, "", {"on_gpu": setting.on_gpu, "gpus": setting.gpus, "limit_s": setting.limit_s})

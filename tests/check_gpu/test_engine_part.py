@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,7 +13,7 @@ import torch
 from aiohttp import web
 
 from megatron_scalerl.check_gpu import loop_settings
-from megatron_scalerl.check_gpu.deadline import Deadline, limited, prepare_environment
+from megatron_scalerl.check_gpu.deadline import Deadline, limited
 from megatron_scalerl.check_gpu.engine import checks, parity, update
 from megatron_scalerl.check_gpu.engine.decode_rate import check_decode_rate, rates, within_range
 from megatron_scalerl.check_gpu.engine.random_policy import Reference, write_dense
@@ -348,12 +347,6 @@ def test_a_second_call_does_not_read_the_logs_of_the_first(tmp_path):
         (tmp_path / "engine" / f"{name}.log").write_text("RuntimeError: of the first call\n")
     make_scene(setting(tmp_path), start_s=10)
     assert not list((tmp_path / "engine").glob("*.log"))
-
-
-def test_vllm_logs_what_the_checks_read_whatever_the_user_has_set(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "environ", {"VLLM_LOGGING_LEVEL": "WARNING", "WANDB_MODE": "online"})
-    prepare_environment(setting(tmp_path))
-    assert (os.environ["VLLM_LOGGING_LEVEL"], os.environ["WANDB_MODE"]) == ("INFO", "online")
 
 
 def test_rates_that_no_plan_accepts_are_left_out(tmp_path):

@@ -105,11 +105,13 @@ def test_a_rehearsal_hides_gpus_and_a_check_shows_them(tmp_path, monkeypatch):
 
 
 def test_what_is_compiled_at_run_time_stays_in_the_users_folder(tmp_path, monkeypatch):
-    """And the layers are the part's: what the user has set for runs is not what is reported."""
+    """And the layers are the part's, and vLLM logs what checks read, whatever the user has set for runs."""
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
     monkeypatch.setenv("MSRL_LAYERS", "te")
     monkeypatch.setenv("TRITON_CACHE_DIR", "/tmp/anybody")
     [found] = results([part("told")], tmp_path)
     assert found.findings[0].data["MSRL_LAYERS"] is None
+    assert found.findings[0].data["VLLM_LOGGING_LEVEL"] == "INFO"
     assert Path(found.findings[0].data["TRITON_CACHE_DIR"]).is_relative_to(tmp_path.resolve())
 
 

@@ -8,15 +8,13 @@ one, the difference to the large policy the other.
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
-import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.check_gpu.deadline import Deadline
+from megatron_scalerl.check_gpu.device_memory import driver_says, used_by_driver
 from megatron_scalerl.check_gpu.engine.processes import Serving, serve
 from megatron_scalerl.check_gpu.engine.random_policy import write_config_only
 from megatron_scalerl.check_gpu.engine.scene import Scene, engine_options, recipe_of
@@ -86,10 +84,10 @@ async def _measure(record: Recorder, small: Serving, large: Serving, parameters:
         name: {batch: await step_seconds(engine.process.client, batch) for batch in BATCHES}
         for name, engine in (("tiny", small), ("1b", large))
     }
-    held = _used_bytes()
+    held = used_by_driver()
     await large.process.stop()
     freed = None if held is None else await _freed(held, 2 * parameters.total + _KV_BYTES)
-    gpu = gpu_of_device(_nvidia_smi("name") or "")
+    gpu = gpu_of_device(driver_says("name") or "")
     found = rates(seconds["tiny"], seconds["1b"], parameters, gpu=gpu, freed_bytes=freed)
     data, left_out = within_range(found)
     rate = BATCHES[-1] / seconds["1b"][BATCHES[-1]]
@@ -159,26 +157,10 @@ async def _freed(held: int, expected: int) -> int | None:
     """Bytes that the GPU has got back of `held`, as soon as there are `expected`, else after _RELEASE_S."""
     end = time.monotonic() + _RELEASE_S
     while True:
-        used = _used_bytes()
+        used = used_by_driver()
         if used is None:
             return None
         if held - used >= expected or time.monotonic() > end:
             return held - used
         await asyncio.sleep(0.5)
 
-
-def _used_bytes() -> int | None:
-    """Memory in use on the first visible GPU; None where nvidia-smi does not say."""
-    text = _nvidia_smi("memory.used")
-    return int(text) << 20 if text is not None and text.isdecimal() else None
-
-
-def _nvidia_smi(field: str) -> str | None:
-    """One field of the first visible GPU."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
-    query = [program, f"--query-gpu={field}", "--format=csv,noheader,nounits", "-i", first]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
-    return done.stdout.strip() if done.returncode == 0 else None

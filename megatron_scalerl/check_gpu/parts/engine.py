@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 from pathlib import Path
 
-from megatron_scalerl.check_gpu.deadline import CHECK_S, Deadline, limited, prepare_environment
+from megatron_scalerl.check_gpu.deadline import CHECK_S, Deadline, limited
 from megatron_scalerl.check_gpu.engine import checks
 from megatron_scalerl.check_gpu.engine.decode_rate import check_decode_rate
 from megatron_scalerl.check_gpu.engine.parity import bound_for, gap
@@ -45,7 +45,6 @@ _START_S = 100.0
 def run(setting: Setting, record: Recorder) -> None:
     """All checks of the part."""
     deadline = Deadline(setting.limit_s)
-    prepare_environment(setting)
     forget_backend(setting)
     scene = make_scene(setting, start_s=deadline.left(180))
     asyncio.run(_run(scene, record, deadline))

@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_scalerl.check_gpu.deadline import Deadline, prepare_environment
+from megatron_scalerl.check_gpu.deadline import Deadline
 from megatron_scalerl.check_gpu.engine.checks import summary
 from megatron_scalerl.check_gpu.findings import Recorder
 from megatron_scalerl.check_gpu.logs import CAPTURED
@@ -62,7 +62,6 @@ _NOT_ON_CPU = {
 def run(setting: Setting, record: Recorder) -> None:
     """All checks of the part."""
     deadline = Deadline(setting.limit_s)
-    prepare_environment(setting)
     try:
         recipe, tiny = recipe_path(), tiny_folder(setting)
         for one in RUNS:

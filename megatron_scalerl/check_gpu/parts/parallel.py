@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_scalerl.check_gpu.deadline import Deadline, prepare_environment
+from megatron_scalerl.check_gpu.deadline import Deadline
 from megatron_scalerl.check_gpu.distances import Distance, judge
 from megatron_scalerl.check_gpu.findings import Recorder
 from megatron_scalerl.check_gpu.layouts import case_for
@@ -72,7 +72,6 @@ class Policy:
 
 def run(setting: Setting, record: Recorder) -> None:
     """Report the part's checks."""
-    prepare_environment(setting)
     bound_threads()
     deadline = Deadline(setting.limit_s)
     policies = {kind: _write(kind, setting) for kind in _KINDS}

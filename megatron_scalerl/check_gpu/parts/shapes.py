@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.check_gpu.findings import Recorder
+from megatron_scalerl.check_gpu.logs import cause, last_line, read_log
 from megatron_scalerl.check_gpu.memory_report import report_memory
-from megatron_scalerl.check_gpu.own_group import ended_within, last_line, own_group
+from megatron_scalerl.check_gpu.own_group import ended_within, own_group
 from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.check_gpu.shape_run import SHAPES, SPARE, WARM_UP, Shape, toy
 from megatron_scalerl.plan.hardware import GIB, GPUS, gpu_of_device
@@ -70,11 +71,11 @@ def run_process(shapes: Sequence[Shape], folder: Path, setting: Setting, limit: 
     argv = [sys.executable, "-m", "megatron_scalerl.check_gpu.shape_run", json.dumps(asked)]
     with own_group(argv, log, env) as process:
         code = ended_within(process, limit)
-    print(log.read_text(encoding="utf8", errors="replace"), file=sys.stderr, flush=True)
-    last = last_line(log)
+    text = read_log(log)
+    print(text, file=sys.stderr, flush=True)
     if code is None:
-        return f"ended at its limit of {limit:.0f} s; last line of its log: {last}"
-    return f"exit code {code}: {last}" if code else ""
+        return f"ended at its limit of {limit:.0f} s; last line of its log: {last_line(text)}"
+    return f"exit code {code}: {cause(text)}" if code else ""
 
 
 def not_run(name: str, why: str, record: Recorder) -> None:
