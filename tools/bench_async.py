@@ -20,9 +20,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from megatron_scalerl.environment import explained
+from checkout import explained
 
 K8 = {"k": 8, "trainer": 1, "engine": 1}
 K0 = ({"k": 0, "trainer": 1, "engine": 1}, {"k": 0, "trainer": 2, "engine": 2}, {"k": 0, "trainer": 2, "engine": 1})

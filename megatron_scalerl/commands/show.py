@@ -1,17 +1,8 @@
-"""Prints one completion of a run: its forced tokens marked, and which policy version wrote which part.
-
-    python tools/show_rollouts.py RUN_DIR                        a completion of the newest group
-    python tools/show_rollouts.py RUN_DIR --step 12              of the first group that trained in step 12
-    python tools/show_rollouts.py RUN_DIR --group 40 --index 3   the fourth completion of group 40
-    python tools/show_rollouts.py RUN_DIR --interrupted          the newest whose thinking was cut
-
-In the text ⟦forced⟧ tokens were not sampled and carry no loss; ‹v7› is put where version 7 takes over.
-"""
+"""`megatron-scalerl show RUN`: one completion of a run with its forced tokens and policy versions marked."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 import unicodedata
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -38,27 +29,31 @@ class Head(msgspec.Struct):
     step: int | None = None
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    p.add_argument("--group", type=int, help="number of the group")
-    p.add_argument("--index", type=int, help="completion within the group, from 0")
-    p.add_argument("--interrupted", action="store_true", help="only completions whose thinking was cut")
-    p.add_argument("--step", type=int, help="optimiser step that trained the group")
-    return p
+EPILOG = """examples:
+  megatron-scalerl show runs/my_run                        a completion of the newest group
+  megatron-scalerl show runs/my_run --step 12              of the first group that was trained in step 12
+  megatron-scalerl show runs/my_run --group 40 --index 3   the fourth completion of group 40
+  megatron-scalerl show runs/my_run --interrupted          the newest with interrupted thinking
+
+In the text, ⟦forced⟧ tokens were not sampled and carry no loss; ‹v7› marks where policy version 7 takes over."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print one completion; 0 when it was found, 2 with one line on standard error otherwise."""
-    arguments = parser().parse_args(argv)
-    try:
-        group = find_group(arguments.run_dir, arguments.group, arguments.step, interrupted=arguments.interrupted)
-        index = choose(group["rollouts"], arguments.index, interrupted=arguments.interrupted)
-        show(Console(soft_wrap=True), group, index, load_tokenizer(arguments.run_dir))
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.description = "Print one completion of a run with its forced tokens and policy versions marked."
+    parser.epilog = EPILOG
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run")
+    parser.add_argument("--group", type=int, metavar="ID", help="number of the group")
+    parser.add_argument("--index", type=int, metavar="I", help="completion within the group, from 0")
+    parser.add_argument("--interrupted", action="store_true", help="only completions with interrupted thinking")
+    parser.add_argument("--step", type=int, metavar="N", help="optimizer step that trained the group")
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Print one completion. Raises ValueError where the run has none that matches."""
+    group = find_group(arguments.run_dir, arguments.group, arguments.step, interrupted=arguments.interrupted)
+    index = choose(group["rollouts"], arguments.index, interrupted=arguments.interrupted)
+    show(console, group, index, load_tokenizer(arguments.run_dir))
     return 0
 
 
