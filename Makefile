@@ -15,6 +15,10 @@ test-all:
 docs:
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build
 bench:
-	for bench in tools/bench_*.py; do .venv/bin/python $$bench || exit; done
+	.venv/bin/python tools/bench_step.py
+	.venv/bin/python tools/bench_logits.py
+	.venv/bin/python tools/bench_rollouts.py
+	.venv/bin/python tools/bench_convert.py
+	.venv/bin/python tools/bench_plan.py memory
 rehearse:
 	.venv/bin/megatron-scalerl check-gpu --rehearse
