@@ -28,7 +28,6 @@ import os
 import platform
 import re
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path

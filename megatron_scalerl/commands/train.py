@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
-from rich.console import Console
+if TYPE_CHECKING:
+    from rich.console import Console
 
-from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.file import load_recipe
-from megatron_scalerl.recipe.input_files import check_policy, check_prompts
+    from megatron_scalerl.recipe import Recipe
 
 EPILOG = """examples:
   megatron-scalerl train my_run.yaml                                   start, or resume after an interruption
@@ -27,6 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Run the recipe until it ends. Raises ValueError for user errors, RuntimeError and OSError for failures."""
+    from megatron_scalerl.recipe.input_files import check_prompts
+
     recipe = recipe_of(arguments)
     check_prompts(recipe)
     from megatron_scalerl.controller.train import train
@@ -44,6 +46,9 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
 
 def recipe_of(arguments: argparse.Namespace) -> Recipe:
     """The recipe with its overrides. Raises ValueError for a bad recipe and where its policy does not exist."""
+    from megatron_scalerl.recipe.file import load_recipe
+    from megatron_scalerl.recipe.input_files import check_policy
+
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     check_policy(recipe)
     return recipe

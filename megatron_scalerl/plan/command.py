@@ -8,14 +8,15 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
-
-from rich.console import Console
+from typing import TYPE_CHECKING, get_args
 
 from megatron_scalerl.plan.assumptions import Assumptions, Origin, check_number, default_origins, described
 from megatron_scalerl.plan.assumptions_file import read_assumptions
 from megatron_scalerl.plan.hardware import GPUS
 from megatron_scalerl.plan.kernels import Layers
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 GPU = "h100-80g"
 """Where neither a flag nor a file names another."""
@@ -94,6 +95,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
         if options.json != "-":
             print(f"{recipe.name} on {options.gpus} x {plan.gpu.name}: {verdict(plan)}")
     elif options.json != "-":
+        from rich.console import Console
+
         show(plan, built, Console(width=None if console.is_terminal else 100))
     return 0
 
