@@ -4,6 +4,7 @@ install:
 	tools/install.sh cpu
 lint:
 	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 test:
 	bash tests/run.sh

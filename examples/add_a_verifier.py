@@ -15,7 +15,7 @@ import asyncio
 import json
 from typing import Any
 
-from megatron_scalerl.recipe_sections import RewardsSection
+from megatron_scalerl.recipe.sections import RewardsSection
 from megatron_scalerl.rewards.verifier import VerifierPool
 from megatron_scalerl.types import Prompt, Rollout
 
@@ -43,9 +43,15 @@ async def main() -> None:
         prompt_id="example", text="Roots of x^2 - 3x + 2?", answer="[1, 2]", token_ids=(), extra={"ordered": True}
     )
     completion = Rollout(
-        token_ids=(), rollout_logprobs=(), policy_versions=(), loss_mask=(), interrupted=False, truncated=False,
-        thinking_cut=0, seed=0,
-    )  # fmt: skip
+        token_ids=(),
+        rollout_logprobs=(),
+        policy_versions=(),
+        loss_mask=(),
+        interrupted=False,
+        truncated=False,
+        thinking_cut=0,
+        seed=0,
+    )
     rewards = RewardsSection(verifier="add_a_verifier:same_numbers", workers=2, timeout_s=2.0)
     async with VerifierPool(rewards) as pool:
         for answer in ("[1, 2]", "[2, 1]", "[1, 3]", "one and two", None):

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parse(argv)
         from rich.console import Console
 
-        from megatron_scalerl.launch.signals import Stopped
+        from megatron_scalerl.processes.signals import Stopped
 
         try:
             return arguments.command(arguments, Console(soft_wrap=True))
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
 def _train(arguments: argparse.Namespace, console: Console) -> int:
     recipe = _recipe(arguments)
     _quiet_upstream()
-    from megatron_scalerl.train import train
+    from megatron_scalerl.controller.train import train
 
     reason = train(recipe, console)
     console.print(f"{recipe.run_dir}: {reason}", highlight=False)
@@ -114,8 +114,8 @@ def _sft(arguments: argparse.Namespace, console: Console) -> int:
 
 def _recipe(arguments: argparse.Namespace) -> Recipe:
     """The recipe, once the files that the command reads are known to be there."""
-    from megatron_scalerl.input_files import check_policy, check_prompts
-    from megatron_scalerl.recipe_file import load_recipe
+    from megatron_scalerl.recipe.file import load_recipe
+    from megatron_scalerl.recipe.input_files import check_policy, check_prompts
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     check_policy(recipe)

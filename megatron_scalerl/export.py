@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_scalerl.checkpoints import commit
 from megatron_scalerl.convert.options import Options
-from megatron_scalerl.recipe_file import load_recipe
-from megatron_scalerl.trainer import commit
+from megatron_scalerl.recipe.file import load_recipe
 
 
 def export(run_dir: str | Path, out: str | Path) -> int:

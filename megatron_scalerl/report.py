@@ -14,10 +14,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.fit.forecast import FitResult, fit
 from megatron_scalerl.fit.plot import plot_forecast
-from megatron_scalerl.jsonl import read_jsonl
-from megatron_scalerl.recipe_file import read_yaml
+from megatron_scalerl.recipe.file import read_yaml
 
 BOOTSTRAP_DRAWS = 10_000
 
@@ -108,9 +108,7 @@ def gain(run_dir: str | Path) -> Gain:
     difference = last - first
     draws = np.random.default_rng(0).integers(0, len(difference), (BOOTSTRAP_DRAWS, len(difference)))
     low, high = np.quantile(difference[draws].mean(axis=1), [0.025, 0.975])
-    return Gain(
-        first=first.mean(), last=last.mean(), last_step=rows[-1]["step"], low=float(low), high=float(high)
-    )
+    return Gain(first=first.mean(), last=last.mean(), last_step=rows[-1]["step"], low=float(low), high=float(high))
 
 
 def plot(run_dir: str | Path, meeting: Meeting) -> Path:

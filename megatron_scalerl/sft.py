@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from megatron_scalerl.batch import pack
+from megatron_scalerl.batching.packing import pack
+from megatron_scalerl.distributed.parallel import init_parallel, shutdown_parallel
 from megatron_scalerl.losses.inputs import LossInputs, LossOutput, masked, weighted_sum
 from megatron_scalerl.losses.reduction import token_weights
-from megatron_scalerl.parallel_layout import MODEL_KEYS
+from megatron_scalerl.prompts.sft_examples import read_examples
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe_sections import OptimizerSection, SftSection
-from megatron_scalerl.sft_examples import read_examples
-from megatron_scalerl.trainer.parallel import init_parallel, shutdown_parallel
+from megatron_scalerl.recipe.parallel_layout import MODEL_KEYS
+from megatron_scalerl.recipe.sections import OptimizerSection, SftSection
 from megatron_scalerl.trainer.step import make_trainer
 from megatron_scalerl.types import Rollout, Sample, StepReport
 from megatron_scalerl.weights.source import MegatronWeightSource, save_hf

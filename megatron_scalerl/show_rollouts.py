@@ -71,9 +71,7 @@ def choose(rollouts: Sequence[dict[str, Any]], index: int | None, *, interrupted
     return index
 
 
-def find_group(
-    run_dir: Path, group_id: int | None, step: int | None, *, interrupted: bool = False
-) -> dict[str, Any]:
+def find_group(run_dir: Path, group_id: int | None, step: int | None, *, interrupted: bool = False) -> dict[str, Any]:
     """The group asked for, with `step` filled in from the journal; the newest if neither is given.
 
     Raises ValueError if the run has no finished groups or not this one.
@@ -153,15 +151,19 @@ def show(console: Console, group: dict[str, Any], index: int, tokenizer: Any) ->
     step = f"in the batch of step {group['step']}" if group["step"] is not None else "in no batch yet"
     right = sum(each["correct"] for each in group["scores"])
     lines = [
-        ("group", f"{group['group_id']}, epoch {group['epoch']}, {step}, "
-                  f"pass rate {right}/{len(group['scores'])}"),
-        ("completion", f"{index} of {len(group['rollouts'])}, {len(rollout['token_ids'])} tokens, "
-                       f"seed {rollout['seed']}"),
-        ("reward", f"{score['reward']:+g} ({score['reason'] or ('right' if score['correct'] else 'wrong')}), "
-                   f"reference {printable(prompt['answer'])}"),
+        ("group", f"{group['group_id']}, epoch {group['epoch']}, {step}, pass rate {right}/{len(group['scores'])}"),
+        (
+            "completion",
+            f"{index} of {len(group['rollouts'])}, {len(rollout['token_ids'])} tokens, seed {rollout['seed']}",
+        ),
+        (
+            "reward",
+            f"{score['reward']:+g} ({score['reason'] or ('right' if score['correct'] else 'wrong')}), "
+            f"reference {printable(prompt['answer'])}",
+        ),
         ("thinking", describe_thinking(rollout)),
         ("versions", describe_versions(rollout["policy_versions"])),
-    ]  # fmt: skip
+    ]
     for name, value in lines:
         console.print(Text.assemble((f"{name:<11}", "bold"), value))
     console.print(Text.assemble(("prompt     ", "bold"), (decode(tokenizer, prompt["token_ids"]), "dim")))
@@ -209,4 +211,3 @@ def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
 def printable(text: str) -> str:
     """`text` without what would steer a terminal: control characters are written as `\\x1b`."""
     return "".join(c if c in "\n\t" or not unicodedata.category(c).startswith("C") else ascii(c)[1:-1] for c in text)
-

@@ -1,6 +1,6 @@
 """The carriers: one frozen dataclass for each arrow of the data's way through the house.
 
-    prompts -> rollouts -> rewards -> filters -> advantages -> batch -> trainer -> weights
+prompts -> rollouts -> rewards -> filters -> advantages -> batch -> trainer -> weights
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+ComputeUnit = Literal["gpu_hours", "device_hours"]
+"""Unit of a run's compute axis: device-hours where the devices are processes on CPUs."""
+
 
 class CompletionLost(RuntimeError):
     """One completion cannot be used, through no fault of the policy; `reason` says why in one word.
 
-    It is left out of its group and counted, and its siblings stay. Raised by `rollouts.engine_client` (an answer
+    It is left out of its group and counted, and its siblings stay. Raised by `engine.client` (an answer
     without log-probabilities: `no_logprobs`) and by `rewards.verifier` (no process to judge it: `verifier_lost`).
     """
 
@@ -42,7 +45,7 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
-    """One completion as the engine produced it. Produced by `rollouts.engine`."""
+    """One completion as the engine produced it. Produced by `engine.process`."""
 
     token_ids: tuple[int, ...]
     """[T] completion tokens: sampled and forced ones, the end-of-sequence token included if it came."""

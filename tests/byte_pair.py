@@ -52,6 +52,4 @@ def sentence_piece() -> PreTrainedTokenizerFast:
     inner.decoder = decoders.Metaspace()
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>", "<bos>", "<eos>"], show_progress=False)
     inner.train_from_iterator(_CORPUS, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>")

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from megatron_scalerl.trainer.commit import COMMIT, write_commit
+from megatron_scalerl.checkpoints.commit import COMMIT, write_commit
 
 ADDED = "__99_0.distcp"
 
@@ -56,9 +56,10 @@ def first_key(path: Path, *, objects: bool, containing: str = "") -> MetadataInd
     """The index of an object, or of a tensor of the policy."""
     metadata = pickle.loads((path / ".metadata").read_bytes())
     return next(
-        i for i in metadata.storage_data
+        i
+        for i in metadata.storage_data
         if (i.offset is None) == objects and not i.fqn.startswith("optimizer") and containing in i.fqn
-    )  # fmt: skip
+    )
 
 
 def place(path: Path, index: MetadataIndex, content: bytes) -> None:

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.batch import pack
+from megatron_scalerl.batching.packing import pack
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.types import Batch, Rollout, Sample
 

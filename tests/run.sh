@@ -20,7 +20,7 @@ fast=(-m "not slow and not full")
 need_vllm=(--ignore=tests/{rollouts/test_engine,rollouts/test_engine_options,convert/test_vllm,test_preflight}.py
   --deselect=tests/test_command_line.py::test_{what_fails_under_way_is_no_mistake_of_the_users,a_policy_without_a_tokenizer_is_2}
   --deselect=tests/test_documented_commands.py::test_the_readmes_recipe_starts
-  --deselect=tests/test_longest_sequence.py::test_a_recipe_that_says_its_capacity_keeps_it)
+  --deselect=tests/controller/test_longest_sequence.py::test_a_recipe_that_says_its_capacity_keeps_it)
 
 python_3_12() { # PYTHON PYTEST-ARGUMENT...; a folder of its own beside the main environment
   MSRL_PYTHON="$1" MSRL_VENV=.venv-3.12 tools/install.sh cpu &&
@@ -48,6 +48,7 @@ case "${1:-}" in
 esac
 tools/install.sh cpu
 .venv/bin/ruff check .
+.venv/bin/ruff format --check -q .
 [ "${select[1]:-}" = "not slow and not full" ] || .venv/bin/mypy
 code=0
 .venv/bin/python -m pytest -q "${select[@]}" "$@" || code=$?

@@ -18,20 +18,20 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_scalerl import jsonl
-from megatron_scalerl.controller import Controller
+from megatron_scalerl.checkpoints import jsonl
+from megatron_scalerl.checkpoints.commit import read_commit, write_commit
+from megatron_scalerl.controller.ledger import Ledger
+from megatron_scalerl.controller.loop import Controller
+from megatron_scalerl.controller.meter import Meter, metering
+from megatron_scalerl.controller.progress import Progress
+from megatron_scalerl.controller.run_folder import RunFolder, check_history, resume_point
+from megatron_scalerl.controller.weight_sync import WeightUpdate
 from megatron_scalerl.launch.fleet import Devices, Fleet
-from megatron_scalerl.ledger import Ledger
-from megatron_scalerl.meter import Meter, metering
-from megatron_scalerl.progress import Progress
 from megatron_scalerl.prompts.dataset import PromptSet
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.journal import read_history
-from megatron_scalerl.run_folder import RunFolder, check_history, resume_point
-from megatron_scalerl.trainer.commit import read_commit, write_commit
 from megatron_scalerl.trainer.wire import TrainerInfo
 from megatron_scalerl.types import CompletionLost, Prompt, Rollout, Score, StepReport
-from megatron_scalerl.weights.sync import WeightUpdate
 
 TRAIN_S, PUBLISH_S, VALIDATE_S, SAVE_S, START_S = 2.0, 0.25, 3.0, 0.5, 7.0
 
@@ -118,9 +118,15 @@ class StandInTrainer:
         self.version = batches[0].step
         self.trained.append(self.version)
         return StepReport(
-            step=self.version, policy_version=self.version, loss=0.5, grad_norm=1.0, learning_rate=1.0, tokens=1,
-            seconds=TRAIN_S, metrics={"mismatch_mean": 0.0, "entropy": 0.1},
-        )  # fmt: skip
+            step=self.version,
+            policy_version=self.version,
+            loss=0.5,
+            grad_norm=1.0,
+            learning_rate=1.0,
+            tokens=1,
+            seconds=TRAIN_S,
+            metrics={"mismatch_mean": 0.0, "entropy": 0.1},
+        )
 
     async def load(self, path):
         state = json.loads((Path(path) / "controller.json").read_text())
@@ -173,12 +179,17 @@ class Outcome:
 def recipe(folder, **changes) -> Recipe:
     """Six steps of two groups of four completions, k = 2, validation every second step, a checkpoint every third."""
     data = {
-        "name": "r", "output_dir": str(folder), "steps": 6, "policy": {"path": "p"}, "prompts": {"path": "q"},
+        "name": "r",
+        "output_dir": str(folder),
+        "steps": 6,
+        "policy": {"path": "p"},
+        "prompts": {"path": "q"},
         "rollouts": {"groups_per_batch": 2, "group_size": 4, "max_staleness_steps": 2, "max_in_flight": 64},
         "trainer": {"micro_batch_tokens": 64},
-        "validation": {"every_steps": 2, "generations": 2}, "checkpoint": {"every_steps": 3, "keep": 2},
+        "validation": {"every_steps": 2, "generations": 2},
+        "checkpoint": {"every_steps": 3, "keep": 2},
         "weights": {"probe_every": 0},
-    }  # fmt: skip
+    }
     for section, values in changes.items():
         data[section] = {**data[section], **values} if isinstance(values, dict) else values
     return Recipe.model_validate(data)
@@ -289,13 +300,24 @@ async def _attempt(loop, settings, folder, trainer, sampler) -> str:
     devices = Devices(unit="device_hours", trainer=1, engine=2)
     ledger = Ledger(folder.path / "ledger.jsonl", devices.unit, incarnation=folder.incarnation)
     meter = Meter(
-        ledger, trainer_devices=devices.trainer, engine_devices=devices.engine, batches=start.batches,
-        step=start.step, clock=loop.time,
-    )  # fmt: skip
+        ledger,
+        trainer_devices=devices.trainer,
+        engine_devices=devices.engine,
+        batches=start.batches,
+        step=start.step,
+        clock=loop.time,
+    )
     info = TrainerInfo(
-        world_size=1, dp_size=1, parameters=1, vocab_size=8, device="cpu", backend="gloo", dtype="float32",
-        logits="fp32", pad_multiple=1,
-    )  # fmt: skip
+        world_size=1,
+        dp_size=1,
+        parameters=1,
+        vocab_size=8,
+        device="cpu",
+        backend="gloo",
+        dtype="float32",
+        logits="fp32",
+        pad_multiple=1,
+    )
     async with metering(meter):
         await asyncio.sleep(START_S)
         controller = Controller(

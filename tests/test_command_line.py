@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_scalerl.__main__ import main
-from megatron_scalerl.recipe_file import RecipeError
+from megatron_scalerl.recipe.file import RecipeError
 from megatron_scalerl.tiny.build import TinyArguments, build
 
 ROOT = Path(__file__).parent.parent
@@ -32,18 +32,27 @@ def tiny(tmp_path_factory):
 
 def settings(tiny, out):
     return [
-        RECIPE, f"output_dir={out}", "name=r", f"policy.path={tiny / 'base_policy'}",
-        f"prompts.path={tiny / 'prompts.jsonl'}", f"prompts.held_out_path={tiny / 'held_out.jsonl'}",
-    ]  # fmt: skip
+        RECIPE,
+        f"output_dir={out}",
+        "name=r",
+        f"policy.path={tiny / 'base_policy'}",
+        f"prompts.path={tiny / 'prompts.jsonl'}",
+        f"prompts.held_out_path={tiny / 'held_out.jsonl'}",
+    ]
 
 
 def bare(*argv, cwd=ROOT, **variables):
     """A Python without any installed package, in a shell that has entered no environment."""
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV", "PYTHON")}
     return subprocess.run(
-        [sys.executable, "-S", *map(str, argv)], cwd=cwd, env=clean | variables, capture_output=True, text=True,
-        timeout=60, check=False,
-    )  # fmt: skip
+        [sys.executable, "-S", *map(str, argv)],
+        cwd=cwd,
+        env=clean | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 def watched(argv):
@@ -74,7 +83,7 @@ MISTAKES = {
     "show": (["tools/show_rollouts.py", "runs/none"], "runs/none: expected a run's folder"),
     "convert": ([CONVERT, "to-megatron", "none", "out"], "none: expected a Hugging Face folder"),
     "convert back": ([CONVERT, "to-hf", "none", "out"], "none: expected a folder with a checkpoint"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -163,8 +172,12 @@ def test_a_plot_without_matplotlib_is_refused_before_the_fit(tmp_path):
     for flag in ("--plot", "--html"):
         found = subprocess.run(
             [sys.executable, "tools/fit_curve.py", *map(str, argv), flag, str(tmp_path / "x.png")],
-            cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert (found.returncode, found.stdout) == (2, "") and "package 'matplotlib'" in found.stderr
 
 
@@ -205,7 +218,7 @@ def test_what_fails_under_way_is_no_mistake_of_the_users(name, tiny, tmp_path, m
     async def stand_in(*_):
         yield StandInLauncher(failure())
 
-    monkeypatch.setattr("megatron_scalerl.train.local_launcher", stand_in)
+    monkeypatch.setattr("megatron_scalerl.controller.train.local_launcher", stand_in)
     assert main(["train", *settings(tiny, tmp_path), "rewards.workers=1"]) == code
     captured = capsys.readouterr().err
     assert re.search(said, captured) and "Traceback" not in captured

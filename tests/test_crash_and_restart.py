@@ -10,11 +10,11 @@ import pytest
 from stand_in_run import SAVE_S, START_S, VALIDATE_S, attempt, recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_scalerl.jsonl import read_jsonl
-from megatron_scalerl.meter import HEARTBEAT_S
+from megatron_scalerl.checkpoints.commit import read_commit
+from megatron_scalerl.checkpoints.jsonl import read_jsonl
+from megatron_scalerl.controller.meter import HEARTBEAT_S
+from megatron_scalerl.controller.run_folder import resume_point
 from megatron_scalerl.rollouts.journal import read_history
-from megatron_scalerl.run_folder import resume_point
-from megatron_scalerl.trainer.commit import read_commit
 
 DEVICES = 3
 WHOLE_S = 40
@@ -183,8 +183,16 @@ def test_skipped_batches_after_a_checkpoint_are_recorded_once(tmp_path):
     flat = {6, 7, 8, 9}
     assert attempt(settings, flat_groups=flat).reason == "all 6 steps are made"
     whole = [(r["batches"], r["step"], "skipped" in r) for r in read_jsonl(tmp_path / "r" / "metrics.jsonl")]
-    assert whole == [(1, 1, False), (2, 2, False), (3, 3, False), (4, 3, True), (5, 3, True), (6, 4, False),
-                     (7, 5, False), (8, 6, False)]  # fmt: skip
+    assert whole == [
+        (1, 1, False),
+        (2, 2, False),
+        (3, 3, False),
+        (4, 3, True),
+        (5, 3, True),
+        (6, 4, False),
+        (7, 5, False),
+        (8, 6, False),
+    ]
     expected = curve(tmp_path / "r")
     again = recipe(tmp_path, name="again", rollouts={"max_staleness_steps": 0})
     assert attempt(again, flat_groups=flat, kill_at_s=48).reason is None

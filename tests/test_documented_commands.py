@@ -20,12 +20,12 @@ from test_report import write_run
 
 from megatron_scalerl import show_rollouts
 from megatron_scalerl.__main__ import _parse
+from megatron_scalerl.controller.preflight import check_inputs
 from megatron_scalerl.convert import command as convert
 from megatron_scalerl.fit import command as fit
 from megatron_scalerl.plan import command as plan
-from megatron_scalerl.preflight import check_inputs
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe_file import load_recipe
+from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.rollouts.journal import BatchRecord, Journal
 from megatron_scalerl.tiny.build import TinyArguments, build
 
@@ -227,6 +227,9 @@ def test_every_command_can_be_given(page, command, place):
 
 
 SAID = "verdict: "
+CURVES = (
+    "python tools/fit_curve.py curves.csv --series recipe=a --compute gpu_hours --score pass_rate --r0 0.40 --json -"
+)
 RUN = {
     "python -m megatron_scalerl report runs/my_run": "95 % interval",
     "python tools/fit_curve.py runs/my_run --predict 50000,100000": SAID,
@@ -234,9 +237,8 @@ RUN = {
     "python tools/fit_curve.py runs/my_run --predict 16000,50000,100000 --html report.html --plot forecast.png": SAID,
     "python tools/fit_curve.py runs/my_run --fit-until 8000": SAID,
     "python tools/fit_curve.py runs/a runs/b runs/c --compare": "b kept the ceiling",
-    "python tools/fit_curve.py curves.csv --series recipe=a --compute gpu_hours --score pass_rate --r0 0.40 --json -":
-        '"asymptote"',
-}  # fmt: skip
+    CURVES: '"asymptote"',
+}
 """Quick commands, and what each prints."""
 
 
@@ -271,8 +273,12 @@ def test_the_programs_of_the_pages_run():
     assert programs
 
 
-PLANNED = {"scalerl_llama3_8b": 80, "scalerl_llama3_8b_32k": 80, "scalerl_llama3_8b_bs2048": 80,
-           "scalerl_llama4_scout_17bx16": 256}  # fmt: skip
+PLANNED = {
+    "scalerl_llama3_8b": 80,
+    "scalerl_llama3_8b_32k": 80,
+    "scalerl_llama3_8b_bs2048": 80,
+    "scalerl_llama4_scout_17bx16": 256,
+}
 
 
 @pytest.mark.parametrize("name", PLANNED)

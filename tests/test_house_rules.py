@@ -10,18 +10,18 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megatron_scalerl"
 FILES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "tools").glob("*.py"), *(ROOT / "examples").glob("*.py")])
 SEAM = {
-    "trainer/device.py",
-    "trainer/cpu_compat.py",
+    "distributed/device.py",
+    "distributed/cpu_compat.py",
     "logits/cuda_backend.py",
     "check_gpu/probe.py",  # asks which CUDA torch was built for
     "check_gpu/parts/logits.py",  # a backend's name
     "logits/targets.py",  # the same
 }
 VLLM = {
-    "rollouts/vllm_plugin.py",
-    "rollouts/vllm_progress.py",
-    "rollouts/vllm_server.py",
-    "weights/vllm_receiver.py",
+    "engine/vllm_plugin.py",
+    "engine/vllm_progress.py",
+    "engine/server.py",
+    "engine/weight_receiver.py",
 }
 
 
@@ -78,7 +78,7 @@ def test_only_parallel_reads_megatrons_globals(trees):
         for node in ast.walk(tree)
         if "parallel_state" in (getattr(node, "attr", ""), getattr(node, "id", ""))
     }
-    assert reading <= {"trainer/parallel.py"}
+    assert reading <= {"distributed/parallel.py"}
 
 
 def test_no_collective_of_objects(trees):

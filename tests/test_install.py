@@ -189,8 +189,12 @@ def test_the_gpu_installation_takes_its_steps_in_order(checkout, tmp_path):
     assert code == 0, said
     tools, rest, engine, itself, check = calls
     assert {line.split("==")[0] for line in tools.splitlines()[1:] if "==" in line} == {
-        "setuptools", "wheel", "ninja", "pybind11", "packaging",
-    }  # fmt: skip
+        "setuptools",
+        "wheel",
+        "ninja",
+        "pybind11",
+        "packaging",
+    }
     lock = (LOCKS / f"gpu-py{OURS.replace('.', '')}.txt").read_text()
     assert rest.count("==") == lock.count("==") - 1
     assert "transformer-engine-cu13==" in rest and "transformer-engine-torch==" not in rest

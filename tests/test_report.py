@@ -20,10 +20,17 @@ def write_run(folder, *, steps=20, noise=0.0):
         for number, value in enumerate(values):
             hours = 0.0 if number == 0 else float(HOURS[number - 1])
             row = {
-                "step": 5 * number, "policy_version": 5 * number, "pass_rate": float(value), "prompts": 200,
-                "generations": 4, "gpu_hours": hours, "gpu_hours_total": hours * 1.2, "truncated_share": 0.0,
-                "interrupted_share": 0.05, "mean_completion_tokens": 25.0,
-            }  # fmt: skip
+                "step": 5 * number,
+                "policy_version": 5 * number,
+                "pass_rate": float(value),
+                "prompts": 200,
+                "generations": 4,
+                "gpu_hours": hours,
+                "gpu_hours_total": hours * 1.2,
+                "truncated_share": 0.0,
+                "interrupted_share": 0.05,
+                "mean_completion_tokens": 25.0,
+            }
             rows.write(json.dumps(row) + "\n")
             prompts.write(json.dumps({"step": 5 * number, "by_prompt": [float(value)] * 100 + [0.5] * 100}) + "\n")
     (folder / "ledger.jsonl").write_text(

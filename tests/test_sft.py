@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron_scalerl.distributed import cpu_compat
+from megatron_scalerl.prompts.sft_examples import read_examples
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe_sections import SftSection
+from megatron_scalerl.recipe.sections import SftSection
 from megatron_scalerl.sft import _batches, run_sft, schedule
-from megatron_scalerl.sft_examples import read_examples
 from megatron_scalerl.tiny.build import TinyArguments, build
-from megatron_scalerl.trainer import cpu_compat
 
 
 @pytest.fixture(scope="module")

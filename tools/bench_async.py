@@ -77,13 +77,24 @@ def step_seconds(tiny: Path, setting: dict[str, int], steps: int, skip: int) -> 
     """Median seconds between two steps of one run."""
     with tempfile.TemporaryDirectory() as out:
         argv = [
-            sys.executable, "-m", "megatron_scalerl", "train", "recipes/tiny_cpu.yaml",
-            "name=bench", f"output_dir={out}", f"steps={steps}", f"policy.path={tiny / 'policy'}",
-            f"prompts.path={tiny / 'prompts.jsonl'}", f"prompts.held_out_path={tiny / 'held_out.jsonl'}",
-            "validation.every_steps=0", "checkpoint.every_steps=0", "weights.probe_every=0",
+            sys.executable,
+            "-m",
+            "megatron_scalerl",
+            "train",
+            "recipes/tiny_cpu.yaml",
+            "name=bench",
+            f"output_dir={out}",
+            f"steps={steps}",
+            f"policy.path={tiny / 'policy'}",
+            f"prompts.path={tiny / 'prompts.jsonl'}",
+            f"prompts.held_out_path={tiny / 'held_out.jsonl'}",
+            "validation.every_steps=0",
+            "checkpoint.every_steps=0",
+            "weights.probe_every=0",
             f"rollouts.max_staleness_steps={setting['k']}",
-            f"trainer.threads={setting['trainer']}", f"engine.threads={setting['engine']}",
-        ]  # fmt: skip
+            f"trainer.threads={setting['trainer']}",
+            f"engine.threads={setting['engine']}",
+        ]
         subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
         rows = [json.loads(line) for line in Path(out, "bench", "metrics.jsonl").read_text().splitlines()]
     return statistics.median(row["step_seconds"] for row in rows[skip:])

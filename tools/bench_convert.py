@@ -87,9 +87,7 @@ def vars_of(arguments: argparse.Namespace) -> dict[str, Any]:
     return dict(bench="convert", **asked)
 
 
-def measure(
-    source: Path, nbytes: int, largest: int, rounds: int, processes: int, console: Console
-) -> dict[str, Any]:
+def measure(source: Path, nbytes: int, largest: int, rounds: int, processes: int, console: Console) -> dict[str, Any]:
     """Seconds of every round, median ratios, and peak anonymous memory."""
     from megatron_scalerl.convert.to_hf import to_hf
     from megatron_scalerl.convert.to_megatron import to_megatron
@@ -125,10 +123,16 @@ def measure(
         for name, cp in (("to-megatron", "cp"), ("to-hf", "cp back"))
     }
     return dict(
-        nbytes=nbytes, largest_tensor=largest, seconds=seconds, ratios=ratios, target_ratio=TARGET,
-        peak_anonymous={name: peaks[name][0] for name in ratios}, promised_anonymous=2 * largest + SLACK_BYTES,
-        peak_workers={name: peaks[name][1] for name in ratios}, machine=machine(),
-    )  # fmt: skip
+        nbytes=nbytes,
+        largest_tensor=largest,
+        seconds=seconds,
+        ratios=ratios,
+        target_ratio=TARGET,
+        peak_anonymous={name: peaks[name][0] for name in ratios},
+        promised_anonymous=2 * largest + SLACK_BYTES,
+        peak_workers={name: peaks[name][1] for name in ratios},
+        machine=machine(),
+    )
 
 
 def show(figures: dict[str, Any], console: Console) -> bool:
@@ -230,15 +234,27 @@ def make_checkpoint(path: Path, kind: str, nbytes: int) -> tuple[int, int]:
 
 def _config(kind: str) -> dict[str, Any]:
     shared = dict(
-        vocab_size=32000, hidden_size=2048, num_attention_heads=16, num_key_value_heads=4, head_dim=128,
-        max_position_embeddings=4096, tie_word_embeddings=False, dtype="bfloat16",
-    )  # fmt: skip
+        vocab_size=32000,
+        hidden_size=2048,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=128,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
     if kind == "dense":
         return dict(**shared, model_type="llama", architectures=["LlamaForCausalLM"], intermediate_size=8192)
     return dict(
-        **shared, model_type="llama4_text", architectures=["Llama4ForCausalLM"], intermediate_size=2048,
-        intermediate_size_mlp=4096, num_local_experts=16, num_experts_per_tok=1, interleave_moe_layer_step=1,
-    )  # fmt: skip
+        **shared,
+        model_type="llama4_text",
+        architectures=["Llama4ForCausalLM"],
+        intermediate_size=2048,
+        intermediate_size_mlp=4096,
+        num_local_experts=16,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=1,
+    )
 
 
 def _shapes(path: Path, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

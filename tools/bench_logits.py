@@ -63,9 +63,9 @@ with explained():
     import torch
     from torch import Tensor
 
-    from megatron_scalerl.apart import FAILED, USERS, Say, events
     from megatron_scalerl.logits.contenders import Contender, contenders_on
     from megatron_scalerl.logits.targets import rounded, targets
+    from megatron_scalerl.processes.isolated import FAILED, USERS, Say, events
 
 CHECKED_TOKENS = 64
 

@@ -38,12 +38,14 @@ CASES: dict[str, dict[str, Any]] = {
     "dense-fp32-recompute": {"policy": "dense", "dtype": "float32", "tokens": 4096, "model": FULL},
     "dense-bf16": {"policy": "dense", "dtype": "bfloat16", "tokens": 4096},
     "dense-bf16-selective": {
-        "policy": "dense", "dtype": "bfloat16", "tokens": 4096,
+        "policy": "dense",
+        "dtype": "bfloat16",
+        "tokens": 4096,
         "model": {"recompute_granularity": "selective", "recompute_modules": ["mlp", "core_attn"]},
     },
     "moe-fp32": {"policy": "moe", "dtype": "float32", "tokens": 2048},
     "moe-bf16": {"policy": "moe", "dtype": "bfloat16", "tokens": 1024},
-}  # fmt: skip
+}
 """Name -> policy, type, micro_batch_tokens and megatron.model."""
 SEQUENCE = 512
 VOCABULARY = 8192
@@ -88,9 +90,12 @@ def compare_memory(name: str) -> dict[str, Any]:
         case = CASES[name] | {"path": folder}
         write_policy(case["policy"], folder)
         env = os.environ | {
-            "MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore",
-        }  # fmt: skip
+            "MALLOC_MMAP_THRESHOLD_": "262144",
+            "MALLOC_TRIM_THRESHOLD_": "131072",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONWARNINGS": "ignore",
+        }
         argv = [sys.executable, __file__, "rank", "--case", json.dumps(case)]
         found = subprocess.run(argv, env=env, check=True, capture_output=True, text=True).stdout
         measured = json.loads(found.strip().splitlines()[-1])
@@ -117,9 +122,14 @@ def write_policy(kind: str, folder: str) -> None:
 
     torch.manual_seed(0)
     common: dict[str, Any] = dict(
-        vocab_size=VOCABULARY, hidden_size=384, num_attention_heads=6, num_key_value_heads=2, head_dim=64,
-        max_position_embeddings=4096, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=384,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+    )
     if kind == "dense":
         model: Any = LlamaForCausalLM(LlamaConfig(**common, intermediate_size=1024, num_hidden_layers=10))
     else:
@@ -161,8 +171,8 @@ def measure_rank(case: dict[str, Any]) -> dict[str, int]:
     """Two optimiser steps on two full micro-batches; resident memory before, and its peak above that."""
     import gc
 
-    from megatron_scalerl.batch import pack
-    from megatron_scalerl.trainer.parallel import init_parallel
+    from megatron_scalerl.batching.packing import pack
+    from megatron_scalerl.distributed.parallel import init_parallel
     from megatron_scalerl.trainer.step import make_trainer
 
     recipe = case_recipe(case)
@@ -192,11 +202,14 @@ def draw_samples(count: int) -> list[Any]:
 
     return [
         sample(
-            tokens(prompt), tokens(size), rollout_logprobs=(-9.0,) * size, advantage=rng.choice((-1.0, 1.0)),
+            tokens(prompt),
+            tokens(size),
+            rollout_logprobs=(-9.0,) * size,
+            advantage=rng.choice((-1.0, 1.0)),
             token_weight=1e-4,
         )
         for _ in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def resident(field: str) -> int:
@@ -211,7 +224,7 @@ def compare_queue(tiny: Path, steps: int, skip: int) -> dict[str, Any]:
     """Predict the run at k = 8 from the run at k = 0, make it, compare."""
     from megatron_scalerl.plan.lengths import seen_lengths
     from megatron_scalerl.plan.simulate import simulate
-    from megatron_scalerl.recipe_file import load_recipe
+    from megatron_scalerl.recipe.file import load_recipe
 
     recipe = load_recipe("recipes/tiny_cpu.yaml")
     rows, tokens = train(tiny, 0, steps)
@@ -222,9 +235,10 @@ def compare_queue(tiny: Path, steps: int, skip: int) -> dict[str, Any]:
     real, real_tokens = train(tiny, 8, steps)
     real = real[skip:]
     busy = replace(
-        setting(speed, 8), train_seconds=mean_of(real, "train_seconds"),
+        setting(speed, 8),
+        train_seconds=mean_of(real, "train_seconds"),
         publish_seconds=mean_of(real, "engine_paused_seconds"),
-    )  # fmt: skip
+    )
     shared = simulate(busy)
     wall = sum(row["step_seconds"] for row in real)
     return {
@@ -267,9 +281,11 @@ def queue_setting(recipe: Any, lengths: Any, rows: list[dict[str, Any]], steps: 
 
     def setting(per: float, k: int) -> Setting:
         speed = Decoding(
-            fixed_seconds=FIXED_OVER_PER_COMPLETION * per, per_completion_seconds=per, prefill_seconds=0.0,
+            fixed_seconds=FIXED_OVER_PER_COMPLETION * per,
+            per_completion_seconds=per,
+            prefill_seconds=0.0,
             running=running,
-        )  # fmt: skip
+        )
         return Setting(
             groups_per_batch=recipe.rollouts.groups_per_batch,
             group_size=recipe.rollouts.group_size,
@@ -304,12 +320,22 @@ def train(tiny: Path, k: int, steps: int) -> tuple[list[dict[str, Any]], list[in
     """(metrics by step, completion lengths) of one real run without validations."""
     with tempfile.TemporaryDirectory() as out:
         argv = [
-            sys.executable, "-m", "megatron_scalerl", "train", "recipes/tiny_cpu.yaml",
-            "name=bench", f"output_dir={out}", f"steps={steps}", f"policy.path={tiny / 'policy'}",
-            f"prompts.path={tiny / 'prompts.jsonl'}", f"prompts.held_out_path={tiny / 'held_out.jsonl'}",
-            "validation.every_steps=0", "checkpoint.every_steps=0", "weights.probe_every=0",
+            sys.executable,
+            "-m",
+            "megatron_scalerl",
+            "train",
+            "recipes/tiny_cpu.yaml",
+            "name=bench",
+            f"output_dir={out}",
+            f"steps={steps}",
+            f"policy.path={tiny / 'policy'}",
+            f"prompts.path={tiny / 'prompts.jsonl'}",
+            f"prompts.held_out_path={tiny / 'held_out.jsonl'}",
+            "validation.every_steps=0",
+            "checkpoint.every_steps=0",
+            "weights.probe_every=0",
             f"rollouts.max_staleness_steps={k}",
-        ]  # fmt: skip
+        ]
         subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         run = Path(out, "bench")
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

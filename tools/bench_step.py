@@ -51,7 +51,8 @@ with explained():
     from megatron.core.models.gpt import GPTModel
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_scalerl.batch import pack, real_tokens
+    from megatron_scalerl.batching.packing import pack, real_tokens
+    from megatron_scalerl.distributed.parallel import Parallel, init_parallel
     from megatron_scalerl.models import family as family_of
     from megatron_scalerl.models import read_hf_config
     from megatron_scalerl.recipe import Recipe
@@ -59,7 +60,6 @@ with explained():
     from megatron_scalerl.trainer.layers.spec import block_submodules
     from megatron_scalerl.trainer.optimizer import build_optimizer
     from megatron_scalerl.trainer.options import ddp_config, model_options
-    from megatron_scalerl.trainer.parallel import Parallel, init_parallel
     from megatron_scalerl.trainer.step import make_trainer
     from megatron_scalerl.types import Batch, MicroBatch, Rollout, Sample
 
@@ -149,9 +149,7 @@ def draw_samples(count: int, vocab_size: int) -> list[Sample]:
         )
         weight = 1.0 / (count * len(completion))
         advantage = rng.choice((-1.0, 1.0))
-        samples.append(
-            Sample(prompt_token_ids=prompt, rollout=rollout, advantage=advantage, token_weight=weight)
-        )
+        samples.append(Sample(prompt_token_ids=prompt, rollout=rollout, advantage=advantage, token_weight=weight))
     return samples
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from megatron_scalerl.batch import pack
+from megatron_scalerl.batching.packing import pack
 from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.check_gpu.synthetic import WIDE, bare_recipe, sample
+from megatron_scalerl.distributed import device
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.tiny import families
-from megatron_scalerl.trainer import device
 from megatron_scalerl.types import Batch, Sample
 
 _WIDE_EXTRA: dict[str, dict[str, Any]] = {
@@ -71,16 +71,24 @@ def case_of(kind: str, *, toy: bool, small: bool = False) -> Case:
     """
     if toy:
         return Case(
-            kind=kind, settings={}, std=0.3, vocab=families.VOCAB, lengths=(40, 5, 31, 12, 1, 24),
+            kind=kind,
+            settings={},
+            std=0.3,
+            vocab=families.VOCAB,
+            lengths=(40, 5, 31, 12, 1, 24),
             micro_batch_tokens=80,
-        )  # fmt: skip
+        )
     settings = WIDE | _WIDE_EXTRA[kind]
     if small:
         settings |= dict(hidden_size=256, intermediate_size=512, num_attention_heads=4)
     return Case(
-        kind=kind, settings=settings, std=0.08, vocab=settings["vocab_size"], lengths=(300, 17, 129, 512, 64, 1, 255),
+        kind=kind,
+        settings=settings,
+        std=0.08,
+        vocab=settings["vocab_size"],
+        lengths=(300, 17, 129, 512, 64, 1, 255),
         micro_batch_tokens=1024,
-    )  # fmt: skip
+    )
 
 
 def check_layers(setting: Setting) -> None:

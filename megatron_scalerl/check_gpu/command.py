@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 FOLDERS: dict[Size, str] = {
-    "full": "runs/gpu_check", "quick": "runs/gpu_check_quick", "toy": "runs/gpu_rehearsal",
-}  # fmt: skip
+    "full": "runs/gpu_check",
+    "quick": "runs/gpu_check_quick",
+    "toy": "runs/gpu_rehearsal",
+}
 """Default of --out."""
 _COLORS = {"passed": "green", "measured": "cyan", "missed": "yellow", "failed": "bold red"}
 
@@ -40,8 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", metavar="PART[,PART]", help="run these parts; --list names them")
     parser.add_argument("--quick", action="store_true", help="what fits into 5 minutes: no engine, one shape")
     parser.add_argument("--rehearse", action="store_true", help="every part at toy size on the CPU; proves no GPU")
-    parser.add_argument("--out", metavar="DIR", help=f"default: {', '.join(FOLDERS.values())} (full, --quick, "
-                        "--rehearse); parts that an earlier call reported there are kept")  # fmt: skip
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        help=f"default: {', '.join(FOLDERS.values())} (full, --quick, "
+        "--rehearse); parts that an earlier call reported there are kept",
+    )
     parser.add_argument("--planner", metavar="FILE", help="write the measured constants for plan.py --assumptions")
     parser.add_argument("--combine", nargs="+", metavar="REPORT", help="run nothing: make one of several reports")
     parser.add_argument("--list", action="store_true", help="the parts, what each does and its time limit")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_scalerl.trainer import device
+from megatron_scalerl.distributed import device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +81,20 @@ def peak_since(before: int | None) -> Peak:
     known = before is not None
     if not device.HAVE_GPU:
         return Peak(
-            total=end.peak_reserved - (before or 0), runtime=0, allocated=end.peak_allocated,
-            reserved=end.peak_reserved, others_known=known,
-        )  # fmt: skip
+            total=end.peak_reserved - (before or 0),
+            runtime=0,
+            allocated=end.peak_allocated,
+            reserved=end.peak_reserved,
+            others_known=known,
+        )
     runtime = max(0, end.used - (before or 0) - end.reserved)
     return Peak(
-        total=end.peak_reserved + runtime, runtime=runtime, allocated=end.peak_allocated, reserved=end.peak_reserved,
+        total=end.peak_reserved + runtime,
+        runtime=runtime,
+        allocated=end.peak_allocated,
+        reserved=end.peak_reserved,
         others_known=known,
-    )  # fmt: skip
+    )
 
 
 def used_by_driver() -> int | None:

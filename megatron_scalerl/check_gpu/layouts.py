@@ -8,11 +8,11 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from megatron_scalerl.batch import pack
+from megatron_scalerl.batching.packing import pack
 from megatron_scalerl.check_gpu.cases import Case, case_of, samples
 from megatron_scalerl.check_gpu.synthetic import bare_recipe
-from megatron_scalerl.rendezvous import FolderRendezvous
-from megatron_scalerl.trainer.parallel import init_parallel, shutdown_parallel
+from megatron_scalerl.distributed.parallel import init_parallel, shutdown_parallel
+from megatron_scalerl.distributed.rendezvous import FolderRendezvous
 from megatron_scalerl.trainer.step import make_trainer, pad_multiple
 
 _CUTS: dict[str, dict[str, Any]] = {

@@ -15,8 +15,8 @@ from typing import Any
 
 from megatron_scalerl.check_gpu.findings import finite
 from megatron_scalerl.check_gpu.logs import cause, last_line, read_log, serving_facts
-from megatron_scalerl.jsonl import read_jsonl
-from megatron_scalerl.launch.processes import ChildProcess
+from megatron_scalerl.checkpoints.jsonl import read_jsonl
+from megatron_scalerl.processes.children import ChildProcess
 
 GRACE_S = 4.0
 """For a command that is ended."""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.check_gpu.tiny_task import SEED, fallback_backend, sft_steps
-from megatron_scalerl.recipe_file import load_recipe
-from megatron_scalerl.rollouts.engine_options import check_options
+from megatron_scalerl.engine.options import check_options
+from megatron_scalerl.recipe.file import load_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +36,14 @@ def check_overrides(recipe: Path, settings: list[str]) -> None:
 def common(setting: Setting, tiny: Path) -> list[str]:
     """What warm start and runs have in common."""
     found = [
-        f"seed={SEED}", f"output_dir={setting.scratch / 'loop'}", f"prompts.path={tiny / 'prompts.jsonl'}",
-        f"prompts.held_out_path={tiny / 'held_out.jsonl'}", f"sft.path={tiny / 'sft.jsonl'}",
-        f"sft.steps={sft_steps(setting)}", f"policy.dtype={'bfloat16' if setting.on_gpu else 'float32'}",
-    ]  # fmt: skip
+        f"seed={SEED}",
+        f"output_dir={setting.scratch / 'loop'}",
+        f"prompts.path={tiny / 'prompts.jsonl'}",
+        f"prompts.held_out_path={tiny / 'held_out.jsonl'}",
+        f"sft.path={tiny / 'sft.jsonl'}",
+        f"sft.steps={sft_steps(setting)}",
+        f"policy.dtype={'bfloat16' if setting.on_gpu else 'float32'}",
+    ]
     return found
 
 
@@ -52,17 +56,32 @@ def overrides(
     """
     steps = 2 if setting.toy else one.steps
     found = [
-        *common(setting, tiny), f"name={one.check.replace(' ', '_')}", f"policy.path={policy}", f"steps={steps}",
-        f"weights.transport={transport}", "weights.probe_every=1", "weights.timeout_s=60", "checkpoint.every_steps=0",
-        "optimizer.warmup_steps=1", f"validation.every_steps={steps if one.validates else 0}",
-        "engine.start_timeout_s=150", "trainer.start_timeout_s=150", "trainer.step_timeout_s=100",
-        "engine.stall_timeout_s=60", "engine.first_token_timeout_s=60", *one.overrides,
-    ]  # fmt: skip
+        *common(setting, tiny),
+        f"name={one.check.replace(' ', '_')}",
+        f"policy.path={policy}",
+        f"steps={steps}",
+        f"weights.transport={transport}",
+        "weights.probe_every=1",
+        "weights.timeout_s=60",
+        "checkpoint.every_steps=0",
+        "optimizer.warmup_steps=1",
+        f"validation.every_steps={steps if one.validates else 0}",
+        "engine.start_timeout_s=150",
+        "trainer.start_timeout_s=150",
+        "trainer.step_timeout_s=100",
+        "engine.stall_timeout_s=60",
+        "engine.first_token_timeout_s=60",
+        *one.overrides,
+    ]
     if setting.toy:
         found += [
-            "rollouts.groups_per_batch=4", "rollouts.group_size=4", "rollouts.max_in_flight=32",
-            "validation.prompts=8", "validation.generations=1", "validation.end_generations=1",
-        ]  # fmt: skip
+            "rollouts.groups_per_batch=4",
+            "rollouts.group_size=4",
+            "rollouts.max_in_flight=32",
+            "validation.prompts=8",
+            "validation.generations=1",
+            "validation.end_generations=1",
+        ]
     else:
         found += ["validation.prompts=100", "validation.generations=2", "validation.end_generations=2"]
     if setting.on_gpu:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_scalerl.launch.child import command
+from megatron_scalerl.processes.child import command
 
 if TYPE_CHECKING:
     from megatron_scalerl.check_gpu.cases import Case
@@ -123,7 +123,7 @@ def main() -> None:
     for package in _NEED_A_GPU:
         sys.modules[package] = None  # type: ignore[assignment]
     from megatron_scalerl.check_gpu.cases import case_of
-    from megatron_scalerl.trainer.parallel import init_parallel
+    from megatron_scalerl.distributed.parallel import init_parallel
 
     case, folder = case_of(**asked["case"]), Path(asked["folder"])
     policy = folder / POLICY

@@ -9,8 +9,8 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megatron_scalerl.launch import child
-from megatron_scalerl.launch.processes import open_log
+from megatron_scalerl.processes import child
+from megatron_scalerl.processes.children import open_log
 
 Process = subprocess.Popen[bytes]
 
@@ -47,4 +47,3 @@ def ended_within(process: Process, seconds: float) -> int | None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(timeout=max(0.0, seconds))
     return None
-

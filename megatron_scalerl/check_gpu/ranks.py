@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_scalerl.check_gpu.logs import cause, last_line, read_log
 from megatron_scalerl.check_gpu.own_group import Process, own_group
-from megatron_scalerl.rendezvous import FolderRendezvous, private_folder
+from megatron_scalerl.distributed.rendezvous import FolderRendezvous, private_folder
 
 _TICK_S = 0.2
 

@@ -8,14 +8,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.batch import pack
+from megatron_scalerl.batching.packing import pack
 from megatron_scalerl.check_gpu.device_memory import forget_peaks, memory, peak_since, used_by_driver
 from megatron_scalerl.check_gpu.synthetic import full_micro_batches
+from megatron_scalerl.distributed import device
+from megatron_scalerl.distributed.parallel import init_parallel
+from megatron_scalerl.distributed.rendezvous import FolderRendezvous
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe_file import load_recipe
-from megatron_scalerl.rendezvous import FolderRendezvous
-from megatron_scalerl.trainer import device
-from megatron_scalerl.trainer.parallel import init_parallel
+from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.trainer.step import make_trainer, pad_multiple
 
 STEPS = 4

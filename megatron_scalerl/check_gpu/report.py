@@ -17,7 +17,7 @@ from megatron_scalerl.check_gpu.rows import Verdict, verdicts
 from megatron_scalerl.check_gpu.runner import PartResult
 from megatron_scalerl.check_gpu.setting import Size
 from megatron_scalerl.check_gpu.table import PARTS, Layers, part_named
-from megatron_scalerl.durable import write_durably
+from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.plan.assumptions import Assumptions
 
 FORMAT = 1

@@ -47,8 +47,16 @@ ROWS: tuple[Row, ...] = (
     Row(component="fp32 logit projection, fused in Triton", checks=_of("logits", "parity triton")),
     Row(
         component="speed and memory targets of the logit projection",
-        checks=_of("logits", "forward GEMM share", "GEMM share", "forward extra memory", "block memory", "over Liger",
-                   "over cut-cross-entropy", "over naive bf16"),
+        checks=_of(
+            "logits",
+            "forward GEMM share",
+            "GEMM share",
+            "forward extra memory",
+            "block memory",
+            "over Liger",
+            "over cut-cross-entropy",
+            "over naive bf16",
+        ),
     ),
     Row(
         component="families Llama, Qwen3, Qwen3-MoE, Llama 4 against transformers",
@@ -81,7 +89,7 @@ ROWS: tuple[Row, ...] = (
     Row(component="advantages, filters, verifier, prompts, curriculum, ledger, forecast", checks=()),
     Row(component="Slurm; a run, or a conversion, at 8B or 17B×16", checks=()),
     Row(component="`tools/install.sh gpu`", checks=()),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,15 +18,17 @@ from megatron_scalerl.check_gpu.findings import Finding, read_findings
 from megatron_scalerl.check_gpu.logs import last_line
 from megatron_scalerl.check_gpu.setting import Setting, Size
 from megatron_scalerl.check_gpu.table import Part
-from megatron_scalerl.launch.processes import ChildProcess
+from megatron_scalerl.processes.children import ChildProcess
 
 _PROBE_S = 120.0
 _GRACE_S = 5.0
 _KILLED_S = 30.0
 _CACHES = {
-    "VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "VLLM_CACHE_ROOT": "vllm",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,10 +140,16 @@ async def _in_process(
     log = out / "logs" / f"{part.name}.log"
     log.unlink(missing_ok=True)
     setting = Setting(
-        part=part.name, module=part.module, on_gpu=size != "toy", size=size, layers=part.layers,
-        folder=str(scratch.resolve()), findings=str(path.resolve()), limit_s=limit,
+        part=part.name,
+        module=part.module,
+        on_gpu=size != "toy",
+        size=size,
+        layers=part.layers,
+        folder=str(scratch.resolve()),
+        findings=str(path.resolve()),
+        limit_s=limit,
         gpus=0 if size == "toy" else len(machine.gpus),
-    )  # fmt: skip
+    )
     argv = [sys.executable, "-m", "megatron_scalerl.check_gpu.part", setting.to_json()]
     process = await ChildProcess.start(part.name, argv, _environment(part, size, scratch.resolve() / "caches"), log)
     end = ""
@@ -203,4 +211,3 @@ def _environment(part: Part, size: Size, caches: Path) -> dict[str, str]:
     if size == "toy":
         env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return env
-

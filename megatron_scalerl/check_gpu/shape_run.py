@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_scalerl.batch import pack, real_tokens
+from megatron_scalerl.batching.packing import pack, real_tokens
 from megatron_scalerl.check_gpu.synthetic import TOY, bare_recipe, full_micro_batches
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.types import Batch
@@ -25,17 +25,23 @@ if TYPE_CHECKING:
     from megatron_scalerl.plan.predict import TrainerPrediction
 
 _LLAMA_1B: dict[str, Any] = dict(
-    hidden_size=2048, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8, head_dim=64,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=64,
     vocab_size=128256,
-)  # fmt: skip
+)
 _LLAMA_8B: dict[str, Any] = dict(
-    hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
     vocab_size=128256,
-)  # fmt: skip
+)
 _SELECTIVE: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
-_FULL: dict[str, Any] = {
-    "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1
-}  # fmt: skip
+_FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 WARM_UP = 2
 """Steps that allocate and compile."""
 MEASURED = (2, 5)
@@ -93,9 +99,12 @@ def write_config(shape: Shape, folder: Path) -> None:
     from transformers import LlamaConfig
 
     LlamaConfig(
-        **shape.config, num_hidden_layers=shape.layers, max_position_embeddings=131072, tie_word_embeddings=False,
+        **shape.config,
+        num_hidden_layers=shape.layers,
+        max_position_embeddings=131072,
+        tie_word_embeddings=False,
         architectures=["LlamaForCausalLM"],
-    ).save_pretrained(folder)  # fmt: skip
+    ).save_pretrained(folder)
 
 
 def batch_of(shape: Shape) -> Batch:
@@ -113,9 +122,12 @@ def predict(shape: Shape, folder: Path, *, te: bool, gpu: bool) -> TrainerPredic
     from megatron_scalerl.plan.predict import predict_trainer
 
     return predict_trainer(
-        recipe_of(shape, folder), folder, layers="te" if te else "plain", device="gpu" if gpu else "cpu",
+        recipe_of(shape, folder),
+        folder,
+        layers="te" if te else "plain",
+        device="gpu" if gpu else "cpu",
         sequence_tokens=shape.sequence,
-    )  # fmt: skip
+    )
 
 
 def as_json(predicted: TrainerPrediction) -> dict[str, Any]:
@@ -125,9 +137,7 @@ def as_json(predicted: TrainerPrediction) -> dict[str, Any]:
     return {"terms": terms} | {name: getattr(predicted, name) for name in names}
 
 
-def fitting(
-    shape: Shape, folder: Path, free: int, *, te: bool, gpu: bool
-) -> tuple[Shape, TrainerPrediction, bool]:
+def fitting(shape: Shape, folder: Path, free: int, *, te: bool, gpu: bool) -> tuple[Shape, TrainerPrediction, bool]:
     """The shape with as many layers as have room, at most its own; whether even one has.
 
     Writes its config.json.
@@ -145,7 +155,7 @@ def gemm_rate(size: int, dtype: Any) -> float:
     """FLOP/s of a product of two random matrices [size, size] (zeros would be faster)."""
     import torch
 
-    from megatron_scalerl.trainer import device
+    from megatron_scalerl.distributed import device
 
     a, b = (torch.randn(size, size, device=device.device(), dtype=dtype) for _ in range(2))
     for _ in range(3):
@@ -167,7 +177,7 @@ def measure(shape: Shape, folder: Path, parallel: Any, others: int | None, deadl
     import torch
 
     from megatron_scalerl.check_gpu.device_memory import forget_peaks, memory, peak_since
-    from megatron_scalerl.trainer import device
+    from megatron_scalerl.distributed import device
     from megatron_scalerl.trainer.step import make_trainer
 
     gpu = device.HAVE_GPU
@@ -176,9 +186,13 @@ def measure(shape: Shape, folder: Path, parallel: Any, others: int | None, deadl
     asked = shape.layers
     shape, predicted, fits = fitting(shape, folder, start.free, te=device.HAVE_TE, gpu=gpu)
     result: dict[str, Any] = {
-        "layers": shape.layers, "layers_asked": asked, "predicted": as_json(predicted), "free": start.free,
-        "fits": fits, "te": device.HAVE_TE,
-    }  # fmt: skip
+        "layers": shape.layers,
+        "layers_asked": asked,
+        "predicted": as_json(predicted),
+        "free": start.free,
+        "fits": fits,
+        "te": device.HAVE_TE,
+    }
     if not fits:
         return result
     trainer = make_trainer(recipe_of(shape, folder), parallel, load_weights=False)
@@ -212,7 +226,7 @@ def main() -> None:
     from megatron_scalerl.check_gpu.device_memory import memory, used_by_driver
 
     others = used_by_driver() if asked["on_gpu"] else None
-    from megatron_scalerl.trainer.parallel import init_parallel
+    from megatron_scalerl.distributed.parallel import init_parallel
 
     folder = Path(asked["folder"])
     parallel = None

@@ -77,9 +77,11 @@ def in_transformers(case: Case, path: Path, dtype: torch.dtype) -> Step:
         found.append(logprobs.detach().double())
     norms = [p.grad.double().norm() for p in model.parameters() if p.grad is not None]
     return Step(
-        logprobs=torch.cat(found).numpy(), loss=loss, grad_norm=math.sqrt(sum(float(norm) ** 2 for norm in norms)),
+        logprobs=torch.cat(found).numpy(),
+        loss=loss,
+        grad_norm=math.sqrt(sum(float(norm) ** 2 for norm in norms)),
         narrowest=min(gaps, default=math.inf),
-    )  # fmt: skip
+    )
 
 
 def without_ties(case: Case, path: Path) -> tuple[Case, Step]:

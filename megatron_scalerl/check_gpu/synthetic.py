@@ -15,9 +15,14 @@ TOY: dict[str, Any] = dict(
 )
 """Widths of a Llama that stands for one of full width in a rehearsal."""
 WIDE: dict[str, Any] = dict(
-    vocab_size=1024, hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=2,
-    head_dim=64, max_position_embeddings=2048,
-)  # fmt: skip
+    vocab_size=1024,
+    hidden_size=512,
+    intermediate_size=1024,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=64,
+    max_position_embeddings=2048,
+)
 """Widths of a small policy that suit flash attention and Transformer Engine, halved by tensor parallelism too."""
 _SEED = 0
 

@@ -61,8 +61,18 @@ PARTS: tuple[Part, ...] = (
         what="driver, CUDA, NCCL, Transformer Engine, apex, vLLM: versions, and what each absence means",
         limit_s=45,
         quick_s=45,
-        checks=("driver", "torch", "nccl", "compiler", "megatron-core", "transformer-engine", "apex", "flash-attn",
-                "vllm", "idle"),
+        checks=(
+            "driver",
+            "torch",
+            "nccl",
+            "compiler",
+            "megatron-core",
+            "transformer-engine",
+            "apex",
+            "flash-attn",
+            "vllm",
+            "idle",
+        ),
     ),
     Part(
         name="logits",
@@ -71,9 +81,20 @@ PARTS: tuple[Part, ...] = (
         limit_s=210,
         quick_s=80,
         checks=(
-            "parity torch", "parity cuda", "parity triton", "no TF32", "workspace bound", "chosen backend",
-            "benchmark", "forward GEMM share", "GEMM share", "forward extra memory", "block memory", "over Liger",
-            "over cut-cross-entropy", "over naive bf16",
+            "parity torch",
+            "parity cuda",
+            "parity triton",
+            "no TF32",
+            "workspace bound",
+            "chosen backend",
+            "benchmark",
+            "forward GEMM share",
+            "GEMM share",
+            "forward extra memory",
+            "block memory",
+            "over Liger",
+            "over cut-cross-entropy",
+            "over naive bf16",
         ),
     ),
     Part(
@@ -127,8 +148,18 @@ PARTS: tuple[Part, ...] = (
         limit_s=180,
         rehearsal_s=360,
         package="vllm",
-        checks=("start", "fp32 head", "trainer parity", "interruption", "secret", "pause", "update", "probe",
-                "routed experts", "decode rate"),
+        checks=(
+            "start",
+            "fp32 head",
+            "trainer parity",
+            "interruption",
+            "secret",
+            "pause",
+            "update",
+            "probe",
+            "routed experts",
+            "decode rate",
+        ),
     ),
     Part(
         name="loop",
@@ -155,7 +186,7 @@ PARTS: tuple[Part, ...] = (
         gpus=8,
         checks=("steps", "memory"),
     ),
-)  # fmt: skip
+)
 
 
 def part_named(name: str) -> Part:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
-from megatron_scalerl.apart import Say
+from megatron_scalerl.processes.isolated import Say
 
 Handle = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
 """How another process gets at a tensor: a function of PyTorch's and what it is called with."""

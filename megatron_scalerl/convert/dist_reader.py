@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_scalerl.checkpoints.commit import COMMIT, read_commit
 from megatron_scalerl.convert.arrays import BITS, TORCH_NAMES
 from megatron_scalerl.convert.blob import find_blob
 from megatron_scalerl.convert.layout import Address, place_of
 from megatron_scalerl.convert.mapped import MappedFile
 from megatron_scalerl.safe_load.index import Chunk, StoredTensor, read_index
-from megatron_scalerl.trainer.commit import COMMIT, read_commit
 
 if TYPE_CHECKING:  # at run time this would import torch into every worker
     from megatron_scalerl.models.family import Family, Rule
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:

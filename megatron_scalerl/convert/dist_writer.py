@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.convert.arrays import TORCH_NAMES
 from megatron_scalerl.convert.jobs import Record
-from megatron_scalerl.durable import write_durably
 from megatron_scalerl.safe_load.index import FORMAT_FILE, METADATA
 from megatron_scalerl.safe_load.values import COMMON
 

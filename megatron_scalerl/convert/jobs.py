@@ -177,9 +177,14 @@ def _write_chunk(file: Any, blob: Blob, context: Context) -> Record:
     size = [*blob.address.sizes, *blob.recipe.shape]
     offset = [*lead, blob.start, *(0 for _ in blob.shape[1:])]
     return dict(
-        key=blob.address.key, size=size, dtype=blob.recipe.dtype, offset=offset, shape=list(shape), start=start,
+        key=blob.address.key,
+        size=size,
+        dtype=blob.recipe.dtype,
+        offset=offset,
+        shape=list(shape),
+        start=start,
         length=length,
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -63,9 +63,7 @@ def plan_shard(file: str, metadata: Mapping[str, str] | None, tensors: Mapping[s
     return ShardPlan(file=file, header=whole, tensors=tuple((recipe, len(whole) + at) for recipe, at in placed))
 
 
-def fill_jobs(
-    shards: Iterable[ShardPlan], job_bytes: int, expected: Mapping[str, str]
-) -> list[SafetensorsJob]:
+def fill_jobs(shards: Iterable[ShardPlan], job_bytes: int, expected: Mapping[str, str]) -> list[SafetensorsJob]:
     """Jobs of about `job_bytes` that write the shards' tensors; checksums must be the `expected` ones."""
     jobs = []
     for shard in shards:

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from megatron_scalerl.checkpoints.atomic_io import write_durably
+from megatron_scalerl.checkpoints.commit import COMMIT
 from megatron_scalerl.convert import manifest as manifests
 from megatron_scalerl.convert.hf_folder import side_files
-from megatron_scalerl.durable import write_durably
 from megatron_scalerl.models import read_hf_config
-from megatron_scalerl.trainer.commit import COMMIT
 
 SIDE_FOLDER = "hugging_face"
 """Where a Megatron checkpoint keeps them."""

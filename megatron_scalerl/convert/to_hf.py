@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron_scalerl.checkpoints.atomic_io import write_durably
+from megatron_scalerl.checkpoints.hf_folder import add_generation_keys
 from megatron_scalerl.convert import manifest as manifests
 from megatron_scalerl.convert.arrays import TORCH_NAMES
 from megatron_scalerl.convert.hf_folder import INDEX, open_folder
@@ -18,8 +20,6 @@ from megatron_scalerl.convert.verify import compare
 from megatron_scalerl.convert.views import MegatronView, folder_view, megatron_view
 from megatron_scalerl.convert.work_folder import WorkFolder, work_folder
 from megatron_scalerl.convert.workers import run_jobs
-from megatron_scalerl.durable import write_durably
-from megatron_scalerl.weights.hf_folder import add_generation_keys
 
 
 def to_hf(
@@ -72,10 +72,13 @@ def _fingerprint(view: MegatronView, options: Options, jobs: list[SafetensorsJob
     assert view.files.held is not None
     files = sorted({chunk.file for held in view.files.held.values() for chunk in held.chunks})
     return dict(
-        direction="to-hf", dtype=options.dtype, allow_nonfinite=options.allow_nonfinite,
-        source=source_marks(view.path, [".metadata", *files]), side=source_marks(view.side, ["config.json"]),
+        direction="to-hf",
+        dtype=options.dtype,
+        allow_nonfinite=options.allow_nonfinite,
+        source=source_marks(view.path, [".metadata", *files]),
+        side=source_marks(view.side, ["config.json"]),
         jobs=[(job.name, job.nbytes) for job in jobs],
-    )  # fmt: skip
+    )
 
 
 def _finish(work: WorkFolder, view: MegatronView, shards: list[ShardPlan], checksums: dict[str, str]) -> None:

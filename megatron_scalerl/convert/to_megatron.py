@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_scalerl.checkpoints.atomic_io import write_durably
+from megatron_scalerl.checkpoints.commit import write_commit
 from megatron_scalerl.convert import manifest as manifests
 from megatron_scalerl.convert.dist_writer import finish_checkpoint
 from megatron_scalerl.convert.hf_folder import HfFolder, open_folder
@@ -27,10 +29,8 @@ from megatron_scalerl.convert.weight_map import (
 )
 from megatron_scalerl.convert.work_folder import WorkFolder, work_folder
 from megatron_scalerl.convert.workers import run_jobs
-from megatron_scalerl.durable import write_durably
 from megatron_scalerl.models import family as family_of
 from megatron_scalerl.models.family import Family, Rule
-from megatron_scalerl.trainer.commit import write_commit
 
 CHUNK_BYTES = 128 << 20
 """Larger parameters are cut into chunks of whole rows: the stock load holds a chunk at a time."""
@@ -149,10 +149,12 @@ def _done(jobs: Sequence[Job]) -> Any:
 def _fingerprint(plan: _Plan, options: Options) -> dict[str, Any]:
     """Equal where an earlier conversion's files can be kept."""
     return dict(
-        direction="to-megatron", dtype=options.dtype, allow_nonfinite=options.allow_nonfinite,
+        direction="to-megatron",
+        dtype=options.dtype,
+        allow_nonfinite=options.allow_nonfinite,
         source=source_marks(plan.folder.path, ["config.json", *(shard.file for shard in plan.folder.shards)]),
         jobs=[(job.name, job.nbytes) for job in plan.jobs],
-    )  # fmt: skip
+    )
 
 
 def _finish(work: WorkFolder, plan: _Plan, options: Options) -> None:

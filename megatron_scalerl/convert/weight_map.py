@@ -112,9 +112,7 @@ def parameter_recipe(rule: Rule, source_dtype: str, dtype: str) -> Recipe:
     return recipe
 
 
-def tensor_recipes(
-    family: Family, held: Mapping[str, Held], dtype: str | None, path: str
-) -> dict[str, Recipe]:
+def tensor_recipes(family: Family, held: Mapping[str, Held], dtype: str | None, path: str) -> dict[str, Recipe]:
     """How each Hugging Face tensor is made of the checkpoint's chunks; in `dtype`, or the one it is held in."""
     parts: dict[str, list[Part]] = {}
     kinds: dict[str, set[str]] = {}

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from megatron_scalerl.checkpoints.atomic_io import sync, write_durably
 from megatron_scalerl.convert.jobs import Job, Record
-from megatron_scalerl.durable import sync, write_durably
 
 _PLAN = "plan.json"
 _RECORDS = "records"

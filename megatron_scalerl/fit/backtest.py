@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .forecast import fit
-from .inputs import Curve
-from .published import SAME_ASYMPTOTE
+from megatron_scalerl.fit.forecast import fit
+from megatron_scalerl.fit.inputs import Curve
+from megatron_scalerl.fit.published import SAME_ASYMPTOTE
 
 LEAST_POINTS = 4
 

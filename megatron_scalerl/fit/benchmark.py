@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from .forecast import fit
-from .forms import fit_least_squares_sigmoid, fit_log_linear, fit_power_law
-from .learning import Setting, choose, learn, settings
-from .paper import FIT_FROM
-from .prior import DEFAULT_PRIOR, Discrepancy, Prior
-from .published import GENERATIONS, PROMPTS, PublishedSeries, published_series
-from .result import FitResult
-from .sigmoid import Array
+from megatron_scalerl.fit.forecast import fit
+from megatron_scalerl.fit.forms import fit_least_squares_sigmoid, fit_log_linear, fit_power_law
+from megatron_scalerl.fit.learning import Setting, choose, learn, settings
+from megatron_scalerl.fit.paper import FIT_FROM
+from megatron_scalerl.fit.prior import DEFAULT_PRIOR, Discrepancy, Prior
+from megatron_scalerl.fit.published import GENERATIONS, PROMPTS, PublishedSeries, published_series
+from megatron_scalerl.fit.result import FitResult
+from megatron_scalerl.fit.sigmoid import Array
 
 COLLAPSING = "DeepSeek-GRPO"
 """The run whose training became unstable while it was being forecast; no curve that only rises follows it."""

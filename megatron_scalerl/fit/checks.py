@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from .paper import PaperFit
-from .posterior import Posterior
-from .prior import Bounds
-from .sigmoid import Array
-from .wording import short_number
+from megatron_scalerl.fit.paper import PaperFit
+from megatron_scalerl.fit.posterior import Posterior
+from megatron_scalerl.fit.prior import Bounds
+from megatron_scalerl.fit.sigmoid import Array
+from megatron_scalerl.fit.wording import short_number
 
 FEW_POINTS = 8
 STEEP = 6.0

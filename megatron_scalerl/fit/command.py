@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .backtest import Backtest
-    from .compare import Comparison
-    from .decide import Decision
-    from .html import RunReport
-    from .inputs import Curve
-    from .result import Array, FitResult, Prediction
+    from megatron_scalerl.fit.backtest import Backtest
+    from megatron_scalerl.fit.compare import Comparison
+    from megatron_scalerl.fit.decide import Decision
+    from megatron_scalerl.fit.html import RunReport
+    from megatron_scalerl.fit.inputs import Curve
+    from megatron_scalerl.fit.result import Array, FitResult, Prediction
 
 BACKTEST_PREFIXES = 20
 """Prefixes in the report's back-test; --backtest prints all."""
@@ -47,8 +47,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("inputs", nargs="+", metavar="INPUT", help="run folder, or CSV, JSONL or JSON file")
     p.add_argument("--compute", metavar="COL", help="column with the compute (or the step)")
     p.add_argument("--score", metavar="COL", help="column with the pass rate")
-    p.add_argument("--series", metavar="COL=VALUE", action="append", default=[],
-                   help="only rows where COL is VALUE; may be repeated; VALUE * makes one run of each value")
+    p.add_argument(
+        "--series",
+        metavar="COL=VALUE",
+        action="append",
+        default=[],
+        help="only rows where COL is VALUE; may be repeated; VALUE * makes one run of each value",
+    )
     p.add_argument("--hours-per-step", type=float, metavar="H", help="compute of a step, for tables with steps")
     p.add_argument("--r0", type=float, metavar="X", help="pass rate before RL; default: the run's own step 0")
     p.add_argument("--fit-from", type=float, metavar="C", help="leave points before C out of the fit")
@@ -68,15 +73,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--target", type=float, metavar="X", help="pass rate whose compute is wanted")
     p.add_argument("--backtest", action="store_true", help="refit at every prefix of the run")
     p.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the intervals; default 0")
-    return p  # fmt: skip
+    return p
 
 
 def run(options: argparse.Namespace) -> int:
     """Do what the parsed options say. Raises ValueError for bad input."""
     if options.plot or options.html:
         importlib.import_module("matplotlib")  # a missing one is said before the work, not after it
-    from . import text
-    from .decide import WORTH, decide
+    from megatron_scalerl.fit import text
+    from megatron_scalerl.fit.decide import WORTH, decide
 
     curves = _reference_first(_named_apart(_read(options)), options.reference)
     fits = [_fit(curve, options) for curve in curves]
@@ -100,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _read(options: argparse.Namespace) -> list["Curve"]:
-    from .inputs import Choice, read_curves
+    from megatron_scalerl.fit.inputs import Choice, read_curves
 
     series = []
     for pair in options.series:
@@ -143,7 +148,7 @@ def _reference_first(curves: list["Curve"], name: str | None) -> list["Curve"]:
 def _fit(curve: "Curve", options: argparse.Namespace, fixed_asymptote: float | None = None) -> "FitResult":
     from dataclasses import replace
 
-    from .forecast import fit
+    from megatron_scalerl.fit.forecast import fit
 
     try:
         result = fit(
@@ -179,7 +184,7 @@ def _computes(text: str | None) -> list[float]:
 
 
 def _comparison(curves: list["Curve"], fits: list["FitResult"], options: argparse.Namespace) -> "Comparison":
-    from .compare import compare
+    from megatron_scalerl.fit.compare import compare
 
     by_name = {curve.name: curve for curve in curves}
     return compare(fits, lambda f, a: _fit(by_name[f.name], options, fixed_asymptote=a), pass_rate=options.target)
@@ -198,7 +203,7 @@ def _print(
     comparison: "Comparison | None",
     options: argparse.Namespace,
 ) -> None:
-    from . import text
+    from megatron_scalerl.fit import text
 
     print(text.parameters_table(fits), end="\n\n")
     for curve, f, forecast, decision in zip(curves, fits, predictions, decisions):
@@ -223,7 +228,7 @@ def _print(
 def _backtest(curve: "Curve", options: argparse.Namespace, most: int | None) -> "Backtest":
     from dataclasses import replace
 
-    from .backtest import backtest
+    from megatron_scalerl.fit.backtest import backtest
 
     sized = replace(
         curve,
@@ -244,9 +249,9 @@ def _draw(
     comparison: "Comparison | None",
     options: argparse.Namespace,
 ) -> None:
-    from .html import Report, write_html
-    from .plot import plot_forecast
-    from .plot_more import plot_efficiency
+    from megatron_scalerl.fit.html import Report, write_html
+    from megatron_scalerl.fit.plot import plot_forecast
+    from megatron_scalerl.fit.plot_more import plot_efficiency
 
     unseen = {c.name: _not_fitted(c, f) for c, f in zip(curves, fits)}
     computes = [p.compute for row in predictions for p in row] if options.predict else []
@@ -302,11 +307,11 @@ def _run_report(
     decision: "Decision",
     options: argparse.Namespace,
 ) -> "RunReport":
-    from .backtest import LEAST_POINTS
-    from .forms import compare_forms
-    from .html import RunReport
-    from .plot_more import plot_backtest
-    from .text import settled_sentence
+    from megatron_scalerl.fit.backtest import LEAST_POINTS
+    from megatron_scalerl.fit.forms import compare_forms
+    from megatron_scalerl.fit.html import RunReport
+    from megatron_scalerl.fit.plot_more import plot_backtest
+    from megatron_scalerl.fit.text import settled_sentence
 
     figure, words = None, ""
     if len(curve.compute) > LEAST_POINTS + 1:

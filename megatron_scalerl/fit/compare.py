@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .decide import Estimate
-from .published import SAME_ASYMPTOTE
-from .result import TAIL, FitResult
-from .sigmoid import compute_to_reach
+from megatron_scalerl.fit.decide import Estimate
+from megatron_scalerl.fit.published import SAME_ASYMPTOTE
+from megatron_scalerl.fit.result import TAIL, FitResult
+from megatron_scalerl.fit.sigmoid import compute_to_reach
 
 SURE = 0.95
 

@@ -7,10 +7,10 @@ from typing import Literal
 
 import numpy as np
 
-from .checks import FEW_POINTS, below_initial, falling_tail
-from .result import TAIL, FitResult
-from .sigmoid import Array, compute_to_reach
-from .wording import short_number, unit_name
+from megatron_scalerl.fit.checks import FEW_POINTS, below_initial, falling_tail
+from megatron_scalerl.fit.result import TAIL, FitResult
+from megatron_scalerl.fit.sigmoid import Array, compute_to_reach
+from megatron_scalerl.fit.wording import short_number, unit_name
 
 WORTH = 0.01
 """Gain in pass rate that a budget has to buy, unless told otherwise."""

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from . import checks
-from .paper import ASYMPTOTES, FIT_FROM, PaperFit, fit_paper
-from .posterior import Observations, Posterior, covariance, sample
-from .prior import DEFAULT_PRIOR, FLAT_PRIOR, Bounds, Prior
-from .result import TAIL, FitResult
-from .sigmoid import Array, sigmoid
+from megatron_scalerl.fit import checks
+from megatron_scalerl.fit.paper import ASYMPTOTES, FIT_FROM, PaperFit, fit_paper
+from megatron_scalerl.fit.posterior import Observations, Posterior, covariance, sample
+from megatron_scalerl.fit.prior import DEFAULT_PRIOR, FLAT_PRIOR, Bounds, Prior
+from megatron_scalerl.fit.result import TAIL, FitResult
+from megatron_scalerl.fit.sigmoid import Array, sigmoid
 
 METHODS = ("robust", "paper")
 SUSPICIOUS = 3.0
@@ -129,9 +129,7 @@ def _solve_paper(
     compute = np.exp(obs.log_compute) * obs.scale
     grid = fit_paper(compute, obs.pass_rate, initial=initial, fixed_asymptote=fixed_asymptote)
     box = _paper_bounds(grid, obs.scale)
-    posterior = sample(
-        obs, prior=FLAT_PRIOR, bounds=box, fixed_asymptote=fixed_asymptote, draws=draws, seed=seed
-    )
+    posterior = sample(obs, prior=FLAT_PRIOR, bounds=box, fixed_asymptote=fixed_asymptote, draws=draws, seed=seed)
     parameters = (grid.asymptote, grid.exponent, grid.midpoint, initial)
     return _Solution(parameters=parameters, posterior=posterior, notes=checks.grid_edges(grid))
 
@@ -176,9 +174,7 @@ def _assumed(y: Array) -> list[float]:
     return sorted({max(first - share * rise, 0.0) for share in (0.0, 0.125, 0.25, 0.375, 0.5)})
 
 
-def _window(
-    c: Array, method: str, low: float | None, high: float | None
-) -> tuple[NDArray[np.bool_], list[str]]:
+def _window(c: Array, method: str, low: float | None, high: float | None) -> tuple[NDArray[np.bool_], list[str]]:
     notes = []
     kept = c > 0
     if high is not None:

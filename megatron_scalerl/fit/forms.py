@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .sigmoid import Array, sigmoid
+from megatron_scalerl.fit.sigmoid import Array, sigmoid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,14 +135,10 @@ def fit_least_squares_sigmoid(compute: Array, pass_rate: Array, *, initial: floa
     best = min((least_squares(residual, start, bounds=(low, high)) for start in starts), key=lambda r: r.cost)
     a, log_m, log_b = best.x
     midpoint = float(np.exp(log_m) * compute.max())
-    return LeastSquaresSigmoid(
-        asymptote=float(a), exponent=float(np.exp(log_b)), midpoint=midpoint, initial=initial
-    )
+    return LeastSquaresSigmoid(asymptote=float(a), exponent=float(np.exp(log_b)), midpoint=midpoint, initial=initial)
 
 
-def compare_forms(
-    compute: Array, pass_rate: Array, *, initial: float, held_back: float = 0.3
-) -> list[FormScore]:
+def compare_forms(compute: Array, pass_rate: Array, *, initial: float, held_back: float = 0.3) -> list[FormScore]:
     """Score sigmoid, power law and log-linear on the same points, best held-back error first.
 
     held_back: share of the points, the last ones, that are predicted from the others.

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from .compare import Comparison
-from .decide import Decision
-from .forms import FormScore
-from .result import FitResult, Prediction
-from .text import reach, spread
-from .wording import short_number, unit_name
+from megatron_scalerl.fit.compare import Comparison
+from megatron_scalerl.fit.decide import Decision
+from megatron_scalerl.fit.forms import FormScore
+from megatron_scalerl.fit.result import FitResult, Prediction
+from megatron_scalerl.fit.text import reach, spread
+from megatron_scalerl.fit.wording import short_number, unit_name
 
 CSS = """
 body{font:16px/1.5 system-ui,sans-serif;color:#222;background:#fff;max-width:860px;margin:2rem auto;padding:0 1rem}
@@ -148,9 +148,13 @@ def _warnings(runs: Sequence[RunReport]) -> list[str]:
 
 def _comparison(comparison: Comparison, figure: Path | None) -> list[str]:
     header = [
-        "run", "C<sub>mid</sub>", "B", "A", f"B at A = {comparison.fixed_asymptote:.3f}",
+        "run",
+        "C<sub>mid</sub>",
+        "B",
+        "A",
+        f"B at A = {comparison.fixed_asymptote:.3f}",
         f"compute to {comparison.pass_rate:.3f}",
-    ]  # fmt: skip
+    ]
     rows = [
         [
             escape(c.fit.name),
@@ -176,10 +180,14 @@ def _background(run: RunReport) -> list[str]:
         out.append(_image(run.backtest_figure, "Forecast of the last point from every prefix of the run"))
     if run.forms:
         rows = [
-            [s.form, "–" if s.asymptote != s.asymptote else f"{s.asymptote:.3f}",
-             "–" if s.held_back_error != s.held_back_error else f"{s.held_back_error:.4f}", f"{s.aicc:.1f}"]
+            [
+                s.form,
+                "–" if s.asymptote != s.asymptote else f"{s.asymptote:.3f}",
+                "–" if s.held_back_error != s.held_back_error else f"{s.held_back_error:.4f}",
+                f"{s.aicc:.1f}",
+            ]
             for s in run.forms
-        ]  # fmt: skip
+        ]
         out += [f"<h2>Other forms: {escape(run.fit.name)}</h2>"]
         out.append(_rows(["form", "A", "error of the last 30 %, held back", "AICc"], rows))
     return out

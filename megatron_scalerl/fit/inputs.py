@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from .sigmoid import Array
-from .tables import Table, read_table
+from megatron_scalerl.fit.sigmoid import Array
+from megatron_scalerl.fit.tables import Table, read_table
 
 COMPUTE_COLUMNS = ("gpu_hours", "device_hours", "compute", "gpu-hours", "hours", "flops")
 IDENTITY_COLUMNS = ("run", "series", "name", "figure", "recipe", "experiment", "model")

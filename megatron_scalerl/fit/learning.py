@@ -24,11 +24,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from .forecast import observe, robust_posterior
-from .posterior import Posterior, hypothesis_evidence, log_prior
-from .prior import Bounds, Discrepancy, Prior
-from .published import GENERATIONS, PROMPTS, PublishedSeries, published_series
-from .sigmoid import Array
+from megatron_scalerl.fit.forecast import observe, robust_posterior
+from megatron_scalerl.fit.posterior import Posterior, hypothesis_evidence, log_prior
+from megatron_scalerl.fit.prior import Bounds, Discrepancy, Prior
+from megatron_scalerl.fit.published import GENERATIONS, PROMPTS, PublishedSeries, published_series
+from megatron_scalerl.fit.sigmoid import Array
 
 _OfARun = TypeVar("_OfARun", PublishedSeries, "_Task")
 

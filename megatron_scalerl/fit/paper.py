@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .sigmoid import Array, gain_share
+from megatron_scalerl.fit.sigmoid import Array, gain_share
 
 FIT_FROM = 1500.0
 """GPU-hours before which the authors leave points out: the first epoch rises almost linearly."""
@@ -45,9 +45,7 @@ class PaperFit:
     """Lowest and highest C_mid that was tried."""
 
 
-def fit_paper(
-    compute: Array, pass_rate: Array, *, initial: float, fixed_asymptote: float | None = None
-) -> PaperFit:
+def fit_paper(compute: Array, pass_rate: Array, *, initial: float, fixed_asymptote: float | None = None) -> PaperFit:
     """Fit (A, B, C_mid) to points [n] by the authors' procedure; R_0 = `initial` is held fixed."""
     asymptotes = ASYMPTOTES if fixed_asymptote is None else np.array([fixed_asymptote])
     grids = _midpoint_grids(compute)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .result import LEVEL, FitResult
-from .sigmoid import Array
-from .wording import short_number, unit_label
+from megatron_scalerl.fit.result import LEVEL, FitResult
+from megatron_scalerl.fit.sigmoid import Array
+from megatron_scalerl.fit.wording import short_number, unit_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -102,9 +102,7 @@ def save(figure: "Figure", path: str | Path) -> Path:
     return path
 
 
-def draw_run(
-    axes: "Axes", run: FitResult, index: int, *, unseen: Points | None, until: float, alone: bool
-) -> None:
+def draw_run(axes: "Axes", run: FitResult, index: int, *, unseen: Points | None, until: float, alone: bool) -> None:
     """Draw one run's band, curve, points and asymptote in the colour and marker of `index`."""
     colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
     end = float(run.compute.max())
@@ -119,13 +117,24 @@ def draw_run(
     if not alone:
         axes.plot([], [], marker, linestyle="-", color=colour, linewidth=2.0, markersize=4.5, label=name)
     axes.plot(
-        run.compute, run.pass_rate, marker, color=colour, markersize=4.5, linestyle="none",
+        run.compute,
+        run.pass_rate,
+        marker,
+        color=colour,
+        markersize=4.5,
+        linestyle="none",
         label=f"fitted, {run.n_points} points" if alone else None,
     )
     if unseen is not None and len(unseen[0]):
         axes.plot(
-            unseen[0], unseen[1], marker, markerfacecolor="white", markeredgecolor=colour, markersize=5.5,
-            linestyle="none", label="not fitted" if alone else None,
+            unseen[0],
+            unseen[1],
+            marker,
+            markerfacecolor="white",
+            markeredgecolor=colour,
+            markersize=5.5,
+            linestyle="none",
+            label="not fitted" if alone else None,
         )
     axes.axhline(run.asymptote, color=colour, linewidth=1.0, linestyle=(0, (6, 3)), alpha=0.8)
     if alone:

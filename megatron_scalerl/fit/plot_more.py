@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from .backtest import Backtest
-from .compare import Comparison
-from .plot import COLOURS, INK, MARKERS, new_figure, plain_ticks, save
-from .sigmoid import efficiency_transform
-from .wording import short_number, unit_label
+from megatron_scalerl.fit.backtest import Backtest
+from megatron_scalerl.fit.compare import Comparison
+from megatron_scalerl.fit.plot import COLOURS, INK, MARKERS, new_figure, plain_ticks, save
+from megatron_scalerl.fit.sigmoid import efficiency_transform
+from megatron_scalerl.fit.wording import short_number, unit_label
 
 
 def plot_efficiency(path: str | Path, comparison: Comparison) -> Path:

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .prior import Bounds, Discrepancy, Prior
-from .sigmoid import Array
+from megatron_scalerl.fit.prior import Bounds, Discrepancy, Prior
+from megatron_scalerl.fit.sigmoid import Array
 
 Index = NDArray[np.integer[Any]]
 
@@ -151,9 +151,9 @@ def sample(
     start, hypothesis, i, j, k = np.unravel_index(flat, grid.mass.shape)
     log_b, log_m = _inside_cell(grid.log_b, i, rng), _inside_cell(grid.log_m, j, rng)
     initial = np.asarray(observations.initials)[start]
-    standing = grid.standing[start, hypothesis, i, j, k] + rng.uniform(-0.5, 0.5, draws) * grid.step[
-        start, hypothesis, i, j
-    ]  # fmt: skip
+    standing = (
+        grid.standing[start, hypothesis, i, j, k] + rng.uniform(-0.5, 0.5, draws) * grid.step[start, hypothesis, i, j]
+    )
     posterior = Posterior(
         observations=observations,
         discrepancies=prior.discrepancies,
@@ -267,9 +267,7 @@ def _region(marginal: Array, nodes: Array, limit: Array) -> Array:
     return np.array([max(nodes[kept[0]] - margin, limit[0]), min(nodes[kept[-1]] + margin, limit[1])])
 
 
-def _grid(
-    obs: Observations, prior: Prior, bounds: Bounds, fixed_asymptote: float | None, axes: list[Array]
-) -> _Grid:
+def _grid(obs: Observations, prior: Prior, bounds: Bounds, fixed_asymptote: float | None, axes: list[Array]) -> _Grid:
     log_b, log_m = axes
     n, cells = len(obs.log_compute), (len(log_b), len(log_m))
     logit = np.exp(log_b)[:, None, None] * (obs.log_compute - log_m[None, :, None])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .sigmoid import Array
+from megatron_scalerl.fit.sigmoid import Array
 
 DATA = Path(__file__).parent / "data"
 PROMPTS, GENERATIONS = 1000, 16

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .posterior import Posterior
-from .sigmoid import Array, sigmoid
+from megatron_scalerl.fit.posterior import Posterior
+from megatron_scalerl.fit.sigmoid import Array, sigmoid
 
 LEVEL = 0.90
 """Probability that every interval of this package is meant to hold."""

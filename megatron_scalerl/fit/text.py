@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from .backtest import Backtest
-from .compare import Comparison
-from .decide import Decision, Estimate
-from .result import FitResult, Prediction
-from .sigmoid import Array
-from .wording import short_number, unit_name
+from megatron_scalerl.fit.backtest import Backtest
+from megatron_scalerl.fit.compare import Comparison
+from megatron_scalerl.fit.decide import Decision, Estimate
+from megatron_scalerl.fit.result import FitResult, Prediction
+from megatron_scalerl.fit.sigmoid import Array
+from megatron_scalerl.fit.wording import short_number, unit_name
 
 
 def fit_json(fit: FitResult, predictions: Sequence[Prediction], decision: Decision) -> dict[str, Any]:
@@ -180,10 +180,16 @@ def reach(estimate: Estimate) -> str:
 def backtest_table(test: Backtest) -> str:
     """The forecast of the last point from every prefix."""
     rows = [
-        [short_number(h.compute), str(h.n_points), f"{h.forecast:.4f}", f"[{h.lo:.4f}, {h.hi:.4f}]",
-         f"{h.forecast - test.final_pass_rate:+.4f}", f"{h.asymptote:.3f}"]
+        [
+            short_number(h.compute),
+            str(h.n_points),
+            f"{h.forecast:.4f}",
+            f"[{h.lo:.4f}, {h.hi:.4f}]",
+            f"{h.forecast - test.final_pass_rate:+.4f}",
+            f"{h.asymptote:.3f}",
+        ]
         for h in test.history
-    ]  # fmt: skip
+    ]
     return table(["fitted up to", "points", "forecast", "90 % interval", "error", "A"], rows)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from megatron_scalerl.ledger import Unit
+from megatron_scalerl.distributed.device import gpu_count
+from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.rollouts.engine_client import EngineClient
 from megatron_scalerl.trainer.client import TrainerClient
-from megatron_scalerl.trainer.device import gpu_count
 from megatron_scalerl.trainer.wire import TrainerInfo
+from megatron_scalerl.types import ComputeUnit
 from megatron_scalerl.weights.transport import resolve_transport
 
 
@@ -19,7 +20,7 @@ from megatron_scalerl.weights.transport import resolve_transport
 class Devices:
     """What a run holds, known before anything is started."""
 
-    unit: Unit
+    unit: ComputeUnit
     """gpu_hours where the devices are GPUs, device_hours where they are processes on CPUs."""
     trainer: int
     """Devices that the trainer holds."""
@@ -52,6 +53,20 @@ def engine_gpus(recipe: Recipe, index: int) -> str | None:
             f"engine.count: expected at least {first + each} visible GPUs for trainer and engines, found {len(names)}"
         )
     return ",".join(names[first : first + each])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One start of a run, as its processes need to know it."""
+
+    run_id: str
+    """The same for every attempt of the run."""
+    incarnation: str
+    """`JOB_ID.RESTART_COUNT` on Slurm, else `local.N`; a process of an earlier attempt is refused by it."""
+    folder: Path
+    """RUN/; logs of the processes go to its folder `logs`."""
+    recipe_file: Path
+    """The recipe as resolved, which every process reads."""
 
 
 @dataclass(frozen=True, kw_only=True)

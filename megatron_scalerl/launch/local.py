@@ -15,14 +15,13 @@ from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron_scalerl.launch.fleet import Devices, Fleet, engine_gpus
-from megatron_scalerl.launch.processes import ChildProcess
+from megatron_scalerl.distributed.device import environment
+from megatron_scalerl.distributed.rendezvous import FolderRendezvous, private_folder
+from megatron_scalerl.engine.process import EngineInfo, EngineProcess
+from megatron_scalerl.launch.fleet import Attempt, Devices, Fleet, engine_gpus
+from megatron_scalerl.processes.children import ChildProcess
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.rendezvous import FolderRendezvous, private_folder
-from megatron_scalerl.rollouts.engine import EngineInfo, EngineProcess
-from megatron_scalerl.run_folder import RunFolder
 from megatron_scalerl.trainer.client import TrainerClient
-from megatron_scalerl.trainer.device import environment
 from megatron_scalerl.weights.transport import resolve_transport
 
 T = TypeVar("T")
@@ -33,20 +32,20 @@ _LEAVE_S = 60.0
 
 
 class LocalLauncher:
-    """Processes of one life of a run on this machine."""
+    """Processes of one attempt of a run on this machine."""
 
-    def __init__(self, recipe: Recipe, folder: RunFolder, secret: str, rendezvous: FolderRendezvous) -> None:
+    def __init__(self, recipe: Recipe, attempt: Attempt, secret: str, rendezvous: FolderRendezvous) -> None:
         """Raises ValueError for a port in use and for options that vLLM does not know."""
         self._recipe = recipe
-        self._folder = folder
+        self._attempt = attempt
         self._transport = resolve_transport(recipe.weights.transport)
         self._trainers: list[ChildProcess] = []
         self._watches: list[asyncio.Task[BaseException]] = []
         self._starts: list[asyncio.Task[EngineInfo]] = []
         self._client = TrainerClient(
             world_size=recipe.trainer.world_size,
-            run_id=folder.run_id,
-            incarnation=folder.incarnation,
+            run_id=attempt.run_id,
+            incarnation=attempt.incarnation,
             secret=secret,
             rendezvous=rendezvous,
             command_timeout_s=recipe.trainer.step_timeout_s,
@@ -56,7 +55,7 @@ class LocalLauncher:
                 recipe,
                 index=index,
                 secret=secret,
-                log_path=folder.path / "logs" / f"engine-{index}.log",
+                log_path=attempt.folder / "logs" / f"engine-{index}.log",
                 transport=self._transport,
                 devices=engine_gpus(recipe, index),
             )
@@ -71,8 +70,8 @@ class LocalLauncher:
                     self._recipe,
                     self._client,
                     rank=rank,
-                    recipe_file=self._folder.recipe_file,
-                    log=self._folder.path / "logs" / f"trainer-{rank}.log",
+                    recipe_file=self._attempt.recipe_file,
+                    log=self._attempt.folder / "logs" / f"trainer-{rank}.log",
                 )
             )
         self._watches = [asyncio.create_task(p.died(), name=p.name) for p in self._trainers]
@@ -149,10 +148,10 @@ async def start_rank(
 
 
 @contextlib.asynccontextmanager
-async def local_launcher(recipe: Recipe, folder: RunFolder, secret: str) -> AsyncIterator[LocalLauncher]:
+async def local_launcher(recipe: Recipe, attempt: Attempt, secret: str) -> AsyncIterator[LocalLauncher]:
     """A launcher whose processes are gone when the block is left, gracefully if nothing was raised."""
     with private_folder() as rendezvous:
-        launcher = LocalLauncher(recipe, folder, secret, rendezvous)
+        launcher = LocalLauncher(recipe, attempt, secret, rendezvous)
         try:
             yield launcher
         except BaseException:

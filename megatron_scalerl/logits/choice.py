@@ -17,8 +17,11 @@ _said: set[tuple[str, str]] = set()
 
 def backend_names() -> list[str]:
     """All backends, those for accelerators first, the plain one last."""
-    found = [module.name.removesuffix("_backend") for module in pkgutil.iter_modules(package.__path__)
-             if module.name.endswith("_backend")]  # fmt: skip
+    found = [
+        module.name.removesuffix("_backend")
+        for module in pkgutil.iter_modules(package.__path__)
+        if module.name.endswith("_backend")
+    ]
     return sorted(found, key=lambda name: (name == "torch", name))
 
 

@@ -98,28 +98,25 @@ def rows_contiguous(matrix: Tensor) -> Tensor:
 
 @triton.jit
 def _tile(
-    hidden,
-    hidden_stride,
-    weight,
-    weight_stride,
-    token,
-    column,
-    tokens,
-    columns,
+    rows,
+    words,
+    known,
+    inside,
     width,
     WHOLE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """[BLOCK_T, BLOCK_V] of hidden @ weight.T, summed in fp32; 0 outside."""
-    rows = hidden + token.to(tl.int64)[:, None] * hidden_stride
-    words = weight + column.to(tl.int64)[None, :] * weight_stride
+    """[BLOCK_T, BLOCK_V] of hidden @ weight.T in fp32; 0 where not `known` [BLOCK_T, 1] or `inside` [1, BLOCK_V].
+
+    rows, words: pointers [BLOCK_T, 1] and [1, BLOCK_V] to the first column of hidden's and weight's rows.
+    """
     acc = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
     for begin in range(0, width, BLOCK_H):
         k = begin + tl.arange(0, BLOCK_H)
-        in_a = (token < tokens)[:, None]
-        in_b = (column < columns)[None, :]
+        in_a = known
+        in_b = inside
         if not WHOLE:
             in_a = in_a & (k < width)[None, :]
             in_b = in_b & (k < width)[:, None]
@@ -176,6 +173,7 @@ def _fused_statistics_kernel(
     run = in_group // size
 
     known = token < tokens
+    rows = hidden + token.to(tl.int64)[:, None] * hidden_stride
     factor = tl.load(scale + token * scale_stride, mask=known, other=1.0)
     target = tl.load(targets + token, mask=known, other=-1) - first
     m = tl.full((BLOCK_T,), float("-inf"), tl.float32)
@@ -184,14 +182,12 @@ def _fused_statistics_kernel(
     picked = tl.full((BLOCK_T,), LOWEST, tl.float32)
     for begin in range(run * columns_per_run, tl.minimum(columns, (run + 1) * columns_per_run), BLOCK_V):
         column = begin + tl.arange(0, BLOCK_V)
-        z = _tile(
-            hidden, hidden_stride, weight, weight_stride, token, column, tokens, columns, width,
-            WHOLE, BLOCK_T, BLOCK_V, BLOCK_H,
-        )  # fmt: skip
+        inside = (column < columns)[None, :]
+        words = weight + column.to(tl.int64)[None, :] * weight_stride
+        z = _tile(rows, words, known[:, None], inside, width, WHOLE, BLOCK_T, BLOCK_V, BLOCK_H)
         if ROUND:
             z = z.to(hidden.dtype.element_ty).to(tl.float32)
         z *= factor[:, None]
-        inside = (column < columns)[None, :]
         hit = (column[None, :] == target[:, None]) & inside
         picked = tl.maximum(picked, tl.max(tl.where(hit, z, LOWEST), 1))
         top, others, centred = _tile_statistics(z, inside, ENTROPY)

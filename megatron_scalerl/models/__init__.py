@@ -19,7 +19,7 @@ FAMILIES: dict[str, Callable[..., Family]] = {
 }
 """`model_type` of config.json -> the family's maker."""
 
-__all__ = ["FAMILIES", "Family", "family", "family_of_folder", "read_hf_config"]
+__all__ = ["FAMILIES", "Family", "family", "read_hf_config"]
 
 
 def family(hf_config: Any, names: Collection[str] = ()) -> Family:
@@ -32,17 +32,6 @@ def family(hf_config: Any, names: Collection[str] = ()) -> Family:
     if kind == "qwen3_moe":
         return qwen3_moe.family(hf_config, fused=any(name.endswith(".mlp.experts.gate_up_proj") for name in names))
     return FAMILIES[kind](hf_config)
-
-
-def family_of_folder(hf_path: str | Path) -> Family:
-    """The Family of a Hugging Face folder, in the layout that its tensors have; without any, the usual one.
-
-    Raises ValueError.
-    """
-    from megatron_scalerl.weights.hf_folder import HfReader
-
-    stored = any(Path(hf_path).glob("*.safetensors"))
-    return family(read_hf_config(hf_path), HfReader(hf_path).names if stored else ())
 
 
 def read_hf_config(hf_path: str | Path) -> Any:

@@ -91,9 +91,7 @@ def attention_rules(config: Any, layer: int, prefix: str, *, qk_norm: bool = Fal
     found = [
         rules.replicated(f"{megatron}input_layernorm.weight", f"{hf}input_layernorm.weight", (hidden,), at),
         rules.query_key_value(f"{ours}linear_qkv.weight", _projections(attention, "weight"), hidden=hidden, **qkv),
-        rules.row(
-            f"{ours}linear_proj.weight", f"{attention}o_proj.weight", hidden, heads * head_dim, at, what=what
-        ),
+        rules.row(f"{ours}linear_proj.weight", f"{attention}o_proj.weight", hidden, heads * head_dim, at, what=what),
         rules.replicated(
             f"{megatron}pre_mlp_layernorm.weight", f"{hf}post_attention_layernorm.weight", (hidden,), at
         ),
@@ -127,9 +125,7 @@ def mlp_rules(
     ]
 
 
-def expert_rules(
-    hf: str, megatron: str, *, experts: int, ffn: int, hidden: int, layer: int, what: str
-) -> list[Rule]:
+def expert_rules(hf: str, megatron: str, *, experts: int, ffn: int, hidden: int, layer: int, what: str) -> list[Rule]:
     """Experts as gated MLPs of their own: `hf`E.{gate,up,down}_proj.weight."""
     found: list[Rule] = []
     for expert in range(experts):

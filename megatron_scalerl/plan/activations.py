@@ -55,9 +55,11 @@ def recompute_of(recipe: Recipe) -> Recompute:
     if granularity not in ("none", "selective", "full"):
         raise ValueError(f"megatron.model.recompute_granularity: expected selective or full, found {granularity!r}")
     return Recompute(
-        granularity=granularity, modules=modules, method=model.get("recompute_method") or "uniform",
+        granularity=granularity,
+        modules=modules,
+        method=model.get("recompute_method") or "uniform",
         layers=int(model.get("recompute_num_layers") or 1),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

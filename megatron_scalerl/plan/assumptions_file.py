@@ -22,7 +22,7 @@ from typing import Any, get_args
 
 import yaml
 
-from megatron_scalerl.durable import write_durably
+from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.plan.assumptions import check_number, described
 from megatron_scalerl.plan.hardware import GPUS, gpu_of_device
 from megatron_scalerl.plan.kernels import Layers

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from megatron_scalerl.plan.planner import Plan
-from megatron_scalerl.recipe_file import dump_recipe
+from megatron_scalerl.recipe.file import dump_recipe
 
 TIMEOUT_S = 600.0
 

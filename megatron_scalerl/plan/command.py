@@ -43,14 +43,28 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("overrides", nargs="*", metavar="key.path=value", help="overrides of the recipe")
     p.add_argument("--gpus", type=_positive, required=True, metavar="N", help="GPUs of trainer and engines together")
     p.add_argument("--gpu", choices=sorted(GPUS), help=f"default: that of --assumptions, else {GPU}")
-    p.add_argument("--layers", choices=get_args(Layers), help="the trainer's layers: te, Transformer Engine's, or "
-                   "plain, where it is not installed; default: those of --assumptions, else te")  # fmt: skip
-    p.add_argument("--assumptions", metavar="FILE", help="measured constants in the place of the defaults below, as "
-                   "check-gpu --planner writes them; flags override it")  # fmt: skip
-    p.add_argument("--config", metavar="DIR", help="folder with the policy's config.json; default: policy.path, else "
-                   "configs/<its name> beside the recipe")  # fmt: skip
-    p.add_argument("--no-build", action="store_true", help="do not build the ranks from Megatron's modules on "
-                   "the meta device, which proves the counts (5 s)")  # fmt: skip
+    p.add_argument(
+        "--layers",
+        choices=get_args(Layers),
+        help="the trainer's layers: te, Transformer Engine's, or "
+        "plain, where it is not installed; default: those of --assumptions, else te",
+    )
+    p.add_argument(
+        "--assumptions",
+        metavar="FILE",
+        help="measured constants in the place of the defaults below, as "
+        "check-gpu --planner writes them; flags override it",
+    )
+    p.add_argument(
+        "--config",
+        metavar="DIR",
+        help="folder with the policy's config.json; default: policy.path, else configs/<its name> beside the recipe",
+    )
+    p.add_argument(
+        "--no-build",
+        action="store_true",
+        help="do not build the ranks from Megatron's modules on the meta device, which proves the counts (5 s)",
+    )
     p.add_argument("--check", action="store_true", help="only say whether it fits; exit 2 where a rank does not")
     p.add_argument("--json", metavar="OUT|-", help="write the same numbers as JSON; - prints nothing else")
     group = p.add_argument_group("assumptions, with their defaults")
@@ -63,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
 
 def run(options: argparse.Namespace) -> int:
     """As `main`, raising ValueError for bad input."""
-    from megatron_scalerl.recipe_file import load_recipe
+    from megatron_scalerl.recipe.file import load_recipe
 
     recipe = load_recipe(options.recipe, options.overrides)
     inputs = inputs_of(options)

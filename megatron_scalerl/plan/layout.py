@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_scalerl.models.family import Family
-from megatron_scalerl.parallel_layout import Stages, check_cuts, check_world, sizes_of, stages_of
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.parallel_layout import Stages, check_cuts, check_world, sizes_of, stages_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +62,14 @@ def layout_of(recipe: Recipe, family: Family, world_size: int) -> Layout:
     check_world(sizes, world_size)
     check_cuts(family, recipe)
     return Layout(
-        world_size=world_size, tp=sizes.tp, pp=sizes.pp, cp=sizes.cp, ep=sizes.ep, etp=sizes.etp, chunks=sizes.chunks,
+        world_size=world_size,
+        tp=sizes.tp,
+        pp=sizes.pp,
+        cp=sizes.cp,
+        ep=sizes.ep,
+        etp=sizes.etp,
+        chunks=sizes.chunks,
         sequence_parallel=bool(recipe.megatron.model.get("sequence_parallel", False)),
         distributed_optimizer=bool(recipe.megatron.ddp.get("use_distributed_optimizer", True)),
         stages=stages_of(recipe.megatron.model, len(family.layers), sizes),
-    )  # fmt: skip
+    )

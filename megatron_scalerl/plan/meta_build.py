@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron_scalerl.distributed.parallel import init_parallel, shutdown_parallel
 from megatron_scalerl.models import family, read_hf_config
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe_file import load_recipe
+from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.trainer.model import PolicyModel
 from megatron_scalerl.trainer.options import model_options
-from megatron_scalerl.trainer.parallel import init_parallel, shutdown_parallel
 
 
 def stage_parameters(recipe: Recipe, config_path: str, world_size: int) -> list[dict[str, int]]:

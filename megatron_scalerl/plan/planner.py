@@ -90,9 +90,16 @@ class Plan:
 
 
 def make_plan(
-    recipe: Recipe, config: str | Path, gpus: int, gpu: Gpu, assumed: Assumptions, *, lengths: Lengths | None = None,
-    layers: Layers = "te", origins: Mapping[str, Origin] | None = None,
-) -> Plan:  # fmt: skip
+    recipe: Recipe,
+    config: str | Path,
+    gpus: int,
+    gpu: Gpu,
+    assumed: Assumptions,
+    *,
+    lengths: Lengths | None = None,
+    layers: Layers = "te",
+    origins: Mapping[str, Origin] | None = None,
+) -> Plan:
     """The plan. The recipe's own split is taken where it adds up to `gpus`, else the best one is.
 
     `layers`: the trainer's, with Transformer Engine or without; `origins` of the assumptions, default all "default".
@@ -159,9 +166,16 @@ def _base(recipe: Recipe, speed: Decoding, lengths: Lengths, publish: float) -> 
 
 
 def _search(
-    recipe: Recipe, family: Family, p: Parameters, gpus: int, gpu: Gpu, lengths: Lengths, assumed: Assumptions,
-    base: Setting, kernels: Kernels,
-) -> list[Simulated]:  # fmt: skip
+    recipe: Recipe,
+    family: Family,
+    p: Parameters,
+    gpus: int,
+    gpu: Gpu,
+    lengths: Lengths,
+    assumed: Assumptions,
+    base: Setting,
+    kernels: Kernels,
+) -> list[Simulated]:
     """The best splits that fit, or the best of all where none fits. Raises ValueError where nothing can be split."""
     fitting: list[tuple[Split, float]] = []
     all_: list[tuple[Split, float]] = []
@@ -194,22 +208,36 @@ def as_numbers(plan: Plan) -> dict[str, Any]:
         "parameters": asdict(plan.parameters) | {"with_carried": plan.parameters.total + plan.parameters.carried},
         "split": asdict(plan.split) | {"devices_per_engine": plan.engine.devices, "of_recipe": plan.split_is_recipes},
         "layout": asdict(plan.layout)
-        | {"stages": [list(layers) for layers in plan.layout.stages], "dp": plan.layout.dp,
-           "recompute": plan.recompute, "layers": plan.layers, "micro_batch_tokens": plan.recipe.micro_batch_tokens},
+        | {
+            "stages": [list(layers) for layers in plan.layout.stages],
+            "dp": plan.layout.dp,
+            "recompute": plan.recompute,
+            "layers": plan.layers,
+            "micro_batch_tokens": plan.recipe.micro_batch_tokens,
+        },
         "trainer_memory": [asdict(s) | {"total": s.total} for s in plan.trainer],
         "trainer_headroom_bytes": plan.headroom,
         "engine_memory": asdict(plan.engine)
         | {"kv_tokens": plan.engine.kv_tokens, "full_sequences": plan.engine.full_sequences},
         "decoding": asdict(plan.decoding)
         | {"tokens_per_second": plan.decoding.tokens_per_second(plan.decoding.running)},
-        "completion_tokens": {"mean": plan.lengths.mean, "median": plan.lengths.quantile(0.5),
-                              "p90": plan.lengths.quantile(0.9), "max": max(plan.lengths.tokens)},
+        "completion_tokens": {
+            "mean": plan.lengths.mean,
+            "median": plan.lengths.quantile(0.5),
+            "p90": plan.lengths.quantile(0.9),
+            "max": max(plan.lengths.tokens),
+        },
         "work": asdict(plan.work),
-        "weight_update": {"bytes": plan.update_bytes, "assumed_seconds": plan.publish_seconds,
-                          "lower_bounds": [asdict(b) for b in plan.update_bounds]},
+        "weight_update": {
+            "bytes": plan.update_bytes,
+            "assumed_seconds": plan.publish_seconds,
+            "lower_bounds": [asdict(b) for b in plan.update_bounds],
+        },
         "timing": asdict(plan.timing),
         "gpu_hours_per_1000_steps": plan.gpu_hours_per_1000_steps,
         "best_splits": [asdict(s) for s in plan.best],
-        "assumptions": {name: {"value": value, "from": plan.origins[name].kind, "source": plan.origins[name].source}
-                        for name, value in asdict(plan.assumed).items()},
-    }  # fmt: skip
+        "assumptions": {
+            name: {"value": value, "from": plan.origins[name].kind, "source": plan.origins[name].source}
+            for name, value in asdict(plan.assumed).items()
+        },
+    }

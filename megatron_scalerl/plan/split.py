@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from megatron_scalerl.parallel_layout import sizes_of
 from megatron_scalerl.plan.hardware import Gpu
 from megatron_scalerl.plan.simulate import Setting, Timing, simulate
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.parallel_layout import sizes_of
 
 SIMULATED = 5
 """Splits that are simulated, the best by estimate."""

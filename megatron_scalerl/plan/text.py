@@ -119,9 +119,12 @@ def _engine(plan: Plan) -> Part:
         ("KV cache", f"{e.kv_bytes_per_token / 1024:,.0f} KiB a token, {e.kv_tokens:,} tokens an engine"),
         ("sequences at once", f"{e.full_sequences:.1f} of {e.context_tokens:,} tokens, {d.running} of mean length"),
         ("decoding, full", f"{1000 * step:.1f} ms a token: {rate:,.0f} tok/s, {rate / e.devices:,.0f} a GPU"),
-        ("longest completion", f"{lag:.1f} optimiser steps at that load; the staleness bound is "
-                               f"{plan.recipe.rollouts.max_staleness_steps}"),
-    )  # fmt: skip
+        (
+            "longest completion",
+            f"{lag:.1f} optimiser steps at that load; the staleness bound is "
+            f"{plan.recipe.rollouts.max_staleness_steps}",
+        ),
+    )
 
 
 def _step(plan: Plan) -> Part:

@@ -16,7 +16,7 @@ import msgspec
 
 from megatron_scalerl.prompts.rendering import PromptRenderer, ThinkTokens, check_think_tags, check_vocabulary
 from megatron_scalerl.prompts.sources import Row, read_rows
-from megatron_scalerl.recipe_sections import PromptsSection
+from megatron_scalerl.recipe.sections import PromptsSection
 from megatron_scalerl.types import Prompt
 
 __all__ = [

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_scalerl.recipe_sections import PromptsSection
+from megatron_scalerl.recipe.sections import PromptsSection
 
 CHUNK = 1024
 """Problems that are tokenised in one call."""

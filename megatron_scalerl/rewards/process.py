@@ -21,9 +21,17 @@ logger = logging.getLogger(__name__)
 
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 INHERITED = (
-    "PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH",
-    "VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME",
-)  # fmt: skip
+    "PATH",
+    "HOME",
+    "LANG",
+    "LANGUAGE",
+    "TZ",
+    "TMPDIR",
+    "LD_LIBRARY_PATH",
+    "VIRTUAL_ENV",
+    "CONDA_PREFIX",
+    "PYTHONHOME",
+)
 """Variables that a worker gets from the controller, besides LC_* and those of `rewards.environment`."""
 
 END_TIMEOUT_S = 10.0
@@ -83,13 +91,16 @@ class WorkerProcess:
             async with _Pipes() as pipes:
                 # A session of its own: what the verifier starts dies with it, and Ctrl-C is the controller's affair.
                 self._process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", "megatron_scalerl.rewards.worker", str(os.getpid()),
+                    sys.executable,
+                    "-m",
+                    "megatron_scalerl.rewards.worker",
+                    str(os.getpid()),
                     stdin=pipes.their_requests,
                     stdout=pipes.their_replies,
                     stderr=prints.writer,
                     start_new_session=True,
                     env=environment,
-                )  # fmt: skip
+                )
         self._prints, self._pipes = prints, pipes
         try:
             await self._send({"verifier": self._verifier, "sys_path": sys.path, "limits": self._limits})

@@ -39,7 +39,7 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_scalerl.recipe_sections import RewardsSection
+from megatron_scalerl.recipe.sections import RewardsSection
 from megatron_scalerl.rewards.limits import Limits
 from megatron_scalerl.rewards.process import WorkerDied, WorkerProcess
 from megatron_scalerl.types import CompletionLost, Prompt, Rollout, Score

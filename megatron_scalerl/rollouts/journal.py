@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_scalerl.jsonl import JsonlWriter, read_jsonl, recover
+from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, recover
 from megatron_scalerl.types import RolloutGroup
 
 GROUPS_PER_FILE = 1024

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from megatron_scalerl.engine.client import EngineClient, SamplingSpec
+from megatron_scalerl.engine.interruption import Plan, draw_cut, plan_ids, tag_variants
 from megatron_scalerl.prompts.end_tokens import end_token_ids
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rewards.math import extract_answer
 from megatron_scalerl.rewards.verifier import VerifierPool
-from megatron_scalerl.rollouts.engine_client import EngineClient, SamplingSpec
-from megatron_scalerl.rollouts.interruption import Plan, draw_cut, plan_ids, tag_variants
 from megatron_scalerl.types import Prompt, Rollout, Score
 
 TRAINING_PRIORITY, VALIDATION_PRIORITY = 1, 0

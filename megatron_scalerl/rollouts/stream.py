@@ -23,8 +23,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from megatron_scalerl.engine.client import EngineClient, EngineError
 from megatron_scalerl.prompts.curriculum import Curriculum, CurriculumDry
-from megatron_scalerl.rollouts.engine_client import EngineClient, EngineError
 from megatron_scalerl.rollouts.gate import StalenessGate
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.sampler import TRAINING_PRIORITY, Sampler

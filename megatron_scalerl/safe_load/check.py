@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
+from megatron_scalerl.checkpoints.commit import COMMIT, read_commit
 from megatron_scalerl.safe_load.files import PlainFile
 from megatron_scalerl.safe_load.index import Place, read_index
 from megatron_scalerl.safe_load.values import COMMON, describe, read_object, read_value
-from megatron_scalerl.trainer.commit import COMMIT, read_commit
 
 
 def check_checkpoint(path: str | Path) -> None:

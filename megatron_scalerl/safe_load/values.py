@@ -104,9 +104,14 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Ten
     if prod(shape) and not (last < storage.count and prod(shape) <= storage.count):
         raise ValueError(f"shape {list(shape)}, strides {list(strides)} in {storage.count} elements")
     return TensorBits(
-        dtype=storage.dtype, itemsize=storage.itemsize, entry=storage.entry, count=storage.count,
-        offset=offset, shape=shape, strides=strides,
-    )  # fmt: skip
+        dtype=storage.dtype,
+        itemsize=storage.itemsize,
+        entry=storage.entry,
+        count=storage.count,
+        offset=offset,
+        shape=shape,
+        strides=strides,
+    )
 
 
 class _ArrayType(Built):

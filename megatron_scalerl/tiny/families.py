@@ -28,9 +28,13 @@ _SHARED: dict[str, Any] = dict(
     pad_token_id=0,
 )
 _LLAMA3_ROPE = dict(
-    rope_type="llama3", rope_theta=10000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    rope_type="llama3",
+    rope_theta=10000.0,
+    factor=4.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
     original_max_position_embeddings=32,
-)  # fmt: skip
+)
 YARN_ROPE = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=128)
 """Attention factor 0.1 ln 4 + 1 = 1.139."""
 
@@ -69,9 +73,16 @@ def _llama4_multimodal(**settings: Any) -> Any:
     from transformers import Llama4Config
 
     vision = dict(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128, vision_output_dim=64,
-        image_size=28, patch_size=14, projector_input_dim=64, projector_output_dim=64,
-    )  # fmt: skip
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=128,
+        vision_output_dim=64,
+        image_size=28,
+        patch_size=14,
+        projector_input_dim=64,
+        projector_output_dim=64,
+    )
     text = llama4_text(interleave_moe_layer_step=2, **settings)
     return Llama4Config(
         text_config=text.to_dict(), vision_config=vision, image_token_index=60, boi_token_index=61, eoi_token_index=62
@@ -100,9 +111,14 @@ FUSED = ("qwen3_moe_tied",)
 
 
 def make(
-    kind: str, path: str | Path, *, dtype: torch.dtype = torch.float32, std: float = 0.3,
-    init: Callable[[Any], None] | None = None, **settings: Any,
-) -> Any:  # fmt: skip
+    kind: str,
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    std: float = 0.3,
+    init: Callable[[Any], None] | None = None,
+    **settings: Any,
+) -> Any:
     """Makes and saves the policy `kind` of KINDS, its config changed by `settings`; returns transformers' model.
 
     `std` is that of matrices; widths far above the default want less. `init` writes the parameters of the fp32 model

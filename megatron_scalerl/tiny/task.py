@@ -17,7 +17,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_scalerl.recipe_sections import PAPER_PHRASE
+from megatron_scalerl.recipe.sections import PAPER_PHRASE
 
 MAX_VALUE = 9
 LEVELS = tuple(range(1, 9))

@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from megatron_scalerl.recipe_sections import PAPER_PHRASE
+from megatron_scalerl.recipe.sections import PAPER_PHRASE
 
 SPECIAL = ("<pad>", "<bos>", "<eos>")
 UNKNOWN = "<unk>"

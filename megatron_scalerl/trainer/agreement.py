@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from megatron_scalerl.trainer.parallel import Parallel
+from megatron_scalerl.distributed.parallel import Parallel
 from megatron_scalerl.types import MicroBatch
 
 

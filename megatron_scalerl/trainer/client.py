@@ -11,12 +11,12 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from megatron_scalerl.rendezvous import FolderRendezvous, Rendezvous
+from megatron_scalerl.checkpoints.manifest import Manifest, ParamMeta
+from megatron_scalerl.distributed.rendezvous import FolderRendezvous, Rendezvous
 from megatron_scalerl.trainer import wire
 from megatron_scalerl.trainer.wire import TrainerInfo
 from megatron_scalerl.types import Batch, StepReport
 from megatron_scalerl.weights.connection import Connection
-from megatron_scalerl.weights.manifest import Manifest, ParamMeta
 
 STOP_TIMEOUT_S = 30.0
 """Seconds for all ranks to leave their process groups at the end; a hung one must not hold the others' devices."""

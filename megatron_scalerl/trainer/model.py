@@ -14,20 +14,20 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from megatron_scalerl.convert.stock_load import load_megatron
+from megatron_scalerl.checkpoints.hf_folder import family_of_folder
+from megatron_scalerl.distributed.device import HAVE_TE
+from megatron_scalerl.distributed.parallel import Parallel, virtual_pipeline_size
 from megatron_scalerl.logits import token_logprobs, token_loss
 from megatron_scalerl.logits.chunk_loss import ChunkLoss
 from megatron_scalerl.logits.projection import Entropy
-from megatron_scalerl.models import family_of_folder
 from megatron_scalerl.models.family import Family, padded_vocab_size
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.trainer.device import HAVE_TE
 from megatron_scalerl.trainer.layers import routing
 from megatron_scalerl.trainer.layers.context import Share, share_of
 from megatron_scalerl.trainer.layers.packing import PackedRow, Plan, packed_row
 from megatron_scalerl.trainer.layers.spec import block_submodules
+from megatron_scalerl.trainer.load import load_megatron
 from megatron_scalerl.trainer.options import ModelOptions, ddp_config, model_options
-from megatron_scalerl.trainer.parallel import Parallel, virtual_pipeline_size
 from megatron_scalerl.trainer.staging import staged
 from megatron_scalerl.weights.source import load_hf
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
 
+from megatron_scalerl.distributed.device import HAVE_GPU
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.trainer.device import HAVE_GPU
 from megatron_scalerl.trainer.options import optimizer_config
 
 

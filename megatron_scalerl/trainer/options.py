@@ -16,19 +16,27 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
+from megatron_scalerl.distributed.device import HAVE_GPU, HAVE_TE
+from megatron_scalerl.distributed.parallel import Parallel, checked_keywords
 from megatron_scalerl.models.family import Family
-from megatron_scalerl.parallel_layout import check_cuts, sizes_of
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.trainer.device import HAVE_GPU, HAVE_TE
+from megatron_scalerl.recipe.parallel_layout import check_cuts, sizes_of
 from megatron_scalerl.trainer.layers.routing import check_replay
-from megatron_scalerl.trainer.parallel import Parallel, checked_keywords
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _GPT_KEYWORDS = frozenset(inspect.signature(GPTModel.__init__).parameters) - {
-    "self", "config", "transformer_layer_spec", "vocab_size", "pre_process", "post_process", "vp_stage",
-    "pg_collection", "mtp_block_spec", "parallel_output",
-}  # fmt: skip
+    "self",
+    "config",
+    "transformer_layer_spec",
+    "vocab_size",
+    "pre_process",
+    "post_process",
+    "vp_stage",
+    "pg_collection",
+    "mtp_block_spec",
+    "parallel_output",
+}
 """Keywords of GPTModel that megatron.model may set."""
 
 
@@ -108,9 +116,14 @@ def _first_rank(recipe: Recipe) -> Parallel:
     world_size = recipe.trainer.world_size
     ranks = {f"{name}_rank": 0 for name in ("tp", "pp", "ep", "etp", "dp", "cp")}
     return Parallel(
-        rank=0, world_size=world_size, dp_size=world_size // sizes.unit[0], device=torch.device("cpu"),
-        groups=ProcessGroupCollection(), **place, **ranks,
-    )  # fmt: skip
+        rank=0,
+        world_size=world_size,
+        dp_size=world_size // sizes.unit[0],
+        device=torch.device("cpu"),
+        groups=ProcessGroupCollection(),
+        **place,
+        **ranks,
+    )
 
 
 def ddp_config(recipe: Recipe) -> DistributedDataParallelConfig:

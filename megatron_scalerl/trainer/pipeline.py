@@ -12,9 +12,9 @@ from typing import Any
 
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from megatron_scalerl.distributed.parallel import Parallel
 from megatron_scalerl.trainer.layers.context import share_length
 from megatron_scalerl.trainer.model import row_divisor
-from megatron_scalerl.trainer.parallel import Parallel
 from megatron_scalerl.types import MicroBatch
 
 Shape = tuple[int, int, int]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_scalerl.batch import sequence_ids
+from megatron_scalerl.batching.packing import sequence_ids
 from megatron_scalerl.losses import LossInputs
 from megatron_scalerl.trainer.layers.packing import Plan
 from megatron_scalerl.types import MicroBatch

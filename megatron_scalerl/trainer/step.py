@@ -22,15 +22,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megatron_scalerl.batch import pad_to, real_tokens, scoring_micro_batches
+from megatron_scalerl.batching.packing import pad_to, real_tokens, scoring_micro_batches
+from megatron_scalerl.distributed import device
+from megatron_scalerl.distributed.parallel import Parallel
 from megatron_scalerl.losses import SEPARABLE, LossInputs, LossOutput, make_loss
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe_sections import OptimizerSection
-from megatron_scalerl.trainer import device
+from megatron_scalerl.recipe.sections import OptimizerSection
 from megatron_scalerl.trainer.agreement import agree, check_tokens
 from megatron_scalerl.trainer.model import build_policy, unwrap
 from megatron_scalerl.trainer.optimizer import build_optimizer
-from megatron_scalerl.trainer.parallel import Parallel
 from megatron_scalerl.trainer.pipeline import known_shapes
 from megatron_scalerl.trainer.row import Row, host_row
 from megatron_scalerl.trainer.staging import staged
@@ -258,7 +258,8 @@ def make_trainer(
         chunks=chunks,
         optimizer=build_optimizer(chunks, recipe),
         parallel=parallel,
-        loss=loss or make_loss(
+        loss=loss
+        or make_loss(
             section.name,
             max_is_weight=section.max_is_weight,
             clip_low=section.clip_low,

@@ -17,8 +17,16 @@ STALENESS_BUCKETS: tuple[tuple[str, int], ...] = (("0", 0), ("1", 1), ("2", 2), 
 """Name and largest staleness (optimiser steps) of each bucket; what is older falls in `over_8`."""
 
 _SUMS = (
-    "loss", "loss_tokens", "tokens", "entropy", "mismatch",
-    "kl_k3", "capped", "weight", "weight_squared", "staleness",
+    "loss",
+    "loss_tokens",
+    "tokens",
+    "entropy",
+    "mismatch",
+    "kl_k3",
+    "capped",
+    "weight",
+    "weight_squared",
+    "staleness",
 )
 _MAXIMA = ("mismatch", "weight", "staleness", "seconds")
 _BUCKETS = tuple(name for name, _ in STALENESS_BUCKETS) + ("over_8",)
@@ -33,9 +41,7 @@ class Tally:
         self._edges = staged(torch.tensor([last for _, last in STALENESS_BUCKETS], dtype=torch.int32), place)
 
     @torch.no_grad()
-    def add(
-        self, inputs: LossInputs, output: LossOutput, entropy: Tensor, staleness: Tensor, places: Tensor
-    ) -> None:
+    def add(self, inputs: LossInputs, output: LossOutput, entropy: Tensor, staleness: Tensor, places: Tensor) -> None:
         """Count one micro-batch: `entropy` [N] nats, `staleness` [N] optimiser steps, -1 off the loss mask.
 
         `places` [K] int64 is where the loss mask is True: a mask as an index would make the host count it first.

@@ -20,8 +20,8 @@ import zmq
 from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils import z85
 
-from megatron_scalerl.batch import from_wire, to_wire
-from megatron_scalerl.rendezvous import HostRendezvous, Rendezvous
+from megatron_scalerl.batching.packing import from_wire, to_wire
+from megatron_scalerl.distributed.rendezvous import HostRendezvous, Rendezvous
 from megatron_scalerl.types import Batch
 from megatron_scalerl.weights.connection import Connection
 

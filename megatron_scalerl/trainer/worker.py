@@ -27,9 +27,9 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from megatron_scalerl.distributed.rendezvous import HostRendezvous, Rendezvous, address_of, listen_on, serve_store
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe_file import load_recipe
-from megatron_scalerl.rendezvous import HostRendezvous, Rendezvous, address_of, listen_on, serve_store
+from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.trainer import wire
 from megatron_scalerl.weights.connection import Connection
 
@@ -42,7 +42,13 @@ EXIT_ORPHAN = 3
 EXIT_REFUSED = 4
 
 _VARIABLES = (
-    "RANK", "WORLD_SIZE", "MSRL_RECIPE", "MSRL_CONTROLLER", "MSRL_RUN_ID", "MSRL_INCARNATION", "MSRL_SECRET",
+    "RANK",
+    "WORLD_SIZE",
+    "MSRL_RECIPE",
+    "MSRL_CONTROLLER",
+    "MSRL_RUN_ID",
+    "MSRL_INCARNATION",
+    "MSRL_SECRET",
 )
 
 
@@ -172,7 +178,7 @@ class Worker:
 
     def __init__(self, recipe: Recipe, rendezvous: Rendezvous) -> None:
         # Here, not at the top: a rank that is refused should not wait for torch and Megatron to load.
-        from megatron_scalerl.trainer.parallel import init_parallel
+        from megatron_scalerl.distributed.parallel import init_parallel
         from megatron_scalerl.trainer.step import make_trainer
         from megatron_scalerl.weights.source import MegatronWeightSource
 
@@ -263,7 +269,7 @@ def _product(shape: tuple[int, ...]) -> int:
 def serve(link: ControllerLink, settings: WorkerSettings, listening: socket.socket | None = None) -> None:
     """Build the trainer, then answer commands until Stop. `listening`: for the store, if it is this rank's."""
     recipe = load_recipe(settings.recipe_path)
-    from megatron_scalerl.trainer.parallel import shutdown_parallel
+    from megatron_scalerl.distributed.parallel import shutdown_parallel
 
     meet = link.receive()
     assert isinstance(meet, wire.Meet), meet

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_scalerl.rendezvous import Rendezvous
+from megatron_scalerl.distributed.rendezvous import Rendezvous
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

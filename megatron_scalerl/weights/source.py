@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_scalerl.checkpoints.hf_folder import HfReader, HfWriter
+from megatron_scalerl.checkpoints.manifest import Manifest, ParamMeta
+from megatron_scalerl.distributed.parallel import Parallel
 from megatron_scalerl.models.family import Family, Rule
-from megatron_scalerl.trainer.parallel import Parallel
-from megatron_scalerl.weights.hf_folder import HfReader, HfWriter
-from megatron_scalerl.weights.manifest import Manifest, ParamMeta
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_scalerl import rendezvous
 from megatron_scalerl.check_gpu.deadline import Deadline
 from megatron_scalerl.check_gpu.findings import Recorder, read_findings
 from megatron_scalerl.check_gpu.layouts import case_for
 from megatron_scalerl.check_gpu.parts import environment, logits, parallel, wire
 from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.check_gpu.table import PARALLEL, part_named
+from megatron_scalerl.distributed import rendezvous
 
 
 @pytest.fixture()
@@ -137,9 +137,13 @@ def test_the_widths_of_a_gpu_and_of_families_are_the_same():
 
 @pytest.mark.parametrize(
     "dtype, apart, failed",
-    [("float32", 2e-5, []), ("float32", 2e-4, ["after the step", "fp32 log-probs, max"]), ("bfloat16", 0.03, []),
-     ("bfloat16", 0.2, ["after the step", "bf16 log-probs, mean"])],
-)  # fmt: skip
+    [
+        ("float32", 2e-5, []),
+        ("float32", 2e-4, ["after the step", "fp32 log-probs, max"]),
+        ("bfloat16", 0.03, []),
+        ("bfloat16", 0.2, ["after the step", "bf16 log-probs, mean"]),
+    ],
+)
 def test_layouts_in_bf16_may_be_apart_as_roundings_are(dtype, apart, failed):
     one = {"before": [-1.0, -2.0], "after": [-1.5, -2.5], "loss": 1.0, "grad_norm": 2.0}
     other = one | {key: [value + apart for value in one[key]] for key in ("before", "after")}

@@ -24,9 +24,9 @@ from megatron_scalerl.check_gpu.logs import cause, serving_facts
 from megatron_scalerl.check_gpu.parts import engine, loop
 from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.check_gpu.table import part_named
+from megatron_scalerl.engine.client import SECRET_HEADER, EngineClient
 from megatron_scalerl.plan.counting import Parameters
-from megatron_scalerl.recipe_sections import EngineSection
-from megatron_scalerl.rollouts.engine_client import SECRET_HEADER, EngineClient
+from megatron_scalerl.recipe.sections import EngineSection
 from megatron_scalerl.types import ExpertChoices, Rollout
 
 ROLLOUT = Rollout(
@@ -203,15 +203,17 @@ class StandInTrainer:
 
 
 def test_an_update_with_another_digest_fails_and_what_needs_it_is_not_run(scene, tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_scalerl.weights.sync.Connection", lambda **_: {})
+    monkeypatch.setattr("megatron_scalerl.controller.weight_sync.Connection", lambda **_: {})
     record = Recorder("engine", tmp_path / "findings")
     serving = SimpleNamespace(process=SimpleNamespace(client=StandInEngine(), log_path=tmp_path / "log"))
     training = SimpleNamespace(client=StandInTrainer())
     asyncio.run(update.check_update(scene, record, serving, None, training))
     found = {f.check: f for f in read_findings(tmp_path / "findings")}
     assert {check: f.status for check, f in found.items()} == {
-        "engine/update": "failed", "engine/trainer parity": "not run", "engine/probe": "not run",
-    }  # fmt: skip
+        "engine/update": "failed",
+        "engine/trainer parity": "not run",
+        "engine/probe": "not run",
+    }
     assert "verify: expected version, digest ('1', 'sent'), found ('1', 'other')" in found["engine/update"].detail
 
 
@@ -279,8 +281,9 @@ def test_the_cause_and_the_kernels_are_read_from_vllms_log():
         at.format("INFO") + "Graph capturing finished in 3 secs, took 0.25 GiB",
     ]
     assert serving_facts("\n".join(lines)) == {
-        "attention_backend": "FLASH_ATTN", "cuda_graphs": "captured in 3 s, 0.25 GiB",
-    }  # fmt: skip
+        "attention_backend": "FLASH_ATTN",
+        "cuda_graphs": "captured in 3 s, 0.25 GiB",
+    }
     assert serving_facts("enforce_eager=True")["cuda_graphs"] == "off (eager)"
     told = at.format("INFO") + "Using AttentionBackendEnum.TRITON_ATTN backend."
     assert serving_facts("Using auto backend for x\n" + told)["attention_backend"] == "TRITON_ATTN"
@@ -336,8 +339,10 @@ def test_a_trainer_that_never_answers_ends_at_a_limit_of_its_own(scene, tmp_path
     asyncio.run(asyncio.wait_for(scenario(), 5))
     found = {f.check.removeprefix("engine/"): f for f in read_findings(tmp_path / "findings")}
     assert {name: f.status for name, f in found.items()} == {
-        "trainer parity": "failed", "update": "not run", "probe": "not run",
-    }  # fmt: skip
+        "trainer parity": "failed",
+        "update": "not run",
+        "probe": "not run",
+    }
     assert found["trainer parity"].detail.endswith("found none; trainer.log: RuntimeError: no NCCL")
 
 
@@ -363,9 +368,12 @@ def test_rates_are_the_planners_step_model_turned_round():
     parameters = Parameters(total=10**9, active=10**9, experts=0, embedding=10**8, head=10**8, carried=0)
     weights = 2 * 9 * 10**8 / 3.35e12 / 0.5
     found = rates(
-        {1: 2e-3, 64: 3e-3}, {1: 2e-3 + weights, 64: 9e-3}, parameters, gpu="h100-80g",
+        {1: 2e-3, 64: 3e-3},
+        {1: 2e-3 + weights, 64: 9e-3},
+        parameters,
+        gpu="h100-80g",
         freed_bytes=2 * 10**9 + 6 * 2**30,
-    )  # fmt: skip
+    )
     assert found["engine_step_ms"] == pytest.approx(2.0) and found["hbm_efficiency"] == pytest.approx(0.5)
     assert found["engine_overhead_gib"] == pytest.approx(2.0)
     unknown = rates({1: 1.0, 64: 1.0}, {1: 2.0, 64: 2.0}, parameters, gpu=None, freed_bytes=None)

@@ -120,9 +120,14 @@ def test_constants_of_two_kinds_of_layers_do_not_mix():
 
 def test_a_failure_shows_in_the_page_and_a_bar_does_not_break_its_table():
     bad = PartResult(
-        name="wire", started="t", seconds=1.0, limit_s=2.0, end="exit code 1: a | b", machine=H100,
+        name="wire",
+        started="t",
+        seconds=1.0,
+        limit_s=2.0,
+        end="exit code 1: a | b",
+        machine=H100,
         findings=(Finding(check="wire/digest", status="failed", value=2.0, unit="s", target=1.0, detail="x | y"),),
-    )  # fmt: skip
+    )
     text = page(report(bad))
     assert "| wire/digest | 2 s | <= 1 | **failed** | x \\| y |" in text and "* wire: exit code 1" in text
     assert report(bad).failures == ["wire", "wire/digest"]
@@ -157,8 +162,11 @@ def test_a_report_of_something_else_is_put_aside_and_kept(tmp_path):
         write_report(report(version=str(number)), tmp_path)
         assert read_report(put_aside(tmp_path)).version == str(number)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "gpu_report.1.json", "gpu_report.1.md", "gpu_report.2.json", "gpu_report.2.md"
-    ]  # fmt: skip
+        "gpu_report.1.json",
+        "gpu_report.1.md",
+        "gpu_report.2.json",
+        "gpu_report.2.md",
+    ]
 
 
 def test_a_part_that_is_no_more_is_named_with_its_file(tmp_path):

@@ -21,7 +21,7 @@ from megatron_scalerl.check_gpu.parts import loop
 from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.check_gpu.table import part_named
 from megatron_scalerl.check_gpu.tiny_task import recipe_path
-from megatron_scalerl.recipe_file import load_recipe
+from megatron_scalerl.recipe.file import load_recipe
 
 EAGER, GRAPHS, MODEL = loop.RUNS
 
@@ -36,12 +36,16 @@ def write_run(folder, *, steps=10, mismatch=0.002, reward=0.1, pass_rate=0.4, la
     """later: mismatch from the fourth step on, times that of the first three."""
     rows = [
         {
-            "step": step, "reward": reward, "loss_tokens_staleness_0": 100.0, "step_seconds": 2.0,
+            "step": step,
+            "reward": reward,
+            "loss_tokens_staleness_0": 100.0,
+            "step_seconds": 2.0,
             "mismatch_staleness_0": mismatch if mismatch is None or step <= 3 else mismatch * later,
-            "mismatch_mean": 9.0, "probe_mismatch_max": 0.1,
+            "mismatch_mean": 9.0,
+            "probe_mismatch_max": 0.1,
         }
         for step in range(1, steps + 1)
-    ]  # fmt: skip
+    ]
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [{"step": 0, "skipped": 1}, *rows]))
     (folder / "validation.jsonl").write_text("".join(json.dumps({"pass_rate": p}) + "\n" for p in (0.0, pass_rate)))
@@ -80,7 +84,7 @@ def test_a_run_in_order_passes_with_its_figures(tmp_path):
         ({"code": 1, "output": "x\nmegatron_scalerl: engine-0 died"}, "code 1: megatron_scalerl: engine-0 died"),
         ({"code": None, "output": "step 3\n"}, "ended after its 30 s; last line: step 3"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_with_a_run_fails_it(written, detail, tmp_path):
     found = judged(tmp_path, **written)
     assert found.status == "failed" and detail in found.detail

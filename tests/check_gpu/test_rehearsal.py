@@ -14,14 +14,24 @@ ROOT = Path(__file__).parents[2]
 SHAPES = ("1b", "8b", "8b_long", "8b_recompute")
 NOT_ON_A_CPU = {
     "environment": ("driver", "nccl", "transformer-engine", "apex", "flash-attn", "idle"),
-    "logits": ("parity cuda", "parity triton", "workspace bound", "forward GEMM share", "GEMM share",
-               "forward extra memory", "block memory", "over Liger", "over cut-cross-entropy", "over naive bf16"),
+    "logits": (
+        "parity cuda",
+        "parity triton",
+        "workspace bound",
+        "forward GEMM share",
+        "GEMM share",
+        "forward extra memory",
+        "block memory",
+        "over Liger",
+        "over cut-cross-entropy",
+        "over naive bf16",
+    ),
     "families-te": (*KINDS, *(f"{kind} same step as plain" for kind in KINDS)),
     "shapes-te": tuple(f"{shape} {figure}" for shape in SHAPES for figure in ("MFU", "memory")),
     "engine": ("routed experts", "decode rate"),
     "loop": ("graphs", "model logits", "mismatch fp32 below model"),
     "parallel": (*(f"{name} te" for name in PARALLEL), "broadcast"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow

@@ -28,9 +28,16 @@ HERE = Path(__file__).parent
 def setting(name, tmp_path):
     part = part_named(name)
     return Setting(
-        part=name, module=part.module, on_gpu=False, size="toy", layers=part.layers, folder=str(tmp_path),
-        findings=str(tmp_path / "findings.jsonl"), limit_s=240, gpus=0,
-    )  # fmt: skip
+        part=name,
+        module=part.module,
+        on_gpu=False,
+        size="toy",
+        layers=part.layers,
+        folder=str(tmp_path),
+        findings=str(tmp_path / "findings.jsonl"),
+        limit_s=240,
+        gpus=0,
+    )
 
 
 def run_python(argv):
@@ -87,9 +94,12 @@ def test_another_layers_step_is_not_run_without_that_of_plain_ones(tmp_path):
 def outcome(seed, **changes):
     rng = np.random.default_rng(seed)
     values = dict(
-        logprobs=-rng.random(100) * 8, loss=np.asarray(1.0), grad_norm=np.asarray(2.0),
-        gradient=rng.standard_normal(1000), weights=rng.standard_normal(1000),
-    )  # fmt: skip
+        logprobs=-rng.random(100) * 8,
+        loss=np.asarray(1.0),
+        grad_norm=np.asarray(2.0),
+        gradient=rng.standard_normal(1000),
+        weights=rng.standard_normal(1000),
+    )
     return Outcome(**{name: changes.get(name, lambda value: value)(value) for name, value in values.items()})
 
 
@@ -161,10 +171,16 @@ def test_the_shapes_part_reports_what_it_declares(tmp_path):
     shape = replace(SHAPES["8b"], layers=2)
     for factor, status in ((1.0, "passed"), (1.1, "passed"), (1.3, "missed"), (0.8, "missed")):
         gpu = {
-            "gpu": "NVIDIA H100 80GB HBM3", "seconds": [9.0, 9.0, 1e-6, 2e-6, 3e-6],
-            "peak": {"total": total * factor, "runtime": GIB, "allocated": GIB, "reserved": GIB + moving / 4,
-                     "others_known": True},
-        }  # fmt: skip
+            "gpu": "NVIDIA H100 80GB HBM3",
+            "seconds": [9.0, 9.0, 1e-6, 2e-6, 3e-6],
+            "peak": {
+                "total": total * factor,
+                "runtime": GIB,
+                "allocated": GIB,
+                "reserved": GIB + moving / 4,
+                "others_known": True,
+            },
+        }
         path = tmp_path / f"gpu {factor}.jsonl"
         shapes.report(shape, left | gpu, "", on_gpu, Recorder("shapes-plain", path))
         speed, memory = read_findings(path)
@@ -230,9 +246,13 @@ def test_what_others_hold_is_asked_of_the_driver(answer, rank, found, tmp_path, 
 def test_a_peak_on_a_gpu_has_the_runtime_in_it_and_not_what_others_hold(monkeypatch):
     """5 GiB on the device: 1 of others, 3 of the allocator now (3.5 at its peak), so 1 of CUDA and NCCL."""
     now = DeviceMemory(
-        allocated=2 * GIB, reserved=3 * GIB, peak_allocated=3 * GIB, peak_reserved=7 * GIB // 2, used=5 * GIB,
+        allocated=2 * GIB,
+        reserved=3 * GIB,
+        peak_allocated=3 * GIB,
+        peak_reserved=7 * GIB // 2,
+        used=5 * GIB,
         total=80 * GIB,
-    )  # fmt: skip
+    )
     monkeypatch.setattr(device_memory, "memory", lambda: now)
     monkeypatch.setattr(device_memory.device, "HAVE_GPU", True)
     found = peak_since(GIB)

@@ -190,9 +190,12 @@ def test_a_disk_that_is_full_in_the_middle(processes, source, tmp_path):
     done = subprocess.run(
         [sys.executable, "tools/convert_checkpoint.py", "to-megatron", source, tmp_path / "out"]
         + ["--processes", str(processes)],
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-    )  # fmt: skip
+    )
     assert done.returncode == 2, done.stderr
     assert done.stderr == "convert_checkpoint: __0_0.distcp: expected to be written in full, found: File too large\n"
     assert {p.name for p in tmp_path.iterdir()} == {"source"}

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megatron_scalerl.__main__ import main as product
+from megatron_scalerl.checkpoints.commit import write_commit
 from megatron_scalerl.convert.command import main
 from megatron_scalerl.convert.to_megatron import to_megatron
-from megatron_scalerl.trainer.commit import write_commit
 
 
 @pytest.fixture(scope="module")

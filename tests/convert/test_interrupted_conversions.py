@@ -108,9 +108,12 @@ if __name__ == "__main__":
 """
     paths = os.pathsep.join(map(str, [ROOT, Path(__file__).parent]))
     parent = subprocess.Popen(
-        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": paths}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": paths},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     workers = [int(parent.stdout.readline()) for _ in range(2)]
     handles = [os.pidfd_open(pid) for pid in workers]
     os.kill(parent.pid if victim == "parent" else workers[0], signal.SIGKILL)

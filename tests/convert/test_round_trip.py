@@ -11,6 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from megatron_scalerl.checkpoints.commit import read_commit
+from megatron_scalerl.checkpoints.hf_folder import family_of_folder
 from megatron_scalerl.convert import jobs, pieces
 from megatron_scalerl.convert.hf_folder import INDEX, open_folder
 from megatron_scalerl.convert.options import Options
@@ -19,8 +21,6 @@ from megatron_scalerl.convert.to_hf import to_hf
 from megatron_scalerl.convert.to_megatron import to_megatron
 from megatron_scalerl.convert.verify import verify
 from megatron_scalerl.convert.weight_map import parameter_recipe
-from megatron_scalerl.models import family_of_folder
-from megatron_scalerl.trainer.commit import read_commit
 
 
 @pytest.fixture(scope="module")

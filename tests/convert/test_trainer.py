@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from megatron_scalerl.convert.options import Options
 from megatron_scalerl.convert.to_hf import to_hf
 from megatron_scalerl.convert.to_megatron import to_megatron
-from megatron_scalerl.trainer import checkpoint, cpu_compat
+from megatron_scalerl.distributed import cpu_compat
+from megatron_scalerl.distributed.parallel import Parallel, init_parallel, shutdown_parallel
+from megatron_scalerl.trainer import checkpoint
 from megatron_scalerl.trainer.model import unwrap
-from megatron_scalerl.trainer.parallel import Parallel, init_parallel, shutdown_parallel
 from megatron_scalerl.trainer.step import Trainer, make_trainer
 from megatron_scalerl.weights.source import MegatronWeightSource
 

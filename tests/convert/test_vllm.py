@@ -37,8 +37,10 @@ def test_the_exported_folder_opens_in_vllm(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, tmp_path / "back", json.dumps(PROMPT)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
-        capture_output=True, text=True, timeout=500,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     said = [line for line in done.stdout.splitlines() if line.startswith("tokens ")]
     assert json.loads(said[0].removeprefix("tokens ")) == tokens[0, len(PROMPT) :].tolist()

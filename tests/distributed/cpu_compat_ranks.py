@@ -16,7 +16,7 @@ PROBES: dict[str, Probe] = {}
 
 def probe_all(path: str) -> dict[str, tuple[str, Any]]:
     """name -> (the error without that patch, the answer with all); `path` is a mixture-of-experts policy."""
-    from megatron_scalerl.trainer import cpu_compat
+    from megatron_scalerl.distributed import cpu_compat
 
     before = _fingerprint()
     found: dict[str, Any] = {"names": (sorted(cpu_compat.PATCHES), sorted(PROBES))}
@@ -38,8 +38,18 @@ def _fingerprint() -> list[Any]:
     from megatron.core.transformer.moe import token_dispatcher
 
     owners = (torch.cuda, torch.Tensor, mappings, token_dispatcher, DistributedOptimizer)
-    names = ("current_device", "synchronize", "get_rng_state", "manual_seed", "type", "cuda", "torch",
-             "maybe_move_tensor_to_cpu", "load_state_dict", "sharded_state_dict")  # fmt: skip
+    names = (
+        "current_device",
+        "synchronize",
+        "get_rng_state",
+        "manual_seed",
+        "type",
+        "cuda",
+        "torch",
+        "maybe_move_tensor_to_cpu",
+        "load_state_dict",
+        "sharded_state_dict",
+    )
     return [vars(owner).get(name) for owner in owners for name in names]
 
 
@@ -73,7 +83,7 @@ def current_device(path: str) -> Any:
 def rng_state(path: str) -> Any:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    from megatron_scalerl.trainer.device import seed_everything
+    from megatron_scalerl.distributed.device import seed_everything
 
     _build(path, optimizer=False)
     numbers = []
@@ -90,7 +100,7 @@ def rng_state(path: str) -> Any:
 def device_literal(path: str) -> Any:
     from megatron.core.transformer.utils import get_default_causal_mask
 
-    from megatron_scalerl.trainer.cpu_compat import LITERAL_FILES, _core
+    from megatron_scalerl.distributed.cpu_compat import LITERAL_FILES, _core
 
     for name in LITERAL_FILES:
         source = inspect.getsource(_core(name)).replace("'", '"').replace(" ", "")
@@ -204,9 +214,9 @@ def adamw_step_per_parameter(path: str) -> Any:
 def _build(path: str, *, optimizer: bool = True, **layout: Any) -> tuple[list[Any], Any]:
     from megatron.core import parallel_state
 
+    from megatron_scalerl.distributed.parallel import init_parallel
     from megatron_scalerl.trainer.model import build_policy
     from megatron_scalerl.trainer.optimizer import build_optimizer
-    from megatron_scalerl.trainer.parallel import init_parallel
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()

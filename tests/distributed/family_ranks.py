@@ -21,8 +21,8 @@ def logits_and_saved(jobs: list[Job]) -> dict[str, torch.Tensor]:
     """Logits [N, vocab] of the second fixed row on ranks of the last stage; saves the untouched weights."""
     from megatron.core import parallel_state
 
+    from megatron_scalerl.distributed.parallel import init_parallel
     from megatron_scalerl.trainer.model import build_policy
-    from megatron_scalerl.trainer.parallel import init_parallel
     from megatron_scalerl.weights.source import MegatronWeightSource, save_hf
 
     found: dict[str, torch.Tensor] = {}

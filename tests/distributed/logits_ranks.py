@@ -55,9 +55,13 @@ def run(case: Case, group: Any = None) -> dict[str, torch.Tensor]:
     hidden = (h.chunk(size)[rank] if share else h).clone().requires_grad_()
     mask = torch.arange(TOKENS) % 3 != 1 if case.masked else None
     options = dict(
-        group=group, entropy="grad", vocab_size=VOCAB, workspace_mb=case.workspace_mb,
-        sequence_parallel=case.sequence_parallel, loss_mask=mask,
-    )  # fmt: skip
+        group=group,
+        entropy="grad",
+        vocab_size=VOCAB,
+        workspace_mb=case.workspace_mb,
+        sequence_parallel=case.sequence_parallel,
+        loss_mask=mask,
+    )
     weights = torch.linspace(-1.0, 2.0, TOKENS, dtype=torch.float64).to(h.dtype)
 
     def loss(logprobs: torch.Tensor, entropies: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

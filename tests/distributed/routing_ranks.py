@@ -25,8 +25,8 @@ def measure(path: str, layout: dict[str, Any], rows: list[Row]) -> dict[str, Any
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.utils import get_model_config
 
+    from megatron_scalerl.distributed.parallel import init_parallel
     from megatron_scalerl.trainer.model import build_policy
-    from megatron_scalerl.trainer.parallel import init_parallel
     from megatron_scalerl.weights.source import MegatronWeightSource
 
     settings = parity_ranks.recipe(path, int(os.environ["WORLD_SIZE"]), layout)
@@ -40,9 +40,7 @@ def measure(path: str, layout: dict[str, Any], rows: list[Row]) -> dict[str, Any
     def forward(iterator: Iterator[Row], model: Any) -> Any:
         row = next(iterator)
         choices = row.get("expert_choices")
-        output = model(
-            row["tokens"], row["position_ids"], row["cu_seqlens"], row["targets"], expert_choices=choices
-        )
+        output = model(row["tokens"], row["position_ids"], row["cu_seqlens"], row["targets"], expert_choices=choices)
 
         def loss(output: torch.Tensor) -> Any:
             logprobs.append(output[0].detach().clone())

@@ -13,7 +13,7 @@ import torch
 from runner import run_ranks
 from safetensors.torch import load_file
 
-from megatron_scalerl.weights.hf_folder import INDEX, HfReader
+from megatron_scalerl.checkpoints.hf_folder import INDEX, HfReader
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -147,9 +147,11 @@ def test_a_multimodal_policy_is_a_whole_checkpoint_again(root: Path, expected: d
     old = Llama4ForConditionalGeneration.from_pretrained(source)
     with torch.no_grad():
         assert torch.equal(
-            *(m.get_image_features(images, vision_feature_select_strategy="default").last_hidden_state
-              for m in (old, model))
-        )  # fmt: skip
+            *(
+                m.get_image_features(images, vision_feature_select_strategy="default").last_hidden_state
+                for m in (old, model)
+            )
+        )
 
 
 @pytest.mark.parametrize("name", ["llama4 ep2", "llama4_multimodal"])

@@ -24,8 +24,11 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, A
 @pytest.fixture(scope="module")
 def alone(policies: dict[str, tuple[str, Any]]) -> dict[str, Any]:
     jobs = [(kind, path, {}) for kind, (path, _) in policies.items()]
-    jobs += [(f"{kind} bf16 {logits}", policies[kind][0], {**BF16, "logits": logits}) for kind in KINDS for logits in
-             ("fp32", "model")]  # fmt: skip
+    jobs += [
+        (f"{kind} bf16 {logits}", policies[kind][0], {**BF16, "logits": logits})
+        for kind in KINDS
+        for logits in ("fp32", "model")
+    ]
     return run_ranks(1, "logit_precision_ranks:full_logits", jobs)[0]
 
 

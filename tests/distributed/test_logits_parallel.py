@@ -14,14 +14,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 BOTH = (torch.float64, torch.float32)
 CASES = [
-    *(Case(level=level, padded=padded, dtype=dtype) for dtype in BOTH
-      for level, padded in ((0.0, 12), (-500.0, 16), (500.0, 16), (0.0, 48))),
+    *(
+        Case(level=level, padded=padded, dtype=dtype)
+        for dtype in BOTH
+        for level, padded in ((0.0, 12), (-500.0, 16), (500.0, 16), (0.0, 48))
+    ),
     *(Case(dtype=dtype, sequence_parallel=True, masked=masked) for dtype in BOTH for masked in (False, True)),
-    *(Case(dtype=dtype, in_chunks=True, sequence_parallel=parallel, masked=parallel) for dtype in BOTH
-      for parallel in (False, True)),
+    *(
+        Case(dtype=dtype, in_chunks=True, sequence_parallel=parallel, masked=parallel)
+        for dtype in BOTH
+        for parallel in (False, True)
+    ),
     *(Case(in_chunks=True, padded=padded, workspace_mb=0.001) for padded in (16, 48)),
     Case(dtype=torch.bfloat16, masked=True),
-]  # fmt: skip
+]
 """48 rows over four ranks leave three of them nothing but padding; their chunks have to be those of the first."""
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-6}
 SIZES = (2, 4)

@@ -76,8 +76,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     logprobs, experts, grads = engine(model, rows, noisy=True)
     calm = engine(model, rows, noisy=False)
     replayed = [{**row, "expert_choices": found} for row, found in zip(rows, experts)]
-    half = [{**row, "expert_choices": found.where(torch.arange(len(found))[:, None, None] % 2 == 0, -1)}
-            for row, found in zip(rows, experts)]  # fmt: skip
+    half = [
+        {**row, "expert_choices": found.where(torch.arange(len(found))[:, None, None] % 2 == 0, -1)}
+        for row, found in zip(rows, experts)
+    ]
     jobs = [("alone", str(path), {}, rows), ("half", str(path), {}, half)]
     [one] = run_ranks(1, "routing_ranks:many", jobs + [(n, str(path), lay, replayed) for n, lay in LAYOUTS.items()])
     two = run_ranks(2, "routing_ranks:many", [(n, str(path), layout, replayed) for n, layout in PAIRS.items()])

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 def greedy(recipe_path: str, policy: str, prompts: list[list[int]], count: int) -> list[list[int]]:
     """The `count` likeliest tokens after each prompt, by Megatron."""
-    from megatron_scalerl.recipe_file import load_recipe
-    from megatron_scalerl.trainer.parallel import init_parallel
+    from megatron_scalerl.distributed.parallel import init_parallel
+    from megatron_scalerl.recipe.file import load_recipe
     from megatron_scalerl.trainer.step import make_trainer
 
     recipe = load_recipe(recipe_path, [f"policy.path={policy}"])

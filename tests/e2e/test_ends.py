@@ -11,7 +11,7 @@ import pytest
 from launch.stand_ins import gone
 from whole_runs import ROOT, overrides
 
-from megatron_scalerl.metrics import read_jsonl
+from megatron_scalerl.controller.metrics import read_jsonl
 
 pytestmark = pytest.mark.slow
 
@@ -25,8 +25,11 @@ class Run:
         self.groups = set()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "megatron_scalerl", "train", "recipes/tiny_cpu.yaml", *settings],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
     def children(self):
         """All processes of the run but the controller; their groups are kept."""

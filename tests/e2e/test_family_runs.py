@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import equal
 from whole_runs import run
 
-from megatron_scalerl.jsonl import read_jsonl
+from megatron_scalerl.checkpoints.jsonl import read_jsonl
 
 pytestmark = pytest.mark.slow
 
@@ -44,15 +44,34 @@ def make_run(kind, folder):
 def train(kind, tmp_path, *more, **keywords):
     _, length, layout = FAMILIES[kind]
     return run(
-        "-m", "megatron_scalerl", "train", "recipes/tiny_cpu.yaml", "name=run", f"output_dir={tmp_path}", "steps=2",
-        f"policy.path={tmp_path / 'policy'}", f"prompts.path={tmp_path / 'prompts.jsonl'}",
-        f"prompts.held_out_path={tmp_path / 'held_out.jsonl'}", f"prompts.max_prompt_tokens={length + 20}",
-        "rewards.verifier=coin:toss", "rewards.truncated=wrong", "interruption.answer_tokens=40",
-        "rollouts.groups_per_batch=4", "rollouts.group_size=8", "rollouts.max_in_flight=64",
-        "validation.every_steps=0", "checkpoint.every_steps=0", "optimizer.warmup_steps=1", "optimizer.lr=1e-2",
-        "weights.probe_every=1", "weights.probe_tolerance=1e-4", "trainer.micro_batch_tokens=1024", *layout,
-        *more, **keywords,
-    )  # fmt: skip
+        "-m",
+        "megatron_scalerl",
+        "train",
+        "recipes/tiny_cpu.yaml",
+        "name=run",
+        f"output_dir={tmp_path}",
+        "steps=2",
+        f"policy.path={tmp_path / 'policy'}",
+        f"prompts.path={tmp_path / 'prompts.jsonl'}",
+        f"prompts.held_out_path={tmp_path / 'held_out.jsonl'}",
+        f"prompts.max_prompt_tokens={length + 20}",
+        "rewards.verifier=coin:toss",
+        "rewards.truncated=wrong",
+        "interruption.answer_tokens=40",
+        "rollouts.groups_per_batch=4",
+        "rollouts.group_size=8",
+        "rollouts.max_in_flight=64",
+        "validation.every_steps=0",
+        "checkpoint.every_steps=0",
+        "optimizer.warmup_steps=1",
+        "optimizer.lr=1e-2",
+        "weights.probe_every=1",
+        "weights.probe_tolerance=1e-4",
+        "trainer.micro_batch_tokens=1024",
+        *layout,
+        *more,
+        **keywords,
+    )
 
 
 @pytest.mark.parametrize(

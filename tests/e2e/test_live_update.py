@@ -13,15 +13,15 @@ from distributed.runner import run_ranks
 from rich.console import Console
 from whole_runs import ROOT, overrides
 
-from megatron_scalerl.advantages import samples_of
-from megatron_scalerl.batch import pack
+from megatron_scalerl.batching.advantages import samples_of
+from megatron_scalerl.batching.packing import pack
+from megatron_scalerl.controller.preflight import check_inputs
+from megatron_scalerl.controller.run_folder import RunFolder
+from megatron_scalerl.controller.weight_sync import WeightSync
+from megatron_scalerl.engine.client import SamplingSpec
 from megatron_scalerl.launch.local import local_launcher
-from megatron_scalerl.preflight import check_inputs
-from megatron_scalerl.recipe_file import load_recipe
-from megatron_scalerl.rollouts.engine_client import SamplingSpec
-from megatron_scalerl.run_folder import RunFolder
+from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.types import RolloutGroup, Score
-from megatron_scalerl.weights.sync import WeightSync
 
 pytestmark = pytest.mark.slow
 TOKENS = 24
@@ -45,19 +45,26 @@ async def one_step(fleet, recipe, prompts, rollouts):
     half = len(prompts) // 2
     groups = [
         RolloutGroup(
-            group_id=i, prompt=prompts[i], rollouts=(rollouts[i], rollouts[i + half]),
+            group_id=i,
+            prompt=prompts[i],
+            rollouts=(rollouts[i], rollouts[i + half]),
             scores=(Score(correct=True, reward=1.0), Score(correct=False, reward=-1.0)),
-            first_token_version=0, epoch=0,
+            first_token_version=0,
+            epoch=0,
         )
         for i in range(half)
-    ]  # fmt: skip
+    ]
     plan = samples_of(
         groups, normalise="batch", truncated="wrong", zero_variance=True, reduction=recipe.loss.reduction
     )
     batches = pack(
-        plan.samples, step=1, dp_size=fleet.info.dp_size, micro_batch_tokens=512,
-        pad_multiple=fleet.info.pad_multiple, policy_version=0,
-    )  # fmt: skip
+        plan.samples,
+        step=1,
+        dp_size=fleet.info.dp_size,
+        micro_batch_tokens=512,
+        pad_multiple=fleet.info.pad_multiple,
+        policy_version=0,
+    )
     return await fleet.trainer.step(batches)
 
 
@@ -79,7 +86,7 @@ def check_doors(fleet):
 async def scenario(recipe, inputs, out):
     prompts = list(inputs.prompts.held_out[:4])
     with contextlib.closing(RunFolder(recipe)) as folder:
-        async with local_launcher(recipe, folder, SECRET) as launcher:
+        async with local_launcher(recipe, folder.attempt, SECRET) as launcher:
             fleet = await launcher.start()
             engine = fleet.engines[0]
             sync = WeightSync(fleet.trainer, fleet.engines, recipe)
@@ -115,7 +122,11 @@ def test_engine_equals_trainer_before_and_after_an_update(kind, request, tmp_pat
     assert {v for r in after for v in r.policy_versions} == {1}
     assert [r.token_ids for r in before] != [r.token_ids for r in after], "the step changed what is likeliest"
     ours = run_ranks(
-        1, "e2e.greedy_ranks:greedy", str(tmp_path / "live" / "recipe.yaml"), str(out),
-        [list(p.token_ids) for p in prompts], TOKENS,
-    )  # fmt: skip
+        1,
+        "e2e.greedy_ranks:greedy",
+        str(tmp_path / "live" / "recipe.yaml"),
+        str(out),
+        [list(p.token_ids) for p in prompts],
+        TOKENS,
+    )
     assert [list(r.token_ids) for r in after] == ours[0]

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import equal
 from whole_runs import overrides, run, start
 
-from megatron_scalerl.jsonl import read_jsonl
+from megatron_scalerl.checkpoints.jsonl import read_jsonl
 
 pytestmark = pytest.mark.slow
 
@@ -33,8 +33,9 @@ def check_run(folder, steps=3):
 def test_tensor_parallel_dense(tiny_dense, tmp_path):
     train(
         *overrides(tiny_dense, tmp_path, "tp2", "trainer.world_size=2"),
-        "megatron.parallel.tensor_model_parallel_size=2", "megatron.model.sequence_parallel=true",
-    )  # fmt: skip
+        "megatron.parallel.tensor_model_parallel_size=2",
+        "megatron.model.sequence_parallel=true",
+    )
     check_run(tmp_path / "tp2")
     validations = read_jsonl(tmp_path / "tp2" / "validation.jsonl")
     assert [v["step"] for v in validations] == [0, 3]
@@ -45,7 +46,7 @@ def test_expert_parallel_moe(tiny_moe, tmp_path):
     train(
         *overrides(tiny_moe, tmp_path, "ep2", "trainer.world_size=2"),
         "megatron.parallel.expert_model_parallel_size=2",
-    )  # fmt: skip
+    )
     check_run(tmp_path / "ep2")
 
 
@@ -83,9 +84,15 @@ def test_a_restart_replays_the_journal_to_the_same_bits(tiny_dense, tmp_path):
 def test_a_killed_run_goes_on_and_a_finished_one_starts_nothing(tiny_dense, tmp_path):
     """SIGKILL in the middle of training, in real time: one record a step, and an axis without jumps."""
     settings = overrides(
-        tiny_dense, tmp_path, "killed", "steps=8", "checkpoint.every_steps=3", "validation.every_steps=2",
-        "weights.probe_every=0", "optimizer.lr=1e-5",
-    )  # fmt: skip
+        tiny_dense,
+        tmp_path,
+        "killed",
+        "steps=8",
+        "checkpoint.every_steps=3",
+        "validation.every_steps=2",
+        "weights.probe_every=0",
+        "optimizer.lr=1e-5",
+    )
     folder = tmp_path / "killed"
     controller = start("-m", "megatron_scalerl", "train", "recipes/tiny_cpu.yaml", *settings)
     try:
@@ -119,9 +126,7 @@ def test_a_killed_run_goes_on_and_a_finished_one_starts_nothing(tiny_dense, tmp_
 
 def test_a_batch_with_nothing_left_makes_no_step(tiny_dense, tmp_path):
     # with equal rewards every group has zero variance
-    done = train(
-        *overrides(tiny_dense, tmp_path, "empty", "rewards.incorrect=1.0", "filters.max_empty_batches=2")
-    )
+    done = train(*overrides(tiny_dense, tmp_path, "empty", "rewards.incorrect=1.0", "filters.max_empty_batches=2"))
     assert "2 batches in a row had nothing left to train on" in done.stdout
     records = read_jsonl(tmp_path / "empty" / "metrics.jsonl")
     assert [(r["step"], r["skipped"]) for r in records] == [(0, 1), (0, 1)]

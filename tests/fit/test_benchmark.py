@@ -21,9 +21,7 @@ def outcomes():
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("without", [(), (COLLAPSING,)])
 def test_a_fifth_less_error_than_the_papers_procedure(outcomes, method, without):
-    paper, ours = (
-        summarise([o for o in outcomes(name) if o.run not in without]) for name in ("paper", method)
-    )
+    paper, ours = (summarise([o for o in outcomes(name) if o.run not in without]) for name in ("paper", method))
     assert ours.points == paper.points == (82 if without else 85)
     assert ours.error <= 0.8 * paper.error
     assert ours.by_run < paper.by_run

@@ -28,9 +28,7 @@ def run_from_the_prior(rng, compute, size):
     prior = DEFAULT_PRIOR
     initial = 0.4 + math.sqrt(prior.noise_share * 0.24 / size) * rng.standard_normal()
     late = rng.random() < prior.late_share
-    centre, spread = (
-        (prior.late_mean, prior.late_sd) if late else (prior.log_midpoint_mean, prior.log_midpoint_sd)
-    )
+    centre, spread = (prior.late_mean, prior.late_sd) if late else (prior.log_midpoint_mean, prior.log_midpoint_sd)
     truth = {
         "asymptote": initial + (1.0 - initial) * rng.beta(prior.gain_alpha, prior.gain_beta),
         "exponent": math.exp(rng.normal(prior.log_exponent_mean, prior.log_exponent_sd)),

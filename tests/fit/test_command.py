@@ -33,9 +33,19 @@ def test_json_to_standard_output_and_nothing_else(capsys):
     (found,) = json.loads(captured.out)["fits"]
     assert captured.err == ""
     wanted = {
-        "name", "method", "asymptote", "exponent", "midpoint", "initial", "intervals", "n_points", "rmse",
-        "predictions", "warnings", "verdict",
-    }  # fmt: skip
+        "name",
+        "method",
+        "asymptote",
+        "exponent",
+        "midpoint",
+        "initial",
+        "intervals",
+        "n_points",
+        "rmse",
+        "predictions",
+        "warnings",
+        "verdict",
+    }
     assert wanted <= set(found)
     assert (found["name"], found["method"], found["initial"], found["n_points"]) == ("ScaleRL", "robust", 0.4, 22)
     assert set(found["intervals"]) == {"asymptote", "exponent", "midpoint"}
@@ -132,9 +142,16 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path):
 
 @pytest.mark.parametrize(
     "extra",
-    [["--predict", "a"], ["--predict", "-5"], ["--series", "ScaleRL"], ["--r0", "1.5"], ["--fit-from", "1e9"],
-     ["--plot", "figure.bmp"], ["--budget", "-1"]],
-)  # fmt: skip
+    [
+        ["--predict", "a"],
+        ["--predict", "-5"],
+        ["--series", "ScaleRL"],
+        ["--r0", "1.5"],
+        ["--fit-from", "1e9"],
+        ["--plot", "figure.bmp"],
+        ["--budget", "-1"],
+    ],
+)
 def test_bad_options_are_exit_code_2(extra, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main([*SCALERL, *extra]) == 2
@@ -179,8 +196,13 @@ def test_figure_shows_fitted_filled_and_unseen_hollow(tmp_path):
 
 def test_numbers_as_people_write_them():
     assert [short_number(v) for v in (0.05, 2.0, 500.0, 2000.0, 102206.0, 1.5e6)] == [
-        "0.05", "2", "500", "2k", "102k", "1.5M",
-    ]  # fmt: skip
+        "0.05",
+        "2",
+        "500",
+        "2k",
+        "102k",
+        "1.5M",
+    ]
     assert unit_label("gpu_hours") == "training compute, GPU-hours"
     assert unit_label("device_hours") == "training compute, device-hours"
 

@@ -19,12 +19,20 @@ def run_folder(tmp_path, steps=(0, 10, 20), **extra):
     folder.mkdir()
     rows = [
         {
-            "step": step, "policy_version": step, "gpu_hours": 0.01 + step / 100, "gpu_hours_total": 0.02 + step / 80,
-            "pass_rate": 0.40 + step / 200, "prompts": 200, "generations": 4, "truncated_share": 0.02,
-            "interrupted_share": 0.0, "mean_completion_tokens": 40.0, **extra,
+            "step": step,
+            "policy_version": step,
+            "gpu_hours": 0.01 + step / 100,
+            "gpu_hours_total": 0.02 + step / 80,
+            "pass_rate": 0.40 + step / 200,
+            "prompts": 200,
+            "generations": 4,
+            "truncated_share": 0.02,
+            "interrupted_share": 0.0,
+            "mean_completion_tokens": 40.0,
+            **extra,
         }
         for step in steps
-    ]  # fmt: skip
+    ]
     (folder / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 

@@ -18,9 +18,7 @@ def run(*, asymptote=0.62, exponent=2.0, midpoint=0.3, n=24, name="run", noise=0
     measured = curve + np.random.default_rng(seed).normal(0, noise, n)
 
     def again(fixed=None):
-        return fit(
-            compute, measured, initial=0.4, prompts=4000, generations=16, name=name, fixed_asymptote=fixed
-        )
+        return fit(compute, measured, initial=0.4, prompts=4000, generations=16, name=name, fixed_asymptote=fixed)
 
     return again
 
@@ -69,9 +67,14 @@ def test_the_budget_has_to_be_positive():
 def test_backtest_settles_and_no_prefix_holds_the_last_point():
     series = published_run("fig2_recipes/ScaleRL")
     curve = Curve(
-        name="ScaleRL", source="published", compute=series.compute, pass_rate=series.pass_rate, initial=None,
-        prompts=1000, generations=16,
-    )  # fmt: skip
+        name="ScaleRL",
+        source="published",
+        compute=series.compute,
+        pass_rate=series.pass_rate,
+        initial=None,
+        prompts=1000,
+        generations=16,
+    )
     test = backtest(curve, initial=series.initial, most=8, draws=500)
     assert len(test.history) == 8 and test.final_pass_rate == series.pass_rate[-1]
     assert all(h.compute < series.compute[-1] for h in test.history)
@@ -80,10 +83,17 @@ def test_backtest_settles_and_no_prefix_holds_the_last_point():
     assert test.history[0].hi - test.history[0].lo > 2 * (test.history[-1].hi - test.history[-1].lo)
     with pytest.raises(ValueError, match="expected at least 5 points"):
         backtest(
-            Curve(name="x", source="y", compute=series.compute[:4], pass_rate=series.pass_rate[:4], initial=None,
-                  prompts=None, generations=None),
+            Curve(
+                name="x",
+                source="y",
+                compute=series.compute[:4],
+                pass_rate=series.pass_rate[:4],
+                initial=None,
+                prompts=None,
+                generations=None,
+            ),
             initial=0.4,
-        )  # fmt: skip
+        )
 
 
 def test_settled_is_the_start_of_the_last_unbroken_stretch():
@@ -127,9 +137,15 @@ def test_comparison_reads_like_the_leave_one_out_table():
         def make(fixed=None, series=series, name=name):
             seen = series.fitted
             return fit(
-                series.compute[seen], series.pass_rate[seen], initial=series.initial, method="paper",
-                prompts=1000, generations=16, name=name, fixed_asymptote=fixed,
-            )  # fmt: skip
+                series.compute[seen],
+                series.pass_rate[seen],
+                initial=series.initial,
+                method="paper",
+                prompts=1000,
+                generations=16,
+                name=name,
+                fixed_asymptote=fixed,
+            )
 
         makers[name] = make
         fits.append(make())

@@ -12,9 +12,7 @@ from megatron_scalerl.fit.sigmoid import sigmoid
 def synthetic(n=24, *, asymptote=0.62, exponent=1.8, midpoint=0.3, initial=0.4, size=16000, seed=0, until=1.0):
     """(compute, measured pass rate) of a run with binomial noise; compute ends at `until`."""
     compute = np.linspace(until / n, until, n)
-    truth = sigmoid(
-        compute, asymptote=asymptote, exponent=exponent, midpoint=midpoint * until, initial=initial
-    )
+    truth = sigmoid(compute, asymptote=asymptote, exponent=exponent, midpoint=midpoint * until, initial=initial)
     return compute, np.random.default_rng(seed).binomial(size, truth) / size
 
 
@@ -96,9 +94,7 @@ def test_fitted_until_4k_no_ceiling_is_claimed_that_proves_wrong(series):
     early = series.compute <= 4000
     if np.count_nonzero(early) < 3:
         early = series.compute <= 8000
-    result = fit(
-        series.compute[early], series.pass_rate[early], initial=series.initial, prompts=1000, generations=16
-    )
+    result = fit(series.compute[early], series.pass_rate[early], initial=series.initial, prompts=1000, generations=16)
     lo, hi = result.intervals["asymptote"]
     assert lo - 0.02 <= series.asymptote <= hi + 0.02
 

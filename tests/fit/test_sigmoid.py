@@ -18,9 +18,7 @@ RUN = {"asymptote": 0.61, "exponent": 1.92, "midpoint": 2542.0, "initial": 0.400
 @pytest.mark.parametrize(("parameters", "values"), PUBLISHED)
 def test_published_values(parameters, values):
     initial, asymptote, midpoint, exponent = parameters
-    curve = sigmoid(
-        list(values), asymptote=asymptote, exponent=exponent, midpoint=midpoint, initial=initial
-    )
+    curve = sigmoid(list(values), asymptote=asymptote, exponent=exponent, midpoint=midpoint, initial=initial)
     np.testing.assert_allclose(curve, list(values.values()), atol=1e-4)
 
 

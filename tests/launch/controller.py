@@ -8,8 +8,8 @@ from pathlib import Path
 
 from stand_ins import stand_in
 
-from megatron_scalerl.launch.processes import ChildProcess
-from megatron_scalerl.launch.signals import Stopped, run_until_signal
+from megatron_scalerl.processes.children import ChildProcess
+from megatron_scalerl.processes.signals import Stopped, run_until_signal
 
 
 async def run(pids, logs, grace_s):

@@ -6,15 +6,15 @@ import pytest
 from aiohttp import web
 from launch.stand_ins import environment, gone, pids_in, stand_in
 
+from megatron_scalerl.controller.run_folder import RunFolder
+from megatron_scalerl.distributed.rendezvous import private_folder
+from megatron_scalerl.engine.client import EngineClient, SamplingSpec
+from megatron_scalerl.engine.watchdog import EngineDied, watch_progress
 from megatron_scalerl.launch import local
 from megatron_scalerl.launch.local import LocalLauncher
-from megatron_scalerl.launch.processes import ChildProcess
+from megatron_scalerl.processes.children import ChildProcess
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe_sections import EngineSection
-from megatron_scalerl.rendezvous import private_folder
-from megatron_scalerl.rollouts.engine_client import EngineClient, SamplingSpec
-from megatron_scalerl.rollouts.watchdog import EngineDied, watch_progress
-from megatron_scalerl.run_folder import RunFolder
+from megatron_scalerl.recipe.sections import EngineSection
 from megatron_scalerl.trainer.client import TrainerError
 
 
@@ -29,13 +29,17 @@ def run():
 def launcher(tmp_path, run):
     """A launcher that has started nothing, with one engine and one trainer rank to come."""
     recipe = Recipe(
-        name="r", output_dir=str(tmp_path), steps=1, policy={"path": "p"}, prompts={"path": "q"},
+        name="r",
+        output_dir=str(tmp_path),
+        steps=1,
+        policy={"path": "p"},
+        prompts={"path": "q"},
         weights={"transport": "gloo"},
-    )  # fmt: skip
+    )
     folder = RunFolder(recipe)
 
     async def make(rendezvous):
-        return LocalLauncher(recipe, folder, "secret" * 8, rendezvous)
+        return LocalLauncher(recipe, folder.attempt, "secret" * 8, rendezvous)
 
     with private_folder() as rendezvous:
         launcher = run(make(rendezvous))

@@ -107,8 +107,14 @@ def gspo_case(*, log_ratios, **options):
     """Sequences 0 and 1 with two tokens each at p = 1/2, A = 1, weights 1/4, given log ratios."""
     probs = [0.5 * math.exp(-r) for r in log_ratios]
     return run(
-        gspo, logits=[[0.0, 0.0]] * 4, targets=[0] * 4, weights=[0.25] * 4, rollout_probs=probs,
-        advantages=[1.0] * 4, sequences=[0, 0, 1, 1], **options,
+        gspo,
+        logits=[[0.0, 0.0]] * 4,
+        targets=[0] * 4,
+        weights=[0.25] * 4,
+        rollout_probs=probs,
+        advantages=[1.0] * 4,
+        sequences=[0, 0, 1, 1],
+        **options,
     )
 
 
@@ -126,8 +132,12 @@ def test_gspo_uses_the_mean_ratio_of_the_sequence():
 
 def test_gspo_clips_below_at_its_lower_distance_when_the_advantage_is_negative():
     output, grad = run(
-        gspo, logits=[[0.0, 0.0]] * 2, targets=[0, 0], weights=[0.5, 0.5],
-        rollout_probs=[0.5 * math.exp(0.004)] * 2, advantages=[-1.0, -1.0],
+        gspo,
+        logits=[[0.0, 0.0]] * 2,
+        targets=[0, 0],
+        weights=[0.5, 0.5],
+        rollout_probs=[0.5 * math.exp(0.004)] * 2,
+        advantages=[-1.0, -1.0],
     )
     assert output.loss.item() == pytest.approx(0.997)  # -min(-s, -(1 - .003)) with s = e^-.004 = .996
     assert (grad == 0).all()
@@ -135,8 +145,13 @@ def test_gspo_clips_below_at_its_lower_distance_when_the_advantage_is_negative()
 
 def test_gspo_leaves_masked_tokens_out_of_the_length():
     output, _ = run(
-        gspo, logits=[[0.0, 0.0]] * 2, targets=[0, 0], weights=[1.0, 0.0], mask=[True, False],
-        rollout_probs=[0.5 * math.exp(-0.004), 1e-9], advantages=[1.0, 1.0],
+        gspo,
+        logits=[[0.0, 0.0]] * 2,
+        targets=[0, 0],
+        weights=[1.0, 0.0],
+        mask=[True, False],
+        rollout_probs=[0.5 * math.exp(-0.004), 1e-9],
+        advantages=[1.0, 1.0],
     )
     assert output.loss.item() == pytest.approx(-math.exp(0.004))
 

@@ -10,18 +10,32 @@ import pytest
 import torch
 from transformers import Llama4TextConfig, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from megatron_scalerl.models import family, family_of_folder, read_hf_config
+from megatron_scalerl.checkpoints.hf_folder import family_of_folder
+from megatron_scalerl.models import family, read_hf_config
 from megatron_scalerl.models.family import check_layout, padded_vocab_size
 from megatron_scalerl.models.llama4 import attention_temperature
 
 LLAMA: dict[str, Any] = dict(
-    vocab_size=37, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=6,
-)  # fmt: skip
+    vocab_size=37,
+    hidden_size=24,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+)
 LLAMA4: dict[str, Any] = dict(
-    vocab_size=37, hidden_size=24, intermediate_size=20, intermediate_size_mlp=40, num_hidden_layers=4,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=6, num_local_experts=3, moe_layers=[1, 3],
-)  # fmt: skip
+    vocab_size=37,
+    hidden_size=24,
+    intermediate_size=20,
+    intermediate_size_mlp=40,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+    num_local_experts=3,
+    moe_layers=[1, 3],
+)
 QWEN3_MOE: dict[str, Any] = dict(**LLAMA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20)
 CONFIGS = {
     "llama": lambda: LlamaConfig(**LLAMA),

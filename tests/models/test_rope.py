@@ -14,9 +14,13 @@ from megatron_scalerl.models import family
 from megatron_scalerl.models.rope import rotary
 
 LLAMA31 = dict(
-    rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    rope_type="llama3",
+    rope_theta=5e5,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
     original_max_position_embeddings=8192,
-)  # fmt: skip
+)
 SCOUT = {**LLAMA31, "factor": 16.0, "high_freq_factor": 1.0}
 """Llama 4 Scout's: no ramp between long and short wavelengths."""
 YARN = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=32768)

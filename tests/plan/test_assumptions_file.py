@@ -53,8 +53,10 @@ def test_the_file_overrides_defaults_and_a_flag_the_file(file, capsys):
     plan = planned(capsys, "--assumptions", file, "--runtime-gib", "5")
     rows = plan["assumptions"]
     assert rows["dense_utilisation"] == {
-        "value": 0.2, "from": "file", "source": read_assumptions(file).source("dense_utilisation"),
-    }  # fmt: skip
+        "value": 0.2,
+        "from": "file",
+        "source": read_assumptions(file).source("dense_utilisation"),
+    }
     assert str(file) in rows["dense_utilisation"]["source"] and "[8B shape]" in rows["dense_utilisation"]["source"]
     assert rows["runtime_gib"] == {"value": 5.0, "from": "flag", "source": "given on the command line"}
     assert rows["packing"]["from"] == "default" and rows["packing"]["value"] == Assumptions().packing
@@ -111,11 +113,22 @@ GOOD = f"gpu: {H100}\nassumptions:\n  packing:\n    value: 0.8\n"
         (f"gpu: {H100}\nassumptions: {{packing: 0.8}}\n", "assumptions.packing: expected a mapping with value, "),
         (f"gpu: {H100}\nassumptions: {{packing: {{source: us}}}}\n", "packing.value: expected a number, found none"),
         (GOOD + "    source: [1]\n", "assumptions.packing.source: expected text, found [1]"),
-        *((GOOD.replace("0.8", bad), f"assumptions.packing.value: expected {SHARE}, found {as_}")
-          for bad, as_ in ((".nan", "nan"), ("-1", "-1"), ("'0.8'", "'0.8'"), ("80", "80"), ("0", "0"),
-                           ("true", "True"), (".inf", "inf"), ("null", "None"), ("1" + 400 * "0", "1000"))),
+        *(
+            (GOOD.replace("0.8", bad), f"assumptions.packing.value: expected {SHARE}, found {as_}")
+            for bad, as_ in (
+                (".nan", "nan"),
+                ("-1", "-1"),
+                ("'0.8'", "'0.8'"),
+                ("80", "80"),
+                ("0", "0"),
+                ("true", "True"),
+                (".inf", "inf"),
+                ("null", "None"),
+                ("1" + 400 * "0", "1000"),
+            )
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_is_one_line_with_file_and_key(text, said, tmp_path, capsys):
     path = tmp_path / "measured.yaml"
     if text is not None:
@@ -132,7 +145,7 @@ def test_a_mistake_is_one_line_with_file_and_key(text, said, tmp_path, capsys):
         ({"dense_utilization": Measured(value=0.4)}, "the nearest valid key is assumptions.dense_utilisation"),
         ({"packing": Measured(value=float("nan"))}, f"packing.value: expected {SHARE}, found nan"),
     ],
-)  # fmt: skip
+)
 def test_nothing_is_written_that_cannot_be_read(values, said, tmp_path):
     with pytest.raises(ValueError, match=said):
         write_assumptions(tmp_path / "x.yaml", values, gpu=H100)

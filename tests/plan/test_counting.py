@@ -10,7 +10,7 @@ from megatron_scalerl.plan.counting import count, load_family, of_stage
 from megatron_scalerl.plan.hardware import GPUS
 from megatron_scalerl.plan.layout import layout_of
 from megatron_scalerl.plan.planner import make_plan
-from megatron_scalerl.recipe_file import load_recipe
+from megatron_scalerl.recipe.file import load_recipe
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "recipes" / "configs"

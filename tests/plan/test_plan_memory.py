@@ -18,7 +18,7 @@ from megatron_scalerl.plan.lengths import Lengths
 from megatron_scalerl.plan.memory import trainer_memory
 from megatron_scalerl.plan.predict import predict_trainer
 from megatron_scalerl.plan.work import step_work
-from megatron_scalerl.recipe_file import load_recipe
+from megatron_scalerl.recipe.file import load_recipe
 
 ROOT = Path(__file__).parents[2]
 H100 = GPUS["h100-80g"]
@@ -80,8 +80,10 @@ def test_plain_layers_on_a_gpu_keep_what_layers_and_device_say():
     """Padded copies, angles and five widths as on a CPU; norms, runtime and logits as on a GPU."""
     _, family, _, _ = plan_of()
     shape = shape_of(family, family.layers[0])
-    recipe = load_recipe(ROOT / "recipes" / "scalerl_llama3_8b.yaml",
-                         ["megatron.parallel={}", "megatron.model={}", "trainer.world_size=1"])  # fmt: skip
+    recipe = load_recipe(
+        ROOT / "recipes" / "scalerl_llama3_8b.yaml",
+        ["megatron.parallel={}", "megatron.model={}", "trainer.world_size=1"],
+    )
     one = layout_of(recipe, family, 1)
     h, kv, f, tokens = 4096, 1024, 14336, 16_512
     layer = layer_bytes(shape, one, width=2, kernels=PLAIN_ON_GPU, imbalance=1.0).total
@@ -106,8 +108,13 @@ def moving(rank):
 
 def test_clipping_may_be_the_peak_of_a_gpu_and_the_optimizer_is_not():
     """Fused AdamW steps in place; clipping copies the largest gradient, the embedding's, without activations."""
-    whole = ["megatron.parallel={}", "trainer.world_size=1", "trainer.micro_batch_tokens=512",
-             "trainer.loss_in_chunk=false", "megatron.model={recompute_granularity: full}"]  # fmt: skip
+    whole = [
+        "megatron.parallel={}",
+        "trainer.world_size=1",
+        "trainer.micro_batch_tokens=512",
+        "trainer.loss_in_chunk=false",
+        "megatron.model={recompute_granularity: full}",
+    ]
     _, _, _, [rank] = plan_of(*whole, kernels=PLAIN_ON_GPU)
     _, _, _, [fused] = plan_of(*whole)
     assert terms(rank)["clipping above that"] + moving(rank) == 4 * 128_256 * 4096
@@ -161,9 +168,12 @@ def test_recompute_keeps_less():
     assert sizes[0] - sizes[1] == tokens * layers * 3 * 14_336 / 2 * 2  # the MLP's inside, TP 2, bf16
     assert sizes[2] == tokens * (layers * 2048 * 2 + 2 * 2048 * 2 + 4096 * 2 + 10 + 8)
     with pytest.raises(ValueError, match=r"recompute_modules: expected some of core_attn.*, found 'mla_up_proj'"):
-        recompute_of(load_recipe(ROOT / "recipes/tiny_cpu.yaml",
-                                 ["megatron.model.recompute_granularity=selective",
-                                  "megatron.model.recompute_modules=[mla_up_proj]"]))  # fmt: skip
+        recompute_of(
+            load_recipe(
+                ROOT / "recipes/tiny_cpu.yaml",
+                ["megatron.model.recompute_granularity=selective", "megatron.model.recompute_modules=[mla_up_proj]"],
+            )
+        )
 
 
 def test_engine_counts_key_value_heads():

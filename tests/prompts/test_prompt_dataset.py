@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from megatron_scalerl.prompts.dataset import load_prompts, prompt_id, split_held_out
-from megatron_scalerl.recipe_sections import PromptsSection
+from megatron_scalerl.recipe.sections import PromptsSection
 from megatron_scalerl.tiny.task import prompt_rows
 from megatron_scalerl.tiny.tokenizer import build_tokenizer
 
@@ -193,7 +193,9 @@ BROKEN_FILES = {
     "empty text": ("p.jsonl", '{"prompt": " ", "answer": 1}', r"line 1: expected a text in 'prompt', found an empty"),
     "surrogate": ("p.jsonl", '{"prompt": "\\ud800", "answer": 1}', r"line 1: .* found half of a surrogate pair"),
     "surrogate elsewhere": (
-        "p.jsonl", '{"prompt": "1", "answer": 1, "source": ["\\ud83d"]}', r"line 1: expected JSON data in 'source'"
+        "p.jsonl",
+        '{"prompt": "1", "answer": 1, "source": ["\\ud83d"]}',
+        r"line 1: expected JSON data in 'source'",
     ),
     "other ending": ("p.csv", "prompt,answer", r"p\.csv: expected a file ending in \.jsonl, .*, found '\.csv'"),
     "not parquet": ("p.parquet", "PAR1", r"p\.parquet: row 1: expected Parquet, found"),

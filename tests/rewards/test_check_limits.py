@@ -6,7 +6,7 @@ import resource
 import pytest
 from verifier_pools import RIGHT, WRONG, pool_of, prompt, rollout, run_pool, wrong
 
-from megatron_scalerl.recipe_sections import RewardsSection
+from megatron_scalerl.recipe.sections import RewardsSection
 from megatron_scalerl.rewards.limits import OPEN_FILES
 from megatron_scalerl.rewards.verifier import VerifierPool
 

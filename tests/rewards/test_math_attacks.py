@@ -43,8 +43,12 @@ SYMPYS_OWN = re.compile(r"from sympy import \*|def monomial_((?!import|system|pw
 def events_of(answers, folder):
     watched = subprocess.run(
         [sys.executable, Path(__file__).parent / "watched_math.py"],
-        input=json.dumps(answers), capture_output=True, text=True, cwd=folder, timeout=300,
-    )  # fmt: skip
+        input=json.dumps(answers),
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=300,
+    )
     assert watched.returncode == 0, watched.stderr
     return json.loads(watched.stdout)
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from megatron_scalerl.recipe_sections import RewardsSection
+from megatron_scalerl.recipe.sections import RewardsSection
 from megatron_scalerl.rewards.math import extract_answer, verify_math
 from megatron_scalerl.rewards.verifier import VerifierPool
 from megatron_scalerl.types import Prompt, Rollout, Score
@@ -78,9 +78,15 @@ def test_the_answer_is_the_text_after_the_first_closing_tag():
 def score_all(answers, reference, **rewards):
     prompt = Prompt(prompt_id="p", text="t", answer=reference, token_ids=())
     rollout = Rollout(
-        token_ids=(), rollout_logprobs=(), policy_versions=(), loss_mask=(), interrupted=False,
-        truncated=False, thinking_cut=0, seed=0,
-    )  # fmt: skip
+        token_ids=(),
+        rollout_logprobs=(),
+        policy_versions=(),
+        loss_mask=(),
+        interrupted=False,
+        truncated=False,
+        thinking_cut=0,
+        seed=0,
+    )
 
     async def main():
         async with VerifierPool(RewardsSection(**rewards)) as pool:

@@ -59,7 +59,7 @@ def test_a_hung_check_dies_with_a_controller_that_was_killed(tmp_path):
     os.mkfifo(fifo)
     controller = f"""
         import asyncio, os
-        from megatron_scalerl.recipe_sections import RewardsSection
+        from megatron_scalerl.recipe.sections import RewardsSection
         from megatron_scalerl.rewards.verifier import VerifierPool
         from megatron_scalerl.types import Prompt, Rollout
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from megatron_scalerl.recipe_sections import RewardsSection
+from megatron_scalerl.recipe.sections import RewardsSection
 from megatron_scalerl.rewards.verifier import VerifierPool
 from megatron_scalerl.types import Prompt, Rollout, Score
 
@@ -21,9 +21,15 @@ def prompt(extra=None):
 
 def rollout(truncated=False):
     return Rollout(
-        token_ids=(), rollout_logprobs=(), policy_versions=(), loss_mask=(), interrupted=False,
-        truncated=truncated, thinking_cut=0, seed=0,
-    )  # fmt: skip
+        token_ids=(),
+        rollout_logprobs=(),
+        policy_versions=(),
+        loss_mask=(),
+        interrupted=False,
+        truncated=truncated,
+        thinking_cut=0,
+        seed=0,
+    )
 
 
 def pool_of(function, *, start_timeout_s=60.0, **rewards):

@@ -7,8 +7,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from megatron_scalerl.engine.client import _sampling
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.rollouts.engine_client import _sampling
 from megatron_scalerl.rollouts.sampler import Sampler
 from megatron_scalerl.tiny.tokenizer import build_tokenizer
 from megatron_scalerl.types import Rollout
@@ -27,9 +27,15 @@ def sampler(tokenizer, **sections):
 def rollout(ids):
     n = len(ids)
     return Rollout(
-        token_ids=tuple(ids), rollout_logprobs=(0.0,) * n, policy_versions=(0,) * n, loss_mask=(True,) * n,
-        interrupted=False, truncated=False, thinking_cut=50, seed=0,
-    )  # fmt: skip
+        token_ids=tuple(ids),
+        rollout_logprobs=(0.0,) * n,
+        policy_versions=(0,) * n,
+        loss_mask=(True,) * n,
+        interrupted=False,
+        truncated=False,
+        thinking_cut=50,
+        seed=0,
+    )
 
 
 @pytest.fixture(scope="module")

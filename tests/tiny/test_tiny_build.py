@@ -19,8 +19,12 @@ def contents(folder):
 def test_the_folder_holds_policy_prompts_and_warm_start(tmp_path):
     assert build(tmp_path / "out", TinyArguments(seed=1, **SMALL))
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "base_policy", "held_out.jsonl", "prompts.jsonl", "sft.jsonl", "tiny.json"
-    ]  # fmt: skip
+        "base_policy",
+        "held_out.jsonl",
+        "prompts.jsonl",
+        "sft.jsonl",
+        "tiny.json",
+    ]
     assert [path.name for path in tmp_path.iterdir()] == ["out"], "no partial folder stays"
     rows = {
         name: [json.loads(line) for line in (tmp_path / "out" / f"{name}.jsonl").read_text().splitlines()]

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_scalerl.recipe_sections import PAPER_PHRASE
+from megatron_scalerl.recipe.sections import PAPER_PHRASE
 from megatron_scalerl.tiny.policy import make_llama, make_llama4
 from megatron_scalerl.tiny.tokenizer import TOKENS, save_tokenizer
 

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from megatron_scalerl.recipe_sections import PAPER_PHRASE
+from megatron_scalerl.recipe.sections import PAPER_PHRASE
 from megatron_scalerl.tiny import task
 
 

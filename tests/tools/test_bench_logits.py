@@ -105,9 +105,14 @@ bench.main(bench.parser().parse_args(["--tokens=64", "--hidden=32", "--vocab=512
 def test_whoever_fails_ends_only_its_own_line():
     """Stand-ins for fault injection: an exception of any class, an exit, a crash, before the first round or in it."""
     found = subprocess.run(
-        [sys.executable, "-c", PEERS_THAT_FAIL], cwd=TOOL.parents[1], check=True, capture_output=True, text=True,
-        timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [sys.executable, "-c", PEERS_THAT_FAIL],
+        cwd=TOOL.parents[1],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     head, *lines, last = [json.loads(text) for text in found.stdout.strip().splitlines()]
     assert [line["contender"] for line in lines][:2] == ["torch, 512 MiB", "ours, broken"]  # ours first
     status = {line["contender"]: line["status"] for line in lines}

@@ -88,8 +88,19 @@ def test_check_says_which_rank_and_by_how_much(capsys):
 
 
 def test_check_sees_an_engine_without_room(capsys):
-    assert main([recipe("scalerl_llama3_8b"), "--gpus", "80", "--no-build", "--check",
-                 "engine.vllm.gpu_memory_utilization=0.25"]) == 2  # fmt: skip
+    assert (
+        main(
+            [
+                recipe("scalerl_llama3_8b"),
+                "--gpus",
+                "80",
+                "--no-build",
+                "--check",
+                "engine.vllm.gpu_memory_utilization=0.25",
+            ]
+        )
+        == 2
+    )
     assert "engines have no room for one sequence of 16,466 tokens" in capsys.readouterr().err
 
 

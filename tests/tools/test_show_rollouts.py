@@ -23,9 +23,13 @@ def tool():
 
 def rollout(ids, versions, mask, **flags):
     return Rollout(
-        token_ids=ids, rollout_logprobs=(0.0,) * len(ids), policy_versions=versions, loss_mask=mask, seed=11,
+        token_ids=ids,
+        rollout_logprobs=(0.0,) * len(ids),
+        policy_versions=versions,
+        loss_mask=mask,
+        seed=11,
         **{"interrupted": False, "truncated": False, "thinking_cut": 5, **flags},
-    )  # fmt: skip
+    )
 
 
 def group(group_id):

@@ -182,6 +182,12 @@ def test_the_counter_sees_what_it_is_for() -> None:
         counter.on_host(values.tolist)()
     kinds = Counter(key.split(" elsewhere")[0] for key in found.elements())
     assert kinds == {
-        "item": 2, "tolist": 1, "cpu": 1, "index by mask": 1, "masked_select": 1, "nonzero": 1, "unique": 1,
+        "item": 2,
+        "tolist": 1,
+        "cpu": 1,
+        "index by mask": 1,
+        "masked_select": 1,
+        "nonzero": 1,
+        "unique": 1,
         "repeat_interleave": 1,
-    }  # fmt: skip
+    }

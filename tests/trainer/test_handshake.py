@@ -17,7 +17,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from megatron_scalerl.rendezvous import FolderRendezvous, HostRendezvous
+from megatron_scalerl.distributed.rendezvous import FolderRendezvous, HostRendezvous
 from megatron_scalerl.trainer import wire, worker
 from megatron_scalerl.trainer.client import TrainerClient, TrainerError
 
@@ -160,9 +160,16 @@ def conversation(scenario, *, world_size=2, rendezvous=WHERE):
 
 def ready(rank: int, **changes) -> wire.Ready:
     info = wire.TrainerInfo(
-        world_size=2, dp_size=2, parameters=1, vocab_size=1, device="cpu", backend="gloo", dtype="float32",
-        logits="fp32", pad_multiple=1,
-    )  # fmt: skip
+        world_size=2,
+        dp_size=2,
+        parameters=1,
+        vocab_size=1,
+        device="cpu",
+        backend="gloo",
+        dtype="float32",
+        logits="fp32",
+        pad_multiple=1,
+    )
     return wire.Ready(**({"rank": rank, "dp_rank": rank, "info": info} | changes))
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from megatron_scalerl.distributed import device
+from megatron_scalerl.distributed.parallel import Parallel, init_parallel
 from megatron_scalerl.models import family
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.trainer import device
 from megatron_scalerl.trainer.options import ddp_config, model_options, optimizer_config
-from megatron_scalerl.trainer.parallel import Parallel, init_parallel
 
 
 def recipe(
@@ -41,8 +41,16 @@ def alone(pp_size: int = 1) -> Parallel:
 
 
 def llama() -> Any:
-    return family(LlamaConfig(vocab_size=8, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-                              num_attention_heads=4, num_key_value_heads=2))  # fmt: skip
+    return family(
+        LlamaConfig(
+            vocab_size=8,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+    )
 
 
 def test_megatron_model_wins_over_the_family_and_our_settings() -> None:

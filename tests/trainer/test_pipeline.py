@@ -18,9 +18,12 @@ from megatron_scalerl.trainer.pipeline import KnownShapes, known_shapes
 
 def config(**changes: Any) -> Any:
     settings = dict(
-        variable_seq_lengths=True, virtual_pipeline_model_parallel_size=None, hidden_size=32,
-        sequence_parallel=False, tensor_model_parallel_size=1,
-    )  # fmt: skip
+        variable_seq_lengths=True,
+        virtual_pipeline_model_parallel_size=None,
+        hidden_size=32,
+        sequence_parallel=False,
+        tensor_model_parallel_size=1,
+    )
     return SimpleNamespace(**(settings | changes))
 
 

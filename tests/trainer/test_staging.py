@@ -38,9 +38,13 @@ def tree() -> Tree:
     values = torch.from_numpy(np.linspace(-1, 1, 12, dtype=np.float32)).view(3, 4)
     leaf = Leaf(ids=torch.arange(5, dtype=torch.int32)[::2])
     return Tree(
-        values=values, again=values, mask=torch.tensor([True, False, True]), nothing=None,
-        empty=torch.empty(0, 2, dtype=torch.int64), leaves=(leaf, leaf, Leaf(ids=torch.tensor(3))),
-    )  # fmt: skip
+        values=values,
+        again=values,
+        mask=torch.tensor([True, False, True]),
+        nothing=None,
+        empty=torch.empty(0, 2, dtype=torch.int64),
+        leaves=(leaf, leaf, Leaf(ids=torch.tensor(3))),
+    )
 
 
 @pytest.fixture

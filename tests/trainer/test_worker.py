@@ -15,8 +15,8 @@ import torch
 from random_policy import batches_of, make_recipe, random_samples
 from transformers import AutoModelForCausalLM
 
-from megatron_scalerl.recipe_file import dump_recipe
-from megatron_scalerl.rendezvous import private_folder
+from megatron_scalerl.distributed.rendezvous import private_folder
+from megatron_scalerl.recipe.file import dump_recipe
 from megatron_scalerl.trainer.client import TrainerClient, TrainerError
 from megatron_scalerl.trainer.worker import EXIT_ORPHAN
 from megatron_scalerl.weights.connection import Connection
@@ -37,9 +37,13 @@ class World:
         where = None if bind_host else self._resources.enter_context(private_folder())
         self._bind = {"MSRL_BIND_HOST": bind_host} if bind_host else {}
         self.client = TrainerClient(
-            world_size=world_size, run_id="run", incarnation="1.0", secret=SECRET, rendezvous=where,
+            world_size=world_size,
+            run_id="run",
+            incarnation="1.0",
+            secret=SECRET,
+            rendezvous=where,
             command_timeout_s=120,
-        )  # fmt: skip
+        )
         self._recipe = folder / "recipe.yaml"
         self._recipe.write_text(dump_recipe(make_recipe(policy, trainer={"world_size": world_size})))
         self.processes: list[asyncio.subprocess.Process] = []

@@ -14,10 +14,10 @@ import msgspec
 import pytest
 import torch
 
-from megatron_scalerl.rendezvous import address_of, listen_on, private_folder, serve_store
+from megatron_scalerl.checkpoints.manifest import manifest_of
+from megatron_scalerl.distributed.rendezvous import address_of, listen_on, private_folder, serve_store
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import combine
-from megatron_scalerl.weights.manifest import manifest_of
 from megatron_scalerl.weights.transport import make_sender, resolve_transport
 from megatron_scalerl.weights.transport.gloo import Group, receive
 
@@ -30,9 +30,13 @@ def spec(monkeypatch):
 
         def make(world_size=2, **changes):
             base = Connection(
-                backend="gloo", rendezvous=rendezvous, group=uuid.uuid4().hex,
-                world_size=world_size, bucket_mib=1, timeout_s=20,
-            )  # fmt: skip
+                backend="gloo",
+                rendezvous=rendezvous,
+                group=uuid.uuid4().hex,
+                world_size=world_size,
+                bucket_mib=1,
+                timeout_s=20,
+            )
             return replace(base, **changes)
 
         yield make
@@ -189,8 +193,11 @@ def test_a_receiver_that_vanishes_in_the_middle_of_a_broadcast_ends_the_update_i
     weights = {"a": torch.zeros(16 << 20)}  # 64 MiB: more than the sockets hold
     receiver = subprocess.Popen(
         [sys.executable, "-c", RECEIVER, msgspec.json.encode(connection).decode()],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     try:
         sender = make_sender(replace(connection, timeout_s=60))  # the receiver has torch to import
         sender.group.timeout = timedelta(seconds=connection.timeout_s)

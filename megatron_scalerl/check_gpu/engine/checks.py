@@ -12,15 +12,34 @@ from typing import Any
 
 import aiohttp
 
-from megatron_scalerl.rollouts.engine_client import SECRET_HEADER, WHOLE_DISTRIBUTION, EngineClient, SamplingSpec
+from megatron_scalerl.engine.client import SECRET_HEADER, WHOLE_DISTRIBUTION, EngineClient, SamplingSpec
 from megatron_scalerl.types import Rollout
 
 GUARDED = (
-    "/collective_rpc", "/pause", "/resume", "/is_paused", "/start_weight_update", "/update_weights",
-    "/finish_weight_update", "/init_weight_transfer_engine", "/update_weight_version", "/get_world_size",
-    "/weight_info", "/inference/v1/generate", "/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize",
-    "/metrics", "/version", "/server_info", "/abort_requests", "/msrl/progress", "/nowhere", "/health/",
-)  # fmt: skip
+    "/collective_rpc",
+    "/pause",
+    "/resume",
+    "/is_paused",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/init_weight_transfer_engine",
+    "/update_weight_version",
+    "/get_world_size",
+    "/weight_info",
+    "/inference/v1/generate",
+    "/v1/models",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/tokenize",
+    "/metrics",
+    "/version",
+    "/server_info",
+    "/abort_requests",
+    "/msrl/progress",
+    "/nowhere",
+    "/health/",
+)
 _GRID = 2.0**10
 _GRID_LEAST = 0.15
 """Mean distance of log-prob differences, in units of 2**-10, from whole numbers: 1/4 where logits are fp32, 0 where
@@ -60,8 +79,13 @@ def open_paths(statuses: Mapping[str, int]) -> list[str]:
 async def likeliest(client: EngineClient, prompt: Sequence[int], *, tokens: int) -> list[list[float]]:
     """[tokens, 5] log-probs (nats) of the likeliest tokens at each step of one completion."""
     params = WHOLE_DISTRIBUTION | {
-        "max_tokens": tokens, "temperature": 1.0, "seed": 0, "logprobs": 5, "detokenize": False, "ignore_eos": True,
-    }  # fmt: skip
+        "max_tokens": tokens,
+        "temperature": 1.0,
+        "seed": 0,
+        "logprobs": 5,
+        "detokenize": False,
+        "ignore_eos": True,
+    }
     answer = json.loads(
         await client.post("/inference/v1/generate", {"token_ids": list(prompt), "sampling_params": params})
     )
@@ -85,9 +109,14 @@ def head_faults(head_dtype: str, rows: Sequence[Sequence[float]]) -> list[str]:
 
 
 def interruption_faults(
-    rollout: Rollout, *, phrase: Sequence[int], think_end: Sequence[int], ends: Sequence[int], version: int,
+    rollout: Rollout,
+    *,
+    phrase: Sequence[int],
+    think_end: Sequence[int],
+    ends: Sequence[int],
+    version: int,
     answer_tokens: int,
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """What is wrong with a completion that was to be interrupted at `rollout.thinking_cut` (at least 1).
 
     phrase: tokens that are forced, the closing tag's at their end. think_end: tokens of that tag. ends: tokens that

@@ -19,10 +19,10 @@ from megatron_scalerl.check_gpu.engine.processes import Serving, serve
 from megatron_scalerl.check_gpu.engine.random_policy import write_config_only
 from megatron_scalerl.check_gpu.engine.scene import Scene, engine_options, recipe_of
 from megatron_scalerl.check_gpu.findings import Recorder
+from megatron_scalerl.engine.client import EngineClient, SamplingSpec
 from megatron_scalerl.plan.assumptions import check_number, described
 from megatron_scalerl.plan.counting import Parameters, count, load_family
 from megatron_scalerl.plan.hardware import GIB, GPUS, gpu_of_device
-from megatron_scalerl.rollouts.engine_client import EngineClient, SamplingSpec
 
 CHECK = "decode rate"
 BATCHES = (1, 64)
@@ -60,10 +60,12 @@ async def check_decode_rate(scene: Scene, record: Recorder, deadline: Deadline, 
     recipes = (
         recipe_of(scene.setting, Path(scene.recipe.policy.path), start_s=limit_s, vllm=common),
         recipe_of(
-            scene.setting, large, start_s=limit_s,
+            scene.setting,
+            large,
+            start_s=limit_s,
             vllm=common | {"load_format": "dummy", "kv_cache_memory_bytes": _KV_BYTES},
         ),
-    )  # fmt: skip
+    )
     started = await asyncio.gather(
         *(serve(r, scene.folder / f"engine-{n}.log") for r, n in zip(recipes, ("small", "large"))),
         return_exceptions=True,
@@ -100,9 +102,13 @@ async def _measure(record: Recorder, small: Serving, large: Serving, parameters:
 
 
 def rates(
-    tiny: dict[int, float], large: dict[int, float], parameters: Parameters, *, gpu: str | None,
+    tiny: dict[int, float],
+    large: dict[int, float],
+    parameters: Parameters,
+    *,
+    gpu: str | None,
     freed_bytes: int | None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """The planner's assumptions, by their names, as far as they can be had.
 
     tiny, large: seconds of a decoding step by batch. parameters: of the large policy. gpu: row of the planner's
@@ -163,4 +169,3 @@ async def _freed(held: int, expected: int) -> int | None:
         if held - used >= expected or time.monotonic() > end:
             return held - used
         await asyncio.sleep(0.5)
-

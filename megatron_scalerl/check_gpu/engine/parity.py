@@ -10,7 +10,7 @@ from typing import Literal
 
 from megatron_scalerl.check_gpu.engine.random_policy import Reference
 from megatron_scalerl.check_gpu.findings import Recorder, finite
-from megatron_scalerl.probe import TOLERANCE
+from megatron_scalerl.controller.probe import TOLERANCE
 from megatron_scalerl.types import Rollout
 
 EXACT = 1e-4

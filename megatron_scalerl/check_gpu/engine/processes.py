@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_scalerl.check_gpu.logs import cause, read_log, serving_facts
+from megatron_scalerl.distributed.rendezvous import FolderRendezvous
+from megatron_scalerl.engine.process import EngineInfo, EngineProcess
 from megatron_scalerl.launch.local import start_rank
-from megatron_scalerl.launch.processes import ChildProcess
+from megatron_scalerl.processes.children import ChildProcess
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe_file import dump_recipe
-from megatron_scalerl.rendezvous import FolderRendezvous
-from megatron_scalerl.rollouts.engine import EngineInfo, EngineProcess
+from megatron_scalerl.recipe.file import dump_recipe
 from megatron_scalerl.trainer.client import TrainerClient
 from megatron_scalerl.trainer.wire import TrainerInfo
 

@@ -8,16 +8,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_scalerl.batch import pack
+from megatron_scalerl.batching.packing import pack
 from megatron_scalerl.check_gpu.deadline import Deadline
 from megatron_scalerl.check_gpu.engine.checks import summary
 from megatron_scalerl.check_gpu.engine.processes import Training, serve
 from megatron_scalerl.check_gpu.engine.random_policy import EXPERTS, LAYERS, write_experts
 from megatron_scalerl.check_gpu.engine.scene import Scene, engine_options, recipe_of
 from megatron_scalerl.check_gpu.findings import Recorder
+from megatron_scalerl.distributed.rendezvous import FolderRendezvous
+from megatron_scalerl.engine.client import EngineClient, SamplingSpec
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.rendezvous import FolderRendezvous
-from megatron_scalerl.rollouts.engine_client import EngineClient, SamplingSpec
 from megatron_scalerl.types import Prompt, Rollout, Sample
 
 CHECK = "routed experts"

@@ -9,9 +9,9 @@ from typing import Any
 from megatron_scalerl.check_gpu.engine.random_policy import write_dense
 from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.check_gpu.tiny_task import fallback_backend, tiny_folder
-from megatron_scalerl.preflight import Inputs, check_inputs
+from megatron_scalerl.controller.preflight import Inputs, check_inputs
+from megatron_scalerl.engine.options import check_options
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.rollouts.engine_options import check_options
 from megatron_scalerl.types import Prompt
 
 THINKING, ANSWER = 200, 8

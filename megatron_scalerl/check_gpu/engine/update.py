@@ -12,12 +12,12 @@ from megatron_scalerl.check_gpu.engine.processes import Serving, Training
 from megatron_scalerl.check_gpu.engine.random_policy import Reference
 from megatron_scalerl.check_gpu.engine.scene import Scene
 from megatron_scalerl.check_gpu.findings import Recorder
+from megatron_scalerl.controller.probe import Probe
+from megatron_scalerl.controller.weight_sync import WeightSync, WeightUpdate
+from megatron_scalerl.engine.client import EngineClient, SamplingSpec
 from megatron_scalerl.launch.fleet import Devices, Fleet
-from megatron_scalerl.probe import Probe
-from megatron_scalerl.rollouts.engine_client import EngineClient, SamplingSpec
 from megatron_scalerl.rollouts.sampler import Sampler
 from megatron_scalerl.types import Prompt, Rollout
-from megatron_scalerl.weights.sync import WeightSync, WeightUpdate
 
 VERSION = 1
 

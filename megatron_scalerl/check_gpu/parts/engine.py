@@ -27,8 +27,8 @@ from megatron_scalerl.check_gpu.engine.update import check_update
 from megatron_scalerl.check_gpu.findings import Recorder
 from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.check_gpu.tiny_task import forget_backend, remember_backend
+from megatron_scalerl.distributed.rendezvous import FolderRendezvous, private_folder
 from megatron_scalerl.prompts.end_tokens import end_token_ids
-from megatron_scalerl.rendezvous import FolderRendezvous, private_folder
 from megatron_scalerl.rewards.verifier import VerifierPool
 from megatron_scalerl.rollouts.sampler import VALIDATION_PRIORITY, Draw, Sampler, forced_ids
 from megatron_scalerl.types import Rollout
@@ -175,9 +175,14 @@ async def _interruption(scene: Scene, record: Recorder, serving: Serving, sample
 
 
 async def _with_trainer(
-    scene: Scene, record: Recorder, serving: Serving, sampler: Sampler, training: Training,
-    trainer: asyncio.Task[object], deadline: Deadline,
-) -> None:  # fmt: skip
+    scene: Scene,
+    record: Recorder,
+    serving: Serving,
+    sampler: Sampler,
+    training: Training,
+    trainer: asyncio.Task[object],
+    deadline: Deadline,
+) -> None:
     """The trainer has started beside the engine and its checks: what it gets here is for one that is slower."""
     started = False
     async with limited(record, "trainer parity", deadline.left(CHECK_S), training.log):

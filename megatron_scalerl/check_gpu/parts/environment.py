@@ -30,10 +30,17 @@ _IDLE_GIB = 3.0
 def run(setting: Setting, record: Recorder) -> None:
     """Report the part's checks."""
     checks: dict[str, Callable[[Setting, Recorder], None]] = {
-        "driver": _driver, "torch": _torch, "nccl": _nccl, "compiler": _compiler, "megatron-core": _megatron,
-        "transformer-engine": _transformer_engine, "apex": _apex, "flash-attn": _flash_attention, "vllm": _vllm,
+        "driver": _driver,
+        "torch": _torch,
+        "nccl": _nccl,
+        "compiler": _compiler,
+        "megatron-core": _megatron,
+        "transformer-engine": _transformer_engine,
+        "apex": _apex,
+        "flash-attn": _flash_attention,
+        "vllm": _vllm,
         "idle": _idle,
-    }  # fmt: skip
+    }
     for check, function in checks.items():
         with record.guarded(check):
             function(setting, record)

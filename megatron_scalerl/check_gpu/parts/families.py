@@ -31,7 +31,7 @@ from megatron_scalerl.check_gpu.step_parity import (
     without_ties,
 )
 from megatron_scalerl.check_gpu.table import KINDS
-from megatron_scalerl.trainer.parallel import Parallel, init_parallel, shutdown_parallel
+from megatron_scalerl.distributed.parallel import Parallel, init_parallel, shutdown_parallel
 from megatron_scalerl.trainer.step import make_trainer
 
 RECORD = "families-plain.json"
@@ -61,9 +61,11 @@ def run(setting: Setting, record: Recorder) -> None:
             distances += bf16_distances(kind, found, exact, own)
             judge(record, kind, distances)
             left[kind] = {
-                "logprobs": found.logprobs.tolist(), "loss": found.loss, "grad_norm": found.grad_norm,
+                "logprobs": found.logprobs.tolist(),
+                "loss": found.loss,
+                "grad_norm": found.grad_norm,
                 "own": own,
-            }  # fmt: skip
+            }
     if parallel:
         shutdown_parallel()
     if plain:

@@ -38,8 +38,13 @@ WARM_LOSS = 1.0
 RUNS = (
     Run(check="eager", overrides=("engine.vllm.enforce_eager=true",), steps=10, limit_s=70, on_cpu=True),
     Run(
-        check="graphs", overrides=("engine.vllm.enforce_eager=false",), steps=10, limit_s=95, on_cpu=False,
-        more_s=30, captures=True,
+        check="graphs",
+        overrides=("engine.vllm.enforce_eager=false",),
+        steps=10,
+        limit_s=95,
+        on_cpu=False,
+        more_s=30,
+        captures=True,
     ),
     Run(
         check="model logits",
@@ -49,7 +54,7 @@ RUNS = (
         on_cpu=False,
         validates=False,
     ),
-)  # fmt: skip
+)
 WARM_START_S = 45.0
 """Limit of the warm start on a GPU."""
 _NOT_ON_CPU = {

@@ -17,8 +17,8 @@ from megatron_scalerl.check_gpu.memory_report import report_memory
 from megatron_scalerl.check_gpu.ranks import run_ranks
 from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.check_gpu.synthetic import TOY
+from megatron_scalerl.distributed import device
 from megatron_scalerl.plan.predict import predict_trainer
-from megatron_scalerl.trainer import device
 
 LAYERS = 8
 """Of the recipe's 32: enough to be a quarter of its work, and built in seconds."""
@@ -35,8 +35,12 @@ def run(setting: Setting, record: Recorder) -> None:
     world = 2 if setting.toy else 8
     overrides = [f"trainer.world_size={world}", "optimizer.warmup_steps=0"]
     overrides += ["trainer.micro_batch_tokens=256", "policy.dtype=float32"] if setting.toy else []
-    job = {"recipe": str(root / "scalerl_llama3_8b.yaml"), "overrides": overrides, "policy": str(folder),
-           "micro_batches": 2}  # fmt: skip
+    job = {
+        "recipe": str(root / "scalerl_llama3_8b.yaml"),
+        "overrides": overrides,
+        "policy": str(folder),
+        "micro_batches": 2,
+    }
     with record.guarded("steps"):
         found = run_ranks(
             world,

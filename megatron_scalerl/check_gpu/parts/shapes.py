@@ -63,9 +63,11 @@ def run_process(shapes: Sequence[Shape], folder: Path, setting: Setting, limit: 
     for shape in shapes:
         (folder / f"{shape.name}.json").unlink(missing_ok=True)
     asked = {
-        "shapes": [asdict(shape) for shape in shapes], "folder": str(folder), "on_gpu": setting.on_gpu,
+        "shapes": [asdict(shape) for shape in shapes],
+        "folder": str(folder),
+        "on_gpu": setting.on_gpu,
         "measure_s": _MEASURE_SHARE * limit,
-    }  # fmt: skip
+    }
     log = folder / f"{shapes[0].name}.log"
     env = {"MSRL_LAYERS": setting.layers} if setting.layers and setting.on_gpu else {}
     argv = [sys.executable, "-m", "megatron_scalerl.check_gpu.shape_run", json.dumps(asked)]

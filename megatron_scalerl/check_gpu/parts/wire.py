@@ -9,15 +9,15 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_scalerl.apart import FAILED, events
 from megatron_scalerl.check_gpu.findings import Recorder
 from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.check_gpu.wire_reader import handed, read_sum
-from megatron_scalerl.rendezvous import private_folder, use_interface
-from megatron_scalerl.trainer import device as seam
+from megatron_scalerl.checkpoints.manifest import ParamMeta
+from megatron_scalerl.distributed import device as seam
+from megatron_scalerl.distributed.rendezvous import private_folder, use_interface
+from megatron_scalerl.processes.isolated import FAILED, events
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import digest
-from megatron_scalerl.weights.manifest import ParamMeta
 from megatron_scalerl.weights.transport import make_sender
 
 _BUCKET_MIB = 64
@@ -61,10 +61,14 @@ def _send(record: Recorder, device: torch.device, *, matrices: int, width: int) 
         use_interface(rendezvous)  # before the first group: gloo and NCCL listen on loopback only
         sender = make_sender(
             Connection(
-                backend=seam.backend(), rendezvous=rendezvous, group="check", world_size=1, bucket_mib=_BUCKET_MIB,
+                backend=seam.backend(),
+                rendezvous=rendezvous,
+                group="check",
+                world_size=1,
+                bucket_mib=_BUCKET_MIB,
                 timeout_s=30.0,
             )
-        )  # fmt: skip
+        )
         reports = [sender.send(iter(tensors.items()), manifest, version) for version in (1, 2, 3)]
         sender.close()
     same = len({report["digest"] for report in reports}) == 1

@@ -22,8 +22,8 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+from megatron_scalerl.distributed.device import HAVE_TE
 from megatron_scalerl.models.family import Family, LayerStyle
-from megatron_scalerl.trainer.device import HAVE_TE
 from megatron_scalerl.trainer.layers.attention import SdpaCoreAttention, with_bias, with_chunks
 from megatron_scalerl.trainer.layers.norm import HeadRMSNorm, SequenceParallelRMSNorm
 

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_scalerl.trainer import device
+from megatron_scalerl.checkpoints.manifest import Manifest
+from megatron_scalerl.distributed import device
 from megatron_scalerl.weights.connection import Connection
-from megatron_scalerl.weights.manifest import Manifest
 
 
 class Sender(Protocol):

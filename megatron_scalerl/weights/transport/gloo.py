@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_scalerl.rendezvous import gloo_device, open_store
+from megatron_scalerl.checkpoints.manifest import Bucket, Manifest, ParamMeta, buckets, manifest_digest
+from megatron_scalerl.distributed.rendezvous import gloo_device, open_store
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import combine, digest
-from megatron_scalerl.weights.manifest import Bucket, Manifest, ParamMeta, buckets, manifest_digest
 
 MAGIC = 0x4D53524C
 """First word of every header: anything else means that the two sides do not stand at the same place."""

@@ -1,0 +1,1 @@
+"""From scored groups to the trainer's micro-batches: filters, advantages, packing."""

@@ -1,0 +1,104 @@
+"""From scored groups to samples: filters, group-centred advantages, their normalisation, token weights.
+
+Khatri et al. 2025, arXiv 2510.13786, eq. 2 (advantage) and section 3.2 (batch-level normalisation, prompt
+mean). Silent in the paper and chosen here: the spread is the population standard deviation over one value
+per completion that remains after filtering.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_scalerl.batching.filters import drop_truncated, drop_zero_variance
+from megatron_scalerl.losses.reduction import Reduction, token_weights
+from megatron_scalerl.types import RolloutGroup, Sample
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchPlan:
+    """The samples of one optimiser step. Produced by `samples_of`; no samples means no step."""
+
+    samples: tuple[Sample, ...]
+    stats: Mapping[str, float]
+    """Counts for the metrics: groups, groups_kept, groups_dropped_REASON, completions, truncated_dropped,
+    samples, loss_tokens, and advantage_std (standard deviation of the centred rewards that remain)."""
+
+
+def samples_of(
+    groups: Sequence[RolloutGroup],
+    *,
+    normalise: Literal["batch", "prompt", "none"],
+    truncated: Literal["exclude", "wrong"],
+    zero_variance: bool,
+    reduction: Reduction,
+) -> BatchPlan:
+    """The completions that train, each with its advantage and its token weight.
+
+    `truncated` "exclude" takes truncated completions out of loss and group mean; "wrong" leaves them in with
+    the incorrect reward that they were scored with. `zero_variance` True drops groups whose rewards are equal;
+    False keeps them with advantage 0, where they still count in the mean over prompts. A group with nothing
+    left goes in either case.
+    """
+    kept, excluded = drop_truncated(groups) if truncated == "exclude" else (list(groups), 0)
+    dropped: dict[str, int] = {}
+    if zero_variance:
+        kept, dropped = drop_zero_variance(kept)
+    else:
+        empty = [group for group in kept if not group.rollouts]
+        kept = [group for group in kept if group.rollouts]
+        dropped = {"too_few": len(empty)} if empty else {}
+    advantages, spread = _advantages([[s.reward for s in group.scores] for group in kept], normalise)
+    lengths = [[sum(r.loss_mask) for r in group.rollouts] for group in kept]
+    weights = token_weights(lengths, reduction)
+    samples = tuple(
+        Sample(
+            prompt_token_ids=group.prompt.token_ids,
+            rollout=rollout,
+            advantage=advantages[p][i],
+            token_weight=weights[p][i],
+        )
+        for p, group in enumerate(kept)
+        for i, rollout in enumerate(group.rollouts)
+    )
+    stats = {
+        "groups": float(len(groups)),
+        "groups_kept": float(len(kept)),
+        "completions": float(sum(len(group.rollouts) for group in groups)),
+        "truncated_dropped": float(excluded),
+        "samples": float(len(samples)),
+        "loss_tokens": float(sum(map(sum, lengths))),
+        "advantage_std": spread,
+        **{f"groups_dropped_{reason}": float(count) for reason, count in sorted(dropped.items())},
+    }
+    return BatchPlan(samples=samples, stats=stats)
+
+
+def _advantages(
+    rewards: list[list[float]], normalise: Literal["batch", "prompt", "none"]
+) -> tuple[list[list[float]], float]:
+    """Advantage of every completion, and the standard deviation over all centred rewards (0 if none)."""
+    centred = [_centred(group) for group in rewards]
+    flat = [a for group in centred for a in group]
+    spread = statistics.pstdev(flat) if flat else 0.0
+    if normalise == "none":
+        return centred, spread
+    if normalise == "batch":
+        return [_divided(group, spread) for group in centred], spread
+    assert normalise == "prompt", normalise
+    return [_divided(group, statistics.pstdev(group)) for group in centred], spread
+
+
+def _centred(group: list[float]) -> list[float]:
+    """Rewards minus their mean. Equal rewards give exact zeros: the rounding of a mean is no advantage."""
+    if len(set(group)) == 1:
+        return [0.0] * len(group)
+    mean = statistics.fmean(group)
+    return [reward - mean for reward in group]
+
+
+def _divided(values: list[float], spread: float) -> list[float]:
+    """`values` over `spread`; all zero where the spread is, since then every value is zero as well."""
+    return [value / spread for value in values] if spread else [0.0] * len(values)

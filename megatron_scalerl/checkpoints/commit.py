@@ -1,0 +1,172 @@
+"""Which checkpoint folders count: the COMMIT file, its check, the newest one, and the pruning of old ones.
+
+A checkpoint is a folder `step_000123` whose COMMIT file, written last and by rename, lists every other file with
+its size, and the digests of the small ones. What it vouches for was on the disk before it. A folder without it was
+interrupted while being written and is no checkpoint. Imports no torch: the controller reads checkpoints' names too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_scalerl.checkpoints.atomic_io import sync, write_durably
+
+COMMIT = "COMMIT"
+DIGEST_BYTES = 16 << 20
+"""Files up to this size are committed with their SHA-256: metadata, common state, the controller's state."""
+_COMMIT_LIMIT = 64 << 20
+"""Bytes of a COMMIT."""
+_STEP = re.compile(r"step_(\d+)")
+
+
+def checkpoint_path(folder: str | Path, step: int) -> Path:
+    """Where the checkpoint of `step` lies under `folder`."""
+    return Path(folder) / f"step_{step:06d}"
+
+
+def write_commit(path: str | Path, facts: Mapping[str, Any]) -> None:
+    """Commit the folder `path` as it is: sync its files, list them in COMMIT with their sizes, and add `facts`."""
+    path = Path(path)
+    inside = [p for p in sorted(path.rglob("*")) if p != path / COMMIT]
+    for item in [*inside, path, path.parent]:
+        sync(item)
+    files = {str(p.relative_to(path)): p for p in inside if p.is_file()}
+    content = {
+        **facts,
+        "files": {name: file.stat().st_size for name, file in files.items()},
+        "sha256": {name: _digest(file) for name, file in files.items() if file.stat().st_size <= DIGEST_BYTES},
+    }
+    write_durably(path / COMMIT, json.dumps(content, indent=1).encode())
+
+
+def read_commit(path: str | Path) -> dict[str, Any]:
+    """The facts of a committed checkpoint, after checking that every file of it is there in full.
+
+    Raises ValueError, naming the file, for a folder that is missing or not committed and for a file that is
+    missing or has another size or, where it is small, another content.
+    """
+    path = Path(path)
+    commit = path / COMMIT
+    if not commit.is_file():
+        found = "a folder without it" if path.is_dir() else "no folder"
+        raise ValueError(f"{commit}: expected the file that completes a checkpoint, found {found}")
+    facts = _facts(commit)
+    sizes, digests = facts["files"], facts.get("sha256", {})
+    for name, size in sizes.items():
+        file = path / name
+        if not file.is_file():
+            raise ValueError(f"{file}: expected a file of {size} bytes, found none")
+        if file.stat().st_size != size:
+            raise ValueError(f"{file}: expected {size} bytes, found {file.stat().st_size}")
+        if name in digests and digests[name] != _digest(file):
+            raise ValueError(f"{file}: expected the content that was committed, found another digest")
+    return facts
+
+
+def _facts(commit: Path) -> dict[str, Any]:
+    """What the file says, its fields of the types that `write_commit` gives them."""
+    expected = f"{commit}: expected JSON with the checkpoint's files"
+    if (size := commit.stat().st_size) > _COMMIT_LIMIT:
+        raise ValueError(f"{expected}, at most {_COMMIT_LIMIT} bytes, found {size}")
+    try:
+        facts = json.loads(commit.read_bytes())
+    except RecursionError:
+        raise ValueError(f"{expected}, found lists or objects nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{expected}, found {error}") from None
+    if type(facts) is not dict:
+        raise ValueError(f"{expected}, found a {type(facts).__name__}")
+    for field, kind in {"files": int, "sha256": str}.items():
+        if field == "sha256" and field not in facts:
+            continue
+        if type(entries := facts.get(field)) is not dict:
+            raise ValueError(f"{expected}, found {field} that is a {type(entries).__name__}")
+        for name, value in entries.items():
+            _check_name(name, expected)
+            if type(value) is not kind or (isinstance(value, int) and value < 0):
+                raise ValueError(f"{expected}, found {field} whose {name} is {_shown(value)}")
+    step = facts.get("step", 0)
+    if type(step) is not int or step < 0:
+        raise ValueError(f"{expected}, found a step that is {_shown(step)}")
+    return facts
+
+
+def _check_name(name: str, expected: str) -> None:
+    parts = name.split("/")
+    if len(name) > 4000 or not name.isprintable() or any(p in ("", ".", "..") or len(p) > 255 for p in parts):
+        raise ValueError(f"{expected}, found the name {name[:100]!a}")
+
+
+def _shown(value: object) -> str:
+    """A number, or the type of what may be long or nested."""
+    return str(value)[:100] if type(value) in (int, float) else f"a {type(value).__name__}"
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def committed(folder: str | Path) -> list[tuple[int, Path]]:
+    """(step, path) of every folder with a COMMIT file under `folder`, oldest first."""
+    found = []
+    for path in Path(folder).glob("step_*"):
+        match = _STEP.fullmatch(path.name)
+        if match and (path / COMMIT).is_file():
+            found.append((int(match[1]), path))
+    return sorted(found)
+
+
+def latest(folder: str | Path) -> Path | None:
+    """The newest committed checkpoint under `folder`, None if there is none."""
+    found = committed(folder)
+    return found[-1][1] if found else None
+
+
+def latest_whole(folder: str | Path, check: Callable[[Path], object] = read_commit) -> tuple[Path | None, list[str]]:
+    """The newest committed checkpoint that `check` accepts, and a line about each newer one that it does not.
+
+    `check` raises ValueError or OSError naming what is wrong. (None, []) where nothing was committed yet. Raises
+    RuntimeError where no checkpoint is whole.
+    """
+    damaged: list[str] = []
+    for _, path in reversed(committed(folder)):
+        try:
+            check(path)
+        except (ValueError, OSError, RecursionError, OverflowError) as error:
+            damaged.append(f"{path}: {error}" if not str(error).startswith(str(path)) else str(error))
+            continue
+        return path, damaged
+    if damaged:
+        raise RuntimeError(f"{folder}: expected a whole checkpoint, found only damaged ones: {'; '.join(damaged)}")
+    return None, damaged
+
+
+def prune(folder: str | Path, keep: int, *, newest: int) -> list[Path]:
+    """Delete all but the `keep` newest committed checkpoints up to step `newest`, and those never committed.
+
+    newest: step of the checkpoint that was just written. Later ones, which a start found damaged, count for nothing
+    and stay until their step is written again. Only for the run's own controller, while no checkpoint is being
+    written. Returns what was deleted.
+    """
+    assert keep >= 1, keep
+    found = committed(folder)
+    kept = [path for step, path in found if step <= newest][-keep:] + [path for step, path in found if step > newest]
+    gone = [path for path in sorted(Path(folder).glob("step_*")) if _STEP.fullmatch(path.name) and path not in kept]
+    for path in gone:
+        discard(path)
+    return gone
+
+
+def discard(path: str | Path) -> None:
+    """Delete a checkpoint folder, its COMMIT first, so that a broken-off deletion leaves no checkpoint."""
+    path = Path(path)
+    (path / COMMIT).unlink(missing_ok=True)
+    if path.exists():
+        shutil.rmtree(path)

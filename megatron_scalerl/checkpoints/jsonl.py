@@ -1,0 +1,126 @@
+"""Append-only JSON Lines files that survive a crash at any byte: one writer, one recovery, one reader.
+
+Every file of a run that grows (journal, groups, ledger, metrics, validations, attempts) is written by `JsonlWriter`
+and read by `read_jsonl`. A row is one line, written by one system call where the system takes it whole. What a crash
+can leave behind is a last line without its newline: it is kept if it is a whole JSON object, else cut off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatron_scalerl.checkpoints.atomic_io import sync, write_durably
+
+_BLOCK = 1 << 16
+
+
+class JsonlWriter:
+    """Appends rows to one file. Opening it recovers the file first."""
+
+    def __init__(self, path: str | Path, *, private: bool = False) -> None:
+        """Open or create `path`. `private`: only its owner may read it (mode 0600), for prompts and completions.
+
+        Raises OSError.
+        """
+        self.path = Path(path)
+        recover(self.path)
+        mode = 0o600 if private else 0o666
+        created = not self.path.exists()
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, mode)
+        if created:
+            sync(self.path.parent)
+        self._encoder = msgspec.json.Encoder()
+
+    def append(self, *rows: Any) -> None:
+        """Append rows (JSON objects: mappings, dataclasses, structs) with one write. Not finite numbers become null.
+
+        Raises OSError naming the file; nothing of the rows is left in it then.
+        """
+        data = b"".join(self._encoder.encode(row) + b"\n" for row in rows)
+        start = os.fstat(self._fd).st_size
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(self._fd, data[written:] if written else data)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, start)
+            raise OSError(error.errno, os.strerror(error.errno or 0), str(self.path)) from None
+
+    def sync(self) -> None:
+        """Return when every row is on the disk."""
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def recover(path: str | Path) -> None:
+    """Make the file end with a whole line: a last line without newline gets it, or is cut off if it is torn.
+
+    A file that is not there stays so.
+    """
+    path = Path(path)
+    if not path.exists():
+        return
+    with open(path, "rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        start, tail = size, b""
+        while start > 0 and b"\n" not in tail:
+            step = min(start, _BLOCK)
+            start = file.seek(start - step)
+            tail = file.read(step) + tail
+        last = tail[tail.rfind(b"\n") + 1 :]
+        if not last:
+            return
+        if _is_object(last):
+            file.seek(0, os.SEEK_END)
+            file.write(b"\n")
+        else:
+            file.truncate(size - len(last))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+    """Every whole row of a JSONL file; a torn last line is left out, a missing file is an empty one.
+
+    Raises ValueError naming file and line for any other line that is not a JSON object.
+    """
+    path = Path(path)
+    if not path.exists():
+        return []
+    rows: list[dict[str, Any]] = []
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = msgspec.json.decode(line)
+            except msgspec.DecodeError as error:
+                if not line.endswith(b"\n"):
+                    return rows
+                raise ValueError(f"{path} line {number}: expected a JSON object, found {error}") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"{path} line {number}: expected a JSON object, found {type(row).__name__}")
+            rows.append(row)
+    return rows
+
+
+def rewrite(path: str | Path, rows: Iterable[Any], *, private: bool = False) -> None:
+    """Replace the file's rows, as a whole or not at all."""
+    write_durably(Path(path), b"".join(msgspec.json.encode(row) + b"\n" for row in rows), private=private)
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(msgspec.json.decode(line), dict)
+    except msgspec.DecodeError:
+        return False

@@ -1,0 +1,157 @@
+"""One record per step: RUN/metrics.jsonl is the truth; TensorBoard and, if installed, W&B are sinks."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, rewrite
+from megatron_scalerl.types import PassRate
+
+
+class Sink(Protocol):
+    """A place that scalars go to beside the JSONL."""
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Record named scalars of one step."""
+
+    def close(self) -> None:
+        """Flush."""
+
+
+class TensorBoardSink:
+    """Event files in RUN/tensorboard, written anew from the records at every start.
+
+    So what a restart drops is gone from them too. The first event tells a TensorBoard that is watching to forget what
+    it has read so far.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        folder = run_dir / "tensorboard"
+        shutil.rmtree(folder, ignore_errors=True)
+        self._writer = EventFileWriter(str(folder))
+        self._writer.add_event(Event(step=0, session_log=SessionLog(status=SessionLog.START)))
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Record named scalars of one step."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self._writer.add_event(Event(step=step, summary=Summary(value=values)))
+
+    def close(self) -> None:
+        """Flush."""
+        self._writer.close()
+
+
+class WandbSink:
+    """A W&B run of the recipe's name; used where wandb is installed and WANDB_MODE is not disabled.
+
+    W&B ignores records of steps that it has seen: after a restart it keeps the first ones.
+    """
+
+    def __init__(self, run_dir: Path, name: str) -> None:
+        import wandb
+
+        self._run = wandb.init(name=name, dir=str(run_dir), resume="allow", id=name)
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Record named scalars of one step."""
+        self._run.log(dict(scalars), step=step)
+
+    def close(self) -> None:
+        """Flush."""
+        self._run.finish()
+
+
+class Metrics:
+    """Writes step records and validations; step records that a restart makes again are dropped first.
+
+    Validations stay: the batches behind them are trained again with the same rollouts, and what was measured and
+    paid for once is not measured again.
+    """
+
+    def __init__(self, run_dir: str | Path, name: str, *, step: int, batches: int, last_step: int) -> None:
+        """step, batches: of the checkpoint that the run goes on from. last_step: newest step in the journal."""
+        run_dir = Path(run_dir)
+        steps, validations, by_prompt = (
+            run_dir / f"{name}.jsonl" for name in ("metrics", "validation", "validation_by_prompt")
+        )
+        rewrite(steps, [r for r in read_jsonl(steps) if r["step"] <= step and r.get("batches", 0) <= batches])
+        rows = [r for r in read_jsonl(validations) if r["step"] <= last_step]
+        rewrite(validations, rows)
+        self._validated = {row["step"] for row in rows}
+        # written before its validation: a crash between the two leaves one that nothing belongs to
+        rewrite(by_prompt, [r for r in read_jsonl(by_prompt) if r["step"] in self._validated])
+        self._steps, self._validations, self._by_prompt = map(JsonlWriter, (steps, validations, by_prompt))
+        self._sinks: list[Sink] = []
+        if importlib.util.find_spec("tensorboard"):
+            self._sinks.append(self._tensorboard(run_dir))
+        if importlib.util.find_spec("wandb") and os.environ.get("WANDB_MODE") != "disabled":
+            self._sinks.append(WandbSink(run_dir, name))
+
+    def step(self, step: int, record: Mapping[str, Any]) -> None:
+        """Append one record; numbers also go to the sinks. `record["batches"]` counts batches up to this one."""
+        self._steps.append({"step": step, **record})
+        self._to_sinks(step, record)
+
+    def validation(self, result: PassRate, by_prompt: Sequence[float]) -> None:
+        """Append one validation, and each held-out prompt's own pass rate for paired comparisons.
+
+        On the disk when this returns: it cost a lot, and a restart does not repeat what is recorded.
+        """
+        row = asdict(result)
+        self._by_prompt.append({"step": result.step, "by_prompt": list(by_prompt)})
+        self._by_prompt.sync()
+        self._validations.append(row)
+        self._validations.sync()
+        self._validated.add(result.step)
+        self._to_sinks(result.step, _validation_scalars(row))
+
+    def sync(self) -> None:
+        """Return when every record is on the disk."""
+        self._steps.sync()
+
+    def has_validation(self, step: int) -> bool:
+        """True if the validation of this step is recorded."""
+        return step in self._validated
+
+    def close(self) -> None:
+        """Close every file and sink."""
+        for file in (self._steps, self._validations, self._by_prompt):
+            file.close()
+        for sink in self._sinks:
+            sink.close()
+
+    def _tensorboard(self, run_dir: Path) -> TensorBoardSink:
+        sink = TensorBoardSink(run_dir)
+        for row in read_jsonl(self._steps.path):
+            sink.write(row["step"], _finite(row))
+        for row in read_jsonl(self._validations.path):
+            sink.write(row["step"], _finite(_validation_scalars(row)))
+        return sink
+
+    def _to_sinks(self, step: int, record: Mapping[str, Any]) -> None:
+        scalars = _finite(record)
+        for sink in self._sinks:
+            sink.write(step, scalars)
+
+
+def _validation_scalars(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"validation/{k}": v for k, v in row.items() if k != "step"}
+
+
+def _finite(record: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        k: float(v) for k, v in record.items() if k != "step" and isinstance(v, (int, float)) and math.isfinite(v)
+    }

@@ -1,0 +1,109 @@
+"""What can be known before any process is started: files, policy, parallel layout, tokenizer, tags, lengths.
+
+Everything here fails with one line and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+
+from megatron_scalerl.engine.options import check_options
+from megatron_scalerl.engine.process import listen_on
+from megatron_scalerl.launch.fleet import engine_gpus
+from megatron_scalerl.models import family, read_hf_config
+from megatron_scalerl.prompts.dataset import PromptSet, check_think_tags, check_vocabulary, load_prompts
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.file import read_yaml
+from megatron_scalerl.recipe.input_files import check_policy, check_prompts
+from megatron_scalerl.recipe.parallel_layout import check_cuts
+from megatron_scalerl.rollouts.sampler import forced_ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """The checked inputs of a run."""
+
+    tokenizer: PreTrainedTokenizerBase
+    hf_config: PretrainedConfig
+    prompts: PromptSet
+    longest_sequence: int
+    """Longest prompt and completion together, with forced phrase and end (tokens)."""
+    micro_batch_tokens: int
+    """Capacity of one packed micro-batch (tokens)."""
+
+    def resolved(self, recipe: Recipe) -> Recipe:
+        """The recipe with the engine's context length and the trainer's capacity filled in where it was silent."""
+        options = {"max_model_len": self.longest_sequence, **recipe.engine.vllm}
+        trainer = recipe.trainer.model_copy(update={"micro_batch_tokens": self.micro_batch_tokens})
+        engine = recipe.engine.model_copy(update={"vllm": options})
+        return recipe.model_copy(update={"engine": engine, "trainer": trainer})
+
+
+def check_inputs(recipe: Recipe) -> Inputs:
+    """Load and check what the recipe names. Raises ValueError: one line with key or row, expected, found."""
+    check_policy(recipe)
+    check_prompts(recipe)
+    check_options(recipe.engine.vllm)
+    for index in range(recipe.engine.count if recipe.engine.port else 0):
+        listen_on(recipe.engine.host, recipe.engine.port + index).close()
+    hf_config = read_hf_config(recipe.policy.path)
+    _check_layout(recipe, hf_config)
+    tokenizer = _tokenizer(recipe.policy.path)
+    text_config = hf_config.get_text_config()
+    check_vocabulary(tokenizer, text_config.vocab_size)
+    check_think_tags(tokenizer, recipe.prompts.think_start, recipe.prompts.think_end)
+    prompts = load_prompts(tokenizer, recipe.prompts)
+    if recipe.validation.every_steps and not prompts.held_out:
+        raise ValueError("validation.every_steps: expected held-out prompts (prompts.held_out), found none")
+    phrase_ids, _ = forced_ids(recipe, tokenizer)
+    for index in range(recipe.engine.count):
+        engine_gpus(recipe, index)
+    longest, capacity = recipe.longest_sequence(len(phrase_ids)), _micro_batch_tokens(recipe)
+    for key, limit in (
+        ("engine.vllm.max_model_len", recipe.engine.vllm.get("max_model_len") or longest),
+        ("max_position_embeddings of the policy", getattr(text_config, "max_position_embeddings", longest)),
+        ("trainer.micro_batch_tokens", capacity),
+    ):
+        if longest > limit:
+            raise ValueError(
+                f"{key}: expected at least {longest} (prompts.max_prompt_tokens {recipe.prompts.max_prompt_tokens} + "
+                f"thinking + phrase + answer), found {limit}"
+            )
+    return Inputs(
+        tokenizer=tokenizer,
+        hf_config=hf_config,
+        prompts=prompts,
+        longest_sequence=longest,
+        micro_batch_tokens=capacity,
+    )
+
+
+def _check_layout(recipe: Recipe, hf_config: PretrainedConfig) -> None:
+    """What Megatron would refuse, or assert, on every rank."""
+    policy = family(hf_config)
+    check_cuts(policy, recipe)
+    m = recipe.megatron
+    if m.model or m.parallel or m.ddp or m.optimizer:
+        from megatron_scalerl.trainer.options import check_megatron  # seconds: only where there is something to check
+
+        check_megatron(policy, recipe)
+
+
+def _tokenizer(path: str) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"policy.path: expected a tokenizer in {path}, found none ({error})") from None
+
+
+def _micro_batch_tokens(recipe: Recipe) -> int:
+    """Where the recipe is silent, a run that has begun goes on with the capacity that it began with."""
+    begun = Path(recipe.run_dir, "recipe.yaml")
+    if recipe.trainer.micro_batch_tokens is None and begun.exists():
+        found = (read_yaml(begun).get("trainer") or {}).get("micro_batch_tokens")
+        return found or recipe.micro_batch_tokens
+    return recipe.micro_batch_tokens

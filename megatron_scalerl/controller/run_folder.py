@@ -1,0 +1,220 @@
+"""RUN/: who may write into it, which recipe it belongs to, and which attempt of the run this is.
+
+recipe.yaml      the recipe as resolved
+lives            one line per start: run id, incarnation, when
+end.json         how the latest attempt that ended regularly did
+journal.jsonl    rollouts/ ledger.jsonl metrics.jsonl validation.jsonl tensorboard/ logs/ checkpoints/
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_scalerl.checkpoints import commit
+from megatron_scalerl.checkpoints.atomic_io import write_durably
+from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, rewrite
+from megatron_scalerl.launch.fleet import Attempt
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.file import RecipeError, dump_recipe, read_yaml
+from megatron_scalerl.rollouts.journal import History
+from megatron_scalerl.safe_load.check import check_checkpoint
+
+MAY_CHANGE = frozenset(
+    {
+        "steps",
+        "checkpoint.every_steps",
+        "checkpoint.keep",
+        "forecast.fit_until_share",
+        "rewards.workers",
+        "trainer.micro_batch_tokens",
+        "trainer.start_timeout_s",
+        "trainer.step_timeout_s",
+        "engine.start_timeout_s",
+        "engine.stall_timeout_s",
+        "engine.first_token_timeout_s",
+        "weights.timeout_s",
+    }
+)
+"""Keys that a restart may change without being another run: how long it is, how it is kept, what it waits for."""
+
+END = "end.json"
+_FOLDERS = ("logs", "checkpoints", "rollouts")
+_BEFORE_RECIPE = frozenset({"lock", ".recipe.yaml.draft", "recipe.yaml.tmp", *_FOLDERS})
+"""What a start leaves that was killed before it wrote recipe.yaml; the folders are empty then."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumePoint:
+    """Where an attempt starts from."""
+
+    checkpoint: Path | None = None
+    """None: from the policy of the recipe."""
+    step: int = 0
+    batches: int = 0
+    """Batches of the run's lineage that the checkpoint has seen."""
+    damaged: tuple[str, ...] = ()
+    """A line about each newer checkpoint that is damaged."""
+
+
+class RunFolder:
+    """The folder of one run, held by one controller at a time."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        """Create or reopen. Raises RecipeError where the folder belongs to another recipe or is in use."""
+        self.path = Path(recipe.run_dir)
+        check_recipe(recipe)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = self._take_lock()
+        try:
+            check_recipe(recipe)  # again, now that nobody else can write
+            for name in _FOLDERS:
+                (self.path / name).mkdir(exist_ok=True)
+            self.recipe_file = self.path / "recipe.yaml"
+            write_durably(self.recipe_file, dump_recipe(recipe).encode())
+            self.run_id, self.incarnation = self._begin_attempt()
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    @property
+    def attempt(self) -> Attempt:
+        """What a launcher needs to know of this attempt."""
+        return Attempt(
+            run_id=self.run_id, incarnation=self.incarnation, folder=self.path, recipe_file=self.recipe_file
+        )
+
+    def checkpoint(self, step: int) -> Path:
+        """Where the checkpoint of this step goes."""
+        return commit.checkpoint_path(self.path / "checkpoints", step)
+
+    def keep_checkpoints(self, keep: int, *, newest: int) -> None:
+        """Delete all but the `keep` checkpoints up to step `newest`, and those that were never committed."""
+        commit.prune(self.path / "checkpoints", keep, newest=newest)
+
+    def end(self, reason: str, *, step: int, final: bool) -> None:
+        """The attempt ended regularly; `final`: no attempt can go on from here, whatever `steps` is set to."""
+        end = {"reason": reason, "step": step, "final": final, "incarnation": self.incarnation}
+        rewrite(self.path / END, [end])
+
+    def close(self) -> None:
+        """Let another controller in."""
+        os.close(self._lock)
+
+    def _take_lock(self) -> int:
+        # whoever may read it can lock it, and keep the run from starting
+        lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        os.fchmod(lock, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(lock)
+            if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
+                raise RecipeError(f"{self.path}: expected a folder that no run writes to, found it locked") from None
+            raise RecipeError(
+                f"{self.path}/lock: expected a file system with file locks (flock), found {error.strerror}; choose "
+                "an output_dir on another file system"
+            ) from None
+        return lock
+
+    def _begin_attempt(self) -> tuple[str, str]:
+        """(run id, incarnation): `JOB_ID.RESTART_COUNT` on Slurm, else the number of this start."""
+        path = self.path / "lives"
+        starts = read_jsonl(path)
+        run_id = starts[0]["run_id"] if starts else secrets.token_hex(8)
+        job = os.environ.get("SLURM_JOB_ID")
+        incarnation = f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}" if job else f"local.{len(starts)}"
+        with contextlib.closing(JsonlWriter(path)) as file:
+            file.append({"run_id": run_id, "incarnation": incarnation, "unix_time": time.time()})
+            file.sync()
+        return run_id, incarnation
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Raises RecipeError where the run's folder holds files that are not a run's, or the run of another recipe."""
+    folder = Path(recipe.run_dir)
+    found = folder / "recipe.yaml"
+    if not found.exists():
+        if folder.exists() and not all(_left_by_a_start(item) for item in folder.iterdir()):
+            raise RecipeError(f"{folder}: expected an empty folder or a run, found files without recipe.yaml")
+        return
+    before = dict(_flat(read_yaml(found)))
+    now = dict(_flat(recipe.model_dump(mode="json")))
+    defaults = dict(_flat(type(recipe).model_construct().model_dump(mode="json", warnings=False)))
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key, defaults.get(key)) != now.get(key) and key not in MAY_CHANGE:
+            raise RecipeError(
+                f"{folder}: expected the recipe of the run in it, {key}: {before.get(key)!r}, "
+                f"found {now.get(key)!r}; choose another name or output_dir"
+            )
+
+
+def resume_point(run_dir: str | Path, check: Callable[[Path], object] = check_checkpoint) -> ResumePoint:
+    """The newest checkpoint of a run that `check` accepts: it raises ValueError for one that is not whole.
+
+    Raises RuntimeError where there are checkpoints and none is whole.
+    """
+
+    def state_of(path: Path) -> dict[str, int]:
+        check(path)
+        return _controller_state(path)
+
+    path, damaged = commit.latest_whole(Path(run_dir) / "checkpoints", state_of)
+    if path is None:
+        return ResumePoint()
+    state = _controller_state(path)
+    return ResumePoint(checkpoint=path, step=state["step"], batches=state["batches"], damaged=tuple(damaged))
+
+
+def check_history(run_dir: str | Path, history: History, start: ResumePoint) -> None:
+    """Raises RuntimeError where the journal does not reach as far as the checkpoint: lines of it are lost."""
+    if len(history.batches) < start.batches:
+        raise RuntimeError(
+            f"{Path(run_dir) / 'journal.jsonl'}: expected at least the {start.batches} batches of "
+            f"{start.checkpoint}, found {len(history.batches)}"
+        )
+
+
+def finished(recipe: Recipe, point: ResumePoint) -> str | None:
+    """Why nothing is left to do in the run's folder, None if something is."""
+    folder = Path(recipe.run_dir)
+    if point.checkpoint is None:
+        return None
+    for end in read_jsonl(folder / END):
+        if end.get("final") and end.get("step") == point.step:
+            return str(end["reason"])
+    validated = {row["step"] for row in read_jsonl(folder / "validation.jsonl")}
+    if point.step < recipe.steps or (recipe.validation.every_steps and point.step not in validated):
+        return None
+    return f"all {point.step} steps are made"
+
+
+def _controller_state(path: Path) -> dict[str, int]:
+    """The controller's own state in a checkpoint. Raises ValueError naming the file."""
+    file = path / "controller.json"
+    try:
+        state = json.loads(file.read_bytes())
+        return {"step": int(state["step"]), "batches": int(state["batches"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file}: expected JSON with step and batches, found {error!r}") from None
+
+
+def _left_by_a_start(item: Path) -> bool:
+    return item.name in _BEFORE_RECIPE and not (item.is_dir() and any(item.iterdir()))
+
+
+def _flat(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in data.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

@@ -1,0 +1,378 @@
+"""The CPU half of the device seam: patches that let Megatron-Core 0.16.1 train on CPUs over gloo.
+
+Opt-in: nothing happens at import, `install()` refuses where a GPU is visible and where Megatron-Core has
+another version. Each patch is one named function that says which upstream lines (megatron/core/...) need
+it. tests/distributed/test_cpu_compat.py shows for each that upstream still fails without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Collection, Iterator
+from importlib.metadata import version
+from types import ModuleType
+from typing import Any
+
+import torch
+
+MEGATRON_CORE_VERSION = "0.16.1"
+"""The Megatron-Core that these patches were written for."""
+
+CPU = torch.device("cpu")
+
+PATCHES: dict[str, Callable[[], None]] = {}
+"""Every patch by name, in the order of installation."""
+
+_undo: list[tuple[Any, str, Any]] = []
+_ABSENT = object()
+
+
+def install(*, without: Collection[str] = ()) -> None:
+    """Installs all patches but those named in `without` (which only tests give); a second call does nothing.
+
+    Raises ValueError where a GPU is visible or Megatron-Core's version is another one.
+    """
+    if torch.cuda.is_available():
+        raise ValueError(
+            "cpu_compat: expected no visible GPU, found one; the CPU patches would break it (hide it with "
+            "CUDA_VISIBLE_DEVICES= to run the CPU path)"
+        )
+    check_version()
+    assert set(without) <= set(PATCHES), f"unknown patches {set(without) - set(PATCHES)}"
+    if _undo:
+        return
+    for name, patch in PATCHES.items():
+        if name not in without:
+            patch()
+
+
+WITHOUT_TE = (
+    "router_gemm",
+    "adamw_state_before_first_step",
+    "adamw_step_of_loaded_state",
+    "adamw_step_per_parameter",
+)
+"""Patches for faults of Megatron-Core that have nothing to do with CPUs: they show wherever Transformer Engine is
+absent."""
+
+
+def install_without_te() -> None:
+    """The patches of WITHOUT_TE, for GPUs without Transformer Engine; those of AdamW where it is PyTorch's.
+
+    Raises ValueError where Megatron-Core's version is another one.
+    """
+    check_version()
+    if _undo:
+        return
+    torch_adamw = _core("optimizer").USING_PYTORCH_OPTIMIZER
+    for name in WITHOUT_TE:
+        if torch_adamw or not name.startswith("adamw"):
+            PATCHES[name]()
+
+
+def uninstall() -> None:
+    """Puts everything back as upstream has it."""
+    while _undo:
+        owner, name, original = _undo.pop()
+        if original is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+
+
+def check_version() -> None:
+    """Raises ValueError, naming both versions, unless the installed Megatron-Core is the expected one."""
+    found = version("megatron-core")
+    if found != MEGATRON_CORE_VERSION:
+        raise ValueError(
+            f"megatron-core: expected version {MEGATRON_CORE_VERSION}, which the CPU patches were written for, "
+            f"found {found}"
+        )
+
+
+def _patch(function: Callable[[], None]) -> Callable[[], None]:
+    PATCHES[function.__name__] = function
+    return function
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    """Sets owner.name and remembers what it was."""
+    _undo.append((owner, name, vars(owner).get(name, _ABSENT)))
+    setattr(owner, name, value)
+
+
+def _core(name: str) -> ModuleType:
+    return importlib.import_module(f"megatron.core.{name}")
+
+
+class _TorchOnCpu(ModuleType):
+    """The torch module as one upstream file sees it: `device="cuda"` in a factory means the CPU."""
+
+    def __init__(self, overrides: dict[str, Any]):
+        super().__init__("torch")
+        self.__dict__.update(overrides)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _factory_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = CPU
+        return factory(*args, **kwargs)
+
+    return on_cpu
+
+
+@_patch
+def current_device() -> None:
+    """`torch.cuda.current_device()` is the CPU: about forty buffers are allocated "on the current device".
+
+    models/common/embeddings/rotary_pos_embedding.py:78,162; utils.py:631; tensor_parallel/mappings.py:91,
+    141,181,442; tensor_parallel/layers.py:552; transformer/moe/router.py:90,169,178;
+    pipeline_parallel/p2p_communication.py:313,321; distributed/param_and_grad_buffer.py:800,806;
+    optimizer/distrib_optimizer.py:791; dist_checkpointing/strategies/state_dict_saver.py:252
+    """
+    _set(torch.cuda, "current_device", lambda: CPU)
+
+
+@_patch
+def rng_state() -> None:
+    """Megatron's tracker of generator states works on the CPU generator.
+
+    tensor_parallel/random.py:51-97 (get and set), 235-240 (add), 261 (a warning that the CPU generator
+    moved, which here it should), 433 (the default seed)
+    """
+    random = _core("tensor_parallel.random")
+    _set(torch.cuda, "get_rng_state", lambda device=None: torch.get_rng_state())
+    _set(torch.cuda, "manual_seed", torch.manual_seed)
+    _set(random, "_get_cuda_rng_state", lambda device=None, clone=False, graph_safe=False: torch.get_rng_state())
+    _set(random, "_set_cuda_rng_state", lambda state, device=-1, graph_safe=False: torch.set_rng_state(state))
+    logging.getLogger(random.__name__).addFilter(_not_the_rng_warning)
+
+
+def _not_the_rng_warning(record: logging.LogRecord) -> bool:
+    return "CPU RNG state changed" not in record.getMessage()
+
+
+LITERAL_FILES = (
+    "pipeline_parallel.schedules",  # 596, 983, 2138
+    "optimizer.optimizer",  # 473, 481, 485, 907
+    "optimizer.clip_grads",  # 90, 103, 115, 174, 207
+    "utils",  # 1207
+    "transformer.moe.moe_utils",  # 998
+    "transformer.utils",  # 35, 40
+    "dist_checkpointing.strategies.state_dict_saver",  # 204
+    "dist_checkpointing.exchange_utils",  # 104, 110, 326
+)
+"""Upstream files with device="cuda" literals; their `torch` sends those to the CPU."""
+
+
+@_patch
+def device_literal() -> None:
+    """`device="cuda"` literals in LITERAL_FILES mean the CPU there, and nowhere else."""
+    names = ("tensor", "zeros", "ones", "empty", "full", "empty_like")
+    proxy = _TorchOnCpu({name: _factory_on_cpu(getattr(torch, name)) for name in names})
+    for name in LITERAL_FILES:
+        _set(_core(name), "torch", proxy)
+
+
+@_patch
+def cuda_method() -> None:
+    """`Tensor.cuda()` is the tensor itself.
+
+    models/common/language_module/language_module.py:244 (tied embeddings over pipeline stages);
+    optimizer/distrib_optimizer.py:1089; optimizer/optimizer.py:375,380; dist_checkpointing/exchange_utils.py:336,499
+    """
+    _set(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
+
+
+@_patch
+def type_name() -> None:
+    """`Tensor.type()` reads "torch.cuda.FloatTensor": upstream sorts parameters by that string.
+
+    optimizer/distrib_optimizer.py:361,420,582; optimizer/optimizer.py:671,690; optimizer/clip_grads.py:167
+    """
+    original = torch.Tensor.type
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return original(self, *args, **kwargs)
+        return original(self).replace("torch.", "torch.cuda.", 1)
+
+    _set(torch.Tensor, "type", type_)
+
+
+@_patch
+def synchronize() -> None:
+    """`torch.cuda.synchronize()` does nothing.
+
+    pipeline_parallel/p2p_communication.py:242,398; dist_checkpointing/strategies/filesystem_async.py:230
+    """
+    _set(torch.cuda, "synchronize", lambda device=None: None)
+
+
+class _Stream:
+    """A stream that is always idle; its events have always happened."""
+
+    def wait_stream(self, stream: "_Stream") -> None:
+        pass
+
+    def record_event(self) -> "_Stream":
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def _on_stream(stream: _Stream) -> Iterator[None]:
+    yield
+
+
+@_patch
+def dispatcher_stream() -> None:
+    """The all-to-all token dispatcher's side stream is idle: transformer/moe/token_dispatcher.py:445,871-895."""
+    idle = _Stream()
+    cuda = _TorchOnCpu({"Stream": lambda: idle, "current_stream": lambda: idle, "stream": _on_stream})
+    cuda.__dict__["current_device"] = lambda: CPU
+    _set(_core("transformer.moe.token_dispatcher"), "torch", _TorchOnCpu({"cuda": cuda}))
+
+
+@_patch
+def router_gemm() -> None:
+    """`te_general_gemm` is None without Transformer Engine: transformer/moe/moe_utils.py:1192,1225 (NameError)."""
+    moe_utils = _core("transformer.moe.moe_utils")
+    if not hasattr(moe_utils, "te_general_gemm"):
+        _set(moe_utils, "te_general_gemm", None)
+
+
+@_patch
+def router_not_compiled() -> None:
+    """The router counts tokens without torch.compile, which wants a C++ compiler: transformer/moe/router.py:531."""
+    router = _core("transformer.moe.router").TopKRouter
+    compiled = router._apply_expert_bias
+    _set(router, "_apply_expert_bias", getattr(compiled, "_torchdynamo_orig_callable", compiled))
+
+
+@_patch
+def split_sizes() -> None:
+    """Split sizes of the all-to-all reach gloo as numbers.
+
+    transformer/moe/moe_utils.py:1093 converts only GPU tensors; token_dispatcher.py:879-885 then hands
+    tensors to all_to_all_single, which wants integers.
+    """
+
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.detach().numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    _set(_core("transformer.moe.token_dispatcher"), "maybe_move_tensor_to_cpu", maybe_move_tensor_to_cpu)
+
+
+@_patch
+def uneven_gather() -> None:
+    """`all_gather` of unequal shapes pads first, gloo has none: tensor_parallel/mappings.py:150.
+
+    Met with experts that are tensor parallel and expert parallel at once.
+    """
+    all_gather = torch.distributed.all_gather
+
+    def padded(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if all(output.shape == tensor.shape for output in outputs):
+            return all_gather(outputs, tensor, group=group, async_op=async_op)
+        rows = max(output.shape[0] for output in outputs)
+        send = tensor.new_zeros((rows, *tensor.shape[1:]))
+        send[: tensor.shape[0]] = tensor
+        received = [torch.empty_like(send) for _ in outputs]
+        all_gather(received, send, group=group)
+        for output, rows_of_rank in zip(outputs, received):
+            output.copy_(rows_of_rank[: output.shape[0]])
+        return None
+
+    proxy = _TorchOnCpu({"distributed": _DistributedWith(padded)})
+    _set(_core("tensor_parallel.mappings"), "torch", proxy)
+
+
+class _DistributedWith(ModuleType):
+    """torch.distributed with another `all_gather`."""
+
+    def __init__(self, all_gather: Callable[..., Any]):
+        super().__init__("torch.distributed")
+        self.all_gather = all_gather
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.distributed, name)
+
+
+@_patch
+def adamw_state_before_first_step() -> None:
+    """A fresh optimiser gets its AdamW state before a checkpoint is loaded into it.
+
+    optimizer/distrib_optimizer.py:641-642 asserts exactly one value of `step`, which torch's AdamW only has
+    after its first step. Learning rate and weight decay are 0 in the dummy step that makes the state.
+    """
+    optimizer_class = _core("optimizer.distrib_optimizer").DistributedOptimizer
+    original = optimizer_class.sharded_state_dict
+
+    def sharded_state_dict(
+        self: Any, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **kw: Any
+    ) -> Any:
+        if is_loading and not self.optimizer.state:
+            kept = [(group, group["lr"], group["weight_decay"]) for group in self.optimizer.param_groups]
+            for group, _, _ in kept:
+                group["lr"] = group["weight_decay"] = 0.0
+            self._init_optimizer_states_with_dummy_values()
+            for group, lr, weight_decay in kept:
+                group["lr"], group["weight_decay"] = lr, weight_decay
+        return original(self, model_sharded_state_dict, is_loading, *args, **kw)
+
+    _set(optimizer_class, "sharded_state_dict", sharded_state_dict)
+
+
+@_patch
+def adamw_step_of_loaded_state() -> None:
+    """Loading one parameter's state keeps the `step` that it has.
+
+    optimizer/distrib_optimizer.py:940 indexes tensors[key] for every key of the state, but the fully
+    reshardable load (:2100) has dropped `step`: KeyError.
+    """
+    optimizer_class = _core("optimizer.distrib_optimizer").DistributedOptimizer
+    original = optimizer_class._set_main_param_and_optimizer_states
+
+    def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        if "step" in state and "step" not in tensors:
+            tensors = {**tensors, "step": state["step"]}
+        original(self, model_param, tensors)
+
+    _set(optimizer_class, "_set_main_param_and_optimizer_states", _set_main_param_and_optimizer_states)
+
+
+@_patch
+def adamw_step_per_parameter() -> None:
+    """After a load every parameter counts its own steps, beside its weights where AdamW is fused.
+
+    optimizer/distrib_optimizer.py:817-821 gives all parameters one shared `step` tensor in host memory, which torch's
+    AdamW then advances once per parameter: the bias correction is silently wrong after a resume.
+    """
+    optimizer_class = _core("optimizer.distrib_optimizer").DistributedOptimizer
+    original = optimizer_class.load_state_dict
+
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        fused = [group.get("fused") for group in self.optimizer.param_groups]
+        original(self, state_dict)
+        for group, was_fused in zip(self.optimizer.param_groups, fused):
+            group["fused"] = was_fused
+            for parameter in group["params"]:
+                state = self.optimizer.state.get(parameter, {})
+                if torch.is_tensor(state.get("step")):
+                    place = parameter.device if was_fused else CPU
+                    state["step"] = state["step"].to(place, copy=True)
+
+    _set(optimizer_class, "load_state_dict", load_state_dict)

@@ -1,0 +1,1 @@
+"""Inference engines: vLLM's server with our plugin, the process that runs it, the controller's client."""

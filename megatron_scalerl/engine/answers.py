@@ -1,0 +1,255 @@
+"""What an engine answers, from bytes to the dataclasses of the run.
+
+Whatever is wrong with an answer is the engine's fault: EngineError, which ends the run. One kind of fault
+concerns one completion alone: sampled tokens without a log-probability, CompletionLost.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from base64 import b64decode
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar, cast
+
+import msgspec
+import numpy as np
+
+from megatron_scalerl.engine.interruption import Plan, tag
+from megatron_scalerl.types import CompletionLost, ExpertChoices, Rollout
+
+T = TypeVar("T")
+
+PROGRESS_PATH = "/msrl/progress"
+"""Where our own part of the server (`engine.vllm_plugin`) tells what the cores produced."""
+MISSING_LOGPROB = -9999.0
+"""What vLLM writes for a log-probability that is missing, NaN or -inf."""
+LARGEST_LOGPROB = 1e-3
+"""A log-probability is at most 0; float32 arithmetic may exceed that a little (nats)."""
+_VERSION_DIGITS = 18
+"""Digits of the longest policy version, which then is below 2**63."""
+
+
+_READ_HEADER = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+
+
+class EngineError(RuntimeError):
+    """An engine refused a request, broke off while answering it, or answered what cannot be used."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineInfo:
+    """What an engine says about itself, asked in its worker."""
+
+    vocab_size: int
+    """Rows of the logits."""
+    dtype: str
+    """Type of the weights as asked for: float32, bfloat16."""
+    head_dtype: str
+    """Precision of the logit projection, found on the logits of a probe, not in a setting."""
+    logprobs_mode: str
+    max_model_len: int
+    """Longest prompt and completion together (tokens)."""
+    pid: int
+    world_size: int
+    """Workers: tensor x pipeline x data parallel."""
+    weight_version: str
+    """Label of the weights in use."""
+    weight_digest: str
+    """Digest of the bytes of the last update, empty before the first."""
+    attention_temperature: bool | None = None
+    """Whether layers without RoPE scale their queries by position; None where the policy has no such layers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CoreProgress:
+    """What the server has seen of one of its engine cores (one per data-parallel rank)."""
+
+    core: int
+    """Data-parallel rank of the core."""
+    tokens: int
+    """Tokens that came out of the core since the server started, those of aborted requests among them."""
+    waiting: int
+    """Requests given to the core whose first token has not come: queued or being prefilled."""
+    decoding: int
+    """Requests given to the core that have at least one token and are not finished."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineProgress:
+    """What a server has seen of its engine's cores, told without asking them."""
+
+    cores: tuple[CoreProgress, ...]
+    dead: bool
+    """True if the server knows that a core has ended."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that came out of all cores since the server started."""
+        return sum(core.tokens for core in self.cores)
+
+
+class _Token(msgspec.Struct):
+    logprob: float | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Token]
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
+    finish_reason: str
+    logprobs: _Logprobs | None = None
+    weight_versions: list[_Span] | None = None
+    routed_experts: str | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+    prompt_logprobs: list[dict[str, _Token] | None] | None = None
+
+
+def decode(content: bytes, kind: type[T], where: str) -> T:
+    """JSON as `kind`. where: engine and path, for the message. Raises EngineError for anything else."""
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.MsgspecError as err:
+        raise EngineError(f"{where}: expected a whole JSON answer, found {content[:80]!r} ({err})") from None
+
+
+def convert(value: Any, kind: type[T], where: str) -> T:
+    """Decoded JSON as `kind`. where: engine and path. Raises EngineError."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.MsgspecError as err:
+        raise EngineError(f"{where}: expected {kind.__name__}, found {str(value)[:200]} ({err})") from None
+
+
+def completion(content: bytes, *, plan: Plan | None, seed: int, where: str) -> Rollout:
+    """The completion in the answer to a generation.
+
+    plan: what was to be forced on it, None for nothing. seed: its sampling seed. where: engine and path. Raises
+    EngineError, and CompletionLost (`no_logprobs`) if a sampled token has no log-probability.
+    """
+    answer = decode(content, _Answer, where)
+    if len(answer.choices) != 1:
+        raise EngineError(f"{where}: expected one completion, found {len(answer.choices)}")
+    return rollout_of(answer.choices[0], plan=plan, seed=seed, where=where)
+
+
+def prompt_logprobs(content: bytes, token_ids: Sequence[int], where: str) -> tuple[float, ...]:
+    """[T - 1] log-probs (nats) of token_ids[1:] in an answer that was asked for them. Raises EngineError.
+
+    token_ids: [T] the prompt. where: engine and path.
+    """
+    rows = decode(content, _Answer, where).prompt_logprobs or []
+    if len(rows) != len(token_ids):
+        raise EngineError(f"{where}: expected log-probs of {len(token_ids)} prompt tokens, found {len(rows)}")
+    found = [(row or {}).get(str(token), _Token()) for row, token in zip(rows[1:], token_ids[1:])]
+    values = _usable(found, [True] * len(found))
+    if isinstance(values, int):
+        raise EngineError(f"{where}: prompt token {values + 1}: {_expectation(found[values])}")
+    return values
+
+
+def rollout_of(choice: _Choice, *, plan: Plan | None, seed: int, where: str) -> Rollout:
+    """One choice of an answer as a rollout; arguments and errors as for `completion`."""
+    tokens = choice.token_ids
+    if choice.finish_reason not in ("stop", "length"):
+        raise EngineError(f"{where}: completion ended with {choice.finish_reason!r} after {len(tokens)} tokens")
+    scored = choice.logprobs.content if choice.logprobs is not None else []
+    if not tokens or len(scored) != len(tokens):
+        raise EngineError(f"{where}: expected a log-prob for each of {len(tokens)} tokens, found {len(scored)}")
+    truncated = choice.finish_reason == "length"
+    kept, mask, interrupted = len(tokens), (True,) * len(tokens), False
+    if plan is not None:
+        try:
+            tags = tag(tokens, plan)
+        except ValueError as err:
+            raise EngineError(f"{where}: {err}") from None
+        kept, mask, interrupted = tags.kept_length, tags.loss_mask, tags.interrupted
+        truncated |= tags.truncated
+    values = _usable(scored, mask)
+    if isinstance(values, int):
+        raise CompletionLost(f"{where}: token {values}: {_expectation(scored[values])}", reason="no_logprobs")
+    return Rollout(
+        token_ids=tuple(tokens[:kept]),
+        rollout_logprobs=values,
+        policy_versions=_versions(choice.weight_versions, len(tokens), where)[:kept],
+        loss_mask=mask,
+        interrupted=interrupted,
+        truncated=truncated,
+        thinking_cut=plan.cut if plan else 0,
+        seed=seed,
+        expert_choices=None if choice.routed_experts is None else _expert_choices(choice.routed_experts, where),
+    )
+
+
+def _usable(tokens: Sequence[_Token], mask: Sequence[bool]) -> tuple[float, ...] | int:
+    """[T] log-probs of the tokens under the mask and 0.0 elsewhere; or the index of the first one that is unusable.
+
+    tokens, mask: [T].
+    """
+    values = tuple(token.logprob if sampled else 0.0 for token, sampled in zip(tokens, mask))
+    for index, value in enumerate(values):
+        if value is None or not MISSING_LOGPROB < value <= LARGEST_LOGPROB:  # NaN fails the comparison too
+            return index
+    return cast(tuple[float, ...], values)
+
+
+def _expectation(token: _Token) -> str:
+    return f"expected a log-probability above {MISSING_LOGPROB:g} and at most 0, found {token.logprob}"
+
+
+def _expert_choices(encoded: str, where: str) -> ExpertChoices:
+    """vLLM's array in .npy form, base64, [P + T - 1, L, K]. Raises EngineError for another."""
+    try:
+        stream = io.BytesIO(b64decode(encoded, validate=True))
+        version = np.lib.format.read_magic(stream)
+        if version not in _READ_HEADER:
+            raise ValueError(f"version {version}")
+        shape, fortran_order, dtype = _READ_HEADER[version](stream)
+    except Exception as err:  # a header is a Python literal: parsing a broken one raises almost anything
+        what = f"{type(err).__name__}: {str(err)[:200]}"
+        raise EngineError(f"{where}: routed_experts: expected a base64 .npy array, found {what}") from None
+    if len(shape) != 3 or min(shape) < 0 or dtype not in (np.uint8, np.uint16):
+        raise EngineError(
+            f"{where}: routed_experts: expected uint8 or uint16 [tokens, layers, experts], found {dtype} {shape}"
+        )
+    # Before anything of that size is made.
+    data, size = stream.getbuffer()[stream.tell() :], math.prod(shape) * dtype.itemsize
+    if len(data) != size:
+        raise EngineError(f"{where}: routed_experts: expected {size} bytes for shape {shape}, found {len(data)}")
+    array = np.frombuffer(data, dtype).reshape(shape, order="F" if fortran_order else "C")
+    width: Literal[1, 2] = 1 if dtype == np.uint8 else 2
+    return ExpertChoices(layers=shape[1], topk=shape[2], width=width, data=array.astype(f"<u{width}").tobytes())
+
+
+def _versions(spans: list[_Span] | None, length: int, where: str) -> tuple[int, ...]:
+    """[T] policy version of every token. Raises EngineError if a token has none."""
+    versions: list[int] = []
+    for span in spans or []:
+        label = span.version
+        if not (label.isascii() and label.isdecimal() and len(label) <= _VERSION_DIGITS):
+            expected = f"expected a number of at most {_VERSION_DIGITS} digits"
+            raise EngineError(f"{where}: policy version: {expected}, found {label[:80]!r}")
+        if span.start != len(versions) or not span.start < span.end <= length:
+            raise EngineError(
+                f"{where}: policy versions: expected a span from token {len(versions)} within {length}, "
+                f"found {span.start} to {span.end}"
+            )
+        versions += [int(label)] * (span.end - span.start)
+    if len(versions) != length:
+        raise EngineError(f"{where}: policy versions: expected one per token ({length}), found {len(versions)}")
+    return tuple(versions)

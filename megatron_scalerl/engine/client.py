@@ -1,0 +1,304 @@
+"""What the controller says to one engine: tokens in and tokens out, pause and resume, and who are you.
+
+Every request carries the run's secret. A generation has no time limit of its own: an engine that stops
+producing tokens is found by `engine.watchdog`, one that ends by `engine.process`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from megatron_scalerl.engine.answers import (
+    PROGRESS_PATH,
+    EngineError,
+    EngineInfo,
+    EngineProgress,
+    completion,
+    convert,
+    decode,
+    prompt_logprobs,
+)
+from megatron_scalerl.engine.interruption import Plan
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.file import RecipeError
+from megatron_scalerl.recipe.sections import EngineSection
+from megatron_scalerl.types import CompletionLost, Rollout
+
+__all__ = [
+    "SECRET_HEADER",
+    "EngineClient",
+    "EngineError",
+    "EngineInfo",
+    "EngineProgress",
+    "SamplingSpec",
+    "attention_temperature",
+    "check_engine",
+    "logprobs_mode",
+]
+
+SECRET_HEADER = "X-Run-Secret"
+"""Every path but /health demands it."""
+
+_GENERATE = "/inference/v1/generate"
+
+WHOLE_DISTRIBUTION: dict[str, Any] = {
+    "n": 1,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_tokens": 0,
+    "stop": [],
+    "bad_words": [],
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "structured_outputs": None,
+    "thinking_token_budget": None,
+    "repetition_detection": None,
+    "trace_decode_token_ids": None,
+    "watermarking": False,
+}
+"""Said in every request: sample from softmax(logits / temperature) and from nothing else, which is what the trainer
+computes, whatever defaults a policy's generation_config.json or a later vLLM has."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingSpec:
+    """How one completion is sampled."""
+
+    max_tokens: int
+    """Budget of the whole completion; with a plan the plan's own limit holds if it is lower."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    seed: int = 0
+    interruption: Plan | None = None
+    """Cut, phrase and answer budget; None: no interruption, one budget."""
+    priority: int = 0
+    """Lower is served first."""
+    end_ids: tuple[int, ...] = ()
+    """Tokens that end the completion, beside the plan's and those that vLLM finds in the policy's folder."""
+    ignore_eos: bool = False
+    """True generates to the budget whatever comes; for measurements."""
+
+
+class _Results(msgspec.Struct):
+    results: list[Any]
+
+
+class _WorldSize(msgspec.Struct):
+    world_size: int
+
+
+class _WeightInfo(msgspec.Struct):
+    weight_version: str
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+def check_engine(info: EngineInfo, recipe: Recipe) -> None:
+    """Refuse an engine that does not compute what the trainer computes.
+
+    Raises ValueError with the key that the user can change, EngineError where vLLM does not do what it was told.
+    """
+    logits = "float32" if recipe.policy.logits == "fp32" else recipe.policy.dtype
+    wanted = None if info.attention_temperature is None else attention_temperature(recipe)
+    need = recipe.longest_sequence(phrase_tokens=0)
+    for fault, key, expected, found in (
+        (EngineError, "policy.dtype", recipe.policy.dtype, info.dtype),
+        (EngineError, "rollouts.temperature", logprobs_mode(recipe), info.logprobs_mode),
+        (RecipeError, f"policy.logits {recipe.policy.logits}", logits, info.head_dtype),
+        (RecipeError, "config.json: attn_temperature_tuning", wanted, info.attention_temperature),
+    ):
+        if expected != found:
+            raise fault(f"{key}: expected {expected} in trainer and engine, found {found} in the engine")
+    if info.max_model_len < need:
+        raise RecipeError(f"engine.vllm.max_model_len: expected at least {need}, found {info.max_model_len}")
+
+
+def logprobs_mode(recipe: Recipe) -> str:
+    """Which log-probs the engine reports: those of the policy, or those of its logits over the temperature."""
+    return "raw_logprobs" if recipe.rollouts.temperature == 1 else "processed_logprobs"
+
+
+def attention_temperature(recipe: Recipe) -> bool | None:
+    """Whether the policy scales the queries of layers without RoPE by position (Llama 4); None for other families."""
+    path = Path(recipe.policy.path) / "config.json"
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    text = config.get("text_config") or config
+    return bool(text.get("attn_temperature_tuning", True)) if text.get("model_type") == "llama4_text" else None
+
+
+class EngineClient:
+    """One engine's HTTP interface. Close it when done; it keeps its connections open."""
+
+    def __init__(
+        self, *, url: str, secret: str, name: str = "engine-0", settings: EngineSection | None = None
+    ) -> None:
+        """url: http://host:port. name: what errors call it. settings: None for the defaults."""
+        self.url = url.rstrip("/")
+        self.name = name
+        self.secret = secret
+        self.in_flight = 0
+        """Generations that this client waits for."""
+        self.paused = False
+        """True from the request to pause until the engine has resumed."""
+        self._max_lost = (settings or EngineSection()).max_lost_in_a_row
+        self._lost_in_a_row = 0
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> "EngineClient":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all connections; requests under way are aborted in the engine."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def generate(self, prompt_token_ids: Sequence[int], *, sampling: SamplingSpec) -> Rollout:
+        """One completion. Cancelling it aborts it in the engine.
+
+        Raises CompletionLost for one without log-probabilities, EngineError for any other failure and for
+        engine.max_lost_in_a_row lost completions without a good one between them.
+        """
+        body = {"token_ids": prompt_token_ids, "sampling_params": _sampling(sampling), "priority": sampling.priority}
+        with self._generating():
+            content = await self.post(_GENERATE, body)
+        where = self._where(_GENERATE)
+        try:
+            rollout = completion(content, plan=sampling.interruption, seed=sampling.seed, where=where)
+        except CompletionLost as lost:
+            self._lost_in_a_row += 1
+            if self._lost_in_a_row < self._max_lost:
+                raise
+            raise EngineError(
+                f"{self.name}: {self._lost_in_a_row} completions in a row without usable log-probabilities "
+                f"(engine.max_lost_in_a_row), the last one: {lost}"
+            ) from None
+        self._lost_in_a_row = 0
+        return rollout
+
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Log-probs (nats) of token_ids[1:], each given the tokens before it. Raises EngineError."""
+        params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+        with self._generating():
+            content = await self.post(_GENERATE, {"token_ids": token_ids, "sampling_params": params})
+        return prompt_logprobs(content, token_ids, self._where(_GENERATE))
+
+    async def progress(self) -> EngineProgress:
+        """What each core of the engine has produced, without asking the cores. Raises EngineError."""
+        return decode(await self.get(PROGRESS_PATH), EngineProgress, self._where(PROGRESS_PATH))
+
+    async def info(self) -> EngineInfo:
+        """Ask the engine's workers what they run. Raises EngineError."""
+        answers = await self.rpc("msrl_info")
+        world = decode(await self.get("/get_world_size"), _WorldSize, self._where("/get_world_size"))
+        label = decode(await self.get("/weight_info"), _WeightInfo, self._where("/weight_info"))
+        where = f"{self._where('/collective_rpc')} msrl_info"
+        common = {"world_size": world.world_size, "weight_version": label.weight_version}
+        infos = [convert({**convert(a, dict, where), **common}, EngineInfo, where) for a in answers]
+        digests = {info.weight_digest for info in infos}
+        if len(digests) != 1:
+            raise EngineError(f"{self.name}: its workers hold different weights: {sorted(digests)}")
+        return infos[0]
+
+    async def rpc(self, method: str, *args: str) -> list[Any]:
+        """Call a method of every worker; their answers in the order of ranks. Raises EngineError."""
+        body = await self.post("/collective_rpc", {"method": method, "args": args})
+        return decode(body, _Results, self._where("/collective_rpc")).results if body else []
+
+    async def pause(self, *, clear_cache: bool) -> None:
+        """Stop between two steps and keep every request; clear_cache recomputes their KV cache on resume."""
+        self.paused = True
+        await self.post("/pause", None, {"mode": "keep", "clear_cache": str(clear_cache).lower()})
+
+    async def resume(self) -> None:
+        """Go on where `pause` stopped."""
+        await self.post("/resume", None)
+        self.paused = False
+
+    async def set_version(self, version: int) -> None:
+        """Label the weights that the engine holds already."""
+        await self.post("/update_weight_version", {"new_version": str(version)})
+
+    async def get(self, path: str) -> bytes:
+        """GET a path. Raises EngineError."""
+        return await self._request("GET", path, None, None)
+
+    async def post(self, path: str, body: Mapping[str, Any] | None, query: Mapping[str, str] | None = None) -> bytes:
+        """POST JSON to a path. Raises EngineError."""
+        return await self._request("POST", path, body, query)
+
+    @contextlib.contextmanager
+    def _generating(self) -> Iterator[None]:
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+
+    def _where(self, path: str) -> str:
+        return f"{self.name}: {path}"
+
+    async def _request(self, method: str, path: str, body: Any, query: Mapping[str, str] | None) -> bytes:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3600),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
+                headers={SECRET_HEADER: self.secret, "Content-Type": "application/json"},
+            )
+        data = None if body is None else _encode(body)
+        # the server drops a connection after an error inside it, which the next request on it would meet: only
+        # generations, which are many, share connections
+        headers = {} if path == _GENERATE else {"Connection": "close"}
+        try:
+            async with self._session.request(
+                method, self.url + path, data=data, params=query, headers=headers
+            ) as response:
+                content = await response.read()
+                if response.status != 200:
+                    raise EngineError(f"{self.name}: {method} {path}: {response.status} {_reason(content)}")
+                return content
+        except (TimeoutError, aiohttp.ClientError) as err:
+            raise EngineError(f"{self.name}: {method} {path}: {type(err).__name__}: {err}") from err
+
+
+def _reason(content: bytes) -> str:
+    """The one line that says what went wrong in an error answer."""
+    try:
+        answer = msgspec.json.decode(content)
+    except msgspec.DecodeError:
+        return content[:300].decode(errors="replace")
+    error = answer.get("error", answer) if isinstance(answer, dict) else answer
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:1000]
+
+
+def _sampling(spec: SamplingSpec) -> dict[str, Any]:
+    plan = spec.interruption
+    ends = {*spec.end_ids, *([] if plan is None else [plan.eos_id])}
+    params: dict[str, Any] = WHOLE_DISTRIBUTION | {
+        "max_tokens": spec.max_tokens if plan is None else min(spec.max_tokens, plan.max_tokens),
+        "temperature": spec.temperature,
+        "stop_token_ids": [] if spec.ignore_eos else sorted(ends),
+        "seed": spec.seed,
+        "logprobs": 0,
+        "detokenize": False,
+        "ignore_eos": spec.ignore_eos,
+    }
+    if plan is not None:
+        params["extra_args"] = plan.to_extra_args()
+    return params

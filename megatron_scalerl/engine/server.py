@@ -1,0 +1,61 @@
+"""The process of one engine: vLLM's OpenAI server on a socket that its parent has bound.
+
+    MSRL_LISTEN_FD=3 MSRL_READY_FD=4 MSRL_SECRET=... python -m megatron_scalerl.engine.server --model ...
+
+The arguments are vLLM's own. vLLM's own entry points bind the address themselves (a free port would be probed,
+given back and perhaps lost), and `vllm serve` needs a distribution of the name vllm. The imports of vLLM stand
+inside the functions: where vLLM spawns its core, that process imports this module again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from argparse import Namespace
+from types import FrameType
+
+from megatron_scalerl.processes.child import tie_forked_children
+
+
+def main() -> None:
+    """Serve until SIGTERM."""
+    tie_forked_children()
+    sock = socket.socket(fileno=int(os.environ.pop("MSRL_LISTEN_FD")))
+    sock.set_inheritable(False)
+    os.set_inheritable(int(os.environ["MSRL_READY_FD"]), False)
+
+    import uvloop
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.logger import configure_logging_from_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from megatron_scalerl.engine.vllm_progress import count_tokens
+
+    cli_env_setup()
+    arguments = make_arg_parser(FlexibleArgumentParser(description=__doc__)).parse_args()
+    configure_logging_from_args(arguments)
+    validate_parsed_serve_args(arguments)
+    count_tokens()
+    uvloop.run(_serve(arguments, sock))
+
+
+async def _serve(arguments: Namespace, sock: socket.socket) -> None:
+    from vllm.entrypoints.launchers.api_server.entry import run_server_worker
+    from vllm.entrypoints.launchers.launcher import validate_api_server_args
+    from vllm.utils.system_utils import decorate_logs, set_ulimit
+
+    decorate_logs("APIServer", skip_if_decorated=True)
+    signal.signal(signal.SIGTERM, _leave)  # until vLLM's server, once it runs, puts its own in place
+    validate_api_server_args(arguments)
+    set_ulimit()
+    await run_server_worker(f"http://{arguments.host}:{arguments.port}", sock, arguments)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""What runs inside vLLM: found by its entry point `vllm.general_plugins`, in every one of its processes.
+
+- `register`: names our weight-transfer backends; imports nothing heavy.
+- `SecretMiddleware` (--middleware): every path but /health demands the run's secret. vLLM's own --api-key
+  leaves /collective_rpc, /pause and /update_weights open. It answers /msrl/progress itself.
+- `ForcedTokens` (--logits-processors): forced interruption, see `engine.interruption`.
+- `WorkerExtension` (--worker-extension-cls): answers what the engine really computes.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import multiprocessing
+import os
+from typing import Any
+
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcessor
+
+from megatron_scalerl.engine.answers import PROGRESS_PATH
+from megatron_scalerl.engine.interruption import Forcing, Plan
+from megatron_scalerl.processes.child import die_with_parent
+
+BACKENDS = {"msrl_gloo": "GlooReceiver", "msrl_nccl": "NcclReceiver"}
+"""Names of our weight-transfer backends and their classes in `engine.weight_receiver`."""
+
+
+def register() -> None:
+    """Name our weight-transfer backends to vLLM. Calling it again changes nothing."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
+
+    for name, receiver in BACKENDS.items():
+        if name not in Factory._registry:
+            Factory.register_engine(name, "megatron_scalerl.engine.weight_receiver", receiver)
+    if torch.cpu._is_amx_tile_supported():
+        # vLLM's bfloat16 attention uses these registers without asking the kernel for them (illegal instruction)
+        torch.cpu._init_amx()
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None and os.environ.get("MSRL_DIE_WITH_PARENT") == "1":
+        # the server itself is tied to the controller (`processes.child`) and what is forked is tied to its parent;
+        # a core or worker that is spawned ties itself here, one of a fork server to that server
+        forkserver = multiprocessing.get_start_method(allow_none=True) == "forkserver"
+        die_with_parent(os.getppid() if forkserver else parent.pid)
+
+
+class SecretMiddleware:
+    """Refuses every HTTP and WebSocket request without the run's secret; tells the parent that the server is up."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._secret = os.environ.get("MSRL_SECRET", "").encode()
+        if not self._secret:
+            raise ValueError("MSRL_SECRET: expected the run's secret in the environment, found none")
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, _reporting(send))
+        elif not self._allowed(scope):
+            await _refuse(scope["type"], send)
+        elif scope["type"] == "http" and scope["path"] == PROGRESS_PATH:
+            from megatron_scalerl.engine.vllm_progress import progress  # for the server's process alone
+
+            await _answer(send, 200, progress(scope["app"].state.engine_client))
+        else:
+            await self._app(scope, receive, send)
+
+    def _allowed(self, scope: dict[str, Any]) -> bool:
+        if scope["type"] == "http" and (scope["method"], scope["path"]) == ("GET", "/health"):
+            return True
+        given = [value for key, value in scope["headers"] if key == b"x-run-secret"]
+        return len(given) == 1 and hmac.compare_digest(given[0], self._secret)
+
+
+async def _refuse(kind: str, send: Any) -> None:
+    if kind == "http":
+        await _answer(send, 401, {"error": "the run's secret is missing or wrong"})
+    else:
+        await send({"type": "websocket.close", "code": 1008})
+
+
+async def _answer(send: Any, status: int, content: dict[str, Any]) -> None:
+    headers = [(b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps(content).encode()})
+
+
+def _reporting(send: Any) -> Any:
+    """`send`, writing one byte to MSRL_READY_FD once start-up is complete."""
+
+    async def reporting(message: dict[str, Any]) -> None:
+        await send(message)
+        fd = os.environ.pop("MSRL_READY_FD", None)
+        if message["type"] == "lifespan.startup.complete" and fd is not None:
+            os.write(int(fd), b"1")
+            os.close(int(fd))
+
+    return reporting
+
+
+class ForcedTokens(LogitsProcessor):
+    """Forced interruption on vLLM's batch: requests that carry a plan, by their row.
+
+    vLLM hands over each request's own list of output tokens, which grows as it is sampled; the state is read
+    from it when the logits are there, so that preemption, pause and asynchronous scheduling change nothing.
+    """
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self._device = device
+        self._rows: dict[int, tuple[Forcing, list[int]]] = {}
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """Raises ValueError for a broken plan; the server answers 400."""
+        Plan.from_extra_args(sampling_params.extra_args)
+
+    def is_argmax_invariant(self) -> bool:
+        """A forced token is forced on greedy requests too."""
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follow requests that come, go and change rows."""
+        process_dict_updates(self._rows, batch_update, _start)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """logits: [batch, vocabulary]; a row whose next token is forced keeps that token only."""
+        rows, tokens = [], []
+        for row, (forcing, output) in self._rows.items():
+            token = forcing.next_token(output)
+            if token is not None:
+                rows.append(row)
+                tokens.append(token)
+        if rows:
+            at = torch.tensor(rows, device=self._device)
+            logits[at] = float("-inf")
+            logits[at, torch.tensor(tokens, device=self._device)] = 0.0
+        return logits
+
+
+def _start(params: SamplingParams, _: Any, output: list[int]) -> tuple[Forcing, list[int]] | None:
+    plan = Plan.from_extra_args(params.extra_args)
+    return None if plan is None else (Forcing(plan), output)
+
+
+class WorkerExtension:
+    """Methods that vLLM adds to its worker; called through /collective_rpc."""
+
+    def msrl_info(self) -> dict[str, Any]:
+        """The fields of `EngineInfo` that a worker knows."""
+        config = self.model_config  # type: ignore[attr-defined]
+        if not hasattr(self, "_msrl_head"):  # once: a broken update leaves a model that cannot be probed
+            self._msrl_head = _probe_head(self.model_runner.get_model(), config)  # type: ignore[attr-defined]
+        vocab_size, head_dtype = self._msrl_head
+        receiver = self.weight_transfer_engine  # type: ignore[attr-defined]
+        return {
+            "vocab_size": vocab_size,
+            "dtype": str(config.dtype).removeprefix("torch."),
+            "head_dtype": head_dtype,
+            "logprobs_mode": config.logprobs_mode,
+            "max_model_len": config.max_model_len,
+            "pid": os.getpid(),
+            "weight_digest": getattr(receiver, "digest", ""),
+            "attention_temperature": _attention_temperature(self.model_runner.get_model()),  # type: ignore[attr-defined]
+        }
+
+
+def _attention_temperature(model: torch.nn.Module) -> bool | None:
+    """Whether Llama 4's layers without RoPE scale their queries; None where there is no such layer."""
+    found = {bool(layer.attn_temperature_tuning) for layer in model.modules() if getattr(layer, "nope", False)}
+    return None if not found else found == {True}
+
+
+@torch.inference_mode()
+def _probe_head(model: Any, config: Any) -> tuple[int, str]:
+    """(rows of the logits, precision they were computed in), found on the logits of two made-up hidden states.
+
+    Logits computed in bfloat16 stand on its grid of 8 significant bits even after a cast to float32; of
+    thousands computed in float32 practically none does.
+    """
+    width = config.get_hidden_size()
+    device = next(model.parameters()).device
+    hidden = torch.sin(torch.arange(2 * width, device=device, dtype=torch.float32)).view(2, width).to(config.dtype)
+    logits = model.compute_logits(hidden)
+    if logits is None:  # a tensor-parallel rank that gets no logits
+        return config.get_vocab_size(), str(config.head_dtype).removeprefix("torch.")
+    exact = logits.float()
+    coarse = bool((exact == exact.bfloat16().float()).all())
+    return logits.shape[-1], "bfloat16" if coarse else "float32"

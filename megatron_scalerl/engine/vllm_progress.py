@@ -1,0 +1,50 @@
+"""Counts tokens in vLLM's server process, where they come in from the engine's cores.
+
+`python -m megatron_scalerl.engine.server` is one server process with one or more cores (data parallel
+ranks), each a process of its own, also where VLLM_ENABLE_V1_MULTIPROCESSING is 0. The count needs neither vLLM's
+statistics, which are switched off because they cost a seventh of the throughput, nor an answer of a core, which may
+hang.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from vllm.v1.engine.core_client import AsyncMPClient
+
+_tokens: Counter[int] = Counter()
+"""Data-parallel rank of a core -> tokens that came from it."""
+
+
+def count_tokens() -> None:
+    """Count from now on; call it once, before the engine is built."""
+    take = AsyncMPClient.get_output_async
+
+    async def counted(client: AsyncMPClient) -> Any:
+        outputs = await take(client)
+        _tokens[outputs.engine_index] += sum(len(output.new_token_ids) for output in outputs.outputs)
+        return outputs
+
+    setattr(AsyncMPClient, "get_output_async", counted)  # noqa: B010
+
+
+def progress(engine: Any) -> dict[str, Any]:
+    """The fields of `EngineProgress`. engine: vLLM's AsyncLLM, as the server holds it."""
+    client = engine.engine_core
+    assert isinstance(client, AsyncMPClient), f"expected cores behind sockets, found {type(client).__name__}"
+    ranks = client.engine_ranks_managed
+    of_request = getattr(client, "reqs_in_flight", {})  # only where the client chooses among several cores
+    waiting: Counter[int] = Counter()
+    decoding: Counter[int] = Counter()
+    for request_id, state in engine.output_processor.request_states.items():
+        identity = of_request.get(request_id)
+        rank = ranks[0] if identity is None else int.from_bytes(identity, "little")
+        (waiting if state.is_prefilling else decoding)[rank] += 1
+    return {
+        "cores": [
+            {"core": rank, "tokens": _tokens[rank], "waiting": waiting[rank], "decoding": decoding[rank]}
+            for rank in ranks
+        ],
+        "dead": bool(engine.errored),
+    }

@@ -1,0 +1,208 @@
+"""How the trainer's ranks are cut: sizes of the parallel groups, layers of each pipeline stage, and what must divide.
+
+Asked by the recipe's schema, by the checks before any process starts, by the trainer's ranks and by the planner, so
+that a layout that Megatron-Core would refuse with an assertion is one line everywhere. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_scalerl.models.family import Family
+    from megatron_scalerl.recipe import Recipe
+
+Stages = tuple[tuple[int, ...], ...]
+"""Layers of each pipeline stage, counted from 0; with a virtual pipeline in the order of its chunks."""
+
+_ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+_COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+_LAYOUT = "pipeline_model_parallel_layout"
+_PIPELINE = "megatron.parallel.pipeline_model_parallel_size"
+_CHUNKS = "megatron.parallel.virtual_pipeline_model_parallel_size"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSizes:
+    """Sizes of the trainer's parallel groups (ranks). Produced by `sizes_of`."""
+
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    etp: int
+    """Tensor parallel inside experts; Megatron's default is tp."""
+    chunks: int
+    """Model chunks a pipeline stage (virtual pipeline), 1 without."""
+    optimizer_instances: int
+    """Parts of the data-parallel ranks that each hold the optimiser state once."""
+
+    @property
+    def unit(self) -> tuple[int, int]:
+        """The trainer's world must be a multiple of both: tp x pp x cp and etp x ep x pp, with more than one
+        instance of the distributed optimizer tp x pp and etp x ep x pp times their number too.
+        """
+        dense, expert = self.tp * self.pp, self.etp * self.ep * self.pp
+        return math.lcm(dense * self.cp, dense * self.optimizer_instances), expert * self.optimizer_instances
+
+
+def sizes_of(parallel: Mapping[str, Any]) -> ParallelSizes:
+    """The sizes in megatron.parallel. Raises ValueError for one that is no positive whole number."""
+    tp, pp, cp, ep = (_size(parallel, f"{kind}_parallel_size", 1) for kind in _KINDS)
+    etp = _size(parallel, "expert_tensor_parallel_size", None)
+    chunks = _size(parallel, "virtual_pipeline_model_parallel_size", None)
+    if chunks is not None and pp == 1:
+        raise ValueError(f"{_CHUNKS}: expected none without a pipeline, found {chunks}")
+    parts = parallel.get("hierarchical_context_parallel_sizes")
+    if parts and math.prod(parts) != cp:
+        raise ValueError(
+            f"megatron.parallel.hierarchical_context_parallel_sizes: expected sizes whose product is "
+            f"context_parallel_size {cp}, found {parts}"
+        )
+    instances = _size(parallel, "num_distributed_optimizer_instances", 1)
+    return ParallelSizes(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp or tp, chunks=chunks or 1, optimizer_instances=instances)
+
+
+_KINDS = ("tensor_model", "pipeline_model", "context", "expert_model")
+
+
+def _size(parallel: Mapping[str, Any], key: str, default: int | None) -> Any:
+    found = parallel.get(key, default)
+    if found is default:
+        return found
+    return _positive(f"megatron.parallel.{key}", found)
+
+
+def _positive(key: str, found: Any) -> int:
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise ValueError(f"{key}: expected a whole number of at least 1, found {found!r}")
+    return found
+
+
+MODEL_KEYS = frozenset({*_ENDS, *_COUNTED, _LAYOUT, "sequence_parallel"})
+"""Fields of megatron.model that belong to megatron.parallel's sizes: without those they have no meaning."""
+
+
+def check_world(sizes: ParallelSizes, world_size: int) -> None:
+    """Raises ValueError where `world_size` ranks cannot be cut into such groups."""
+    names = ("tensor x pipeline x context", "expert tensor x expert x pipeline")
+    also = f" with {sizes.optimizer_instances} optimizer instances" * (sizes.optimizer_instances > 1)
+    for size, what in zip(sizes.unit, names):
+        if world_size % size:
+            raise ValueError(
+                f"trainer.world_size: expected a multiple of {what} parallel size {size}{also}, found {world_size}"
+            )
+
+
+def check_cuts(family: Family, recipe: Recipe) -> None:
+    """Raises ValueError where a parallel size does not divide what it cuts, or needs another setting.
+
+    Heads, key-value heads, MLPs, experts, layers of the pipeline; sequence parallelism. The vocabulary and the
+    length of a micro-batch need no divisor: both are padded.
+    """
+    from megatron_scalerl.models.family import check_layout
+
+    sizes, model = sizes_of(recipe.megatron.parallel), recipe.megatron.model
+    check_layout(family, tp_size=sizes.tp, ep_size=sizes.ep, etp_size=sizes.etp)
+    stages_of(model, len(family.layers), sizes)
+    sequence = bool(model.get("sequence_parallel", False))
+    if sequence and sizes.tp == 1:
+        raise ValueError("megatron.model.sequence_parallel: expected false without tensor parallelism, found true")
+    if family.transformer.get("num_moe_experts") and sizes.tp > 1 and not sequence:
+        raise ValueError(
+            "megatron.model.sequence_parallel: expected true for a policy with experts and "
+            f"tensor_model_parallel_size {sizes.tp}, found false"
+        )
+
+
+def stages_of(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> Stages:
+    """Layers of each pipeline stage under megatron.model, whose options are Megatron's own: an even split, given
+    numbers at the ends, embedding and loss counted as layers, or a layout of every stage.
+
+    Raises ValueError where `layers` layers cannot be split so, naming key, layers and size.
+    """
+    given = [key for key in (*_ENDS, *_COUNTED, _LAYOUT) if model.get(key) not in (None, False)]
+    ways = {key for key in given if key == _LAYOUT}, set(given) & set(_ENDS), set(given) & set(_COUNTED)
+    if sum(map(bool, ways)) > 1:
+        raise ValueError(f"megatron.model: expected one way to split the pipeline, found {' and '.join(given)}")
+    if ways[0]:
+        counts = _of_layout(model[_LAYOUT], layers, sizes)
+    elif ways[1]:
+        counts = _of_ends(model, layers, sizes)
+    else:
+        counts = _even(model, layers, sizes)
+    stages: list[list[int]] = [[] for _ in range(sizes.pp)]
+    first = 0
+    for chunk in range(sizes.chunks):
+        for stage, of_stage in zip(stages, counts):
+            stage += range(first, first + of_stage[chunk])
+            first += of_stage[chunk]
+    return tuple(map(tuple, stages))
+
+
+def _even(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> list[list[int]]:
+    """[pp][chunks] layers, embedding and loss counted as layers where the recipe says so."""
+    embedding, loss = (int(bool(model.get(key))) for key in _COUNTED)
+    each, left = divmod(layers + embedding + loss, sizes.pp)
+    if left:
+        also = " with embedding or loss" * (embedding + loss > 0)
+        raise ValueError(
+            f"{_PIPELINE}: expected a divisor of {layers + embedding + loss} layers{also} (uneven: megatron.model."
+            f"{_ENDS[0]}, {_ENDS[1]} or {_LAYOUT}), found {sizes.pp}"
+        )
+    counts = [_in_chunks(each, sizes) for _ in range(sizes.pp)]
+    counts[0][0] -= embedding
+    counts[-1][-1] -= loss
+    return counts
+
+
+def _of_ends(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> list[list[int]]:
+    """[pp][chunks] layers with given numbers in the first and the last stage."""
+    whole = [0] * sizes.pp
+    given = {place: key for place, key in zip((0, sizes.pp - 1), _ENDS) if model.get(key) is not None}
+    if sum(model.get(key) is not None for key in _ENDS) > sizes.pp:
+        raise ValueError(f"megatron.model.{_ENDS[0]}: expected none in a pipeline of one stage, found one")
+    for place, key in given.items():
+        whole[place] = _positive(f"megatron.model.{key}", model[key])
+    left, middle = layers - sum(whole), sizes.pp - len(given)
+    if left < 0 or (left % middle if middle else left) or (middle and not left):
+        raise ValueError(
+            f"megatron.model.{' and '.join(given.values())}: expected to leave a multiple of {middle} layers for the "
+            f"other {middle} of {sizes.pp} stages, found {left} of {layers} layers left"
+        )
+    return [_in_chunks(size or left // middle, sizes) for size in whole]
+
+
+def _in_chunks(layers: int, sizes: ParallelSizes) -> list[int]:
+    if layers % sizes.chunks:
+        raise ValueError(f"{_CHUNKS}: expected a divisor of the {layers} layers of a stage, found {sizes.chunks}")
+    return [layers // sizes.chunks] * sizes.chunks
+
+
+def _of_layout(layout: Any, layers: int, sizes: ParallelSizes) -> list[list[int]]:
+    """[pp][chunks] layers of a layout as Megatron itself reads it."""
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    try:
+        read = PipelineParallelLayerLayout(layout, sizes.pp)
+        read.validate_layer_layout(layers, None)
+    except (AssertionError, NotImplementedError, TypeError) as error:
+        raise ValueError(
+            f"megatron.model.{_LAYOUT}: expected a layout of {layers} layers in {sizes.pp} pipeline stages, found "
+            f"{layout!r} ({' '.join(str(error).split())})"
+        ) from None
+    if read.virtual_pipeline_model_parallel_size != sizes.chunks:
+        raise ValueError(
+            f"{_CHUNKS}: expected {read.virtual_pipeline_model_parallel_size} as {_LAYOUT} {layout!r} has in "
+            f"{sizes.pp} stages, found {sizes.chunks}"
+        )
+    if LayerType.embedding not in read.layout[0][0] or LayerType.loss not in read.layout[-1][-1]:
+        raise ValueError(
+            f"megatron.model.{_LAYOUT}: expected the embedding (E) in the first and the loss (L) in the last stage, "
+            f"found {layout!r}"
+        )
+    return [[chunk.count(LayerType.decoder) for chunk in stage] for stage in read.layout]

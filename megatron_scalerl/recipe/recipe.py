@@ -1,0 +1,121 @@
+"""The schema of a run: its sections (`recipe_sections`) and what has to agree between them.
+
+A recipe file is YAML and states differences from the sections' defaults; `key.path=value` overrides come on top.
+"""
+
+from __future__ import annotations
+
+from pydantic import model_validator
+
+from megatron_scalerl.recipe.parallel_layout import check_world, sizes_of
+from megatron_scalerl.recipe.sections import (
+    MICRO_BATCH_MULTIPLE,
+    AdvantagesSection,
+    CheckpointSection,
+    CurriculumSection,
+    EngineSection,
+    FiltersSection,
+    ForecastSection,
+    InterruptionSection,
+    LossSection,
+    MegatronSection,
+    NonNegativeInt,
+    OptimizerSection,
+    PolicySection,
+    PositiveInt,
+    PromptsSection,
+    RewardsSection,
+    RolloutsSection,
+    Section,
+    SftSection,
+    TrainerSection,
+    ValidationSection,
+    WeightsSection,
+)
+
+
+class Recipe(Section):
+    """One run."""
+
+    name: str
+    """Name of the run; its folder is output_dir/name."""
+    output_dir: str = "runs"
+    """Folder of all runs."""
+    seed: NonNegativeInt = 1
+    """Seed of the curriculum, the sampling seeds and the cuts."""
+    steps: PositiveInt
+    """Optimiser steps of the run."""
+    policy: PolicySection
+    prompts: PromptsSection
+    curriculum: CurriculumSection = CurriculumSection()
+    rollouts: RolloutsSection = RolloutsSection()
+    interruption: InterruptionSection = InterruptionSection()
+    rewards: RewardsSection = RewardsSection()
+    filters: FiltersSection = FiltersSection()
+    advantages: AdvantagesSection = AdvantagesSection()
+    loss: LossSection = LossSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    trainer: TrainerSection = TrainerSection()
+    megatron: MegatronSection = MegatronSection()
+    engine: EngineSection = EngineSection()
+    weights: WeightsSection = WeightsSection()
+    validation: ValidationSection = ValidationSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    forecast: ForecastSection = ForecastSection()
+    sft: SftSection = SftSection()
+
+    @property
+    def max_completion_tokens(self) -> int:
+        """Longest possible completion without what is forced (tokens)."""
+        return self.interruption.thinking_tokens[1] + self.interruption.answer_tokens
+
+    def longest_sequence(self, phrase_tokens: int | None = None) -> int:
+        """Longest possible prompt and completion together, the forced phrase and end of sequence included (tokens).
+
+        `phrase_tokens`: of the phrase and the closing tag in the policy's tokenizer. None, where there is none at
+        hand: one a byte, which no tokenizer exceeds. 0: a lower bound.
+        """
+        forced = 0
+        if self.interruption.enabled:
+            text = self.interruption.phrase + self.prompts.think_end
+            forced = (len(text.encode()) if phrase_tokens is None else phrase_tokens) + 1
+        return self.prompts.max_prompt_tokens + self.max_completion_tokens + forced
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Capacity of one packed micro-batch (tokens): trainer.micro_batch_tokens, or else one longest sequence."""
+        given = self.trainer.micro_batch_tokens
+        return given or -(-self.longest_sequence() // MICRO_BATCH_MULTIPLE) * MICRO_BATCH_MULTIPLE
+
+    @property
+    def run_dir(self) -> str:
+        """Folder of this run."""
+        return f"{self.output_dir.rstrip('/')}/{self.name}"
+
+    @model_validator(mode="after")
+    def _agree(self) -> "Recipe":
+        r = self.rollouts
+        if r.group_size == 1 and self.advantages.normalise != "none":
+            raise ValueError(
+                "rollouts.group_size: expected at least 2 with advantages.normalise "
+                f"{self.advantages.normalise!r}, found 1 (a group of one has no advantage)"
+            )
+        if r.max_in_flight < r.group_size:
+            raise ValueError(
+                f"rollouts.max_in_flight: expected at least group_size {r.group_size}, found {r.max_in_flight}"
+            )
+        check_world(sizes_of(self.megatron.parallel), self.trainer.world_size)
+        if r.routing_replay and (self.interruption.enabled or r.kv_cache == "keep"):
+            raise ValueError(
+                "rollouts.routing_replay: expected interruption.enabled false and rollouts.kv_cache recompute, found "
+                f"{str(self.interruption.enabled).lower()} and {r.kv_cache}"
+            )
+        context = self.engine.vllm.get("max_model_len")
+        need = self.longest_sequence(phrase_tokens=0)
+        if context is not None and need > context:
+            raise ValueError(
+                f"engine.vllm.max_model_len: expected at least {need} (prompts.max_prompt_tokens "
+                f"{self.prompts.max_prompt_tokens} + thinking {self.interruption.thinking_tokens[1]} + answer "
+                f"{self.interruption.answer_tokens}, and what is forced), found {context}"
+            )
+        return self

@@ -1,0 +1,130 @@
+"""Filters, advantages and weights of a batch, against values computed by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from rollout_groups import group
+
+from megatron_scalerl.batching.advantages import samples_of
+from megatron_scalerl.batching.filters import drop_truncated, drop_zero_variance
+
+DEFAULTS = {"normalise": "batch", "truncated": "exclude", "zero_variance": True, "reduction": "prompt_mean"}
+
+
+def plan(groups, **options):
+    return samples_of(groups, **{**DEFAULTS, **options})
+
+
+def advantages(groups, **options):
+    return [s.advantage for s in plan(groups, **options).samples]
+
+
+# Centred rewards: (.5, .5, .5, -1.5) x 2 for rewards 1 1 1 -1, and (1, -1).
+MIXED = [group([1, 1, 1, -1]), group([1, -1], group_id=1)]
+STD = math.sqrt((0.25 * 3 + 2.25 + 1 + 1) / 6)
+
+
+def test_batch_normalisation_divides_by_one_population_std():
+    expected = [0.5 / STD] * 3 + [-1.5 / STD, 1 / STD, -1 / STD]
+    assert advantages(MIXED) == pytest.approx(expected)
+    assert plan(MIXED).stats["advantage_std"] == pytest.approx(STD)
+
+
+def test_prompt_normalisation_divides_by_each_groups_std():
+    spread = math.sqrt((0.25 * 3 + 2.25) / 4)
+    expected = [0.5 / spread] * 3 + [-1.5 / spread, 1.0, -1.0]
+    assert advantages(MIXED, normalise="prompt") == pytest.approx(expected)
+
+
+def test_no_normalisation_centres_only():
+    assert advantages(MIXED, normalise="none") == pytest.approx([0.5, 0.5, 0.5, -1.5, 1.0, -1.0])
+
+
+def test_one_value_per_completion_not_per_token():
+    long = [group([1, 1, 1, -1], lengths=[50, 1, 1, 1]), group([1, -1], group_id=1)]
+    assert advantages(long) == pytest.approx(advantages(MIXED))
+
+
+def test_truncated_leave_loss_and_group_mean():
+    groups = [group([1, -1, -1], truncated={2})]
+    result = plan(groups)
+    assert [s.advantage for s in result.samples] == pytest.approx([1.0, -1.0])
+    assert result.stats["truncated_dropped"] == 1
+    assert result.stats["completions"] == 3
+
+
+def test_truncated_count_as_wrong_when_asked():
+    groups = [group([1, -1, -1], truncated={2})]
+    result = plan(groups, truncated="wrong", normalise="none")
+    assert [s.advantage for s in result.samples] == pytest.approx([4 / 3, -2 / 3, -2 / 3])
+    assert result.stats["truncated_dropped"] == 0
+
+
+def test_truncated_leave_before_the_variance_is_judged():
+    # one right, the others truncated: what remains teaches nothing
+    groups = [group([1, -1, -1], truncated={1, 2}), group([1, 1, -1], truncated={2}, group_id=1)]
+    result = plan(groups)
+    assert result.samples == ()
+    assert result.stats["groups_dropped_too_few"] == 1
+    assert result.stats["groups_dropped_all_correct"] == 1
+    assert len(plan(groups, truncated="wrong").samples) == 6
+
+
+def test_zero_variance_groups_leave_spread_and_denominator():
+    solved = [*MIXED, group([1, 1, 1], group_id=2)]
+    assert plan(solved).samples == plan(MIXED).samples
+    assert plan(solved).stats["groups_kept"] == 2
+
+
+def test_zero_variance_groups_stay_when_asked():
+    solved = [*MIXED, group([1, 1, 1], group_id=2)]
+    result = plan(solved, zero_variance=False)
+    assert [s.advantage for s in result.samples[6:]] == [0.0] * 3
+    spread = math.sqrt((0.25 * 3 + 2.25 + 1 + 1) / 9)
+    assert result.samples[0].advantage == pytest.approx(0.5 / spread)
+    assert result.samples[0].token_weight == pytest.approx(1 / (3 * 12))  # N_eff counts the solved prompt
+
+
+def test_equal_fractional_rewards_give_exact_zeros():
+    values = advantages([group([0.1] * 3), group([0.7] * 7, group_id=1)], zero_variance=False)
+    assert values == [0.0] * 10
+
+
+def test_weights_follow_the_loss_mask_of_what_remains():
+    groups = [group([1, -1, 1], lengths=[2, 6, 9], truncated={2}), group([1, -1], lengths=[1, 3], group_id=1)]
+    weights = [s.token_weight for s in plan(groups).samples]
+    assert weights == pytest.approx([1 / 16] * 2 + [1 / 8] * 2)
+    weights = [s.token_weight for s in plan(groups, reduction="sequence_mean").samples]
+    assert weights == pytest.approx([1 / 8, 1 / 24, 1 / 4, 1 / 12])
+    weights = [s.token_weight for s in plan(groups, reduction="token_mean").samples]
+    assert weights == pytest.approx([1 / 12] * 4)
+
+
+def test_nothing_left_is_an_empty_plan():
+    result = plan([group([1, 1]), group([-1, -1], group_id=1)])
+    assert result.samples == ()
+    assert result.stats["groups_dropped_all_correct"] == 1
+    assert result.stats["groups_dropped_all_incorrect"] == 1
+    assert result.stats["advantage_std"] == 0.0
+    assert plan([]).samples == ()
+
+
+def test_groups_of_one_are_zero_variance():
+    assert plan([group([1])], normalise="none").samples == ()
+    assert advantages([group([1])], normalise="none", zero_variance=False) == [0.0]
+
+
+def test_drop_truncated_keeps_pairs_together():
+    kept, dropped = drop_truncated([group([1, -1, 1], lengths=[4, 5, 6], truncated={1})])
+    assert dropped == 1
+    assert [len(r.token_ids) for r in kept[0].rollouts] == [4, 6]
+    assert [s.reward for s in kept[0].scores] == [1.0, 1.0]
+
+
+def test_drop_zero_variance_names_its_reasons():
+    groups = [group([1, -1]), group([1, 1]), group([-1, -1]), group([1])]
+    kept, reasons = drop_zero_variance(groups)
+    assert kept == groups[:1]
+    assert reasons == {"all_correct": 1, "all_incorrect": 1, "too_few": 1}

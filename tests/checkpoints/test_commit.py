@@ -1,0 +1,198 @@
+"""Which checkpoint folders count, and the one line that names what is wrong with one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+import pytest
+
+from megatron_scalerl.checkpoints.commit import (
+    COMMIT,
+    checkpoint_path,
+    discard,
+    latest,
+    latest_whole,
+    prune,
+    read_commit,
+    write_commit,
+)
+
+
+def make(folder, step, *, commit=True):
+    path = checkpoint_path(folder, step)
+    (path / "shards").mkdir(parents=True)
+    (path / "shards" / "a.distcp").write_bytes(b"x" * 10)
+    (path / "extra.json").write_text("{}")
+    if commit:
+        write_commit(path, {"step": step})
+    return path
+
+
+def test_a_committed_folder_reads_back(tmp_path):
+    path = make(tmp_path, 3)
+    assert path.name == "step_000003"
+    facts = read_commit(path)
+    assert (facts["step"], facts["files"]) == (3, {"extra.json": 2, "shards/a.distcp": 10})
+    assert facts["sha256"]["extra.json"] == hashlib.sha256(b"{}").hexdigest()
+    assert sorted(f.name for f in path.iterdir()) == [COMMIT, "extra.json", "shards"]
+
+
+def test_without_commit_it_is_refused(tmp_path):
+    path = make(tmp_path, 3, commit=False)
+    with pytest.raises(ValueError, match=r"step_000003/COMMIT: expected .* found a folder without it"):
+        read_commit(path)
+    with pytest.raises(ValueError, match="found no folder"):
+        read_commit(tmp_path / "nowhere")
+
+
+def test_a_missing_or_short_shard_is_named(tmp_path):
+    path = make(tmp_path, 3)
+    (path / "shards" / "a.distcp").write_bytes(b"x" * 9)
+    with pytest.raises(ValueError, match=r"step_000003/shards/a.distcp: expected 10 bytes, found 9"):
+        read_commit(path)
+    (path / "shards" / "a.distcp").unlink()
+    with pytest.raises(ValueError, match=r"step_000003/shards/a.distcp: expected a file of 10 bytes, found none"):
+        read_commit(path)
+
+
+def test_a_broken_commit_is_named(tmp_path):
+    path = make(tmp_path, 3)
+    (path / COMMIT).write_text('{"step": 3')
+    with pytest.raises(ValueError, match=r"step_000003/COMMIT: expected JSON"):
+        read_commit(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ("[" * 200_000, "lists or objects nested too deeply"),
+        ('{"files": ' + '{"a":' * 200_000, "lists or objects nested too deeply"),
+        ("[]", "a list"),
+        ("7", "a int"),
+        ("\xff", "codec can't decode"),
+        ("{}", "files that is a NoneType"),
+        ('{"files": [["a", 1]]}', "files that is a list"),
+        ('{"files": {"a": "10"}}', "files whose a is a str"),
+        ('{"files": {"a": true}}', "files whose a is a bool"),
+        ('{"files": {"a": 1e400}}', "files whose a is inf"),
+        ('{"files": {"a": -1}}', "files whose a is -1"),
+        ('{"files": {"a": [[]]}}', "files whose a is a list"),
+        ('{"files": {"a": ' + "9" * 5000 + "}}", "integer string conversion"),
+        ('{"files": {"../../outside": 6}}', "the name '../../outside'"),
+        ('{"files": {"/etc/passwd": 6}}', "the name '/etc/passwd'"),
+        ('{"files": {"a\\u0000": 6}}', r"the name 'a\x00'"),
+        ('{"files": {"' + "a" * 300 + '": 6}}', "the name 'aaa"),
+        ('{"files": {}, "sha256": {"a": 3}}', "sha256 whose a is 3"),
+        ('{"files": {}, "sha256": null}', "sha256 that is a NoneType"),
+        ('{"files": {}, "step": 1e400}', "a step that is inf"),
+        ('{"files": {}, "step": "3"}', "a step that is a str"),
+        ('{"files": {}, "step": -3}', "a step that is -3"),
+    ],
+    ids=lambda v: v[:24],
+)
+def test_a_commit_of_other_content_is_one_error(content, found, tmp_path):
+    path = make(tmp_path, 3)
+    (tmp_path / "outside").write_text("secret")
+    (path / COMMIT).write_text(content, encoding="latin1")
+    with pytest.raises(ValueError) as refused:
+        read_commit(path)
+    said = str(refused.value)
+    assert said.startswith(f"{path / COMMIT}: expected JSON with the checkpoint's files, found ") and found in said
+    assert "\n" not in said and len(said) < 1000
+
+
+def test_a_commit_may_lack_what_old_ones_lack(tmp_path):
+    path = make(tmp_path, 3)
+    (path / COMMIT).write_text('{"files": {"extra.json": 2}}')
+    assert read_commit(path) == {"files": {"extra.json": 2}}
+
+
+def test_a_very_large_commit_is_not_read(tmp_path):
+    path = make(tmp_path, 3)
+    os.truncate(path / COMMIT, 1 << 40)
+    with pytest.raises(ValueError, match=r"COMMIT: expected JSON .*, at most \d+ bytes, found 1099511627776"):
+        read_commit(path)
+
+
+def test_latest_and_prune_go_by_step_and_the_uncommitted_go(tmp_path):
+    for step in (2, 10, 9):
+        make(tmp_path, step)
+    unfinished = make(tmp_path, 11, commit=False)
+    (tmp_path / "step_x").mkdir()
+    assert latest(tmp_path) == checkpoint_path(tmp_path, 10)
+    assert [p.name for p in prune(tmp_path, 2, newest=10)] == ["step_000002", "step_000011"]
+    assert not checkpoint_path(tmp_path, 2).exists() and not unfinished.exists()
+    assert latest(tmp_path) == checkpoint_path(tmp_path, 10) and (tmp_path / "step_x").exists()
+
+
+def test_other_content_of_the_same_size_is_named(tmp_path):
+    path = make(tmp_path, 3)
+    (path / "extra.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"extra.json: expected the content that was committed"):
+        read_commit(path)
+
+
+def test_a_commit_vouches_only_for_what_is_on_the_disk(tmp_path, monkeypatch):
+    """Every file and folder is synced before COMMIT gets its name."""
+    synced, real = [], os.fsync
+
+    def fsync(handle):
+        synced.append(os.readlink(f"/proc/self/fd/{handle}"))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    path = make(tmp_path, 3)
+    before_commit = synced[: synced.index(str(path / f".{COMMIT}.draft"))]
+    vouched = (path, path / "shards", path / "shards" / "a.distcp", path / "extra.json", tmp_path)
+    assert {str(p) for p in vouched} <= set(before_commit)
+    assert synced[-1] == str(path), "the name of COMMIT"
+
+
+def test_the_newest_whole_checkpoint_with_a_line_about_the_damaged(tmp_path):
+    for step in (1, 2, 3):
+        make(tmp_path, step)
+    (checkpoint_path(tmp_path, 3) / COMMIT).write_text("{}")
+    (checkpoint_path(tmp_path, 2) / "extra.json").unlink()
+    path, damaged = latest_whole(tmp_path)
+    assert path == checkpoint_path(tmp_path, 1)
+    assert len(damaged) == 2 and "step_000003/COMMIT: expected JSON with the checkpoint's files" in damaged[0]
+    (checkpoint_path(tmp_path, 1) / COMMIT).write_text("")
+    with pytest.raises(RuntimeError, match="expected a whole checkpoint, found only damaged ones"):
+        latest_whole(tmp_path)
+    assert latest_whole(tmp_path / "nowhere") == (None, [])
+
+
+def test_a_damaged_later_checkpoint_takes_no_whole_ones_place(tmp_path):
+    """A start went on from step 3, because step 6 is damaged, and has just written step 4."""
+    for step in (3, 4, 6):
+        make(tmp_path, step)
+    (checkpoint_path(tmp_path, 6) / "extra.json").unlink()
+    assert [p.name for p in prune(tmp_path, 1, newest=4)] == ["step_000003"]
+    assert latest_whole(tmp_path)[0] == checkpoint_path(tmp_path, 4)
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), RecursionError("deep"), OverflowError("inf")])
+def test_a_checkpoint_that_cannot_be_read_is_passed_over(tmp_path, error):
+    for step in (3, 6):
+        make(tmp_path, step)
+
+    def check(path):
+        if path.name == "step_000006":
+            raise error
+
+    path, damaged = latest_whole(tmp_path, check)
+    assert path == checkpoint_path(tmp_path, 3)
+    assert damaged == [f"{checkpoint_path(tmp_path, 6)}: {error}"]
+
+
+def test_latest_of_nothing(tmp_path):
+    assert latest(tmp_path) is None
+    assert latest(tmp_path / "nowhere") is None
+
+
+def test_discard_is_quiet_about_nothing(tmp_path):
+    discard(tmp_path / "nowhere")
+    path = make(tmp_path, 1)
+    discard(path)
+    assert not path.exists()

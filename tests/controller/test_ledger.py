@@ -1,0 +1,109 @@
+"""The ledger charges devices x wall time, keeps roles and batches apart and survives a crash."""
+
+import json
+
+import pytest
+
+from megatron_scalerl.checkpoints.jsonl import read_jsonl
+from megatron_scalerl.controller.ledger import Ledger
+from megatron_scalerl.controller.meter import Meter
+
+
+class StandInClock:
+    """Says what it is set to."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def open_ledger(tmp_path, incarnation="a"):
+    return Ledger(tmp_path / "ledger.jsonl", "gpu_hours", incarnation=incarnation)
+
+
+def charge(ledger, batch, *, seconds=3600, phase="train", **devices):
+    ledger.charge(batch=batch, step=batch, phase=phase, seconds=seconds, devices=devices.items())
+
+
+def test_hours_by_role(tmp_path):
+    ledger = open_ledger(tmp_path)
+    charge(ledger, 1, seconds=1800, validation=16, engine=64, trainer=16)
+    assert ledger.hours("trainer") == pytest.approx(8.0)
+    assert ledger.axis == pytest.approx(8.0 + 32.0)
+    assert ledger.hours() == pytest.approx(48.0)
+    ledger.close()
+    assert open_ledger(tmp_path).hours() == pytest.approx(48.0)
+
+
+def test_a_batch_keeps_its_charges_over_a_restart(tmp_path):
+    ledger = open_ledger(tmp_path)
+    for batch in (1, 2, 3):
+        charge(ledger, batch, phase="produce", engine=2, trainer=1)
+        charge(ledger, batch, engine=2, trainer=1)
+    charge(ledger, 4, phase="produce", engine=2, trainer=1)
+    ledger.close()
+    again = open_ledger(tmp_path, "b")
+    assert [again.axis_at(n) for n in (0, 1, 2, 3, 4)] == pytest.approx([0, 6, 12, 18, 21])
+    assert [again.is_charged(n) for n in (1, 3, 4)] == [True, True, False]
+
+
+def test_what_a_crash_left_is_lost(tmp_path):
+    """A window whose last row is missing, and the time up to the last heartbeat."""
+    ledger = open_ledger(tmp_path)
+    charge(ledger, 1, engine=2, trainer=1)
+    charge(ledger, 2, engine=2)
+    ledger.close()
+    again = open_ledger(tmp_path)
+    assert again.axis == pytest.approx(3.0) and again.hours("lost") == pytest.approx(2.0)
+    assert not again.is_charged(2)
+    for seconds in (600, 1200, 1800):
+        again.heartbeat(batch=1, step=1, devices=3, seconds=seconds)
+    again.close()
+    third = open_ledger(tmp_path)
+    assert third.hours("lost") == pytest.approx(2.0 + 1.5)
+    third.close()
+    assert open_ledger(tmp_path).hours("lost") == pytest.approx(3.5), "charged once"
+    assert not any("heartbeat" in r for r in read_jsonl(tmp_path / "ledger.jsonl"))
+
+
+def test_a_heartbeat_before_the_last_charge_is_part_of_it(tmp_path):
+    ledger = open_ledger(tmp_path)
+    ledger.heartbeat(batch=0, step=0, devices=3, seconds=1800)
+    charge(ledger, 1, engine=2, trainer=1)
+    ledger.close()
+    assert open_ledger(tmp_path).hours() == pytest.approx(3.0)
+
+
+def test_a_file_of_the_first_version_is_read(tmp_path):
+    rows = [{"unit": "gpu_hours"}]
+    for step in (1, 2):
+        rows += [
+            {"step": step, "role": role, "devices": 1, "seconds": 3600, "hours": 1.0, "incarnation": "a"}
+            for role in ("trainer", "engine", "validation")
+        ]
+    (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    ledger = open_ledger(tmp_path)
+    assert ledger.axis == pytest.approx(4.0) and ledger.hours("lost") == 0
+    assert ledger.axis_at(1) == pytest.approx(2.0) and ledger.is_charged(2) and not ledger.is_charged(3)
+
+
+def test_another_unit_is_refused(tmp_path):
+    open_ledger(tmp_path).close()
+    with pytest.raises(ValueError, match="expected unit device_hours, found gpu_hours"):
+        Ledger(tmp_path / "ledger.jsonl", "device_hours", incarnation="a")
+
+
+def test_a_validation_takes_its_share_of_the_window(tmp_path):
+    clock = StandInClock()
+    meter = Meter(open_ledger(tmp_path), trainer_devices=2, engine_devices=6, batches=0, step=0, clock=clock)
+    meter.count_training(300)
+    meter.count_validation(100)
+    meter.pinned_seconds = 900
+    clock.now = 3600
+    done = meter.trained(0, 1)
+    assert (done.seconds, done.tokens) == (3600, 400)
+    # a quarter of the tokens and a quarter of the trainer's time
+    assert meter.ledger.hours("engine") == pytest.approx(4.5)
+    assert meter.ledger.hours("trainer") == pytest.approx(1.5)
+    assert meter.ledger.hours("validation") == pytest.approx(2.0)

@@ -1,0 +1,133 @@
+"""Mistakes in what a run is given: one line with key or row, what was expected and found, nothing written."""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron_scalerl.controller.preflight import check_inputs
+from megatron_scalerl.controller.train import train
+from megatron_scalerl.recipe.file import load_recipe
+from megatron_scalerl.tiny.build import TinyArguments, build
+
+ROOT = Path(__file__).parents[2]
+GOOD_ROW = json.dumps({"prompt": "1;+2=", "answer": "3"})
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("preflight") / "tiny"
+    build(folder, TinyArguments(seed=1, train_prompts=100, held_out=20, sft_examples=32))
+    return folder
+
+
+def settings(tiny, *more):
+    return [
+        f"policy.path={tiny / 'base_policy'}",
+        f"prompts.path={tiny / 'prompts.jsonl'}",
+        f"prompts.held_out_path={tiny / 'held_out.jsonl'}",
+        *more,
+    ]
+
+
+def recipe(tiny, *more):
+    return load_recipe(ROOT / "recipes/tiny_cpu.yaml", settings(tiny, *more))
+
+
+def refusal(tiny, *more):
+    with pytest.raises(ValueError) as error:
+        check_inputs(recipe(tiny, *more))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_good_recipe_passes_and_gets_its_context_length(tiny):
+    inputs = check_inputs(recipe(tiny))
+    # 32 prompt + 52 thinking + 2 forced + 4 answer + 1 forced end
+    assert inputs.longest_sequence == 91
+    assert inputs.resolved(recipe(tiny)).engine.vllm["max_model_len"] == 91
+    assert (len(inputs.prompts.training), len(inputs.prompts.held_out)) == (100, 20)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("none.jsonl", None, "none.jsonl"),
+        ("empty.jsonl", "", "empty.jsonl"),
+        ("broken.jsonl", f"{GOOD_ROW}\n{GOOD_ROW[:-4]}\n", "line 2"),
+        ("column.jsonl", json.dumps({"question": "1", "answer": "2"}) + "\n", "question"),
+    ],
+)
+def test_prompts_file(tiny, tmp_path, name, text, said):
+    path = tmp_path / name
+    if text is not None:
+        path.write_text(text)
+    assert said in refusal(tiny, f"prompts.path={path}")
+
+
+def test_too_long_prompts_are_skipped_counted_and_named(tiny, tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text(GOOD_ROW + "\n" + json.dumps({"prompt": "1" + ";+1" * 40 + "=", "answer": "41"}) + "\n")
+    report = check_inputs(recipe(tiny, f"prompts.path={path}")).prompts.report
+    assert len(report.too_long) == 1 and "line 2" in report.too_long[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("policy.path=/nowhere", "policy.path: expected a Hugging Face folder with config.json, found /nowhere"),
+        ("prompts.think_end=</done>", "think_end"),
+        ("trainer.micro_batch_tokens=64", "trainer.micro_batch_tokens: expected at least 91"),
+        ("interruption.thinking_tokens=[4000, 5000]", "max_position_embeddings of the policy: expected at least"),
+        ("engine.vllm.max_model_len=89", "engine.vllm.max_model_len: expected at least 91"),
+        ("engine.vllm.max_num_seq=3", "max_num_seqs"),
+        ('engine.vllm.hf_overrides={"head_dtype": "model"}', "expected no head_dtype .set policy.logits."),
+    ],
+)
+def test_settings_that_cannot_work(tiny, override, said):
+    import re
+
+    assert re.search(said, refusal(tiny, override))
+
+
+def test_no_held_out_prompts_but_validation(tiny):
+    said = refusal(tiny, "prompts.held_out_path=null", "prompts.held_out=0")
+    assert said.startswith("validation.every_steps: expected held-out prompts")
+
+
+def test_vocabularies_that_disagree(tiny, tmp_path):
+    policy = tmp_path / "policy"
+    shutil.copytree(tiny / "base_policy", policy)
+    config = json.loads((policy / "config.json").read_text())
+    (policy / "config.json").write_text(json.dumps(config | {"vocab_size": 8}))
+    assert "vocab" in refusal(tiny, f"policy.path={policy}")
+
+
+def test_a_port_in_use(tiny):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert refusal(tiny, f"engine.port={port}").endswith(f"127.0.0.1:{port} in use")
+
+
+def test_an_unknown_verifier_leaves_no_folder(tiny, tmp_path):
+    with pytest.raises(ValueError, match="nosuchmodule"):
+        train(recipe(tiny, f"output_dir={tmp_path}", "rewards.verifier=nosuchmodule:check"), Console())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_command_line_says_one_line_and_exits_with_2(tiny, tmp_path):
+    argv = ["-m", "megatron_scalerl", "train", "recipes/tiny_cpu.yaml", *settings(tiny, f"output_dir={tmp_path}")]
+    done = subprocess.run(
+        [sys.executable, *argv, "prompts.path=nowhere.jsonl"], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1 and "nowhere.jsonl" in done.stderr
+    assert list(tmp_path.iterdir()) == []

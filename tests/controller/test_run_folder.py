@@ -1,0 +1,113 @@
+"""A run's folder belongs to one recipe and to one controller at a time."""
+
+import errno
+import fcntl
+import os
+
+import pytest
+import yaml
+
+from megatron_scalerl.checkpoints import commit
+from megatron_scalerl.controller.run_folder import RunFolder, finished, resume_point
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.file import RecipeError
+
+
+def recipe(tmp_path, **changes):
+    data = {
+        "name": "r",
+        "output_dir": str(tmp_path / "runs"),
+        "steps": 3,
+        "policy": {"path": "p"},
+        "prompts": {"path": "q"},
+        **changes,
+    }
+    return Recipe.model_validate(data)
+
+
+def test_lives_are_counted_and_keep_the_run_id(tmp_path):
+    first = RunFolder(recipe(tmp_path))
+    first.close()
+    second = RunFolder(recipe(tmp_path, steps=9))
+    assert (first.run_id, first.incarnation) == (second.run_id, "local.0")
+    assert second.incarnation == "local.1"
+    assert yaml.safe_load(second.recipe_file.read_text())["steps"] == 9
+
+
+def test_another_recipe_is_refused_by_its_key(tmp_path):
+    RunFolder(recipe(tmp_path)).close()
+    with pytest.raises(RecipeError, match=r"loss.name: 'cispo', found 'dapo'"):
+        RunFolder(recipe(tmp_path, loss={"name": "dapo"}))
+
+
+def test_a_folder_in_use_is_refused(tmp_path):
+    folder = RunFolder(recipe(tmp_path))
+    with pytest.raises(RecipeError, match="found it locked"):
+        RunFolder(recipe(tmp_path))
+    folder.close()
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path):
+    target = tmp_path / "runs" / "r"
+    target.mkdir(parents=True)
+    (target / "thesis.tex").write_text("mine")
+    with pytest.raises(RecipeError, match="expected an empty folder or a run"):
+        RunFolder(recipe(tmp_path))
+
+
+def test_a_start_that_was_killed_before_the_recipe_was_written_leaves_a_usable_folder(tmp_path):
+    """The lock is there, the folders may be, recipe.yaml is not."""
+    target = tmp_path / "runs" / "r"
+    for name in ("logs", "checkpoints"):
+        (target / name).mkdir(parents=True)
+    (target / "lock").touch()
+    (target / ".recipe.yaml.draft").write_text("name: r")
+    RunFolder(recipe(tmp_path)).close()
+    (target / "recipe.yaml").unlink()
+    (target / "checkpoints" / "step_000001").mkdir()
+    with pytest.raises(RecipeError, match="expected an empty folder or a run"):
+        RunFolder(recipe(tmp_path))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_one_line(tmp_path, monkeypatch, number):
+    def no_locks(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(RecipeError, match=r"r/lock: expected a file system with file locks .*; choose"):
+        RunFolder(recipe(tmp_path))
+
+
+def test_a_recipe_written_before_a_key_existed_is_the_same_run(tmp_path):
+    RunFolder(recipe(tmp_path)).close()
+    path = tmp_path / "runs" / "r" / "recipe.yaml"
+    older = yaml.safe_load(path.read_text())
+    del older["weights"]["probe_every"]
+    path.write_text(yaml.safe_dump(older))
+    RunFolder(recipe(tmp_path)).close()
+    older["weights"]["probe_every"] = 11
+    path.write_text(yaml.safe_dump(older))
+    with pytest.raises(RecipeError, match=r"weights\.probe_every: 11, found 10"):
+        RunFolder(recipe(tmp_path))
+
+
+def test_nothing_is_left_to_do_in_a_finished_run(tmp_path):
+    made = recipe(tmp_path, steps=3, validation={"every_steps": 2})
+
+    def point():
+        return resume_point(made.run_dir, commit.read_commit)
+
+    assert finished(made, point()) is None
+    folder = RunFolder(made)
+    checkpoint = folder.checkpoint(3)
+    checkpoint.mkdir()
+    (checkpoint / "controller.json").write_text('{"step": 3, "batches": 3}')
+    commit.write_commit(checkpoint, {"step": 3})
+    assert finished(made, point()) is None, "the last validation is missing"
+    (folder.path / "validation.jsonl").write_text('{"step": 3}\n')
+    assert finished(made, point()) == "all 3 steps are made"
+    assert finished(recipe(tmp_path, steps=4, validation={"every_steps": 2}), point()) is None
+    folder.end("no prompt is left", step=3, final=True)
+    assert finished(recipe(tmp_path, steps=4, validation={"every_steps": 2}), point()) == "no prompt is left"
+    folder.close()

@@ -1,0 +1,161 @@
+"""The device seam on a machine without a GPU, and that nothing outside it says cuda."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from random_policy import make_recipe
+
+import megatron_scalerl
+from megatron_scalerl.distributed import device
+from megatron_scalerl.launch import local
+
+
+def test_without_a_gpu_the_seam_is_cpu_and_gloo() -> None:
+    if device.HAVE_GPU:
+        assert (device.device().type, device.backend()) == ("cuda", "nccl")
+        return
+    assert (device.device(), device.backend()) == (torch.device("cpu"), "gloo")
+    assert not device.HAVE_TE
+
+
+LAYERS = """
+import importlib, os, torch
+torch.cuda.is_available = lambda: True
+from megatron_scalerl.distributed import device
+for asked in ("", "plain", "te"):
+    os.environ["MSRL_LAYERS"] = asked
+    print(asked, importlib.reload(device).HAVE_TE)
+"""
+
+
+def test_transformer_engine_can_be_left_out(tmp_path: Path) -> None:
+    """The package is an empty stand-in: only whether it is taken is asked."""
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").touch()
+    paths = os.pathsep.join([str(tmp_path), str(Path(megatron_scalerl.__file__).parent.parent)])
+    env = os.environ | {"PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-c", LAYERS], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:3] == [" True", "plain False", "te True"]
+
+
+@pytest.mark.parametrize("asked", ["te", "TE"])
+def test_layers_that_cannot_be_had_are_refused_in_one_line(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "LAYERS", asked)
+    monkeypatch.setattr(device, "_CAN_TE", False)
+    with pytest.raises(ValueError, match=f"^MSRL_LAYERS: expected plain, or te where .* found '{asked}'$"):
+        device.prepare(threads=1, deterministic=False)
+
+
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+ONE_CONNECTION = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "NCCL_ALGO": "Ring",
+}
+
+
+def recipe(**sections: Any) -> Any:
+    return make_recipe(Path("policy"), **sections)
+
+
+def two(kind: str, **model: Any) -> dict[str, Any]:
+    return {
+        "trainer": {"world_size": 2},
+        "megatron": {"parallel": {f"{kind}_parallel_size": 2}, "model": model},
+    }
+
+
+def test_a_cpu_needs_no_environment() -> None:
+    if not device.HAVE_GPU:
+        assert device.environment(recipe(trainer={"deterministic": True})) == {}
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({}, EXPANDABLE),
+        (two("tensor_model"), EXPANDABLE | ONE_CONNECTION),
+        (two("context"), EXPANDABLE | ONE_CONNECTION),
+        (two("pipeline_model"), EXPANDABLE),
+        (two("tensor_model", overlap_moe_expert_parallel_comm=True), EXPANDABLE),
+        ({"megatron": {"ddp": {"nccl_ub": True}}}, {}),
+        ({"trainer": {"deterministic": True}}, EXPANDABLE | DETERMINISTIC),
+    ],
+)
+def test_the_environment_on_a_gpu(
+    sections: dict[str, Any], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "HAVE_GPU", True)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    assert device.environment(recipe(**sections)) == expected
+
+
+def test_the_allocators_newer_variable_is_the_users_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "HAVE_GPU", True)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
+    assert device.environment(recipe()) == {}
+
+
+def test_megatron_refuses_what_the_environment_avoids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's user buffers beside expandable segments: distributed_data_parallel_config.py:157."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", EXPANDABLE["PYTORCH_CUDA_ALLOC_CONF"])
+    with pytest.raises(ValueError, match="expandable_segments:True is currently not supported"):
+        DistributedDataParallelConfig(nccl_ub=True)
+
+
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_an_environment_that_breaks_determinism_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in (DETERMINISTIC | {name: "1"}).items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(ValueError, match=rf"environment: {name}: expected .* with trainer.deterministic, found 1"):
+        device._set_deterministic()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_rank_is_started_with_the_environment_and_the_users_wins(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The process is a stand-in that keeps what it would have been given."""
+    seen: dict[str, str] = {}
+
+    async def start(name: str, argv: list[str], env: dict[str, str], log: Path) -> None:
+        seen.update(env)
+
+    monkeypatch.setattr(local.ChildProcess, "start", start)
+    monkeypatch.setattr(local, "environment", lambda _: {"MSRL_TEST_A": "ours", "MSRL_TEST_B": "ours"})
+    monkeypatch.setenv("MSRL_TEST_B", "the user's")
+    client: Any = SimpleNamespace(worker_env=lambda rank: {"RANK": str(rank)})
+    started = local.start_rank(recipe(), client, rank=3, recipe_file=tmp_path / "r", log=tmp_path / "log")
+    asyncio.run(started)
+    assert (seen["MSRL_TEST_A"], seen["MSRL_TEST_B"], seen["LOCAL_RANK"]) == ("ours", "the user's", "3")
+
+
+def test_patches_for_gpus_without_transformer_engine_are_those_of_no_device() -> None:
+    from megatron_scalerl.distributed import cpu_compat
+
+    cpu_compat.uninstall()
+    before = torch.cuda.current_device
+    try:
+        cpu_compat.install_without_te()
+        assert torch.cuda.current_device is before
+        patched = {name for _, name, _ in cpu_compat._undo}
+        assert patched == {
+            "te_general_gemm",
+            "sharded_state_dict",
+            "_set_main_param_and_optimizer_states",
+            "load_state_dict",
+        }
+    finally:
+        cpu_compat.uninstall()

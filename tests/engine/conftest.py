@@ -1,0 +1,46 @@
+"""One real vLLM server for the tests of this folder."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_recipes import SECRET, recipe_for
+
+from megatron_scalerl.engine.process import EngineProcess
+
+Run = Callable[[Awaitable[Any]], Any]
+
+
+@pytest.fixture(scope="session")
+def run() -> Iterator[Run]:
+    """Runs a coroutine on the event loop that the session's engine belongs to."""
+    with asyncio.Runner() as runner:
+        yield runner.run
+
+
+@pytest.fixture(scope="session")
+def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two dense policies of one shape, and two Llama-4 style mixtures of experts."""
+    import tiny_policies  # torch and transformers, which the quick tests of this folder do not need
+
+    root = tmp_path_factory.mktemp("policies")
+    names = {"dense_a": 0, "dense_b": 1, "moe_a": 2, "moe_b": 3}
+    return {name: tiny_policies.make(root / name, name.split("_")[0], seed) for name, seed in names.items()}
+
+
+@pytest.fixture(scope="session")
+def engine(run: Run, policies: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """A server of policy dense_a in float32; tests that change its weights bring them back."""
+    log = tmp_path_factory.mktemp("engine") / "engine.log"
+    recipe = recipe_for(policies["dense_a"], vllm={"middleware": "server_insight.Insight"})
+    process = EngineProcess(recipe, secret=SECRET, log_path=log, transport="gloo")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+        run(process.start())
+    yield process
+    run(process.stop())

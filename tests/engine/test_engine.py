@@ -1,0 +1,365 @@
+"""One real vLLM server: what it samples, what it forces, and whom it answers."""
+
+import asyncio
+import dataclasses
+import json
+import os
+import re
+import signal
+
+import aiohttp
+import psutil
+import pytest
+import server_insight
+import tiny_policies
+from engine_recipes import SECRET, recipe_for
+from tiny_policies import ENDS, EOS, HOSTILE, PHRASE, THINK_END
+
+from megatron_scalerl.engine.interruption import Plan
+from megatron_scalerl.engine.process import (
+    SECRET_HEADER,
+    EngineDied,
+    EngineError,
+    EngineProcess,
+    SamplingSpec,
+    check_engine,
+)
+from megatron_scalerl.types import CompletionLost
+
+pytestmark = pytest.mark.slow
+
+PROMPT = [1, 30, 31, 32]
+
+
+def plan(**changes):
+    defaults = {"cut": 20, "phrase_ids": PHRASE, "think_end_ids": THINK_END, "answer_budget": 8, "eos_id": EOS}
+    return Plan(**defaults | changes)
+
+
+def interrupted(seed=0, **changes):
+    return SamplingSpec(max_tokens=2000, seed=seed, interruption=plan(**changes))
+
+
+def free(seed=0, tokens=40):
+    return SamplingSpec(max_tokens=tokens, seed=seed, ignore_eos=True)
+
+
+def error_against(model, prompt, rollout):
+    """Largest |engine - transformers log-prob| over the sampled tokens."""
+    expected = tiny_policies.logprobs(model, prompt, list(rollout.token_ids))
+    triples = zip(expected, rollout.token_ids, rollout.rollout_logprobs)
+    return max(abs(row[t].item() - p) for (row, t, p), m in zip(triples, rollout.loss_mask) if m)
+
+
+def test_raw_logprobs_equal_log_softmax_and_seeds_decide(engine, policies, run):
+    async def scenario():
+        return await asyncio.gather(*(engine.client.generate(PROMPT, sampling=free(s)) for s in (0, 0, 1)))
+
+    first, same, other = run(scenario())
+    assert first.token_ids == same.token_ids != other.token_ids
+    assert error_against(tiny_policies.load(policies["dense_a"]), PROMPT, first) <= 1e-4
+    assert first.loss_mask == (True,) * 40 and first.truncated and not first.interrupted
+    assert first.policy_versions == (0,) * 40 and first.thinking_cut == 0
+
+
+def test_the_policys_generation_config_bends_no_probability(engine, policies, run):
+    """Its top_k, top_p, min_p, penalty and temperature are defaults that vLLM has for requests silent about them."""
+
+    async def scenario():
+        return await asyncio.gather(*(engine.client.generate(PROMPT, sampling=free(s, 60)) for s in range(16)))
+
+    model = tiny_policies.load(policies["dense_a"])
+    outside, expected = 0, 0.0
+    for rollout in run(scenario()):
+        assert len(rollout.token_ids) == 60 > HOSTILE["max_new_tokens"]
+        assert error_against(model, PROMPT, rollout) <= 1e-4
+        rows = tiny_policies.logprobs(model, PROMPT, list(rollout.token_ids))
+        top = rows.topk(HOSTILE["top_k"])
+        expected += (1 - top.values.exp().sum(-1)).sum().item()
+        outside += sum(token not in best for token, best in zip(rollout.token_ids, top.indices.tolist()))
+    # as many as the whole distribution says: binomial, 4 standard deviations
+    assert expected > 50 and abs(outside - expected) < 4 * expected**0.5
+
+
+def test_every_token_that_the_policy_ends_with_ends_a_completion(engine, policies, run):
+    """Also one that only generation_config.json names: it was sampled, so it stays and carries loss."""
+
+    def sampling(seed):
+        return SamplingSpec(max_tokens=300, seed=seed, end_ids=ENDS, interruption=plan(cut=300) if seed % 2 else None)
+
+    async def scenario():
+        return await asyncio.gather(*(engine.client.generate(PROMPT, sampling=sampling(s)) for s in range(24)))
+
+    model, last = tiny_policies.load(policies["dense_a"]), set()
+    for rollout in run(scenario()):
+        if not rollout.truncated and not rollout.interrupted:
+            assert rollout.token_ids[-1] in ENDS and not set(rollout.token_ids[:-1]) & set(ENDS)
+            assert all(rollout.loss_mask) and error_against(model, PROMPT, rollout) <= 1e-4
+            last.add(rollout.token_ids[-1])
+    assert last == set(ENDS)
+
+
+def test_scores_of_given_tokens(engine, policies, run):
+    tokens = PROMPT + [40, 41, 42]
+    found = run(engine.client.score(tokens))
+    expected = tiny_policies.logprobs(tiny_policies.load(policies["dense_a"]), tokens[:1], tokens[1:])
+    assert len(found) == 6
+    assert max(abs(expected[i, t].item() - found[i]) for i, t in enumerate(tokens[1:])) <= 1e-4
+
+
+def test_the_phrase_stands_at_the_cut_for_many_at_once(engine, policies, run):
+    """Rows come, go and move in the batch, and the KV cache is thrown away twice on the way."""
+    cuts = [3 + 7 * i for i in range(24)]
+
+    async def scenario():
+        tasks = [
+            asyncio.create_task(engine.client.generate([*PROMPT, 50 + i], sampling=interrupted(i, cut=cut)))
+            for i, cut in enumerate(cuts)
+        ]
+        for landmark in (2, 8):
+            await tasks[landmark]
+            await engine.client.pause(clear_cache=True)
+            await engine.client.resume()
+        return await asyncio.gather(*tasks)
+
+    model = tiny_policies.load(policies["dense_a"])
+    for i, (cut, rollout) in enumerate(zip(cuts, run(scenario()))):
+        assert rollout.thinking_cut == cut
+        if set(ENDS) & set(rollout.token_ids[:cut]):  # ended before thinking did
+            assert not rollout.interrupted and not rollout.truncated
+            continue
+        end = cut + len(PHRASE)
+        assert rollout.interrupted and rollout.token_ids[cut:end] == PHRASE
+        assert rollout.loss_mask == (True,) * cut + (False,) * len(PHRASE) + (True,) * (len(rollout.token_ids) - end)
+        assert rollout.rollout_logprobs[cut:end] == (0.0,) * len(PHRASE)
+        answer = rollout.token_ids[end:]
+        assert len(answer) == 8 if rollout.truncated else answer[-1] in ENDS
+        assert not set(ENDS) & set(answer if rollout.truncated else answer[:-1])
+        assert error_against(model, [*PROMPT, 50 + i], rollout) <= 1e-4
+
+
+def test_a_natural_end_never_gets_the_phrase(engine, run):
+    """The closing tag is declared to be what this seed says anyway; the answer runs far past the cut.
+
+    After a natural end the answer has its own budget, or what is left of a whole one.
+    """
+
+    async def scenario():
+        many = await asyncio.gather(*(engine.client.generate(PROMPT, sampling=free(s, 60)) for s in range(12)))
+        seed, said = next((r.seed, r.token_ids) for r in many if not set(ENDS) & set(r.token_ids))
+        tag = said[10:12]
+        changes = {"think_end_ids": tag, "phrase_ids": (20, 21, *tag), "answer_budget": 40}
+        cases = {cut: interrupted(seed, cut=cut, **changes) for cut in (20, 12, 11)}
+        changes |= {"answer_budget": 3, "whole_budget": 55}
+        cases |= {("whole", cut): interrupted(seed, cut=cut, **changes) for cut in (20, 11)}
+        return said, {case: await engine.client.generate(PROMPT, sampling=s) for case, s in cases.items()}
+
+    said, rollouts = run(scenario())
+    assert all(said[i : i + 2] != said[10:12] for i in range(10))
+    for cut in (20, 12):
+        assert rollouts[cut].token_ids == said[:52]
+        assert not rollouts[cut].interrupted and rollouts[cut].truncated and all(rollouts[cut].loss_mask)
+    assert rollouts["whole", 20].token_ids == said[:55] and rollouts["whole", 20].truncated
+    # half the tag at the cut is no end: the whole phrase follows, and then the answer has its own budget
+    assert rollouts["whole", 11].token_ids[:15] == rollouts[11].token_ids[:15]
+    assert len(rollouts["whole", 11].token_ids) == 18 or rollouts["whole", 11].token_ids[-1] in ENDS
+    assert rollouts[11].token_ids[:15] == (*said[:11], 20, 21, *said[10:12]) and rollouts[11].interrupted
+
+
+def test_a_broken_plan_is_refused(engine, run):
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4, "extra_args": {"msrl_cut": 3}}}
+    with pytest.raises(EngineError, match=r"400 .*expected a whole interruption plan"):
+        run(engine.client.post("/inference/v1/generate", body))
+
+
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
+
+
+async def insight(engine):
+    """What the server itself says: its routes, and the requests that reached its app."""
+    return json.loads(await engine.client.get(server_insight.PATH))
+
+
+async def refused(session, engine, method, path, headers):
+    """The status of a request whose body, said to have 64 bytes, never comes: nothing waits for it."""
+    url, headers = engine.client.url + path, [*headers, ("Content-Length", "64"), ("Connection", "close")]
+    async with session.request(method, url, headers=headers, skip_auto_headers=["Content-Type"]) as response:
+        return response.status
+
+
+def test_every_route_demands_the_secret(engine, run):
+    """Every route of the server's own app by every method, and some that it does not have."""
+
+    async def scenario():
+        before = await insight(engine)
+        found = {(kind, re.sub(r"\{[^}]*\}", "x", path)) for kind, path in before["routes"]}
+        paths = {path for kind, path in found if kind != "websocket"} - {"/health"}
+        paths |= {path.rstrip("/") + "/x" for kind, path in found if kind == "mount"}
+        paths |= {"/nowhere", "/health/", "/health/x", "//health", "/health%2f", "/msrl/progress"}
+        async with aiohttp.ClientSession() as session:
+            codes = {
+                (method, path): await refused(session, engine, method, path, [])
+                for path in sorted(paths)
+                for method in METHODS
+            }
+            codes |= {(m, "/health"): await refused(session, engine, m, "/health", []) for m in METHODS if m != "GET"}
+            sockets = [path for kind, path in found if kind == "websocket"]
+            for path in [*sockets, "/health", "/nowhere"]:
+                with pytest.raises(aiohttp.WSServerHandshakeError) as refusal:
+                    await session.ws_connect(engine.client.url + path)
+                codes["websocket", path] = refusal.value.status
+            async with session.get(engine.client.url + "/health") as response:
+                health = response.status
+        return paths, codes, health, before["reached"], (await insight(engine))["reached"]
+
+    paths, codes, health, before, after = run(scenario())
+    for path in ("/collective_rpc", "/pause", "/update_weights", "/inference/v1/generate", "/v1/models", "/metrics"):
+        assert path in paths
+    assert len(paths) > 50 and any(method == "websocket" for method, _ in codes)
+    assert {key: code for key, code in codes.items() if code not in (401, 403)} == {}
+    assert health == 200
+    assert after == before, "no refused request reached the app"
+
+
+def test_only_the_whole_secret_once_opens(engine, run):
+    wrong = [
+        [],
+        [(SECRET_HEADER, "")],
+        [(SECRET_HEADER, SECRET[:-1])],
+        [(SECRET_HEADER, SECRET + "x")],
+        [(SECRET_HEADER, SECRET.upper())],
+        [(SECRET_HEADER, SECRET), (SECRET_HEADER, SECRET)],
+        [(SECRET_HEADER, "x"), (SECRET_HEADER, SECRET)],
+        [(SECRET_HEADER, f"{SECRET}, {SECRET}")],
+        [("Authorization", f"Bearer {SECRET}")],
+        [("Cookie", f"{SECRET_HEADER}={SECRET}")],
+    ]
+
+    async def scenario():
+        async with aiohttp.ClientSession() as session:
+            shut = [await refused(session, engine, "POST", "/pause", headers) for headers in wrong]
+            async with session.get(engine.client.url + "/v1/models", headers={SECRET_HEADER: SECRET}) as response:
+                return shut, response.status
+
+    shut, known = run(scenario())
+    assert (shut, known) == ([401] * len(wrong), 200)
+    assert b"false" in run(engine.client.get("/is_paused"))
+
+
+def test_tokens_are_counted_without_asking_the_core(engine, run):
+    async def scenario():
+        before = await engine.client.progress()
+        await engine.client.generate(PROMPT, sampling=free(0, 40))
+        await asyncio.gather(*(engine.client.generate(PROMPT, sampling=free(seed, 7)) for seed in range(8)))
+        done = await engine.client.progress()
+        long = asyncio.create_task(engine.client.generate(PROMPT, sampling=free(0, 1900)))
+        while not (during := await engine.client.progress()).cores[0].decoding:
+            await asyncio.sleep(0.01)
+        in_flight = engine.client.in_flight
+        long.cancel()
+        await asyncio.gather(long, return_exceptions=True)
+        return before, done, during, in_flight
+
+    before, done, during, in_flight = run(scenario())
+    assert done.tokens - before.tokens == 40 + 8 * 7
+    assert [(core.core, core.waiting, core.decoding) for core in done.cores] == [(0, 0, 0)]
+    assert during.tokens > done.tokens and in_flight == 1 and engine.client.in_flight == 0
+
+
+def test_a_cancelled_completion_is_aborted(engine, run):
+    async def scenario():
+        long = asyncio.create_task(engine.client.generate(PROMPT, sampling=free(0, 1900)))
+        await engine.client.generate(PROMPT, sampling=free(0, 20))
+        long.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await long
+        await engine.client.generate(PROMPT, sampling=free(0, 20))
+        return await engine.client.post("/abort_requests", {})
+
+    assert run(scenario()) == b'{"status":"aborted","aborted":0}'
+
+
+def test_a_port_in_use_is_one_clear_line(engine, policies, tmp_path):
+    recipe = recipe_for(policies["dense_a"], engine={"port": engine.port})
+    line = rf"engine\.port: expected a free port, found 127\.0\.0\.1:{engine.port} in use"
+    with pytest.raises(ValueError, match=line):
+        EngineProcess(recipe, secret=SECRET, log_path=tmp_path / "log", transport="gloo")
+
+
+async def broken_weights_lose_completions(engine, policy):
+    """A policy of NaN: vLLM writes -9999 for what it cannot compute."""
+    await engine.client.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(policy)}})
+    for _ in range(2):
+        with pytest.raises(CompletionLost, match=r"token 0: expected a log-prob.*found -9999") as lost:
+            await engine.client.generate(PROMPT, sampling=free(0, 5))
+        assert lost.value.reason == "no_logprobs"
+    with pytest.raises(EngineError, match="engine-0: 3 completions in a row without usable log-probabilities"):
+        await engine.client.generate(PROMPT, sampling=free(0, 5))
+
+
+async def a_hung_core_is_noticed(engine):
+    """The core stands still, the server's /health stays green, and a completion that waits is not waited for."""
+    watching = asyncio.create_task(engine.watch())
+    answer = asyncio.create_task(engine.client.generate(PROMPT, sampling=free(0, 1900)))
+    while not (await engine.client.progress()).cores[0].decoding:
+        await asyncio.sleep(0.01)
+    core = next(p for p in psutil.Process(engine.pid).children(recursive=True) if "EngineCore" in p.name())
+    core.suspend()
+    # and the look at its progress needs no answer of the core
+    await asyncio.wait_for(engine.client.progress(), 10)
+    await asyncio.wait_for(engine.client.get("/health"), 10)
+    with pytest.raises(EngineDied, match=r"(?s)engine-0 produced no token for \S+ s with .*; the end of .*fp32\.log"):
+        await asyncio.wait_for(watching, 60)
+    assert not answer.done()
+    answer.cancel()
+
+
+def test_precision_is_asked_of_the_engine_and_its_death_is_noticed(policies, run, tmp_path):
+    limits = {"stall_timeout_s": 3, "max_lost_in_a_row": 3}
+    both = {
+        logits: recipe_for(policies["dense_a"], policy={"dtype": "bfloat16", "logits": logits}, engine=limits)
+        for logits in ("model", "fp32")
+    }
+    broken = tiny_policies.make_nan(policies["dense_a"], tmp_path / "nan")
+    engines = {
+        logits: EngineProcess(recipe, secret=SECRET, log_path=tmp_path / f"{logits}.log", transport="gloo")
+        for logits, recipe in both.items()
+    }
+
+    async def scenario():
+        try:
+            infos = dict(zip(engines, await asyncio.gather(*(e.start(version=3) for e in engines.values()))))
+            victim = engines["model"]
+            watching = asyncio.create_task(victim.watch())
+            answer = asyncio.create_task(victim.client.generate(PROMPT, sampling=free(0, 1900)))
+            await victim.client.generate(PROMPT, sampling=free(0, 5))
+            os.kill(victim.pid, signal.SIGKILL)
+            with pytest.raises(EngineError, match="engine-0: POST /inference/v1/generate"):
+                await answer
+            with pytest.raises(EngineDied, match=r"engine-0 \(port \d+\) ended with -9"):
+                await watching
+            await broken_weights_lose_completions(engines["fp32"], broken)
+            await a_hung_core_is_noticed(engines["fp32"])
+            return infos
+        finally:
+            await asyncio.gather(*(e.stop() for e in engines.values()))
+
+    infos = run(scenario())
+    assert {k: i.head_dtype for k, i in infos.items()} == {"model": "bfloat16", "fp32": "float32"}
+    assert all((i.vocab_size, i.dtype, i.max_model_len) == (128, "bfloat16", 2048) for i in infos.values())
+    assert all((i.world_size, i.weight_version, i.weight_digest) == (1, "3", "") for i in infos.values())
+    for logits, info in infos.items():
+        check_engine(info, both[logits])
+    with pytest.raises(ValueError, match=r"policy\.logits fp32: expected float32 in trainer.*found bfloat16"):
+        check_engine(infos["model"], both["fp32"])
+    with pytest.raises(ValueError, match=r"policy\.logits model: expected bfloat16 in trainer.*found float32"):
+        check_engine(infos["fp32"], both["model"])
+    with pytest.raises(ValueError, match=r"engine\.vllm\.max_model_len: expected at least 1965, found 100"):
+        check_engine(dataclasses.replace(infos["fp32"], max_model_len=100), both["fp32"])
+
+
+def test_an_engine_that_cannot_start_shows_why(policies, run, tmp_path):
+    recipe = recipe_for(policies["dense_a"], vllm={"quantization": "fp9"})
+    process = EngineProcess(recipe, secret=SECRET, log_path=tmp_path / "log", transport="gloo")
+    with pytest.raises(EngineDied, match=r"(?s)ended with \d+ before it was up; the end of .*fp9"):
+        run(process.start())

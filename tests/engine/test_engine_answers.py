@@ -1,0 +1,242 @@
+"""An engine's answer as a rollout, and what is refused in it."""
+
+import asyncio
+import base64
+import io
+import json
+
+import msgspec
+import numpy as np
+import pytest
+from aiohttp import web
+from engine_recipes import recipe_for
+
+from megatron_scalerl.engine.answers import _Choice, rollout_of
+from megatron_scalerl.engine.client import EngineClient, EngineError, EngineInfo, SamplingSpec, check_engine
+from megatron_scalerl.engine.interruption import Plan
+from megatron_scalerl.recipe.sections import EngineSection
+from megatron_scalerl.types import CompletionLost
+
+PLAN = Plan(cut=1, phrase_ids=(8, 9), think_end_ids=(9,), answer_budget=4, eos_id=2)
+
+
+def answer(logprobs=(-0.5, -0.25), token_ids=(5, 6), **changes):
+    """The answer to a generation as vLLM writes it."""
+    choice = {
+        "token_ids": list(token_ids),
+        "finish_reason": "stop",
+        "logprobs": {"content": [{"logprob": value} for value in logprobs]},
+        "weight_versions": [{"version": "3", "start": 0, "end": len(token_ids)}],
+    }
+    return {"choices": [choice | changes]}
+
+
+def rollout(plan=None, **changes):
+    choice = msgspec.convert(answer(**changes)["choices"][0], _Choice)
+    return rollout_of(choice, plan=plan, seed=0, where="engine-4: /generate")
+
+
+def experts(array):
+    with io.BytesIO() as buffer:
+        np.save(buffer, array, allow_pickle=False)
+        return base64.b64encode(buffer.getvalue()).decode()
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_expert_choices_come_over_in_their_own_width(dtype):
+    array = np.arange(24, dtype=dtype).reshape(4, 3, 2)
+    found = rollout(routed_experts=experts(array)).expert_choices
+    assert (found.layers, found.topk, found.width) == (3, 2, np.dtype(dtype).itemsize)
+    assert np.frombuffer(found.data, f"<u{found.width}").reshape(4, 3, 2).tolist() == array.tolist()
+
+
+@pytest.mark.parametrize("array", [np.zeros((4, 3), np.uint8), np.zeros((4, 3, 2), np.float32)])
+def test_another_array_is_refused(array):
+    with pytest.raises(EngineError, match="engine-4: /generate: routed_experts: expected uint8 or uint16"):
+        rollout(routed_experts=experts(array))
+
+
+def header(text):
+    """A .npy array of which there is only this header."""
+    raw = text.encode()
+    return base64.b64encode(b"\x93NUMPY\x01\x00" + len(raw).to_bytes(2, "little") + raw).decode()
+
+
+@pytest.mark.parametrize("shape", [(2**44, 1, 1), (2**62, 2, 2), (3, 1, 1)])
+def test_a_shape_without_its_data_is_refused_before_room_is_made_for_it(shape):
+    text = header(f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}}}\n")
+    with pytest.raises(EngineError, match=r"engine-4: /generate: routed_experts: expected .* for shape .* found 0"):
+        rollout(routed_experts=text)
+
+
+@pytest.mark.parametrize("text", ["(", "-" * 9000 + "1", "{'descr': [], 'fortran_order': 0, 'shape': 3}", "\0", "{"])
+def test_a_header_that_is_none_is_refused(text):
+    with pytest.raises(EngineError, match=r"routed_experts: expected a base64 \.npy array"):
+        rollout(routed_experts=header(text))
+
+
+def test_the_order_of_an_array_s_elements_does_not_matter():
+    array = np.arange(24, dtype=np.uint16).reshape(4, 3, 2)
+    assert rollout(routed_experts=experts(np.asfortranarray(array))) == rollout(routed_experts=experts(array))
+
+
+@pytest.mark.parametrize("text", ["%%%", "", "QUJD", experts(np.zeros((4, 3, 2), np.uint8))[:-8]])
+def test_a_broken_array_is_refused(text):
+    with pytest.raises(EngineError, match=r"routed_experts: expected (a base64 \.npy array|24 bytes)"):
+        rollout(routed_experts=text)
+
+
+@pytest.mark.parametrize("value", [-9999.0, -10000.0, None, float("nan"), float("inf"), float("-inf"), 0.01])
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_sampled_token_without_a_log_probability_loses_the_completion(value, at):
+    logprobs = [-0.5, -0.25]
+    logprobs[at] = value
+    with pytest.raises(CompletionLost, match=rf"engine-4: /generate: token {at}: expected a log-p.*, found") as lost:
+        rollout(logprobs=logprobs)
+    assert lost.value.reason == "no_logprobs"
+
+
+def test_what_vllm_writes_for_a_forced_token_is_not_looked_at():
+    found = rollout(PLAN, logprobs=(-0.5, -9999.0, -9999.0, 9e-4), token_ids=(5, 8, 9, 6))
+    assert found.loss_mask == (True, False, False, True)
+    assert found.rollout_logprobs == (-0.5, 0.0, 0.0, 9e-4)
+    with pytest.raises(CompletionLost, match="token 3"):
+        rollout(PLAN, logprobs=(-0.5, -1.0, -1.0, -9999.0), token_ids=(5, 8, 9, 6))
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"finish_reason": "abort"}, "completion ended with 'abort' after 2 tokens"),
+        ({"logprobs": (-0.5,)}, "expected a log-prob for each of 2 tokens, found 1"),
+        ({"logprobs": (), "token_ids": ()}, "expected a log-prob for each of 0 tokens"),
+        ({"weight_versions": None}, r"policy versions: expected one per token \(2\), found 0"),
+        ({"weight_versions": [{"version": "3", "start": 0, "end": 1}]}, r"expected one per token \(2\), found 1"),
+        ({"weight_versions": [{"version": "²", "start": 0, "end": 2}]}, "expected a number .*, found '²'"),
+        ({"weight_versions": [{"version": "1" * 5000, "start": 0, "end": 2}]}, "expected a number of .* 18 digits"),
+        ({"weight_versions": [{"version": "3", "start": 0, "end": 10**12}]}, "expected a span from token 0 within 2"),
+        ({"weight_versions": [{"version": "3", "start": 1, "end": 2}]}, "expected a span from token 0 within 2"),
+        ({"plan": PLAN}, "expected the forced phrase, found"),
+    ],
+)
+def test_an_answer_that_cannot_be_used_names_the_engine(changes, line):
+    with pytest.raises(EngineError, match=f"engine-4: /generate: .*{line}"):
+        rollout(**changes)
+
+
+class StandInServer:
+    """Gives prepared bytes to each request, the same for every path where there is one for all."""
+
+    def __init__(self, *bodies):
+        self._bodies = list(bodies)
+
+    async def __aenter__(self):
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._give)
+        self._runner = web.AppRunner(app, shutdown_timeout=0)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self.client = EngineClient(url=url, secret="s", name="engine-4", settings=EngineSection(max_lost_in_a_row=3))
+        return self.client
+
+    async def __aexit__(self, *_):
+        await self.client.close()
+        await self._runner.cleanup()
+
+    async def _give(self, _):
+        body = self._bodies.pop(0) if len(self._bodies) > 1 else self._bodies[0]
+        return web.Response(body=body if isinstance(body, bytes) else json.dumps(body).encode())
+
+
+def asked(ask, *bodies):
+    async def scenario():
+        async with StandInServer(*bodies) as client:
+            return await ask(client)
+
+    return asyncio.run(scenario())
+
+
+def generate(client):
+    return client.generate([1], sampling=SamplingSpec(max_tokens=2))
+
+
+ASKED = {
+    "/inference/v1/generate": generate,
+    "/inference/v1/generate prompt": lambda client: client.score([1, 2]),
+    "/collective_rpc": lambda client: client.rpc("anything"),
+    "/collective_rpc info": lambda client: client.info(),
+    "/msrl/progress": lambda client: client.progress(),
+}
+WHOLE = json.dumps(answer()).encode()
+
+
+BROKEN = [WHOLE[:-20], b"{}", b"[1", b'{"results": 3}', b"\xff\xfe", b'{"choices": []}', b"<html>"]
+
+
+@pytest.mark.parametrize("body", BROKEN)
+@pytest.mark.parametrize("path", ASKED)
+def test_a_torn_or_foreign_answer_is_the_engine_s_fault(path, body):
+    with pytest.raises(EngineError, match=f"engine-4: {path.split()[0]}"):
+        asked(ASKED[path], body)
+
+
+@pytest.mark.parametrize("token", [-5, 2**31, 10**15, 10**30])
+def test_a_token_that_is_none_is_the_engine_s_fault(token):
+    with pytest.raises(EngineError, match="engine-4: /inference/v1/generate"):
+        asked(generate, answer(token_ids=(5, token)))
+
+
+@pytest.mark.parametrize("results", [[], [3], [{}], [{"vocab_size": "many"}]])
+def test_what_a_worker_says_of_itself_is_checked(results):
+    with pytest.raises(EngineError, match="engine-4"):
+        asked(ASKED["/collective_rpc info"], {"results": results}, {"world_size": 1}, {"weight_version": "0"})
+
+
+@pytest.mark.parametrize("row", [None, {}, {"3": {"logprob": -1.0}}, {"2": {"logprob": -9999.0}}])
+def test_a_prompt_token_without_a_log_probability_is_an_error(row):
+    with pytest.raises(EngineError, match="engine-4: /inference/v1/generate: prompt token 1: expected a log-prob"):
+        asked(lambda client: client.score([1, 2]), {**answer(), "prompt_logprobs": [None, row]})
+
+
+def test_many_lost_completions_in_a_row_end_the_run_and_a_good_one_begins_anew():
+    lost, good = answer(logprobs=(-9999.0, -1.0)), answer()
+
+    async def ask(client):
+        seen = []
+        for _ in range(6):
+            try:
+                await generate(client)
+                seen.append("good")
+            except (CompletionLost, EngineError) as error:
+                seen.append(type(error).__name__)
+                last = error
+        return seen, str(last)
+
+    seen, last = asked(ask, lost, lost, good, lost, lost, lost)
+    assert seen == ["CompletionLost"] * 2 + ["good"] + ["CompletionLost"] * 2 + ["EngineError"]
+    assert last.startswith("engine-4: 3 completions in a row without usable log-probabilities (engine.max_lost_in")
+
+
+def test_check_engine_tells_the_user_s_mistake_from_vllm_s(tmp_path):
+    info = {
+        "vocab_size": 8,
+        "dtype": "float32",
+        "head_dtype": "float32",
+        "logprobs_mode": "raw_logprobs",
+        "max_model_len": 4096,
+        "pid": 1,
+        "world_size": 1,
+        "weight_version": "0",
+        "weight_digest": "",
+    }
+    recipe = recipe_for(tmp_path)
+    check_engine(EngineInfo(**info), recipe)
+    for change, kind in (
+        ({"dtype": "float16"}, EngineError),
+        ({"logprobs_mode": "processed_logprobs"}, EngineError),
+        ({"head_dtype": "bfloat16"}, ValueError),
+        ({"max_model_len": 7}, ValueError),
+    ):
+        with pytest.raises(kind):
+            check_engine(EngineInfo(**info | change), recipe)

@@ -1,0 +1,214 @@
+"""The command line of a vLLM server, without starting one."""
+
+import ast
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+from engine_recipes import recipe_for
+
+from megatron_scalerl.engine import options as engine_options
+from megatron_scalerl.engine.client import WHOLE_DISTRIBUTION, SamplingSpec, _sampling
+from megatron_scalerl.engine.interruption import Plan
+from megatron_scalerl.engine.options import (
+    check_options,
+    engine_arguments,
+    engine_environment,
+    vllm_options,
+)
+
+
+def arguments(tmp_path, vllm=None, **sections):
+    recipe = recipe_for(tmp_path, vllm=vllm, **sections)
+    return engine_arguments(recipe, host="127.0.0.1", port=8123, transport="gloo")
+
+
+def value(arguments, flag):
+    assert arguments.count(flag) == 1
+    return arguments[arguments.index(flag) + 1]
+
+
+def test_vllm_options_pass_through_unrenamed(tmp_path):
+    found = arguments(tmp_path, {"max_num_seqs": 7, "enforce_eager": False, "hf_overrides": {"x": 1}})
+    assert value(found, "--max-num-seqs") == "7"
+    assert "--no-enforce-eager" in found and "--enforce-eager" not in found
+    assert json.loads(value(found, "--hf-overrides")) == {"x": 1, "head_dtype": "float32"}
+
+
+def test_what_the_recipe_decides(tmp_path):
+    other_settings = {"policy": {"logits": "model", "dtype": "bfloat16"}, "rollouts": {"temperature": 0.7}}
+    plain, other = arguments(tmp_path), arguments(tmp_path, **other_settings)
+    assert value(plain, "--logprobs-mode") == "raw_logprobs"
+    assert value(other, "--logprobs-mode") == "processed_logprobs"
+    assert json.loads(value(other, "--hf-overrides")) == {"head_dtype": "model"}
+    assert value(other, "--dtype") == "bfloat16"
+    assert value(plain, "--generation-config") == "vllm"
+    assert value(plain, "--logits-processors").endswith(":ForcedTokens")
+    assert "--no-enable-prefix-caching" in plain
+    assert json.loads(value(plain, "--weight-transfer-config")) == {"backend": "msrl_gloo"}
+    assert value(plain, "--middleware").endswith("SecretMiddleware")
+
+
+def test_one_s_own_middleware_stands_behind_the_secret(tmp_path):
+    """vLLM makes the last one of the list the outermost."""
+    found = arguments(tmp_path, {"middleware": ["mine.First", "mine.Second"]})
+    given = [found[at + 1] for at, flag in enumerate(found) if flag == "--middleware"]
+    assert given[:2] == ["mine.First", "mine.Second"] and given[2].endswith(".SecretMiddleware")
+
+
+@pytest.mark.parametrize("text", ["%s", '{"text_config": %s}'])
+@pytest.mark.parametrize("on", [True, False])
+def test_llama4_attention_temperature_is_that_of_the_policy(tmp_path, text, on):
+    policy = json.dumps({"model_type": "llama4_text", "attn_temperature_tuning": on})
+    (tmp_path / "config.json").write_text(text % policy)
+    found = json.loads(value(arguments(tmp_path), "--override-generation-config"))
+    assert found == {"attn_temperature_tuning": on}
+    given = {"override_generation_config": {"attn_temperature_tuning": not on}}
+    found = json.loads(value(arguments(tmp_path, given), "--override-generation-config"))
+    assert found == {"attn_temperature_tuning": not on}, "which the engine's check then finds"
+
+
+def test_other_families_have_no_attention_temperature(tmp_path):
+    assert "--override-generation-config" not in arguments(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    assert "--override-generation-config" not in arguments(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"max_model_length": 5}, r"engine\.vllm\.max_model_length: .*the nearest is max_model_len\), found none"),
+        ({"max_num_seq": 5}, r"engine\.vllm\.max_num_seq: .*the nearest is max_num_seqs\)"),
+        ({"dtype": "float32"}, r"engine\.vllm\.dtype: .*set by policy\.dtype"),
+        ({"enable_prefix_caching": True}, r"enable_prefix_caching: expected none \(it is fixed\), found True"),
+        ({"hf_overrides": {"head_dtype": "model"}}, r"hf_overrides: expected no head_dtype \(set policy\.logits\)"),
+        ({"hf_overrides": "{}"}, r"engine\.vllm\.hf_overrides: expected a mapping, found '{}'"),
+        ({"generation_config": "auto"}, r"generation_config: expected none \(it is fixed\), found 'auto'"),
+        ({"tokenizer": "other"}, r"engine\.vllm\.tokenizer: .*set by policy\.path"),
+        (
+            {"override_generation_config": {"top_k": 5, "attn_temperature_tuning": True, "eos_token_id": 7}},
+            r"override_generation_config: expected no key but attn_temperature_tuning .*, found eos_token_id, top_k",
+        ),
+    ],
+)
+def test_refused_options(options, line):
+    with pytest.raises(ValueError, match=line):
+        check_options(options)
+
+
+@pytest.mark.parametrize("name", engine_options.CHANGES_SAMPLING)
+def test_what_changes_sampling_is_refused_with_its_reason(name):
+    with pytest.raises(ValueError) as error:
+        check_options({name: 1})
+    text = str(error.value)
+    assert text.startswith(f"engine.vllm.{name}: expected options that leave sampling as the trainer has it, found")
+    assert text.endswith(engine_options.CHANGES_SAMPLING[name]) and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"quantization": "fp8"},
+        {"kv_cache_dtype": "fp8"},
+        {"seed": 3},
+        {"max_logprobs": 5},
+        {"reasoning_parser": "x"},
+        {"speculative_config": None},
+    ],
+)
+def test_what_leaves_the_rule_of_sampling_alone_passes(options):
+    check_options(options)
+
+
+def test_every_option_of_vllm_that_says_how_to_sample_is_in_the_table():
+    """By name: a new version of vLLM with a new such option fails here until somebody has looked at it."""
+    telling = re.compile(r"sampl|logit|logprob|penalt|top_?[kp]|min_p|spec|watermark|generation_config|diffusion")
+    looked_at = {
+        "enable_batch_sharded_sampling",
+        "kv_cache_metrics_sample",
+        "logprobs_mode",
+        "max_logprobs",
+        "override_generation_config",
+        "per_request_spec_decode_metrics",
+        "return_sampling_mask",
+        "generation_config",
+        "sparse_indexer_topk_backend",
+        "specialize_active_lora",
+        "watermark",
+    }
+    found = {name for name in vllm_options() if telling.search(name)}
+    assert found - engine_options.CHANGES_SAMPLING.keys() == looked_at
+
+
+def test_every_field_of_a_request_that_shapes_a_completion_is_sent_or_refused():
+    """Against vLLM's own class, read and not imported: a field that a new version adds fails here."""
+    root = next(iter(importlib.util.find_spec("vllm").submodule_search_locations))
+    tree = ast.parse((Path(root) / "sampling_params.py").read_text())
+    [params] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "SamplingParams"]
+    fields = {n.target.id for n in params.body if isinstance(n, ast.AnnAssign) and not n.target.id.startswith("_")}
+    of_the_answers_form = {
+        "prompt_logprobs",
+        "prompt_logprob_token_ids",
+        "prompt_logprob_start",
+        "logprob_token_ids",
+        "flat_logprobs",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "include_stop_str_in_output",
+        "output_kind",
+        "stream_interval",
+        "skip_clone",
+        "output_text_buffer_length",
+        "skip_reading_prefix_cache",
+        "routed_experts_prompt_start",
+    }
+    plan = Plan(cut=3, phrase_ids=(5,), think_end_ids=(5,), answer_budget=2, eos_id=2)
+    sent = _sampling(SamplingSpec(max_tokens=9, interruption=plan))
+    assert fields - of_the_answers_form == sent.keys()
+    assert {**sent, **WHOLE_DISTRIBUTION} == sent, "nothing of a request's own overwrites them"
+
+
+def test_an_installed_logits_processor_is_refused(tmp_path, monkeypatch):
+    """A real distribution on the path, as pip would leave it: vLLM loads its entry point into every engine."""
+    folder = tmp_path / "meddler-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: meddler\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text("[vllm.logits_processors]\nmeddle = meddler:Processor\n")
+    check_options({})
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"vllm\.logits_processors: .*found meddle = meddler:Processor"):
+        check_options({})
+
+
+REPLAY = {"rollouts": {"routing_replay": True, "kv_cache": "recompute"}, "interruption": {"enabled": False}}
+
+
+def test_expert_choices_are_asked_of_the_runner_that_reports_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_options, "on_cpu", lambda: False)
+    found = arguments(tmp_path, **REPLAY)
+    assert "--enable-return-routed-experts" in found and "--enable-prefix-caching" in found
+    assert "--logits-processors" not in found
+    env = engine_environment(recipe_for(tmp_path, **REPLAY), secret="s", ready_fd=9, listen_fd=8, devices=None)
+    assert env["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+
+
+def test_no_expert_choices_on_cpus_nor_without_their_conditions(tmp_path):
+    with pytest.raises(ValueError, match=r"routing_replay: expected vLLM for GPUs.* found the build for CPUs"):
+        arguments(tmp_path, **REPLAY)
+    for part, found in (("rollouts", "false and keep"), ("interruption", "true and recompute")):
+        other = {**REPLAY, part: {"routing_replay": True} if part == "rollouts" else {}}
+        with pytest.raises(ValueError, match=f"routing_replay: expected .* found {found}"):
+            recipe_for(tmp_path, **other)
+
+
+def test_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+    recipe = recipe_for(tmp_path, engine={"threads": 3})
+    env = engine_environment(recipe, secret="s", ready_fd=9, listen_fd=8, devices="0,1")
+    assert (env["OMP_NUM_THREADS"], env["CUDA_VISIBLE_DEVICES"], env["MSRL_SECRET"]) == ("3", "0,1", "s")
+    assert (env["MSRL_LISTEN_FD"], env["MSRL_READY_FD"]) == ("8", "9")
+    assert env["VLLM_USE_FLASHINFER_SAMPLER"] == "0", "nothing of it is used, and it would be compiled"
+    assert env["VLLM_SERVER_DEV_MODE"] == "1" and "VLLM_CPU_KVCACHE_SPACE" not in env
+    assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"], env["VLLM_HOST_IP"]) == ("lo", "lo", "127.0.0.1")

@@ -1,0 +1,256 @@
+"""Forced interruption: the rule in the engine and the rule in the controller, by hand and against each other."""
+
+import dataclasses
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_scalerl.engine.interruption import (
+    Forcing,
+    Plan,
+    draw_cut,
+    plan_ids,
+    tag,
+    tag_variants,
+)
+
+EOS, END, A, B = 2, 4, 7, 8
+
+
+def plan(**changes) -> Plan:
+    default = {"cut": 3, "phrase_ids": (5, END), "think_end_ids": (END,), "answer_budget": 2, "eos_id": EOS}
+    return Plan(**default | changes)
+
+
+def grow(plan: Plan, wishes, limit: int = 200) -> tuple[list[int], list[bool]]:
+    """What the engine makes of a policy that wants to say `wishes`: (tokens, forced)."""
+    forcing, tokens, forced = Forcing(plan), [], []
+    for wish in wishes:
+        want = forcing.next_token(tokens)
+        forced.append(want is not None)
+        tokens.append(wish if want is None else want)
+        if tokens[-1] == plan.eos_id or len(tokens) == limit:
+            break
+    return tokens, forced
+
+
+@pytest.mark.parametrize(
+    ("wishes", "tokens", "mask", "interrupted", "truncated", "answer_start"),
+    [
+        # still thinking at the cut: phrase and tag at tokens 3 and 4, then the answer
+        ([A, A, A, A, A, B, EOS], [A, A, A, 5, END, B, EOS], "TTTFFTT", True, False, 5),
+        # the policy ended thinking by itself at token 1: never a phrase; two answer tokens, then cut off
+        ([A, END, B, B, B, B], [A, END, B, B], "TTTT", False, True, 2),
+        # a natural end exactly at the cut counts
+        ([A, A, END, B, EOS], [A, A, END, B, EOS], "TTTTT", False, False, 3),
+        # a natural end one token late does not
+        ([A, A, A, END, B, B, EOS], [A, A, A, 5, END, B, EOS], "TTTFFTT", True, False, 5),
+        # the end of sequence as the last token of the budget is the policy's own
+        ([A, END, B, EOS], [A, END, B, EOS], "TTTT", False, False, 2),
+        # interrupted, and the answer too long: the forced end of sequence is dropped
+        ([A] * 9, [A, A, A, 5, END, A, A], "TTTFFTT", True, True, 5),
+        # ended before thinking did
+        ([A, EOS], [A, EOS], "TT", False, False, None),
+        # the policy says the phrase by itself before the cut: it is its own token, and ends nothing
+        ([5, A, A, A, A, B, EOS], [5, A, A, 5, END, B, EOS], "TTTFFTT", True, False, 5),
+        # phrase and tag said by the policy itself before the cut: a natural end, no second phrase
+        ([5, END, B, EOS], [5, END, B, EOS], "TTTT", False, False, 2),
+    ],
+)
+def test_by_hand(wishes, tokens, mask, interrupted, truncated, answer_start):
+    found, _ = grow(plan(), wishes)
+    tags = tag(found, plan())
+    assert found[: tags.kept_length] == tokens
+    assert "".join("FT"[m] for m in tags.loss_mask) == mask
+    assert (tags.interrupted, tags.truncated, tags.answer_start) == (interrupted, truncated, answer_start)
+
+
+def test_a_tag_half_written_at_the_cut_is_not_an_end():
+    two = plan(cut=2, think_end_ids=(A, B), phrase_ids=(B, 5, A, B))
+    # token 1 is the tag's first half, and the phrase begins with its second: the whole phrase still follows
+    tokens, forced = grow(two, [5, A, B, B, B, B, EOS])
+    assert tokens == [5, A, B, 5, A, B, EOS]
+    assert forced == [False, False, True, True, True, True, False]
+    tags = tag(tokens, two)
+    assert (tags.interrupted, tags.answer_start, tags.loss_mask) == (True, 6, (True, True) + (False,) * 4 + (True,))
+
+
+def test_overlapping_tag_is_found():
+    tokens, _ = grow(plan(cut=9, think_end_ids=(A, A, B), phrase_ids=(5, A, A, B)), [A, A, A, B, 6, 6, 6])
+    assert tokens == [A, A, A, B, 6, 6, EOS]
+
+
+class _Pieces:
+    """A byte-pair vocabulary in which the tag's ends merge with what stands beside them."""
+
+    pieces = ("</", "think", ">", ">\n\n", ".</", "thinks", "x", "<", "</s>")
+
+    def __len__(self):
+        return len(self.pieces)
+
+    def convert_ids_to_tokens(self, ids):
+        return [self.pieces[i] for i in ids]
+
+
+def test_a_tag_that_merges_with_its_neighbours_ends_thinking():
+    first, last = tag_variants(_Pieces(), (0, 1, 2))
+    assert (first, last) == ({4}, {3})
+    assert tag_variants(_Pieces(), (1, 5)) == (frozenset(), frozenset())  # words stay words
+    assert tag_variants(_Pieces(), (8,)) == (frozenset(), frozenset())
+    merged = plan(cut=9, phrase_ids=(6, 0, 1, 2), think_end_ids=(0, 1, 2), eos_id=99)
+    merged = dataclasses.replace(merged, think_end_first=first, think_end_last=last)
+    for said in ([6, 4, 1, 3], [0, 1, 3], [6, 4, 1, 2], [0, 1, 2]):
+        tokens, forced = grow(merged, said + [6] * 20, 30)
+        assert tokens == [*said, 6, 6, 99] and not any(forced[:-1])
+        assert tag(tokens, merged).answer_start == len(said)
+    for said in ([4, 5, 3], [3, 1, 3], [4, 1, 4]):
+        assert tag(grow(merged, said + [6] * 20, 30)[0], merged).interrupted
+    assert Plan.from_extra_args(merged.to_extra_args()) == merged
+
+
+def test_a_completion_the_engine_did_not_interrupt_is_refused():
+    with pytest.raises(ValueError, match="expected the forced phrase, found"):
+        tag([A] * 6, plan())
+    with pytest.raises(ValueError, match="expected the forced end of sequence 2, found"):
+        tag([A, END, B, B, B], plan())
+
+
+def test_plan_travels_and_is_checked():
+    assert Plan.from_extra_args(plan().to_extra_args()) == plan()
+    assert Plan.from_extra_args(None) is None and Plan.from_extra_args({"other": 1}) is None
+    assert Plan.from_extra_args(plan(whole_budget=9).to_extra_args()) == plan(whole_budget=9)
+    with pytest.raises(ValueError, match="expected a whole interruption plan"):
+        Plan.from_extra_args({"msrl_cut": 3})
+    with pytest.raises(ValueError, match="end with those of the closing tag"):
+        plan(phrase_ids=(5,))
+    with pytest.raises(ValueError, match="whole budget of at least cut \\+ answer budget, 5, found 4"):
+        plan(whole_budget=4)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "tokens", "truncated"),
+    [
+        # thinking ended by itself at token 1: the answer has what is left of 6, tag and thinking counted
+        ([A, END, B, B, B, B, B, B], [A, END, B, B, B, B], True),
+        ([A, END, B, B, B, EOS], [A, END, B, B, B, EOS], False),
+        ([END, B, B, B, B, EOS], [END, B, B, B, B, EOS], False),
+        # at the cut: never less than after a forced end
+        ([A, A, END, B, B, B, B], [A, A, END, B, B, B], True),
+        # a forced end has the answer's own budget
+        ([A] * 9, [A, A, A, 5, END, A, A], True),
+    ],
+)
+def test_a_natural_end_leaves_the_rest_of_the_whole_budget(wishes, tokens, truncated):
+    whole = plan(whole_budget=6)
+    found, _ = grow(whole, wishes)
+    tags = tag(found, whole)
+    assert (found[: tags.kept_length], tags.truncated) == (tokens, truncated)
+    if truncated:
+        with pytest.raises(ValueError, match="expected the forced end of sequence 2"):
+            tag([*tokens, B, B], whole)
+
+
+def test_cuts_are_uniform_reproducible_and_their_own():
+    cuts = [draw_cut(1, group, index, 44, 52) for group in range(300) for index in range(16)]
+    assert cuts == [draw_cut(1, group, index, 44, 52) for group in range(300) for index in range(16)]
+    counts = [cuts.count(n) for n in range(44, 53)]
+    assert sum(counts) == 4800  # both ends included, nothing outside
+    # 4,800 draws over 9 values: chi-square with 8 degrees of freedom stays below 26.1 but once in a thousand
+    assert sum((c - 4800 / 9) ** 2 / (4800 / 9) for c in counts) < 26.1
+    assert draw_cut(2, 0, 0, 1, 10**9) != draw_cut(1, 0, 0, 1, 10**9)
+    with pytest.raises(ValueError, match=r"expected 1 <= low <= high, found \[0, 3\]"):
+        draw_cut(1, 0, 0, 0, 3)
+
+
+class _Letters:
+    """A tokenizer of one token a letter that loses the letter z."""
+
+    def __len__(self):
+        return 128
+
+    def convert_ids_to_tokens(self, ids):
+        return [chr(i) for i in ids]
+
+    def encode(self, text, add_special_tokens):
+        return [ord(c) for c in text if c != "z"]
+
+    def decode(self, ids, **_):
+        return "".join(map(chr, ids))
+
+
+def test_phrase_and_tag_must_survive_the_tokenizer():
+    assert plan_ids(_Letters(), "ab", "</>") == ((97, 98, 60, 47, 62), (60, 47, 62))
+    with pytest.raises(ValueError, match=r"prompts\.think_end: expected a text that survives"):
+        plan_ids(_Letters(), "ab", "</z>")
+    with pytest.raises(ValueError, match=r"prompts\.think_end: expected at least one token"):
+        plan_ids(_Letters(), "ab", "")
+
+
+token = st.sampled_from([A, B, 5, 6, EOS])
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    wishes=st.lists(token, min_size=80, max_size=80),
+    cut=st.integers(1, 12),
+    end=st.lists(st.sampled_from([A, B]), min_size=1, max_size=3),
+    variants=st.tuples(*[st.frozensets(st.sampled_from([5, 6]))] * 2),
+    phrase=st.lists(st.sampled_from([A, B, 5, 6]), max_size=5),
+    budget=st.integers(1, 6),
+    more=st.none() | st.integers(0, 9),
+    limit=st.integers(1, 40),
+)
+def test_engine_and_controller_agree(wishes, cut, end, variants, phrase, budget, more, limit):
+    rules = plan(
+        cut=cut,
+        think_end_ids=tuple(end),
+        phrase_ids=tuple(phrase + end),
+        think_end_first=variants[0],
+        think_end_last=variants[1],
+        answer_budget=budget,
+        whole_budget=None if more is None else cut + budget + more,
+    )
+    agree(rules, wishes, limit)
+
+
+def test_engine_and_controller_agree_on_ten_thousand_completions():
+    rng = random.Random(7)
+    seen = Counter()
+    for case in range(10_000):
+        cut, budget = rng.randint(1, 12), rng.randint(1, 6)
+        end = tuple(rng.choices([A, B], k=rng.randint(1, 2)))
+        rules = plan(
+            cut=cut,
+            think_end_ids=end,
+            phrase_ids=(*rng.choices([5, 6], k=rng.randint(0, 4)), *end),
+            answer_budget=budget,
+            whole_budget=(None, cut + budget, cut + budget + rng.randint(1, 9))[case % 3],
+        )
+        tags = agree(rules, rng.choices([A, B, 5, 6, EOS], [4, 4, 3, 3, 1], k=60), rng.choice([3, 9, 60]))
+        seen[rules.whole_budget is not None, tags.interrupted, tags.truncated] += 1
+    assert len(seen) == 8 and min(seen.values()) > 50, "every kind of end in both modes"
+
+
+def agree(rules, wishes, limit):
+    """Hold what the engine forced and what the controller says was forced to each other, and both to the budgets."""
+    tokens, forced = grow(rules, wishes, limit)
+    tags = tag(tokens, rules)
+    assert tags.loss_mask == tuple(not f for f in forced[: tags.kept_length])
+    # what is dropped is the forced end of sequence and nothing else
+    assert all(forced[tags.kept_length :]) and tokens[tags.kept_length :] in ([], [EOS])
+    assert len(tokens) <= rules.max_tokens
+    assert tags.interrupted == any(forced[: tags.kept_length])
+    # the phrase stands at the cut or nowhere
+    assert not tags.interrupted or forced.index(True) == rules.cut
+    # reading it anew at every step (a resumed request) gives the same as reading on
+    assert [Forcing(rules).next_token(tokens[:n]) is not None for n in range(len(tokens))] == forced
+    if tags.answer_start is not None:
+        natural = not tags.interrupted and rules.whole_budget is not None
+        allowed = rules.whole_budget if natural else tags.answer_start + rules.answer_budget
+        assert tags.kept_length <= allowed
+        # cut off only by its budget, and every budget is used up before anything is cut off
+        assert tags.truncated == (len(tokens) > allowed)
+    return tags

@@ -1,0 +1,198 @@
+"""An engine that hangs ends the run; one that is slow, paused or busy with prompts does not."""
+
+import asyncio
+import time
+
+import pytest
+from aiohttp import web
+
+from megatron_scalerl.engine.answers import CoreProgress
+from megatron_scalerl.engine.client import EngineClient, EngineError, SamplingSpec
+from megatron_scalerl.engine.watchdog import EngineDied, StallClock, watch_progress
+from megatron_scalerl.recipe.sections import EngineSection
+
+SETTINGS = EngineSection(stall_timeout_s=10, first_token_timeout_s=30)
+
+
+def core(tokens, waiting=0, decoding=1, number=0):
+    return CoreProgress(core=number, tokens=tokens, waiting=waiting, decoding=decoding)
+
+
+def seconds_until_death(looks, *, in_flight=1, settings=SETTINGS, every_s=1.0):
+    """Feed a clock one look a second; the seconds after which it reports a stall, and its words."""
+    clock = StallClock(settings)
+    for number, (cores, paused) in enumerate(looks):
+        wrong = clock.look(cores, in_flight=in_flight, paused=paused, passed_s=every_s)
+        if wrong is not None:
+            return number * every_s, wrong
+    return None, None
+
+
+def test_no_token_for_the_limit():
+    after, words = seconds_until_death([([core(5)], False)] * 100)
+    assert after == 10 and "no token for 10 s with requests in flight (core 0: 1 decoding, 0 without" in words
+
+
+def test_slow_progress_is_no_stall():
+    assert seconds_until_death([([core(i // 9)], False) for i in range(1000)]) == (None, None)
+
+
+def test_an_idle_engine_is_no_stall():
+    assert seconds_until_death([([core(5, decoding=0)], False)] * 1000, in_flight=0) == (None, None)
+
+
+def test_paused_time_does_not_count():
+    looks = [([core(5)], False)] * 8 + [([core(5)], True)] * 1000
+    assert seconds_until_death(looks) == (None, None)
+    # and after the pause the whole limit is there again
+    assert seconds_until_death(looks + [([core(5)], False)] * 100)[0] == len(looks) - 1 + 10
+
+
+def test_a_prompt_is_given_longer_while_nothing_else_could_progress():
+    waiting = [([core(5, waiting=3, decoding=0)], False)]
+    after, words = seconds_until_death(waiting * 100)
+    assert after == 30 and "engine.first_token_timeout_s" in words
+    # one that has its first token and no second one is not being prefilled
+    assert seconds_until_death(waiting * 5 + [([core(6, waiting=2)], False)] * 100)[0] == 5 + 10
+    short = EngineSection(stall_timeout_s=10, first_token_timeout_s=1)
+    assert seconds_until_death(waiting * 100, settings=short)[0] == 10
+
+
+def test_a_core_cannot_hide_behind_another():
+    looks = [([core(i), core(7, number=1)], False) for i in range(100)]
+    after, words = seconds_until_death(looks)
+    assert after == 10 and "core 1: 1 decoding" in words
+    idle = [([core(i), core(7, decoding=0, number=1)], False) for i in range(1000)]
+    assert seconds_until_death(idle) == (None, None)
+
+
+def test_requests_that_never_reach_a_core_are_stuck():
+    assert seconds_until_death([([core(5, decoding=0)], False)] * 100)[0] == 30
+
+
+class StandInServer:
+    """Its /health is green; what it says of its progress, and how fast it says it, is the test's."""
+
+    def __init__(self):
+        self.tokens, self.decoding, self.waiting = 0, 1, 0
+        self.dead = self.silent = False
+
+    async def __aenter__(self):
+        app = web.Application()
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/msrl/progress", self._progress)
+        app.router.add_post("/inference/v1/generate", self._generate)
+        for path in ("/pause", "/resume"):
+            app.router.add_post(path, self._health)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self.client = EngineClient(url=url, secret="s", name="engine-3")
+        return self
+
+    async def __aexit__(self, *_):
+        await self.client.close()
+        await self._runner.cleanup()
+
+    async def _health(self, _):
+        return web.Response()
+
+    async def _progress(self, _):
+        if self.silent:
+            await asyncio.Event().wait()
+        core = {"core": 0, "tokens": self.tokens, "waiting": self.waiting, "decoding": self.decoding}
+        return web.json_response({"cores": [core], "dead": self.dead})
+
+    async def _generate(self, _):
+        await asyncio.Event().wait()
+
+
+async def watched(server, seconds, *, stall=0.4, first=2.0, during=None):
+    """Watch the stand-in with a completion in flight: the error that came, and after how long."""
+    settings = EngineSection(stall_timeout_s=stall, first_token_timeout_s=first)
+    began = time.monotonic()
+    request = asyncio.create_task(server.client.generate([1], sampling=SamplingSpec(max_tokens=4)))
+    watch = asyncio.create_task(watch_progress(server.client, settings))
+    other = asyncio.create_task(during() if during else asyncio.sleep(0))
+    await asyncio.wait({watch}, timeout=seconds)
+    died = watch.exception() if watch.done() else None
+    for task in (request, watch, other):
+        task.cancel()
+    await asyncio.gather(request, watch, other, return_exceptions=True)
+    return died, time.monotonic() - began
+
+
+def in_server(scenario):
+    async def run():
+        async with StandInServer() as server:
+            return await scenario(server)
+
+    return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_green_server_whose_core_hangs_is_named():
+    died, after = in_server(lambda server: watched(server, 20))
+    assert isinstance(died, EngineDied) and str(died).startswith("engine-3 produced no token for 0.4")
+    assert after >= 0.4
+
+
+def test_a_server_that_answers_nothing_is_named():
+    async def scenario(server):
+        server.silent = True
+        return await watched(server, 20)
+
+    died, _ = in_server(scenario)
+    assert isinstance(died, EngineDied) and "engine-3 gave no answer within 0.4 s" in str(died)
+
+
+def test_a_server_that_has_lost_its_core_is_named():
+    async def scenario(server):
+        server.dead = True
+        return await watched(server, 20)
+
+    assert str(in_server(scenario)[0]) == "engine-3 lost a core"
+
+
+@pytest.mark.slow
+def test_slow_tokens_a_pause_and_a_long_prompt_are_lived_through():
+    async def slow(server):
+        async def tokens():
+            while True:
+                await asyncio.sleep(0.5)
+                server.tokens += 1
+
+        return await watched(server, 3, stall=2.0, during=tokens)
+
+    async def paused(server):
+        await server.client.pause(clear_cache=False)
+        return await watched(server, 1.5)
+
+    async def prompt(server):
+        server.decoding, server.waiting = 0, 1
+        return await watched(server, 1.5, first=600)
+
+    for scenario in (slow, paused, prompt):
+        assert in_server(scenario)[0] is None
+
+
+def test_the_limit_holds_again_once_the_engine_has_resumed():
+    async def scenario(server):
+        await server.client.pause(clear_cache=False)
+        await server.client.resume()
+        return await watched(server, 20)
+
+    assert isinstance(in_server(scenario)[0], EngineDied)
+
+
+def test_progress_is_exposed_and_an_answer_that_is_none_is_refused():
+    async def scenario(server):
+        server.tokens = 7
+        progress = await server.client.progress()
+        server.tokens = "many"
+        with pytest.raises(EngineError, match="engine-3: /msrl/progress: expected a whole JSON answer"):
+            await server.client.progress()
+        return progress
+
+    progress = in_server(scenario)
+    assert progress.tokens == 7 and progress.cores[0].decoding == 1 and not progress.dead

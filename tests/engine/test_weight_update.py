@@ -1,0 +1,199 @@
+"""Live weight updates into a real engine, proved by what it then says."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+import tiny_policies
+import torch
+from engine_recipes import SECRET, recipe_for
+from sender_process import SenderProcess
+
+from megatron_scalerl.controller.weight_sync import WeightSync, WeightUpdateError
+from megatron_scalerl.engine.process import EngineProcess, SamplingSpec
+
+pytestmark = pytest.mark.slow
+
+PROMPT = [1, 30, 31, 32, 33, 34]
+
+
+def greedy(tokens: int) -> SamplingSpec:
+    return SamplingSpec(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+
+
+def largest_error(model, rollout, start=0, end=None):
+    """(largest |engine - transformers log-prob|, share of tokens that are transformers' greedy choice)."""
+    tokens = list(rollout.token_ids)
+    expected = tiny_policies.logprobs(model, PROMPT, tokens)
+    span = range(start, len(tokens) if end is None else end)
+    error = max(abs(expected[i, tokens[i]].item() - rollout.rollout_logprobs[i]) for i in span)
+    return error, sum(int(expected[i].argmax()) == tokens[i] for i in span) / len(span)
+
+
+async def connected(sender, clients, recipe):
+    sync = WeightSync(sender, clients, recipe)
+    await sync.connect()
+    return sync
+
+
+def test_greedy_after_an_update_equals_the_new_weights(engine, policies, run):
+    async def scenario():
+        async with SenderProcess(policies["dense_b"]) as sender:
+            sync = await connected(sender, [engine.client], recipe_for(policies["dense_a"]))
+            before = await engine.client.generate(PROMPT, sampling=greedy(64))
+            update = await sync.publish(1)
+            after = await engine.client.generate(PROMPT, sampling=greedy(64))
+            info = await engine.client.info()
+            sender.folder = policies["dense_a"]
+            back = await sync.publish(2)
+            again = await engine.client.generate(PROMPT, sampling=greedy(64))
+            return before, update, after, info, back, again
+
+    before, update, after, info, back, again = run(scenario())
+    a, b = (tiny_policies.load(policies[name]) for name in ("dense_a", "dense_b"))
+    assert set(before.policy_versions) == {0} and set(after.policy_versions) == {1}
+    for rollout, model in ((before, a), (after, b), (again, a)):
+        error, agreed = largest_error(model, rollout)
+        assert error <= 1e-4 and agreed == 1.0
+    assert before.token_ids == again.token_ids != after.token_ids
+    size = sum(p.numel() for p in b.parameters()) * 4
+    assert size <= update.bytes < size + 16 * 100
+    assert update.version == 1 and 0 < update.seconds_paused < update.seconds_total
+    assert (info.weight_version, info.weight_digest) == ("1", update.digest)
+    assert back.digest != update.digest
+    run(engine.client.set_version(0))
+
+
+@pytest.mark.parametrize("kv_cache", ["keep", "recompute"])
+def test_an_update_in_flight(engine, policies, run, kv_cache):
+    recipe = recipe_for(policies["dense_a"], rollouts={"kv_cache": kv_cache})
+
+    async def scenario():
+        async with SenderProcess(policies["dense_b"]) as sender:
+            sync = await connected(sender, [engine.client], recipe)
+            long = asyncio.create_task(engine.client.generate(PROMPT, sampling=greedy(1500)))
+            # served in the same batch: when this one is done, the long one has begun
+            await engine.client.generate(PROMPT, sampling=greedy(30))
+            await sync.publish(1)
+            rollout = await long
+            sender.folder = policies["dense_a"]
+            await sync.publish(0)
+            return rollout
+
+    rollout = run(scenario())
+    switch = rollout.policy_versions.index(1)
+    assert 0 < switch < 1500 and rollout.policy_versions == (0,) * switch + (1,) * (1500 - switch)
+    old, new = (tiny_policies.load(policies[name]) for name in ("dense_a", "dense_b"))
+    assert largest_error(old, rollout, 0, switch)[0] <= 1e-4
+    kept, recomputed = kept_cache_error(old, new, rollout, switch), largest_error(new, rollout, switch)[0]
+    right, other = (kept, recomputed) if kv_cache == "keep" else (recomputed, kept)
+    assert right <= 1e-4 < 1e-2 < other
+
+
+@torch.no_grad()
+def kept_cache_error(old, new, rollout, switch):
+    """Largest error against the new weights reading the keys and values that the old ones left."""
+    tokens = list(rollout.token_ids)
+    full, cut = torch.tensor([PROMPT + tokens]), len(PROMPT) + switch - 1
+    cache = old(full[:, :cut], use_cache=True).past_key_values
+    expected = new(full[:, cut:], past_key_values=cache).logits[0].log_softmax(-1)
+    return max(
+        abs(expected[i - switch, tokens[i]].item() - rollout.rollout_logprobs[i]) for i in range(switch, len(tokens))
+    )
+
+
+@pytest.mark.parametrize(("fault", "reason"), [("flip", "expected digest"), ("die", "trainer: update")])
+def test_a_failed_update_raises_and_can_be_made_good(engine, policies, run, fault, reason):
+    recipe = recipe_for(policies["dense_a"])
+
+    async def scenario():
+        async with SenderProcess(policies["dense_b"]) as sender:
+            sync = await connected(sender, [engine.client], recipe)
+            sender.fault = fault
+            with pytest.raises(WeightUpdateError, match=reason) as failure:
+                await sync.publish(1)
+            assert "engine-0: update: " in str(failure.value)
+            # no new version, and still paused: nothing is sampled from half-loaded weights
+            info = await engine.client.info()
+            paused = await engine.client.get("/is_paused")
+        async with SenderProcess(policies["dense_b"]) as sender:
+            sync = await connected(sender, [engine.client], recipe)
+            await sync.publish(2)
+            rollout = await engine.client.generate(PROMPT, sampling=greedy(64))
+            sender.folder = policies["dense_a"]
+            await sync.publish(0)
+        return info, paused, rollout
+
+    info, paused, rollout = run(scenario())
+    assert (info.weight_version, info.weight_digest) == ("0", "") and b"true" in paused
+    error, agreed = largest_error(tiny_policies.load(policies["dense_b"]), rollout)
+    assert error <= 1e-4 and agreed == 1.0 and set(rollout.policy_versions) == {2}
+
+
+def test_a_manifest_without_every_parameter_is_refused(engine, policies, run, tmp_path):
+    import safetensors.torch
+
+    weights = safetensors.torch.load_file(policies["dense_b"] / "model.safetensors")
+    for gap in ("model.layers.1.self_attn.k_proj.weight", "model.norm.weight"):
+        folder = tmp_path / gap
+        folder.mkdir()
+        safetensors.torch.save_file({n: t for n, t in weights.items() if n != gap}, folder / "model.safetensors")
+
+        async def scenario(folder=folder):
+            recipe = recipe_for(policies["dense_a"])
+            async with SenderProcess(folder) as sender:
+                sync = await connected(sender, [engine.client], recipe)
+                with pytest.raises(WeightUpdateError, match=r"weight update: .*expected"):
+                    await sync.publish(1)
+            async with SenderProcess(policies["dense_a"]) as sender:
+                await (await connected(sender, [engine.client], recipe)).publish(0)
+
+        run(scenario())
+
+
+def test_a_mixture_of_experts_is_updated(policies, run, tmp_path):
+    recipe = recipe_for(policies["moe_a"])
+    process = EngineProcess(recipe, secret=SECRET, log_path=tmp_path / "moe.log", transport="gloo")
+
+    async def scenario():
+        await process.start()
+        try:
+            async with SenderProcess(policies["moe_b"]) as sender:
+                sync = await connected(sender, [process.client], recipe)
+                before = await process.client.generate(PROMPT, sampling=greedy(64))
+                await sync.publish(1)
+                return before, await process.client.generate(PROMPT, sampling=greedy(64))
+        finally:
+            await process.stop()
+
+    for name, rollout in zip(("moe_a", "moe_b"), run(scenario())):
+        error, agreed = largest_error(tiny_policies.load(policies[name]), rollout)
+        assert error <= 1e-4 and agreed == 1.0
+
+
+def test_two_engines_take_one_update_and_the_failing_one_is_named(engine, policies, run, tmp_path):
+    recipe = recipe_for(policies["dense_a"])
+    other = EngineProcess(recipe, index=1, secret=SECRET, log_path=tmp_path / "other.log", transport="gloo")
+
+    async def scenario():
+        await other.start()
+        try:
+            async with SenderProcess(policies["dense_b"]) as sender:
+                clients = [engine.client, other.client]
+                sync = await connected(sender, clients, recipe)
+                await sync.publish(1)
+                rollouts = [await client.generate(PROMPT, sampling=greedy(32)) for client in clients]
+                os.kill(other.pid, signal.SIGKILL)
+                with pytest.raises(WeightUpdateError, match=r"^engine-1: pause: ") as failure:
+                    await sync.publish(2)
+                assert "engine-0" not in str(failure.value)
+        finally:
+            await other.stop()
+        async with SenderProcess(policies["dense_a"]) as sender:
+            await (await connected(sender, [engine.client], recipe)).publish(0)
+        return rollouts
+
+    for rollout in run(scenario()):
+        error, agreed = largest_error(tiny_policies.load(policies["dense_b"]), rollout)
+        assert error <= 1e-4 and agreed == 1.0 and set(rollout.policy_versions) == {1}

@@ -1,0 +1,180 @@
+"""No child outlives the process that started it, whatever ends that one and whenever."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from launch.stand_ins import ROOT, environment, gone, pids_in, stand_in
+
+from megatron_scalerl.processes.children import ChildProcess
+
+CONTROLLER = ROOT / "tests" / "launch" / "controller.py"
+
+
+@pytest.fixture
+def controller(tmp_path):
+    """Starts a controller with two stand-in children; what is left of it and of them is killed at the end."""
+    started = []
+
+    def start(*more):
+        process = subprocess.Popen(
+            [sys.executable, CONTROLLER, tmp_path / "pids", tmp_path / "logs", *map(str, more)],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+    for pid in pids_in(tmp_path / "pids", 0):
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def test_a_killed_controller_takes_its_children_along(controller, tmp_path):
+    process = controller()
+    pids = pids_in(tmp_path / "pids", 2)
+    process.kill()
+    # a stand-in's own child is no child of ours and ignores everything but SIGKILL: only the leaders are asked
+    assert gone_processes(pids)
+
+
+def test_a_killed_controller_takes_a_child_along_that_has_not_started_to_run(tmp_path):
+    """The parent ends as soon as the process exists, before the child's program runs."""
+    program = [sys.executable, "-c", f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).touch()"]
+    script = (
+        "import os, signal, subprocess, sys\n"
+        "from megatron_scalerl.processes.child import command\n"
+        "print(subprocess.Popen(command(sys.argv[1:]), start_new_session=True).pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *program], env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert gone_processes([int(done.stdout)]) and not (tmp_path / "ran").exists()
+
+
+def test_a_program_whose_parent_has_ended_is_not_started(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_scalerl.processes.child",
+        str(ended.pid),
+        "touch",
+        str(tmp_path / "ran"),
+    ]
+    assert subprocess.run(command, env=environment(), timeout=60).returncode == 1
+    assert not (tmp_path / "ran").exists()
+
+
+def test_forked_children_die_with_their_parent_and_theirs_with_them(tmp_path):
+    script = (
+        "import os, sys, time\n"
+        "from megatron_scalerl.processes.child import tie_forked_children\n"
+        "tie_forked_children()\n"
+        "if os.fork() == 0:\n"
+        "    os.fork()\n"
+        "    open(sys.argv[1], 'a').write(f'{os.getpid()}\\n')\n"
+        "time.sleep(600)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script, tmp_path / "pids"], env=environment())
+    pids = pids_in(tmp_path / "pids", 2)
+    process.kill()
+    process.wait()
+    assert gone_processes(pids)
+
+
+def test_stop_ends_a_whole_group_that_ignores_sigterm(tmp_path):
+    async def scenario():
+        child = await ChildProcess.start("child", stand_in(tmp_path / "pids"), environment(), tmp_path / "log")
+        pids_in(tmp_path / "pids", 1)
+        await child.stop(0.3)
+        await child.stop(0.3)
+        return child.pid, await child.died()
+
+    group, died = asyncio.run(scenario())
+    assert gone({group}, 2.0)
+    assert "child ended with exit code -9" in str(died)
+
+
+def test_a_cancelled_stop_leaves_nothing(tmp_path):
+    async def scenario():
+        child = await ChildProcess.start("child", stand_in(tmp_path / "pids"), environment(), tmp_path / "log")
+        pids_in(tmp_path / "pids", 1)
+        stop = asyncio.create_task(child.stop(600))
+        await asyncio.sleep(0.1)
+        stop.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stop
+        await child.ended()
+        return child.pid
+
+    assert gone({asyncio.run(scenario())}, 2.0)
+
+
+def test_a_log_is_readable_by_its_owner_alone(tmp_path):
+    (tmp_path / "old").touch(0o644)
+
+    async def scenario(name):
+        child = await ChildProcess.start("child", [sys.executable, "-c", "print(7)"], environment(), tmp_path / name)
+        assert await child.ended() == 0
+        return child.tail()
+
+    for name in ("new", "old"):
+        assert asyncio.run(scenario(name)) == "7"
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_controller_in_order(controller, tmp_path, number):
+    process = controller()
+    groups = set(pids_in(tmp_path / "pids", 2))
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert out == "stopping\nstopped in order\n"
+    assert err.strip() == f"stopped by {number.name}; started again, the run goes on from its last checkpoint"
+    assert gone(groups, 2.0)
+
+
+def test_a_second_signal_ends_the_children_at_once(controller, tmp_path):
+    process = controller(600)  # seconds that a child is given to end, which it does not use
+    groups = set(pids_in(tmp_path / "pids", 2))
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "stopping\n"
+    for _ in range(3):
+        process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM and "stopped in order" in out
+    assert gone(groups, 2.0)
+
+
+def test_a_signal_while_the_children_start(controller, tmp_path):
+    process = controller()
+    pids_in(tmp_path / "pids", 1)  # the second may not exist yet
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert gone(set(pids_in(tmp_path / "pids", 1)), 2.0)
+
+
+def gone_processes(pids):
+    """True once none of these processes runs."""
+    import psutil
+
+    alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    _, left = psutil.wait_procs(alive, timeout=10)
+    return all(process.status() == psutil.STATUS_ZOMBIE for process in left)

@@ -1,0 +1,221 @@
+"""A layout that Megatron-Core would refuse with an assertion on every rank is one line before any process starts."""
+
+import json
+import re
+
+import pytest
+
+from megatron_scalerl.__main__ import main
+from megatron_scalerl.models import family, read_hf_config
+from megatron_scalerl.plan.command import main as plan
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.parallel_layout import check_cuts, sizes_of, stages_of
+from megatron_scalerl.trainer.options import check_megatron
+
+SHARED = {
+    "vocab_size": 65,
+    "hidden_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+}
+POLICIES = {
+    "dense": SHARED | {"model_type": "llama", "intermediate_size": 96},
+    "experts": SHARED
+    | {
+        "model_type": "qwen3_moe",
+        "intermediate_size": 96,
+        "moe_intermediate_size": 48,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+    },
+}
+P, M = "megatron.parallel.", "megatron.model."
+TP, PP, CP, EP = (f"{P}{k}_parallel_size" for k in ("tensor_model", "pipeline_model", "context", "expert_model"))
+CHUNKS, ETP = f"{P}virtual_pipeline_model_parallel_size", f"{P}expert_tensor_parallel_size"
+FIRST, LAST = (f"{M}num_layers_in_{end}_pipeline_stage" for end in ("first", "last"))
+LAYOUT, WORLD = f"{M}pipeline_model_parallel_layout", "trainer.world_size"
+EMBEDDING, LOSS = (f"{M}account_for_{what}_in_pipeline_split" for what in ("embedding", "loss"))
+SP = f"{M}sequence_parallel"
+
+MISTAKES = {
+    "layers": ("dense", [f"{PP}=4", f"{WORLD}=4"], f"{PP}: expected a divisor of 6 layers .*found 4"),
+    "first stage": (
+        "dense",
+        [f"{PP}=3", f"{WORLD}=3", f"{FIRST}=1"],
+        f"{FIRST}: expected to leave a multiple of 2 layers for the other 2 of 3 stages, found 5 of 6",
+    ),
+    "last stage": ("dense", [f"{PP}=2", f"{WORLD}=2", f"{LAST}=6"], f"{LAST}: expected to leave .*found 0 of 6"),
+    "both ends": ("dense", [f"{PP}=2", f"{WORLD}=2", f"{FIRST}=1", f"{LAST}=1"], "found 4 of 6 layers left"),
+    "no number": ("dense", [f"{PP}=2", f"{WORLD}=2", f"{FIRST}=some"], f"{FIRST}: expected a whole number .*'some'"),
+    "embedding": (
+        "dense",
+        [f"{PP}=2", f"{WORLD}=2", f"{EMBEDDING}=true"],
+        f"{PP}: expected a divisor of 7 layers with embedding or loss .*found 2",
+    ),
+    "two ways": (
+        "dense",
+        [f"{PP}=2", f"{WORLD}=2", f"{FIRST}=2", f"{LOSS}=true"],
+        "megatron.model: expected one way to split the pipeline, found num_layers_in_first_.* and account_for_loss",
+    ),
+    "layout, layers": (
+        "dense",
+        [f"{PP}=2", f"{WORLD}=2", f"{LAYOUT}=Ett|ttL"],
+        f"{LAYOUT}: expected a layout of 6 layers in 2 pipeline stages, found 'Ett|ttL' .Number of decoder layers 4",
+    ),
+    "layout, stages": ("dense", [f"{PP}=2", f"{WORLD}=2", f"{LAYOUT}=Ett|tt|ttL"], f"{LAYOUT}: .*divisible"),
+    "layout, letters": ("dense", [f"{PP}=2", f"{WORLD}=2", f"{LAYOUT}=Etx|ttL"], f"{LAYOUT}: .*Invalid layer char"),
+    "layout, kind": ("dense", [f"{PP}=2", f"{WORLD}=2", f"{LAYOUT}=7"], f"{LAYOUT}: expected a layout of 6 layers"),
+    "layout, chunks": (
+        "dense",
+        [f"{PP}=2", f"{WORLD}=2", f"{LAYOUT}=Et|tt|tt|tL"],
+        f"{CHUNKS}: expected 2 as .*found 1",
+    ),
+    "layout, embedding": (
+        "dense",
+        [f"{PP}=2", f"{WORLD}=2", f"{LAYOUT}='|EttttttL'"],
+        f"{LAYOUT}: expected the embedding .E. in",
+    ),
+    "chunks": (
+        "dense",
+        [f"{PP}=2", f"{WORLD}=2", f"{CHUNKS}=2"],
+        f"{CHUNKS}: expected a divisor of the 3 layers of a stage",
+    ),
+    "chunks alone": ("dense", [f"{CHUNKS}=2"], f"{CHUNKS}: expected none without a pipeline, found 2"),
+    "heads": ("dense", [f"{TP}=3", f"{WORLD}=3"], f"{TP}: expected a divisor of 4 attention heads, found 3"),
+    "kv heads": ("dense", [f"{TP}=4", f"{WORLD}=4"], f"{TP}: expected a divisor of 2 key-value heads, found 4"),
+    "experts": ("experts", [f"{EP}=4", f"{WORLD}=4"], f"{EP}: expected a divisor of 6 experts, found 4"),
+    "no experts": ("dense", [f"{EP}=2", f"{WORLD}=2"], f"{EP}: expected 1 for a policy without experts, found 2"),
+    "expert MLPs": ("experts", [f"{ETP}=5", f"{WORLD}=5"], f"{ETP}: expected a divisor of 48 expert MLP columns"),
+    "world": ("dense", [f"{TP}=2", f"{CP}=2", f"{WORLD}=6"], f"{WORLD}: expected a multiple of tensor .* 4, found 6"),
+    "expert world": ("experts", [f"{EP}=3", f"{WORLD}=4"], f"{WORLD}: expected a multiple of expert .* 3, found 4"),
+    "instances": (
+        "dense",
+        [f"{P}num_distributed_optimizer_instances=2", f"{WORLD}=3"],
+        f"{WORLD}: expected a multiple of .* 2 with 2 optimizer instances, found 3",
+    ),
+    "sequence": ("dense", [f"{SP}=true"], f"{SP}: expected false without tensor parallelism, found true"),
+    "sequence, experts": ("experts", [f"{TP}=2", f"{WORLD}=2"], f"{SP}: expected true for a policy with experts"),
+    "hierarchical": (
+        "dense",
+        [f"{CP}=4", f"{P}hierarchical_context_parallel_sizes=[2, 3]", f"{WORLD}=4"],
+        f"{P}hierarchical_context_parallel_sizes: expected sizes whose product is context_parallel_size 4",
+    ),
+    "zero": ("dense", [f"{TP}=0"], f"{TP}: expected a whole number of at least 1, found 0"),
+    "null": ("dense", [f"{PP}=null"], f"{PP}: expected a whole number of at least 1, found None"),
+    "text": ("dense", [f"{CP}=two"], f"{CP}: expected a whole number of at least 1, found 'two'"),
+    "unknown size": ("dense", [f"{P}tensor_parallel=2"], f"{P}tensor_parallel: .*nearest: "),
+    "unknown field": ("dense", [f"{M}layernorm_epsilom=1"], f"{M}layernorm_epsilom: unknown key .nearest: lay"),
+    "unknown in ddp": ("dense", ["megatron.ddp.overlap_grad_reduced=true"], "megatron.ddp.overlap_grad_reduced: unk"),
+    "unknown in optimizer": ("dense", ["megatron.optimizer.use_precise=true"], "megatron.optimizer.use_precise: unk"),
+    "num_layers": ("dense", [f"{M}num_layers=5"], f"{M}num_layers: expected 6 as in config.json, found 5"),
+    "Megatron's own": (
+        "dense",
+        [f"{M}recompute_granularity=full"],
+        "megatron.model: Megatron-Core refuses it: .*recompute_method",
+    ),
+    "an assertion": (
+        "dense",
+        [f"{CP}=2", f"{WORLD}=2", f"{M}cp_comm_type=[p2p]"],
+        "megatron.model: Megatron-Core refuses it: .*cp_comm_type",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory):
+    root = tmp_path_factory.mktemp("layouts")
+    for name, config in POLICIES.items():
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps(config))
+    (root / "prompts.jsonl").write_text('{"prompt": "1", "answer": "2"}\n')
+    prompts = {"path": str(root / "prompts.jsonl")}
+    recipe = {"name": "r", "output_dir": str(root / "runs"), "steps": 1, "prompts": prompts}
+    (root / "recipe.yaml").write_text(json.dumps(recipe))
+    return root
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_layout_that_cannot_be_is_one_line_and_exit_code_2(name, policies, capsys):
+    policy, overrides, said = MISTAKES[name]
+    code = main(["train", str(policies / "recipe.yaml"), f"policy.path={policies / policy}", *overrides])
+    error = capsys.readouterr().err
+    assert code == 2 and error.count("\n") == 1 and re.search(said, error), error
+    assert not (policies / "runs").exists()
+
+
+OF_THE_PLANNER = [n for n in MISTAKES if n.startswith(("layers", "first", "layout", "heads", "seq"))]
+
+
+@pytest.mark.parametrize("name", OF_THE_PLANNER)
+def test_the_planner_says_the_same(name, policies, capsys):
+    policy, overrides, said = MISTAKES[name]
+    argv = [str(policies / "recipe.yaml"), "--gpus", "13", "--no-build", "engine.count=1"]
+    assert plan([*argv, f"policy.path={policies / policy}", *overrides]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and re.search(said, error), error
+
+
+def recipe(policies, policy, world, parallel, **model):
+    return Recipe.model_validate(
+        {
+            "name": "r",
+            "steps": 1,
+            "policy": {"path": str(policies / policy)},
+            "prompts": {"path": "p"},
+            "trainer": {"world_size": world},
+            "megatron": {"parallel": parallel, "model": model},
+        }
+    )
+
+
+PP2 = {"pipeline_model_parallel_size": 2}
+SPLITS = {
+    "even": (PP2, {}, [[0, 1, 2], [3, 4, 5]]),
+    "first": (PP2, {"num_layers_in_first_pipeline_stage": 2}, [[0, 1], [2, 3, 4, 5]]),
+    "both": (
+        {"pipeline_model_parallel_size": 3},
+        {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 2},
+        [[0], [1, 2, 3], [4, 5]],
+    ),
+    "layout": (PP2, {"pipeline_model_parallel_layout": "Et|t*5,L"}, [[0], [1, 2, 3, 4, 5]]),
+    "layout as a list": (
+        PP2,
+        {"pipeline_model_parallel_layout": [["embedding"], ["decoder"] * 6 + ["loss"]]},
+        [[], [0, 1, 2, 3, 4, 5]],
+    ),
+    "both counted": (
+        {"pipeline_model_parallel_size": 4},
+        {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
+        [[0], [1, 2], [3, 4], [5]],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_megatrons_own_uneven_splits_pass(name, policies):
+    """The layers of each stage are those that Megatron itself builds there."""
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+    parallel, model, expected = SPLITS[name]
+    r = recipe(policies, "dense", len(expected), parallel, **model)
+    policy = family(read_hf_config(policies / "dense"))
+    check_cuts(policy, r)
+    check_megatron(policy, r)
+    assert [list(s) for s in stages_of(r.megatron.model, 6, sizes_of(r.megatron.parallel))] == expected
+    if "layout" not in name:
+        from megatron_scalerl.trainer.options import _first_rank, model_options
+
+        config = model_options(policy, r, _first_rank(r)).config
+        built = [get_num_layers_to_build(config, pp_rank=stage) for stage in range(len(expected))]
+        assert built == list(map(len, expected))
+
+
+def test_a_virtual_pipeline_counts_its_chunks():
+    sizes = sizes_of({**PP2, "virtual_pipeline_model_parallel_size": 2})
+    assert stages_of({}, 8, sizes) == ((0, 1, 4, 5), (2, 3, 6, 7))
+    counted = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+    assert stages_of(counted, 6, sizes) == ((0, 3, 4), (1, 2, 5))
+    assert stages_of({"pipeline_model_parallel_layout": "Et|tt|t|L"}, 4, sizes) == ((0, 3), (1, 2))

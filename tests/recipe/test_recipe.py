@@ -1,0 +1,108 @@
+"""Recipes: every file loads, mistakes are one line that names file and key, the resolved form loads again."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.file import RecipeError, dump_recipe, load_recipe, valid_keys
+from megatron_scalerl.recipe.sections import Section
+
+ROOT = Path(__file__).parents[2]
+MINIMAL = "name: t\nsteps: 3\npolicy: {path: x}\nprompts: {path: y}\n"
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "r.yaml"
+    file.write_text(MINIMAL)
+    return file
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "recipes").rglob("*.yaml")), ids=lambda f: f.stem)
+def test_every_recipe_loads(file):
+    load_recipe(file)
+
+
+def test_defaults_are_the_papers(path):
+    recipe = load_recipe(path)
+    assert (recipe.rollouts.groups_per_batch, recipe.rollouts.group_size) == (48, 16)
+    assert recipe.rollouts.max_staleness_steps == 8
+    assert (recipe.loss.name, recipe.loss.max_is_weight, recipe.loss.reduction) == ("cispo", 5.0, "prompt_mean")
+    assert recipe.advantages.normalise == "batch"
+    assert recipe.filters.zero_variance and recipe.curriculum.no_positive_resampling == 0.9
+    assert recipe.policy.logits == "fp32"
+    o = recipe.optimizer
+    assert (o.lr, o.warmup_steps, o.eps, o.weight_decay) == (5e-7, 100, 1e-15, 0.01)
+    assert (recipe.rewards.correct, recipe.rewards.incorrect) == (1.0, -1.0)
+    assert (recipe.validation.every_steps, recipe.validation.generations) == (100, 16)
+
+
+@pytest.mark.parametrize("text", ["5e-7", "5.0e-7", "0.0000005"])
+def test_every_spelling_of_a_number_is_one(path, text):
+    path.write_text(MINIMAL + f"optimizer: {{lr: {text}}}\n")
+    assert load_recipe(path).optimizer.lr == 5e-7
+    assert load_recipe(path, [f"optimizer.lr={text}"]).optimizer.lr == 5e-7
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("optimzer.lr=1", "unknown key optimzer, the nearest valid key is optimizer"),
+        ("rollouts.groupsize=3", "unknown key rollouts.groupsize, the nearest valid key is rollouts.group_size"),
+        ("max_staleness=3", "unknown key max_staleness, the nearest valid key is rollouts.max_staleness_steps"),
+        ("steps=many", r"steps: input should be a valid integer, .* found 'many'"),
+        ("loss.name=ppo", "loss.name: input should be 'cispo', 'dapo', 'grpo' or 'gspo', found 'ppo'"),
+        ("rollouts.group_size=1", "rollouts.group_size: expected at least 2 with advantages.normalise 'batch'"),
+        ("rollouts.max_in_flight=8", "rollouts.max_in_flight: expected at least group_size 16, found 8"),
+        ("rollouts.top_p=0.9", r"rollouts: top_p: expected 1 \(the engine's log-probs .* of all tokens\), found 0.9"),
+        ("rollouts.temperature=3", "rollouts.temperature: input should be less than or equal to 2, found 3"),
+        ("rollouts.temperature=0", "rollouts.temperature: input should be greater than or equal to 0.01, found 0"),
+        ("interruption.thinking_tokens=[5, 2]", r"expected 1 <= low <= high, found \[5, 2\]"),
+        ("engine.vllm.max_model_len=100", "engine.vllm.max_model_len: expected at least 16385"),
+        ("policy=7", "policy"),
+        ("optimizer.lr.x=7", "optimizer.lr"),
+    ],
+)
+def test_mistakes_are_one_line(path, override, said):
+    with pytest.raises(RecipeError, match=said) as error:
+        load_recipe(path, [override])
+    assert "\n" not in str(error.value)
+    assert str(path) in str(error.value)
+
+
+def test_world_size_must_divide(path):
+    with pytest.raises(RecipeError, match=r"trainer.world_size: expected a multiple of .* size 2, found 3"):
+        load_recipe(path, ["trainer.world_size=3", "megatron.parallel.tensor_model_parallel_size=2"])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("a: [1", "line 1|line 2"), ("- 1", "expected a mapping of keys, found list"), ("", "expected a mapping")],
+)
+def test_broken_files(tmp_path, text, said):
+    file = tmp_path / "b.yaml"
+    file.write_text(text)
+    with pytest.raises(RecipeError, match=said):
+        load_recipe(file)
+    with pytest.raises(RecipeError, match="expected a recipe file, found nothing"):
+        load_recipe(tmp_path / "none.yaml")
+
+
+def test_resolved_recipe_loads_to_an_equal_one(path, tmp_path):
+    recipe = load_recipe(path, ["loss.name=gspo", "validation.prompts=5"])
+    out = tmp_path / "resolved.yaml"
+    out.write_text(dump_recipe(recipe))
+    assert load_recipe(out) == recipe
+
+
+def test_every_field_says_what_it_is():
+    def undocumented(model, prefix=""):
+        for name, info in model.model_fields.items():
+            if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+                yield from undocumented(info.annotation, f"{prefix}{name}.")
+            elif not info.description:
+                yield prefix + name
+
+    assert list(undocumented(Recipe)) == []
+    assert "loss.max_is_weight" in set(valid_keys())

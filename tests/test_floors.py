@@ -1,0 +1,97 @@
+"""Which package may import which. Read from the bottom of the table: nothing imports upward, so there is no cycle."""
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "megatron_scalerl"
+FLOORS = [
+    {  # no process, no wire
+        "types": "",
+        "environment": "",
+        "processes": "",
+        "losses": "",
+        "logits": "",
+        "models": "",
+        "fit": "",
+        "show_rollouts": "",
+    },
+    {
+        "recipe": "models",
+        "checkpoints": "models",
+        "batching": "losses types",
+    },
+    {
+        "distributed": "recipe",
+        "prompts": "recipe types",
+        "rewards": "processes recipe types",
+        "tiny": "recipe",
+        "safe_load": "checkpoints",
+        "report": "checkpoints fit recipe",
+    },
+    {
+        "weights": "checkpoints distributed models",
+        "convert": "checkpoints models processes safe_load",
+    },
+    {
+        "trainer": "batching checkpoints distributed logits losses models recipe safe_load types weights",
+        "engine": "checkpoints distributed models processes recipe types weights",
+        "export": "checkpoints convert recipe",
+    },
+    {
+        "rollouts": "checkpoints engine prompts recipe rewards types",
+        "launch": "distributed engine processes recipe rewards trainer types weights",
+        "sft": "batching distributed losses prompts recipe trainer types weights",
+    },
+    {
+        "controller": "batching checkpoints distributed engine launch models processes prompts recipe rewards "
+        "rollouts safe_load trainer types weights",
+        "plan": "checkpoints distributed logits models recipe rollouts trainer",
+    },
+    {
+        "check_gpu": "batching checkpoints controller distributed engine launch logits losses plan processes prompts "
+        "recipe rewards rollouts tiny trainer types weights",
+    },
+    {
+        "__main__": "check_gpu controller environment export processes recipe report sft",
+    },
+]
+"""Each floor's packages and modules of the top level, and what they import of the floors below."""
+
+
+def packages_in(node, names):
+    """The packages that one import statement of `node` imports from."""
+    if isinstance(node, ast.Import):
+        found = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom) and node.level:
+        raise AssertionError(f"line {node.lineno}: expected absolute imports")
+    elif isinstance(node, ast.ImportFrom):
+        found = [f"{node.module}.{alias.name}" for alias in node.names]
+    else:
+        return set()
+    parts = [name.split(".") for name in found]
+    return {p[1] for p in parts if p[0] == PACKAGE.name and len(p) > 1 and p[1] in names}
+
+
+def imports():
+    """Package -> what it imports, whether at the top of a module, in a function or for types only."""
+    names = {p.stem for p in PACKAGE.iterdir() if p.suffix == ".py" or (p / "__init__.py").is_file()} - {"__init__"}
+    found = {name: set() for name in names}
+    for path in PACKAGE.rglob("*.py"):
+        name = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+            if name != "__init__":
+                found[name] |= packages_in(node, names) - {name}
+    return found
+
+
+def test_every_package_imports_what_the_table_says_and_nothing_else():
+    said = {name: set(below.split()) for floor in FLOORS for name, below in floor.items()}
+    assert imports() == said
+
+
+def test_no_package_imports_from_its_own_floor_or_above():
+    below = set()
+    for floor in FLOORS:
+        for name, imported in floor.items():
+            assert set(imported.split()) <= below, name
+        below |= floor.keys()
