@@ -3,10 +3,10 @@
     make mutation        # or: python tools/mutation.py [--module gate.py] [--json runs/mutation.jsonl]
 
 Applies one mutation of cosmic-ray at a time to a copy of the tree and runs the fast tests of the module, listed in
-tools/mutation.toml. A mutant is killed if a test fails, and survives if all pass: then a test is missing, or the mutant
-is equivalent to the source. The sample is fixed by the seed. Requires `pip install --target .venv-mutation
-cosmic-ray==8.7.0`, which `make mutation` does. Prints every survivor as a diff and a table; exit code 0 also with
-survivors.
+tools/mutation.toml. A mutant is killed if a test fails, and survives if all pass: then a test is missing, or the
+mutant is equivalent to the source. The sample is fixed by the seed. Requires `pip install --target .venv-mutation
+cosmic-ray==8.7.0`, which `make mutation` does. Prints every survivor as a diff, and a table; the exit code is 0 with
+survivors too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import importlib
 import json
 import multiprocessing
 import os
@@ -186,13 +187,10 @@ def run_part(part: dict[str, list[str]], config: dict[str, float], options: argp
 
 def main(options: argparse.Namespace) -> None:
     """Run all parts in a copy of the tree and print the table."""
-    import hypothesis  # noqa: F401  imported once, before the forks
-    import pytest  # noqa: F401
-    import scipy.special  # noqa: F401
-    import torch  # noqa: F401
-
     began = time.monotonic()
     config = tomllib.loads((ROOT / "tools" / "mutation.toml").read_text(encoding="utf8"))
+    for name in ["pytest", *config["preload"]]:  # once, before the forks
+        importlib.import_module(name)
     options.json = options.json.resolve()
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.unlink(missing_ok=True)
