@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -117,11 +118,12 @@ def copy_tree(target: Path) -> None:
             shutil.copyfile(ROOT / name, target / name)
 
 
-def _pytest(tests: list[str], log: Path) -> None:
+def _pytest(tests: list[str], seconds: int, log: Path) -> None:
     """In a process of its own group: run the tests, everything printed goes to `log`, the exit code is pytest's."""
     import pytest
 
     os.setpgid(0, 0)
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -130,16 +132,21 @@ def _pytest(tests: list[str], log: Path) -> None:
     os._exit(int(pytest.main([*options, *tests])))
 
 
-def outcome(tests: list[str], *, timeout: float, log: Path) -> str:
-    """Run the tests in a fork of this process, which has imported torch already: passed, failed or timeout."""
-    child = multiprocessing.get_context("fork").Process(target=_pytest, args=(tests, log))
+def outcome(tests: list[str], *, seconds: int, log: Path) -> str:
+    """Run the tests in a fork of this process, which has imported torch already: survived, killed or timeout.
+
+    seconds: of processor time, so that other work on the machine kills no mutant; of wall time ten times as many.
+    """
+    child = multiprocessing.get_context("fork").Process(target=_pytest, args=(tests, seconds, log))
     child.start()
-    child.join(timeout)
+    child.join(10 * seconds)
     late = child.is_alive()
     if late:
         os.killpg(child.pid or 0, signal.SIGKILL)
         child.join()
-    return "timeout" if late else "passed" if child.exitcode == 0 else "failed"
+    if late or child.exitcode in (-signal.SIGXCPU, -signal.SIGKILL):
+        return "timeout"
+    return "killed" if child.exitcode else "survived"
 
 
 def killer(log: Path) -> str:
@@ -155,31 +162,30 @@ def difference(mutant: Mutant) -> str:
     return "\n".join(x for x in lines if not x.startswith(("---", "+++", "@@")))
 
 
-def run_part(part: dict[str, list[str]], config: dict[str, float], options: argparse.Namespace) -> list[dict]:
+def run_part(part: dict[str, list[str]], config: dict[str, int], options: argparse.Namespace) -> list[dict]:
     """One record per sampled mutant of the part's modules. Raises RuntimeError if the tests fail without a change."""
     log = Path("pytest.log").resolve()
     modules = [p.relative_to(ROOT) for pattern in part["modules"] for p in sorted(ROOT.glob(pattern))]
     modules = [m for m in modules if str(m).endswith(options.module)]
     if not modules:
         return []
-    if outcome(part["tests"], timeout=10 * config["timeout_seconds"], log=log) != "passed":
+    if outcome(part["tests"], seconds=config["cpu_seconds"], log=log) != "survived":
         raise RuntimeError(f"{', '.join(part['tests'])}: expected to pass without a change, found\n{log.read_text()}")
     records = []
     for module in modules:
-        for mutant in sample(module, seed=int(config["seed"]), per_site=int(config["mutants_per_site"])):
+        for mutant in sample(module, seed=config["seed"], per_site=config["mutants_per_site"]):
             began = time.monotonic()
             module.write_text(mutant.source, encoding="utf8")
-            found = outcome(part["tests"], timeout=config["timeout_seconds"], log=log)
+            found = outcome(part["tests"], seconds=config["cpu_seconds"], log=log)
             record = {
                 "module": str(module), "line": mutant.line, "operator": mutant.operator,
-                "outcome": {"passed": "survived", "failed": "killed"}.get(found, found),
-                "killer": killer(log) if found == "failed" else "",
+                "outcome": found, "killer": killer(log) if found == "killed" else "",
                 "seconds": round(time.monotonic() - began, 2), "diff": difference(mutant),
             }  # fmt: skip
             with options.json.open("a") as file:
                 file.write(json.dumps(record) + "\n")
             records.append(record)
-            if found == "passed":
+            if found == "survived":
                 print(f"{module}:{mutant.line} {mutant.operator} survived\n{record['diff']}", flush=True)
         shutil.copyfile(ROOT / module, module)
     return records
