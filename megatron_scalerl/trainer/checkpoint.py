@@ -21,8 +21,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.checkpoints.commit import discard, read_commit, write_commit
+from megatron_scalerl.distributed.parallel import Parallel
 from megatron_scalerl.safe_load import megatron
-from megatron_scalerl.trainer.parallel import Parallel
 from megatron_scalerl.trainer.shard_writer import writing_in_process
 from megatron_scalerl.trainer.step import Trainer
 
