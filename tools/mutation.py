@@ -1,6 +1,6 @@
 """Mutation testing of the modules that decide what is trained, what is charged and what is forecast.
 
-    make mutation        # or: python tools/mutation.py [--module gate.py] [--json runs/mutation.jsonl]
+    make mutation        # or: python tools/mutation.py [--module gate.py] [--survivors runs/mutation.jsonl]
 
 Applies one mutation of cosmic-ray at a time to a copy of the tree and runs the fast tests of the module, listed in
 tools/mutation.toml. A mutant is killed if a test fails, and survives if all pass: then a test is missing, or the
@@ -55,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     """The options."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--module", default="", help="only modules whose path ends with this")
+    p.add_argument("--survivors", type=Path, help="only the survivors of the run that wrote this file")
     p.add_argument("--json", type=Path, default=ROOT / "runs" / "mutation.jsonl", help="one line per mutant")
     return p
 
@@ -174,13 +175,16 @@ def run_part(part: dict[str, list[str]], config: dict[str, int], options: argpar
     records = []
     for module in modules:
         for mutant in sample(module, seed=config["seed"], per_site=config["mutants_per_site"]):
+            change = difference(mutant)
+            if options.survivors is not None and (str(module), change) not in options.survivors:
+                continue
             began = time.monotonic()
             module.write_text(mutant.source, encoding="utf8")
             found = outcome(part["tests"], seconds=config["cpu_seconds"], log=log)
             record = {
                 "module": str(module), "line": mutant.line, "operator": mutant.operator,
                 "outcome": found, "killer": killer(log) if found == "killed" else "",
-                "seconds": round(time.monotonic() - began, 2), "diff": difference(mutant),
+                "seconds": round(time.monotonic() - began, 2), "diff": change,
             }  # fmt: skip
             with options.json.open("a") as file:
                 file.write(json.dumps(record) + "\n")
@@ -194,6 +198,9 @@ def run_part(part: dict[str, list[str]], config: dict[str, int], options: argpar
 def main(options: argparse.Namespace) -> None:
     """Run all parts in a copy of the tree and print the table."""
     began = time.monotonic()
+    if options.survivors:
+        rows = [json.loads(line) for line in options.survivors.read_text().splitlines()]
+        options.survivors = [(row["module"], row["diff"]) for row in rows if row["outcome"] == "survived"]
     config = tomllib.loads((ROOT / "tools" / "mutation.toml").read_text(encoding="utf8"))
     for name in ["pytest", *config["preload"]]:  # once, before the forks
         importlib.import_module(name)
