@@ -21,7 +21,6 @@ from megatron_scalerl.batching.packing import (
 )
 from megatron_scalerl.types import Batch, ExpertChoices, MicroBatch, Sample
 
-
 COLUMNS = [f.name for f in fields(MicroBatch) if f.name not in ("cu_seqlens", "expert_choices")]
 
 

@@ -152,7 +152,7 @@ def test_an_abandoned_group_holds_up_no_batch_and_may_start_again():
 
 @pytest.mark.parametrize("restored", [True, False], ids=["restored", "started and finished"])
 def test_a_group_that_may_wait_for_the_next_version_holds_up_nothing(restored):
-    """k = 1: two groups of version 1 are due at version 2 at the latest; at version 2 both are, and one is too many."""
+    """k = 1: two groups of version 1 are due at version 2; at version 1 one may wait, at version 2 none."""
     gate = StalenessGate(groups_per_batch=1, max_staleness_steps=1)
     for group in (0, 1):
         if restored:
@@ -190,3 +190,11 @@ def test_a_first_token_from_before_the_admission_is_refused():
     gate.start(7, 3)
     with pytest.raises(AssertionError, match="group 7: first token older than its admission"):
         gate.finish(7, 2)
+
+
+def test_nothing_starts_above_the_bound_either():
+    """A journal may hold more finished groups than a smaller batch or staleness of the resumed run admits."""
+    gate = StalenessGate(groups_per_batch=2, max_staleness_steps=0)
+    for group in range(3):
+        gate.restore(group, 0)
+    assert not gate.may_start()
