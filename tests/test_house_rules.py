@@ -34,6 +34,7 @@ OWN_STATE = {
     "safe_load/pickles.py",
     "safe_load/values.py",
     "trainer/layers/packing.py",
+    "trainer/step_metrics.py",
 }
 """Files with dataclasses that stay in their module: state that changes, or pairs of values."""
 
