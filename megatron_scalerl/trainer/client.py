@@ -106,7 +106,7 @@ class TrainerClient:
 
     async def manifest(self) -> Manifest:
         """Names, types and shapes of the weights in the order of sending."""
-        return await self._call(lambda call, _: wire.Manifest(call=call), tuple[ParamMeta, ...])
+        return await self._call(lambda call, _: wire.DescribeWeights(call=call), tuple[ParamMeta, ...])
 
     async def connect_weights(self, connection: Connection) -> None:
         """Open the trainer's end of the weight transport."""
@@ -128,10 +128,6 @@ class TrainerClient:
     async def load(self, path: str) -> dict[str, Any]:
         """Resume from a committed checkpoint; returns the `extra` it was saved with."""
         return await self._call(lambda call, _: wire.Load(call=call, path=str(path)), dict[str, Any])
-
-    async def export_hf(self, path: str) -> None:
-        """Write the policy as a Hugging Face folder."""
-        await self._call(lambda call, _: wire.ExportHf(call=call, path=str(path)), None)
 
     async def stop(self) -> None:
         """Let every rank exit with 0, and close. Raises TrainerError if one does not answer; closed all the same."""

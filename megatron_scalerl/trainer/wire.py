@@ -119,8 +119,8 @@ class Step(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     batch: Batch
 
 
-class Manifest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Name the weights. Answer: weights.manifest.Manifest."""
+class DescribeWeights(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """List names, types and shapes of the weights. Answer: checkpoints.manifest.Manifest."""
 
     call: int
 
@@ -161,20 +161,13 @@ class Load(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     path: str
 
 
-class ExportHf(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Write the policy as a Hugging Face folder."""
-
-    call: int
-    path: str
-
-
 class Stop(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Leave the process groups and exit with 0."""
 
     call: int
 
 
-Command = Step | Manifest | ConnectWeights | SendWeights | Logprobs | Save | Load | ExportHf | Stop
+Command = Step | DescribeWeights | ConnectWeights | SendWeights | Logprobs | Save | Load | Stop
 ToRank = Welcome | Meet | Ping | Refused | Command
 ToController = Hello | Ready | Done | Failed
 

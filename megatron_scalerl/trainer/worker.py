@@ -211,7 +211,7 @@ class Worker:
                 return self.trainer.step(batch)
             case wire.Logprobs(token_ids=token_ids):
                 return self.trainer.logprobs(token_ids)
-            case wire.Manifest():
+            case wire.DescribeWeights():
                 return self.source.manifest()
             case wire.ConnectWeights(connection=connection):
                 return self._connect(connection)
@@ -221,8 +221,6 @@ class Worker:
                 return self._save(path, extra)
             case wire.Load(path=path):
                 return self._load(path)
-            case wire.ExportHf(path=path):
-                return self._export(path)
         raise AssertionError(f"unknown command {command}")
 
     def _connect(self, connection: Connection) -> None:
@@ -252,11 +250,6 @@ class Worker:
         from megatron_scalerl.trainer.checkpoint import load
 
         return load(path, self.trainer)
-
-    def _export(self, path: str) -> None:
-        from megatron_scalerl.weights.source import save_hf
-
-        save_hf(self.source, self.recipe.policy.path, path)
 
 
 def _product(shape: tuple[int, ...]) -> int:

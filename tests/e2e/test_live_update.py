@@ -18,6 +18,7 @@ from megatron_scalerl.batching.packing import pack
 from megatron_scalerl.controller.preflight import check_inputs
 from megatron_scalerl.controller.run_folder import RunFolder
 from megatron_scalerl.controller.weight_sync import WeightSync
+from megatron_scalerl.convert.to_hf import to_hf
 from megatron_scalerl.engine.client import SamplingSpec
 from megatron_scalerl.launch.local import local_launcher
 from megatron_scalerl.recipe.file import load_recipe
@@ -103,7 +104,7 @@ async def scenario(recipe, inputs, out):
             await sync.publish(1)
             after = await generate(engine, prompts, temperature=0.0)
             updated = await differences(fleet, prompts, after)
-            await fleet.trainer.export_hf(str(out))
+            await fleet.trainer.save(str(out.with_name("step_000001")), {})
     assert not meeting.exists()
     return prompts, fresh, before, after, updated
 
@@ -121,6 +122,7 @@ def test_engine_equals_trainer_before_and_after_an_update(kind, request, tmp_pat
     assert fresh.max() <= 1e-4 and updated.max() <= 1e-4
     assert {v for r in after for v in r.policy_versions} == {1}
     assert [r.token_ids for r in before] != [r.token_ids for r in after], "the step changed what is likeliest"
+    to_hf(out.with_name("step_000001"), out, like=recipe.policy.path)
     ours = run_ranks(
         1,
         "e2e.greedy_ranks:greedy",
