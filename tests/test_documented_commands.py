@@ -169,7 +169,11 @@ DOORS = {"plan": "plan", "fit_curve": "fit", "convert_checkpoint": "convert", "s
 
 def check_product(words, place):
     """A command of `megatron-scalerl` can be parsed, and its recipe exists and loads."""
-    _, found = _parse(arguments(words))
+    try:
+        _, found = _parse(arguments(words))
+    except SystemExit as end:
+        assert end.code == 0 and "--help" in words
+        return
     if "recipe" in found:
         folder = ROOT if (ROOT / found.recipe).is_file() else place
         load_recipe(folder / found.recipe, found.overrides)

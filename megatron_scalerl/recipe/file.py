@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.nearest import unknown_key
 
 OLD_KEYS = {"advantages.normalise": "advantages.normalize"}
 """Old key path -> new key path. A recipe that uses an old one is rejected; the recipe.yaml of an old run is read."""
@@ -111,25 +111,15 @@ def _first_line(error: ValidationError) -> str:
     key = ".".join(str(part) for part in first["loc"])
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     if first["type"] == "extra_forbidden":
-        hint = f"renamed to {OLD_KEYS[key]}" if key in OLD_KEYS else f"the nearest valid key is {_nearest(key)}"
-        return f"unknown key {key}, {hint}{more}"
+        if key in OLD_KEYS:
+            return f"expected a recipe key, found {key}; it was renamed to {OLD_KEYS[key]}{more}"
+        return unknown_key(key, valid_keys(), expected="a recipe key") + more
     if first["type"] == "missing":
         return f"{key}: expected a value, found none{more}"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         return (f"{key}: " if key and not message.startswith(str(first["loc"][-1])) else "") + message + more
     return f"{key}: {message[0].lower() + message[1:]}, found {first['input']!r}{more}"
-
-
-def _nearest(key: str) -> str:
-    keys = list(valid_keys())
-    last = key.rsplit(".", 1)[-1]
-
-    def closeness(candidate: str) -> float:
-        whole = difflib.SequenceMatcher(None, key, candidate).ratio()
-        return whole + difflib.SequenceMatcher(None, last, candidate.rsplit(".", 1)[-1]).ratio()
-
-    return max(keys, key=closeness)
 
 
 def valid_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:

@@ -48,10 +48,10 @@ def test_every_spelling_of_a_number_is_one(path, text):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("optimzer.lr=1", "unknown key optimzer, the nearest valid key is optimizer"),
-        ("rollouts.groupsize=3", "unknown key rollouts.groupsize, the nearest valid key is rollouts.group_size"),
-        ("max_staleness=3", "unknown key max_staleness, the nearest valid key is rollouts.max_staleness_steps"),
-        ("advantages.normalise=batch", "unknown key advantages.normalise, renamed to advantages.normalize$"),
+        ("optimzer.lr=1", "expected a recipe key, found optimzer; the nearest is optimizer"),
+        ("rollouts.groupsize=3", "found rollouts.groupsize; the nearest is rollouts.group_size"),
+        ("max_staleness=3", "found max_staleness; the nearest is rollouts.max_staleness_steps"),
+        ("advantages.normalise=batch", "found advantages.normalise; it was renamed to advantages.normalize$"),
         ("steps=many", r"steps: input should be a valid integer, .* found 'many'"),
         ("loss.name=ppo", "loss.name: input should be 'cispo', 'dapo', 'grpo' or 'gspo', found 'ppo'"),
         ("rollouts.group_size=1", "rollouts.group_size: expected at least 2 with advantages.normalize 'batch'"),
