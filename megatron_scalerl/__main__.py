@@ -54,6 +54,7 @@ exit codes:
 
 environment variables:
   MSRL_TRACEBACK=1      print the traceback of an error; that of a failed run is in RUN/logs/controller.log
+  MSRL_LOG_LEVEL=LEVEL  debug, info (default), warning or error, for the log files in RUN/logs
 """
 
 
@@ -66,12 +67,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         command, arguments = _parse(sys.argv[1:] if argv is None else argv)
         from rich.console import Console
 
+        from megatron_scalerl.processes.logs import LEVEL_VARIABLE, log_to_terminal
         from megatron_scalerl.processes.signals import Stopped
 
         # Megatron-Core warns at every import that Transformer Engine and apex are missing
         warnings.filterwarnings("ignore", module=r"(megatron\.core|torch|transformers)\.")
+        if arguments.verbose:
+            os.environ[LEVEL_VARIABLE] = "debug"
         try:
-            code: int = _module(command).run(arguments, Console(soft_wrap=True))
+            with log_to_terminal("controller"):
+                code: int = _module(command).run(arguments, Console(soft_wrap=True))
         except ValueError as error:
             return _failed(error, 2)
         except OSError as error:
@@ -120,6 +125,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     for each, command in COMMANDS.items():
         subparser = subparsers.add_parser(each, help=command.help, formatter_class=layout)
+        subparser.add_argument("-v", "--verbose", action="store_true", help="log at debug level, in all processes")
         if each == name:
             _module(command).add_arguments(subparser)
     return parser

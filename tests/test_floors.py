@@ -32,7 +32,7 @@ FLOORS = [
         "convert": "checkpoints models processes safe_load",
     },
     {
-        "trainer": "batching checkpoints distributed logits losses models recipe safe_load types weights",
+        "trainer": "batching checkpoints distributed logits losses models processes recipe safe_load types weights",
         "engine": "checkpoints distributed models processes recipe types weights",
         "export": "checkpoints convert recipe",
     },
