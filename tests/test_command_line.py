@@ -84,7 +84,7 @@ MISTAKES = {
     "plan file": ([*PLAN, "none.yaml", "--gpus", "2"], "none.yaml: expected a recipe file"),
     "plan policy": (["tools/plan.py", RECIPE, "--gpus", "2"], "policy.path: expected config.json in"),
     "fit": (["tools/fit_curve.py", "runs/none"], "runs/none: expected a run folder or"),
-    "show": (["tools/show_rollouts.py", "runs/none"], "runs/none: expected a run's folder"),
+    "show": (["tools/show_rollouts.py", "runs/none"], "runs/none: expected a run folder"),
     "convert": ([CONVERT, "to-megatron", "none", "out"], "none: expected a Hugging Face folder"),
     "convert back": ([CONVERT, "to-hf", "none", "out"], "none: expected a folder with a checkpoint"),
 }

@@ -2,10 +2,10 @@
 
     python tools/bench_rollouts.py [--rounds 5] [--requests 256] [--in-flight 64] [--threads 1]
 
-Both sides serve the same 10M-parameter policy in float32 with the same prompts, lengths, seeds and log-probs, one
-thread each, and take turns. Ours runs as in training: vLLM's server in processes of its own, HTTP, `in-flight`
-requests at a time, forced interruption's logits processor on every request. Theirs is one process without any of
-it, handed all prompts at once. Prints one JSON line.
+Both sides serve the same 10M-parameter policy in float32 with the same prompts, lengths, seeds and log-probs, one thread
+each, and take turns. Ours runs as in training: vLLM's server in separate processes, HTTP, `in-flight`
+concurrent requests, the logits processor of forced interruption on every request. LLM.generate is one process without
+these and gets all prompts at once. Prints one JSON line.
 """
 
 from __future__ import annotations

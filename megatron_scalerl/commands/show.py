@@ -16,13 +16,13 @@ from rich.text import Text
 
 
 class Rollout(msgspec.Struct):
-    """What must be read of a completion to choose it."""
+    """The fields of a completion that select it."""
 
     interrupted: bool
 
 
 class Head(msgspec.Struct):
-    """What must be read of a group to find it."""
+    """The fields of a group that select it."""
 
     group_id: int
     rollouts: list[Rollout]
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def choose(rollouts: Sequence[dict[str, Any]], index: int | None, *, interrupted: bool) -> int:
-    """The completion asked for; without an index the first, or the first interrupted one."""
+    """The requested completion; without an index the first, or the first interrupted one."""
     if index is None:
         return next(i for i, r in enumerate(rollouts) if r["interrupted"] or not interrupted)
     if not 0 <= index < len(rollouts):
@@ -67,9 +67,9 @@ def choose(rollouts: Sequence[dict[str, Any]], index: int | None, *, interrupted
 
 
 def find_group(run_dir: Path, group_id: int | None, step: int | None, *, interrupted: bool = False) -> dict[str, Any]:
-    """The group asked for, with `step` filled in from the journal; the newest if neither is given.
+    """The requested group, with `step` filled in from the journal; the newest if neither id nor step is given.
 
-    Raises ValueError if the run has no finished groups or not this one.
+    Raises ValueError if the run has no such finished group.
     """
     trained_in = trained_steps(run_dir)
     newest: tuple[int, bytes] | None = None
@@ -101,10 +101,10 @@ def find_group(run_dir: Path, group_id: int | None, step: int | None, *, interru
 
 
 def group_lines(run_dir: Path) -> Iterator[tuple[Path, bytes]]:
-    """Every whole line of RUN_DIR/rollouts/*.jsonl; a line that a run is just writing has no end yet."""
+    """Every complete line of RUN_DIR/rollouts/*.jsonl; a line being written has no line end yet."""
     folder = run_dir / "rollouts"
     if not folder.is_dir():
-        raise ValueError(f"{run_dir}: expected a run's folder with rollouts in it, found none")
+        raise ValueError(f"{run_dir}: expected a run folder with rollouts, found none")
     for path in sorted(folder.glob("*.jsonl")):
         with path.open("rb") as file:
             for line in file:
@@ -113,7 +113,7 @@ def group_lines(run_dir: Path) -> Iterator[tuple[Path, bytes]]:
 
 
 def trained_steps(run_dir: Path) -> dict[int, int]:
-    """Group id -> optimiser step that it was put into, from the run's journal if it has one."""
+    """Group id -> optimizer step that trained it, from the run's journal if there is one."""
     steps: dict[int, int] = {}
     journal = run_dir / "journal.jsonl"
     if not journal.is_file():
@@ -140,7 +140,7 @@ def load_tokenizer(run_dir: Path) -> Any:
 
 
 def show(console: Console, group: dict[str, Any], index: int, tokenizer: Any) -> None:
-    """Print the head lines, the prompt and the completion."""
+    """Print the header, the prompt and the completion."""
     rollout, score = group["rollouts"][index], group["scores"][index]
     prompt = group["prompt"]
     step = f"in the batch of step {group['step']}" if group["step"] is not None else "in no batch yet"
@@ -166,7 +166,7 @@ def show(console: Console, group: dict[str, Any], index: int, tokenizer: Any) ->
 
 
 def describe_thinking(rollout: dict[str, Any]) -> str:
-    """One line about cut, interruption and truncation."""
+    """One line on interruption point, interruption and truncation."""
     cut = f"cut after {rollout['thinking_cut']} tokens" if rollout["thinking_cut"] else "no cut"
     ended = "interrupted" if rollout["interrupted"] else "not interrupted"
     return f"{cut}, {ended}, {'truncated' if rollout['truncated'] else 'not truncated'}"
@@ -182,7 +182,7 @@ def describe_versions(versions: Sequence[int]) -> str:
 
 
 def marked_text(rollout: dict[str, Any], tokenizer: Any) -> Text:
-    """The completion; whole spans are decoded, since a token alone may be half a character."""
+    """The completion, decoded span by span, since one token may be a part of a character."""
     text = Text()
     start_of_version = None
     ids, versions, sampled = rollout["token_ids"], rollout["policy_versions"], rollout["loss_mask"]
@@ -198,11 +198,11 @@ def marked_text(rollout: dict[str, Any], tokenizer: Any) -> Text:
 
 
 def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """The text with its special tokens, its control characters but line ends and tabs written as escapes."""
+    """The text with special tokens; control characters other than line ends and tabs are escaped."""
     text = tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return printable(text)
 
 
 def printable(text: str) -> str:
-    """`text` without what would steer a terminal: control characters are written as `\\x1b`."""
+    """`text` with control characters escaped (`\\x1b`), so that it cannot send commands to a terminal."""
     return "".join(c if c in "\n\t" or not unicodedata.category(c).startswith("C") else ascii(c)[1:-1] for c in text)

@@ -130,7 +130,7 @@ def test_what_is_not_there_is_one_line(run_dir, capsys, arguments, message):
 def test_a_folder_that_is_no_run_is_one_line_and_exit_code_2(tmp_path):
     done = subprocess.run([sys.executable, TOOL, tmp_path], capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == f"megatron-scalerl: {tmp_path}: expected a run's folder with rollouts in it, found none\n"
+    assert done.stderr == f"megatron-scalerl: {tmp_path}: expected a run folder with rollouts, found none\n"
 
 
 def test_an_interrupted_completion_can_be_asked_for(run_dir, capsys):
