@@ -231,6 +231,7 @@ def test_what_fails_under_way_is_no_mistake_of_the_users(name, tiny, tmp_path, m
     assert re.search(said, captured) and "Traceback" not in captured
     if code == 1:
         log = (tmp_path / "r" / "logs" / "controller.log").read_text()
+        assert re.search(r" INFO +controller megatron_scalerl\.controller\.train: run \w+, attempt local\.0, ", log)
         assert "Traceback" in log and re.search(said, log) and "StandInLauncher" not in captured
         assert "controller.log" in captured
 
@@ -248,6 +249,12 @@ def test_a_policy_without_a_tokenizer_is_2(tiny, tmp_path, capsys):
     assert main(["train", *settings(tiny, tmp_path), f"policy.path={policy}"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "policy.path: expected a tokenizer" in said
+
+
+def test_verbose_sets_the_level_of_every_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("MSRL_LOG_LEVEL", "info")
+    assert main(["report", str(tmp_path), "--verbose"]) == 2
+    assert os.environ["MSRL_LOG_LEVEL"] == "debug"
 
 
 def test_the_traceback_can_be_asked_for(tmp_path, monkeypatch, capsys):

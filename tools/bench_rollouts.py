@@ -2,8 +2,8 @@
 
     python tools/bench_rollouts.py [--rounds 5] [--requests 256] [--in-flight 64] [--threads 1]
 
-Both sides serve the same 10M-parameter policy in float32 with the same prompts, lengths, seeds and log-probs, one thread
-each, and take turns. Ours runs as in training: vLLM's server in separate processes, HTTP, `in-flight`
+Both sides serve the same 10M-parameter policy in float32 with the same prompts, lengths, seeds and log-probs, one
+thread each, and take turns. Ours runs as in training: vLLM's server in separate processes, HTTP, `in-flight`
 concurrent requests, the logits processor of forced interruption on every request. LLM.generate is one process without
 these and gets all prompts at once. Prints one JSON line.
 """
