@@ -99,7 +99,8 @@ def test_a_tag_that_merges_with_its_neighbours_ends_thinking():
     first, last = tag_variants(_Pieces(), (0, 1, 2))
     assert (first, last) == ({4}, {3})
     assert tag_variants(_Pieces(), (1, 5)) == (frozenset(), frozenset())  # words stay words
-    assert tag_variants(_Pieces(), (8,)) == (frozenset(), frozenset())
+    assert tag_variants(_Pieces(), (0, 1)) == ({4}, frozenset())
+    assert tag_variants(_Pieces(), (8,)) == tag_variants(_Pieces(), (2,)) == (frozenset(), frozenset())
     merged = plan(cut=9, phrase_ids=(6, 0, 1, 2), think_end_ids=(0, 1, 2), eos_id=99)
     merged = dataclasses.replace(merged, think_end_first=first, think_end_last=last)
     for said in ([6, 4, 1, 3], [0, 1, 3], [6, 4, 1, 2], [0, 1, 2]):
