@@ -260,7 +260,7 @@ class _Disk:
 
     def cut(self, folder: Path) -> None:
         """What was not synced is gone; checkpoints and TensorBoard's files are left as they are."""
-        for path in [*folder.glob("*.jsonl"), *folder.glob("rollouts/*.jsonl"), folder / "lives"]:
+        for path in [*folder.glob("*.jsonl"), *folder.glob("rollouts/*.jsonl")]:
             size = self._sizes.get(path.stat().st_ino, 0)
             if size < path.stat().st_size:
                 os.truncate(path, size)
@@ -299,14 +299,7 @@ async def _attempt(loop, settings, folder, trainer, sampler) -> str:
     check_history(folder.path, history, start)
     devices = Devices(unit="device_hours", trainer=1, engine=2)
     ledger = Ledger(folder.path / "ledger.jsonl", devices.unit, incarnation=folder.incarnation)
-    meter = Meter(
-        ledger,
-        trainer_devices=devices.trainer,
-        engine_devices=devices.engine,
-        batches=start.batches,
-        step=start.step,
-        clock=loop.time,
-    )
+    meter = Meter(ledger, devices, start, clock=loop.time)
     info = TrainerInfo(
         world_size=1,
         dp_size=1,

@@ -1,4 +1,4 @@
-"""Whose failure it is: a mistake in what was given (exit code 2), or a run that failed under way (exit code 1)."""
+"""Maps failures of a run: user errors (exit code 2), failures of the running run (exit code 1)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from megatron_scalerl.recipe.file import RecipeError
 
 
 class RunFailed(RuntimeError):
-    """A run failed after it had begun, through no mistake in what was given."""
+    """A run failed after its start, not by a user error."""
 
 
 @contextmanager
-def under_way(log: str | Path) -> Iterator[None]:
-    """Around everything that happens once a run's inputs have been checked and its folder is there.
+def running(log: str | Path) -> Iterator[None]:
+    """Context of a run whose inputs are checked and whose folder exists.
 
-    From then on a ValueError is a peer's broken answer, a damaged file or a bug: whatever is neither RuntimeError
-    nor OSError becomes RunFailed, which names its type. What is a mistake after all is raised as RecipeError. Of a
-    group of failures the first one counts. The traceback of every failure is appended to `log`, and a note on the
-    error says so.
+    Inside, a ValueError means an invalid answer of a peer, a damaged file or a bug, so every exception other than
+    RuntimeError and OSError becomes RunFailed, which names its type. A RecipeError remains a user error. Of an
+    exception group the first exception is raised. The traceback of every failure is appended to `log`, and a note
+    on the exception names that file.
     """
     try:
         yield
@@ -33,8 +33,8 @@ def under_way(log: str | Path) -> Iterator[None]:
             raise first from None
         with open_log(Path(log)) as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{traceback.format_exc()}\n".encode())
-        known = isinstance(first, RuntimeError | OSError)
-        failure = first if known else RunFailed(f"{type(first).__name__}: {first}")
+        expected = isinstance(first, RuntimeError | OSError)
+        failure = first if expected else RunFailed(f"{type(first).__name__}: {first}")
         failure.add_note(f"traceback in {log}")
         if failure is error:
             raise

@@ -7,6 +7,8 @@ import pytest
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.controller.ledger import Ledger
 from megatron_scalerl.controller.meter import Meter
+from megatron_scalerl.controller.run_folder import ResumePoint
+from megatron_scalerl.launch.fleet import Devices
 
 
 class StandInClock:
@@ -30,7 +32,7 @@ def test_hours_by_role(tmp_path):
     ledger = open_ledger(tmp_path)
     charge(ledger, 1, seconds=1800, validation=16, engine=64, trainer=16)
     assert ledger.hours("trainer") == pytest.approx(8.0)
-    assert ledger.axis == pytest.approx(8.0 + 32.0)
+    assert ledger.hours("trainer", "engine") == pytest.approx(8.0 + 32.0)
     assert ledger.hours() == pytest.approx(48.0)
     ledger.close()
     assert open_ledger(tmp_path).hours() == pytest.approx(48.0)
@@ -55,7 +57,7 @@ def test_what_a_crash_left_is_lost(tmp_path):
     charge(ledger, 2, engine=2)
     ledger.close()
     again = open_ledger(tmp_path)
-    assert again.axis == pytest.approx(3.0) and again.hours("lost") == pytest.approx(2.0)
+    assert again.hours("trainer", "engine") == pytest.approx(3.0) and again.hours("lost") == pytest.approx(2.0)
     assert not again.is_charged(2)
     for seconds in (600, 1200, 1800):
         again.heartbeat(batch=1, step=1, devices=3, seconds=seconds)
@@ -84,7 +86,7 @@ def test_a_file_of_the_first_version_is_read(tmp_path):
         ]
     (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     ledger = open_ledger(tmp_path)
-    assert ledger.axis == pytest.approx(4.0) and ledger.hours("lost") == 0
+    assert ledger.hours("trainer", "engine") == pytest.approx(4.0) and ledger.hours("lost") == 0
     assert ledger.axis_at(1) == pytest.approx(2.0) and ledger.is_charged(2) and not ledger.is_charged(3)
 
 
@@ -96,12 +98,13 @@ def test_another_unit_is_refused(tmp_path):
 
 def test_a_validation_takes_its_share_of_the_window(tmp_path):
     clock = StandInClock()
-    meter = Meter(open_ledger(tmp_path), trainer_devices=2, engine_devices=6, batches=0, step=0, clock=clock)
+    devices = Devices(unit="gpu_hours", trainer=2, engine=6)
+    meter = Meter(open_ledger(tmp_path), devices, ResumePoint(), clock=clock)
     meter.count_training(300)
     meter.count_validation(100)
     meter.pinned_seconds = 900
     clock.now = 3600
-    done = meter.trained(0, 1)
+    done = meter.charge_train(0, 1)
     assert (done.seconds, done.tokens) == (3600, 400)
     # a quarter of the tokens and a quarter of the trainer's time
     assert meter.ledger.hours("engine") == pytest.approx(4.5)

@@ -25,13 +25,25 @@ def recipe(tmp_path, **changes):
     return Recipe.model_validate(data)
 
 
-def test_lives_are_counted_and_keep_the_run_id(tmp_path):
+def test_attempts_are_counted_and_share_the_run_id(tmp_path):
     first = RunFolder(recipe(tmp_path))
     first.close()
     second = RunFolder(recipe(tmp_path, steps=9))
     assert (first.run_id, first.incarnation) == (second.run_id, "local.0")
     assert second.incarnation == "local.1"
     assert yaml.safe_load(second.recipe_file.read_text())["steps"] == 9
+
+
+def test_a_folder_of_an_earlier_version_keeps_its_run_id_and_count(tmp_path):
+    """It has its attempts in a file called `lives`."""
+    old = RunFolder(recipe(tmp_path))
+    old.close()
+    (old.path / "attempts.jsonl").rename(old.path / "lives")
+    for number in (1, 2):
+        folder = RunFolder(recipe(tmp_path))
+        assert (folder.run_id, folder.incarnation) == (old.run_id, f"local.{number}")
+        folder.close()
+    assert not (old.path / "lives").exists()
 
 
 def test_another_recipe_is_refused_by_its_key(tmp_path):

@@ -97,7 +97,7 @@ def test_stop_kills_a_process_group_that_ignores_sigterm(tmp_path):
         pids_in(tmp_path / "pids", 1)
         await child.stop(0.3)
         await child.stop(0.3)
-        with pytest.raises(ProcessDied, match="child exited with code -9; the end of .*/log:"):
+        with pytest.raises(ProcessDied, match=r"child exited with code -9; the end of .*/log:"):
             await child.watch()
         return child.pid
 
