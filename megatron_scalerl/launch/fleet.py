@@ -11,7 +11,7 @@ from megatron_scalerl.distributed.device import gpu_count
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer.client import TrainerClient
-from megatron_scalerl.trainer.wire import TrainerInfo
+from megatron_scalerl.trainer.messages import TrainerInfo
 from megatron_scalerl.types import ComputeUnit
 from megatron_scalerl.weights.transport import resolve_transport
 

@@ -113,7 +113,7 @@ class StalenessGate:
 
     def take(self, group_ids: tuple[int, ...]) -> None:
         """The groups of a released batch are being trained on from now on."""
-        assert not self._training, "one batch at a time"
+        assert not self._training, "one batch trains at a time"
         for group_id in group_ids:
             del self._ready[group_id]
         self._training = len(group_ids)

@@ -16,7 +16,7 @@ from megatron_scalerl.processes.child_process import ChildProcess
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import dump_recipe
 from megatron_scalerl.trainer.client import TrainerClient
-from megatron_scalerl.trainer.wire import TrainerInfo
+from megatron_scalerl.trainer.messages import TrainerInfo
 
 SECRET = "check-gpu-" + uuid.uuid4().hex
 TRANSPORT = "gloo"
