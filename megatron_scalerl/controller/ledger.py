@@ -61,9 +61,11 @@ class Ledger:
     def __init__(self, path: str | Path, unit: ComputeUnit, *, incarnation: str) -> None:
         """Open or create, and charge what a crash left uncharged. Raises ValueError for a file in another unit."""
         self.path = Path(path)
-        self.unit = unit
         self._incarnation = incarnation
-        self._charges = _recovered(_rows(self.path, unit))
+        header, *rows = read_jsonl(self.path) or [{"unit": unit}]
+        if header.get("unit") != unit:
+            raise ValueError(f"{path}: expected unit {unit}, found {header.get('unit')}")
+        self._charges = _recovered(rows)
         self._trained = max((c.batch for c in self._charges if c.role == "trainer" and c.phase == "train"), default=0)
         rewrite(self.path, [{"unit": unit}, *map(_row, self._charges)])
         self._file = JsonlWriter(self.path)
@@ -118,24 +120,8 @@ class Ledger:
 
 
 def _row(charge: Charge) -> dict[str, Any]:
-    return {
-        "batch": charge.batch,
-        "step": charge.step,
-        "phase": charge.phase,
-        "role": charge.role,
-        "devices": round(charge.devices, 6),
-        "seconds": round(charge.seconds, 6),
-        "hours": charge.hours,
-        "incarnation": charge.incarnation,
-    }
-
-
-def _rows(path: Path, unit: ComputeUnit) -> list[dict[str, Any]]:
-    """The rows after the header line. Raises ValueError if the header names another unit."""
-    rows = read_jsonl(path)
-    if rows and rows[0].get("unit") != unit:
-        raise ValueError(f"{path}: expected unit {unit}, found {rows[0].get('unit')}")
-    return rows[1:]
+    rounded = {"devices": round(charge.devices, 6), "seconds": round(charge.seconds, 6)}
+    return dataclasses.asdict(charge) | rounded | {"hours": charge.hours}
 
 
 def _recovered(rows: Iterable[dict[str, Any]]) -> list[Charge]:

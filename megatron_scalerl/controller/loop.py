@@ -307,7 +307,7 @@ class Controller:
         self._metrics.sync()
         await self._fleet.trainer.save(
             str(self._folder.checkpoint(self._step)),
-            {"step": self._step, "batches": self._batches, "run_id": self._folder.run_id},
+            {"step": self._step, "batches": self._batches, "run_id": self._folder.attempt.run_id},
         )
         self._saved_step = self._step
         self._folder.keep_checkpoints(self._recipe.checkpoint.keep, newest=self._step)

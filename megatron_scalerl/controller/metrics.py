@@ -9,20 +9,10 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, rewrite
 from megatron_scalerl.types import PassRate
-
-
-class Sink(Protocol):
-    """Receives the scalars in addition to the JSONL files."""
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Record named scalars of one step."""
-
-    def close(self) -> None:
-        """Flush."""
 
 
 class TensorBoardSink:
@@ -92,7 +82,7 @@ class Metrics:
         # written before its validation: a crash between the two writes leaves a row without a validation
         rewrite(by_prompt, [r for r in read_jsonl(by_prompt) if r["step"] in self._validated])
         self._steps, self._validations, self._by_prompt = map(JsonlWriter, (steps, validations, by_prompt))
-        self._sinks: list[Sink] = []
+        self._sinks: list[TensorBoardSink | WandbSink] = []
         if importlib.util.find_spec("tensorboard"):
             self._sinks.append(self._tensorboard(run_dir))
         if importlib.util.find_spec("wandb") and os.environ.get("WANDB_MODE") != "disabled":

@@ -82,19 +82,12 @@ class RunFolder:
             check_recipe(recipe)  # again, now that no other controller can write
             for name in _FOLDERS:
                 (self.path / name).mkdir(exist_ok=True)
-            self.recipe_file = self.path / "recipe.yaml"
-            write_durably(self.recipe_file, dump_recipe(recipe).encode())
-            self.run_id, self.incarnation = self._begin_attempt()
+            recipe_file = self.path / "recipe.yaml"
+            write_durably(recipe_file, dump_recipe(recipe).encode())
+            self.attempt = self._begin_attempt(recipe_file)
         except BaseException:
             os.close(self._lock)
             raise
-
-    @property
-    def attempt(self) -> Attempt:
-        """This attempt, for a launcher."""
-        return Attempt(
-            run_id=self.run_id, incarnation=self.incarnation, folder=self.path, recipe_file=self.recipe_file
-        )
 
     def checkpoint(self, step: int) -> Path:
         """Folder of the checkpoint of this step."""
@@ -106,7 +99,8 @@ class RunFolder:
 
     def end(self, reason: str, *, step: int, final: bool) -> None:
         """Record that the attempt finished. final: the run cannot resume, even with a larger `steps`."""
-        rewrite(self.path / END, [{"reason": reason, "step": step, "final": final, "incarnation": self.incarnation}])
+        end = {"reason": reason, "step": step, "final": final, "incarnation": self.attempt.incarnation}
+        rewrite(self.path / END, [end])
 
     def close(self) -> None:
         """Release the lock."""
@@ -128,8 +122,8 @@ class RunFolder:
             ) from None
         return lock
 
-    def _begin_attempt(self) -> tuple[str, str]:
-        """(run id, incarnation): `JOB_ID.RESTART_COUNT` on Slurm, otherwise the number of this start."""
+    def _begin_attempt(self, recipe_file: Path) -> Attempt:
+        """Record this start. Its incarnation is `JOB_ID.RESTART_COUNT` on Slurm, otherwise `local.N`."""
         path, old_path = self.path / ATTEMPTS, self.path / _OLD_ATTEMPTS
         if old_path.exists() and not path.exists():
             old_path.rename(path)
@@ -140,7 +134,7 @@ class RunFolder:
         with contextlib.closing(JsonlWriter(path)) as file:
             file.append({"run_id": run_id, "incarnation": incarnation, "unix_time": time.time()})
             file.sync()
-        return run_id, incarnation
+        return Attempt(run_id=run_id, incarnation=incarnation, folder=self.path, recipe_file=recipe_file)
 
 
 def check_recipe(recipe: Recipe) -> None:

@@ -70,9 +70,8 @@ async def _in_folder(
     check_history(folder.path, history, start)
     sampler = Sampler(recipe, inputs.tokenizer, verifier)
     devices = Devices.of(recipe)
-    with contextlib.closing(
-        Ledger(folder.path / "ledger.jsonl", devices.unit, incarnation=folder.incarnation)
-    ) as ledger:
+    ledger = Ledger(folder.path / "ledger.jsonl", devices.unit, incarnation=folder.attempt.incarnation)
+    with contextlib.closing(ledger):
         async with local_launcher(recipe, folder.attempt, secrets.token_hex(32)) as launcher:
             meter = Meter(ledger, devices, start)
             async with metering(meter):

@@ -16,7 +16,7 @@ Only the owner can read these files.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -110,15 +110,7 @@ class Journal:
         for file in self._unsynced:
             file.sync()
         self._unsynced.clear()
-        self._events.append(
-            {
-                "event": "batch",
-                "batch": record.batch,
-                "step": record.step,
-                "policy_version": record.policy_version,
-                "group_ids": record.group_ids,
-            }
-        )
+        self._events.append({"event": "batch", **asdict(record)})
         self._events.sync()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The ledger charges devices x wall time, keeps roles and batches apart and survives a crash."""
+"""The ledger charges devices x wall time by role and batch, and survives a crash."""
 
 import json
 
@@ -12,7 +12,7 @@ from megatron_scalerl.launch.fleet import Devices
 
 
 class StandInClock:
-    """Says what it is set to."""
+    """Returns the time that it is set to."""
 
     now = 0.0
 
@@ -38,7 +38,7 @@ def test_hours_by_role(tmp_path):
     assert open_ledger(tmp_path).hours() == pytest.approx(48.0)
 
 
-def test_a_batch_keeps_its_charges_over_a_restart(tmp_path):
+def test_a_batch_keeps_its_charges_after_a_restart(tmp_path):
     ledger = open_ledger(tmp_path)
     for batch in (1, 2, 3):
         charge(ledger, batch, phase="produce", engine=2, trainer=1)
@@ -50,8 +50,8 @@ def test_a_batch_keeps_its_charges_over_a_restart(tmp_path):
     assert [again.is_charged(n) for n in (1, 3, 4)] == [True, True, False]
 
 
-def test_what_a_crash_left_is_lost(tmp_path):
-    """A window whose last row is missing, and the time up to the last heartbeat."""
+def test_an_incomplete_window_and_heartbeats_are_lost(tmp_path):
+    """After a crash: a window whose last row is missing, and the time until the last heartbeat."""
     ledger = open_ledger(tmp_path)
     charge(ledger, 1, engine=2, trainer=1)
     charge(ledger, 2, engine=2)
@@ -69,7 +69,7 @@ def test_what_a_crash_left_is_lost(tmp_path):
     assert not any("heartbeat" in r for r in read_jsonl(tmp_path / "ledger.jsonl"))
 
 
-def test_a_heartbeat_before_the_last_charge_is_part_of_it(tmp_path):
+def test_a_heartbeat_before_the_last_charge_is_included_in_it(tmp_path):
     ledger = open_ledger(tmp_path)
     ledger.heartbeat(batch=0, step=0, devices=3, seconds=1800)
     charge(ledger, 1, engine=2, trainer=1)
@@ -77,7 +77,7 @@ def test_a_heartbeat_before_the_last_charge_is_part_of_it(tmp_path):
     assert open_ledger(tmp_path).hours() == pytest.approx(3.0)
 
 
-def test_a_file_of_the_first_version_is_read(tmp_path):
+def test_a_file_of_version_1_is_read(tmp_path):
     rows = [{"unit": "gpu_hours"}]
     for step in (1, 2):
         rows += [

@@ -1,4 +1,4 @@
-"""The journal survives a torn line and gives back exactly what was written."""
+"""The journal survives a torn line and returns exactly the groups that were written."""
 
 import pytest
 
@@ -52,7 +52,7 @@ def test_round_trip(tmp_path):
     assert read_groups(tmp_path, history, [2, 0]) == {0: group(0), 2: group(2)}
 
 
-def test_torn_lines_are_cut_and_the_journal_goes_on(tmp_path):
+def test_torn_lines_are_removed_and_the_journal_continues(tmp_path):
     write(tmp_path, batches=())
     for name in ("journal.jsonl", "rollouts/groups-00000.jsonl"):
         path = tmp_path / name
@@ -86,7 +86,7 @@ def test_a_missing_group_of_a_batch_is_named(tmp_path):
         read_batch(tmp_path, history, history.batches[0])
 
 
-def test_a_finished_group_without_its_text_is_issued_again(tmp_path):
+def test_a_finished_group_missing_on_disk_is_reissued(tmp_path):
     write(tmp_path)
     history = read_history(tmp_path)
     (tmp_path / "rollouts/groups-00000.jsonl").unlink()
@@ -94,7 +94,7 @@ def test_a_finished_group_without_its_text_is_issued_again(tmp_path):
     assert ready == {} and [e["group_id"] for e in history.to_reissue(ready)] == [1, 2]
 
 
-def test_of_two_texts_of_a_group_the_later_counts(tmp_path):
+def test_of_two_lines_of_a_group_the_later_counts(tmp_path):
     write(tmp_path)
     journal = Journal(tmp_path)
     journal.finish(group(2, correct=(True, True)))

@@ -1,4 +1,4 @@
-"""The rollout stream against a stand-in engine with chosen durations: order, bounds, failures, restart."""
+"""The rollout stream with a stand-in engine of drawn durations: order, bounds, failures, restart."""
 
 import asyncio
 import random
@@ -14,7 +14,7 @@ from megatron_scalerl.types import Prompt, Rollout, Score
 
 
 class StandInEngine:
-    """Counts what it is given and answers after a drawn time, with the version at the first token."""
+    """Counts completions in flight; each takes a drawn time and has the engine's version at the first token."""
 
     def __init__(self, seed=0, slowest_s=0.01, version=0):
         self.random = random.Random(seed)
@@ -137,7 +137,7 @@ def test_a_failing_completion_ends_the_stream_with_its_error(tmp_path):
 
 
 @pytest.mark.parametrize(("ahead", "accepted"), [(1, True), (2, False), (999999, False)])
-def test_a_version_that_nobody_has_published_ends_the_stream(tmp_path, ahead, accepted):
+def test_an_unpublished_version_ends_the_stream(tmp_path, ahead, accepted):
     async def run():
         stream = make_stream(tmp_path, engines=[StandInEngine(version=3 + ahead)])
         stream.start(3)
@@ -146,7 +146,7 @@ def test_a_version_that_nobody_has_published_ends_the_stream(tmp_path, ahead, ac
         finally:
             await stream.close()
 
-    if accepted:  # the update to it is under way
+    if accepted:  # its weight update is in progress
         assert asyncio.run(run())
         return
     with pytest.raises(EngineError, match=f"engine-0: policy versions: expected at most 4, found {3 + ahead}"):
