@@ -17,7 +17,7 @@ class RunFailed(RuntimeError):
 
 
 @contextmanager
-def running(log: str | Path) -> Iterator[None]:
+def log_failures(log: str | Path) -> Iterator[None]:
     """Context of a run whose inputs are checked and whose folder exists.
 
     Inside, a ValueError means an invalid answer of a peer, a damaged file or a bug, so every exception other than

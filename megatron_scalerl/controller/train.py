@@ -15,7 +15,7 @@ import secrets
 
 from rich.console import Console
 
-from megatron_scalerl.controller.failures import running
+from megatron_scalerl.controller.failures import log_failures
 from megatron_scalerl.controller.ledger import Ledger
 from megatron_scalerl.controller.loop import Controller
 from megatron_scalerl.controller.meter import Meter, metering
@@ -55,7 +55,7 @@ def train(recipe: Recipe, console: Console) -> str:
 async def _train(recipe: Recipe, inputs: Inputs, console: Console) -> str:
     async with VerifierPool(recipe.rewards) as verifier:
         # the folder is created last, after every check for user errors
-        with contextlib.closing(RunFolder(recipe)) as folder, running(folder.path / "logs" / "controller.log"):
+        with contextlib.closing(RunFolder(recipe)) as folder, log_failures(folder.path / "logs" / "controller.log"):
             return await _in_folder(recipe, inputs, folder, verifier, console)
 
 
