@@ -81,7 +81,7 @@ class WeightSync:
             info = {**body, "rank_offset": offsets[engine.name]}
             await engine.post("/init_weight_transfer_engine", {"init_info": info})
 
-        await self._together("connect", self._trainer.connect_weights(connection), join)
+        await self._all("connect", join, trainer=self._trainer.connect_weights(connection))
 
     async def publish(self, version: int) -> WeightUpdate:
         """Send the trainer's weights to every engine, labeled with this version. Raises WeightUpdateError."""
@@ -95,8 +95,8 @@ class WeightSync:
         paused = time.perf_counter()
         await self._all("start", lambda engine: engine.post("/start_weight_update", None))
         body = {"update_info": {"version": version}}
-        report = await self._together(
-            "update", self._trainer.send_weights(version), lambda engine: engine.post("/update_weights", body)
+        report, *_ = await self._all(
+            "update", lambda engine: engine.post("/update_weights", body), trainer=self._trainer.send_weights(version)
         )
         label = {"weight_version": str(version)}
         await self._all("finish", lambda engine: engine.post("/finish_weight_update", label))
@@ -114,15 +114,21 @@ class WeightSync:
             digest=report["digest"],
         )
 
-    async def _all(self, phase: str, call: EngineCall) -> list[Any]:
-        """One concurrent call to every engine; failures are raised once all have answered."""
-        tasks = [self._call(phase, e.name, call(e)) for e in self._engines]
-        return _values(await asyncio.gather(*tasks, return_exceptions=True))
+    async def _all(self, phase: str, call: EngineCall, trainer: Awaitable[Any] | None = None) -> list[Any]:
+        """Concurrent calls to every engine; with `trainer`, its answer comes first.
 
-    async def _together(self, phase: str, trainer: Awaitable[Any], call: EngineCall) -> Any:
-        """Concurrent calls to the trainer and to every engine; returns the trainer's answer."""
-        tasks = [self._call(phase, "trainer", trainer)] + [self._call(phase, e.name, call(e)) for e in self._engines]
-        return _values(await asyncio.gather(*tasks, return_exceptions=True))[0]
+        Failures are raised once all have answered: a bug as it is, others together as one WeightUpdateError.
+        """
+        calls = [] if trainer is None else [self._call(phase, "trainer", trainer)]
+        calls += [self._call(phase, e.name, call(e)) for e in self._engines]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        failures = [r for r in results if isinstance(r, BaseException)]
+        for failure in failures:
+            if not isinstance(failure, WeightUpdateError):
+                raise failure
+        if failures:
+            raise WeightUpdateError("; ".join(map(str, failures))) from failures[0]
+        return results
 
     async def _call(self, phase: str, name: str, call: Awaitable[Any]) -> Any:
         limit = self._recipe.weights.timeout_s
@@ -133,13 +139,3 @@ class WeightSync:
             raise WeightUpdateError(f"{name}: {phase}: no answer within {limit:g} s (weights.timeout_s)") from err
         except (EngineError, RuntimeError, ValueError, OSError) as err:
             raise WeightUpdateError(f"{name}: {phase}: {err}") from err
-
-
-def _values(results: list[Any]) -> list[Any]:
-    failures = [r for r in results if isinstance(r, BaseException)]
-    for failure in failures:
-        if not isinstance(failure, WeightUpdateError):
-            raise failure
-    if failures:
-        raise WeightUpdateError("; ".join(map(str, failures))) from failures[0]
-    return results

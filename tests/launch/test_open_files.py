@@ -17,8 +17,8 @@ from megatron_scalerl.recipe import Recipe
 recipe = Recipe.model_validate_json(sys.argv[2])
 try:
     allow_open_files(recipe)
-except ValueError as mistake:
-    sys.exit(f"refused: {mistake}")
+except ValueError as error:
+    sys.exit(f"refused: {error}")
 child = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
 subprocess.run([sys.executable, "-c", child], check=True)
 """
