@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_scalerl.checkpoints import commit
-from megatron_scalerl.convert.options import Options
+from megatron_scalerl.convert.conversion import Options
 from megatron_scalerl.recipe.file import load_recipe
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_scalerl.safe_load.files import Window
 from megatron_scalerl.safe_load.pickles import Names, Refused, Stored, decode
 
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
@@ -81,9 +81,36 @@ def open_archive(file: Bytes, start: int, length: int, expected: str) -> Iterato
     Inside the block, what is refused becomes a ValueError that names the file, `expected` and what was found.
     """
     try:
-        with zipfile.ZipFile(Window(file.read_at, start, length)) as entries:
+        with zipfile.ZipFile(_Window(file.read_at, start, length)) as entries:
             yield Archive(file, start, length, entries)
     except Refused as refused:
         raise ValueError(f"{file.path}: expected {expected} at byte {start}, found {refused}") from None
     except _DAMAGED as error:
         raise ValueError(f"{file.path}: expected {expected} at byte {start}, found {error!r}") from None
+
+
+class _Window(io.RawIOBase):
+    """Part of a file as a file object, for zipfile."""
+
+    def __init__(self, read_at: Callable[[int, int], bytes], start: int, length: int):
+        self._read_at, self._start, self._length, self._at = read_at, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._length - self._at)
+        data = self._read_at(self._start + self._at, left if size < 0 else min(left, size))
+        self._at += len(data)
+        return data

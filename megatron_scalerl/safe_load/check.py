@@ -6,7 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from megatron_scalerl.checkpoints.commit import COMMIT, read_commit
-from megatron_scalerl.safe_load.files import PlainFile
+from megatron_scalerl.checkpoints.plain_files import PlainFile
 from megatron_scalerl.safe_load.index import Place, read_index
 from megatron_scalerl.safe_load.values import COMMON, describe, read_object, read_value
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.safe_load.files import PlainFile, check_name
+from megatron_scalerl.checkpoints.plain_files import PlainFile, check_name
 from megatron_scalerl.safe_load.pickles import Built, Maker, Refused, decode, empty, printable
 
 METADATA = ".metadata"

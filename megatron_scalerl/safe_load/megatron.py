@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from megatron_scalerl.checkpoints.plain_files import PlainFile
 from megatron_scalerl.safe_load.archive import Archive, open_archive
-from megatron_scalerl.safe_load.files import PlainFile
 from megatron_scalerl.safe_load.index import CheckpointIndex, Chunk, Place, StoredTensor, read_index
 from megatron_scalerl.safe_load.pickles import printable
 from megatron_scalerl.safe_load.values import COMMON, TensorBits, read_object, read_tensor, read_value

@@ -11,9 +11,9 @@ import torch
 from random_policies import make
 from safetensors.torch import load_file, save_file
 
-from megatron_scalerl.convert import work_folder
+from megatron_scalerl.checkpoints.hf_folder import INDEX
+from megatron_scalerl.convert import conversion
 from megatron_scalerl.convert.command import main
-from megatron_scalerl.convert.hf_folder import INDEX
 from megatron_scalerl.convert.to_megatron import to_megatron
 
 ROOT = Path(__file__).parent.parent.parent
@@ -177,8 +177,8 @@ def test_a_place_that_does_not_exist(refused, tmp_path):
 
 
 def test_too_little_space_is_said_before_anything_is_written(refused, monkeypatch):
-    usage = work_folder.shutil.disk_usage("/")
-    monkeypatch.setattr(work_folder.shutil, "disk_usage", lambda path: usage._replace(free=60 << 20))
+    usage = conversion.shutil.disk_usage("/")
+    monkeypatch.setattr(conversion.shutil, "disk_usage", lambda path: usage._replace(free=60 << 20))
     assert "expected 0.06 GiB of free space, found 0.06 GiB" in refused()
 
 
@@ -233,7 +233,7 @@ def test_a_bit_that_flipped_on_the_disk(megatron, refused):
     del commit["sha256"]["__0_0.distcp"]
     (megatron / "COMMIT").write_text(json.dumps(commit))
     said = refused(command="to-hf", origin=megatron)
-    assert "expected checksum" in said and "as the manifest says, found" in said
+    assert "expected checksum" in said and "as recorded, found" in said
 
 
 def test_a_difference_is_named(megatron, source, capsys):

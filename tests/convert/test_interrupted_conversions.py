@@ -12,29 +12,28 @@ from pathlib import Path
 import pytest
 from random_policies import make
 
-from megatron_scalerl.convert.options import Options
+from megatron_scalerl.convert.conversion import Options, work_folder
 from megatron_scalerl.convert.to_hf import to_hf
 from megatron_scalerl.convert.to_megatron import to_megatron
-from megatron_scalerl.convert.work_folder import work_folder
 
 ROOT = Path(__file__).parent.parent.parent
 # The disk's stand-in stalls as it syncs the third piece of work, which is thereby written and never recorded.
 STALLING = """
 import sys, time
 from megatron_scalerl.convert import jobs
-from megatron_scalerl.convert.options import Options
+from megatron_scalerl.convert.conversion import Options
 from megatron_scalerl.convert.{module} import {function}
 
-settle, files = jobs._settle, []
+flush, files = jobs._flush_to_disk, []
 
 def stall(file):
-    settle(file)
+    flush(file)
     files.append(file)
     if len(files) == 3:
         print("stalled", flush=True)
         time.sleep(600)
 
-jobs._settle = stall
+jobs._flush_to_disk = stall
 {function}(sys.argv[1], sys.argv[2], Options(job_bytes=60_000))
 """
 
@@ -125,13 +124,13 @@ if __name__ == "__main__":
     said = parent.communicate()[1]
     if victim == "worker":
         # which of the two printed first, and was killed, is chance
-        assert re.search(r"RuntimeError: conversion: worker [01] ended before its work was done", said)
+        assert re.search(r"RuntimeError: conversion: worker [01] exited before its work was done", said)
         assert parent.returncode == 1
 
 
 def test_two_conversions_to_one_place_do_not_meet(tmp_path):
-    with work_folder(tmp_path / "out", {"a": 1}, nbytes=0, done_bytes=len):
-        again = work_folder(tmp_path / "out", {"a": 1}, nbytes=0, done_bytes=len)
-        with pytest.raises(ValueError, match="one conversion to it at a time, found another at work"), again:
+    with work_folder(tmp_path / "out", {"a": 1}, []):
+        again = work_folder(tmp_path / "out", {"a": 1}, [])
+        with pytest.raises(ValueError, match="one conversion to it at a time, found another running"), again:
             pass
         assert (tmp_path / ".out.partial" / "result").is_dir(), "the first one's work was removed"

@@ -12,15 +12,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megatron_scalerl.checkpoints.commit import read_commit
-from megatron_scalerl.checkpoints.hf_folder import family_of_folder
-from megatron_scalerl.convert import jobs, pieces
-from megatron_scalerl.convert.hf_folder import INDEX, open_folder
-from megatron_scalerl.convert.options import Options
-from megatron_scalerl.convert.pieces import bands
+from megatron_scalerl.checkpoints.hf_folder import INDEX, family_of_folder, open_folder
+from megatron_scalerl.convert import assembly, jobs
+from megatron_scalerl.convert.assembly import bands
+from megatron_scalerl.convert.conversion import Options
 from megatron_scalerl.convert.to_hf import to_hf
 from megatron_scalerl.convert.to_megatron import to_megatron
 from megatron_scalerl.convert.verify import verify
-from megatron_scalerl.convert.weight_map import parameter_recipe
+from megatron_scalerl.convert.weight_map import parameter_assembly
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +61,7 @@ def split(source: Path, target: Path, parts: int) -> Path:
 def test_every_byte_comes_back(kind, dtype, policies, tmp_path, monkeypatch):
     # small bands and chunks, so that tensors are cut as large ones are
     monkeypatch.setattr("megatron_scalerl.convert.to_megatron.CHUNK_BYTES", 3000)
-    monkeypatch.setattr(pieces, "BAND_BYTES", 1000)
+    monkeypatch.setattr(assembly, "BAND_BYTES", 1000)
     monkeypatch.setattr(jobs, "BAND_BYTES", 700)
     source = policies(kind, dtype)
     there = to_megatron(source, tmp_path / "megatron", Options(verify=True, job_bytes=100_000))
@@ -83,12 +82,12 @@ def test_parameters_are_those_that_the_trainer_loads(kind, policies):
     sources = jobs.OpenSources(jobs.SourceFiles(hugging_face=open_folder(source)))
     rules = [rule for rule in family_of_folder(source).rules if rule.exported]
     for rule in rules:
-        recipe = parameter_recipe(rule, "F32", "F32")
-        found = np.concatenate([np.array(rows) for rows in bands(recipe, sources)]).view(np.float32)
-        expected = torch.full(recipe.shape, torch.nan)
+        assembled = parameter_assembly(rule, "F32", "F32")
+        found = np.concatenate([np.array(rows) for rows in bands(assembled, sources)]).view(np.float32)
+        expected = torch.full(assembled.shape, torch.nan)
         for piece in rule.pieces(0, 1):
             piece.of_shard(expected).copy_(tensors[piece.hf_name][piece.hf_index])
-        assert torch.equal(torch.from_numpy(found).reshape(recipe.shape), expected), rule.megatron
+        assert torch.equal(torch.from_numpy(found).reshape(assembled.shape), expected), rule.megatron
     assert len(rules) > 20
 
 

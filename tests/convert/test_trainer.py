@@ -12,7 +12,7 @@ from random_policies import make
 from random_policy import batches_of, make_recipe, random_samples
 from safetensors.torch import load_file, save_file
 
-from megatron_scalerl.convert.options import Options
+from megatron_scalerl.convert.conversion import Options
 from megatron_scalerl.convert.to_hf import to_hf
 from megatron_scalerl.convert.to_megatron import to_megatron
 from megatron_scalerl.distributed import cpu_compat

@@ -9,7 +9,7 @@ import pytest
 import torch
 from random_policies import make
 
-from megatron_scalerl.convert.options import Options
+from megatron_scalerl.convert.conversion import Options
 from megatron_scalerl.convert.to_hf import to_hf
 from megatron_scalerl.convert.to_megatron import to_megatron
 

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint import save
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
+from megatron_scalerl.checkpoints.plain_files import PlainFile
 from megatron_scalerl.safe_load.archive import open_archive
 from megatron_scalerl.safe_load.check import check_checkpoint
-from megatron_scalerl.safe_load.files import PlainFile
 from megatron_scalerl.safe_load.index import _NAMES, read_index
 from megatron_scalerl.safe_load.megatron import _Tensors
 from megatron_scalerl.safe_load.values import read_tensor

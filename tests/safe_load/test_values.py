@@ -16,7 +16,7 @@ import pytest
 import torch
 from hostile import Evil, saved
 
-from megatron_scalerl.safe_load.files import PlainFile
+from megatron_scalerl.checkpoints.plain_files import PlainFile
 from megatron_scalerl.safe_load.index import Place
 from megatron_scalerl.safe_load.megatron import _Tensors
 from megatron_scalerl.safe_load.values import describe, read_object, read_value

@@ -1,10 +1,10 @@
-"""Bits, casts and the search for what is not finite, against torch."""
+"""Casts and the search for NaN and Inf, against torch; transposed copies."""
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_scalerl.convert.arrays import BITS, TORCH_NAMES, cast, copy_into, has_nonfinite
+from megatron_scalerl.convert.assembly import BITS, TORCH_NAMES, cast, copy_into, has_nonfinite
 
 SPECIAL = (0.0, -0.0, 1.0, -1.5, 3.4e38, -3.4e38, 1e-45, 6e-8, 65504.0, 65520.0, float("inf"), -float("inf"))
 
