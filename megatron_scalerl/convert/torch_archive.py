@@ -10,7 +10,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import IO
 
@@ -33,7 +33,7 @@ _LIMIT = (1 << 32) - (1 << 20)
 """Bytes that fit in an archive without the 64-bit extension."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Entry:
     name: bytes
     header: int
@@ -75,14 +75,15 @@ def _data(file: IO[bytes], start: int, size: int, bands: Iterable[np.ndarray]) -
     padding = -(file.tell() + _LOCAL.size + len(entry.name) + 4) % _ALIGNMENT
     extra = _PADDING + struct.pack("<H", padding) + b"Z" * padding
     file.write(_local_header(entry, extra))
-    written = 0
+    written, checksum = 0, 0
     for band in bands:
         view = band.reshape(-1).view(np.uint8).data
-        entry.checksum = zlib.crc32(view, entry.checksum)
+        checksum = zlib.crc32(view, checksum)
         file.write(view)
         written += len(view)
     assert written == size, (written, size)
     file.flush()
+    entry = replace(entry, checksum=checksum)
     os.pwrite(file.fileno(), _local_header(entry, extra), start + entry.header)
     return entry
 

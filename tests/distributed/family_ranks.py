@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from parity_ranks import recipe
+from policy_rows import arguments, full_logits
 from random_policies import rows
 from safetensors.torch import save_file
 
@@ -95,17 +96,14 @@ def _logits(chunks: list[Any]) -> list[torch.Tensor]:
     """One tensor on the last stage, nothing before it."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_scalerl.trainer.model import unwrap
-
     row = rows()[1]
-    inputs = (row["tokens"], row["position_ids"], row["cu_seqlens"])
     found: list[torch.Tensor] = []
 
     def forward(_: Any, model: Any) -> Any:
-        logits = unwrap(model).full_logits(*inputs) if unwrap(model).post_process else None
+        logits = full_logits(model, row)
         if logits is not None:
             found.append(logits)
-        return model(*inputs, row["targets"]), lambda output: (output.sum(), {})
+        return model(**arguments(model, row)), lambda output: (output.sum(), {})
 
     with torch.no_grad():
         get_forward_backward_func()(

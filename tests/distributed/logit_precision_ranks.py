@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import policy_rows
 import torch
 from parity_ranks import recipe
 from random_policies import rows
@@ -15,7 +16,7 @@ def full_logits(jobs: list[tuple[str, str, dict[str, Any]]]) -> dict[str, torch.
     from megatron.core import parallel_state
 
     from megatron_scalerl.distributed.parallel import init_parallel
-    from megatron_scalerl.trainer.model import build_policy, unwrap
+    from megatron_scalerl.trainer.model import build_policy
 
     found: dict[str, Any] = {}
     for name, path, layout in jobs:
@@ -23,10 +24,9 @@ def full_logits(jobs: list[tuple[str, str, dict[str, Any]]]) -> dict[str, torch.
         parallel = init_parallel(settings)
         chunks = build_policy(path, settings, parallel)
         row = rows()[0]
-        inputs = (row["tokens"], row["position_ids"], row["cu_seqlens"])
         with torch.no_grad():
-            pair = chunks[0](*inputs, row["targets"])
-        found[name] = (unwrap(chunks[0]).full_logits(*inputs), pair)
+            pair = chunks[0](**policy_rows.arguments(chunks[0], row))
+        found[name] = (policy_rows.full_logits(chunks[0], row), pair)
         parallel_state.destroy_model_parallel()
     return found
 
