@@ -60,9 +60,7 @@ def test_wrong_folders_are_one_clear_line(source: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a.weight: expected shape \[5, 6\], found \[4, 6\]"):
         reader.read("a.weight", (slice(0, 1), slice(0, 1)), (5, 6))
     (source / "part-1.safetensors").unlink()
-    with pytest.raises(
-        ValueError, match=r"part-1.safetensors: expected the shard that the index names, found no"
-    ):
+    with pytest.raises(ValueError, match=r"part-1.safetensors: expected the shard that the index names, found no"):
         open_folder(source)
     with pytest.raises(ValueError, match=r"expected \*.safetensors, found none"):
         open_folder(tmp_path)

@@ -108,8 +108,8 @@ def test_files_index_and_what_lies_beside_travel_along(policies, tmp_path):
     generation = json.loads((tmp_path / "back" / "generation_config.json").read_text())
     assert generation["attn_temperature_tuning"] is True
     # Nothing of the vision tower is in Megatron's own files.
-    with safe_open(tmp_path / "megatron" / "hugging_face" / "carried.safetensors", "pt") as carried:
-        assert {name.split(".")[0] for name in carried.keys()} == {"vision_model", "multi_modal_projector"}  # noqa: SIM118
+    with safe_open(tmp_path / "megatron" / "hugging_face" / "carried.safetensors", "pt") as stored:
+        assert {name.split(".")[0] for name in stored.keys()} == {"vision_model", "multi_modal_projector"}  # noqa: SIM118
 
 
 def test_files_are_the_same_for_any_number_of_processes(policies, tmp_path):
@@ -134,8 +134,8 @@ def test_another_type_is_rounded_once_and_the_config_says_so(policies, tmp_path)
     to_hf(tmp_path / "megatron", tmp_path / "back", Options(verify=True))
     before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
     for name, tensor in before.items():
-        carried = not name.startswith("language_model.")
-        assert torch.equal(after[name], tensor if carried else tensor.bfloat16()), name
+        outside = not name.startswith("language_model.")
+        assert torch.equal(after[name], tensor if outside else tensor.bfloat16()), name
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
     verify(source, tmp_path / "megatron", Options(dtype="BF16"))
