@@ -37,8 +37,13 @@ def check_name(folder: Path, name: object) -> None:
     """Raises ValueError unless `name` is the name of a file directly in the folder."""
     if type(name) is not str:
         raise ValueError(f"{folder}: expected names of files in the folder, found a {type(name).__name__}")
-    if name in ("", ".", "..") or len(name) > 255 or "/" in name or not name.isprintable():
+    if not is_file_name(name):
         raise ValueError(f"{folder}: expected names of files in the folder, found {name[:200]!a}")
+
+
+def is_file_name(name: str) -> bool:
+    """True for a printable name without folders."""
+    return name not in ("", ".", "..") and len(name) <= 255 and "/" not in name and name.isprintable()
 
 
 def refuse_links(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is written of a Hugging Face folder: safetensors files, their index, the files beside them.
+"""Writes the parts of a Hugging Face folder: safetensors files, their index, the files beside them.
 
 A safetensors file is created in its full size with its header, so that several jobs can fill it.
 """

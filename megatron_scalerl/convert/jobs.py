@@ -33,7 +33,7 @@ class SourceFiles:
     hugging_face: HfFolder | None = None
     megatron: Path | None = None
     parameters: Mapping[str, StoredParameter] | None = None
-    """What is read of the Megatron checkpoint."""
+    """The parameters to read from the Megatron checkpoint."""
 
 
 class OpenSources:

@@ -1,4 +1,4 @@
-"""A checkpoint of either kind seen as Hugging Face tensors in files: what is exported and what is compared.
+"""A checkpoint of either kind as Hugging Face tensors in files: the view that is exported and compared.
 
 `conversion.json` in both kinds of result records every tensor with its checksum, and the layout of the Hugging Face
 folder. Checksums are xxh3_64 of a tensor's bytes in Hugging Face's orientation, so that they are the same on both
@@ -100,7 +100,7 @@ def _record(file: Path, data: dict[str, Any]) -> ConversionRecord:
     for entry in data["tensors"].values():
         _ = entry["dtype"], entry["shape"], entry["checksum"]
     if not isinstance(data["index_metadata"], dict | None):
-        raise TypeError("index_metadata that is no dictionary")
+        raise TypeError("index_metadata that is not a dictionary")
     return ConversionRecord(
         tensors=data["tensors"],
         shards=shards,

@@ -1,4 +1,4 @@
-"""What `torch.save` writes, opened without torch: a zip archive of one pickle and the bytes of its tensors."""
+"""Files of `torch.save`, opened without torch: a zip archive of one pickle and the bytes of its tensors."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from megatron_scalerl.safe_load.pickles import Names, Refused, Stored, decode
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _LOCAL_MARK = 0x04034B50
 _DAMAGED = zipfile.BadZipFile, NotImplementedError, struct.error, EOFError, OverflowError, UnicodeDecodeError
-"""What zipfile raises for an archive that is none."""
+"""What zipfile raises for an invalid archive."""
 _PICKLE_LIMIT = 64 << 20
-"""Bytes of a pickle without its tensors' bits."""
+"""Bytes of a pickle, without the bits of its tensors."""
 
 
 class Bytes(Protocol):
-    """A file whose bytes can be read from any place."""
+    """A file that is read by offset."""
 
     path: Path
 
     def read_at(self, start: int, size: int) -> bytes:
-        """`size` bytes from byte `start` on. Raises ValueError where the file is shorter."""
+        """`size` bytes from byte `start` on. Raises ValueError if the file is shorter."""
 
     def read_into(self, start: int, target: memoryview) -> None:
-        """Fill `target` from byte `start` on. Raises ValueError where the file is shorter."""
+        """Fill `target` from byte `start` on. Raises ValueError if the file is shorter."""
 
 
 class Archive:
-    """One archive in a file that may hold many. Use `open_archive` to make one."""
+    """One archive in a file that may hold many. Produced by `open_archive`."""
 
     def __init__(self, file: Bytes, start: int, length: int, entries: zipfile.ZipFile):
         self._file, self._start, self._end, self._entries = file, start, start + length, entries
@@ -43,7 +43,7 @@ class Archive:
         self._names = {name.split("/", 1)[-1]: name for name in entries.namelist()}
 
     def decode(self, names: Names, stored: Stored | None = None) -> Any:
-        """The value of the archive's pickle; see `pickles.decode`. Raises Refused."""
+        """The value of the archive's pickle, decoded by `pickles.decode`. Raises Refused."""
         start, size = self.place("data.pkl")
         if size > _PICKLE_LIMIT:
             raise Refused(f"a pickle of {size} bytes")
@@ -52,7 +52,7 @@ class Archive:
         return decode(self._file.read_at(start, size), names, stored)
 
     def place(self, name: str) -> tuple[int, int]:
-        """(first byte in the file, number of bytes) of an entry. Raises Refused where there is none."""
+        """(first byte in the file, number of bytes) of an entry. Raises Refused if it is missing or out of place."""
         if name not in self._names:
             raise Refused(f"an archive without {name}")
         entry = self._entries.getinfo(self._names[name])
@@ -78,7 +78,7 @@ class Archive:
 def open_archive(file: Bytes, start: int, length: int, expected: str) -> Iterator[Archive]:
     """The archive in `length` bytes from byte `start` on.
 
-    Inside the block, what is refused becomes a ValueError that names the file, `expected` and what was found.
+    Inside the block, Refused becomes a ValueError that names the file, `expected` and what was found.
     """
     try:
         with zipfile.ZipFile(_Window(file.read_at, start, length)) as entries:

@@ -122,8 +122,8 @@ def test_what_is_not_needed_is_not_opened(originals, folder, marker, tmp_path):
     [
         (("../outside", 0, 10), ".metadata: expected names of files in the folder, found '../outside'"),
         (("/etc/passwd", 0, 10), ".metadata: expected names of files in the folder, found '/etc/passwd'"),
-        (("__0_0.distcp", -5, 10), "found a place that is no tuple of sizes"),
-        (("__0_0.distcp", 0, -1), "found a place that is no tuple of sizes"),
+        (("__0_0.distcp", -5, 10), "found a byte range that is not a tuple of sizes"),
+        (("__0_0.distcp", 0, -1), "found a byte range that is not a tuple of sizes"),
         (("__0_0.distcp", 0, 10**12), "__0_0.distcp: expected at least 1000000000000 bytes"),
         (("__0_0.distcp", 10**12, 10), "__0_0.distcp: expected at least 1000000000010 bytes"),
         (("__0_0.distcp", 0, "10"), "found _StorageInfo.length that is a str"),
@@ -172,7 +172,7 @@ def test_a_link_beside_the_config_is_not_copied_out(folder, refused):
         (lambda c: c.update(tensors=[]), "tensors that are a list"),
         (lambda c: c.update(copies={"a": "ghost"}), "found 'ghost'"),
         (lambda c: c.update(tensors={"a": {}}), "KeyError('dtype')"),
-        (lambda c: c.update(index_metadata=3), "index_metadata that is no dictionary"),
+        (lambda c: c.update(index_metadata=3), "index_metadata that is not a dictionary"),
     ],
     ids=["parent", "absolute", "config", "keyword", "ghost", "shards", "tensors", "copies", "entry", "index"],
 )

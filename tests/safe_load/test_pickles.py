@@ -162,7 +162,7 @@ def test_a_name_cannot_steer_a_terminal():
         (b"chouse\nclimbing\n)R.", "values nested too deeply"),
         (b"chouse\nNoted\n(" + b"N" * 257 + b"tR.", "Noted with 257 arguments"),
         (b"Nr\x01\0\0\0.", "a damaged pickle"),
-        (b"K\x01K\x01\x93.", "a name that is no text"),
+        (b"K\x01K\x01\x93.", "a name that is not text"),
         (b"\x80\xff.", "pickle protocol 255"),
         (b"", "a damaged pickle"),
         (b".", "a damaged pickle"),

@@ -17,7 +17,7 @@ import torch
 from hostile import Evil, saved
 
 from megatron_scalerl.checkpoints.plain_files import PlainFile
-from megatron_scalerl.safe_load.index import Place
+from megatron_scalerl.safe_load.index import ByteRange
 from megatron_scalerl.safe_load.megatron import _Tensors
 from megatron_scalerl.safe_load.values import describe, read_object, read_value
 
@@ -30,7 +30,7 @@ def read(tmp_path):
         (tmp_path / "file").write_bytes(b"before" + content + b"after")
         with PlainFile(tmp_path, "file") as file:
             if key is not None:
-                place = Place(file="file", start=6, length=len(content))
+                place = ByteRange(file="file", start=6, length=len(content))
                 return read_object(file, key, place, make or _Tensors())
             return read_value(file, 6, len(content), make or _Tensors())
 
@@ -82,7 +82,7 @@ def test_arrays_keep_their_order(array, read):
         (np.array([{}], dtype=object), "arrays of 'O8'"),
         (np.float64(1.0), "the name numpy._core.multiarray.scalar"),
         (np.array(["text"]), "arrays of 'U4'"),
-        (np.array([1], dtype=">i4"), "another order of bytes"),
+        (np.array([1], dtype=">i4"), "another byte order"),
         (np.zeros(1, dtype=[("a", "i4")]), "arrays of 'V4'"),
         ({1, 2}, "opcode EMPTY_SET|the name __builtin__.set"),
         (slice(1), "the name __builtin__.slice"),
@@ -158,9 +158,9 @@ def test_the_test_makes_tensors_that_torch_loads(read):
         ((4, 0, (5,), (1,)), "shape .5.* in 4 elements"),
         ((4, 3, (2,), (1,)), "in 4 elements"),
         ((4, 0, (1 << 20, 1 << 20), (0, 0)), "in 4 elements"),
-        ((4, 0, (2, 2), (2, -1)), "no sizes"),
-        ((4, -1, (2,), (1,)), "no sizes"),
-        ((4, 0, (1 << 62, 0), (1, 1)), "no sizes"),
+        ((4, 0, (2, 2), (2, -1)), "invalid sizes"),
+        ((4, -1, (2,), (1,)), "invalid sizes"),
+        ((4, 0, (1 << 62, 0), (1, 1)), "invalid sizes"),
         ((4, 0, (2, 2), (2,)), "_rebuild_tensor_v2 with other arguments"),
         ((1 << 30, 0, (1,), (1,)), "data/0 of 16 bytes, not 4294967296"),
     ],
