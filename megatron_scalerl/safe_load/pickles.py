@@ -58,8 +58,8 @@ _NUMBER_KEYS = range(1 << 17)
 their number; hashes of text are randomized."""
 _COPIES = 4
 _COPIES_AT_LEAST = 1 << 16
-"""Bytes that calls and states may copy: this many per byte of the pickle, and at least that many. A pickle of protocol
-2 stores an array's bits as text, from which bytes are made, from which the array is made."""
+"""Bytes that calls and states may copy: this many per byte of the pickle, and at least that many. A pickle of
+protocol 2 stores an array's bits as text, from which bytes are made, from which the array is made."""
 
 
 def printable(text: str) -> str:

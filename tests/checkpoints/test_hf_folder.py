@@ -20,7 +20,7 @@ TENSORS = {
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A folder of two shards with an index, a tokenizer and a config that says bfloat16."""
+    """A folder of two shards with an index, a tokenizer and a config with dtype bfloat16."""
     folder = tmp_path / "source"
     folder.mkdir()
     for number, name in enumerate(TENSORS):
@@ -53,7 +53,7 @@ def test_every_float_type_is_read_bit_for_bit(dtype: torch.dtype, tmp_path: Path
         reader.read("b", (slice(0, 3),), (3,))
 
 
-def test_wrong_folders_are_one_clear_line(source: Path, tmp_path: Path) -> None:
+def test_wrong_folders_are_refused_in_one_line(source: Path, tmp_path: Path) -> None:
     reader = HfReader(open_folder(source))
     with pytest.raises(ValueError, match=r"expected tensor c\.weight, found none of that name"):
         reader.read("c.weight", (slice(0, 1),), (1,))
