@@ -369,7 +369,7 @@ def test_rates_that_no_plan_accepts_are_left_out(tmp_path):
 
 
 def test_rates_are_the_planners_step_model_turned_round():
-    parameters = Parameters(total=10**9, active=10**9, experts=0, embedding=10**8, head=10**8, carried=0)
+    parameters = Parameters(total=10**9, active=10**9, experts=0, embedding=10**8, head=10**8, passthrough=0)
     weights = 2 * 9 * 10**8 / 3.35e12 / 0.5
     found = rates(
         {1: 2e-3, 64: 3e-3},
