@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,9 +21,10 @@ import msgspec
 
 from megatron_scalerl.checkpoints.manifest import Manifest, to_json
 from megatron_scalerl.distributed.rendezvous import Rendezvous
-from megatron_scalerl.engine.client import EngineClient, EngineError
+from megatron_scalerl.engine.answers import EngineError
+from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.weights.connection import Connection
+from megatron_scalerl.weights.connection import Connection, SendReport
 from megatron_scalerl.weights.transport import resolve_transport
 
 Call = Callable[[EngineClient], Awaitable[Any]]
@@ -61,8 +62,8 @@ class TrainerClient(Protocol):
     async def connect_weights(self, connection: Connection) -> None:
         """`make_sender(connection)` on the sending rank; returns once the group stands."""
 
-    async def send_weights(self, version: int) -> Mapping[str, Any]:
-        """`Sender.send` of the weights of this version: {"seconds", "bytes", "digest"}."""
+    async def send_weights(self, version: int) -> SendReport:
+        """Broadcast the weights as this version."""
 
 
 class WeightSync:
@@ -113,7 +114,7 @@ class WeightSync:
         label = {"weight_version": str(version)}
         await self._all("finish", lambda engine: engine.post("/finish_weight_update", label))
         for engine, info in zip(self._engines, await self._all("verify", lambda engine: engine.info())):
-            expected, found = (str(version), report["digest"]), (info.weight_version, info.weight_digest)
+            expected, found = (str(version), report.digest), (info.weight_version, info.weight_digest)
             if expected != found:
                 raise WeightUpdateError(f"{engine.name}: verify: expected version, digest {expected}, found {found}")
         resumed = time.perf_counter()
@@ -122,8 +123,8 @@ class WeightSync:
             version=version,
             seconds_paused=resumed - paused,
             seconds_total=time.perf_counter() - begin,
-            bytes=report["bytes"],
-            digest=report["digest"],
+            bytes=report.bytes,
+            digest=report.digest,
         )
 
     async def _all(self, phase: str, call: Call) -> list[Any]:

@@ -1,9 +1,8 @@
-"""Counts tokens in vLLM's server process, where they come in from the engine's cores.
+"""Counts tokens in vLLM's server process, where it receives them from the engine's cores.
 
-`python -m megatron_scalerl.engine.server` is one server process with one or more cores (data parallel
-ranks), each a process of its own, also where VLLM_ENABLE_V1_MULTIPROCESSING is 0. The count needs neither vLLM's
-statistics, which are switched off because they cost a seventh of the throughput, nor an answer of a core, which may
-hang.
+`python -m megatron_scalerl.engine.server` is one server process with one or more cores (data-parallel ranks), each a
+process of its own, even where VLLM_ENABLE_V1_MULTIPROCESSING is 0. Counting needs neither vLLM's statistics, which
+are disabled because they cost a seventh of the throughput, nor a response from a core, which may hang.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from typing import Any
 from vllm.v1.engine.core_client import AsyncMPClient
 
 _tokens: Counter[int] = Counter()
-"""Data-parallel rank of a core -> tokens that came from it."""
+"""Data-parallel rank of a core -> tokens received from it."""
 
 
 def count_tokens() -> None:
-    """Count from now on; call it once, before the engine is built."""
+    """Start counting; call it once, before the engine is built."""
     take = AsyncMPClient.get_output_async
 
     async def counted(client: AsyncMPClient) -> Any:
@@ -30,7 +29,7 @@ def count_tokens() -> None:
 
 
 def progress(engine: Any) -> dict[str, Any]:
-    """The fields of `EngineProgress`. engine: vLLM's AsyncLLM, as the server holds it."""
+    """The fields of `EngineProgress`. engine: the server's AsyncLLM."""
     client = engine.engine_core
     assert isinstance(client, AsyncMPClient), f"expected cores behind sockets, found {type(client).__name__}"
     ranks = client.engine_ranks_managed

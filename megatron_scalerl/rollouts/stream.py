@@ -23,7 +23,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from megatron_scalerl.engine.client import EngineClient, EngineError
+from megatron_scalerl.engine.answers import EngineError
+from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.prompts.curriculum import Curriculum, CurriculumDry
 from megatron_scalerl.rollouts.gate import StalenessGate
 from megatron_scalerl.rollouts.journal import Journal

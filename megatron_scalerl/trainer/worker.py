@@ -31,7 +31,7 @@ from megatron_scalerl.distributed.rendezvous import HostRendezvous, Rendezvous, 
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.trainer import wire
-from megatron_scalerl.weights.connection import Connection
+from megatron_scalerl.weights.connection import Connection, SendReport
 
 GREETING_TIMEOUT_S = 60.0
 """Seconds for the controller to answer a greeting; with a wrong secret it never does."""
@@ -233,7 +233,7 @@ class Worker:
                 self._sender.close()
             self._sender = make_sender(connection)
 
-    def _send_weights(self, version: int) -> dict[str, Any] | None:
+    def _send_weights(self, version: int) -> SendReport | None:
         """Rank 0 sends; the others take part in gathering what it sends."""
         manifest = self.source.manifest()
         if self.parallel.rank == 0:

@@ -28,6 +28,7 @@ from megatron_scalerl.engine.client import SECRET_HEADER, EngineClient
 from megatron_scalerl.plan.counting import Parameters
 from megatron_scalerl.recipe.sections import EngineSection
 from megatron_scalerl.types import ExpertChoices, Rollout
+from megatron_scalerl.weights.connection import SendReport
 
 ROLLOUT = Rollout(
     token_ids=(7, 8, 9, 20, 5, 11, 12),
@@ -199,7 +200,7 @@ class StandInTrainer:
         pass
 
     async def send_weights(self, version):
-        return {"digest": "sent", "bytes": 1, "seconds": 0.0}
+        return SendReport(digest="sent", bytes=1, seconds=0.0)
 
 
 def test_an_update_with_another_digest_fails_and_what_needs_it_is_not_run(scene, tmp_path, monkeypatch):

@@ -91,7 +91,7 @@ def _logits(chunks: list[Any]) -> list[torch.Tensor]:
     """One tensor on the last stage, nothing before it."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_scalerl.trainer.model import unwrap
+    from megatron_scalerl.distributed.parallel import unwrap
 
     row = rows()[1]
     inputs = (row["tokens"], row["position_ids"], row["cu_seqlens"])

@@ -14,8 +14,8 @@ def full_logits(jobs: list[tuple[str, str, dict[str, Any]]]) -> dict[str, torch.
     """For (name, policy path, layout): logits [N, vocab] of the first fixed row, and the model's log-probs."""
     from megatron.core import parallel_state
 
-    from megatron_scalerl.distributed.parallel import init_parallel
-    from megatron_scalerl.trainer.model import build_policy, unwrap
+    from megatron_scalerl.distributed.parallel import init_parallel, unwrap
+    from megatron_scalerl.trainer.model import build_policy
 
     found: dict[str, Any] = {}
     for name, path, layout in jobs:

@@ -15,15 +15,12 @@ import tiny_policies
 from engine_recipes import SECRET, recipe_for
 from tiny_policies import ENDS, EOS, HOSTILE, PHRASE, THINK_END
 
+from megatron_scalerl.engine.answers import EngineError
+from megatron_scalerl.engine.client import SECRET_HEADER, SamplingSpec
 from megatron_scalerl.engine.interruption import Plan
-from megatron_scalerl.engine.process import (
-    SECRET_HEADER,
-    EngineDied,
-    EngineError,
-    EngineProcess,
-    SamplingSpec,
-    check_engine,
-)
+from megatron_scalerl.engine.numerics import check_engine
+from megatron_scalerl.engine.process import EngineProcess
+from megatron_scalerl.engine.watchdog import EngineDied
 from megatron_scalerl.types import CompletionLost
 
 pytestmark = pytest.mark.slow
@@ -167,7 +164,10 @@ def test_a_natural_end_never_gets_the_phrase(engine, run):
 
 
 def test_a_broken_plan_is_refused(engine, run):
-    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4, "extra_args": {"msrl_cut": 3}}}
+    body = {
+        "token_ids": PROMPT,
+        "sampling_params": {"max_tokens": 4, "extra_args": {"msrl_interruption": {"cut": 3}}},
+    }
     with pytest.raises(EngineError, match=r"400 .*expected a whole interruption plan"):
         run(engine.client.post("/inference/v1/generate", body))
 

@@ -11,9 +11,10 @@ import pytest
 from aiohttp import web
 from engine_recipes import recipe_for
 
-from megatron_scalerl.engine.answers import _Choice, rollout_of
-from megatron_scalerl.engine.client import EngineClient, EngineError, EngineInfo, SamplingSpec, check_engine
+from megatron_scalerl.engine.answers import EngineError, EngineInfo, _Choice, rollout_of
+from megatron_scalerl.engine.client import EngineClient, SamplingSpec
 from megatron_scalerl.engine.interruption import Plan
+from megatron_scalerl.engine.numerics import check_engine
 from megatron_scalerl.recipe.sections import EngineSection
 from megatron_scalerl.types import CompletionLost
 

@@ -106,7 +106,7 @@ def test_what_changes_sampling_is_refused_with_its_reason(name):
     with pytest.raises(ValueError) as error:
         check_options({name: 1})
     text = str(error.value)
-    assert text.startswith(f"engine.vllm.{name}: expected options that leave sampling as the trainer has it, found")
+    assert text.startswith(f"engine.vllm.{name}: expected options that do not change sampling, found")
     assert text.endswith(engine_options.CHANGES_SAMPLING[name]) and "\n" not in text
 
 
@@ -198,7 +198,7 @@ def test_expert_choices_are_asked_of_the_runner_that_reports_them(tmp_path, monk
 
 
 def test_no_expert_choices_on_cpus_nor_without_their_conditions(tmp_path):
-    with pytest.raises(ValueError, match=r"routing_replay: expected vLLM for GPUs.* found the build for CPUs"):
+    with pytest.raises(ValueError, match=r"routing_replay: expected vLLM for GPUs.* found the CPU build"):
         arguments(tmp_path, **REPLAY)
     for part, found in (("rollouts", "false and keep"), ("interruption", "true and recompute")):
         other = {**REPLAY, part: {"routing_replay": True} if part == "rollouts" else {}}

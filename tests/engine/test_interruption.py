@@ -122,8 +122,8 @@ def test_plan_travels_and_is_checked():
     assert Plan.from_extra_args(plan().to_extra_args()) == plan()
     assert Plan.from_extra_args(None) is None and Plan.from_extra_args({"other": 1}) is None
     assert Plan.from_extra_args(plan(whole_budget=9).to_extra_args()) == plan(whole_budget=9)
-    with pytest.raises(ValueError, match="expected a whole interruption plan"):
-        Plan.from_extra_args({"msrl_cut": 3})
+    with pytest.raises(ValueError, match="expected an interruption plan"):
+        Plan.from_extra_args({"msrl_interruption": {"cut": 3}})
     with pytest.raises(ValueError, match="end with those of the closing tag"):
         plan(phrase_ids=(5,))
     with pytest.raises(ValueError, match="whole budget of at least cut \\+ answer budget, 5, found 4"):

@@ -6,8 +6,8 @@ import time
 import pytest
 from aiohttp import web
 
-from megatron_scalerl.engine.answers import CoreProgress
-from megatron_scalerl.engine.client import EngineClient, EngineError, SamplingSpec
+from megatron_scalerl.engine.answers import CoreProgress, EngineError
+from megatron_scalerl.engine.client import EngineClient, SamplingSpec
 from megatron_scalerl.engine.watchdog import EngineDied, StallClock, watch_progress
 from megatron_scalerl.recipe.sections import EngineSection
 
@@ -22,7 +22,7 @@ def seconds_until_death(looks, *, in_flight=1, settings=SETTINGS, every_s=1.0):
     """Feed a clock one look a second; the seconds after which it reports a stall, and its words."""
     clock = StallClock(settings)
     for number, (cores, paused) in enumerate(looks):
-        wrong = clock.look(cores, in_flight=in_flight, paused=paused, passed_s=every_s)
+        wrong = clock.update(cores, in_flight=in_flight, paused=paused, elapsed_s=every_s)
         if wrong is not None:
             return number * every_s, wrong
     return None, None

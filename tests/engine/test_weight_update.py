@@ -11,7 +11,8 @@ from engine_recipes import SECRET, recipe_for
 from sender_process import SenderProcess
 
 from megatron_scalerl.controller.weight_sync import WeightSync, WeightUpdateError
-from megatron_scalerl.engine.process import EngineProcess, SamplingSpec
+from megatron_scalerl.engine.client import SamplingSpec
+from megatron_scalerl.engine.process import EngineProcess
 
 pytestmark = pytest.mark.slow
 

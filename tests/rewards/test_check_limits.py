@@ -8,7 +8,7 @@ from verifier_pools import RIGHT, WRONG, pool_of, prompt, rollout, run_pool, wro
 
 from megatron_scalerl.recipe.sections import RewardsSection
 from megatron_scalerl.rewards.limits import OPEN_FILES
-from megatron_scalerl.rewards.verifier import VerifierPool
+from megatron_scalerl.rewards.pool import VerifierPool
 
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK", "MSRL_SECRET", "GITHUB_TOKEN")
 

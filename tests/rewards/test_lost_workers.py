@@ -10,7 +10,7 @@ import sys
 import pytest
 from verifier_pools import RIGHT, WRONG, pool_of, prompt, rollout, run_pool, wrong
 
-from megatron_scalerl.rewards import verifier
+from megatron_scalerl.rewards import pool as verifier_pool
 from megatron_scalerl.types import CompletionLost
 
 
@@ -32,8 +32,8 @@ class StandInSpawn:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-    monkeypatch.setattr(verifier, "START_PAUSE_S", 0.01)
-    monkeypatch.setattr(verifier, "ROUND_PAUSE_S", 0.01)
+    monkeypatch.setattr(verifier_pool, "START_PAUSE_S", 0.01)
+    monkeypatch.setattr(verifier_pool, "ROUND_PAUSE_S", 0.01)
 
 
 @pytest.mark.parametrize("fault", ["exit", "segfault", "kill", "quit"])
@@ -139,7 +139,7 @@ def test_a_process_that_cannot_be_replaced_loses_the_check_in_hand_and_no_other(
         async with pool_of("faulty", workers=2) as pool:
             calls = [pool.score(text, prompt(), rollout()) for text in ("exit", *map(str, range(40)))]
             results = await asyncio.gather(*calls, return_exceptions=True)
-            while pool._outage.tries < verifier.START_TRIES * (verifier.START_ROUNDS * 2 + 1):
+            while pool._outage.tries < verifier_pool.START_TRIES * (verifier_pool.START_ROUNDS * 2 + 1):
                 await asyncio.sleep(0.01)
             return results, await pool.score("late", prompt(), rollout()), pool.counters
 
@@ -165,9 +165,9 @@ def test_a_pool_that_cannot_start_a_process_any_more_ends_the_run_in_one_line(mo
     results, counters = asyncio.run(main())
     assert [getattr(result, "reason", None) for result in results[:2]] == ["verifier_lost"] * 2
     ends = [result for result in results if type(result) is RuntimeError]
-    judged = [result for result in results[2:] if result in (RIGHT, WRONG)]
+    scored = [result for result in results[2:] if result in (RIGHT, WRONG)]
     assert len(ends) >= 1
-    assert len(ends) + len(judged) == 30
+    assert len(ends) + len(scored) == 30
     assert counters["verifier_lost"] == 2
     assert "No such file or directory: '/no/such/python'" in str(ends[0])
     assert "\n" not in str(ends[0])

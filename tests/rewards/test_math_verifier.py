@@ -6,7 +6,7 @@ import pytest
 
 from megatron_scalerl.recipe.sections import RewardsSection
 from megatron_scalerl.rewards.math import extract_answer, verify_math
-from megatron_scalerl.rewards.verifier import VerifierPool
+from megatron_scalerl.rewards.pool import VerifierPool
 from megatron_scalerl.types import Prompt, Rollout, Score
 
 CASES = [
@@ -121,7 +121,7 @@ def test_towers_of_powers_cost_no_process():
     assert counters == {"checks": 49, "correct": 1}
 
 
-def test_degenerate_repetition_is_judged_within_the_limits():
+def test_degenerate_repetition_is_checked_within_the_limits():
     """Quadratic work on 20,000 repetitions takes minutes."""
     answers = [repeated * 20_000 for repeated in ("\\boxed{", "\\boxed ", "\\boxed{1}", "\\{\\boxed{", "$ ", "}{")]
     scores, counters = score_all(answers, "7", workers=1, cpu_s=10)

@@ -4,7 +4,7 @@ import asyncio
 
 from verifier_pools import RIGHT, WRONG, pool_of, prompt, rollout, wrong
 
-from megatron_scalerl.rewards import verifier
+from megatron_scalerl.rewards import pool as verifier_pool
 
 
 def run(main, function, **rewards):
@@ -86,11 +86,11 @@ def test_a_question_whose_callers_are_all_gone_is_asked_anew():
 
 
 def test_kept_verdicts_are_bounded(monkeypatch):
-    monkeypatch.setattr(verifier, "KNOWN", 2)
+    monkeypatch.setattr(verifier_pool, "CACHE_SIZE", 2)
 
     async def main(pool):
         rewards = [(await ask(pool, text)).reward for text in ("a", "b", "a", "c", "a", "b")]
-        return rewards, len(pool._known)
+        return rewards, len(pool._cache)
 
     (rewards, known), _ = run(main, "counting")
     assert rewards == [1.0, 2.0, 1.0, 3.0, 1.0, 4.0], "b was the least recently used when c came"

@@ -10,7 +10,7 @@ import time
 import pytest
 from verifier_pools import RIGHT, WRONG, pool_of, prompt, rollout, run_pool, wrong
 
-from megatron_scalerl.rewards.verifier import CHUNK
+from megatron_scalerl.rewards.pool import CHUNK
 from megatron_scalerl.types import Score
 
 PROMPT = prompt()
@@ -60,7 +60,7 @@ def test_a_hung_check_dies_with_a_controller_that_was_killed(tmp_path):
     controller = f"""
         import asyncio, os
         from megatron_scalerl.recipe.sections import RewardsSection
-        from megatron_scalerl.rewards.verifier import VerifierPool
+        from megatron_scalerl.rewards.pool import VerifierPool
         from megatron_scalerl.types import Prompt, Rollout
 
         prompt = Prompt(prompt_id="p", text="t", answer="7", token_ids=())
@@ -140,7 +140,7 @@ BAD_SPECS = {
     "users_verifiers:misspelt": "expected a function misspelt in users_verifiers, found nothing of that name",
     "users_verifiers:not_a_function": "expected a function not_a_function in users_verifiers, found a int",
     "users_verifiers:two_arguments": "expected a function .answer_text, reference, extra., found two_arguments",
-    "exits:f": "expected its process to be ready within 60 s, found the end of its process",
+    "exits:f": "expected its process to be ready within 60 s, found its exit",
 }
 
 

@@ -3,7 +3,7 @@
 import asyncio
 
 from megatron_scalerl.recipe.sections import RewardsSection
-from megatron_scalerl.rewards.verifier import VerifierPool
+from megatron_scalerl.rewards.pool import VerifierPool
 from megatron_scalerl.types import Prompt, Rollout, Score
 
 RIGHT = Score(correct=True, reward=1.0)

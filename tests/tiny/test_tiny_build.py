@@ -46,9 +46,11 @@ def test_a_second_call_changes_nothing_and_another_seed_is_refused(tmp_path, cap
     assert main([str(out), "--seed", "1", *COMMAND]) == 0
     before = contents(out)
     assert main([str(out), "--seed", "1", *COMMAND]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].endswith("already there")
+    assert capsys.readouterr().out.splitlines()[-1].endswith("already exists")
     assert main([str(out), "--seed", "2", *COMMAND]) == 2
-    assert capsys.readouterr().err == (f"{out}: expected a folder made with seed 2, found one made with seed 1\n")
+    assert capsys.readouterr().err == (
+        f"{out}: expected a folder written with seed 2, found one written with seed 1\n"
+    )
     assert main([str(out), "--seed", "1", "--moe", *COMMAND]) == 2
     assert contents(out) == before
 

@@ -104,11 +104,11 @@ def test_two_receivers_get_every_bit_twice_over(spec, where):
         weights = tensors(seed)
         report, *received = transfer(sender, groups, weights)
         for got, digest in received:
-            assert list(got) == list(weights) and digest == report["digest"]
+            assert list(got) == list(weights) and digest == report.digest
             for name, tensor in weights.items():
                 assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor)
         # 60 -> 64, 600,000, 4 -> 16 and 1,600,000 bytes
-        assert report["bytes"] == 64 + 600_000 + 16 + 1_600_000 and report["seconds"] > 0
+        assert report.bytes == 64 + 600_000 + 16 + 1_600_000 and report.seconds > 0
 
 
 @pytest.mark.parametrize("byte", [0, -1])
