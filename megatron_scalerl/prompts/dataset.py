@@ -14,23 +14,10 @@ from typing import Any
 
 import msgspec
 
-from megatron_scalerl.prompts.rendering import PromptRenderer, ThinkTokens, check_think_tags, check_vocabulary
-from megatron_scalerl.prompts.sources import Row, read_rows, refuse_surrogates
+from megatron_scalerl.prompts.rendering import PromptRenderer
+from megatron_scalerl.prompts.sources import Row, listing, read_rows, refuse_surrogates
 from megatron_scalerl.recipe.sections import PromptsSection
 from megatron_scalerl.types import Prompt
-
-__all__ = [
-    "PromptReport",
-    "PromptSet",
-    "ThinkTokens",
-    "check_think_tags",
-    "check_vocabulary",
-    "load_prompts",
-    "prompt_id",
-]
-
-NAMED = 10
-"""Prompts that are too long and listed one by one in a report; further ones are counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,10 +43,7 @@ class PromptReport:
         if self.leaked:
             lines.append(f"prompts: {self.leaked} training rows skipped whose text is held out")
         if self.too_long:
-            lines.append(f"prompts: {len(self.too_long)} too long and skipped:")
-            lines += [f"  {entry}" for entry in self.too_long[:NAMED]]
-        if len(self.too_long) > NAMED:
-            lines.append(f"  and {len(self.too_long) - NAMED} more")
+            lines += [f"prompts: {len(self.too_long)} too long and skipped:", *listing(self.too_long)]
         return lines
 
 

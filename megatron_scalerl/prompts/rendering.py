@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_scalerl.recipe.sections import PromptsSection
@@ -58,16 +57,8 @@ class PromptRenderer:
         return (bos, *ids)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ThinkTokens:
-    """Tokens of the think tags, each encoded separately; empty for an empty text."""
-
-    start_ids: tuple[int, ...]
-    end_ids: tuple[int, ...]
-
-
-def check_think_tags(tokenizer: Any, start: str, end: str) -> ThinkTokens:
-    """Encode the think tags; each may be several tokens but must decode to itself.
+def check_think_tags(tokenizer: Any, start: str, end: str) -> None:
+    """Check that each think tag decodes to itself; it may be several tokens.
 
     Whitespace around a tag may differ, since tokenizers move it. The forced phrase, whose whitespace may not differ,
     is checked by `engine.interruption.plan_ids`. Raises ValueError for an empty closing tag and for a text that does
@@ -75,13 +66,11 @@ def check_think_tags(tokenizer: Any, start: str, end: str) -> ThinkTokens:
     """
     if not end.strip():
         raise ValueError("prompts.think_end: expected a tag that closes thinking, found an empty one")
-    ids = {}
     for key, text in (("prompts.think_start", start), ("prompts.think_end", end)):
-        ids[key] = _encode(tokenizer, text)
-        decoded = _decode(tokenizer, ids[key])
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        decoded = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if decoded.strip() != text.strip():
             raise ValueError(f"{key}: expected a text that survives encode and decode, found {text!r} -> {decoded!r}")
-    return ThinkTokens(start_ids=ids["prompts.think_start"], end_ids=ids["prompts.think_end"])
 
 
 def check_vocabulary(tokenizer: Any, model_vocabulary: int) -> None:
@@ -92,11 +81,3 @@ def check_vocabulary(tokenizer: Any, model_vocabulary: int) -> None:
             f"policy: expected a vocabulary of at least {needed}, the tokenizer's, found {model_vocabulary} in "
             "the model"
         )
-
-
-def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
-    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else ()
-
-
-def _decode(tokenizer: Any, ids: Iterable[int]) -> str:
-    return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)

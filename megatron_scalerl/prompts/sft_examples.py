@@ -18,12 +18,9 @@ from tokenizers import Tokenizer
 
 from megatron_scalerl.prompts.end_tokens import end_token_ids, text_config
 from megatron_scalerl.prompts.rendering import PromptRenderer, check_think_tags
-from megatron_scalerl.prompts.sources import Row, read_json_lines, refuse_surrogates
+from megatron_scalerl.prompts.sources import Row, listing, read_json_lines, refuse_surrogates
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.types import Rollout
-
-NAMED = 10
-"""Rows that are too long and listed one by one in a report; further ones are counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,12 +36,8 @@ class Examples:
         """The skipped rows as text."""
         if not self.too_long:
             return []
-        more = len(self.too_long) - NAMED
-        return [
-            f"sft: {len(self.samples)} examples, {len(self.too_long)} too long and skipped (sft.too_long):",
-            *(f"  {entry}" for entry in self.too_long[:NAMED]),
-            *([f"  and {more} more"] if more > 0 else []),
-        ]
+        head = f"sft: {len(self.samples)} examples, {len(self.too_long)} too long and skipped (sft.too_long):"
+        return [head, *listing(self.too_long)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,8 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+LISTED = 10
+"""Skipped rows that a report lists one by one."""
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 PARQUET = (".parquet",)
 SHARD_NAME = re.compile(r"^(?P<split>.+)-\d+-of-\d+$")
@@ -147,3 +149,9 @@ def refuse_surrogates(where: str, column: str, text: str) -> None:
     """Raise ValueError for half of a surrogate pair, which JSON allows and no tokenizer can encode."""
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
         raise ValueError(f"{where}: expected a text in column {column!r}, found half of a surrogate pair")
+
+
+def listing(rows: Sequence[str]) -> list[str]:
+    """Report lines for skipped rows: the first LISTED one by one, and the number of the others."""
+    more = [f"  and {len(rows) - LISTED} more"] if len(rows) > LISTED else []
+    return [f"  {row}" for row in rows[:LISTED]] + more

@@ -59,7 +59,7 @@ def limited_check(limits: Limits) -> Iterator[None]:
     """Limit processor time and memory inside the block."""
     memory = None if limits.memory_mb is None or sys.platform != "linux" else limits.memory_mb * MIB
     if memory is not None:
-        _set_soft(resource.RLIMIT_AS, address_space() + memory)
+        _lower(resource.RLIMIT_AS, address_space() + memory, soft_only=True)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
     try:
@@ -67,21 +67,12 @@ def limited_check(limits: Limits) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         if memory is not None:
-            _set_soft(resource.RLIMIT_AS, resource.getrlimit(resource.RLIMIT_AS)[1])
+            hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+            resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 
 
-def _set_soft(kind: int, value: int) -> None:
-    """Set the soft limit only, never above the hard one, which the host may have set lower."""
+def _lower(kind: int, value: int, *, soft_only: bool = False) -> None:
+    """Set a limit, never above the hard one, which the host may have set lower."""
     hard = resource.getrlimit(kind)[1]
-    resource.setrlimit(kind, (_smaller(value, hard), hard))
-
-
-def _lower(kind: int, value: int) -> None:
-    low = _smaller(value, resource.getrlimit(kind)[1])
-    resource.setrlimit(kind, (low, low))
-
-
-def _smaller(value: int, hard: int) -> int:
-    if hard == resource.RLIM_INFINITY:
-        return value
-    return hard if value == resource.RLIM_INFINITY else min(value, hard)
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (value, hard if soft_only else value))

@@ -1,4 +1,4 @@
-"""A trainer's sending rank for tests: a process of its own that holds a Hugging Face folder's weights.
+"""A trainer's sending rank for tests: a separate process with the weights of a Hugging Face folder.
 
 Run as a program it reads JSON commands from its input and answers one JSON line each. It never loads vLLM.
 """
@@ -17,7 +17,7 @@ import msgspec
 
 
 class SenderProcess:
-    """What `WeightSync` asks of the trainer, answered by the process. `folder` and `fault` hold for each send."""
+    """The trainer's side of `WeightSync`, run in the process. `folder` and `fault` apply to each send."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.fault = folder, ""

@@ -1,4 +1,4 @@
-"""One real vLLM server: what it samples, what it forces, and whom it answers."""
+"""One real vLLM server: sampling, forced tokens, and the secret."""
 
 import asyncio
 import dataclasses
@@ -59,8 +59,8 @@ def test_raw_logprobs_equal_log_softmax_and_seeds_decide(engine, policies, run):
     assert first.policy_versions == (0,) * 40 and first.thinking_cut == 0
 
 
-def test_the_policys_generation_config_bends_no_probability(engine, policies, run):
-    """Its top_k, top_p, min_p, penalty and temperature are defaults that vLLM has for requests silent about them."""
+def test_the_policys_generation_config_changes_no_probability(engine, policies, run):
+    """vLLM uses its top_k, top_p, min_p, penalty and temperature for requests that do not set them."""
 
     async def scenario():
         return await asyncio.gather(*(engine.client.generate(PROMPT, sampling=free(s, 60)) for s in range(16)))
@@ -79,7 +79,7 @@ def test_the_policys_generation_config_bends_no_probability(engine, policies, ru
 
 
 def test_every_token_that_the_policy_ends_with_ends_a_completion(engine, policies, run):
-    """Also one that only generation_config.json names: it was sampled, so it stays and carries loss."""
+    """Also one that is only in generation_config.json: it was sampled, so it is kept and part of the loss."""
 
     def sampling(seed):
         return SamplingSpec(max_tokens=300, seed=seed, end_ids=ENDS, interruption=plan(cut=300) if seed % 2 else None)
@@ -104,8 +104,8 @@ def test_scores_of_given_tokens(engine, policies, run):
     assert max(abs(expected[i, t].item() - found[i]) for i, t in enumerate(tokens[1:])) <= 1e-4
 
 
-def test_the_phrase_stands_at_the_cut_for_many_at_once(engine, policies, run):
-    """Rows come, go and move in the batch, and the KV cache is thrown away twice on the way."""
+def test_the_phrase_is_forced_at_the_cut_in_many_requests(engine, policies, run):
+    """Rows are added, removed and moved in the batch, and the KV cache is discarded twice meanwhile."""
     cuts = [3 + 7 * i for i in range(24)]
 
     async def scenario():
@@ -136,7 +136,7 @@ def test_the_phrase_stands_at_the_cut_for_many_at_once(engine, policies, run):
 
 
 def test_a_natural_end_never_gets_the_phrase(engine, run):
-    """The closing tag is declared to be what this seed says anyway; the answer runs far past the cut.
+    """The closing tag is set to tokens that this seed samples anyway; the answer continues far past the cut.
 
     After a natural end the answer has its own budget, or what is left of a whole one.
     """
@@ -163,7 +163,7 @@ def test_a_natural_end_never_gets_the_phrase(engine, run):
     assert rollouts[11].token_ids[:15] == (*said[:11], 20, 21, *said[10:12]) and rollouts[11].interrupted
 
 
-def test_a_broken_plan_is_refused(engine, run):
+def test_an_invalid_plan_is_refused(engine, run):
     body = {
         "token_ids": PROMPT,
         "sampling_params": {"max_tokens": 4, "extra_args": {"msrl_interruption": {"cut": 3}}},
@@ -176,18 +176,18 @@ METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
 
 
 async def insight(engine):
-    """What the server itself says: its routes, and the requests that reached its app."""
+    """The server's routes, and the requests that reached its app."""
     return json.loads(await engine.client.get(server_insight.PATH))
 
 
 async def refused(session, engine, method, path, headers):
-    """The status of a request whose body, said to have 64 bytes, never comes: nothing waits for it."""
+    """The status of a request whose body, announced as 64 bytes, never arrives: nothing waits for it."""
     url, headers = engine.client.url + path, [*headers, ("Content-Length", "64"), ("Connection", "close")]
     async with session.request(method, url, headers=headers, skip_auto_headers=["Content-Type"]) as response:
         return response.status
 
 
-def test_every_route_demands_the_secret(engine, run):
+def test_every_route_requires_the_secret(engine, run):
     """Every route of the server's own app by every method, and some that it does not have."""
 
     async def scenario():
@@ -221,7 +221,7 @@ def test_every_route_demands_the_secret(engine, run):
     assert after == before, "no refused request reached the app"
 
 
-def test_only_the_whole_secret_once_opens(engine, run):
+def test_only_the_exact_secret_given_once_is_accepted(engine, run):
     wrong = [
         [],
         [(SECRET_HEADER, "")],
@@ -246,7 +246,7 @@ def test_only_the_whole_secret_once_opens(engine, run):
     assert b"false" in run(engine.client.get("/is_paused"))
 
 
-def test_tokens_are_counted_without_asking_the_core(engine, run):
+def test_tokens_are_counted_without_a_request_to_the_core(engine, run):
     async def scenario():
         before = await engine.client.progress()
         await engine.client.generate(PROMPT, sampling=free(0, 40))
@@ -279,7 +279,7 @@ def test_a_cancelled_completion_is_aborted(engine, run):
     assert run(scenario()) == b'{"status":"aborted","aborted":0}'
 
 
-def test_a_port_in_use_is_one_clear_line(engine, policies, tmp_path):
+def test_a_port_in_use_is_refused_in_one_line(engine, policies, tmp_path):
     recipe = recipe_for(policies["dense_a"], engine={"port": engine.port})
     line = rf"engine\.port: expected a free port, found 127\.0\.0\.1:{engine.port} in use"
     with pytest.raises(ValueError, match=line):
@@ -287,7 +287,7 @@ def test_a_port_in_use_is_one_clear_line(engine, policies, tmp_path):
 
 
 async def broken_weights_lose_completions(engine, policy):
-    """A policy of NaN: vLLM writes -9999 for what it cannot compute."""
+    """A policy of NaN: vLLM reports -9999 for what it cannot compute."""
     await engine.client.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(policy)}})
     for _ in range(2):
         with pytest.raises(CompletionLost, match=r"token 0: expected a log-prob.*found -9999") as lost:
@@ -298,7 +298,7 @@ async def broken_weights_lose_completions(engine, policy):
 
 
 async def a_hung_core_is_noticed(engine):
-    """The core stands still, the server's /health stays green, and a completion that waits is not waited for."""
+    """The core hangs, the server's /health still succeeds, and a pending completion does not delay the error."""
     watching = asyncio.create_task(engine.watch())
     answer = asyncio.create_task(engine.client.generate(PROMPT, sampling=free(0, 1900)))
     while not (await engine.client.progress()).cores[0].decoding:
@@ -314,7 +314,7 @@ async def a_hung_core_is_noticed(engine):
     answer.cancel()
 
 
-def test_precision_is_asked_of_the_engine_and_its_death_is_noticed(policies, run, tmp_path):
+def test_precision_is_measured_in_the_engine_and_its_death_is_noticed(policies, run, tmp_path):
     limits = {"stall_timeout_s": 3, "max_lost_in_a_row": 3}
     both = {
         logits: recipe_for(policies["dense_a"], policy={"dtype": "bfloat16", "logits": logits}, engine=limits)
@@ -358,7 +358,7 @@ def test_precision_is_asked_of_the_engine_and_its_death_is_noticed(policies, run
         check_engine(dataclasses.replace(infos["fp32"], max_model_len=100), both["fp32"])
 
 
-def test_an_engine_that_cannot_start_shows_why(policies, run, tmp_path):
+def test_an_engine_that_cannot_start_reports_the_reason(policies, run, tmp_path):
     recipe = recipe_for(policies["dense_a"], vllm={"quantization": "fp9"})
     process = EngineProcess(recipe, secret=SECRET, log_path=tmp_path / "log", transport="gloo")
     with pytest.raises(EngineDied, match=r"(?s)ended with \d+ before it was up; the end of .*fp9"):

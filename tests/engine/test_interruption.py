@@ -26,7 +26,7 @@ def plan(**changes) -> Plan:
 
 
 def grow(plan: Plan, wishes, limit: int = 200) -> tuple[list[int], list[bool]]:
-    """What the engine makes of a policy that wants to say `wishes`: (tokens, forced)."""
+    """The completion of a policy that would sample `wishes`, with interruption: (tokens, forced)."""
     forcing, tokens, forced = Forcing(plan), [], []
     for wish in wishes:
         want = forcing.next_token(tokens)
@@ -68,7 +68,7 @@ def test_by_hand(wishes, tokens, mask, interrupted, truncated, answer_start):
     assert (tags.interrupted, tags.truncated, tags.answer_start) == (interrupted, truncated, answer_start)
 
 
-def test_a_tag_half_written_at_the_cut_is_not_an_end():
+def test_a_partial_tag_at_the_cut_is_not_an_end():
     two = plan(cut=2, think_end_ids=(A, B), phrase_ids=(B, 5, A, B))
     # token 1 is the tag's first half, and the phrase begins with its second: the whole phrase still follows
     tokens, forced = grow(two, [5, A, B, B, B, B, EOS])
@@ -84,7 +84,7 @@ def test_overlapping_tag_is_found():
 
 
 class _Pieces:
-    """A byte-pair vocabulary in which the tag's ends merge with what stands beside them."""
+    """A byte-pair vocabulary in which the tag's ends merge with their neighbors."""
 
     pieces = ("</", "think", ">", ">\n\n", ".</", "thinks", "x", "<", "</s>")
 
@@ -95,7 +95,7 @@ class _Pieces:
         return [self.pieces[i] for i in ids]
 
 
-def test_a_tag_that_merges_with_its_neighbours_ends_thinking():
+def test_a_tag_that_merges_with_its_neighbors_ends_thinking():
     first, last = tag_variants(_Pieces(), (0, 1, 2))
     assert (first, last) == ({4}, {3})
     assert tag_variants(_Pieces(), (1, 5)) == (frozenset(), frozenset())  # words stay words
@@ -118,7 +118,7 @@ def test_a_completion_the_engine_did_not_interrupt_is_refused():
         tag([A, END, B, B, B], plan())
 
 
-def test_plan_travels_and_is_checked():
+def test_a_plan_survives_json_and_is_checked():
     assert Plan.from_extra_args(plan().to_extra_args()) == plan()
     assert Plan.from_extra_args(None) is None and Plan.from_extra_args({"other": 1}) is None
     assert Plan.from_extra_args(plan(whole_budget=9).to_extra_args()) == plan(whole_budget=9)
@@ -153,7 +153,7 @@ def test_a_natural_end_leaves_the_rest_of_the_whole_budget(wishes, tokens, trunc
             tag([*tokens, B, B], whole)
 
 
-def test_cuts_are_uniform_reproducible_and_their_own():
+def test_cuts_are_uniform_reproducible_and_independent():
     cuts = [draw_cut(1, group, index, 44, 52) for group in range(300) for index in range(16)]
     assert cuts == [draw_cut(1, group, index, 44, 52) for group in range(300) for index in range(16)]
     counts = [cuts.count(n) for n in range(44, 53)]
@@ -166,7 +166,7 @@ def test_cuts_are_uniform_reproducible_and_their_own():
 
 
 class _Letters:
-    """A tokenizer of one token a letter that loses the letter z."""
+    """A tokenizer with one token per letter that loses the letter z."""
 
     def __len__(self):
         return 128
@@ -235,7 +235,7 @@ def test_engine_and_controller_agree_on_ten_thousand_completions():
 
 
 def agree(rules, wishes, limit):
-    """Hold what the engine forced and what the controller says was forced to each other, and both to the budgets."""
+    """Compare the tokens that the engine forced with those that the controller finds, and both with the budgets."""
     tokens, forced = grow(rules, wishes, limit)
     tags = tag(tokens, rules)
     assert tags.loss_mask == tuple(not f for f in forced[: tags.kept_length])

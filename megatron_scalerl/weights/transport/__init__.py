@@ -17,20 +17,20 @@ from megatron_scalerl.distributed import device
 from megatron_scalerl.weights.connection import Connection
 
 if TYPE_CHECKING:
-    from megatron_scalerl.weights.transport.gloo import GlooSender
+    from megatron_scalerl.weights.transport.gloo import Sender
 
 
-def make_sender(connection: Connection) -> GlooSender:
+def make_sender(connection: Connection) -> Sender:
     """Create the group as its rank 0 and wait for all engines to join.
 
     Raises ValueError for an unknown backend, RuntimeError if the engines do not join in time.
     """
     from megatron_scalerl.weights.transport import gloo, nccl
 
-    senders: dict[str, type[gloo.GlooSender]] = {"gloo": gloo.GlooSender, "nccl": nccl.NcclSender}
-    if connection.backend not in senders:
-        raise ValueError(f"weights.transport: expected one of {sorted(senders)}, found {connection.backend!r}")
-    return senders[connection.backend](connection)
+    groups: dict[str, type[gloo.Group]] = {"gloo": gloo.Group, "nccl": nccl.NcclGroup}
+    if connection.backend not in groups:
+        raise ValueError(f"weights.transport: expected one of {sorted(groups)}, found {connection.backend!r}")
+    return gloo.Sender(groups[connection.backend](connection, rank=0))
 
 
 def resolve_transport(name: str) -> str:

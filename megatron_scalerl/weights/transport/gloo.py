@@ -62,13 +62,11 @@ class Group:
         self._store = None
 
 
-class GlooSender:
-    """The trainer's side over gloo. Created by `make_sender`."""
+class Sender:
+    """The trainer's side. Created by `make_sender`."""
 
-    group_cls: type[Group] = Group
-
-    def __init__(self, connection: Connection) -> None:
-        self.group = self.group_cls(connection, rank=0)
+    def __init__(self, group: Group) -> None:
+        self.group = group
 
     def send(self, tensors: Iterator[tuple[str, torch.Tensor]], manifest: Manifest, version: int) -> SendReport:
         """Send one update.

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_scalerl.weights.connection import Connection
-from megatron_scalerl.weights.transport.gloo import GlooSender, Group
+from megatron_scalerl.weights.transport.gloo import Group
 
 
 class NcclGroup(Group):
@@ -34,9 +34,3 @@ class NcclGroup(Group):
         """Broadcast rank 0's tensor and wait until it has arrived. Raises RuntimeError."""
         super().broadcast(tensor)
         torch.accelerator.synchronize(self.device)
-
-
-class NcclSender(GlooSender):
-    """The trainer's side over NCCL."""
-
-    group_cls = NcclGroup
