@@ -19,7 +19,7 @@ class CompletionLost(RuntimeError):
     """One completion cannot be used, through no fault of the policy; `reason` says why in one word.
 
     It is left out of its group and counted, and its siblings stay. Raised by `engine.client` (an answer
-    without log-probabilities: `no_logprobs`) and by `rewards.verifier` (no process to judge it: `verifier_lost`).
+    without log-probabilities: `no_logprobs`) and by `rewards.pool` (no process to score it: `verifier_lost`).
     """
 
     def __init__(self, message: str, *, reason: str) -> None:
@@ -45,7 +45,7 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
-    """One completion as the engine produced it. Produced by `engine.process`."""
+    """One completion as the engine produced it. Produced by `engine.client`."""
 
     token_ids: tuple[int, ...]
     """[T] completion tokens: sampled and forced ones, the end-of-sequence token included if it came."""
@@ -83,7 +83,7 @@ class ExpertChoices:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """A verifier's verdict on one completion. Produced by `rewards.verifier`."""
+    """The score of one completion. Produced by `rewards.pool`."""
 
     correct: bool
     """True if the answer was accepted. A truncated completion is never correct."""

@@ -13,7 +13,7 @@ import errno
 import os
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import tenacity
 
@@ -22,7 +22,7 @@ from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.numerics import check_engine
 from megatron_scalerl.engine.options import engine_arguments, engine_command, engine_environment
 from megatron_scalerl.engine.watchdog import EngineDied, watch_progress
-from megatron_scalerl.processes.children import ChildProcess
+from megatron_scalerl.processes.child_process import ChildProcess, log_end
 from megatron_scalerl.recipe import Recipe
 
 _STOP_S = 20.0
@@ -87,10 +87,10 @@ class EngineProcess:
             raise
         return info
 
-    async def watch(self) -> None:
+    async def watch(self) -> NoReturn:
         """Wait until the server exits, stops answering or, with requests in flight, stalls. Raises EngineDied."""
         assert self._process is not None, "started"
-        exit_code = asyncio.create_task(self._process.ended())
+        exit_code = asyncio.create_task(self._process.wait())
         progress = asyncio.create_task(watch_progress(self.client, self._recipe.engine))
         try:
             await asyncio.wait({exit_code, progress}, return_when=asyncio.FIRST_COMPLETED)
@@ -100,7 +100,7 @@ class EngineProcess:
         except EngineDied as died:
             if exit_code.done():
                 raise
-            raise EngineDied(f"{died}; {self._log_end()}") from None
+            raise EngineDied(f"{died}; {log_end(self.log_path)}") from None
         finally:
             exit_code.cancel()
             progress.cancel()
@@ -143,7 +143,7 @@ class EngineProcess:
             up.set_result(os.read(read, 1))
 
         loop.add_reader(read, readable)
-        exit_code = asyncio.create_task(self._process.ended())
+        exit_code = asyncio.create_task(self._process.wait())
         try:
             either: set[asyncio.Future[Any]] = {up, exit_code}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -167,11 +167,7 @@ class EngineProcess:
                 await self.client.get("/health")
 
     def _died(self, what: str) -> EngineDied:
-        return EngineDied(f"{self.name} (port {self.port}) {what}; {self._log_end()}")
-
-    def _log_end(self) -> str:
-        tail = "" if self._process is None else self._process.tail()
-        return f"the end of {self.log_path}:\n{tail}"
+        return EngineDied(f"{self.name} (port {self.port}) {what}; {log_end(self.log_path)}")
 
 
 def listen_on(host: str, port: int) -> socket.socket:
