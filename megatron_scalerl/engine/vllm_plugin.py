@@ -10,11 +10,11 @@
 from __future__ import annotations
 
 import hmac
-import json
 import multiprocessing
 import os
 from typing import Any
 
+import msgspec
 import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
@@ -81,10 +81,10 @@ async def _refuse(kind: str, send: Any) -> None:
         await send({"type": "websocket.close", "code": 1008})
 
 
-async def _answer(send: Any, status: int, content: dict[str, Any]) -> None:
+async def _answer(send: Any, status: int, content: Any) -> None:
     headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(content).encode()})
+    await send({"type": "http.response.body", "body": msgspec.json.encode(content)})
 
 
 def _reporting(send: Any) -> Any:

@@ -12,6 +12,8 @@ from typing import Any
 
 from vllm.v1.engine.core_client import AsyncMPClient
 
+from megatron_scalerl.engine.answers import CoreProgress, EngineProgress
+
 _tokens: Counter[int] = Counter()
 """Data-parallel rank of a core -> tokens received from it."""
 
@@ -28,8 +30,8 @@ def count_tokens() -> None:
     setattr(AsyncMPClient, "get_output_async", counted)  # noqa: B010
 
 
-def progress(engine: Any) -> dict[str, Any]:
-    """The fields of `EngineProgress`. engine: the server's AsyncLLM."""
+def progress(engine: Any) -> EngineProgress:
+    """Progress of the cores. engine: the server's AsyncLLM."""
     client = engine.engine_core
     assert isinstance(client, AsyncMPClient), f"expected cores behind sockets, found {type(client).__name__}"
     ranks = client.engine_ranks_managed
@@ -40,10 +42,8 @@ def progress(engine: Any) -> dict[str, Any]:
         identity = of_request.get(request_id)
         rank = ranks[0] if identity is None else int.from_bytes(identity, "little")
         (waiting if state.is_prefilling else decoding)[rank] += 1
-    return {
-        "cores": [
-            {"core": rank, "tokens": _tokens[rank], "waiting": waiting[rank], "decoding": decoding[rank]}
-            for rank in ranks
-        ],
-        "dead": bool(engine.errored),
-    }
+    cores = (
+        CoreProgress(core=rank, tokens=_tokens[rank], waiting=waiting[rank], decoding=decoding[rank])
+        for rank in ranks
+    )
+    return EngineProgress(cores=tuple(cores), dead=bool(engine.errored))

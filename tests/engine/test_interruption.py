@@ -29,9 +29,9 @@ def grow(plan: Plan, wishes, limit: int = 200) -> tuple[list[int], list[bool]]:
     """The completion of a policy that would sample `wishes`, with interruption: (tokens, forced)."""
     forcing, tokens, forced = Forcing(plan), [], []
     for wish in wishes:
-        want = forcing.next_token(tokens)
-        forced.append(want is not None)
-        tokens.append(wish if want is None else want)
+        forced_token = forcing.next_token(tokens)
+        forced.append(forced_token is not None)
+        tokens.append(wish if forced_token is None else forced_token)
         if tokens[-1] == plan.eos_id or len(tokens) == limit:
             break
     return tokens, forced
@@ -56,7 +56,7 @@ def grow(plan: Plan, wishes, limit: int = 200) -> tuple[list[int], list[bool]]:
         ([A, EOS], [A, EOS], "TT", False, False, None),
         # the policy says the phrase by itself before the cut: it is its own token, and ends nothing
         ([5, A, A, A, A, B, EOS], [5, A, A, 5, END, B, EOS], "TTTFFTT", True, False, 5),
-        # phrase and tag said by the policy itself before the cut: a natural end, no second phrase
+        # phrase and tag sampled by the policy itself before the cut: a natural end, no second phrase
         ([5, END, B, EOS], [5, END, B, EOS], "TTTT", False, False, 2),
     ],
 )
@@ -102,12 +102,12 @@ def test_a_tag_that_merges_with_its_neighbors_ends_thinking():
     assert tag_variants(_Pieces(), (8,)) == (frozenset(), frozenset())
     merged = plan(cut=9, phrase_ids=(6, 0, 1, 2), think_end_ids=(0, 1, 2), eos_id=99)
     merged = dataclasses.replace(merged, think_end_first=first, think_end_last=last)
-    for said in ([6, 4, 1, 3], [0, 1, 3], [6, 4, 1, 2], [0, 1, 2]):
-        tokens, forced = grow(merged, said + [6] * 20, 30)
-        assert tokens == [*said, 6, 6, 99] and not any(forced[:-1])
-        assert tag(tokens, merged).answer_start == len(said)
-    for said in ([4, 5, 3], [3, 1, 3], [4, 1, 4]):
-        assert tag(grow(merged, said + [6] * 20, 30)[0], merged).interrupted
+    for sampled in ([6, 4, 1, 3], [0, 1, 3], [6, 4, 1, 2], [0, 1, 2]):
+        tokens, forced = grow(merged, sampled + [6] * 20, 30)
+        assert tokens == [*sampled, 6, 6, 99] and not any(forced[:-1])
+        assert tag(tokens, merged).answer_start == len(sampled)
+    for sampled in ([4, 5, 3], [3, 1, 3], [4, 1, 4]):
+        assert tag(grow(merged, sampled + [6] * 20, 30)[0], merged).interrupted
     assert Plan.from_extra_args(merged.to_extra_args()) == merged
 
 
@@ -243,9 +243,9 @@ def agree(rules, wishes, limit):
     assert all(forced[tags.kept_length :]) and tokens[tags.kept_length :] in ([], [EOS])
     assert len(tokens) <= rules.max_tokens
     assert tags.interrupted == any(forced[: tags.kept_length])
-    # the phrase stands at the cut or nowhere
+    # the phrase is forced at the cut or nowhere
     assert not tags.interrupted or forced.index(True) == rules.cut
-    # reading it anew at every step (a resumed request) gives the same as reading on
+    # reading all tokens again at every step (a resumed request) gives the same as reading new ones only
     assert [Forcing(rules).next_token(tokens[:n]) is not None for n in range(len(tokens))] == forced
     if tags.answer_start is not None:
         natural = not tags.interrupted and rules.whole_budget is not None
