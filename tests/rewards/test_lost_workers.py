@@ -81,9 +81,9 @@ def test_under_any_schedule_of_deaths_each_check_counts_its_own(seed, tmp_path):
             return await asyncio.gather(*calls), pool.counters
 
     scores, counters = asyncio.run(main())
-    scores = [RIGHT if text[0] == "7" else WRONG for text, _ in answers]
+    alone = [RIGHT if text[0] == "7" else WRONG for text, _ in answers]
     assert scores == [
-        wrong("crash") if deaths == 2 else score for score, (_, deaths) in zip(scores, answers, strict=True)
+        wrong("crash") if deaths == 2 else score for score, (_, deaths) in zip(alone, answers, strict=True)
     ]
     runs = sorted(f"{text} {run}" for text, deaths in answers for run in range(1, min(deaths + 1, 2) + 1))
     assert sorted(os.listdir(tmp_path)) == runs
