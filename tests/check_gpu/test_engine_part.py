@@ -224,7 +224,7 @@ def test_an_engine_that_does_not_start_is_one_line_and_the_rest_is_not_run(scene
 
     async def fails(recipe, log):
         asked.append(recipe.engine.vllm.get("attention_backend"))
-        raise RuntimeError(f"engine-0 ended with 1 before it was up: ValueError: no kernel {len(asked)}")
+        raise RuntimeError(f"engine-0 exited with code 1 before it was up: ValueError: no kernel {len(asked)}")
 
     async def idle():
         await asyncio.sleep(60)

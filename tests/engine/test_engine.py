@@ -168,7 +168,7 @@ def test_an_invalid_plan_is_refused(engine, run):
         "token_ids": PROMPT,
         "sampling_params": {"max_tokens": 4, "extra_args": {"msrl_interruption": {"cut": 3}}},
     }
-    with pytest.raises(EngineError, match=r"400 .*expected a whole interruption plan"):
+    with pytest.raises(EngineError, match=r"400 .*expected an interruption plan"):
         run(engine.client.post("/inference/v1/generate", body))
 
 
@@ -336,7 +336,7 @@ def test_precision_is_measured_in_the_engine_and_its_death_is_noticed(policies, 
             os.kill(victim.pid, signal.SIGKILL)
             with pytest.raises(EngineError, match="engine-0: POST /inference/v1/generate"):
                 await answer
-            with pytest.raises(EngineDied, match=r"engine-0 \(port \d+\) ended with -9"):
+            with pytest.raises(EngineDied, match=r"engine-0 \(port \d+\) exited with code -9"):
                 await watching
             await broken_weights_lose_completions(engines["fp32"], broken)
             await a_hung_core_is_noticed(engines["fp32"])
@@ -361,5 +361,5 @@ def test_precision_is_measured_in_the_engine_and_its_death_is_noticed(policies, 
 def test_an_engine_that_cannot_start_reports_the_reason(policies, run, tmp_path):
     recipe = recipe_for(policies["dense_a"], vllm={"quantization": "fp9"})
     process = EngineProcess(recipe, secret=SECRET, log_path=tmp_path / "log", transport="gloo")
-    with pytest.raises(EngineDied, match=r"(?s)ended with \d+ before it was up; the end of .*fp9"):
+    with pytest.raises(EngineDied, match=r"(?s)exited with code \d+ before it was up; the end of .*fp9"):
         run(process.start())
