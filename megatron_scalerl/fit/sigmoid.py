@@ -2,8 +2,8 @@
 
     R(C) = R_0 + (A - R_0) / (1 + (C_mid / C)^B)
 
-Everything is written with the logistic function of `B * log(C / C_mid)`, so that no power of a compute is
-ever formed: any C > 0, from 1e-300 to 1e300, gives a finite value and finite derivatives.
+Everything uses the logistic function of `B * log(C / C_mid)`, never a power of a compute: any C > 0, from 1e-300 to
+1e300, gives a finite value and finite derivatives.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ Array = NDArray[np.float64]
 
 
 def gain_share(compute: ArrayLike, *, exponent: ArrayLike, midpoint: ArrayLike) -> Array:
-    """Share of the whole gain A - R_0 reached at `compute`: 1 / (1 + (C_mid/C)^B), in [0, 1].
+    """Share of the gain A - R_0 reached at `compute`: 1 / (1 + (C_mid/C)^B), in [0, 1]; arguments broadcast.
 
-    `compute` and `midpoint` share one unit (GPU-hours, or any other). Raises ValueError for compute <= 0.
+    `compute` and `midpoint` have the same unit. Raises ValueError for compute <= 0.
     """
     return _logistic(_logit(compute, exponent, midpoint))
 
@@ -30,7 +30,7 @@ def sigmoid(
     midpoint: ArrayLike,
     initial: ArrayLike,
 ) -> Array:
-    """Pass rate R(C) of a run after `compute` (Khatri et al. 2025, eq. 1); arguments broadcast.
+    """Pass rate R(C) after `compute` (Khatri et al. 2025, eq. 1); arguments broadcast.
 
     compute:   C > 0, training compute, in the unit of `midpoint`.
     asymptote: A, the pass rate at unlimited compute.
@@ -52,7 +52,7 @@ def compute_to_reach(
     midpoint: ArrayLike,
     initial: ArrayLike,
 ) -> Array:
-    """Compute C at which R(C) = `pass_rate`: the inverse of `sigmoid`.
+    """Compute C at which R(C) = `pass_rate`: the inverse of `sigmoid`, with the same arguments; they broadcast.
 
     inf where the pass rate is at or above the asymptote (never reached), 0 where it is at or below R_0.
     """
@@ -70,8 +70,8 @@ def efficiency_transform(
 ) -> Array:
     """F(R) = C_mid^B / ((A - R_0)/(R - R_0) - 1), which equals C^B on the curve; returned as log F.
 
-    log F against log C is a line of slope B (Khatri et al. 2025, caption of the leave-one-out figure).
-    nan where R lies outside (R_0, A): the transform does not exist there.
+    log F against log C is a line of slope B (Khatri et al. 2025, caption of the leave-one-out figure). Shape of
+    `pass_rate`; nan where R lies outside (R_0, A): the transform does not exist there.
     """
     r = np.asarray(pass_rate, dtype=float)
     inside = (r > initial) & (r < asymptote)
