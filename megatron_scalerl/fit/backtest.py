@@ -9,8 +9,9 @@ import numpy as np
 from megatron_scalerl.fit.forecast import fit
 from megatron_scalerl.fit.formatting import short_number
 from megatron_scalerl.fit.inputs import Curve
-from megatron_scalerl.fit.result import SAME_ASYMPTOTE
 
+MARGIN = 0.02
+"""Error, in pass rate, up to which a forecast counts as right."""
 MIN_POINTS = 4
 """Points of the shortest prefix."""
 
@@ -45,19 +46,17 @@ class Backtest:
     """Measured pass rate of the last point. No prefix contains it."""
     points: tuple[BacktestPoint, ...]
     """One per prefix, shortest first."""
-    margin: float
-    """Error, in pass rate, up to which a forecast counts as right."""
     settled_from: float | None
-    """Smallest compute from which every forecast was right; None if the longest prefix was wrong."""
+    """Smallest compute from which every forecast is right within `MARGIN`; None if the longest prefix's is not."""
 
     def summary(self) -> str:
         """From which compute on the forecast was right, in one sentence."""
         measured = f"{self.final_pass_rate:.4f} at {short_number(self.final_compute)}"
         if self.settled_from is None:
-            return f"{self.name}: the forecast of the last point ({measured}) never settled within {self.margin:g}."
+            return f"{self.name}: the forecast of the last point ({measured}) never settled within {MARGIN:g}."
         return (
             f"{self.name}: from {short_number(self.settled_from)} on, the forecast of the last point ({measured}) "
-            f"stayed within {self.margin:g}."
+            f"stayed within {MARGIN:g}."
         )
 
 
@@ -65,7 +64,6 @@ def backtest(
     curve: Curve,
     *,
     method: str = "robust",
-    margin: float = SAME_ASYMPTOTE,
     max_prefixes: int | None = None,
     fit_from: float | None = None,
     seed: int = 0,
@@ -115,15 +113,14 @@ def backtest(
         final_compute=float(c[-1]),
         final_pass_rate=final,
         points=tuple(points),
-        margin=margin,
-        settled_from=_settled_from(points, final, margin),
+        settled_from=_settled_from(points, final),
     )
 
 
-def _settled_from(points: list[BacktestPoint], final: float, margin: float) -> float | None:
+def _settled_from(points: list[BacktestPoint], final: float) -> float | None:
     settled = None
     for point in reversed(points):
-        if abs(point.forecast - final) > margin:
+        if abs(point.forecast - final) > MARGIN:
             break
         settled = point.compute
     return settled

@@ -7,7 +7,7 @@ import numpy as np
 from megatron_scalerl.fit.formatting import short_number
 from megatron_scalerl.fit.paper import PaperFit
 from megatron_scalerl.fit.posterior import Posterior
-from megatron_scalerl.fit.prior import Bounds
+from megatron_scalerl.fit.prior import DEFAULT_BOUNDS
 from megatron_scalerl.fit.sigmoid import Array
 
 FEW_POINTS = 8
@@ -22,9 +22,9 @@ EDGE_MASS = 0.10
 """Posterior mass within 1 % of a bound above which the bound, not the data, determines the parameter."""
 
 
-def bound_warnings(posterior: Posterior, bounds: Bounds, *, fixed: bool) -> list[str]:
+def bound_warnings(posterior: Posterior, *, fixed: bool) -> list[str]:
     """Warn where the posterior of the robust fit piles up at a bound. fixed: A is given and not checked."""
-    notes = []
+    notes, bounds = [], DEFAULT_BOUNDS
     a = posterior.asymptote
     room = bounds.asymptote[1] - posterior.initial
     if not fixed and np.mean(bounds.asymptote[1] - a < 0.02 * room) > EDGE_MASS:

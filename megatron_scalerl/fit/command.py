@@ -93,12 +93,14 @@ def run(options: argparse.Namespace) -> int:
     out: dict[str, Any] = {"fits": [fit_json(r.fit, r.predictions, r.decision) for r in runs]}
     if comparison is not None:
         out["comparison"] = comparison_json(comparison)
+    text = json.dumps(out, indent=2, allow_nan=False) + "\n"
     if options.json == "-":
-        print(json.dumps(out, indent=2, allow_nan=False))
+        sys.stdout.write(text)
     else:
         _print(runs, comparison, options)
         if options.json:
-            _write_json(Path(options.json), out)
+            Path(options.json).parent.mkdir(parents=True, exist_ok=True)
+            Path(options.json).write_text(text, encoding="utf-8")
     if options.plot or options.html:
         _draw(runs, comparison, options)
     return 0
@@ -212,11 +214,6 @@ def _backtest(curve: "Curve", options: argparse.Namespace, max_prefixes: int | N
     )
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
 def _print(runs: list["RunReport"], comparison: "Comparison | None", options: argparse.Namespace) -> None:
     from rich.console import Console
 
@@ -242,8 +239,8 @@ def _print(runs: list["RunReport"], comparison: "Comparison | None", options: ar
     for each in runs:
         if len(runs) > 1:
             print(f"\n{each.fit.name}")
-        if each.decision.to_target is not None:
-            print(f"{each.decision.target:g} at {tables.estimated_compute(each.decision.to_target)}")
+        if each.decision.compute_to_target is not None:
+            print(f"{each.decision.target:g} at {tables.estimated_compute(each.decision.compute_to_target)}")
         for warning in each.fit.warnings:
             print(f"warning: {warning}")
         print(f"verdict: {each.decision.sentence()}")
@@ -277,18 +274,17 @@ def _draw(runs: list["RunReport"], comparison: "Comparison | None", options: arg
             plot_efficiency(path.with_name(f"{path.stem}_efficiency{path.suffix}"), comparison)
     if not options.html:
         return
-    from megatron_scalerl.fit.html import Report, write_html
+    from megatron_scalerl.fit.html import write_html
 
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        report = Report(
-            title=f"Forecast of {fits[0].name}" if len(fits) == 1 else f"Forecast of {len(fits)} runs",
-            runs=[_with_details(scratch / f"backtest{n}.svg", run, options) for n, run in enumerate(runs)],
+        write_html(
+            options.html,
+            [_with_details(scratch / f"backtest{n}.svg", run, options) for n, run in enumerate(runs)],
             figure=plot_forecast(scratch / "forecast.svg", fits, **figure),
             comparison=comparison,
             efficiency_figure=plot_efficiency(scratch / "efficiency.svg", comparison) if comparison else None,
         )
-        write_html(options.html, report)
 
 
 def _not_fitted(run: "RunReport") -> "Points":

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_scalerl.fit.decide import Estimate, estimate
-from megatron_scalerl.fit.result import SAME_ASYMPTOTE, FitResult
+from megatron_scalerl.fit.result import FitResult
 from megatron_scalerl.fit.sigmoid import compute_to_reach
 
+SAME_ASYMPTOTE = 0.02
+"""Two asymptotes within this margin count as the same (three independent runs; Khatri et al. 2025, A.5)."""
 CLEAR = 0.95
 """Probability above which a difference in B is stated as one."""
 
@@ -56,20 +58,18 @@ def compare(
     refit: Callable[[FitResult, float], FitResult],
     *,
     pass_rate: float | None = None,
-    margin: float = SAME_ASYMPTOTE,
 ) -> Comparison:
     """Compare runs with the first of them.
 
     refit:     (fit with A free, A) -> the same run fitted with that A; the caller has the run's options.
     pass_rate: whose compute is compared; default: R_0 plus 90 % of the gain, the smallest among the runs.
-    margin:    difference in A up to which two ceilings are the same.
     Raises ValueError for fewer than two runs.
     """
     if len(fits) < 2:
         raise ValueError(f"expected at least two runs to compare, found {len(fits)}")
     reference = fits[0]
     # 1e-9: the grid of the paper's method puts differences of exactly 0.02 on either side of it
-    same = [abs(f.asymptote - reference.asymptote) <= margin + 1e-9 for f in fits]
+    same = [abs(f.asymptote - reference.asymptote) <= SAME_ASYMPTOTE + 1e-9 for f in fits]
     mean = float(np.mean([f.asymptote for f, alike in zip(fits, same) if alike]))
     refits = [refit(f, mean) if alike else None for f, alike in zip(fits, same)]
     if pass_rate is None:

@@ -16,8 +16,6 @@ WORTH = 0.01
 """Default of the gain in pass rate that the budget has to buy."""
 LIKELY, UNLIKELY = 0.8, 0.2
 """Probability of that gain at or above which the verdict is "go on", and at or below which it is "stop"."""
-ASYMPTOTE_SHARE = 0.95
-"""Share of A whose compute is stated."""
 
 Verdict = Literal["go on", "stop", "too early to say"]
 
@@ -54,11 +52,11 @@ class Decision:
     """The gain that the budget has to buy."""
     probability: float
     """Probability that the gain exceeds `worth`."""
-    to_asymptote: Estimate
+    compute_to_95_percent_of_asymptote: Estimate
     """Compute at which 95 % of A is reached."""
     target: float | None
-    """The pass rate of `to_target`; None if none was given."""
-    to_target: Estimate | None
+    """The pass rate of `compute_to_target`; None if none was given."""
+    compute_to_target: Estimate | None
     """Compute at which the target is reached; inf where the ceiling lies below it."""
 
     def sentence(self) -> str:
@@ -82,7 +80,7 @@ def decide(
     probability = float(np.mean(gains > worth))
     verdict, reason = _verdict(fit, budget, worth, probability, float(np.median(gains)))
     parameters = fit.posterior.parameters
-    to_asymptote = compute_to_reach(ASYMPTOTE_SHARE * parameters["asymptote"], **parameters)
+    near_asymptote = compute_to_reach(0.95 * parameters["asymptote"], **parameters)
     return Decision(
         verdict=verdict,
         reason=reason,
@@ -92,9 +90,9 @@ def decide(
         gain_per_unit=estimate(gains / budget),
         worth=worth,
         probability=probability,
-        to_asymptote=estimate(to_asymptote),
+        compute_to_95_percent_of_asymptote=estimate(near_asymptote),
         target=target,
-        to_target=None if target is None else estimate(compute_to_reach(target, **parameters)),
+        compute_to_target=None if target is None else estimate(compute_to_reach(target, **parameters)),
     )
 
 

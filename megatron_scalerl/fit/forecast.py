@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_scalerl.fit import checks
-from megatron_scalerl.fit.paper import ASYMPTOTES, FIT_FROM, PaperFit, fit_paper
+from megatron_scalerl.fit.paper import ASYMPTOTES, FIT_FROM, fit_paper
 from megatron_scalerl.fit.posterior import Observations, Posterior, covariance, sample
 from megatron_scalerl.fit.prior import DEFAULT_PRIOR, FLAT_PRIOR, Bounds, Prior
 from megatron_scalerl.fit.result import TAIL, FitResult
@@ -39,7 +39,6 @@ def fit(
     fixed_asymptote: float | None = None,
     truncated_share: Sequence[float] | Array | None = None,
     prior: Prior = DEFAULT_PRIOR,
-    bounds: Bounds | None = None,
     draws: int = 4000,
 ) -> FitResult:
     """Fit eq. 1 of Khatri et al. (2025, arXiv 2510.13786) to a run's validation points.
@@ -56,7 +55,7 @@ def fit(
                  points lie beyond.
     fixed_asymptote: A is held at this value in (R_0, 1].
     truncated_share: [n] share of truncated completions of each point, for the warning.
-    prior, bounds: of the robust method.
+    prior:       of the robust method.
     draws:       draws from the posterior.
     Raises ValueError, one line, for input that cannot be fitted.
     """
@@ -73,7 +72,7 @@ def fit(
     prior = prior if method == "robust" else FLAT_PRIOR
     obs = observe(c, y, initial, prompts=prompts, generations=generations, prior=prior)
     if method == "robust":
-        solution = _solve_robust(obs, prior, bounds or Bounds(), fixed_asymptote, draws, seed)
+        solution = _solve_robust(obs, prior, fixed_asymptote, draws, seed)
     else:
         solution = _solve_paper(obs, fixed_asymptote, draws, seed)
     a, b, m, r0 = solution.parameters
@@ -107,11 +106,9 @@ class _Solution:
     """Warnings of the method."""
 
 
-def _solve_robust(
-    obs: Observations, prior: Prior, bounds: Bounds, fixed_asymptote: float | None, draws: int, seed: int
-) -> _Solution:
-    posterior = robust_posterior(obs, prior, bounds, fixed_asymptote=fixed_asymptote, draws=draws, seed=seed)
-    notes = checks.bound_warnings(posterior, bounds, fixed=fixed_asymptote is not None)
+def _solve_robust(obs: Observations, prior: Prior, fixed_asymptote: float | None, draws: int, seed: int) -> _Solution:
+    posterior = robust_posterior(obs, prior, fixed_asymptote=fixed_asymptote, draws=draws, seed=seed)
+    notes = checks.bound_warnings(posterior, fixed=fixed_asymptote is not None)
     return _Solution(parameters=_central(posterior), posterior=posterior, notes=notes)
 
 
@@ -120,8 +117,12 @@ def _solve_paper(obs: Observations, fixed_asymptote: float | None, draws: int, s
     if initial >= ASYMPTOTES[-1] and fixed_asymptote is None:
         raise ValueError(f"method paper: expected R_0 below its highest A, {ASYMPTOTES[-1]:g}, found {initial:.3f}")
     grid = fit_paper(obs.compute, obs.pass_rate, initial=initial, fixed_asymptote=fixed_asymptote)
-    box = _paper_bounds(grid, obs.scale)
-    posterior = sample(obs, prior=FLAT_PRIOR, bounds=box, fixed_asymptote=fixed_asymptote, draws=draws, seed=seed)
+    bounds = Bounds(
+        asymptote=(float(ASYMPTOTES[0]), float(ASYMPTOTES[-1])),
+        exponent=(0.1, 20.0),
+        midpoint=(grid.midpoint_range[0] / obs.scale, grid.midpoint_range[1] / obs.scale),
+    )
+    posterior = sample(obs, prior=FLAT_PRIOR, bounds=bounds, fixed_asymptote=fixed_asymptote, draws=draws, seed=seed)
     parameters = (grid.asymptote, grid.exponent, grid.midpoint, initial)
     return _Solution(parameters=parameters, posterior=posterior, notes=checks.grid_warnings(grid))
 
@@ -227,14 +228,14 @@ def observe(
 
 
 def robust_posterior(
-    obs: Observations, prior: Prior, bounds: Bounds, *, fixed_asymptote: float | None, draws: int, seed: int
+    obs: Observations, prior: Prior, *, fixed_asymptote: float | None, draws: int, seed: int
 ) -> Posterior:
     """Sample the posterior, downweight the outliers, and sample again.
 
     An outlier is a point whose leave-one-out residual, given all other points, exceeds `OUTLIER` standard
     deviations. Its variance grows as the weight of a Student t.
     """
-    first = sample(obs, prior=prior, bounds=bounds, fixed_asymptote=fixed_asymptote, draws=500, seed=seed)
+    first = sample(obs, prior=prior, fixed_asymptote=fixed_asymptote, draws=500, seed=seed)
     residual = obs.pass_rate - np.median(first.curves(obs.compute), axis=0)
     distance = np.zeros(len(residual))
     for weight, hypothesis in zip(first.weights(), prior.discrepancies):
@@ -246,7 +247,7 @@ def robust_posterior(
     excess = (OUTLIER_FREEDOM + z**2) / (OUTLIER_FREEDOM + 1.0)
     spread = np.where(np.abs(z) > OUTLIER, obs.spread * np.maximum(excess, 1.0), obs.spread)
     weighted = replace(obs, spread=spread)
-    return sample(weighted, prior=prior, bounds=bounds, fixed_asymptote=fixed_asymptote, draws=draws, seed=seed)
+    return sample(weighted, prior=prior, fixed_asymptote=fixed_asymptote, draws=draws, seed=seed)
 
 
 def _central(posterior: Posterior) -> tuple[float, float, float, float]:
@@ -266,12 +267,3 @@ def _intervals(posterior: Posterior, a: float, b: float, m: float) -> dict[str, 
         lo, hi = np.quantile(posterior.parameters[key], [TAIL, 1.0 - TAIL])
         out[key] = (float(min(lo, point)), float(max(hi, point)))
     return out
-
-
-def _paper_bounds(grid: PaperFit, scale: float) -> Bounds:
-    low, high = grid.midpoint_range
-    return Bounds(
-        asymptote=(float(ASYMPTOTES[0]), float(ASYMPTOTES[-1])),
-        exponent=(0.1, 20.0),
-        midpoint=(low / scale, high / scale),
-    )

@@ -17,6 +17,9 @@ import numpy as np
 
 from megatron_scalerl.fit.sigmoid import Array, sigmoid
 
+HELD_OUT = 0.3
+"""Share of the points, the last ones, that are predicted from the others."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PowerLaw:
@@ -140,14 +143,11 @@ def fit_least_squares_sigmoid(compute: Array, pass_rate: Array, *, initial: floa
     return LeastSquaresSigmoid(asymptote=float(a), exponent=float(np.exp(log_b)), midpoint=midpoint, initial=initial)
 
 
-def compare_forms(compute: Array, pass_rate: Array, *, initial: float, held_out: float = 0.3) -> list[FormScore]:
-    """Score sigmoid, power law and log-linear on the same points [n], lowest held-out error first.
-
-    held_out: share of the points, the last ones, that are predicted from the others.
-    """
+def compare_forms(compute: Array, pass_rate: Array, *, initial: float) -> list[FormScore]:
+    """Score sigmoid, power law and log-linear on the same points [n], lowest held-out error first."""
     order = np.argsort(compute, kind="stable")
     c, y = np.asarray(compute, dtype=float)[order], np.asarray(pass_rate, dtype=float)[order]
-    cut = len(c) - max(round(held_out * len(c)), 1)
+    cut = len(c) - max(round(HELD_OUT * len(c)), 1)
     forms: list[tuple[str, int, Callable[[Array, Array], Callable[[Array], Array]]]] = [
         ("sigmoid", 3, lambda a, b: fit_least_squares_sigmoid(a, b, initial=initial)),
         ("power law", 3, fit_power_law),

@@ -5,47 +5,30 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from megatron_scalerl.fit import tables
 from megatron_scalerl.fit.compare import Comparison
-from megatron_scalerl.fit.tables import (
-    RunReport,
-    comparison_table,
-    forms_table,
-    parameters_table,
-    predictions_table,
-)
+from megatron_scalerl.fit.tables import RunReport
 
 TEMPLATES = Path(__file__).parent / "templates"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """A report on one run or several."""
+def write_html(
+    path: str | Path,
+    runs: Sequence[RunReport],
+    *,
+    figure: Path,
+    comparison: Comparison | None = None,
+    efficiency_figure: Path | None = None,
+) -> Path:
+    """Write the report on `runs` to `path`, the figures (PNG or SVG) embedded.
 
-    title: str
-    """Heading and title of the page."""
-    runs: Sequence[RunReport]
-    """The runs, the reference first."""
-    figure: Path
-    """PNG or SVG of the forecast."""
-    comparison: Comparison | None = None
-    """None for a report without one."""
-    efficiency_figure: Path | None = None
-    """The figure of `comparison`."""
-
-    @property
-    def sources(self) -> list[str]:
-        """File or folder names of the inputs."""
-        return list(dict.fromkeys(run.curve.source.name for run in self.runs))
-
-
-def write_html(path: str | Path, report: Report) -> Path:
-    """Write the report to `path`, its figures embedded. Raises OSError."""
+    efficiency_figure: of the comparison. Raises OSError.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # autoescape: names of runs and columns are the user's text
@@ -59,11 +42,13 @@ def write_html(path: str | Path, report: Report) -> Path:
     )
     environment.filters.update(data_uri=_data_uri, subscript=_subscript)
     page = environment.get_template("report.html").render(
-        report=report,
-        parameters=parameters_table(report.runs),
-        predictions=predictions_table(report.runs),
-        comparison=None if report.comparison is None else comparison_table(report.comparison),
-        forms_table=forms_table,
+        title=f"Forecast of {runs[0].fit.name if len(runs) == 1 else f'{len(runs)} runs'}",
+        sources=list(dict.fromkeys(run.curve.source.name for run in runs)),
+        runs=runs,
+        figure=figure,
+        comparison=comparison,
+        efficiency_figure=efficiency_figure,
+        tables=tables,
     )
     path.write_text(page, encoding="utf-8")
     return path

@@ -1,4 +1,4 @@
-"""Fits, decisions and comparisons as JSON values. Infinite computes become null: JSON has no infinity."""
+"""Fits, decisions and comparisons as JSON values. JSON has no inf and nan: they become null."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_scalerl.fit.compare import Comparison
-from megatron_scalerl.fit.decide import Decision, Estimate
+from megatron_scalerl.fit.decide import Decision
 from megatron_scalerl.fit.result import FitResult, Prediction
 
 
@@ -25,24 +25,7 @@ def fit_json(fit: FitResult, predictions: Sequence[Prediction], decision: Decisi
         "warnings": list(fit.warnings),
         "verdict": decision.sentence(),
         "unit": fit.unit,
-        "decision": decision_json(decision),
-    }
-
-
-def decision_json(decision: Decision) -> dict[str, Any]:
-    """The numbers behind a verdict."""
-    return {
-        "verdict": decision.verdict,
-        "reason": decision.reason,
-        "now": decision.now,
-        "budget": decision.budget,
-        "gain": _estimate_json(decision.gain),
-        "gain_per_unit": _estimate_json(decision.gain_per_unit),
-        "worth": decision.worth,
-        "probability": decision.probability,
-        "compute_to_95_percent_of_asymptote": _estimate_json(decision.to_asymptote),
-        "target": decision.target,
-        "compute_to_target": None if decision.to_target is None else _estimate_json(decision.to_target),
+        "decision": _finite(asdict(decision)),
     }
 
 
@@ -59,8 +42,8 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
                 "midpoint": run.fit.midpoint,
                 "same_ceiling": run.same_ceiling,
                 "exponent_at_fixed_asymptote": None if run.refit is None else run.refit.exponent,
-                "probability_of_higher_exponent": None if math.isnan(run.better_exponent) else run.better_exponent,
-                "compute_to_pass_rate": _estimate_json(run.to_reach),
+                "probability_of_higher_exponent": _finite(run.better_exponent),
+                "compute_to_pass_rate": _finite(asdict(run.to_reach)),
                 "summary": run.summary,
             }
             for run in comparison.runs
@@ -68,5 +51,7 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _estimate_json(estimate: Estimate) -> dict[str, float | None]:
-    return {key: value if math.isfinite(value) else None for key, value in asdict(estimate).items()}
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_scalerl.fit.backtest import Backtest
+from megatron_scalerl.fit.backtest import MARGIN, Backtest
 from megatron_scalerl.fit.compare import Comparison
 from megatron_scalerl.fit.formatting import short_number, unit_label
 from megatron_scalerl.fit.plot import COLORS, INK, MARKERS, new_figure, plain_ticks, save
@@ -47,8 +47,8 @@ def plot_backtest(path: str | Path, test: Backtest, *, unit: str = "gpu_hours") 
     y, lo, hi = (np.array([getattr(point, key) for point in test.points]) for key in ("forecast", "lo", "hi"))
     axes.fill_between(x, lo, hi, color=COLORS[0], alpha=0.16, linewidth=0, label="90 % interval")
     axes.plot(x, y, "o-", color=COLORS[0], markersize=4.5, label="forecast of the last point")
-    low, high = test.final_pass_rate - test.margin, test.final_pass_rate + test.margin
-    axes.axhspan(low, high, color=COLORS[2], alpha=0.15, linewidth=0, label=f"measured, ±{test.margin:g}")
+    low, high = test.final_pass_rate - MARGIN, test.final_pass_rate + MARGIN
+    axes.axhspan(low, high, color=COLORS[2], alpha=0.15, linewidth=0, label=f"measured, ±{MARGIN:g}")
     axes.axhline(test.final_pass_rate, color=COLORS[2], linewidth=1.2)
     if test.settled_from is not None:
         axes.axvline(test.settled_from, color=INK, linewidth=1.0, linestyle=(0, (1, 2)), label="settled from here")

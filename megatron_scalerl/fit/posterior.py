@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_scalerl.fit.prior import Bounds, Discrepancy, Prior
-from megatron_scalerl.fit.sigmoid import Array
+from megatron_scalerl.fit.prior import DEFAULT_BOUNDS, Bounds, Discrepancy, Prior
+from megatron_scalerl.fit.sigmoid import PARAMETERS, Array
 
 Index = NDArray[np.integer[Any]]
 
@@ -90,12 +90,7 @@ class Posterior:
     @property
     def parameters(self) -> dict[str, Array]:
         """[draws] each: the keyword arguments of `sigmoid.sigmoid`."""
-        return {
-            "asymptote": self.asymptote,
-            "exponent": self.exponent,
-            "midpoint": self.midpoint,
-            "initial": self.initial,
-        }
+        return {key: getattr(self, key) for key in PARAMETERS}
 
     def curves(self, compute: Array) -> Array:
         """[draws, len(compute)] the sigmoids, without discrepancy and noise."""
@@ -123,15 +118,11 @@ class Posterior:
             variance[rows] = np.maximum(left, 0.0) * self.noise_variance[rows, None]
         return mean, variance
 
-    def measured(self, compute: Array, *, noise_factor: float = 1.0) -> tuple[Array, Array]:
-        """(center [len(compute)], draws [draws, len(compute)]) of a new measurement at each compute.
-
-        noise_factor: variance of the new measurement relative to the fitted ones (their validation size over
-        the new one's).
-        """
+    def measured(self, compute: Array) -> tuple[Array, Array]:
+        """(center [len(compute)], draws [draws, len(compute)]) of a new measurement at each compute."""
         mean, variance = self.true_pass_rate(compute)
         noise = np.random.default_rng([self.seed, 1]).standard_normal(mean.shape)
-        spread = np.sqrt(variance + noise_factor * self.noise_variance[:, None])
+        spread = np.sqrt(variance + self.noise_variance[:, None])
         return np.clip(np.median(mean, axis=0), 0.0, 1.0), np.clip(mean + spread * noise, 0.0, 1.0)
 
     def weights(self) -> Array:
@@ -157,7 +148,7 @@ def sample(
     observations: Observations,
     *,
     prior: Prior,
-    bounds: Bounds,
+    bounds: Bounds = DEFAULT_BOUNDS,
     fixed_asymptote: float | None = None,
     draws: int = 4000,
     seed: int = 0,
@@ -192,9 +183,9 @@ def sample(
     return replace(posterior, noise_variance=scale / rng.gamma(shape, size=draws))
 
 
-def hypothesis_evidence(observations: Observations, *, prior: Prior, bounds: Bounds) -> Array:
+def hypothesis_evidence(observations: Observations, *, prior: Prior) -> Array:
     """[hypotheses] log marginal likelihood of the points under each discrepancy hypothesis, up to one constant."""
-    grid = _refined_grid(observations, prior, bounds, None)
+    grid = _refined_grid(observations, prior, DEFAULT_BOUNDS, None)
     weights = np.array([hypothesis.weight for hypothesis in prior.discrepancies])
     return np.log(np.maximum(grid.mass.sum(axis=(0, 2, 3, 4)), 1e-300)) - np.log(weights)
 
@@ -267,10 +258,8 @@ def _refined_grid(obs: Observations, prior: Prior, bounds: Bounds, fixed_asympto
     for _ in range(8):
         grid = _grid(obs, prior, bounds, fixed_asymptote, _axes(box, COARSE))
         cells = grid.mass.sum(axis=(0, 1, 4))
-        smaller = [
-            _region(cells.sum(axis=1), grid.log_b, limits[0]),
-            _region(cells.sum(axis=0), grid.log_m, limits[1]),
-        ]
+        marginals = (cells.sum(axis=1), grid.log_b), (cells.sum(axis=0), grid.log_m)
+        smaller = [_region(*marginal, limit) for marginal, limit in zip(marginals, limits)]
         settled = all(np.ptp(new) > 0.7 * np.ptp(old) for new, old in zip(smaller, box))
         box = smaller
         if settled:

@@ -81,6 +81,8 @@ class Bounds:
     """Lowest and highest C_mid, as multiples of the largest fitted compute."""
 
 
+DEFAULT_BOUNDS = Bounds()
+"""The bounds of `method="robust"`."""
 DEFAULT_PRIOR = Prior()
 """The prior of `method="robust"`."""
 

@@ -8,14 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_scalerl.fit.posterior import Posterior
-from megatron_scalerl.fit.sigmoid import Array, sigmoid
+from megatron_scalerl.fit.sigmoid import PARAMETERS, Array, sigmoid
 
 LEVEL = 0.90
 """Nominal coverage of every interval of this package."""
 TAIL = (1.0 - LEVEL) / 2.0
 """Probability on either side of an interval."""
-SAME_ASYMPTOTE = 0.02
-"""Two asymptotes within this margin count as the same (three independent runs; Khatri et al. 2025, A.5)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +65,8 @@ class FitResult:
 
     @property
     def parameters(self) -> dict[str, float]:
-        """A, B, C_mid and R_0 as the keyword arguments of `sigmoid.sigmoid`."""
-        return {
-            "asymptote": self.asymptote,
-            "exponent": self.exponent,
-            "midpoint": self.midpoint,
-            "initial": self.initial,
-        }
+        """The keyword arguments of `sigmoid.sigmoid`."""
+        return {key: getattr(self, key) for key in PARAMETERS}
 
     def curve(self, compute: Sequence[float] | Array) -> Array:
         """The sigmoid at the fitted parameters, without the run's current discrepancy. Shape of `compute`.
@@ -82,18 +75,17 @@ class FitResult:
         """
         return sigmoid(compute, **self.parameters)
 
-    def predict(self, compute: Sequence[float] | Array, *, noise_factor: float = 1.0) -> list[Prediction]:
+    def predict(self, compute: Sequence[float] | Array) -> list[Prediction]:
         """Forecast of a measured pass rate at each compute [n], with its 90 % interval.
 
-        noise_factor: variance of the new measurement relative to the fitted ones (2.0 for half the prompts).
-        Raises ValueError for compute <= 0.
+        The validation size is that of the fitted points. Raises ValueError for compute <= 0.
         """
         at = np.asarray(compute, dtype=float).reshape(-1)
         if at.size == 0:
             return []
         if not np.all(np.isfinite(at)) or np.any(at <= 0):
             raise ValueError(f"predict: expected compute > 0, found {at.tolist()}")
-        center, draws = self.posterior.measured(at, noise_factor=noise_factor)
+        center, draws = self.posterior.measured(at)
         if self.method == "paper":
             center = self.curve(at)
         lo, hi = np.quantile(draws, [TAIL, 1.0 - TAIL], axis=0)

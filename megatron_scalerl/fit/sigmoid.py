@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
+PARAMETERS = ("asymptote", "exponent", "midpoint", "initial")
+"""A, B, C_mid and R_0: the keyword arguments of `sigmoid`."""
 
 
 def gain_share(compute: ArrayLike, *, exponent: ArrayLike, midpoint: ArrayLike) -> Array:
@@ -19,7 +21,12 @@ def gain_share(compute: ArrayLike, *, exponent: ArrayLike, midpoint: ArrayLike) 
 
     `compute` and `midpoint` have the same unit. Raises ValueError for compute <= 0.
     """
-    return _logistic(_logit(compute, exponent, midpoint))
+    c = np.asarray(compute, dtype=float)
+    if np.any(~(c > 0)):
+        raise ValueError(f"compute: expected values > 0, found {float(np.min(c))!r}")
+    z = np.asarray(exponent, dtype=float) * (np.log(c) - np.log(np.asarray(midpoint, dtype=float)))
+    small = np.exp(-np.abs(z))
+    return np.where(z >= 0, 1.0 / (1.0 + small), small / (1.0 + small))
 
 
 def sigmoid(
@@ -77,16 +84,3 @@ def efficiency_transform(
     inside = (r > initial) & (r < asymptote)
     share = np.where(inside, (r - initial) / (asymptote - initial), 0.5)
     return np.where(inside, exponent * np.log(midpoint) + np.log(share) - np.log1p(-share), np.nan)
-
-
-def _logit(compute: ArrayLike, exponent: ArrayLike, midpoint: ArrayLike) -> Array:
-    c = np.asarray(compute, dtype=float)
-    if np.any(~(c > 0)):
-        raise ValueError(f"compute: expected values > 0, found {float(np.min(c))!r}")
-    return np.asarray(exponent, dtype=float) * (np.log(c) - np.log(np.asarray(midpoint, dtype=float)))
-
-
-def _logistic(z: ArrayLike) -> Array:
-    z = np.asarray(z, dtype=float)
-    small = np.exp(-np.abs(z))
-    return np.where(z >= 0, 1.0 / (1.0 + small), small / (1.0 + small))

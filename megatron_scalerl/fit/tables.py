@@ -88,7 +88,7 @@ def parameters_table(runs: Sequence[RunReport]) -> Table:
                 f"{run.fit.initial:.3f}",
                 str(run.fit.n_points),
                 f"{run.fit.rmse:.4f}",
-                estimated_compute(run.decision.to_asymptote),
+                estimated_compute(run.decision.compute_to_95_percent_of_asymptote),
             )
             for run in runs
         ),

@@ -55,10 +55,10 @@ def test_gain_and_target_against_the_true_curve():
     true_gain = float(sigmoid(2.0, **truth) - sigmoid(1.0, **truth))
     assert decision.gain.lo <= true_gain <= decision.gain.hi
     # (0.61 - 0.4) / (0.62 - 0.61) = 21 = (C / 0.3)^2
-    assert decision.to_target.lo <= 0.3 * 21**0.5 <= decision.to_target.hi
+    assert decision.compute_to_target.lo <= 0.3 * 21**0.5 <= decision.compute_to_target.hi
     # 0.95 * 0.62 = 0.589: (0.189 / 0.031)^(1/2) * 0.3
-    assert decision.to_asymptote.value == pytest.approx(0.3 * (0.189 / 0.031) ** 0.5, rel=0.08)
-    assert decide(run()(), target=0.9).to_target.value == np.inf
+    assert decision.compute_to_95_percent_of_asymptote.value == pytest.approx(0.3 * (0.189 / 0.031) ** 0.5, rel=0.08)
+    assert decide(run()(), target=0.9).compute_to_target.value == np.inf
 
 
 def test_the_budget_has_to_be_positive():
@@ -122,9 +122,9 @@ def test_settled_from_is_the_start_of_the_last_run_of_right_forecasts():
             for n, value in enumerate(forecasts, start=1)
         ]
 
-    assert _settled_from(points(0.50, 0.60, 0.56, 0.61), 0.60, 0.02) == 4.0
-    assert _settled_from(points(0.50, 0.60, 0.59, 0.61), 0.60, 0.02) == 2.0
-    assert _settled_from(points(0.60, 0.50), 0.60, 0.02) is None
+    assert _settled_from(points(0.50, 0.60, 0.56, 0.61), 0.60) == 4.0
+    assert _settled_from(points(0.50, 0.60, 0.59, 0.61), 0.60) == 2.0
+    assert _settled_from(points(0.60, 0.50), 0.60) is None
 
 
 def test_comparison_separates_ceiling_from_efficiency():

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_scalerl.fit.forecast import fit, observe
 from megatron_scalerl.fit.posterior import hypothesis_evidence, log_prior
-from megatron_scalerl.fit.prior import DEFAULT_PRIOR, Bounds, Discrepancy
+from megatron_scalerl.fit.prior import DEFAULT_PRIOR, Discrepancy
 from megatron_scalerl.fit.published import published_series
 from megatron_scalerl.fit.study import learning
 
@@ -95,7 +95,7 @@ def test_evidence_distinguishes_a_run_with_discrepancy_from_one_without():
     gains = []
     for measured in (straight, waving):
         obs = observe(compute, measured, 0.4, prompts=1000, generations=16, prior=prior)
-        none, some = hypothesis_evidence(obs, prior=prior, bounds=Bounds())
+        none, some = hypothesis_evidence(obs, prior=prior)
         gains.append(some - none)
     assert gains[0] < -3.0 and gains[1] > 10.0
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from megatron_scalerl.fit.forecast import observe, robust_posterior
 from megatron_scalerl.fit.posterior import Posterior, hypothesis_evidence, log_prior
-from megatron_scalerl.fit.prior import Bounds, Discrepancy, Prior
+from megatron_scalerl.fit.prior import Discrepancy, Prior
 from megatron_scalerl.fit.published import GENERATIONS, PROMPTS, PublishedSeries, published_series
 from megatron_scalerl.fit.sigmoid import Array
 
@@ -158,7 +158,7 @@ def discrepancy_evidence(name: str) -> Array:
     obs = observe(
         series.compute, series.pass_rate, series.initial, prompts=PROMPTS, generations=GENERATIONS, prior=REFERENCE
     )
-    return hypothesis_evidence(obs, prior=REFERENCE, bounds=Bounds())
+    return hypothesis_evidence(obs, prior=REFERENCE)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -207,7 +207,7 @@ def _reference(task: _Task) -> tuple[Posterior, Array]:
         generations=GENERATIONS,
         prior=REFERENCE,
     )
-    posterior = robust_posterior(obs, REFERENCE, Bounds(), fixed_asymptote=None, draws=REFERENCE_DRAWS, seed=0)
+    posterior = robust_posterior(obs, REFERENCE, fixed_asymptote=None, draws=REFERENCE_DRAWS, seed=0)
     mean, variance = posterior.true_pass_rate(s.compute[task.unseen])
     variance = variance + posterior.noise_variance[:, None]
     density = np.exp(-0.5 * (s.pass_rate[task.unseen] - mean) ** 2 / variance) / np.sqrt(2.0 * np.pi * variance)
