@@ -63,7 +63,7 @@ def test_a_noiseless_sigmoid_is_forecast(tmp_path):
         ({"fit_from_steps": 0, "fit_until_share": 1.0}, 20, 0),
     ],
 )
-def test_the_recipe_says_which_rows_are_fitted(section, fitted, unseen):
+def test_the_recipe_selects_the_rows_to_fit(section, fitted, unseen):
     rows = [{"step": 5 * n} for n in range(21)]
     assert [len(part) for part in split(rows, section)] == [fitted, unseen]
     assert split(rows[1:], section) == ([], [])  # no validation before training: no R_0
@@ -79,7 +79,7 @@ def test_gain_is_paired(tmp_path):
     assert found.high - found.low < 0.2 * (CURVE[-1] - 0.4)
 
 
-def test_the_report_names_everything(tmp_path):
+def test_the_report_prints_gain_ledger_and_forecast(tmp_path):
     write_run(tmp_path, noise=0.01)
     console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
     report(tmp_path, console)
@@ -90,7 +90,7 @@ def test_the_report_names_everything(tmp_path):
     assert (tmp_path / "forecast.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_too_short_a_run_says_so(tmp_path):
+def test_too_short_a_run_has_no_forecast(tmp_path):
     write_run(tmp_path, steps=2)
     console = Console(record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     report(tmp_path, console)

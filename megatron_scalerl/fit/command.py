@@ -73,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--compare", action="store_true", help="compare the runs with the first one")
     p.add_argument("--reference", metavar="NAME", help="run that the others are compared with; default: the first")
     p.add_argument("--fixed-asymptote", type=float, metavar="X", help="hold A at X")
-    p.add_argument("--budget", type=float, metavar="C", help="further compute to judge; default: as much again")
+    p.add_argument("--budget", type=float, metavar="C", help="further compute to decide on; default: as much again")
     p.add_argument("--worth", type=float, metavar="X", help="gain that the budget has to buy; default 0.01")
     p.add_argument("--target", type=float, metavar="X", help="pass rate whose compute is estimated")
     p.add_argument("--backtest", action="store_true", help="refit at every prefix of the run")

@@ -126,7 +126,7 @@ class Posterior:
         return np.clip(np.median(mean, axis=0), 0.0, 1.0), np.clip(mean + spread * noise, 0.0, 1.0)
 
     def weights(self) -> Array:
-        """[hypotheses] share of the draws that each discrepancy hypothesis holds."""
+        """[hypotheses] share of the draws under each discrepancy hypothesis."""
         return np.bincount(self.hypothesis, minlength=len(self.discrepancies)) / len(self.hypothesis)
 
     def _log(self, compute: Array) -> Array:

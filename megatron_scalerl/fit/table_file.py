@@ -4,8 +4,8 @@ Rows keep the number that a spreadsheet shows (the header is row 1), so that an 
 (`Wall time,Step,Value`) and JSON (`[[wall time, step, value], ...]`), and the CSV of a W&B chart (`Step`, then
 `RUN - METRIC` with its `__MIN` and `__MAX`) are recognized by their columns.
 
-JSONL is not read by `checkpoints.jsonl`: that reads the files of a run, needs msgspec, which the core install does
-not have, and ignores what a table of a user may contain: a byte-order mark, blank lines, their row numbers.
+JSONL is read here and not by `checkpoints.jsonl`: the forecast depends neither on msgspec nor on other packages of
+the project, and the exports of other tools may contain a byte-order mark and blank lines.
 """
 
 from __future__ import annotations

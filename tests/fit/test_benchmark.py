@@ -20,7 +20,7 @@ def outcomes():
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("without", [(), (COLLAPSING,)])
-def test_a_fifth_less_error_than_the_papers_procedure(outcomes, method, without):
+def test_error_is_20_percent_below_the_papers_procedure(outcomes, method, without):
     paper, ours = (summarize([o for o in outcomes(name) if o.run not in without]) for name in ("paper", method))
     assert ours.points == paper.points == (82 if without else 85)
     assert ours.error <= 0.8 * paper.error
@@ -28,7 +28,7 @@ def test_a_fifth_less_error_than_the_papers_procedure(outcomes, method, without)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_intervals_cover_what_they_say(outcomes, method):
+def test_intervals_have_nominal_coverage(outcomes, method):
     assert 0.85 <= summarize(outcomes(method)).coverage <= 0.97
     assert 0.85 <= summarize([o for o in outcomes(method) if o.run != COLLAPSING]).coverage <= 0.97
     for run in {o.run for o in outcomes(method)} - {COLLAPSING}:
@@ -43,7 +43,7 @@ def test_summary_by_hand():
     assert (pooled.coverage, pooled.half_width) == (pytest.approx(2 / 3), pytest.approx(0.3))
 
 
-def test_identity_table_names_every_series_once_and_equal_series_agree():
+def test_identity_table_lists_every_series_once_and_series_of_one_run_agree():
     series = published_series()
     assert len(series) == len({s.name for s in series}) == 36
     assert len({s.run for s in series}) == 26

@@ -67,7 +67,7 @@ def test_both_methods_and_a_fixed_asymptote(capsys):
     assert answers["paper"]["n_points"] == answers["robust"]["n_points"] - 2  # before 1.5k GPU-hours
 
 
-def test_terminal_shows_forecast_against_what_was_left_out(capsys):
+def test_terminal_shows_the_forecast_of_points_that_were_not_fitted(capsys):
     assert main([*SCALERL, "--fit-until", "8000", "--backtest"]) == 0
     out = capsys.readouterr().out
     assert "not fitted" in out and "mean absolute error 0.00" in out and "11 of 11 measurements" in out
@@ -104,7 +104,7 @@ def test_report_is_one_file_with_its_figures_inside(tmp_path):
     assert json.loads((tmp_path / "a.json").read_text())["fits"][0]["name"] == "ScaleRL"
 
 
-def test_a_name_cannot_break_the_report(tmp_path):
+def test_names_are_escaped_in_html(tmp_path):
     table = tmp_path / "t.csv"
     table.write_text("run,gpu_hours,pass_rate\n" + "".join(f"<b>x,{n},{0.4 + n / 50}\n" for n in range(1, 9)))
     page = tmp_path / "r.html"
@@ -129,7 +129,7 @@ def test_terminal_and_html_show_the_same_tables(tmp_path, capsys):
             assert [re.sub("<.*?>", "", cell.replace("<br>", " ")) for cell in row] in shown
 
 
-def test_a_name_with_markup_is_printed_as_it_is(tmp_path, capsys):
+def test_names_with_rich_markup_are_printed_literally(tmp_path, capsys):
     table = tmp_path / "t.csv"
     table.write_text("run,gpu_hours,pass_rate\n" + "".join(f"[red]x,{n},{0.4 + n / 50}\n" for n in range(1, 9)))
     assert main([str(table), "--series", "run=*", "--r0", "0.4"]) == 0
@@ -211,7 +211,7 @@ def test_a_missing_package_is_reported_before_the_fit(option, package, tmp_path,
 
 
 def test_users_do_not_import_the_studies(tmp_path):
-    """How the prior was learned is for whoever reproduces it: no command and no library function needs it."""
+    """Neither a command nor a library function needs them."""
     arguments = [
         *SCALERL,
         "--fit-until",

@@ -1,4 +1,4 @@
-"""Run folders, tables and exports in; one line out for what is wrong."""
+"""Reading run folders, tables and exports; errors are one line."""
 
 import json
 
@@ -72,7 +72,7 @@ def test_named_columns_and_series(tmp_path):
     assert [c.name for c in both] == ["a", "b"]
 
 
-def test_several_runs_in_one_table_are_not_joined_in_silence(tmp_path):
+def test_several_runs_in_one_table_are_noted(tmp_path):
     path = write(tmp_path, "run,gpu_hours,pass_rate\na,1,0.4\nb,2,0.5\n")
     assert "rows of 2 different run were fitted as one" in read_curves(path)[0].notes[0]
     assert read_curves(path, ColumnOptions(series=(("run", "b"),)))[0].notes == ()
@@ -93,7 +93,7 @@ def test_tensorboard_exports(tmp_path):
     assert read_curves(path)[0].pass_rate.tolist() == [0.42, 0.47]
 
 
-def test_wandb_chart_export_holds_a_run_per_column(tmp_path):
+def test_wandb_chart_export_has_a_run_per_column(tmp_path):
     path = write(
         tmp_path,
         '"Step","base - pass_rate","base - pass_rate__MIN","base - pass_rate__MAX","new - pass_rate"\n'
@@ -104,18 +104,18 @@ def test_wandb_chart_export_holds_a_run_per_column(tmp_path):
     assert (new.name, new.compute.tolist(), new.pass_rate.tolist()) == ("new", [20, 30], [0.47, 0.50])
 
 
-def test_rows_of_a_metrics_log_without_the_score_are_passed_over(tmp_path):
+def test_rows_of_a_metrics_log_without_the_score_are_skipped(tmp_path):
     path = write(tmp_path, '{"gpu_hours": 1, "loss": 2}\n{"gpu_hours": 2, "pass_rate": 0.5}\n', "metrics.jsonl")
     assert read_curves(path)[0].compute.tolist() == [2.0]
 
 
-def test_unsorted_is_sorted_and_said(tmp_path):
+def test_unsorted_rows_are_sorted_with_a_note(tmp_path):
     (curve,) = read_curves(write(tmp_path, "gpu_hours,pass_rate\n3,0.5\n1,0.4\n2,0.45\n"))
     assert curve.compute.tolist() == [1, 2, 3] and curve.pass_rate.tolist() == [0.4, 0.45, 0.5]
     assert "sorted" in curve.notes[0]
 
 
-def test_duplicates_are_said(tmp_path):
+def test_duplicates_are_noted(tmp_path):
     (curve,) = read_curves(write(tmp_path, "gpu_hours,pass_rate\n1,0.4\n1,0.4\n2,0.45\n2,0.46\n"))
     assert curve.compute.tolist() == [1, 2, 2]
     assert "1 rows repeat" in curve.notes[0] and "1 points share" in curve.notes[1]

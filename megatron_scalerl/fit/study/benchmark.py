@@ -3,7 +3,7 @@
 The same run appears in several figures, so cross-validation leaves out by physical run (data/runs.csv). For each
 left-out run the prior of the robust fit, its settings included, is learned again from the other runs (`learning`):
 neither the points nor the legend of a run inform the prior that forecasts it. The results with every other setting,
-and with other values of what is not learned (`varied`), are printed as well.
+and with other values of the constants that are not learned (`varied`), are printed as well.
 
     python -m megatron_scalerl.fit.study.benchmark
 """
@@ -147,7 +147,7 @@ def leave_one_run_out(grid: tuple[Setting, ...] | None = None) -> Method:
 
 
 def varied() -> dict[str, Method]:
-    """Other values of what is not learned; everything else is learned without the run."""
+    """Other values of the constants that are not learned; everything else is learned without the run."""
 
     def changed(**changes: Any) -> Method:
         return lambda series: outcome(series, fit_train(series, prior=replace(learn((series.run,)), **changes)))

@@ -7,8 +7,8 @@ for every run regardless of the number of figures that show it:
 * location and spread of B: from the legends;
 * location of C_mid relative to the fitted compute: from the legends;
 * the weights of the discrepancy hypotheses: by the marginal likelihood of the runs' points;
-* the widths and shapes of all that (`settings`): by the log predictive density of what each of the other runs
-  measured after its fitted part, forecast with a prior that was learned without it as well.
+* the widths and shapes of these distributions (`settings`): by the log predictive density of the points that each of
+  the other runs measured after its fitted part, forecast with a prior that was learned without that run as well.
 
     python -m megatron_scalerl.fit.study.learning
 """
