@@ -1,5 +1,5 @@
 # Short names for the commands of this repository.
-.PHONY: install lint test test-fast test-all docs bench rehearse
+.PHONY: install lint test test-fast test-all docs bench rehearse mutation
 install:
 	tools/install.sh cpu
 lint:
@@ -22,3 +22,7 @@ bench:
 	.venv/bin/python tools/bench_plan.py memory
 rehearse:
 	.venv/bin/megatron-scalerl check-gpu --rehearse
+mutation: .venv-mutation
+	OMP_NUM_THREADS=1 nice .venv/bin/python tools/mutation.py
+.venv-mutation:
+	.venv/bin/pip install --quiet --target $@ cosmic-ray==8.7.0

@@ -19,7 +19,7 @@ from megatron_scalerl.fit.formatting import unit_name
 from megatron_scalerl.fit.plot import plot_forecast
 from megatron_scalerl.fit.result import ForecastEvaluation
 from megatron_scalerl.fit.tables import Table
-from megatron_scalerl.recipe.file import read_yaml
+from megatron_scalerl.recipe.file import read_run_recipe
 
 BOOTSTRAP_DRAWS = 10_000
 Rows = Sequence[dict[str, Any]]
@@ -49,7 +49,7 @@ def report(run_dir: str | Path, console: Console) -> None:
     """
     run_dir = Path(run_dir)
     rows = read_rows(run_dir / "validation.jsonl")
-    recipe = read_yaml(run_dir / "recipe.yaml")
+    recipe = read_run_recipe(run_dir)
     ledger = read_rows(run_dir / "ledger.jsonl")
     unit = str(ledger[0]["unit"])
     _print_gain(console, gain(run_dir))

@@ -112,6 +112,7 @@ def evaluation_table(evaluation: ForecastEvaluation) -> Table:
     cells = zip(evaluation.predictions, evaluation.measured, evaluation.errors, evaluation.covered)
     return Table(
         title=f"{evaluation.fit.name}: points that were not fitted",
+        labeled=False,
         columns=(unit_name(evaluation.fit.unit), "forecast", "90 % interval", "measured", "error", ""),
         rows=tuple(
             (
@@ -149,6 +150,7 @@ def comparison_table(comparison: Comparison) -> Table:
 def backtest_table(test: Backtest) -> Table:
     """The forecast of the last point from every prefix."""
     return Table(
+        labeled=False,
         columns=("fitted up to", "points", "forecast", "90 % interval", "error", "A"),
         rows=tuple(
             (
