@@ -75,10 +75,25 @@ def fit(
         solution = _solve_robust(obs, prior, fixed_asymptote, draws, seed)
     else:
         solution = _solve_paper(obs, fixed_asymptote, draws, seed)
+    notes += window_notes + solution.notes + checks.truncation_warnings(c, truncated)
+    return _result(c, y, solution, notes, name=name, method=method, unit=unit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Solution:
+    parameters: tuple[float, float, float, float]
+    """A, B, C_mid, R_0."""
+    posterior: Posterior
+    notes: list[str]
+    """Warnings of the method."""
+
+
+def _result(
+    c: Array, y: Array, solution: _Solution, notes: list[str], *, name: str, method: str, unit: str
+) -> FitResult:
     a, b, m, r0 = solution.parameters
     residual = y - sigmoid(c, asymptote=a, exponent=b, midpoint=m, initial=r0)
-    notes += window_notes + solution.notes + checks.truncation_warnings(c, truncated)
-    notes += checks.curve_warnings(c, y, exponent=b, midpoint=m, posterior=solution.posterior)
+    notes = notes + checks.curve_warnings(c, y, exponent=b, midpoint=m, posterior=solution.posterior)
     return FitResult(
         name=name,
         method=method,
@@ -95,15 +110,6 @@ def fit(
         posterior=solution.posterior,
         unit=unit,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Solution:
-    parameters: tuple[float, float, float, float]
-    """A, B, C_mid, R_0."""
-    posterior: Posterior
-    notes: list[str]
-    """Warnings of the method."""
 
 
 def _solve_robust(obs: Observations, prior: Prior, fixed_asymptote: float | None, draws: int, seed: int) -> _Solution:
