@@ -1,8 +1,8 @@
 """Saving and resuming the trainer through Megatron's distributed checkpoints (torch_dist).
 
-A checkpoint holds the policy, the optimiser in its fully reshardable form, the generators' states of every rank,
-the step, and the controller's own state as JSON. It can be loaded under another tensor, pipeline or data
-parallel size; the generators are then seeded anew, since their number differs. `commit` says which folders count.
+A checkpoint holds the policy, the optimizer in its fully reshardable form, the RNG states of every rank, the step,
+and the controller's own state as JSON. It can be loaded under another tensor, pipeline or data parallel size; the
+RNG is then reseeded, since the number of ranks differs. `checkpoints.commit` says which folders are complete.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from megatron_scalerl.trainer.shard_writer import writing_in_process
 from megatron_scalerl.trainer.step import Trainer
 
 EXTRA = "controller.json"
-"""The controller's own state."""
+"""File of the controller's own state."""
 
 
 def save(path: str | Path, trainer: Trainer, extra: dict[str, Any]) -> None:
-    """Write and commit a checkpoint at `path`, replacing what is there. Every rank must call it.
+    """Write and commit a checkpoint at `path`, replacing any existing one. Every rank must call it.
 
-    `extra` must be JSON data; rank 0's counts.
+    `extra` is JSON data; rank 0's is written.
     """
     path = Path(path)
     first = trainer.parallel.rank == 0
@@ -53,8 +53,8 @@ def save(path: str | Path, trainer: Trainer, extra: dict[str, Any]) -> None:
 def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
     """Resume from the checkpoint at `path`; returns the `extra` it was saved with. Every rank must call it.
 
-    Raises ValueError, naming the file, for a folder that is not committed or has lost a file, before anything is
-    loaded, and for a part of it that is not opened (see `safe_load`), when the trainer may have taken other parts.
+    Raises ValueError, naming the file, for a folder that is not committed or lacks a file, before anything is loaded,
+    and for a part that `safe_load` refuses; the trainer may then have loaded other parts.
     """
     path = Path(path)
     facts = read_commit(path)
@@ -71,7 +71,7 @@ def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
 
 
 def _sharded_state(trainer: Trainer, *, loading: bool, generators: bool) -> dict[str, Any]:
-    """What Megatron saves, or the template that it loads into."""
+    """The state that Megatron saves, or the template that it loads into."""
     state: dict[str, Any] = {key: chunk.sharded_state_dict() for key, chunk in _chunk_keys(trainer)}
     groups = trainer.parallel.groups
     metadata = {
@@ -88,7 +88,7 @@ def _sharded_state(trainer: Trainer, *, loading: bool, generators: bool) -> dict
 
 
 def _chunk_keys(trainer: Trainer) -> list[tuple[str, Any]]:
-    """Megatron's key of each model chunk, and the module inside its wrappers whose state is saved."""
+    """Megatron's key of each model chunk, and the module inside its DDP wrapper whose state is saved."""
     if len(trainer.chunks) == 1:
         return [("model", trainer.chunks[0].module)]
     return [(f"model{i}", chunk.module) for i, chunk in enumerate(trainer.chunks)]
@@ -100,7 +100,7 @@ def _layout(parallel: Parallel) -> dict[str, int]:
 
 
 def _generators() -> dict[str, Any]:
-    """States of all random generators of this rank."""
+    """RNG states of this rank."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),

@@ -1,4 +1,4 @@
-"""Weights of a trainer from a Megatron checkpoint, by Megatron's own load, under whatever layout the trainer has."""
+"""Loads the weights of a Megatron checkpoint by Megatron's own load, under the trainer's parallel layout."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megatron_scalerl.safe_load import megatron
 
 
 def load_megatron(chunks: Sequence[Any], path: str | Path) -> None:
-    """Fill this rank's model chunks from a checkpoint that the converter wrote. Every rank must call it.
+    """Load this rank's model chunks from a checkpoint of the converter. Every rank must call it.
 
-    Parameters convert to the model's type; rows that pad the vocabulary become 0. Of what is no tensor only modules'
-    extra states are read, which must be empty. Raises ValueError for a folder that is no whole checkpoint, or not
-    of this policy, and for parts of it that are not opened.
+    Parameters are cast to the model's type; rows that pad the vocabulary become 0. The only other data read are
+    modules' extra states, which must be empty. Raises ValueError for a folder that is not a complete checkpoint, or
+    not of this policy, and for parts that `safe_load` refuses.
     """
     path = Path(path)
     if (path / COMMIT).is_file() or not path.is_dir():

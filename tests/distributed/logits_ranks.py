@@ -77,7 +77,7 @@ def run(case: Case, group: Any = None) -> dict[str, torch.Tensor]:
     return dict(found, grad_h=hidden.grad, grad_w=weight.grad)
 
 
-MISTAKES = ("target", "share", "rows", "dtype", "mask", "workspace", "quantised", "temperature")
+MISTAKES = ("target", "share", "rows", "dtype", "mask", "workspace", "quantized", "temperature")
 
 
 def mistaken(names: tuple[str, ...]) -> dict[str, str]:
@@ -106,7 +106,7 @@ def _mistake(name: str, group: Any) -> str:
             "dtype": dict(weight=arguments["weight"].bfloat16(), hidden=h.bfloat16()),
             "mask": dict(loss_mask=torch.arange(TOKENS) != 3),
             "workspace": dict(workspace_mb=1e-5),
-            "quantised": dict(weight=arguments["weight"].to(torch.int8)),
+            "quantized": dict(weight=arguments["weight"].to(torch.int8)),
             "temperature": dict(temperature=0.5),
         }[name]
     try:

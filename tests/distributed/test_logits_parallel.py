@@ -76,7 +76,7 @@ EXPECTED = {
     "dtype": "dtype of weight: expected the same on all ranks",
     "mask": r"tokens with loss: expected the same on all ranks .*, found \[12, 11\]",
     "workspace": "rank 1 of 2 .*: workspace_mb: expected at least",
-    "quantised": "rank 1 of 2 .*: weight: expected a plain tensor .*, found torch.int8",
+    "quantized": "rank 1 of 2 .*: weight: expected a plain tensor .*, found torch.int8",
     "temperature": "temperature: expected the same on all ranks",
 }
 
