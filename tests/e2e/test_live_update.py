@@ -56,7 +56,7 @@ async def one_step(fleet, recipe, prompts, rollouts):
         for i in range(half)
     ]
     plan = samples_of(
-        groups, normalise="batch", truncated="wrong", zero_variance=True, reduction=recipe.loss.reduction
+        groups, normalize="batch", truncated="wrong", zero_variance=True, reduction=recipe.loss.reduction
     )
     batches = pack(
         plan.samples,

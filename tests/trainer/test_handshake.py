@@ -81,7 +81,7 @@ def test_a_wrong_secret_gets_no_answer():
 
     status, line, failure = asyncio.run(scenario())
     assert status == worker.EXIT_REFUSED
-    assert "found none (gone, or MSRL_SECRET is another run's)" in line
+    assert "found none (it has exited, or MSRL_SECRET is another run's)" in line
     assert failure == ""
 
 
@@ -370,7 +370,7 @@ def test_a_rank_that_stands_still_is_lost_after_the_heartbeat_s_limit(monkeypatc
             while 1 not in trainer._identities:  # then it waits to be told where rank 0 is
                 await asyncio.sleep(0.05)
             process.send_signal(signal.SIGSTOP)
-            with pytest.raises(TrainerError, match="trainer rank 1: the process has gone without a word"):
+            with pytest.raises(TrainerError, match="trainer rank 1: the process exited unexpectedly"):
                 await asyncio.wait_for(start, 30)
         finally:
             process.kill()

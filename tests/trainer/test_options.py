@@ -135,7 +135,7 @@ def test_a_world_that_cannot_be_cut_is_one_clear_line(monkeypatch: pytest.Monkey
     three = two.model_copy(update=dict(trainer=two.trainer.model_copy(update=dict(world_size=3))))
     with pytest.raises(ValueError, match=r"multiple of tensor x pipeline x context parallel size 2, found 3"):
         init_parallel(three)
-    with pytest.raises(ValueError, match=r"trainer\.world_size: expected 1 processes as the recipe says, found 3"):
+    with pytest.raises(ValueError, match=r"trainer\.world_size: expected 1 processes as in the recipe, found 3"):
         init_parallel(recipe())
     monkeypatch.delenv("MASTER_PORT")
     with pytest.raises(ValueError, match=r"environment: expected RANK.*missing MASTER_PORT"):

@@ -193,7 +193,7 @@ def test_a_killed_rank_is_named_and_the_others_exit_with_their_controller(tmp_pa
         if busy:
             await asyncio.sleep(0)  # the commands are on their way
             world.processes[1].send_signal(signal.SIGKILL)
-        with pytest.raises(TrainerError, match=r"trainer rank 1: the process has gone without a word"):
+        with pytest.raises(TrainerError, match=r"trainer rank 1: the process exited unexpectedly"):
             await stepping
         world.client.close()
         return await world.exits()
