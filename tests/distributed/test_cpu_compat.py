@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
+import megatron.core
 import pytest
 import torch
 
 from megatron_scalerl.distributed import cpu_compat
+
+CORE = Path(megatron.core.__file__).parent
 
 
 def test_installed_megatron_core_is_the_version_of_the_patches() -> None:
@@ -40,7 +45,17 @@ def test_importing_the_seam_patches_nothing() -> None:
     assert answer.stdout.strip() == "untouched"
 
 
-def test_every_patch_names_its_upstream_lines() -> None:
+def test_every_patch_names_upstream_lines_that_exist() -> None:
     for name, patch in cpu_compat.PATCHES.items():
-        text = patch.__doc__ or ""
-        assert ".py:" in text or "LITERAL_FILES" in text, name
+        cited = re.findall(r"([\w/]+\.py):([\d,\s-]+)", patch.__doc__ or "")
+        assert cited or "LITERAL_FILES" in (patch.__doc__ or ""), name
+        for path, numbers in cited:
+            files = [f for f in CORE.rglob(Path(path).name) if f.as_posix().endswith(f"/{path}")]
+            longest = max((f.read_text().count("\n") for f in files), default=0)
+            assert max(map(int, re.findall(r"\d+", numbers))) <= longest, (name, path)
+
+
+def test_every_literal_file_has_a_device_literal() -> None:
+    for name in cpu_compat.LITERAL_FILES:
+        text = (CORE / f"{name.replace('.', '/')}.py").read_text()
+        assert re.search(r"""device=["']cuda["']""", text), name
