@@ -16,7 +16,7 @@ from typing import Any
 from megatron_scalerl.check_gpu.findings import finite
 from megatron_scalerl.check_gpu.logs import cause, last_line, read_log, serving_facts
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
-from megatron_scalerl.processes.children import ChildProcess
+from megatron_scalerl.processes.child_process import ChildProcess
 
 GRACE_S = 4.0
 """For a command that is ended."""
@@ -50,7 +50,7 @@ async def command(arguments: Sequence[str], log: Path, *, limit_s: float) -> Com
     code: int | None = None
     try:
         async with asyncio.timeout(limit_s):
-            code = await process.ended()
+            code = await process.wait()
     except TimeoutError:
         pass
     finally:

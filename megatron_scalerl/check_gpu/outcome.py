@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_scalerl.processes.child import command
+from megatron_scalerl.processes.parent_death import tied_command
 
 if TYPE_CHECKING:
     from megatron_scalerl.check_gpu.cases import Case
@@ -114,7 +114,7 @@ def start_reference(which: Mapping[str, Any], folder: Path) -> Reference:
     asked = json.dumps({"case": dict(which), "folder": str(folder)})
     argv = [sys.executable, "-m", "megatron_scalerl.check_gpu.outcome", asked]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "MSRL_LAYERS": "plain"}
-    return subprocess.Popen(command(argv), env=env, stdin=subprocess.DEVNULL)
+    return subprocess.Popen(tied_command(argv), env=env, stdin=subprocess.DEVNULL)
 
 
 def main() -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megatron_scalerl.processes import child
-from megatron_scalerl.processes.children import open_log
+from megatron_scalerl.processes.child_process import open_log, signal_group
+from megatron_scalerl.processes.parent_death import tied_command
 
 Process = subprocess.Popen[bytes]
 
@@ -27,7 +26,7 @@ def own_group(
     log.unlink(missing_ok=True)
     with open_log(log) as output:
         process = subprocess.Popen(
-            child.command(list(argv)),
+            tied_command(list(argv)),
             env={**os.environ, **env},
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -37,8 +36,7 @@ def own_group(
     try:
         yield process
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        signal_group(process.pid)
         process.wait()
 
 

@@ -18,7 +18,7 @@ from megatron_scalerl.check_gpu.findings import Finding, read_findings
 from megatron_scalerl.check_gpu.logs import last_line
 from megatron_scalerl.check_gpu.setting import Setting, Size
 from megatron_scalerl.check_gpu.table import Part
-from megatron_scalerl.processes.children import ChildProcess
+from megatron_scalerl.processes.child_process import ChildProcess, log_tail
 
 _PROBE_S = 120.0
 _GRACE_S = 5.0
@@ -154,11 +154,11 @@ async def _in_process(
     process = await ChildProcess.start(part.name, argv, _environment(part, size, scratch.resolve() / "caches"), log)
     end = ""
     try:
-        code = await asyncio.wait_for(process.ended(), limit)
+        code = await asyncio.wait_for(process.wait(), limit)
         if code:
-            end = f"exit code {code}: {last_line(process.tail())}"
+            end = f"exit code {code}: {last_line(log_tail(process.log))}"
     except TimeoutError:
-        end = f"ended at its limit of {limit:g} s; last line of the log: {last_line(process.tail())}"
+        end = f"ended at its limit of {limit:g} s; last line of the log: {last_line(log_tail(process.log))}"
     finally:
         end = "; ".join(filter(None, [end, await _ended(process)]))
     found = read_findings(path)

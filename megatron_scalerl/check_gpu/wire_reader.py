@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
-from megatron_scalerl.processes.isolated import Say
+from megatron_scalerl.processes.isolated import SendEvent
 
 Handle = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
 """How another process gets at a tensor: a function of PyTorch's and what it is called with."""
@@ -20,7 +20,7 @@ def handed(tensor: torch.Tensor) -> Handle:
     return found
 
 
-def read_sum(handle: Handle, say: Say) -> None:
-    """Says the sum of the tensor of `handed`; `apart.events` tells what is raised here."""
+def read_sum(handle: Handle, send: SendEvent) -> None:
+    """Sends the sum of the tensor of `handed`; `isolated.events` reports what is raised here."""
     rebuild, arguments = handle
-    say({"sum": float(rebuild(*arguments).double().sum())})
+    send({"sum": float(rebuild(*arguments).double().sum())})

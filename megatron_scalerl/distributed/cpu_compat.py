@@ -145,8 +145,8 @@ def current_device() -> None:
 def rng_state() -> None:
     """Megatron's RNG tracker uses the CPU's RNG.
 
-    tensor_parallel/random.py:51-97 (get and set), 235-240 (add), 261 (a warning that the CPU's RNG state has changed,
-    which is intended here), 433 (the default seed)
+    tensor_parallel/random.py:51-97 (get and set), 235-240 (add), 265 (a warning that the CPU's RNG state has changed,
+    which is intended here), 422 (the default seed)
     """
     random = _core("tensor_parallel.random")
     _set(torch.cuda, "get_rng_state", lambda device=None: torch.get_rng_state())
@@ -264,8 +264,8 @@ def router_not_compiled() -> None:
 def split_sizes() -> None:
     """Split sizes of the all-to-all are passed to gloo as numbers.
 
-    transformer/moe/moe_utils.py:1093 converts only GPU tensors; token_dispatcher.py:879-885 then passes tensors to
-    all_to_all_single, which requires integers.
+    transformer/moe/moe_utils.py:1093 converts only GPU tensors; transformer/moe/token_dispatcher.py:879-885 then
+    passes tensors to all_to_all_single, which requires integers.
     """
 
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -106,7 +106,7 @@ class TrainerClient:
 
     async def manifest(self) -> Manifest:
         """Names, types and shapes of the weights, in the order in which they are sent."""
-        return await self._call(lambda call, _: messages.Manifest(call=call), tuple[ParamMeta, ...])
+        return await self._call(lambda call, _: messages.DescribeWeights(call=call), tuple[ParamMeta, ...])
 
     async def connect_weights(self, connection: Connection) -> None:
         """Open the trainer's end of the weight transport."""

@@ -106,8 +106,8 @@ class Step(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     batch: Batch
 
 
-class Manifest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """List the weights. Answer: checkpoints.manifest.Manifest."""
+class DescribeWeights(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """List names, types and shapes of the weights. Answer: checkpoints.manifest.Manifest."""
 
     call: int
 
@@ -154,7 +154,7 @@ class Stop(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     call: int
 
 
-Command = Step | Manifest | ConnectWeights | SendWeights | Logprobs | Save | Load | Stop
+Command = Step | DescribeWeights | ConnectWeights | SendWeights | Logprobs | Save | Load | Stop
 ToRank = Welcome | Meet | Ping | Refused | Command
 ToController = Hello | Ready | Done | Failed
 

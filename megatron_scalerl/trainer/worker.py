@@ -213,7 +213,7 @@ class Worker:
                 return self.trainer.step(batch)
             case messages.Logprobs(token_ids=token_ids):
                 return self.trainer.logprobs(token_ids)
-            case messages.Manifest():
+            case messages.DescribeWeights():
                 return self.source.manifest()
             case messages.ConnectWeights(connection=connection):
                 return self._connect(connection)

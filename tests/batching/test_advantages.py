@@ -87,6 +87,14 @@ def test_zero_variance_groups_stay_when_asked():
     assert result.samples[0].token_weight == pytest.approx(1 / (3 * 12))  # N_eff counts the solved prompt
 
 
+def test_groups_with_nothing_left_leave_without_the_variance_filter_too():
+    groups = [*MIXED, group([1, -1], truncated={0, 1}, group_id=2)]
+    result = plan(groups, zero_variance=False)
+    assert result.samples == plan(MIXED, zero_variance=False).samples
+    assert (result.stats["groups_kept"], result.stats["groups_dropped_too_few"]) == (2, 1)
+    assert "groups_dropped_too_few" not in plan(MIXED, zero_variance=False).stats
+
+
 def test_equal_fractional_rewards_give_exact_zeros():
     values = advantages([group([0.1] * 3), group([0.7] * 7, group_id=1)], zero_variance=False)
     assert values == [0.0] * 10

@@ -11,11 +11,12 @@ import torch
 from parity_ranks import recipe
 from policy_rows import arguments, full_logits
 from random_policies import rows
+from safetensors.torch import save_file
 
 from megatron_scalerl.models.family import Family
 
 Job = tuple[str, str, dict[str, Any], str]
-"""Name, policy path, layout, folder to save into ("" for none)."""
+"""Name, policy path, layout, safetensors file to save into ("" for none)."""
 
 
 def logits_and_saved(jobs: list[Job]) -> dict[str, torch.Tensor]:
@@ -24,7 +25,7 @@ def logits_and_saved(jobs: list[Job]) -> dict[str, torch.Tensor]:
 
     from megatron_scalerl.distributed.parallel import init_parallel
     from megatron_scalerl.trainer.model import build_policy
-    from megatron_scalerl.weights.source import MegatronWeightSource, save_hf
+    from megatron_scalerl.weights.source import MegatronWeightSource
 
     found: dict[str, torch.Tensor] = {}
     for name, path, layout, out in jobs:
@@ -34,7 +35,10 @@ def logits_and_saved(jobs: list[Job]) -> dict[str, torch.Tensor]:
         for logits in _logits(chunks):
             found[name] = logits
         if out:
-            save_hf(MegatronWeightSource(chunks, parallel), path, out)
+            source = MegatronWeightSource(chunks, parallel)
+            gathered = {weight: tensor.clone() for weight, tensor in source.tensors()}
+            if parallel.rank == 0:
+                save_file(gathered, out)
         torch.distributed.barrier()
         parallel_state.destroy_model_parallel()
     return found

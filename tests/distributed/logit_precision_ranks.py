@@ -32,12 +32,12 @@ def full_logits(jobs: list[tuple[str, str, dict[str, Any]]]) -> dict[str, torch.
 
 
 def save(jobs: list[tuple[str, str, dict[str, Any]]]) -> None:
-    """For (output folder, policy path, layout): loads, adds 1/8 to every weight, saves as a Hugging Face folder."""
+    """For (output folder, policy path, layout): loads, adds 1/8 to every weight, saves OUT.megatron."""
     from megatron.core import parallel_state
 
     from megatron_scalerl.distributed.parallel import init_parallel
+    from megatron_scalerl.trainer.checkpoint import save_policy
     from megatron_scalerl.trainer.model import build_policy
-    from megatron_scalerl.weights.source import MegatronWeightSource, save_hf
 
     for out, path, layout in jobs:
         settings = recipe(path, int(os.environ["WORLD_SIZE"]), layout)
@@ -46,5 +46,5 @@ def save(jobs: list[tuple[str, str, dict[str, Any]]]) -> None:
         with torch.no_grad():
             for parameter in chunks[0].parameters():
                 parameter.add_(0.125)
-        save_hf(MegatronWeightSource(chunks, parallel), path, out)
+        save_policy(f"{out}.megatron", chunks, parallel)
         parallel_state.destroy_model_parallel()

@@ -15,7 +15,6 @@ import torch
 from random_policy import batches_of, make_recipe, random_samples
 from transformers import AutoModelForCausalLM
 
-from megatron_scalerl.convert.options import Options
 from megatron_scalerl.convert.to_hf import to_hf
 from megatron_scalerl.distributed.rendezvous import private_folder
 from megatron_scalerl.recipe.file import dump_recipe
@@ -153,7 +152,7 @@ def test_two_ranks_carry_out_every_command(tmp_path, policy):
         return scores, sent
 
     scores, sent = run(scenario, tmp_path, policy, world_size=2)
-    to_hf(tmp_path / "step_000003", tmp_path / "exported", Options(), like=policy)
+    to_hf(tmp_path / "step_000003", tmp_path / "exported", like=policy)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
     exported = model.state_dict()
     assert sent.keys() == exported.keys() and all(torch.equal(w, exported[n]) for n, w in sent.items())

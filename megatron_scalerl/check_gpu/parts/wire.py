@@ -86,7 +86,7 @@ def _shared(record: Recorder, device: torch.device, read: Callable[..., None] = 
     """Another process reads a tensor of this one: a CUDA IPC handle on a GPU, shared memory on a CPU."""
     tensor = torch.arange(1 << 16, device=device, dtype=torch.float32)
     expected = float(tensor.double().sum())
-    told = list(events(read, handed(tensor), start="spawn", patience_s=_ANSWER_S))
+    told = list(events(read, handed(tensor), start="spawn", silence_timeout_s=_ANSWER_S))
     found = next((event["sum"] for event in told if "sum" in event), None)
     why = next((event[FAILED] for event in told if FAILED in event), "")
     text = f"{device.type}: expected the sum {expected:g}, found {found}"
