@@ -42,7 +42,7 @@ def checked_names(folder: HfFolder, family: Family) -> Names:
     if missing:
         raise ValueError(f"{folder.path}: expected tensor {_listed(missing)}, found none of that name")
     rest = [name for name in folder.tensors if name not in policy]
-    carried = tuple(name for name in rest if family.carried and name.startswith(family.carried))
+    carried = tuple(name for name in rest if family.passthrough and name.startswith(family.passthrough))
     copies = {name: tied for name in rest if (tied := _tied_to(name, family)) and name not in carried}
     unexpected = [name for name in rest if name not in carried and name not in copies]
     if unexpected:

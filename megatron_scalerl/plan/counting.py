@@ -71,7 +71,7 @@ def count(family: Family, config: Any = None) -> Parameters:
         experts=experts,
         embedding=first,
         head=next(elements(r) for r in family.rules if r.megatron == "output_layer.weight"),
-        carried=_carried(family, config) if config is not None and family.carried else 0,
+        carried=_carried(family, config) if config is not None and family.passthrough else 0,
     )
 
 
@@ -111,7 +111,7 @@ def _rules_of_stage(family: Family, layout: Layout, stage: int) -> Iterator[Rule
 
 def _carried(family: Family, config: Any) -> int:
     """Parameters outside the policy, from transformers' own modules on the meta device, with one text layer."""
-    return _carried_of(config.to_json_string(), family.carried)
+    return _carried_of(config.to_json_string(), family.passthrough)
 
 
 @cache

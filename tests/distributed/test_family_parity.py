@@ -127,7 +127,7 @@ def test_a_saved_policy_is_its_source_to_the_bit(
 
 def same_weights(source: Path, saved: Path) -> None:
     """Names, types, shapes and bytes of every tensor of the policy."""
-    outside = family_of_folder(source).carried
+    outside = family_of_folder(source).passthrough
     before = {name: t for name, t in whole(source).items() if not (outside and name.startswith(outside))}
     after = load_file(saved)
     assert before.keys() == after.keys()
