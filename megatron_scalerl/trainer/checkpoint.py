@@ -11,7 +11,7 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,11 +21,13 @@ from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_scalerl.checkpoints.atomic_io import write_durably
-from megatron_scalerl.checkpoints.commit import discard, read_commit, write_commit
+from megatron_scalerl.checkpoints.commit import COMMIT, discard, read_commit, write_commit
 from megatron_scalerl.distributed.parallel import Parallel
 from megatron_scalerl.safe_load import megatron
 from megatron_scalerl.trainer.shard_writer import writing_in_process
-from megatron_scalerl.trainer.step import Trainer
+
+if TYPE_CHECKING:  # `step` builds its model with `load_megatron`
+    from megatron_scalerl.trainer.step import Trainer
 
 EXTRA = "controller.json"
 """File of the controller's own state."""
@@ -42,7 +44,7 @@ def save(path: str | Path, trainer: Trainer, extra: dict[str, Any]) -> None:
 
 def save_policy(path: str | Path, chunks: Sequence[Any], parallel: Parallel) -> None:
     """Write and commit a checkpoint of the weights alone, to be exported. Every rank must call it."""
-    _save(Path(path), _policy_state(chunks), parallel, {}, None)
+    _save(Path(path), _sharded_models(_inside_ddp(chunks)), parallel, {}, None)
 
 
 def _save(
@@ -73,8 +75,8 @@ def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
     facts = read_commit(path)
     same_layout = facts["layout"] == _layout(trainer.parallel)
     state = megatron.load(_sharded_state(trainer, loading=True, generators=same_layout), path, common=True)
-    for key, chunk in _chunk_keys(trainer.chunks):
-        chunk.load_state_dict(state[key])
+    for key, model in _keyed(_inside_ddp(trainer.chunks)).items():
+        model.load_state_dict(state[key])
     trainer.optimizer.load_state_dict(state["optimizer"])
     if same_layout:
         _set_generators(state["generators"])
@@ -83,9 +85,24 @@ def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
     return extra
 
 
+def load_megatron(models: Sequence[Any], path: str | Path) -> None:
+    """Load this rank's unwrapped model chunks from a checkpoint of the converter. Every rank must call it.
+
+    Parameters are cast to the model's type; rows that pad the vocabulary become 0. The only other data read are
+    modules' extra states, which must be empty. Raises ValueError for a folder that is not a complete checkpoint, or
+    not of this policy, and for parts that `safe_load` refuses.
+    """
+    path = Path(path)
+    if (path / COMMIT).is_file() or not path.is_dir():
+        read_commit(path)
+    state = megatron.load(_sharded_models(models), path, common=False)
+    for key, model in _keyed(models).items():
+        model.load_state_dict(state[key])
+
+
 def _sharded_state(trainer: Trainer, *, loading: bool, generators: bool) -> dict[str, Any]:
     """The state that Megatron saves, or the template that it loads into."""
-    state = _policy_state(trainer.chunks)
+    state = _sharded_models(_inside_ddp(trainer.chunks))
     groups = trainer.parallel.groups
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -100,15 +117,17 @@ def _sharded_state(trainer: Trainer, *, loading: bool, generators: bool) -> dict
     return state
 
 
-def _policy_state(chunks: Sequence[Any]) -> dict[str, Any]:
-    return {key: chunk.sharded_state_dict() for key, chunk in _chunk_keys(chunks)}
+def _sharded_models(models: Sequence[Any]) -> dict[str, Any]:
+    return {key: model.sharded_state_dict() for key, model in _keyed(models).items()}
 
 
-def _chunk_keys(chunks: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Megatron's key of each model chunk, and the module inside its DDP wrapper whose state is saved."""
-    if len(chunks) == 1:
-        return [("model", chunks[0].module)]
-    return [(f"model{i}", chunk.module) for i, chunk in enumerate(chunks)]
+def _keyed(models: Sequence[Any]) -> dict[str, Any]:
+    """Model chunks by Megatron's keys."""
+    return {"model": models[0]} if len(models) == 1 else {f"model{i}": model for i, model in enumerate(models)}
+
+
+def _inside_ddp(chunks: Sequence[Any]) -> list[Any]:
+    return [chunk.module for chunk in chunks]
 
 
 def _layout(parallel: Parallel) -> dict[str, int]:

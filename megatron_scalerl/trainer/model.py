@@ -21,11 +21,11 @@ from megatron_scalerl.logits.chunk_loss import ChunkLoss
 from megatron_scalerl.logits.projection import Entropy
 from megatron_scalerl.models.family import Family, padded_vocab_size
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.trainer.checkpoint import load_megatron
 from megatron_scalerl.trainer.layers import routing
 from megatron_scalerl.trainer.layers.context import share_of
 from megatron_scalerl.trainer.layers.packing import PackedRow, Plan, packed_row
 from megatron_scalerl.trainer.layers.spec import block_submodules
-from megatron_scalerl.trainer.load import load_megatron
 from megatron_scalerl.trainer.options import ModelOptions, ddp_config, model_options
 from megatron_scalerl.weights.source import load_hf
 

@@ -44,7 +44,7 @@ def many(cases: list[Case]) -> list[dict[str, torch.Tensor]]:
 
 
 def run(case: Case, group: Any = None) -> dict[str, torch.Tensor]:
-    """Log-probabilities, entropies and the gradients of a weighted sum; the head is cut over the group."""
+    """Log-probabilities, entropies and the gradients of a weighted sum; the head is sharded over the group."""
     from megatron_scalerl.logits import token_logprobs, token_loss
 
     h, w, y = problem(case.level, case.dtype)

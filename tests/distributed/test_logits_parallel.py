@@ -1,4 +1,8 @@
-"""The logit projection cut over a tensor-parallel group: equal to one process, bitwise equal on all ranks."""
+"""The logit projection over a tensor-parallel group: equal to one process, bitwise equal on all ranks.
+
+Why this matters: ranks whose log-probabilities differ in one bit take different steps. Errors on one rank must be
+raised on all, or the others hang. Not exercised: NCCL, groups of more than four ranks, GPU backends.
+"""
 
 from __future__ import annotations
 

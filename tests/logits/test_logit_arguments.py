@@ -14,8 +14,8 @@ from megatron_scalerl.logits import choice, chosen_backend, token_logprobs, toke
 from megatron_scalerl.logits.projection import Projection
 
 
-class Quantised(torch.Tensor):
-    """A head whose numbers are not those that it shows, as quantisation libraries make them."""
+class Quantized(torch.Tensor):
+    """A head whose numbers are not those that it shows, as quantization libraries make them."""
 
 
 def with_target(place: int, target: int, tokens: int = 7) -> torch.Tensor:
@@ -48,7 +48,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "uint8 head": (dict(weight=W.to(torch.uint8)), "found torch.uint8"),
     "fp8 head": (dict(weight=W.to(torch.float8_e4m3fn)), "found torch.float8_e4m3fn"),
     "fp16 head": (dict(weight=W.half()), "bfloat16, float32 or float64 .*found torch.float16"),
-    "head of a subclass": (dict(weight=W.as_subclass(Quantised)), "expected a plain tensor .*found Quantised"),
+    "head of a subclass": (dict(weight=W.as_subclass(Quantized)), "expected a plain tensor .*found Quantized"),
     "another type than hidden": (
         dict(weight=W.bfloat16()),
         "weight: expected torch.float32 on cpu, as hidden, found torch.bfloat16 on cpu",
@@ -103,7 +103,7 @@ def test_places_say_what_a_mask_says(in_chunks: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
-def test_places_stand_in_the_place_of_a_mask() -> None:
+def test_places_replace_a_mask() -> None:
     places = torch.arange(3)
     with pytest.raises(ValueError, match=r"expected places \[C\] in int64 instead of loss_mask, found beside"):
         token_logprobs(H, W, Y, places=places, loss_mask=torch.ones(7, dtype=torch.bool))
@@ -111,7 +111,7 @@ def test_places_stand_in_the_place_of_a_mask() -> None:
         token_logprobs(H, W, Y, places=places.int())
 
 
-def test_what_a_caller_vouches_for_is_not_looked_at() -> None:
+def test_trusted_arguments_are_not_read() -> None:
     """On the meta device looking would be an error; shapes are still checked."""
     h, w, y, temperature = (x.to("meta") for x in (H, W, Y, torch.ones(7)))
     for places in (None, torch.arange(3, device="meta")):

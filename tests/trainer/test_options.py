@@ -156,7 +156,7 @@ def test_the_recipe_refuses_an_indivisible_world() -> None:
         recipe(dict(parallel=dict(tensor_model_parallel_size=2)), world_size=3)
 
 
-def test_a_pipeline_with_context_parallelism_wants_variable_lengths() -> None:
+def test_a_pipeline_with_context_parallelism_requires_variable_lengths() -> None:
     place = replace(alone(pp_size=2), cp_size=2)
     assert model_options(llama(), recipe(), place).config.variable_seq_lengths
     given = recipe(dict(model=dict(variable_seq_lengths=False)))

@@ -95,7 +95,7 @@ def test_buckets_hold_every_token_once_and_little_padding(lengths: list[int]) ->
     assert slots <= sum(lengths) / SAME_BUCKET
 
 
-def test_chunks_start_anew_in_every_sequence() -> None:
+def test_chunks_restart_in_every_sequence() -> None:
     assert split_into_chunks([0, 10, 14, 22], 4) == [0, 4, 8, 10, 14, 18, 22]
     whole = row_of([10, 4, 8], chunk=16)
     assert whole.chunked is whole.layout
