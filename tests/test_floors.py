@@ -5,12 +5,13 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "megatron_scalerl"
 FLOORS = [
+    {"shapes": ""},
     {  # no process, no wire
         "types": "",
         "environment": "",
         "processes": "",
-        "losses": "",
-        "logits": "",
+        "losses": "shapes",
+        "logits": "shapes",
         "models": "",
         "fit": "",
         "show_rollouts": "",
@@ -18,7 +19,7 @@ FLOORS = [
     {
         "recipe": "models",
         "checkpoints": "models",
-        "batching": "losses types",
+        "batching": "losses shapes types",
     },
     {
         "distributed": "recipe",

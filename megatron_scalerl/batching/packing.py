@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 
+from megatron_scalerl.shapes import Int32, Int64
 from megatron_scalerl.types import Batch, MicroBatch, Rollout, Sample
 
 _FILLS = {"staleness": -1, "expert_choices": -1}
@@ -119,8 +120,8 @@ def _sequence(sample: Sample, policy_version: int) -> dict[str, np.ndarray]:
     }
 
 
-def _joined_choices(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
-    """[N, L, K] experts of the concatenated samples, -1 for a sample without; empty if all are without."""
+def _joined_choices(samples: Sequence[Sample]) -> dict[str, Int32[np.ndarray, "N L K"]]:
+    """Experts of the concatenated samples, -1 for a sample without; empty if all are without."""
     known = [s.rollout.expert_choices for s in samples if s.rollout.expert_choices is not None]
     if not known:
         return {}
@@ -208,8 +209,8 @@ def _unweighted(ids: tuple[int, ...]) -> Sample:
     return Sample(prompt_token_ids=ids[:1], rollout=rollout, advantage=0.0, token_weight=0.0)
 
 
-def sequence_ids(micro_batch: MicroBatch) -> np.ndarray:
-    """[N] int64 number of each position's sequence, from 0."""
+def sequence_ids(micro_batch: MicroBatch) -> Int64[np.ndarray, " N"]:
+    """Number of each position's sequence, from 0."""
     return np.repeat(np.arange(len(micro_batch.cu_seqlens) - 1), np.diff(micro_batch.cu_seqlens))
 
 

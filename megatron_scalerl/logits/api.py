@@ -19,13 +19,16 @@ from torch import Tensor
 from megatron_scalerl.logits.arguments import Settings, checked
 from megatron_scalerl.logits.chunk_loss import ChunkLoss, TokenLoss
 from megatron_scalerl.logits.function import TokenLogprobs
+from megatron_scalerl.shapes import Float, Int64
 
 
-def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """Log-probability of `targets` and entropy of the distribution, both [T] fp32 (fp64 for fp64 input), nats.
+def token_logprobs(
+    hidden: Float[Tensor, "T H"], weight: Float[Tensor, "rows H"], targets: Int64[Tensor, " T"], **options: Any
+) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
+    """Log-probability of `targets` and entropy of the distribution, fp32 (fp64 for fp64 input), nats.
 
-    hidden [T, H] and weight [V/p, H] (this rank's rows of the head) are both bf16, fp32 or fp64; targets [T] int64
-    are ids of the whole vocabulary. The options are the fields of `arguments.Settings`, where each is described.
+    hidden and weight (this rank's rows of the head) are both bf16, fp32 or fp64; targets are ids of the whole
+    vocabulary. The options are the fields of `arguments.Settings`, where each is described.
     Numerics: see the top of this file.
 
     Raises ValueError for a target outside the vocabulary, shapes and types that do not fit, a quantized head, a
@@ -36,9 +39,13 @@ def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, **options: A
 
 
 def token_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, loss: ChunkLoss, **options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A loss that is a sum over tokens, with log-probabilities and entropies [T] as from `token_logprobs`.
+    hidden: Float[Tensor, "T H"],
+    weight: Float[Tensor, "rows H"],
+    targets: Int64[Tensor, " T"],
+    loss: ChunkLoss,
+    **options: Any,
+) -> tuple[Float[Tensor, ""], Float[Tensor, " T"], Float[Tensor, " T"]]:
+    """A loss that is a sum over tokens, with log-probabilities and entropies as from `token_logprobs`.
 
     Only the loss has a gradient. It is computed here, chunk by chunk, while the logits are in memory, and scaled in
     the backward pass: three GEMMs instead of four, for an fp32 gradient of the head that is kept until then.

@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_scalerl.logits.choice import choose_backend
 from megatron_scalerl.logits.function import Call
 from megatron_scalerl.logits.projection import Entropy, GradLogits, Precision
+from megatron_scalerl.shapes import Bool, Float, Int64
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 """Of hidden and weight; their values are multiplied exactly."""
@@ -37,16 +38,16 @@ class Settings:
     logits: Precision = "fp32"
     """"fp32": the numerics contract of `api` (Khatri et al. 2025, arXiv 2510.13786, section 3.2). "model": logits are
     first rounded to the operands' dtype, as in an engine without an fp32 head."""
-    temperature: float | Tensor = 1.0
-    """Divides the logits; one number or [T]."""
+    temperature: float | Float[Tensor, "*T"] = 1.0
+    """Divides the logits; one number, or one per token."""
     entropy: Entropy = "none"
     """"none": zeros; "metric": without gradient; "grad": differentiable."""
     vocab_size: int | None = None
     """True size of the vocabulary (default: all rows). Columns from there on are padding, with probability 0."""
-    loss_mask: Tensor | None = None
-    """[T] bool: only its tokens are computed. Elsewhere targets may hold anything, and results are 0."""
-    places: Tensor | None = None
-    """[C] int64, in place of loss_mask: the positions of its tokens, each once. A host that knows them need not wait
+    loss_mask: Bool[Tensor, " T"] | None = None
+    """Only its tokens are computed. Elsewhere targets may hold anything, and results are 0."""
+    places: Int64[Tensor, " C"] | None = None
+    """In place of loss_mask: the positions of its tokens, each once. A host that knows them need not wait
     for a GPU to count a mask."""
     trusted: bool = False
     """True: the caller has checked targets and temperatures, and that all ranks hold the same. Values of tensors are

@@ -10,9 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_scalerl.shapes import Float
 
-def no_columns(tokens: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """The statistics [4, tokens] of zero columns, the start of a merge (a maximum below all others)."""
+
+def no_columns(tokens: int, like: Tensor, dtype: torch.dtype) -> Float[Tensor, "4 tokens"]:
+    """The statistics of zero columns, the start of a merge (a maximum below all others)."""
     stats = like.new_zeros((4, tokens), dtype=dtype)
     stats[0] = torch.finfo(dtype).min
     stats[1] = -1.0
@@ -20,8 +22,8 @@ def no_columns(tokens: int, like: Tensor, dtype: torch.dtype) -> Tensor:
     return stats
 
 
-def merged(parts: Tensor) -> Tensor:
-    """The statistics [4, T] of all columns from those of each part, [p, 4, T] in the order of the parts."""
+def merged(parts: Float[Tensor, "p 4 T"]) -> Float[Tensor, "4 T"]:
+    """The statistics of all columns from those of each part, in the order of the parts."""
     m, rest, u, target = parts.unbind(1)
     top, owner = m.max(dim=0)
     others, centered = torch.zeros_like(top), torch.zeros_like(top)
@@ -34,8 +36,10 @@ def merged(parts: Tensor) -> Tensor:
     return torch.stack([top, others, centered, target.amax(dim=0)])
 
 
-def results(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-sum-exp, log-probability of the target and entropy, all [T] (nats), of the whole vocabulary.
+def results(
+    stats: Float[Tensor, "4 T"],
+) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"], Float[Tensor, " T"]]:
+    """Log-sum-exp, log-probability of the target and entropy (nats) of the whole vocabulary.
 
     The entropy log s - u / s is centered on the maximum: lse minus the mean logit would cancel.
     """

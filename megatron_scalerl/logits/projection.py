@@ -8,6 +8,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from megatron_scalerl.shapes import Bool, Float, Int64
+
 Precision = Literal["fp32", "model"]
 Entropy = Literal["none", "metric", "grad"]
 GradLogits = Literal["bf16", "bf16x2", "fp32"]
@@ -17,12 +19,12 @@ GradLogits = Literal["bf16", "bf16x2", "fp32"]
 class Projection:
     """This rank's columns of the logits of T tokens, z = scale * hidden @ weight.T, not computed yet."""
 
-    hidden: Tensor
-    """[T, H] of the tokens with loss."""
-    weight: Tensor
-    """[n, H] in hidden's dtype: this rank's rows of the head without padding; n may be 0."""
-    targets: Tensor
-    """[T] int64, ids of the whole vocabulary."""
+    hidden: Float[Tensor, "T H"]
+    """Of the tokens with loss."""
+    weight: Float[Tensor, "n H"]
+    """In hidden's dtype: this rank's rows of the head without padding; n may be 0."""
+    targets: Int64[Tensor, " T"]
+    """Ids of the whole vocabulary."""
     scale: Tensor
     """1 / temperature in the accumulator's dtype, 0-dimensional or [T]."""
     first: int
@@ -64,8 +66,8 @@ class Projection:
         """The scale in a shape that multiplies a block [T, columns]."""
         return self.scale if self.scale.dim() == 0 else self.scale[:, None]
 
-    def owned(self, columns: slice) -> tuple[Tensor, Tensor]:
-        """[T] bool: the token's target is in these columns of this rank; [T, 1] int64: its column in the block.
+    def owned(self, columns: slice) -> tuple[Bool[Tensor, " T"], Int64[Tensor, "T 1"]]:
+        """Whether the token's target is in these columns of this rank, and its column in the block.
 
         For other tokens that is an arbitrary column of the block.
         """
@@ -76,17 +78,17 @@ class Projection:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenGradients:
-    """The per-token inputs of `gradients`, all [T] in the accumulator's dtype."""
+    """The per-token inputs of `gradients` in the accumulator's dtype."""
 
-    lse: Tensor
+    lse: Float[Tensor, " T"]
     """Log-sum-exp over the whole vocabulary (nats)."""
-    logprob: Tensor
+    logprob: Float[Tensor, " T"]
     """Log-probability of the target (nats)."""
-    entropy: Tensor
+    entropy: Float[Tensor, " T"]
     """Entropy of the distribution (nats)."""
-    grad_logprob: Tensor
+    grad_logprob: Float[Tensor, " T"]
     """Gradient of the log-probability."""
-    grad_entropy: Tensor | None
+    grad_entropy: Float[Tensor, " T"] | None
     """Gradient of the entropy, if it has one."""
 
     def of_tokens(self, rows: slice) -> TokenGradients:
@@ -126,12 +128,16 @@ class Backend(Protocol):
         """Smallest workspace (bytes) for `statistics` and `gradients`."""
         ...
 
-    def statistics(self, projection: Projection) -> Tensor:
-        """The statistics [4, T]."""
+    def statistics(self, projection: Projection) -> Float[Tensor, "4 T"]:
+        """The statistics."""
         ...
 
     def gradients(
-        self, projection: Projection, given: TokenGradients, grad_hidden: Tensor, grad_weight: Tensor | None
+        self,
+        projection: Projection,
+        given: TokenGradients,
+        grad_hidden: Float[Tensor, "T H"],
+        grad_weight: Float[Tensor, "n H"] | None,
     ) -> None:
         """Recomputes the logits and adds to both gradients; grad_weight None: the weight needs none."""
         ...
@@ -140,18 +146,18 @@ class Backend(Protocol):
         """Tokens whose logits over all columns, and the needs of `chunk_gradients`, fit the workspace; maybe 0."""
         ...
 
-    def chunk_statistics(self, projection: Projection, logits: Tensor) -> Tensor:
-        """The statistics of one chunk; leaves the input of `chunk_gradients` in `logits` [T, n]."""
+    def chunk_statistics(self, projection: Projection, logits: Float[Tensor, "T n"]) -> Float[Tensor, "4 T"]:
+        """The statistics of one chunk; leaves the input of `chunk_gradients` in `logits`."""
         ...
 
     def chunk_gradients(
         self,
         projection: Projection,
-        logits: Tensor,
-        stats: Tensor,
+        logits: Float[Tensor, "T n"],
+        stats: Float[Tensor, "4 T"],
         given: TokenGradients,
-        grad_hidden: Tensor,
-        grad_weight: Tensor | None,
+        grad_hidden: Float[Tensor, "T H"],
+        grad_weight: Float[Tensor, "n H"] | None,
     ) -> None:
         """As `gradients`, from what `chunk_statistics` left in `logits` and returned as `stats`.
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_scalerl.losses.inputs import LossInputs, LossOutput, clipped_surrogate, log_ratio
+from megatron_scalerl.shapes import Float
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def sequence_mean_log_ratio(inputs: LossInputs) -> Tensor:
-    """[N] mean of the log ratio over the loss-mask tokens of the position's sequence, 0 off the loss mask."""
+def sequence_mean_log_ratio(inputs: LossInputs) -> Float[Tensor, " N"]:
+    """Mean of the log ratio over the loss-mask tokens of the position's sequence, 0 off the loss mask."""
     token = log_ratio(inputs)
     # Sized for as many sequences as positions: to count them the host would have to wait for the device.
     zeros = token.new_zeros(token.shape)
