@@ -12,6 +12,7 @@ with 3, at once, also in the middle of a step, so that no orphan holds devices.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import socket
@@ -28,10 +29,13 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from megatron_scalerl.distributed.rendezvous import HostRendezvous, Rendezvous, address_of, listen_on, serve_store
+from megatron_scalerl.processes.logs import log_to_stderr
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.trainer import curve, messages
 from megatron_scalerl.weights.connection import Connection
+
+logger = logging.getLogger("megatron_scalerl.trainer.worker")  # also where this module is __main__
 
 GREETING_TIMEOUT_S = 60.0
 """Seconds for the controller to answer a greeting. With a wrong secret it never does."""
@@ -145,7 +149,7 @@ class ControllerLink:
         if self._leaving.is_set():
             self._monitor.close(linger=0)
             return
-        print(f"trainer rank {self._settings.rank}: controller disconnected, exiting", file=sys.stderr, flush=True)
+        logger.error("the controller disconnected, exiting")
         os._exit(EXIT_ORPHAN)
 
     def __enter__(self) -> "ControllerLink":
@@ -271,6 +275,7 @@ def serve(link: ControllerLink, settings: WorkerSettings, listening: socket.sock
 
 def main() -> int:
     """Run one rank. Returns the exit status."""
+    log_to_stderr()
     settings = WorkerSettings.from_environment(os.environ)
     del os.environ["MSRL_SECRET"]  # child processes do not need it
     listening = listen_on(settings.bind_host) if settings.bind_host and settings.rank == 0 else None
@@ -278,13 +283,13 @@ def main() -> int:
     try:
         link.greet(None if listening is None else address_of(listening))
     except RefusedError as error:
-        print(f"trainer rank {settings.rank}: {error}", file=sys.stderr)
+        logger.error("%s", error)
         return EXIT_REFUSED
     try:
         with link:
             serve(link, settings, listening)
     except BaseException:
-        traceback.print_exc()
+        logger.exception("failed, exiting")
         link.exit_now(EXIT_FAILED)
     return 0
 
