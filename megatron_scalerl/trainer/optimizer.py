@@ -1,4 +1,4 @@
-"""AdamW through Megatron's optimisers: fp32 main weights under bf16, sharded over data-parallel ranks.
+"""AdamW through Megatron's optimizers: fp32 main weights under bf16, sharded over data-parallel ranks.
 
 Megatron uses Transformer Engine's FusedAdam, else apex's, else PyTorch's AdamW, and has no option for PyTorch's fused
 implementation; `use_fused_adamw` turns it on.
