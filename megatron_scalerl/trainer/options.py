@@ -20,7 +20,7 @@ from megatron_scalerl.distributed.parallel import Parallel, checked_keywords
 from megatron_scalerl.models.family import Family
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.nearest import check_keys
-from megatron_scalerl.recipe.parallel_layout import check_cuts, sizes_of
+from megatron_scalerl.recipe.parallel_layout import check_sharding, sizes_of
 from megatron_scalerl.trainer.layers.routing import check_replay
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -56,7 +56,7 @@ def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOp
     megatron.parallel or policy.dtype sets; for a parallel size that does not divide what it shards; and for what
     Megatron refuses.
     """
-    check_cuts(family, recipe)
+    check_sharding(family, recipe)
     owned = _owned_by_others(recipe, parallel)
     known = {f.name for f in fields(TransformerConfig)}
     given = recipe.megatron.model
