@@ -5,19 +5,20 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "megatron_scalerl"
 FLOORS = [
+    {"shapes": ""},
     {  # no process, no wire
         "types": "",
         "environment": "",
         "processes": "",
-        "losses": "",
-        "logits": "",
+        "losses": "shapes",
+        "logits": "shapes",
         "models": "",
         "fit": "",
     },
     {
         "recipe": "models",
         "checkpoints": "models",
-        "batching": "losses types",
+        "batching": "losses shapes types",
     },
     {
         "distributed": "recipe",

@@ -20,7 +20,7 @@ from megatron_scalerl.prompts.rendering import check_think_tags, check_vocabular
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import read_run_recipe
 from megatron_scalerl.recipe.input_files import check_policy, check_prompts
-from megatron_scalerl.recipe.parallel_layout import check_cuts
+from megatron_scalerl.recipe.parallel_layout import check_sharding
 from megatron_scalerl.rollouts.sampler import forced_ids
 
 
@@ -86,7 +86,7 @@ def check_inputs(recipe: Recipe) -> Inputs:
 def _check_layout(recipe: Recipe, hf_config: PretrainedConfig) -> None:
     """Raises ValueError for settings that Megatron would reject on every rank."""
     policy = family(hf_config)
-    check_cuts(policy, recipe)
+    check_sharding(policy, recipe)
     m = recipe.megatron
     if m.model or m.parallel or m.ddp or m.optimizer:
         from megatron_scalerl.trainer.options import check_megatron  # slow: only if there is something to check

@@ -1,4 +1,4 @@
-"""One optimiser step against a plain reference, and what must not change it."""
+"""One optimizer step against a plain reference, and what must not change it."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_scoring_leaves_training_alone(new_trainer):
     assert all(torch.equal(w, theirs[n]) for n, w in weights(plain).items())
 
 
-def test_a_spoilt_loss_is_not_passed_over(new_trainer):
+def test_a_loss_that_is_not_finite_is_an_error(new_trainer):
     samples = random_samples(9, count=1)
     [batch] = batches_of(samples)
     batch.micro_batches[0].advantages[:] = float("nan")
