@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_scalerl.batching.packing import pack
-from megatron_scalerl.check_gpu.setting import Setting
+from megatron_scalerl.check_gpu.part import PartSetting
 from megatron_scalerl.check_gpu.synthetic import WIDE, bare_recipe, sample
 from megatron_scalerl.distributed import device
 from megatron_scalerl.recipe import Recipe
@@ -91,7 +91,7 @@ def case_of(kind: str, *, toy: bool, small: bool = False) -> Case:
     )
 
 
-def check_layers(setting: Setting) -> None:
+def check_layers(setting: PartSetting) -> None:
     """Raises ValueError where this process would build other layers than the part is about (on a GPU)."""
     if setting.on_gpu and (setting.layers == "te") != device.HAVE_TE:
         raise ValueError(f"MSRL_LAYERS: expected {setting.layers!r} for {setting.part}, found {device.LAYERS!r}")

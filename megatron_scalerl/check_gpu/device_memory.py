@@ -6,13 +6,12 @@ Without a GPU the resident set stands for all of it, so that the same code can b
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from megatron_scalerl.check_gpu.probe import nvidia_smi
 from megatron_scalerl.distributed import device
 
 
@@ -102,23 +101,8 @@ def used_by_driver() -> int | None:
 
     Before this process has touched the GPU they are others'.
     """
-    said = driver_says("memory.used")
-    return int(said) * 2**20 if said is not None and said.isdecimal() else None
-
-
-def driver_says(field: str) -> str | None:
-    """A field of nvidia-smi's --query-gpu for this process's GPU; None where it cannot be asked.
-
-    Its GPU is the one of LOCAL_RANK among the visible ones, the first without.
-    """
-    place = int(os.environ.get("LOCAL_RANK", "0"))
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    which = visible[place] if place < len(visible) else str(place)
-    argv = ["nvidia-smi", "-i", which, f"--query-gpu={field}", "--format=csv,noheader,nounits"]
-    try:
-        return subprocess.run(argv, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
+    found = nvidia_smi("memory.used")
+    return int(found) * 2**20 if found is not None and found.isdecimal() else None
 
 
 def forget_peaks() -> None:

@@ -2,60 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-import os
 import re
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_scalerl.check_gpu.commands import CommandResult, cause, read_log, run_command, serving_facts
 from megatron_scalerl.check_gpu.findings import finite
-from megatron_scalerl.check_gpu.logs import cause, last_line, read_log, serving_facts
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
-from megatron_scalerl.processes.children import ChildProcess
 
-GRACE_S = 4.0
-"""For a command that is ended."""
 _SFT_LOSS = re.compile(r"sft step \d+/\d+ +loss ([\d.naif-]+)")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Command:
-    """How a command ended. Produced by `command`."""
-
-    seconds: float
-    code: int | None
-    """None: it was ended at its time limit."""
-    output: str
-    """Standard output and error."""
-
-    def why(self) -> str:
-        """ "" for one that ended with 0, else one line."""
-        if self.code == 0:
-            return ""
-        if self.code is None:
-            return f"ended after its {self.seconds:.0f} s; last line: {last_line(self.output)}"
-        return f"ended with exit code {self.code}: {cause(self.output)}"
-
-
-async def command(arguments: Sequence[str], log: Path, *, limit_s: float) -> Command:
-    """Run `python -m megatron_scalerl ARGUMENTS` with its output in `log`; whatever it started ends with it."""
-    begin = time.monotonic()
-    argv = [sys.executable, "-m", "megatron_scalerl", *arguments]
-    process = await ChildProcess.start(log.stem, argv, os.environ, log)
-    code: int | None = None
-    try:
-        async with asyncio.timeout(limit_s):
-            code = await process.ended()
-    except TimeoutError:
-        pass
-    finally:
-        await process.stop(GRACE_S)
-    return Command(seconds=time.monotonic() - begin, code=code, output=read_log(log))
+async def command(arguments: Sequence[str], log: Path, *, limit_s: float) -> CommandResult:
+    """Run `python -m megatron_scalerl ARGUMENTS` with its output in `log`."""
+    return await run_command([sys.executable, "-m", "megatron_scalerl", *arguments], log, limit_s=limit_s)
 
 
 def sft_losses(output: str) -> list[float]:
@@ -126,7 +90,7 @@ class LoopRun:
         return found
 
 
-def read_run(folder: Path, done: Command) -> LoopRun:
+def read_run(folder: Path, done: CommandResult) -> LoopRun:
     """What the files of a run say, also of one that was cut off. done: the command that made it."""
     rows = [r for r in _rows(folder / "metrics.jsonl") if "skipped" not in r]
     fresh = [
@@ -134,7 +98,7 @@ def read_run(folder: Path, done: Command) -> LoopRun:
         for r in rows
         if (count := "loss_tokens_staleness_0") in r
     ]
-    ended = done.why()
+    ended = done.failure()
     if ended:
         logs = sorted((folder / "logs").glob("*.log"))
         causes = [f"{log.stem}: {cause(text)}" for log in logs if "Error" in (text := read_log(log))]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_scalerl.check_gpu.distances import Distance
+from megatron_scalerl.check_gpu.findings import Distance
 from megatron_scalerl.losses import LOSSES, LossInputs, LossOutput
 
 CAP = 5.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
@@ -14,15 +13,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from megatron_scalerl.check_gpu.commands import run_command
 from megatron_scalerl.check_gpu.findings import Finding, read_findings
-from megatron_scalerl.check_gpu.logs import last_line
-from megatron_scalerl.check_gpu.setting import Setting, Size
+from megatron_scalerl.check_gpu.part import PartSetting, Size
 from megatron_scalerl.check_gpu.table import Part
-from megatron_scalerl.processes.children import ChildProcess
 
 _PROBE_S = 120.0
 _GRACE_S = 5.0
-_KILLED_S = 30.0
 _CACHES = {
     "VLLM_CACHE_ROOT": "vllm",
     "TRITON_CACHE_DIR": "triton",
@@ -138,8 +135,7 @@ async def _in_process(
     scratch = out / "scratch"
     scratch.mkdir(exist_ok=True)
     log = out / "logs" / f"{part.name}.log"
-    log.unlink(missing_ok=True)
-    setting = Setting(
+    setting = PartSetting(
         part=part.name,
         module=part.module,
         on_gpu=size != "toy",
@@ -151,16 +147,9 @@ async def _in_process(
         gpus=0 if size == "toy" else len(machine.gpus),
     )
     argv = [sys.executable, "-m", "megatron_scalerl.check_gpu.part", setting.to_json()]
-    process = await ChildProcess.start(part.name, argv, _environment(part, size, scratch.resolve() / "caches"), log)
-    end = ""
-    try:
-        code = await asyncio.wait_for(process.ended(), limit)
-        if code:
-            end = f"exit code {code}: {last_line(process.tail())}"
-    except TimeoutError:
-        end = f"ended at its limit of {limit:g} s; last line of the log: {last_line(process.tail())}"
-    finally:
-        end = "; ".join(filter(None, [end, await _ended(process)]))
+    env = _environment(part, size, scratch.resolve() / "caches")
+    done = await run_command(argv, log, limit_s=limit, env=env, grace_s=_GRACE_S)
+    end = "; ".join(filter(None, [done.failure(), done.survived]))
     found = read_findings(path)
     declared = {f"{part.name}/{check}" for check in part.checks}
     strange = [finding.check for finding in found if finding.check not in declared]
@@ -168,20 +157,6 @@ async def _in_process(
         end = "; ".join(filter(None, [end, f"reported what is not declared: {', '.join(strange)}"]))
     missing = _not_run(part, end or "the part did not report it", [finding.check for finding in found])
     return (*found, *missing), end
-
-
-async def _ended(process: ChildProcess) -> str:
-    """End whatever is left of the part's group; what went wrong with that, "" for nothing.
-
-    A process that frees a whole GPU's memory, or hangs in the driver, outlives SIGKILL for a while.
-    """
-    for grace in (_GRACE_S, _KILLED_S):
-        try:
-            await process.stop(grace)
-            return ""
-        except RuntimeError as error:
-            said = str(error)
-    return said
 
 
 def _environment(part: Part, size: Size, caches: Path) -> dict[str, str]:
@@ -199,7 +174,7 @@ def _environment(part: Part, size: Size, caches: Path) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
         "WANDB_MODE": "disabled",
-        # checks read what vLLM logs at this level (`logs.serving_facts`)
+        # checks read what vLLM logs at this level (`commands.serving_facts`)
         "VLLM_CONFIGURE_LOGGING": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
         "TOKENIZERS_PARALLELISM": "false",

@@ -14,9 +14,9 @@ import torch
 from megatron_scalerl.check_gpu import loss_parity
 from megatron_scalerl.check_gpu.cases import Case, batch_of, check_layers
 from megatron_scalerl.check_gpu.device_memory import memory
-from megatron_scalerl.check_gpu.distances import Distance, judge, relative
-from megatron_scalerl.check_gpu.findings import Recorder
-from megatron_scalerl.check_gpu.outcome import (
+from megatron_scalerl.check_gpu.findings import Distance, Recorder, relative
+from megatron_scalerl.check_gpu.part import PartSetting
+from megatron_scalerl.check_gpu.parts.trainer import (
     DTYPES,
     POLICY,
     RATE_ENDS,
@@ -27,7 +27,6 @@ from megatron_scalerl.check_gpu.outcome import (
     make_outcome,
     trained_samples,
 )
-from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.distributed import device
 from megatron_scalerl.distributed.parallel import init_parallel, shutdown_parallel
 from megatron_scalerl.losses import LOSSES
@@ -53,7 +52,7 @@ GROWTH_BOUND_MIB = 0.01
 _MIB = 2**20
 
 
-def report_all(setting: Setting, record: Recorder, case: Case, folder: Path, reference: Reference) -> None:
+def report_all(setting: PartSetting, record: Recorder, case: Case, folder: Path, reference: Reference) -> None:
     """All checks of the part; writes the case's policy, for which `reference` waits."""
     check_layers(setting)
     case.write(folder / "written")
@@ -77,10 +76,10 @@ def report_all(setting: Setting, record: Recorder, case: Case, folder: Path, ref
     shutdown_parallel()
 
 
-def _losses(setting: Setting, record: Recorder) -> None:
+def _losses(setting: PartSetting, record: Recorder) -> None:
     with record.guarded("losses"):
         inputs = loss_parity.loss_inputs(512 if setting.toy else 4096)
-        judge(record, "losses", [d for name in LOSSES for d in loss_parity.compare(name, inputs, device.device())])
+        record.compared("losses", [d for name in LOSSES for d in loss_parity.compare(name, inputs, device.device())])
 
 
 def _packing(trainer: Any, case: Case, record: Recorder) -> None:
@@ -95,8 +94,7 @@ def _packing(trainer: Any, case: Case, record: Recorder) -> None:
     trainer.step(rows)
     gradient = gradient_of(trainer)
     trainer.step(Batch(step=RATE_ENDS + 2, micro_batches=single))
-    judge(
-        record,
+    record.compared(
         "packing",
         [
             Distance(name="log-probs", found=float(np.abs(packed - alone).max()), bound=LOGPROB_BOUND),
@@ -176,7 +174,7 @@ def _state(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def _compare_steps(
-    found: dict[str, Outcome], reference: Reference, folder: Path, setting: Setting, record: Recorder
+    found: dict[str, Outcome], reference: Reference, folder: Path, setting: PartSetting, record: Recorder
 ) -> None:
     """Step 1 of both precisions with the CPU's."""
     code = reference.wait(timeout=setting.limit_s)
@@ -188,7 +186,7 @@ def _compare_steps(
             if not cpu:
                 raise RuntimeError(f"the CPU's process: expected exit code 0, found {code}")
             distances = compare_fp32 if dtype == "float32" else compare_bf16
-            judge(record, check, distances(found[dtype], cpu))
+            record.compared(check, distances(found[dtype], cpu))
 
 
 def compare_fp32(found: Outcome, cpu: dict[str, Outcome]) -> list[Distance]:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from megatron_scalerl.check_gpu.cases import Case, samples
-from megatron_scalerl.check_gpu.distances import Distance, relative
+from megatron_scalerl.check_gpu.findings import Distance, relative
 
 FP32_BOUND = 1e-4
 """Nats, of the worst log-probability."""

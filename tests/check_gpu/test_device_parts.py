@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_scalerl.check_gpu.deadline import Deadline
 from megatron_scalerl.check_gpu.findings import Recorder, read_findings
-from megatron_scalerl.check_gpu.layouts import case_for
+from megatron_scalerl.check_gpu.part import Deadline, PartSetting
 from megatron_scalerl.check_gpu.parts import environment, logits, parallel, wire
-from megatron_scalerl.check_gpu.setting import Setting
+from megatron_scalerl.check_gpu.parts.parallel import case_for
 from megatron_scalerl.check_gpu.table import PARALLEL, part_named
 from megatron_scalerl.distributed import rendezvous
 
@@ -30,7 +29,7 @@ def found(tmp_path):
 
 def setting(tmp_path, **changes):
     values = dict(part="part", module="m", on_gpu=False, size="toy", layers=None, limit_s=60.0, gpus=0)
-    return Setting(folder=str(tmp_path), findings=str(tmp_path / "findings.jsonl"), **{**values, **changes})
+    return PartSetting(folder=str(tmp_path), findings=str(tmp_path / "findings.jsonl"), **{**values, **changes})
 
 
 OURS = ["cuda", "triton", "torch"]
@@ -70,7 +69,7 @@ def test_the_benchmark_has_what_is_left_of_the_parts_time(record, tmp_path):
     begun = time.monotonic()
     logits._benchmark(setting(tmp_path), record, StandInDeadline())
     assert time.monotonic() - begun < 5
-    assert found(tmp_path)["benchmark"].detail.startswith("ended at its limit of 0 s; 0 contenders measured")
+    assert found(tmp_path)["benchmark"].detail.startswith("stopped at its time limit after 0 s; last log line: ")
 
 
 def dies(handle, say):

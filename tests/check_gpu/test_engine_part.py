@@ -12,17 +12,16 @@ import pytest
 import torch
 from aiohttp import web
 
-from megatron_scalerl.check_gpu import loop_settings
-from megatron_scalerl.check_gpu.deadline import Deadline, limited
-from megatron_scalerl.check_gpu.engine import checks, parity, update
+from megatron_scalerl.check_gpu import tiny_task
+from megatron_scalerl.check_gpu.commands import cause, serving_facts
+from megatron_scalerl.check_gpu.engine import checks, reference, update
 from megatron_scalerl.check_gpu.engine.decode_rate import check_decode_rate, rates, within_range
-from megatron_scalerl.check_gpu.engine.random_policy import Reference, write_dense
+from megatron_scalerl.check_gpu.engine.reference import Reference, write_dense
 from megatron_scalerl.check_gpu.engine.routed_experts import check_routed_experts, choice_faults
 from megatron_scalerl.check_gpu.engine.scene import engine_options, make_scene
 from megatron_scalerl.check_gpu.findings import Recorder, read_findings
-from megatron_scalerl.check_gpu.logs import cause, serving_facts
+from megatron_scalerl.check_gpu.part import Deadline, PartSetting, limited
 from megatron_scalerl.check_gpu.parts import engine, loop
-from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.check_gpu.table import part_named
 from megatron_scalerl.engine.client import SECRET_HEADER, EngineClient
 from megatron_scalerl.plan.counting import Parameters
@@ -44,7 +43,7 @@ ROLLOUT = Rollout(
 def setting(folder, **changes):
     module = part_named("engine").module
     values = dict(part="engine", module=module, on_gpu=False, size="toy", layers=None, limit_s=100.0, gpus=0)
-    return Setting(**values | changes, folder=str(folder), findings=str(folder / "findings.jsonl"))
+    return PartSetting(**values | changes, folder=str(folder), findings=str(folder / "findings.jsonl"))
 
 
 @pytest.fixture
@@ -133,25 +132,25 @@ def test_the_bound_of_bfloat16_is_its_own_rounding_and_a_wrong_policy_exceeds_it
     generator = torch.Generator().manual_seed(0)
     ids = tuple(torch.randint(6, 512, (60,), generator=generator).tolist())
     rollout = replace(ROLLOUT, token_ids=ids, loss_mask=(True,) * 60)
-    reference = Reference(write_dense(tmp_path / "a", seed=0, dtype="bfloat16", toy=True))
+    policy = Reference(write_dense(tmp_path / "a", seed=0, dtype="bfloat16", toy=True))
     other = Reference(write_dense(tmp_path / "b", seed=1, dtype="bfloat16", toy=True))
-    bound = parity.bound_for("bfloat16", reference, [(1, 7)], [rollout])
-    exact = reference.logprobs((1, 7), ids)
+    bound = reference.bound_for("bfloat16", policy, [(1, 7)], [rollout])
+    exact = policy.logprobs((1, 7), ids)
     assert bound.statistic == "mean" and 0.005 < bound.nats < 0.2
-    assert parity.gap(exact, reference.rounded((1, 7), ids)).mean < bound.nats
-    assert parity.gap(exact, other.logprobs((1, 7), ids)).mean > 10 * bound.nats
-    assert parity.bound_for("float32", reference, [], []).nats == parity.EXACT
-    assert reference._rounded.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert reference.gap(exact, policy.rounded((1, 7), ids)).mean < bound.nats
+    assert reference.gap(exact, other.logprobs((1, 7), ids)).mean > 10 * bound.nats
+    assert reference.bound_for("float32", policy, [], []).nats == reference.EXACT
+    assert policy._rounded.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
     ("largest", "status"), [(0.01, "passed"), (0.2, "failed"), (0.6, "failed"), (float("nan"), "failed")]
 )
 def test_a_distance_is_judged_by_its_mean_and_its_largest(largest, status, tmp_path):
-    found = parity.gap([0.0, 0.0], [0.0, largest])
+    found = reference.gap([0.0, 0.0], [0.0, largest])
     record = Recorder("engine", tmp_path / "findings")
-    bound = parity.Bound(statistic="mean", nats=0.05, why="")
-    parity.record_gap(record, "trainer parity", found, bound, "", "bfloat16")
+    bound = reference.Bound(statistic="mean", nats=0.05, why="")
+    reference.record_gap(record, "trainer parity", found, bound, "", "bfloat16")
     assert [f.status for f in read_findings(tmp_path / "findings")] == [status]
 
 
@@ -253,7 +252,7 @@ def test_a_backend_that_starts_where_vllms_choice_does_not_serves_the_rest(scene
     assert start.status == "failed"
     assert start.detail == "RuntimeError: nvcc was not found (it starts with attention_backend=TRITON_ATTN)"
     assert engine_options(on_gpu.setting)["attention_backend"] == "TRITON_ATTN"
-    assert "engine.vllm.attention_backend=TRITON_ATTN" in loop_settings.overrides(
+    assert "engine.vllm.attention_backend=TRITON_ATTN" in tiny_task.overrides(
         on_gpu.setting, tmp_path, loop.RUNS[0], policy=tmp_path, warm=True
     )
 
@@ -294,7 +293,7 @@ def test_the_cause_and_the_kernels_are_read_from_vllms_log():
         "  trailing words",
     ]
     assert cause("\n".join(failed)) == "RuntimeError: nvcc was not found"
-    assert cause("a line\n\n") == "a line" and cause("") == "nothing in its log"
+    assert cause("a line\n\n") == "a line" and cause("") == "empty log"
 
 
 def test_experts_of_another_shape_are_found(scene):

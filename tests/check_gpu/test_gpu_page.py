@@ -3,8 +3,7 @@
 import re
 from pathlib import Path
 
-from megatron_scalerl.check_gpu.rows import ROWS
-from megatron_scalerl.check_gpu.table import PARTS
+from megatron_scalerl.check_gpu.table import PARTS, ROWS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text(encoding="utf8")
 

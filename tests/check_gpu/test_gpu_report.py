@@ -8,9 +8,8 @@ import pytest
 from megatron_scalerl.check_gpu.findings import Finding
 from megatron_scalerl.check_gpu.page import PAGE, page
 from megatron_scalerl.check_gpu.report import NAME, Report, combined, put_aside, read_report, write_report
-from megatron_scalerl.check_gpu.rows import ROWS, verdicts
 from megatron_scalerl.check_gpu.runner import PartResult
-from megatron_scalerl.check_gpu.table import PARTS
+from megatron_scalerl.check_gpu.table import PARTS, ROWS, verdicts
 
 H100 = {"gpus": ["NVIDIA H100"], "driver": "580", "cuda_version": "13.0", "cpu": "c", "cores": 16, "python": "3.12"}
 DECLARED = {f"{part.name}/{check}" for part in PARTS for check in part.checks}
@@ -46,12 +45,12 @@ def test_a_row_is_proved_by_all_of_its_checks_and_nothing_less():
         assert not verdict({k: v for k, v in proved.items() if k != check}).proved
 
 
-def test_a_rehearsal_proves_nothing():
+def test_a_rehearsal_verifies_nothing():
     all_passed = [result(part.name, dict.fromkeys(part.checks, "passed")) for part in PARTS]
     assert all(row.proved for row in report(*all_passed).rows())
     rehearsed = [result(part.name, dict.fromkeys(part.checks, "passed"), machine={"gpus": []}) for part in PARTS]
     assert not any(row.proved for row in report(*rehearsed, size="toy", gpus=()).rows())
-    assert "proves nothing" in page(report(*rehearsed, size="toy", gpus=()))
+    assert "verifies nothing" in page(report(*rehearsed, size="toy", gpus=()))
 
 
 def test_a_report_comes_back_as_it_was_written(tmp_path):

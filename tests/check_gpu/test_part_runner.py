@@ -53,7 +53,7 @@ def test_a_crash_a_torn_line_and_a_raise_end_their_part_alone(tmp_path):
 def test_a_hang_ends_at_its_limit_with_all_its_children(tmp_path):
     [result] = results([part("hang", rehearsal_s=3)], tmp_path)
     assert statuses(result) == ["passed", "not run"]
-    assert result.end == "ended at its limit of 3 s; last line of the log: about to hang"
+    assert result.end == "stopped at its time limit after 3 s; last log line: about to hang"
     assert gone(int((tmp_path / "scratch" / "child.pid").read_text()))
 
 
@@ -121,7 +121,7 @@ def test_a_group_that_outlives_its_kill_costs_no_findings(tmp_path, monkeypatch)
     async def stop(process, grace):
         raise RuntimeError(f"{process.name} still runs after SIGKILL")
 
-    monkeypatch.setattr("megatron_scalerl.check_gpu.runner.ChildProcess.stop", stop)
+    monkeypatch.setattr("megatron_scalerl.check_gpu.commands.ChildProcess.stop", stop)
     [found] = results([part("well")], tmp_path)
     assert statuses(found) == ["passed", "passed"] and found.end == "well still runs after SIGKILL"
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from test_gpu_report import report, result
 
-from megatron_scalerl.check_gpu.planner import check_target, write_planner
+from megatron_scalerl.check_gpu.report import check_target, write_planner
 from megatron_scalerl.plan import command as plan
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "scalerl_llama3_8b.yaml"

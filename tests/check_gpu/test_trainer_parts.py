@@ -15,9 +15,9 @@ from megatron_scalerl.check_gpu import device_memory, step_checks
 from megatron_scalerl.check_gpu.cases import case_of
 from megatron_scalerl.check_gpu.device_memory import DeviceMemory, peak_since, used_by_driver
 from megatron_scalerl.check_gpu.findings import Recorder, read_findings
-from megatron_scalerl.check_gpu.outcome import Outcome
+from megatron_scalerl.check_gpu.part import PartSetting
 from megatron_scalerl.check_gpu.parts import families, shapes
-from megatron_scalerl.check_gpu.setting import Setting
+from megatron_scalerl.check_gpu.parts.trainer import Outcome
 from megatron_scalerl.check_gpu.shape_run import SHAPES, fitting, toy
 from megatron_scalerl.check_gpu.table import KINDS, part_named
 from megatron_scalerl.plan.hardware import GIB
@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 
 def setting(name, tmp_path):
     part = part_named(name)
-    return Setting(
+    return PartSetting(
         part=name,
         module=part.module,
         on_gpu=False,
@@ -212,7 +212,7 @@ def test_a_shape_that_dies_or_hangs_says_so_and_ends(tmp_path):
     wrong = replace(toy(SHAPES["8b"]), name="wrong", dtype="float33")
     began = time.monotonic()
     problem = shapes.run_process([wrong], tmp_path, given, 0.5)
-    assert problem.startswith("ended at its limit of 0 s") and time.monotonic() - began < 10
+    assert problem.startswith("stopped at its time limit after 0 s") and time.monotonic() - began < 10
     problem = shapes.run_process([wrong], tmp_path, given, 120)
     assert problem.startswith("exit code 1: ") and "float33" in (tmp_path / "wrong.log").read_text()
     path = tmp_path / "findings.jsonl"

@@ -8,7 +8,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
 
@@ -204,8 +203,3 @@ def pause_faults(found: Paused) -> list[str]:
     if not all(map(math.isfinite, found.rollout.rollout_logprobs)):
         faults.append("expected finite log-probs, found others")
     return faults
-
-
-def summary(faults: Sequence[Any], fine: str) -> str:
-    """One line: the first faults, or that all is fine."""
-    return "; ".join(map(str, faults[:3])) + (f" (and {len(faults) - 3} more)" if len(faults) > 3 else "") or fine

@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.check_gpu.deadline import Deadline
-from megatron_scalerl.check_gpu.device_memory import driver_says, used_by_driver
-from megatron_scalerl.check_gpu.engine.processes import Serving, serve
-from megatron_scalerl.check_gpu.engine.random_policy import write_config_only
-from megatron_scalerl.check_gpu.engine.scene import Scene, engine_options, recipe_of
+from megatron_scalerl.check_gpu.device_memory import used_by_driver
+from megatron_scalerl.check_gpu.engine.reference import write_config_only
+from megatron_scalerl.check_gpu.engine.scene import Scene, Serving, engine_options, recipe_of, serve
 from megatron_scalerl.check_gpu.findings import Recorder
+from megatron_scalerl.check_gpu.part import Deadline
+from megatron_scalerl.check_gpu.probe import nvidia_smi
 from megatron_scalerl.engine.client import EngineClient, SamplingSpec
 from megatron_scalerl.plan.assumptions import check_number, described
 from megatron_scalerl.plan.counting import Parameters, count, load_family
@@ -43,7 +43,7 @@ async def check_decode_rate(scene: Scene, record: Recorder, deadline: Deadline, 
     if not scene.setting.on_gpu:
         record.not_run(CHECK, "a CPU's rate is not what the planner assumes of a GPU")
         return
-    short = deadline.short_of(start_s + _RUN_S, f"an engine started in {start_s:.0f} s")
+    short = deadline.too_short(start_s + _RUN_S, f"an engine started in {start_s:.0f} s")
     if short:
         record.not_run(CHECK, short)
         return
@@ -89,7 +89,7 @@ async def _measure(record: Recorder, small: Serving, large: Serving, parameters:
     held = used_by_driver()
     await large.process.stop()
     freed = None if held is None else await _freed(held, 2 * parameters.total + _KV_BYTES)
-    gpu = gpu_of_device(driver_says("name") or "")
+    gpu = gpu_of_device(nvidia_smi("name") or "")
     found = rates(seconds["tiny"], seconds["1b"], parameters, gpu=gpu, freed_bytes=freed)
     data, left_out = within_range(found)
     rate = BATCHES[-1] / seconds["1b"][BATCHES[-1]]

@@ -9,12 +9,10 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_scalerl.batching.packing import pack
-from megatron_scalerl.check_gpu.deadline import Deadline
-from megatron_scalerl.check_gpu.engine.checks import summary
-from megatron_scalerl.check_gpu.engine.processes import Training, serve
-from megatron_scalerl.check_gpu.engine.random_policy import EXPERTS, LAYERS, write_experts
-from megatron_scalerl.check_gpu.engine.scene import Scene, engine_options, recipe_of
+from megatron_scalerl.check_gpu.engine.reference import EXPERTS, LAYERS, write_experts
+from megatron_scalerl.check_gpu.engine.scene import Scene, Training, engine_options, recipe_of, serve
 from megatron_scalerl.check_gpu.findings import Recorder
+from megatron_scalerl.check_gpu.part import Deadline
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous
 from megatron_scalerl.engine.client import EngineClient, SamplingSpec
 from megatron_scalerl.recipe import Recipe
@@ -53,7 +51,7 @@ async def check_routed_experts(
     if not scene.setting.on_gpu:
         record.not_run(CHECK, "vLLM for CPUs has the first model runner only, which does not report experts")
         return
-    short = deadline.short_of(start_s + _RUN_S, f"an engine started in {start_s:.0f} s")
+    short = deadline.too_short(start_s + _RUN_S, f"an engine started in {start_s:.0f} s")
     if short:
         record.not_run(CHECK, short)
         return
@@ -73,7 +71,7 @@ async def check_routed_experts(
                 experts=EXPERTS["num_experts"],
             )
             if faults:
-                record.holds(CHECK, False, summary(faults, ""))
+                record.faultless(CHECK, faults)
                 return
             await trainer
             await record_replay(record, training, prompts, rollouts)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from megatron_scalerl.check_gpu.deadline import CHECK_S, limited
-from megatron_scalerl.check_gpu.engine.checks import summary, until
-from megatron_scalerl.check_gpu.engine.parity import bound_for, gap, record_gap, sampled
-from megatron_scalerl.check_gpu.engine.processes import Serving, Training
-from megatron_scalerl.check_gpu.engine.random_policy import Reference
-from megatron_scalerl.check_gpu.engine.scene import Scene
+from megatron_scalerl.check_gpu.engine.checks import until
+from megatron_scalerl.check_gpu.engine.reference import Reference, bound_for, gap, record_gap, sampled
+from megatron_scalerl.check_gpu.engine.scene import Scene, Serving, Training
 from megatron_scalerl.check_gpu.findings import Recorder
+from megatron_scalerl.check_gpu.part import CHECK_S, limited
 from megatron_scalerl.controller.probe import Probe
 from megatron_scalerl.controller.weight_sync import WeightSync, WeightUpdate
 from megatron_scalerl.engine.client import EngineClient, SamplingSpec
@@ -37,7 +35,7 @@ async def check_update(
         )
         data = {"seconds_paused": update.seconds_paused, "seconds": update.seconds_total, "bytes": update.bytes}
         if faults:
-            record.holds("update", False, summary(faults, ""), data)
+            record.faultless("update", faults, data=data)
         else:
             record.measured("update", update.seconds_paused, "s paused", detail=text, data=data)
         rollouts = await _complete(client, prompts, tokens=40 if scene.setting.toy else 120)

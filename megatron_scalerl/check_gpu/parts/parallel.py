@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from megatron_scalerl.check_gpu.deadline import Deadline
-from megatron_scalerl.check_gpu.distances import Distance, judge
-from megatron_scalerl.check_gpu.findings import Recorder
-from megatron_scalerl.check_gpu.layouts import case_for
+from megatron_scalerl.batching.packing import pack
+from megatron_scalerl.check_gpu.cases import Case, case_of, samples
+from megatron_scalerl.check_gpu.findings import Distance, Recorder
 from megatron_scalerl.check_gpu.loop_run import command, faults, read_run
-from megatron_scalerl.check_gpu.loop_settings import Run, check_overrides, overrides
+from megatron_scalerl.check_gpu.part import Deadline, PartSetting
 from megatron_scalerl.check_gpu.ranks import run_ranks
-from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.check_gpu.step_parity import (
     FP32_BOUND,
     TWO_ROUNDINGS,
@@ -37,8 +37,12 @@ from megatron_scalerl.check_gpu.step_parity import (
     typical,
     without_ties,
 )
+from megatron_scalerl.check_gpu.synthetic import bare_recipe
 from megatron_scalerl.check_gpu.table import PARALLEL, Layers
-from megatron_scalerl.check_gpu.tiny_task import recipe_path, tiny_folder
+from megatron_scalerl.check_gpu.tiny_task import Run, check_overrides, overrides, recipe_path, tiny_folder
+from megatron_scalerl.distributed.parallel import init_parallel, shutdown_parallel
+from megatron_scalerl.distributed.rendezvous import FolderRendezvous
+from megatron_scalerl.trainer.step import make_trainer, pad_multiple
 
 _KINDS = ("llama", "qwen3_moe")
 _OVER_NCCL = Run(
@@ -48,6 +52,15 @@ _OVER_NCCL = Run(
     limit_s=90,
     on_cpu=False,
 )
+_CUTS: dict[str, dict[str, Any]] = {
+    "TP2": {"parallel": {"tensor_model_parallel_size": 2}, "model": {"sequence_parallel": True}},
+    "PP2": {"parallel": {"pipeline_model_parallel_size": 2}},
+    "EP2": {"parallel": {"expert_model_parallel_size": 2}},
+    "CP2": {"parallel": {"context_parallel_size": 2}},
+}
+"""Section `megatron` of a recipe, by name of the layout; what is absent (DP2, one rank) needs none."""
+_LENGTHS = (59, 16, 128, 199, 63, 32, 89, 120)
+_MICRO_BATCH_TOKENS = 256
 _LAUNCH_S = 60.0
 """Of one group of processes on GPUs, about 30 expected: imports, CUDA, NCCL, kernels compiled, two trainers."""
 _LEAST_S = 15.0
@@ -66,11 +79,11 @@ class Policy:
     """transformers' bf16 from its fp32, nats (`step_parity.typical`)."""
 
     def run(self, layout: str) -> dict[str, Any]:
-        """For `layouts.measure`."""
+        """For `measure`."""
         return {"layout": layout, "kind": self.kind, "policy": str(self.path), "seed": self.seed}
 
 
-def run(setting: Setting, record: Recorder) -> None:
+def run(setting: PartSetting, record: Recorder) -> None:
     """Report the part's checks."""
     bound_threads()
     deadline = Deadline(setting.limit_s)
@@ -86,7 +99,7 @@ def run(setting: Setting, record: Recorder) -> None:
         _broadcast(setting, record, deadline)
 
 
-def _write(kind: str, setting: Setting) -> Policy:
+def _write(kind: str, setting: PartSetting) -> Policy:
     """A random policy, in bf16 so that either precision starts from the same numbers."""
     case, path = case_for(kind, toy=setting.toy), setting.scratch / "parallel" / kind
     case.write(path)
@@ -96,7 +109,7 @@ def _write(kind: str, setting: Setting) -> Policy:
 
 
 def _steps(
-    setting: Setting,
+    setting: PartSetting,
     record: Recorder,
     deadline: Deadline,
     policies: Mapping[str, Policy],
@@ -113,7 +126,7 @@ def _steps(
             raise _NoTimeError(f"{max(0.0, left):.0f} s were left of the part's {setting.limit_s:.0f} s")
         return run_ranks(
             count,
-            "megatron_scalerl.check_gpu.layouts:measure",
+            "megatron_scalerl.check_gpu.parts.parallel:measure",
             {"dtype": dtype, "runs": runs, "toy": setting.toy},
             folder=setting.scratch / "parallel" / layers / name,
             timeout_s=min(left, _LAUNCH_S) if setting.on_gpu else left,
@@ -133,7 +146,7 @@ def _steps(
             continue
         for name in group:
             policy = used[name]
-            judge(record, name + suffix, distances(policy.kind, found[name], alone[policy.kind], dtype, policy.own))
+            record.compared(name + suffix, distances(policy.kind, found[name], alone[policy.kind], dtype, policy.own))
 
 
 class _NoTimeError(RuntimeError):
@@ -151,7 +164,7 @@ def _report_unmade(
             record.holds(name + suffix, False, f"{prefix}{error}")
 
 
-def _groups(setting: Setting) -> Iterator[tuple[str, ...]]:
+def _groups(setting: PartSetting) -> Iterator[tuple[str, ...]]:
     """Layouts that share processes."""
     return ((name,) for name in PARALLEL) if setting.on_gpu else iter([PARALLEL])
 
@@ -179,7 +192,7 @@ def distances(
     ]
 
 
-def _broadcast(setting: Setting, record: Recorder, deadline: Deadline) -> None:
+def _broadcast(setting: PartSetting, record: Recorder, deadline: Deadline) -> None:
     """A short run with the trainer on one GPU and the engine on another: every update goes over NCCL."""
     recipe, tiny = recipe_path(), tiny_folder(setting)
     settings = overrides(setting, tiny, _OVER_NCCL, policy=tiny / "base_policy", warm=False, transport="nccl")
@@ -197,3 +210,53 @@ def _broadcast(setting: Setting, record: Recorder, deadline: Deadline) -> None:
     said = f"{found.steps} updates in {found.seconds:.0f} s with start, mismatch {found.mismatch:.2g} nats"
     text = "; ".join(wrong) or said
     record.holds("broadcast", not wrong, text, found.data())
+
+
+def case_for(kind: str, *, toy: bool) -> Case:
+    """The case of a family, cut into several micro-batches, of which each data-parallel rank gets some."""
+    return replace(case_of(kind, toy=toy), lengths=_LENGTHS, micro_batch_tokens=_MICRO_BATCH_TOKENS)
+
+
+def measure(job: Mapping[str, Any], rendezvous: FolderRendezvous) -> dict[str, Any]:
+    """One answer for each layout of job["runs"], in policy.dtype job["dtype"].
+
+    A run says layout, kind of policy, its folder, and the seed of its sequences.
+    """
+    found = {}
+    for number, run in enumerate(job["runs"]):
+        if number:
+            shutdown_parallel(keep_world=True)
+        case = replace(case_for(run["kind"], toy=job["toy"]), seed=run["seed"])
+        found[run["layout"]] = _one(run["layout"], case, run["policy"], job["dtype"], rendezvous)
+    return found
+
+
+def _one(layout: str, case: Case, policy: str, dtype: str, rendezvous: FolderRendezvous) -> dict[str, Any]:
+    recipe = bare_recipe(
+        policy,
+        dtype,
+        case.micro_batch_tokens,
+        trainer={"world_size": int(os.environ["WORLD_SIZE"])},
+        # with a tiny epsilon, AdamW's first step is the gradient's sign: rounding would become steps
+        optimizer={"lr": 1e-3, "warmup_steps": 0, "eps": 1e-3},
+        megatron=_CUTS.get(layout, {}),
+    )
+    parallel = init_parallel(recipe, rendezvous)
+    trainer = make_trainer(recipe, parallel)
+    ids = case.token_ids()
+    before = trainer.logprobs(ids)
+    batches = pack(
+        samples(ids, before),  # all ratios are 1, on every rank alike
+        step=1,
+        dp_size=parallel.dp_size,
+        micro_batch_tokens=case.micro_batch_tokens,
+        pad_multiple=pad_multiple(parallel),
+        policy_version=0,
+    )
+    report = trainer.step(batches[parallel.dp_rank])
+    return {
+        "before": [float(value) for value in chain(*before)],
+        "after": [float(value) for value in chain(*trainer.logprobs(ids))],
+        "loss": report.loss,
+        "grad_norm": report.grad_norm,
+    }

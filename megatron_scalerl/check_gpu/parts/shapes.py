@@ -6,20 +6,20 @@ imports no torch, so that it holds nothing on the GPU.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_scalerl.check_gpu.commands import run_command
 from megatron_scalerl.check_gpu.findings import Recorder
-from megatron_scalerl.check_gpu.logs import cause, last_line, read_log
-from megatron_scalerl.check_gpu.memory_report import report_memory
-from megatron_scalerl.check_gpu.own_group import ended_within, own_group
-from megatron_scalerl.check_gpu.setting import Setting
+from megatron_scalerl.check_gpu.part import PartSetting
 from megatron_scalerl.check_gpu.shape_run import SHAPES, SPARE, WARM_UP, Shape, toy
 from megatron_scalerl.plan.hardware import GIB, GPUS, gpu_of_device
 
@@ -27,11 +27,14 @@ _LEAST_S = 30.0
 """A shape is not begun with less time left: importing, building and the warm-up take about that."""
 _MEASURE_SHARE = 0.7
 """Of a process's time, after which it begins no further step."""
+MEMORY_BOUND = 0.15
+"""Tolerance of predicted over measured, around 1."""
+_GRACE_S = 1.0
 _END_S = 3.0
 """Of the part's time, kept for ending a shape's process."""
 
 
-def run(setting: Setting, record: Recorder) -> None:
+def run(setting: PartSetting, record: Recorder) -> None:
     """Report `checks` of the part."""
     end = time.monotonic() + setting.limit_s - _END_S
     folder = setting.scratch / setting.part
@@ -58,7 +61,7 @@ def run(setting: Setting, record: Recorder) -> None:
             report(shape, json.loads(path.read_text("utf8")) if path.exists() else None, problem, setting, record)
 
 
-def run_process(shapes: Sequence[Shape], folder: Path, setting: Setting, limit: float) -> str:
+def run_process(shapes: Sequence[Shape], folder: Path, setting: PartSetting, limit: float) -> str:
     """Run the shapes' process and end it, with all that it started, at `limit` seconds; how it failed, "" if not."""
     for shape in shapes:
         (folder / f"{shape.name}.json").unlink(missing_ok=True)
@@ -71,13 +74,9 @@ def run_process(shapes: Sequence[Shape], folder: Path, setting: Setting, limit: 
     log = folder / f"{shapes[0].name}.log"
     env = {"MSRL_LAYERS": setting.layers} if setting.layers and setting.on_gpu else {}
     argv = [sys.executable, "-m", "megatron_scalerl.check_gpu.shape_run", json.dumps(asked)]
-    with own_group(argv, log, env) as process:
-        code = ended_within(process, limit)
-    text = read_log(log)
-    print(text, file=sys.stderr, flush=True)
-    if code is None:
-        return f"ended at its limit of {limit:.0f} s; last line of its log: {last_line(text)}"
-    return f"exit code {code}: {cause(text)}" if code else ""
+    done = asyncio.run(run_command(argv, log, limit_s=limit, env=os.environ | env, grace_s=_GRACE_S))
+    print(done.output, file=sys.stderr, flush=True)
+    return done.failure()
 
 
 def not_run(name: str, why: str, record: Recorder) -> None:
@@ -86,7 +85,7 @@ def not_run(name: str, why: str, record: Recorder) -> None:
         record.not_run(f"{name} {figure}", why)
 
 
-def report(shape: Shape, found: dict[str, Any] | None, problem: str, setting: Setting, record: Recorder) -> None:
+def report(shape: Shape, found: dict[str, Any] | None, problem: str, setting: PartSetting, record: Recorder) -> None:
     """Both checks of a shape from what its process left."""
     if found is None:
         for figure in ("MFU", "memory"):
@@ -155,3 +154,39 @@ def planner_constants(shape: Shape, found: dict[str, Any], peak: float | None, r
     if 0.0 < utilisation <= 1.0:
         constants["dense_utilisation"] = utilisation
     return constants
+
+
+def report_memory(
+    record: Recorder,
+    check: str,
+    predicted: Mapping[str, Any],
+    peak: Mapping[str, Any],
+    *,
+    judged: bool,
+    data: Mapping[str, Any],
+) -> None:
+    """The distance of predicted over measured from 1.
+
+    predicted: "total_bytes" and "terms" (bytes by name). peak: the fields of a `Peak`. judged: on a GPU only, whose
+    memory is what counts.
+    """
+    total, found = predicted["total_bytes"], peak["total"]
+    ratio = total / max(1, found)
+    others = "" if peak["others_known"] else "; what others hold on the GPU could not be asked"
+    record.measured(
+        check,
+        abs(ratio - 1),
+        "from 1",
+        at_most=MEMORY_BOUND if judged else None,
+        goal=True,
+        detail=f"predicted {total / GIB:.3f} GiB, measured {found / GIB:.3f}, ratio {ratio:.3f}; "
+        f"allocated {peak['allocated'] / GIB:.3f}, reserved {peak['reserved'] / GIB:.3f}, "
+        f"beyond PyTorch {peak['runtime'] / GIB:.3f}{others}" + ("" if judged else "; not judged on a CPU"),
+        data={
+            "ratio": ratio,
+            "predicted_bytes": total,
+            "predicted_terms": predicted["terms"],
+            **{f"peak_{name}": value for name, value in peak.items()},
+            **data,
+        },
+    )

@@ -6,16 +6,17 @@ NCCL refuses two ranks on one GPU, so nothing is received over it here; the part
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import reduce_tensor
 
 from megatron_scalerl.check_gpu.findings import Recorder
-from megatron_scalerl.check_gpu.setting import Setting
-from megatron_scalerl.check_gpu.wire_reader import handed, read_sum
+from megatron_scalerl.check_gpu.part import PartSetting
 from megatron_scalerl.checkpoints.manifest import ParamMeta
 from megatron_scalerl.distributed import device as seam
 from megatron_scalerl.distributed.rendezvous import private_folder, use_interface
-from megatron_scalerl.processes.isolated import FAILED, events
+from megatron_scalerl.processes.isolated import FAILED, Say, events
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import digest
 from megatron_scalerl.weights.transport import make_sender
@@ -24,8 +25,23 @@ _BUCKET_MIB = 64
 _ANSWER_S = 20.0
 """For the other process to import torch, to open the handle and to answer; its death is noticed at once."""
 
+Handle = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
+"""How another process gets at a tensor: a function of PyTorch's and what it is called with."""
 
-def run(setting: Setting, record: Recorder) -> None:
+
+def handed(tensor: torch.Tensor) -> Handle:
+    """A handle of the tensor for one other process, while this one keeps it. Raises what the driver refuses with."""
+    found: Handle = reduce_tensor(tensor)
+    return found
+
+
+def read_sum(handle: Handle, say: Say) -> None:
+    """Says the sum of the tensor of `handed`; `apart.events` tells what is raised here."""
+    rebuild, arguments = handle
+    say({"sum": float(rebuild(*arguments).double().sum())})
+
+
+def run(setting: PartSetting, record: Recorder) -> None:
     """Report the part's checks."""
     device = seam.device()
     with record.guarded("digest"):
