@@ -1,4 +1,4 @@
-"""What the trainer's parts train on: small random policies, fixed sequences of random tokens, recipes, batches."""
+"""Inputs of the trainer's checks: small random policies, fixed sequences of random tokens, recipes, batches."""
 
 from __future__ import annotations
 
@@ -28,37 +28,36 @@ _WIDE_EXTRA: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A small policy and what it sees. Produced by `case_of`."""
+    """A small policy and its input. Produced by `case_of`."""
 
     kind: str
-    """In `tiny.families.KINDS`."""
+    """Family, one of `tiny.families.KINDS`."""
     settings: Mapping[str, Any]
-    """Of its config."""
+    """Overrides of its config."""
     std: float
-    """Of its matrices."""
+    """Standard deviation of its matrices."""
     vocab: int
     lengths: tuple[int, ...]
-    """Targets of each sequence; a sequence has one token more."""
+    """Targets per sequence; each sequence has one token more."""
     micro_batch_tokens: int
-    """More than the longest sequence and less than all."""
+    """More than the longest sequence, less than all together."""
     seed: int = 3
-    """Of the sequences."""
+    """Seed of the sequences."""
 
     def write(self, path: str | Path) -> None:
-        """Save the policy at `path` in bf16, so that either precision starts from the same numbers."""
+        """Save the policy at `path` in bf16, so that both precisions start from the same weights."""
         families.make(self.kind, path, dtype=torch.bfloat16, std=self.std, **self.settings)
 
     def token_ids(self) -> list[list[int]]:
-        """The sequences, always the same."""
+        """The sequences; deterministic."""
         rng = random.Random(self.seed)
         return [[rng.randrange(3, self.vocab) for _ in range(length + 1)] for length in self.lengths]
 
     def recipe(self, path: str | Path, dtype: str) -> Recipe:
         """A recipe whose first step changes the weights by a few percent, smoothly.
 
-        Adam's first update is the sign of the gradient where eps is far below it: rounding of a gradient near zero
-        would become a whole update. With an eps above the gradients it is proportional to them. The gradient is
-        clipped.
+        With a small eps Adam's first update is the sign of the gradient, which turns rounding errors near zero into
+        full updates. With an eps above the gradients the update is proportional to them. The gradient is clipped.
         """
         optimizer = {"lr": 0.05, "warmup_steps": 0, "eps": 1e-3, "clip_grad": 1.0}
         return bare_recipe(path, dtype, self.micro_batch_tokens, optimizer=optimizer)
@@ -67,7 +66,7 @@ class Case:
 def case_of(kind: str, *, toy: bool, small: bool = False) -> Case:
     """The case of a family.
 
-    Its widths suit flash attention and Transformer Engine, with `small` a quarter of them; `toy` is for a CPU.
+    Its widths are supported by flash attention and Transformer Engine; `small` reduces them, `toy` is for a CPU.
     """
     if toy:
         return Case(
@@ -92,13 +91,13 @@ def case_of(kind: str, *, toy: bool, small: bool = False) -> Case:
 
 
 def check_layers(setting: PartSetting) -> None:
-    """Raises ValueError where this process would build other layers than the part is about (on a GPU)."""
+    """Raises ValueError if this process would not build the part's layers (on a GPU)."""
     if setting.on_gpu and (setting.layers == "te") != device.HAVE_TE:
         raise ValueError(f"MSRL_LAYERS: expected {setting.layers!r} for {setting.part}, found {device.LAYERS!r}")
 
 
 def samples(token_ids: Sequence[Sequence[int]], rollout_logprobs: Sequence[Sequence[float]]) -> list[Sample]:
-    """A sample of each sequence, its first token the prompt; the weights of all tokens add up to 1."""
+    """One sample per sequence, whose first token is the prompt; the token weights add up to 1."""
     weight = 1.0 / sum(len(row) - 1 for row in token_ids)
     return [
         sample(

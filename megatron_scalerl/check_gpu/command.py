@@ -1,4 +1,4 @@
-"""The command line of the check: `megatron-scalerl check-gpu [options]`."""
+"""The command line: `megatron-scalerl check-gpu [options]`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_gpu(options: argparse.Namespace, console: Console) -> int:
-    """Run the check; 0 if nothing failed, else 1. Raises ValueError for bad input, RuntimeError without torch."""
+    """Run the check. Returns 0 if nothing failed, else 1. Raises ValueError, RuntimeError without torch."""
     _check(options)
     if options.list:
         return _list(console)

@@ -1,4 +1,4 @@
-"""One run of the tiny recipe as a user starts it: a command of the product in a process, and what its files say."""
+"""Runs of the tiny recipe through the command line, and their results read from the run's files."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ async def command(arguments: Sequence[str], log: Path, *, limit_s: float) -> Com
 
 
 def sft_losses(output: str) -> list[float]:
-    """Losses (nats a token) of the progress lines of a warm start."""
+    """Losses (nats per token) in the progress lines of a warm start."""
     return [float(value) for value in _SFT_LOSS.findall(output)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopRun:
-    """What a run left. Produced by `read_run`."""
+    """Results of a run. Produced by `read_run`."""
 
     ended: str
-    """"" for a run that ended in order, else why it did not."""
+    """Why the run failed; "" for a successful run."""
     seconds: float
     steps: int
-    """Optimizer steps made."""
+    """Optimizer steps."""
     fresh: tuple[tuple[int, float, float], ...]
-    """(step, mean |trainer - engine log-prob| (nats), tokens), of tokens that the very weights that train sampled."""
+    """(step, mean |trainer - engine log-prob| (nats), tokens), on tokens of staleness 0."""
     step_seconds: tuple[float, ...]
-    """Of each step; the rest of `seconds` is start, validations and end."""
+    """Of each step; the rest of `seconds` is startup, validation and shutdown."""
     probe: float
-    """Largest distance on the probe (nats); NaN without a probe."""
+    """Largest mismatch on the probe (nats); NaN without a probe."""
     rewards: tuple[float, ...]
     """Mean reward of each step."""
     pass_rates: tuple[float, ...]
-    """Of the validations, on held-out prompts."""
+    """Of each validation, on held-out prompts."""
     facts: dict[str, str]
-    """See `logs.serving_facts`."""
+    """See `commands.serving_facts`."""
 
     @property
     def mismatch(self) -> float:
@@ -60,20 +60,20 @@ class LoopRun:
         return sum(tokens for _, _, tokens in self.fresh)
 
     def mismatch_until(self, step: int) -> float:
-        """Mean over the tokens of the first steps, up to `step` (nats); NaN without tokens."""
+        """Mean over the tokens up to `step` (nats); NaN without tokens."""
         counted = [(mean, tokens) for at, mean, tokens in self.fresh if at <= step]
         tokens = sum(number for _, number in counted)
         return sum(mean * number for mean, number in counted) / tokens if tokens else math.nan
 
     def expected_seconds(self, steps: int) -> float:
-        """Of a run like this one with that many steps; NaN where this one did not come to its end."""
+        """Estimate for the same run with that many steps; NaN if this run failed."""
         if self.ended or not self.step_seconds:
             return math.nan
         stepping = sum(self.step_seconds)
         return self.seconds - stepping + steps * stepping / len(self.step_seconds)
 
     def data(self) -> dict[str, Any]:
-        """For a finding: JSON types."""
+        """For a finding; JSON types."""
         found: dict[str, Any] = finite(
             {
                 "seconds": self.seconds,
@@ -91,7 +91,7 @@ class LoopRun:
 
 
 def read_run(folder: Path, done: CommandResult) -> LoopRun:
-    """What the files of a run say, also of one that was cut off. done: the command that made it."""
+    """Read the files of a run, even of one that was killed. done: result of its command."""
     rows = [r for r in _rows(folder / "metrics.jsonl") if "skipped" not in r]
     fresh = [
         (int(r["step"]), _number(r, "mismatch_staleness_0"), float(r[count]))
@@ -117,7 +117,7 @@ def read_run(folder: Path, done: CommandResult) -> LoopRun:
 
 
 def faults(run: LoopRun, *, steps: int, warm: bool, validated: bool = True) -> list[str]:
-    """What is wrong with a run of `steps` steps. warm: its policy has learnt something before."""
+    """Faults of a run of `steps` steps. warm: its policy had a warm start."""
     found = [run.ended] if run.ended else []
     if run.steps != steps:
         found.append(f"expected {steps} steps, found {run.steps} in {run.seconds:.0f} s")
@@ -133,7 +133,7 @@ def faults(run: LoopRun, *, steps: int, warm: bool, validated: bool = True) -> l
 
 
 def _number(row: dict[str, Any], key: str) -> float:
-    """A figure of a record; NaN where it is missing or null, which is how NaN is written."""
+    """A number of a record; NaN if it is missing or null, which is how NaN is written."""
     value = row.get(key)
     return math.nan if value is None else float(value)
 

@@ -1,4 +1,4 @@
-"""Policies' widths, recipes and sequences of random tokens that the trainer's parts make up. Imports no torch."""
+"""Synthetic inputs of the trainer's checks: widths, recipes, sequences of random tokens. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_scalerl.types import Rollout, Sample
 TOY: dict[str, Any] = dict(
     hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=512
 )
-"""Widths of a Llama that stands for one of full width in a rehearsal."""
+"""Widths of the Llama that replaces one of full width in a rehearsal."""
 WIDE: dict[str, Any] = dict(
     vocab_size=1024,
     hidden_size=512,
@@ -23,14 +23,14 @@ WIDE: dict[str, Any] = dict(
     head_dim=64,
     max_position_embeddings=2048,
 )
-"""Widths of a small policy that suit flash attention and Transformer Engine, halved by tensor parallelism too."""
+"""Widths of a small policy; supported by flash attention and Transformer Engine, also with TP 2."""
 _SEED = 0
 
 
 def bare_recipe(path: str | Path, dtype: str, micro_batch_tokens: int, **sections: Any) -> Recipe:
-    """A recipe for a trainer alone: the policy of `path`, and `sections` in the place of the defaults.
+    """A recipe for a trainer only, with the policy of `path`; `sections` override the defaults.
 
-    A section `trainer` is added to. Raises ValueError (pydantic's) for what a recipe does not know.
+    Raises ValueError (pydantic's) for unknown settings.
     """
     trainer = {"micro_batch_tokens": micro_batch_tokens, **sections.pop("trainer", {})}
     return Recipe.model_validate(
@@ -53,7 +53,7 @@ def sample(
     advantage: float,
     token_weight: float,
 ) -> Sample:
-    """One completion of a policy of version 0, all of whose tokens train."""
+    """One completion of policy version 0 with loss on all tokens."""
     size = len(completion)
     rollout = Rollout(
         token_ids=tuple(completion),
@@ -69,10 +69,11 @@ def sample(
 
 
 def full_micro_batches(count: int, length: int, vocab: int) -> list[Sample]:
-    """`count` sequences of `length` random tokens below `vocab`, an eighth of each its prompt; weights add up to 1.
+    """`count` sequences of `length` random tokens below `vocab`, an eighth of each is its prompt; weights add up to
+    1.
 
-    Micro-batches of a multiple of `length` tokens are full. Log-probabilities of the engine are -11 nats, about those
-    of random weights over a vocabulary of 100,000.
+    Micro-batches of a multiple of `length` tokens are full. The engine's log-probs are -11 nats, about those of
+    random weights with a vocabulary of 100,000.
     """
     rng = random.Random(_SEED)
     prompt = length // 8

@@ -10,7 +10,7 @@ from megatron_scalerl.check_gpu.part import Layers, Size
 
 _HERE = "megatron_scalerl.check_gpu.parts."
 PARALLEL = ("TP2", "EP2", "PP2", "CP2", "DP2")
-"""Ways to cut a policy over two devices."""
+"""Parallel layouts on two devices."""
 KINDS = ("llama", "qwen3", "qwen3_moe", "llama4")
 _SHAPES = ("1b", "8b", "8b_long", "8b_recompute")
 _NO_CPU = "Transformer Engine has no CPU kernels"
@@ -30,23 +30,23 @@ class Part:
 
     name: str
     module: str
-    """Dotted name of the module whose `run` does it."""
+    """Dotted name of the module whose `run` is called."""
     what: str
     limit_s: float
-    """Seconds on one GPU, after which the part is ended."""
+    """Time limit on GPUs, seconds."""
     quick_s: float | None = None
-    """Seconds under `--quick`; None: not part of it."""
+    """Time limit with `--quick`; None: not part of it."""
     rehearsal_s: float = 240.0
-    """Seconds on a CPU at toy size."""
+    """Time limit on a CPU at toy size."""
     gpus: int = 1
-    """GPUs that it needs."""
+    """Required GPUs."""
     layers: Layers | None = None
     package: str = ""
-    """A module without which the part is not run; "" for none."""
+    """Module that the part requires; "" for none."""
     not_on_cpu: str = ""
-    """Why the whole part cannot be rehearsed on a CPU; "" where it can."""
+    """Why the part cannot be rehearsed on a CPU; "" if it can."""
     checks: tuple[str, ...] = ()
-    """What it reports, without the part's name."""
+    """The checks it reports, without the part's name."""
 
     def seconds(self, size: Size) -> float:
         """Its time limit."""
@@ -57,7 +57,7 @@ PARTS: tuple[Part, ...] = (
     Part(
         name="environment",
         module=_HERE + "environment",
-        what="driver, CUDA, NCCL, Transformer Engine, apex, vLLM: versions, and what each absence means",
+        what="driver, CUDA, NCCL, Transformer Engine, apex, vLLM: versions, and the effect of missing packages",
         limit_s=45,
         quick_s=45,
         checks=(
@@ -76,7 +76,7 @@ PARTS: tuple[Part, ...] = (
     Part(
         name="logits",
         module=_HERE + "logits",
-        what="logit projection: parity with fp64 and with the CPU, benchmark with peers",
+        what="logit projection: parity with fp64 and with the CPU, benchmark against peers",
         limit_s=210,
         quick_s=80,
         checks=(
@@ -99,7 +99,7 @@ PARTS: tuple[Part, ...] = (
     Part(
         name="trainer",
         module=_HERE + "trainer",
-        what="losses, packing and one trainer step with plain layers, GPU against CPU",
+        what="losses, packing and one trainer step with plain layers, GPU compared with CPU",
         limit_s=75,
         quick_s=60,
         layers="plain",
@@ -109,7 +109,7 @@ PARTS: tuple[Part, ...] = (
         Part(
             name=f"families-{layers}",
             module=_HERE + "families",
-            what=f"Llama, Qwen3, Qwen3-MoE, Llama 4 with {name} layers against transformers, one step",
+            what=f"Llama, Qwen3, Qwen3-MoE, Llama 4 with {name} layers compared with transformers, one step",
             limit_s=limit,
             layers=layers,
             package="transformer_engine" if layers == "te" else "",
@@ -122,7 +122,7 @@ PARTS: tuple[Part, ...] = (
         Part(
             name=f"shapes-{layers}",
             module=_HERE + "shapes",
-            what=f"1B and 8B shapes with {name} layers: MFU and peak memory against the planner",
+            what=f"1B and 8B shapes with {name} layers: MFU, and peak memory compared with the planner",
             limit_s=limit,
             quick_s=quick,
             layers=layers,
@@ -135,7 +135,7 @@ PARTS: tuple[Part, ...] = (
     Part(
         name="wire",
         module=_HERE + "wire",
-        what="weight digests and packing on the device, NCCL in a world of one, CUDA IPC",
+        what="weight digests and packing on the device, NCCL with one rank, CUDA IPC",
         limit_s=60,
         quick_s=55,
         checks=("digest", "send", "tensor between processes"),
@@ -172,7 +172,7 @@ PARTS: tuple[Part, ...] = (
     Part(
         name="parallel",
         module=_HERE + "parallel",
-        what="two GPUs: TP, EP, PP, CP, DP over NCCL against one GPU; NCCL broadcast to another GPU",
+        what="two GPUs: TP, EP, PP, CP, DP over NCCL compared with one GPU; NCCL broadcast to another GPU",
         limit_s=480,
         gpus=2,
         checks=(*PARALLEL, *(f"{name} te" for name in PARALLEL), "broadcast"),
@@ -189,7 +189,7 @@ PARTS: tuple[Part, ...] = (
 
 
 def part_named(name: str) -> Part:
-    """Raises ValueError naming the parts that exist."""
+    """The part of that name. Raises ValueError listing the existing parts."""
     for part in PARTS:
         if part.name == name:
             return part
@@ -201,9 +201,9 @@ class Row:
     """One component."""
 
     component: str
-    """As docs/gpu.md names it."""
+    """Its name in docs/gpu.md."""
     checks: tuple[str, ...]
-    """PART/CHECK, all of which have to pass; () where no check of one machine can prove it."""
+    """PART/CHECK, all of which have to pass; () if no check on one machine can verify it."""
 
 
 def _of(part: str, *checks: str) -> tuple[str, ...]:
@@ -281,18 +281,18 @@ ROWS: tuple[Row, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What one report says of a row."""
+    """The result of one report for a component."""
 
     component: str
     proved: bool
     failed: tuple[str, ...]
-    """Checks that failed, and targets that were missed."""
+    """Failed checks and missed targets."""
     missing: tuple[str, ...]
     """Checks that did not run."""
 
 
 def verdicts(status: Mapping[str, Status]) -> list[Verdict]:
-    """One for each row that a check can prove. status: by PART/CHECK; what is absent did not run."""
+    """One per component that checks can verify. status: by PART/CHECK; absent checks did not run."""
     return [_verdict(row, status) for row in ROWS if row.checks]
 
 

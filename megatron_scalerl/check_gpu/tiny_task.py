@@ -1,4 +1,4 @@
-"""What the engine's and the loop's checks share in the scratch folder: the tiny task, and how engines start here."""
+"""The tiny task in the scratch folder, shared by the parts engine, loop and parallel; settings of its runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FALLBACK_FILE = "attention_backend"
 
 
 def tiny_folder(setting: PartSetting) -> Path:
-    """The folder with base_policy/, prompts.jsonl, held_out.jsonl and sft.jsonl; written if it is not there."""
+    """The folder with base_policy/, prompts.jsonl, held_out.jsonl and sft.jsonl; created if missing."""
     folder = setting.scratch / "tiny"
     count = 100 if setting.toy else 1000
     build(folder, TinyArguments(seed=SEED, train_prompts=count, held_out=100, sft_examples=32 * sft_steps(setting)))
@@ -25,28 +25,28 @@ def tiny_folder(setting: PartSetting) -> Path:
 
 
 def sft_steps(setting: PartSetting) -> int:
-    """Steps of the warm start, each with 32 examples of its own."""
+    """Steps of the warm start, each with 32 new examples."""
     return 30 if setting.toy else 400
 
 
 def fallback_backend(setting: PartSetting) -> str | None:
-    """The attention backend that engines have to be told, because vLLM's own choice did not start; None: none."""
+    """The attention backend to set because vLLM's default did not start; None: use the default."""
     file = setting.scratch / _FALLBACK_FILE
     return file.read_text(encoding="utf8") if file.exists() else None
 
 
 def remember_backend(setting: PartSetting, backend: str) -> None:
-    """What `fallback_backend` answers from now on."""
+    """Set the result of `fallback_backend`."""
     (setting.scratch / _FALLBACK_FILE).write_text(backend, encoding="utf8")
 
 
 def forget_backend(setting: PartSetting) -> None:
-    """Of an earlier call."""
+    """Remove the fallback of an earlier call."""
     (setting.scratch / _FALLBACK_FILE).unlink(missing_ok=True)
 
 
 def recipe_path() -> Path:
-    """The tiny recipe of the checkout. Raises ValueError where the package lies outside of one."""
+    """The tiny recipe in the checkout. Raises ValueError if the package is not in a checkout."""
     path = Path(megatron_scalerl.__file__).parents[1] / RECIPE
     if not path.is_file():
         raise ValueError(f"{path}: expected the checkout's recipe, found nothing (run from a checkout)")
@@ -61,22 +61,22 @@ class Run:
     overrides: tuple[str, ...]
     steps: int
     limit_s: float
-    """On a GPU; the least that it gets: what earlier runs leave of theirs is added."""
+    """Minimum time limit on a GPU; time left by earlier runs is added."""
     on_cpu: bool
     more_s: float = 0.0
-    """Assumed to be needed beyond the time of an eager run."""
+    """Assumed additional seconds compared with an eager run."""
     validates: bool = True
     captures: bool = False
-    """The engine has to capture CUDA graphs."""
+    """The engine must capture CUDA graphs."""
 
 
 def check_overrides(recipe: Path, settings: list[str]) -> None:
-    """Raises ValueError for settings that a run would refuse."""
+    """Raises ValueError for settings that a run would reject."""
     check_options(load_recipe(recipe, settings).engine.vllm)
 
 
 def common(setting: PartSetting, tiny: Path) -> list[str]:
-    """What warm start and runs have in common."""
+    """Overrides common to warm start and runs."""
     found = [
         f"seed={SEED}",
         f"output_dir={setting.scratch / 'loop'}",
@@ -92,9 +92,9 @@ def common(setting: PartSetting, tiny: Path) -> list[str]:
 def overrides(
     setting: PartSetting, tiny: Path, one: Run, *, policy: Path, warm: bool, transport: str = "gloo"
 ) -> list[str]:
-    """Of one run. warm: False has groups without a right answer trained too, so that there are steps.
+    """Overrides of one run. warm: False also trains groups without a correct answer, so that there are steps.
 
-    transport: of the weights; NCCL refuses two ranks on one GPU.
+    transport: of the weights; NCCL does not support two ranks on one GPU.
     """
     steps = 2 if setting.toy else one.steps
     found = [

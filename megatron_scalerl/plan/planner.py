@@ -1,4 +1,4 @@
-"""The plan of a recipe on a number of GPUs: everything that the command prints, as one value."""
+"""The plan of a recipe on a number of GPUs: everything that the command prints, in one object."""
 
 from __future__ import annotations
 
@@ -12,34 +12,33 @@ from megatron_scalerl.plan.activations import recompute_of
 from megatron_scalerl.plan.assumptions import Assumptions, Origin, default_origins
 from megatron_scalerl.plan.counting import Parameters, count, load_family
 from megatron_scalerl.plan.engine import Decoding, EngineMemory, decoding, engine_memory
-from megatron_scalerl.plan.hardware import GIB, Gpu
-from megatron_scalerl.plan.kernels import Kernels, Layers
-from megatron_scalerl.plan.layout import Layout, layout_of
+from megatron_scalerl.plan.hardware import GIB, Gpu, Kernels, Layers
 from megatron_scalerl.plan.lengths import Lengths, assumed_lengths
 from megatron_scalerl.plan.memory import RankMemory, trainer_memory
-from megatron_scalerl.plan.simulate import Setting, Timing, simulate
-from megatron_scalerl.plan.split import Simulated, Split, best_splits, gpus_of, recipe_split, setting_of, splits
+from megatron_scalerl.plan.sharding import Layout, layout_of
+from megatron_scalerl.plan.simulate import QueueSettings, Timing, simulate
+from megatron_scalerl.plan.split import Simulated, Split, best_splits, gpus_of, queue_of, recipe_split, splits
 from megatron_scalerl.plan.work import StepWork, UpdateBound, publish_seconds, step_work, update_bounds, update_bytes
 from megatron_scalerl.recipe import Recipe
 
 COMPLETIONS = 20_000
-"""Simulated after the warm-up, or ten steps if those are more."""
+"""Completions simulated after the warm-up; ten steps if those have more."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What a recipe needs and costs. Produced by `make_plan`."""
+class RunPlan:
+    """Memory, time and cost of a recipe. Produced by `make_plan`."""
 
     recipe: Recipe
     gpu: Gpu
     gpus: int
     assumed: Assumptions
     origins: Mapping[str, Origin]
-    """Where each assumption's value comes from, by field."""
+    """Origin of each assumption's value, by field."""
     layers: Layers
-    """The trainer's."""
+    """Layers of the trainer."""
     config: str
-    """Where the architecture was read."""
+    """File from which the architecture was read."""
     parameters: Parameters
     split: Split
     split_is_recipes: bool
@@ -55,20 +54,20 @@ class Plan:
     publish_seconds: float
     timing: Timing
     best: tuple[Simulated, ...]
-    """The best splits of the same GPUs, best first."""
+    """The fastest splits of the same GPUs, fastest first."""
 
     @property
     def gpu_hours_per_1000_steps(self) -> float:
-        """Both roles, idle time included, validation left out."""
+        """Trainer and engines, idle time included, validation excluded."""
         return self.gpus * self.timing.step_seconds * 1000 / 3600
 
     @property
     def headroom(self) -> float:
-        """Bytes left on the fullest trainer rank; negative where it does not fit."""
+        """Bytes free on the fullest trainer rank; negative if it does not fit."""
         return self.gpu.memory_bytes - max(stage.total for stage in self.trainer)
 
     def problems(self) -> list[str]:
-        """One line for each rank that does not fit: which and by how much."""
+        """One line per problem: which rank or engine does not fit, and by how much."""
         found = [
             f"trainer ranks of pipeline stage {s.stage} need {s.total / GIB:.1f} GiB, {self.gpu.name} has "
             f"{self.gpu.memory_bytes / GIB:.1f}: {(s.total - self.gpu.memory_bytes) / GIB:.1f} GiB too much"
@@ -77,8 +76,8 @@ class Plan:
         ]
         if self.engine.missing_bytes:
             found.append(
-                f"engines have no room for one sequence of {self.engine.context_tokens:,} tokens: "
-                f"{self.engine.missing_bytes / GIB:.1f} GiB a device are missing"
+                f"the KV cache of an engine cannot hold one sequence of {self.engine.context_tokens:,} tokens: "
+                f"{self.engine.missing_bytes / GIB:.1f} GiB per device missing"
             )
         need = self.recipe.longest_sequence(phrase_tokens=0)
         if self.recipe.micro_batch_tokens < need:
@@ -99,11 +98,11 @@ def make_plan(
     lengths: Lengths | None = None,
     layers: Layers = "te",
     origins: Mapping[str, Origin] | None = None,
-) -> Plan:
-    """The plan. The recipe's own split is taken where it adds up to `gpus`, else the best one is.
+) -> RunPlan:
+    """The plan. Uses the recipe's own split if it adds up to `gpus`, otherwise the fastest one.
 
-    `layers`: the trainer's, with Transformer Engine or without; `origins` of the assumptions, default all "default".
-    Raises ValueError for an architecture, a layout or an option that cannot be planned.
+    layers: of the trainer. origins: of the assumptions; all "default" if not given. Raises ValueError for an
+    architecture, layout or option that is not supported.
     """
     family, hf_config = load_family(config)
     parameters = count(family, hf_config)
@@ -119,7 +118,7 @@ def make_plan(
     split = own if is_own else best[0].split
     layout = layout_of(recipe, family, split.trainer)
     work = step_work(recipe, family, parameters, layout, gpu, lengths, assumed)
-    return Plan(
+    return RunPlan(
         recipe=recipe,
         gpu=gpu,
         gpus=gpus,
@@ -142,15 +141,15 @@ def make_plan(
         update_bytes=size,
         update_bounds=update_bounds(size, gpu),
         publish_seconds=base.publish_seconds,
-        timing=simulate(setting_of(recipe, split, base, work.train_seconds)),
+        timing=simulate(queue_of(base, split, work.train_seconds)),
         best=tuple(best),
     )
 
 
-def _base(recipe: Recipe, speed: Decoding, lengths: Lengths, publish: float) -> Setting:
+def _base(recipe: Recipe, speed: Decoding, lengths: Lengths, publish: float) -> QueueSettings:
     r = recipe.rollouts
     warm_up = 4 + r.max_staleness_steps
-    return Setting(
+    return QueueSettings(
         groups_per_batch=r.groups_per_batch,
         group_size=r.group_size,
         max_staleness_steps=r.max_staleness_steps,
@@ -173,10 +172,10 @@ def _search(
     gpu: Gpu,
     lengths: Lengths,
     assumed: Assumptions,
-    base: Setting,
+    base: QueueSettings,
     kernels: Kernels,
 ) -> list[Simulated]:
-    """The best splits that fit, or the best of all where none fits. Raises ValueError where nothing can be split."""
+    """The fastest splits that fit, or the fastest of all if none fits. Raises ValueError if there is no split."""
     fitting: list[tuple[Split, float]] = []
     all_: list[tuple[Split, float]] = []
     for split in splits(recipe, gpus, gpu):
@@ -191,13 +190,13 @@ def _search(
     if not all_:
         raise ValueError(
             f"--gpus: expected a number that splits into trainer ranks (a multiple of their model-parallel sizes and "
-            f"of {gpu.per_node} a node) and engines of {recipe.engine.devices_per_engine}, found {gpus}"
+            f"of {gpu.per_node} per node) and engines of {recipe.engine.devices_per_engine}, found {gpus}"
         )
-    return best_splits(recipe, fitting or all_, base)
+    return best_splits(fitting or all_, base)
 
 
-def as_numbers(plan: Plan) -> dict[str, Any]:
-    """The plan for --json: every number of the printed tables, sizes in bytes and times in seconds."""
+def as_numbers(plan: RunPlan) -> dict[str, Any]:
+    """The plan for --json: every number in the printed tables, sizes in bytes and times in seconds."""
     return {
         "recipe": plan.recipe.name,
         "gpus": plan.gpus,

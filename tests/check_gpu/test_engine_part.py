@@ -117,13 +117,13 @@ def test_an_interruption_at_another_place_is_found(changes, fault):
     [
         ({}, None),
         ({"later": 4}, "expected no tokens while paused, found 1"),
-        ({"said": False}, "/is_paused"),
-        ({"before": 7, "later": 7}, "expected a pause within 7 tokens"),
+        ({"reported": False}, "/is_paused"),
+        ({"before": 7, "later": 7}, "expected a pause before token 7"),
         ({"whole": 9}, "expected 9 tokens after the pause, found 7"),
     ],
 )
 def test_a_pause_that_does_not_hold_is_found(changes, fault):
-    values = dict(before=3, later=3, whole=7, said=True, rollout=ROLLOUT)
+    values = dict(before=3, later=3, whole=7, reported=True, rollout=ROLLOUT)
     found = checks.pause_faults(checks.Paused(**values | changes))
     assert (found == []) if fault is None else fault in found[0]
 
@@ -319,8 +319,8 @@ def test_an_engine_that_could_not_finish_is_not_started(check, scene, tmp_path):
     """A start of 60 s does not fit into what is left of 70 s."""
     on_gpu = replace(scene, setting=replace(scene.setting, on_gpu=True))
     arguments = [on_gpu, Recorder("engine", tmp_path / "findings"), Deadline(70)]
-    meeting = [None] if check is check_routed_experts else []
-    asyncio.run(check(*arguments, *meeting, start_s=60.0))
+    rendezvous = [None] if check is check_routed_experts else []
+    asyncio.run(check(*arguments, *rendezvous, start_s=60.0))
     [found] = read_findings(tmp_path / "findings")
     assert found.status == "not run" and "an engine started in 60 s), found 62 s left" in found.detail
 
@@ -355,9 +355,9 @@ def test_a_second_call_does_not_read_the_logs_of_the_first(tmp_path):
 
 def test_rates_that_no_plan_accepts_are_left_out(tmp_path):
     found = {"gpu": "h200", "engine_step_ms": 2.0, "hbm_efficiency": 1.2, "engine_overhead_gib": -0.5}
-    data, left_out = within_range(found)
+    data, omitted = within_range(found)
     assert data == {"gpu": "h200", "engine_step_ms": 2.0}
-    assert left_out == [
+    assert omitted == [
         "engine_overhead_gib: expected a number of at least 0, found -0.5",
         "hbm_efficiency: expected a number above 0 and at most 1, found 1.2",
     ]

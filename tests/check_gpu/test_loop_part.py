@@ -95,7 +95,7 @@ def test_what_is_wrong_with_a_run_fails_it(written, detail, tmp_path):
 def test_a_run_with_graphs_has_to_capture_them(graphs, on_gpu, status, tmp_path):
     found = judged(tmp_path, GRAPHS, graphs=graphs, on_gpu=on_gpu)
     assert found.status == status
-    assert ("expected CUDA graphs to be captured, found them on, no capture in its log" in found.detail) != graphs
+    assert ("expected captured CUDA graphs, found them on, no capture in its log" in found.detail) != graphs
 
 
 def test_all_limits_fit_into_the_part():

@@ -44,8 +44,8 @@ def test_a_crash_a_torn_line_and_a_raise_end_their_part_alone(tmp_path):
     assert statuses(found["torn"]) == ["passed", "not run"] and found["torn"].end == ""
     assert statuses(found["raising"]) == ["failed", "passed"]
     assert found["raising"].findings[0].detail == "ValueError: expected one line"
-    assert found["silent"].findings[1].detail == "the part did not report it"
-    assert found["undeclared"].end == "reported what is not declared: undeclared/third"
+    assert found["silent"].findings[1].detail == "not reported by the part"
+    assert found["undeclared"].end == "reported undeclared checks: undeclared/third"
     assert statuses(found["well"]) == ["passed", "passed"] and found["well"].end == ""
     assert PartResult.from_json(found["well"].to_json()) == found["well"]
 

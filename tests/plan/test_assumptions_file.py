@@ -101,7 +101,10 @@ GOOD = f"gpu: {H100}\nassumptions:\n  packing:\n    value: 0.8\n"
         (GOOD + "written: 2026-13-41\n", "expected YAML in UTF-8, found month must be"),
         (GOOD + "written: 7\n", "written: expected a date, found 7"),
         (GOOD + "layers: fused\n", "layers: expected te or plain, found 'fused'"),
-        (GOOD.replace(H100, "NVIDIA H100 PCIe"), "gpu: expected a GPU of the planner (gb200, h100-80g, h200), found"),
+        (
+            GOOD.replace(H100, "NVIDIA H100 PCIe"),
+            "gpu: expected a GPU that the planner supports (gb200, h100-80g, h200), found",
+        ),
         (GOOD.replace(f"gpu: {H100}\n", ""), "gpu: expected text, found nothing"),
         (GOOD + "gpu: x\n", "line 5: expected YAML, found the key gpu twice"),
         (GOOD + "  packing:\n    value: 0.7\n", "line 5: expected YAML, found the key packing twice"),

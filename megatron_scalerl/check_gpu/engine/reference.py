@@ -1,7 +1,7 @@
-"""Random policies for the engine's checks, and what transformers computes with them on the CPU.
+"""Random policies for the engine's checks, their log-probs by transformers on the CPU, and tolerances.
 
-Every matrix keeps the variance of what passes, and the logits get a standard deviation of 3: distributions are
-neither uniform nor certain, so that a wrong kernel shows in log-probabilities.
+Every matrix preserves the variance of its input, and the logits have a standard deviation of 3: distributions are
+neither uniform nor deterministic, so that a wrong kernel changes the log-probs.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ ONE_B: dict[str, Any] = {
     "num_key_value_heads": 8,
     "head_dim": 64,
 }
-"""The shape of a Llama with 1.5 billion parameters."""
+"""A Llama with 1.5 billion parameters."""
 LAYERS = _MIDDLE["num_hidden_layers"]
-"""Of the mixture of experts."""
+"""Layers of the mixture of experts."""
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 
 EXACT = 1e-4
-"""Nats; the largest distance of two fp32 implementations of a small policy."""
+"""Nats; bound of the difference between two fp32 implementations of a small policy."""
 ROUNDINGS = 3.0
-"""In bfloat16 the mean distance of two implementations may be this many times that of one from fp32: two independent
-roundings make 2 ** 0.5, and one of the two may keep more intermediate results in bfloat16 than transformers does."""
+"""Bound of the mean difference of two bfloat16 implementations relative to the bfloat16 error of transformers: two
+independent errors make 2 ** 0.5, and one of the two may round more intermediate results to bfloat16."""
 
 
 def write_dense(folder: Path, *, seed: int, dtype: str, toy: bool) -> Path:
@@ -62,15 +62,15 @@ def write_dense(folder: Path, *, seed: int, dtype: str, toy: bool) -> Path:
 
 
 def write_experts(folder: Path, *, seed: int, dtype: str) -> Path:
-    """A Qwen3-MoE, two of eight experts a token. Experts come in pairs whose router rows are nearly equal.
+    """A Qwen3-MoE with two of eight experts per token, in pairs with nearly equal router rows.
 
-    So rounding decides between the two, and an engine and a trainer without replay often take different ones.
+    Rounding selects one of a pair, so that engine and trainer often select different experts without replay.
     """
     return _write("qwen3_moe", folder, seed, dtype, **_MIDDLE, **EXPERTS, mlp_only_layers=[])
 
 
 def write_config_only(folder: Path) -> Path:
-    """Configuration and tokenizer of the 1B shape, without weights: vLLM makes them up (`load_format: dummy`)."""
+    """Config and tokenizer of the 1B policy without weights, which vLLM generates (`load_format: dummy`)."""
     from transformers import LlamaConfig
 
     config = LlamaConfig(**_COMMON | ONE_B, architectures=["LlamaForCausalLM"], dtype="bfloat16")
@@ -92,12 +92,12 @@ def _fill(model: Any, *, seed: int) -> None:
             continue  # norms are 1
         std = 1.0 if "embed_tokens" in name else parameter.shape[-1] ** -0.5 * (LOGIT_STD if "lm_head" in name else 1)
         parameter.normal_(0.0, std, generator=generator)
-        if ".gate.weight" in name:  # a router: rows 2i and 2i + 1 differ by a step or less of bfloat16
+        if ".gate.weight" in name:  # a router: rows 2i and 2i + 1 differ by at most one unit of bfloat16
             parameter[1::2] = parameter[0::2] * (1 + 2.0**-8)
 
 
 class Reference:
-    """transformers' model of a folder on the CPU, in fp32 and in bfloat16 with fp32 logits."""
+    """The policy in a folder by transformers on the CPU, in fp32 and in bfloat16 with fp32 logits."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -109,14 +109,14 @@ class Reference:
         return _logprobs(self._exact, self._exact.lm_head.weight, prompt, completion)
 
     def rounded(self, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
-        """[T] the same with weights and activations in bfloat16 and logits in fp32."""
+        """[T] the same with bfloat16 weights and activations and fp32 logits."""
         if self._rounded is None:
             self._rounded = _loaded(self._folder, torch.bfloat16)
         return _logprobs(self._rounded, self._rounded.lm_head.weight.float(), prompt, completion)
 
 
 def _loaded(folder: Path, dtype: torch.dtype) -> Any:
-    """Rotary frequencies stay fp32, as they do not in a model that is converted after it was built."""
+    """Loads in `dtype`: rotary frequencies stay fp32, unlike in a model converted after it was built."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval()
@@ -144,7 +144,7 @@ class LogprobGap:
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """How far apart two implementations may be."""
+    """Bound of the difference between two implementations."""
 
     statistic: Literal["mean", "largest"]
     """Of a `LogprobGap`."""
@@ -152,12 +152,12 @@ class Bound:
     why: str
 
     def of(self, found: LogprobGap) -> float:
-        """What is bounded of `found` (nats)."""
+        """The statistic of `found` that is bounded (nats)."""
         return found.mean if self.statistic == "mean" else found.largest
 
 
 def gap(a: Sequence[float], b: Sequence[float]) -> LogprobGap:
-    """Of two lists of log-probs of the same tokens."""
+    """Difference of two lists of log-probs of the same tokens."""
     found = [abs(x - y) for x, y in zip(a, b, strict=True)]
     finite = all(map(math.isfinite, found)) and bool(found)
     return LogprobGap(
@@ -169,14 +169,14 @@ def gap(a: Sequence[float], b: Sequence[float]) -> LogprobGap:
 
 
 def sampled(rollout: Rollout, logprobs: Sequence[float]) -> list[float]:
-    """Those of `logprobs` [T] whose token was sampled and not forced."""
+    """The `logprobs` [T] of sampled tokens, without forced ones."""
     return [value for value, kept in zip(logprobs, rollout.loss_mask, strict=True) if kept]
 
 
 def bound_for(
     dtype: str, reference: Reference, prompts: Sequence[Sequence[int]], rollouts: Sequence[Rollout]
 ) -> Bound:
-    """The bound for policies of `dtype`, measured for bfloat16 on these completions by transformers on the CPU."""
+    """The bound for policies of `dtype`; for bfloat16 measured by transformers on these completions."""
     if dtype == "float32":
         return Bound(statistic="largest", nats=EXACT, why="two fp32 implementations of a small policy")
     exact: list[float] = []
@@ -188,14 +188,14 @@ def bound_for(
     return Bound(
         statistic="mean",
         nats=ROUNDINGS * mean,
-        why=f"{ROUNDINGS:g} x {mean:.2g}, what bfloat16 changes in transformers on the CPU",
+        why=f"{ROUNDINGS:g} x {mean:.2g}, the bfloat16 error of transformers on the CPU",
     )
 
 
 def record_gap(
     record: Recorder, check: str, found: LogprobGap, bound: Bound, detail: str, dtype: str, **data: object
 ) -> None:
-    """Passes within the bound; in bfloat16 no token may be further away than the probe's own tolerance either."""
+    """Record a check that passes within the bound, with every token within the probe's tolerance."""
     text = f"{detail}: median {found.median:.2g}, mean {found.mean:.2g}, largest {found.largest:.2g} nats"
     both = finite({"gap": asdict(found), "bound": asdict(bound), **data})
     if found.largest > TOLERANCE[dtype]:

@@ -1,4 +1,4 @@
-"""What the engine's checks work on: policies, recipes, prompts, made before any process starts."""
+"""What the engine's checks use: policies, recipes and prompts, and the processes of an engine and a trainer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.check_gpu.commands import cause, read_log, serving_facts
+from megatron_scalerl.check_gpu.commands import cause, read_log, serving_facts, stop
 from megatron_scalerl.check_gpu.engine.reference import write_dense
 from megatron_scalerl.check_gpu.part import PartSetting
 from megatron_scalerl.check_gpu.tiny_task import fallback_backend, tiny_folder
@@ -26,25 +26,25 @@ from megatron_scalerl.trainer.wire import TrainerInfo
 from megatron_scalerl.types import Prompt
 
 THINKING, ANSWER = 200, 8
-"""Longest cut and answer budget (tokens)."""
+"""Maximum interruption point and answer budget (tokens)."""
 CONTEXT = 4096
 SECRET = "check-gpu-" + uuid.uuid4().hex
 TRANSPORT = "gloo"
-"""Trainer and engine share a GPU, and NCCL refuses two ranks on one."""
+"""Trainer and engine share a GPU, and NCCL does not support two ranks on one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """Produced by `make_scene`."""
+    """Inputs of the engine's checks. Produced by `make_scene`."""
 
     setting: PartSetting
     folder: Path
     """Logs, recipes and policies of this part."""
     recipe: Recipe
-    """Its policy is the one that the engine loads."""
+    """With the policy that the engine loads."""
     inputs: Inputs
     other: Path
-    """A policy of the same shape with other weights, which the trainer holds."""
+    """A policy of the same shape with other weights, which the trainer loads."""
 
     @property
     def dtype(self) -> str:
@@ -58,7 +58,7 @@ class Scene:
 
 
 def engine_options(setting: PartSetting) -> dict[str, Any]:
-    """`engine.vllm` of a small policy beside a trainer on the same device: memory as a number, not as a share."""
+    """`engine.vllm` for a small policy on a device shared with a trainer: the KV cache has a size in bytes."""
     options: dict[str, Any] = {"max_model_len": CONTEXT, "max_num_seqs": 64, "kv_cache_memory_bytes": 128 << 20}
     if not setting.on_gpu:
         return options
@@ -69,7 +69,7 @@ def engine_options(setting: PartSetting) -> dict[str, Any]:
 
 
 def recipe_of(setting: PartSetting, policy: Path, *, start_s: float, vllm: dict[str, Any], **sections: Any) -> Recipe:
-    """A recipe on the tiny task's prompts with `policy`. Raises ValueError for options that cannot be passed on."""
+    """A recipe on the tiny task's prompts with `policy`. Raises ValueError for rejected options."""
     tiny = tiny_folder(setting)
     data: dict[str, dict[str, Any]] = {
         "policy": {"path": str(policy), "dtype": "bfloat16" if setting.on_gpu else "float32"},
@@ -92,10 +92,10 @@ def recipe_of(setting: PartSetting, policy: Path, *, start_s: float, vllm: dict[
 
 
 def make_scene(setting: PartSetting, start_s: float) -> Scene:
-    """Write the policies and check the inputs. start_s: for a process to start."""
+    """Write the policies and check the inputs. start_s: time limit of a process's start."""
     folder = setting.scratch / "engine"
     folder.mkdir(parents=True, exist_ok=True)
-    for log in folder.glob("*.log"):  # of an earlier call: processes append to theirs
+    for log in folder.glob("*.log"):  # of an earlier call: processes append to their logs
         log.unlink()
     dtype = "bfloat16" if setting.on_gpu else "float32"
     first, other = (write_dense(folder / f"dense_{seed}", seed=seed, dtype=dtype, toy=setting.toy) for seed in (0, 1))
@@ -106,18 +106,18 @@ def make_scene(setting: PartSetting, start_s: float) -> Scene:
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """An engine that answers. Produced by `serve`."""
+    """A running engine. Produced by `serve`."""
 
     process: EngineProcess
     info: EngineInfo
     seconds: float
-    """From the start of its process until it answered."""
+    """From the start of its process until it was ready."""
     facts: dict[str, str]
-    """See `logs.serving_facts`."""
+    """See `commands.serving_facts`."""
 
 
 async def serve(recipe: Recipe, log: Path, *, index: int = 0) -> Serving:
-    """Start an engine. Raises RuntimeError: one line with the cause from its log."""
+    """Start an engine. Raises RuntimeError in one line, with the cause from its log."""
     process = EngineProcess(recipe, index=index, secret=SECRET, log_path=log, transport=TRANSPORT)
     begin = time.monotonic()
     try:
@@ -130,7 +130,7 @@ async def serve(recipe: Recipe, log: Path, *, index: int = 0) -> Serving:
 
 
 class Training:
-    """One trainer rank. `start`, then `client`; `stop` whenever."""
+    """One trainer rank: `start`, use `client`, `stop` at any time."""
 
     def __init__(self, recipe: Recipe, folder: Path, name: str, rendezvous: FolderRendezvous) -> None:
         self._recipe, self._file = recipe, folder / f"{name}.yaml"
@@ -146,7 +146,7 @@ class Training:
         )
 
     async def start(self) -> TrainerInfo:
-        """Start the rank and wait until its policy is built. Raises RuntimeError: one line with the cause."""
+        """Start the rank and wait until its policy is built. Raises RuntimeError in one line, with the cause."""
         self._file.write_text(dump_recipe(self._recipe), encoding="utf8")
         self._process = await start_rank(self._recipe, self.client, rank=0, recipe_file=self._file, log=self.log)
         ready = asyncio.create_task(self.client.wait_ready(self._recipe.trainer.start_timeout_s))
@@ -162,7 +162,7 @@ class Training:
             await asyncio.gather(ready, ended, return_exceptions=True)
 
     async def stop(self) -> None:
-        """End the rank."""
+        """Stop the rank."""
         self.client.close()
         if self._process is not None:
-            await self._process.stop(5.0)
+            await stop(self._process, 5.0)

@@ -1,7 +1,8 @@
-"""Two devices against one: the same step under every kind of parallelism, over NCCL on GPUs and gloo on CPUs.
+"""Part parallel: the same step on two devices under each kind of parallelism and on one, over NCCL or gloo.
 
-fp32 with plain layers: sums over ranks in another order. bf16 with Transformer Engine's: partial sums are rounded to
-8 bits before ranks add them, so two layouts are two bf16 results, bounded by what transformers' bf16 is from fp32.
+With plain layers in fp32 only the order of sums differs. With Transformer Engine in bf16 partial sums are rounded
+before ranks add them, so two layouts are two bf16 results, whose tolerance is relative to the bf16 error of
+transformers.
 """
 
 from __future__ import annotations
@@ -58,25 +59,25 @@ _CUTS: dict[str, dict[str, Any]] = {
     "EP2": {"parallel": {"expert_model_parallel_size": 2}},
     "CP2": {"parallel": {"context_parallel_size": 2}},
 }
-"""Section `megatron` of a recipe, by name of the layout; what is absent (DP2, one rank) needs none."""
+"""Section `megatron` of a recipe by layout; DP2 and a single rank have none."""
 _LENGTHS = (59, 16, 128, 199, 63, 32, 89, 120)
 _MICRO_BATCH_TOKENS = 256
 _LAUNCH_S = 60.0
-"""Of one group of processes on GPUs, about 30 expected: imports, CUDA, NCCL, kernels compiled, two trainers."""
+"""Time limit of one group of processes on GPUs; about 30 s are expected for imports, CUDA, NCCL and kernels."""
 _LEAST_S = 15.0
-"""No group is started with less left: importing takes most of that."""
+"""No group is started with less time left: imports take most of that."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """One policy and the sequences that every layout sees. Produced by `_write`."""
+    """One policy and the sequences for all layouts. Produced by `_write`."""
 
     kind: str
     path: Path
     seed: int
-    """Of the sequences, which leave no router undecided."""
+    """Seed of the sequences, which have no ties of router logits."""
     own: float
-    """transformers' bf16 from its fp32, nats (`step_parity.typical`)."""
+    """bf16 error of transformers, nats (`step_parity.typical`)."""
 
     def run(self, layout: str) -> dict[str, Any]:
         """For `measure`."""
@@ -100,7 +101,7 @@ def run(setting: PartSetting, record: Recorder) -> None:
 
 
 def _write(kind: str, setting: PartSetting) -> Policy:
-    """A random policy, in bf16 so that either precision starts from the same numbers."""
+    """A random policy in bf16, so that both precisions start from the same weights."""
     case, path = case_for(kind, toy=setting.toy), setting.scratch / "parallel" / kind
     case.write(path)
     case, exact = without_ties(case, path)
@@ -116,7 +117,7 @@ def _steps(
     layers: Layers,
     dtype: str,
 ) -> None:
-    """One rank alone, then two under each layout; on GPUs each layout in processes of its own, lest one hang all."""
+    """One rank, then two under each layout; on GPUs each layout has its own processes, in case one hangs."""
     suffix = " te" if layers == "te" else ""
     used = {name: policies["qwen3_moe" if name == "EP2" else "llama"] for name in PARALLEL}
 
@@ -136,7 +137,7 @@ def _steps(
     try:
         alone = ranks(1, [policy.run(kind) for kind, policy in policies.items()], "alone")
     except RuntimeError as error:
-        _report_unmade(record, PARALLEL, suffix, error, "one rank alone: ")
+        _report_unmade(record, PARALLEL, suffix, error, "single rank: ")
         return
     for group in _groups(setting):
         try:
@@ -150,13 +151,13 @@ def _steps(
 
 
 class _NoTimeError(RuntimeError):
-    """Nothing was started."""
+    """Not enough time left to start."""
 
 
 def _report_unmade(
     record: Recorder, names: Sequence[str], suffix: str, error: RuntimeError, prefix: str = ""
 ) -> None:
-    """Layouts whose processes failed, or were not started."""
+    """Record layouts whose processes failed or were not started."""
     for name in names:
         if isinstance(error, _NoTimeError):
             record.not_run(name + suffix, f"{prefix}{error}")
@@ -165,17 +166,17 @@ def _report_unmade(
 
 
 def _groups(setting: PartSetting) -> Iterator[tuple[str, ...]]:
-    """Layouts that share processes."""
+    """Groups of layouts that share processes."""
     return ((name,) for name in PARALLEL) if setting.on_gpu else iter([PARALLEL])
 
 
 def distances(
     kind: str, found: Mapping[str, Any], alone: Mapping[str, Any], dtype: str, own: float
 ) -> list[Distance]:
-    """Of two ranks' step from that of one: log-probabilities before and after it, loss, gradient norm.
+    """Compare the step of two ranks with that of one: log-probs before and after it, loss, gradient norm.
 
-    `own`: transformers' bf16 from its fp32, nats. After the step a router may be undecided again: then a mixture is
-    judged by the median in fp32 too.
+    own: bf16 error of transformers, nats. After the step router logits may have ties again, so that mixtures of
+    experts are compared by the median in fp32 too.
     """
     ours, theirs = (
         Step(logprobs=np.asarray(each["before"]), loss=each["loss"], grad_norm=each["grad_norm"])
@@ -193,34 +194,33 @@ def distances(
 
 
 def _broadcast(setting: PartSetting, record: Recorder, deadline: Deadline) -> None:
-    """A short run with the trainer on one GPU and the engine on another: every update goes over NCCL."""
+    """A short run with trainer and engine on different GPUs: every weight update goes over NCCL."""
     recipe, tiny = recipe_path(), tiny_folder(setting)
     settings = overrides(setting, tiny, _OVER_NCCL, policy=tiny / "base_policy", warm=False, transport="nccl")
     check_overrides(recipe, settings)
     if not setting.on_gpu:
-        record.not_run("broadcast", "NCCL needs two GPUs; the part loop runs the same command over gloo")
+        record.not_run("broadcast", "NCCL requires two GPUs; the part loop runs the same command over gloo")
         return
     log = setting.scratch / "loop" / "train-broadcast.log"
     log.parent.mkdir(exist_ok=True)
-    shutil.rmtree(log.parent / _OVER_NCCL.check, ignore_errors=True)  # a run goes on where an earlier one ended
+    shutil.rmtree(log.parent / _OVER_NCCL.check, ignore_errors=True)  # a run resumes an earlier one
     limit = deadline.left(_OVER_NCCL.limit_s)
     done = asyncio.run(command(["train", str(recipe), *settings], log, limit_s=limit))
     found = read_run(log.parent / _OVER_NCCL.check, done)
     wrong = faults(found, steps=_OVER_NCCL.steps, warm=False)
-    said = f"{found.steps} updates in {found.seconds:.0f} s with start, mismatch {found.mismatch:.2g} nats"
-    text = "; ".join(wrong) or said
-    record.holds("broadcast", not wrong, text, found.data())
+    detail = f"{found.steps} updates in {found.seconds:.0f} s including startup, mismatch {found.mismatch:.2g} nats"
+    record.faultless("broadcast", wrong, detail, found.data())
 
 
 def case_for(kind: str, *, toy: bool) -> Case:
-    """The case of a family, cut into several micro-batches, of which each data-parallel rank gets some."""
+    """The case of a family with several micro-batches for each data-parallel rank."""
     return replace(case_of(kind, toy=toy), lengths=_LENGTHS, micro_batch_tokens=_MICRO_BATCH_TOKENS)
 
 
 def measure(job: Mapping[str, Any], rendezvous: FolderRendezvous) -> dict[str, Any]:
-    """One answer for each layout of job["runs"], in policy.dtype job["dtype"].
+    """Runs on each rank: log-probs, one step, log-probs again, for each layout of job["runs"].
 
-    A run says layout, kind of policy, its folder, and the seed of its sequences.
+    A run has the keys of `Policy.run`; job["dtype"] is policy.dtype.
     """
     found = {}
     for number, run in enumerate(job["runs"]):
@@ -237,7 +237,7 @@ def _one(layout: str, case: Case, policy: str, dtype: str, rendezvous: FolderRen
         dtype,
         case.micro_batch_tokens,
         trainer={"world_size": int(os.environ["WORLD_SIZE"])},
-        # with a tiny epsilon, AdamW's first step is the gradient's sign: rounding would become steps
+        # with a small eps AdamW's first update is the gradient's sign, which amplifies rounding errors
         optimizer={"lr": 1e-3, "warmup_steps": 0, "eps": 1e-3},
         megatron=_CUTS.get(layout, {}),
     )
@@ -246,7 +246,7 @@ def _one(layout: str, case: Case, policy: str, dtype: str, rendezvous: FolderRen
     ids = case.token_ids()
     before = trainer.logprobs(ids)
     batches = pack(
-        samples(ids, before),  # all ratios are 1, on every rank alike
+        samples(ids, before),  # all ratios are 1 on every rank
         step=1,
         dp_size=parallel.dp_size,
         micro_batch_tokens=case.micro_batch_tokens,

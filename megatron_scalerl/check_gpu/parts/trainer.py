@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from megatron_scalerl.types import Sample
 
 Reference = subprocess.Popen[bytes]
-"""The CPU's process."""
+"""The process that computes the reference on the CPU."""
 DTYPES = ("float32", "bfloat16")
 POLICY = "policy"
-"""Folder of the policy that both processes train."""
+"""Folder of the policy trained by both processes."""
 _NEED_A_GPU = ("transformer_engine", "apex")
-"""Megatron-Core takes their optimisers wherever it can import them, on a CPU too, where they do not work."""
+"""Megatron-Core uses their optimizers if it can import them, even on a CPU, where they do not work."""
 RATE_ENDS = 6
-"""Steps from the next one on have a learning rate of 0: they compute a gradient and leave the weights."""
+"""Later steps have a learning rate of 0: they compute a gradient and keep the weights."""
 
 
 def run(setting: PartSetting, record: Recorder) -> None:
@@ -62,7 +62,7 @@ def run(setting: PartSetting, record: Recorder) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Log-probabilities before a step, and the step. Produced by `make_outcome`."""
+    """Log-probs before a step, and the step. Produced by `make_outcome`."""
 
     logprobs: np.ndarray
     """[T] fp32, nats."""
@@ -76,12 +76,12 @@ class Outcome:
     """[P] fp32, after the step."""
 
     def save(self, path: Path) -> None:
-        """As an .npz file."""
+        """Write an .npz file."""
         np.savez(path, **{field.name: getattr(self, field.name) for field in fields(self)})
 
     @classmethod
     def load(cls, path: Path) -> Outcome:
-        """What `save` wrote."""
+        """Read a file written by `save`."""
         with np.load(path, allow_pickle=False) as found:
             return cls(**{field.name: found[field.name] for field in fields(cls)})
 
@@ -96,7 +96,7 @@ def build_trainer(case: Case, path: str | Path, dtype: str, parallel: Any) -> An
 
 
 def trained_samples(case: Case) -> list[Sample]:
-    """The case's samples with random engine log-probabilities, so that some weights are capped."""
+    """The case's samples with random engine log-probs, so that some importance weights are capped."""
     from megatron_scalerl.check_gpu.cases import samples
 
     rng = np.random.default_rng(5)
@@ -120,7 +120,7 @@ def make_outcome(trainer: Any, case: Case) -> Outcome:
 
 
 def gradient_of(trainer: Any) -> np.ndarray:
-    """[P] fp32 gradient of the last step, as it was clipped."""
+    """[P] fp32 gradient of the last step, clipped."""
     return _joined(parameter.main_grad for parameter in _parameters(trainer))
 
 
@@ -130,30 +130,30 @@ def weights_of(trainer: Any) -> np.ndarray:
 
 
 def start_reference(which: Mapping[str, Any], folder: Path) -> Reference:
-    """Start the CPU's process, which ends with this one; it writes `cpu-DTYPE.npz` into `folder`.
+    """Start the reference process, which dies with this one and writes `cpu-DTYPE.npz` into `folder`.
 
-    which: keywords of `cases.case_of`, whose policy it awaits as POLICY in `folder`.
+    which: keywords of `cases.case_of`; the process waits for the case's policy as POLICY in `folder`.
     """
-    asked = json.dumps({"case": dict(which), "folder": str(folder)})
-    argv = [sys.executable, "-m", "megatron_scalerl.check_gpu.parts.trainer", asked]
+    job = json.dumps({"case": dict(which), "folder": str(folder)})
+    argv = [sys.executable, "-m", "megatron_scalerl.check_gpu.parts.trainer", job]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "MSRL_LAYERS": "plain"}
     return subprocess.Popen(command(argv), env=env, stdin=subprocess.DEVNULL)
 
 
 def main() -> None:
-    """The CPU's process."""
-    asked = json.loads(sys.argv[1])
+    """The reference process."""
+    job = json.loads(sys.argv[1])
     for package in _NEED_A_GPU:
         sys.modules[package] = None  # type: ignore[assignment]
     from megatron_scalerl.check_gpu.cases import case_of
     from megatron_scalerl.distributed.parallel import init_parallel
 
-    case, folder = case_of(**asked["case"]), Path(asked["folder"])
+    case, folder = case_of(**job["case"]), Path(job["folder"])
     policy = folder / POLICY
     while not policy.exists():  # this process dies with the one that writes it
         time.sleep(0.05)
     parallel = init_parallel(case.recipe(policy, DTYPES[0]))
-    assert parallel.device.type == "cpu", "the reference is the CPU's"
+    assert parallel.device.type == "cpu", "the reference runs on the CPU"
     for dtype in DTYPES:
         outcome = make_outcome(build_trainer(case, policy, dtype, parallel), case)
         outcome.save(folder / f"cpu-{dtype}.npz")
