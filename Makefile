@@ -1,5 +1,5 @@
 # Short names for the commands of this repository.
-.PHONY: install lint test test-fast test-all rehearse
+.PHONY: install lint test test-fast test-all docs bench rehearse mutation
 install:
 	tools/install.sh cpu
 lint:
@@ -12,5 +12,17 @@ test-fast:
 	bash tests/run.sh --fast
 test-all:
 	bash tests/run.sh --all
+docs:
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build
+bench:
+	.venv/bin/python tools/bench_step.py
+	.venv/bin/python tools/bench_logits.py
+	.venv/bin/python tools/bench_rollouts.py
+	.venv/bin/python tools/bench_convert.py
+	.venv/bin/python tools/bench_plan.py memory
 rehearse:
 	.venv/bin/megatron-scalerl check-gpu --rehearse
+mutation: .venv-mutation
+	OMP_NUM_THREADS=1 nice .venv/bin/python tools/mutation.py
+.venv-mutation:
+	.venv/bin/pip install --quiet --target $@ cosmic-ray==8.7.0

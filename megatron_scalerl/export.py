@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_scalerl.checkpoints import commit
 from megatron_scalerl.convert.options import Options
-from megatron_scalerl.recipe.file import load_recipe
+from megatron_scalerl.recipe.file import load_run_recipe
 
 
 def export(run_dir: str | Path, out: str | Path) -> int:
@@ -24,5 +24,5 @@ def export(run_dir: str | Path, out: str | Path) -> int:
     from megatron_scalerl.convert.to_hf import to_hf  # imports torch: only once there is something to export
 
     step: int = commit.read_commit(newest)["step"]
-    to_hf(newest, out, Options(), like=load_recipe(run_dir / "recipe.yaml").policy.path)
+    to_hf(newest, out, Options(), like=load_run_recipe(run_dir).policy.path)
     return step

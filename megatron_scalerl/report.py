@@ -17,7 +17,7 @@ from rich.table import Table
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.fit.forecast import FitResult, fit
 from megatron_scalerl.fit.plot import plot_forecast
-from megatron_scalerl.recipe.file import read_yaml
+from megatron_scalerl.recipe.file import read_run_recipe
 
 BOOTSTRAP_DRAWS = 10_000
 
@@ -53,7 +53,7 @@ def report(run_dir: str | Path, console: Console) -> None:
     """Print the report and write RUN/forecast.png. Raises ValueError where a file is missing or too short."""
     run_dir = Path(run_dir)
     rows = read_rows(run_dir / "validation.jsonl")
-    recipe = read_yaml(run_dir / "recipe.yaml")
+    recipe = read_run_recipe(run_dir)
     unit = str(read_rows(run_dir / "ledger.jsonl")[0]["unit"])
     _print_gain(console, gain(run_dir))
     _print_ledger(console, run_dir, unit)

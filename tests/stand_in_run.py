@@ -30,7 +30,7 @@ from megatron_scalerl.launch.fleet import Devices, Fleet
 from megatron_scalerl.prompts.dataset import PromptSet
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.journal import read_history
-from megatron_scalerl.trainer.wire import TrainerInfo
+from megatron_scalerl.trainer.messages import TrainerInfo
 from megatron_scalerl.types import CompletionLost, Prompt, Rollout, Score, StepReport
 
 TRAIN_S, PUBLISH_S, VALIDATE_S, SAVE_S, START_S = 2.0, 0.25, 3.0, 0.5, 7.0

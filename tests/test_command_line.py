@@ -66,17 +66,17 @@ def watched(argv):
 
 CONVERT = "tools/convert_checkpoint.py"
 MISTAKES = {
-    "unknown key": ([*TRAIN, "optimzer.lr=1"], "unknown key optimzer"),
+    "unknown key": ([*TRAIN, "optimzer.lr=1"], "expected a recipe key, found optimzer"),
     "bad value": ([*TRAIN, "steps=many"], "steps: input should be"),
     "broken override": ([*TRAIN, "optimizer.lr=[1"], "override 'optimizer.lr=[1'"),
     "no recipe": (["-m", "megatron_scalerl", "train", "none.yaml"], "none.yaml: expected a recipe file"),
     "no policy": ([*TRAIN, "policy.path=/none"], "policy.path: expected a Hugging Face folder"),
     "no prompts": ([*TRAIN, "policy.path={tiny}/base_policy"], "prompts.jsonl: expected a prompts file"),
-    "sft key": ([*SFT, "optimzer.lr=1"], "unknown key optimzer"),
+    "sft key": ([*SFT, "optimzer.lr=1"], "expected a recipe key, found optimzer"),
     "sft policy": ([*SFT, "policy.path=/none"], "policy.path: expected a Hugging Face folder"),
     "report": (["-m", "megatron_scalerl", "report", "runs/none"], "runs/none"),
     "export": (["-m", "megatron_scalerl", "export", "runs/none", "--out", "x"], "runs/none/checkpoints: expected"),
-    "plan key": (["tools/plan.py", RECIPE, "--gpus", "2", "optimzer.lr=1"], "unknown key optimzer"),
+    "plan key": (["tools/plan.py", RECIPE, "--gpus", "2", "optimzer.lr=1"], "expected a recipe key, found optimzer"),
     "plan file": (["tools/plan.py", "none.yaml", "--gpus", "2"], "none.yaml: expected a recipe file"),
     "plan policy": (["tools/plan.py", RECIPE, "--gpus", "2"], "policy.path: expected config.json in"),
     "fit": (["tools/fit_curve.py", "runs/none"], "runs/none: expected a run folder or"),

@@ -40,7 +40,7 @@ FLOORS = [
     {
         "rollouts": "checkpoints engine prompts recipe rewards types",
         "launch": "distributed engine processes recipe rewards trainer types weights",
-        "sft": "batching distributed losses prompts recipe trainer types weights",
+        "sft": "batching convert distributed losses prompts recipe trainer types",
     },
     {
         "controller": "batching checkpoints distributed engine launch models processes prompts recipe rewards "

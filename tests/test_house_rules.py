@@ -24,6 +24,20 @@ VLLM = {
     "engine/weight_receiver.py",
 }
 
+OWN_STATE = {
+    "convert/blob.py",
+    "engine/weight_receiver.py",
+    "plan/lengths.py",
+    "plan/simulate.py",
+    "rewards/verifier.py",
+    "safe_load/index.py",
+    "safe_load/pickles.py",
+    "safe_load/values.py",
+    "trainer/layers/packing.py",
+    "trainer/step_metrics.py",
+}
+"""Files with dataclasses that stay in their module: state that changes, or pairs of values."""
+
 
 def name(path):
     return str(path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT))
@@ -147,6 +161,21 @@ def test_nothing_that_others_write_is_unpickled(trees):
         if path.is_relative_to(PACKAGE) and any(said(node) for node in ast.walk(tree))
     }
     assert found <= {"rewards/worker.py", "safe_load/megatron.py"}
+
+
+def test_dataclasses_that_are_passed_on_are_frozen_and_keyword_only(trees):
+    """So that no receiver changes what a sender still reads, and no field is given in another's place."""
+    loose = {
+        name(path)
+        for path, tree in trees.items()
+        if path.is_relative_to(PACKAGE)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for decorator in node.decorator_list
+        if "dataclass" in ast.unparse(decorator)
+        if not {"frozen=True", "kw_only=True"} <= {ast.unparse(k) for k in getattr(decorator, "keywords", ())}
+    }
+    assert loose <= OWN_STATE
 
 
 def test_no_junk_drawers():

@@ -65,7 +65,7 @@ with explained():
 
     from megatron_scalerl.logits.contenders import Contender, contenders_on
     from megatron_scalerl.logits.targets import rounded, targets
-    from megatron_scalerl.processes.isolated import FAILED, USERS, Say, events
+    from megatron_scalerl.processes.isolated import FAILED, USER_ERROR, SendEvent, events
 
 CHECKED_TOKENS = 64
 
@@ -167,13 +167,13 @@ def _resident(name: str) -> int:
     return 1024 * int(found[1])
 
 
-def group(options: argparse.Namespace, names: list[str], say: Say) -> None:
+def group(options: argparse.Namespace, names: list[str], send: SendEvent) -> None:
     """Measure these contenders in this process, in turns within each round: events at each start, then lines."""
     chosen = [contender for contender in contenders(options) if contender.name in names]
     bench = Bench(options)
     lines: dict[str, dict[str, Any]] = {}
     for contender in chosen:
-        say({"begin": contender.name})
+        send({"begin": contender.name})
         error = bench.error(bench.step(contender, backward=True)[2])  # and warms up
         lines[contender.name] = line_of(contender.name, "measured") | {"error": error}
     seconds: dict[tuple[str, bool], list[tuple[float, float]]] = {}
@@ -181,16 +181,16 @@ def group(options: argparse.Namespace, names: list[str], say: Say) -> None:
     gemms: list[float] = []
     for _ in range(options.rounds):
         for contender in chosen:
-            say({"begin": contender.name})
+            send({"begin": contender.name})
             gemms.append(bench.gemm_seconds())
             for backward in (False, True):
                 taken = bench.step(contender, backward=backward)[:2]
                 seconds.setdefault((contender.name, backward), []).append(taken)
     rate = 2.0 * bench.left.shape[0] ** 3 / statistics.median(gemms)
-    say({"gemm_tflops": rate / 1e12, "machine": machine(options.device)})
+    send({"gemm_tflops": rate / 1e12, "machine": machine(options.device)})
     gemm = 2.0 * options.tokens * options.hidden * options.vocab / rate
     for contender in chosen:
-        say({"begin": contender.name})
+        send({"begin": contender.name})
         line = lines[contender.name]
         for name, backward in (("forward", False), ("total", True)):
             walls, busy = zip(*seconds[contender.name, backward])
@@ -201,13 +201,13 @@ def group(options: argparse.Namespace, names: list[str], say: Say) -> None:
         line |= {"gemms": contender.gemms, "gemm_tflops": rate / 1e12}
         line["gemm_share_forward"] = gemms_forward * gemm / line["forward_seconds"]
         line["gemm_share"] = contender.gemms * gemm / line["total_seconds"]
-        say({"line": line | (bench.peak_extra(contender) if bench.on_gpu else {})})
+        send({"line": line | (bench.peak_extra(contender) if bench.on_gpu else {})})
 
 
-def memory(options: argparse.Namespace, name: str, say: Say) -> None:
+def memory(options: argparse.Namespace, name: str, send: SendEvent) -> None:
     """`Bench.peak_extra` of one contender in this process, which has done nothing else."""
     [contender] = [c for c in contenders(options) if c.name == name]
-    say(Bench(options).peak_extra(contender))
+    send(Bench(options).peak_extra(contender))
 
 
 def contenders(options: argparse.Namespace) -> list[Contender]:
@@ -223,7 +223,7 @@ def line_of(name: str, status: str) -> dict[str, Any]:
 def apart(options: argparse.Namespace, work: Callable[..., None], what: Any) -> Iterator[dict[str, Any]]:
     """The events of `work` in a process of its own; a GPU's driver does not survive a fork."""
     start: Any = "spawn" if options.device == "gpu" else "fork"
-    return events(work, options, what, start=start, patience_s=options.patience)
+    return events(work, options, what, start=start, silence_timeout_s=options.patience)
 
 
 def measured(options: argparse.Namespace, names: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -235,15 +235,19 @@ def measured(options: argparse.Namespace, names: list[str]) -> tuple[dict[str, A
     head: dict[str, Any] = {"gemm_tflops": None, "machine": None}
     lines: dict[str, dict[str, Any]] = {}
     while left := [name for name in names if name not in lines]:
-        begun, why, users = None, "it ended without a result", False
+        begun, why, user_error = None, "it ended without a result", False
         for event in apart(options, group, left):
-            begun, why, users = event.get("begin", begun), event.get(FAILED, why), event.get(USERS, users)
+            begun, why, user_error = (
+                event.get("begin", begun),
+                event.get(FAILED, why),
+                event.get(USER_ERROR, user_error),
+            )
             if "line" in event:
                 lines[event["line"]["contender"]] = event["line"]
             elif "machine" in event:
                 head = event
         if begun is None and not lines:
-            raise ValueError(why) if users else RuntimeError(why)
+            raise ValueError(why) if user_error else RuntimeError(why)
         missing = [name for name in left if name not in lines]
         blamed = missing if begun is None else [begun] if begun in missing else missing[:1]
         lines |= {name: line_of(name, f"failed: {why}") for name in blamed}

@@ -1,6 +1,6 @@
-"""From scored groups to samples: filters, group-centred advantages, their normalisation, token weights.
+"""From scored groups to samples: filters, group-centred advantages, their normalization, token weights.
 
-Khatri et al. 2025, arXiv 2510.13786, eq. 2 (advantage) and section 3.2 (batch-level normalisation, prompt
+Khatri et al. 2025, arXiv 2510.13786, eq. 2 (advantage) and section 3.2 (batch-level normalization, prompt
 mean). Silent in the paper and chosen here: the spread is the population standard deviation over one value
 per completion that remains after filtering.
 """
@@ -30,7 +30,7 @@ class BatchPlan:
 def samples_of(
     groups: Sequence[RolloutGroup],
     *,
-    normalise: Literal["batch", "prompt", "none"],
+    normalize: Literal["batch", "prompt", "none"],
     truncated: Literal["exclude", "wrong"],
     zero_variance: bool,
     reduction: Reduction,
@@ -50,7 +50,7 @@ def samples_of(
         empty = [group for group in kept if not group.rollouts]
         kept = [group for group in kept if group.rollouts]
         dropped = {"too_few": len(empty)} if empty else {}
-    advantages, spread = _advantages([[s.reward for s in group.scores] for group in kept], normalise)
+    advantages, spread = _advantages([[s.reward for s in group.scores] for group in kept], normalize)
     lengths = [[sum(r.loss_mask) for r in group.rollouts] for group in kept]
     weights = token_weights(lengths, reduction)
     samples = tuple(
@@ -77,17 +77,17 @@ def samples_of(
 
 
 def _advantages(
-    rewards: list[list[float]], normalise: Literal["batch", "prompt", "none"]
+    rewards: list[list[float]], normalize: Literal["batch", "prompt", "none"]
 ) -> tuple[list[list[float]], float]:
     """Advantage of every completion, and the standard deviation over all centred rewards (0 if none)."""
     centred = [_centred(group) for group in rewards]
     flat = [a for group in centred for a in group]
     spread = statistics.pstdev(flat) if flat else 0.0
-    if normalise == "none":
+    if normalize == "none":
         return centred, spread
-    if normalise == "batch":
+    if normalize == "batch":
         return [_divided(group, spread) for group in centred], spread
-    assert normalise == "prompt", normalise
+    assert normalize == "prompt", normalize
     return [_divided(group, statistics.pstdev(group)) for group in centred], spread
 
 

@@ -1,4 +1,4 @@
-"""Packing samples into micro-batches, one `Batch` for each data-parallel rank, and their wire form.
+"""Packing samples into micro-batches, one `Batch` for each data-parallel rank.
 
 Every rank gets the same number of micro-batches: expert and pipeline parallel ranks meet in collectives once
 per micro-batch, and one too few would hang them. Weights are computed before packing, so how samples fall
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any
 
 import numpy as np
 
@@ -223,18 +222,3 @@ def real_tokens(batch: Batch) -> int:
         carries = np.add.reduceat(micro_batch.loss_mask, micro_batch.cu_seqlens[:-1], dtype=np.int64) > 0
         total += int(sizes[carries].sum())
     return total
-
-
-def to_wire(value: Any) -> Any:
-    """msgspec's hook that writes a numpy array as [dtype, shape, bytes]. Raises TypeError for anything else."""
-    if isinstance(value, np.ndarray):
-        return [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()]
-    raise TypeError(f"expected a numpy array, found {type(value).__name__}")
-
-
-def from_wire(kind: type, value: Any) -> Any:
-    """msgspec's hook that reads what `to_wire` wrote; the array owns its memory and is writable."""
-    if kind is np.ndarray:
-        dtype, shape, data = value
-        return np.frombuffer(data, dtype=np.dtype(dtype)).reshape(shape).copy()
-    raise TypeError(f"expected numpy.ndarray, found {kind.__name__}")

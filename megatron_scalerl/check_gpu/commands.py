@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_scalerl.processes.children import ChildProcess
+from megatron_scalerl.processes.child_process import ChildProcess
 
 GRACE_S = 4.0
 """Between SIGTERM and SIGKILL."""
@@ -65,7 +65,7 @@ async def run_command(
     seconds, survived = 0.0, ""
     try:
         with contextlib.suppress(TimeoutError):
-            code = await asyncio.wait_for(process.ended(), max(0.0, limit_s))
+            code = await asyncio.wait_for(process.wait(), max(0.0, limit_s))
         seconds = time.monotonic() - begin
     finally:
         survived = await stop(process, grace_s)

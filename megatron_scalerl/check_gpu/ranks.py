@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_scalerl.check_gpu.commands import cause, last_line, read_log, stop
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous, private_folder
-from megatron_scalerl.processes.children import ChildProcess
+from megatron_scalerl.processes.child_process import ChildProcess
 
 _GRACE_S = 1.0
 
@@ -60,7 +60,7 @@ async def _run_all(commands: Sequence[tuple[str, list[str], dict[str, str], Path
 
 
 async def _succeed(process: ChildProcess) -> None:
-    code = await process.ended()
+    code = await process.wait()
     if code:
         raise RuntimeError(f"{process.name} ended with exit code {code}: {cause(read_log(process.log))}")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_scalerl.processes.children import open_log
+from megatron_scalerl.processes.child_process import open_log
 from megatron_scalerl.recipe.file import RecipeError
 
 

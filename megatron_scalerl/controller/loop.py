@@ -165,7 +165,7 @@ class Controller:
         recipe = self._recipe
         plan = samples_of(
             groups,
-            normalise=recipe.advantages.normalise,
+            normalize=recipe.advantages.normalize,
             truncated=recipe.rewards.truncated,
             zero_variance=recipe.filters.zero_variance,
             reduction=recipe.loss.reduction,

@@ -17,7 +17,7 @@ from megatron_scalerl.launch.fleet import engine_gpus
 from megatron_scalerl.models import family, read_hf_config
 from megatron_scalerl.prompts.dataset import PromptSet, check_think_tags, check_vocabulary, load_prompts
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.file import read_yaml
+from megatron_scalerl.recipe.file import read_run_recipe
 from megatron_scalerl.recipe.input_files import check_policy, check_prompts
 from megatron_scalerl.recipe.parallel_layout import check_cuts
 from megatron_scalerl.rollouts.sampler import forced_ids
@@ -102,8 +102,7 @@ def _tokenizer(path: str) -> Any:
 
 def _micro_batch_tokens(recipe: Recipe) -> int:
     """Where the recipe is silent, a run that has begun goes on with the capacity that it began with."""
-    begun = Path(recipe.run_dir, "recipe.yaml")
-    if recipe.trainer.micro_batch_tokens is None and begun.exists():
-        found = (read_yaml(begun).get("trainer") or {}).get("micro_batch_tokens")
+    if recipe.trainer.micro_batch_tokens is None and Path(recipe.run_dir, "recipe.yaml").exists():
+        found = (read_run_recipe(recipe.run_dir).get("trainer") or {}).get("micro_batch_tokens")
         return found or recipe.micro_batch_tokens
     return recipe.micro_batch_tokens

@@ -25,7 +25,7 @@ from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, rewrite
 from megatron_scalerl.launch.fleet import Attempt
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.file import RecipeError, dump_recipe, read_yaml
+from megatron_scalerl.recipe.file import RecipeError, dump_recipe, read_run_recipe
 from megatron_scalerl.rollouts.journal import History
 from megatron_scalerl.safe_load.check import check_checkpoint
 
@@ -147,7 +147,7 @@ def check_recipe(recipe: Recipe) -> None:
         if folder.exists() and not all(_left_by_a_start(item) for item in folder.iterdir()):
             raise RecipeError(f"{folder}: expected an empty folder or a run, found files without recipe.yaml")
         return
-    before = dict(_flat(read_yaml(found)))
+    before = dict(_flat(read_run_recipe(folder)))
     now = dict(_flat(recipe.model_dump(mode="json")))
     defaults = dict(_flat(type(recipe).model_construct().model_dump(mode="json", warnings=False)))
     for key in sorted(before.keys() | now.keys()):

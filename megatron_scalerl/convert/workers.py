@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.convert.jobs import Context, Job, OpenSources, Record, SourceFiles
-from megatron_scalerl.processes.child import die_with_parent
+from megatron_scalerl.processes.parent_death import die_with_parent
 
 OnBytes = Callable[[int], None]
 OnDone = Callable[[Job, Record], None]

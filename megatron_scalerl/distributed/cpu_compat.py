@@ -2,7 +2,7 @@
 
 Opt-in: nothing happens at import, `install()` refuses where a GPU is visible and where Megatron-Core has
 another version. Each patch is one named function that says which upstream lines (megatron/core/...) need
-it. tests/distributed/test_cpu_compat.py shows for each that upstream still fails without it.
+it. tests/distributed/test_cpu_compat_patches.py shows for each that upstream still fails without it.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ def current_device() -> None:
 def rng_state() -> None:
     """Megatron's tracker of generator states works on the CPU generator.
 
-    tensor_parallel/random.py:51-97 (get and set), 235-240 (add), 261 (a warning that the CPU generator
-    moved, which here it should), 433 (the default seed)
+    tensor_parallel/random.py:51-97 (get and set), 235-240 (add), 265 (a warning that the CPU generator
+    moved, which here it should), 422 (the default seed)
     """
     random = _core("tensor_parallel.random")
     _set(torch.cuda, "get_rng_state", lambda device=None: torch.get_rng_state())
@@ -264,8 +264,8 @@ def router_not_compiled() -> None:
 def split_sizes() -> None:
     """Split sizes of the all-to-all reach gloo as numbers.
 
-    transformer/moe/moe_utils.py:1093 converts only GPU tensors; token_dispatcher.py:879-885 then hands
-    tensors to all_to_all_single, which wants integers.
+    transformer/moe/moe_utils.py:1093 converts only GPU tensors; transformer/moe/token_dispatcher.py:879-885
+    then hands tensors to all_to_all_single, which wants integers.
     """
 
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -7,7 +7,6 @@ import math
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_scalerl.distributed import device
 from megatron_scalerl.distributed.rendezvous import Rendezvous, open_store, use_interface
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.nearest import check_keys
 from megatron_scalerl.recipe.parallel_layout import check_world, sizes_of
 
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -108,24 +108,15 @@ def checked_keywords(recipe: Recipe) -> dict[str, Any]:
 
     Raises ValueError for an unknown one, naming the nearest, and for an interleaved pipeline without a GPU.
     """
-    keywords = _known_keywords(recipe.megatron.parallel)
+    keywords = dict(recipe.megatron.parallel)
+    known = inspect.signature(parallel_state.initialize_model_parallel).parameters
+    check_keys("megatron.parallel", keywords, known, expected="a keyword of initialize_model_parallel")
     if not device.HAVE_GPU and keywords.get("virtual_pipeline_model_parallel_size"):
         raise ValueError(
             "megatron.parallel.virtual_pipeline_model_parallel_size: expected none without a GPU (the interleaved "
             f"schedule hangs over gloo), found {keywords['virtual_pipeline_model_parallel_size']}"
         )
     return keywords
-
-
-def _known_keywords(given: dict[str, Any]) -> dict[str, Any]:
-    known = list(inspect.signature(parallel_state.initialize_model_parallel).parameters)
-    for key in given:
-        if key not in known:
-            near = get_close_matches(key, known, n=1, cutoff=0.0)[0]
-            raise ValueError(
-                f"megatron.parallel.{key}: expected a keyword of initialize_model_parallel (nearest: {near})"
-            )
-    return dict(given)
 
 
 def _place_in_world(expected_size: int, rendezvous: Rendezvous | None) -> tuple[int, int]:

@@ -13,7 +13,6 @@ is the ratio to them, and weights.probe_tolerance bounds the distance.
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.metadata
 import importlib.util
 import json
@@ -26,6 +25,7 @@ from typing import Any
 from megatron_scalerl.distributed.rendezvous import LOOPBACK, listen_only_at
 from megatron_scalerl.engine.client import attention_temperature, logprobs_mode
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.nearest import check_keys
 
 PLUGIN = "megatron_scalerl.engine.vllm_plugin"
 SERVER = "megatron_scalerl.engine.server"
@@ -164,9 +164,7 @@ def check_options(options: dict[str, Any]) -> None:
         if name in OURS:
             by = f"set by {OURS[name]}" if OURS[name] else "fixed"
             raise ValueError(f"engine.vllm.{name}: expected none (it is {by}), found {options[name]!r}")
-        if name not in vllm_options():
-            near = difflib.get_close_matches(name, sorted(vllm_options() - OURS.keys()), n=1, cutoff=0)[0]
-            raise ValueError(f"engine.vllm.{name}: expected an option of vLLM (the nearest is {near}), found none")
+    check_keys("engine.vllm", options, vllm_options() - OURS.keys(), expected="an option of vLLM")
     head = _nested(options, "hf_overrides").get("head_dtype")
     if head is not None:
         raise ValueError(f"engine.vllm.hf_overrides: expected no head_dtype (set policy.logits), found {head!r}")

@@ -13,7 +13,7 @@ import errno
 import os
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import tenacity
 
@@ -28,7 +28,7 @@ from megatron_scalerl.engine.client import (
 )
 from megatron_scalerl.engine.options import engine_arguments, engine_command, engine_environment
 from megatron_scalerl.engine.watchdog import EngineDied, watch_progress
-from megatron_scalerl.processes.children import ChildProcess
+from megatron_scalerl.processes.child_process import ChildProcess, log_end
 from megatron_scalerl.recipe import Recipe
 
 __all__ = [
@@ -106,10 +106,10 @@ class EngineProcess:
             raise
         return info
 
-    async def watch(self) -> None:
+    async def watch(self) -> NoReturn:
         """Runs as long as the server lives, answers and, with requests in flight, makes tokens. Raises EngineDied."""
         assert self._process is not None, "started"
-        exit_code = asyncio.create_task(self._process.ended())
+        exit_code = asyncio.create_task(self._process.wait())
         progress = asyncio.create_task(watch_progress(self.client, self._recipe.engine))
         try:
             await asyncio.wait({exit_code, progress}, return_when=asyncio.FIRST_COMPLETED)
@@ -119,7 +119,7 @@ class EngineProcess:
         except EngineDied as died:
             if exit_code.done():
                 raise
-            raise EngineDied(f"{died}; {self._log_end()}") from None
+            raise EngineDied(f"{died}; {log_end(self.log_path)}") from None
         finally:
             exit_code.cancel()
             progress.cancel()
@@ -162,7 +162,7 @@ class EngineProcess:
             up.set_result(os.read(read, 1))
 
         loop.add_reader(read, readable)
-        exit_code = asyncio.create_task(self._process.ended())
+        exit_code = asyncio.create_task(self._process.wait())
         try:
             either: set[asyncio.Future[Any]] = {up, exit_code}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -186,11 +186,7 @@ class EngineProcess:
                 await self.client.get("/health")
 
     def _died(self, what: str) -> EngineDied:
-        return EngineDied(f"{self.name} (port {self.port}) {what}; {self._log_end()}")
-
-    def _log_end(self) -> str:
-        tail = "" if self._process is None else self._process.tail()
-        return f"the end of {self.log_path}:\n{tail}"
+        return EngineDied(f"{self.name} (port {self.port}) {what}; {log_end(self.log_path)}")
 
 
 def listen_on(host: str, port: int) -> socket.socket:

@@ -15,7 +15,7 @@ import socket
 from argparse import Namespace
 from types import FrameType
 
-from megatron_scalerl.processes.child import tie_forked_children
+from megatron_scalerl.processes.parent_death import tie_forked_children
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcess
 
 from megatron_scalerl.engine.answers import PROGRESS_PATH
 from megatron_scalerl.engine.interruption import Forcing, Plan
-from megatron_scalerl.processes.child import die_with_parent
+from megatron_scalerl.processes.parent_death import die_with_parent
 
 BACKENDS = {"msrl_gloo": "GlooReceiver", "msrl_nccl": "NcclReceiver"}
 """Names of our weight-transfer backends and their classes in `engine.weight_receiver`."""
@@ -40,7 +40,7 @@ def register() -> None:
         torch.cpu._init_amx()
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None and os.environ.get("MSRL_DIE_WITH_PARENT") == "1":
-        # the server itself is tied to the controller (`processes.child`) and what is forked is tied to its parent;
+        # the server itself is tied to the controller and forked processes to their parent (`processes.parent_death`);
         # a core or worker that is spawned ties itself here, one of a fork server to that server
         forkserver = multiprocessing.get_start_method(allow_none=True) == "forkserver"
         die_with_parent(os.getppid() if forkserver else parent.pid)

@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import datetime
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ import yaml
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.plan.assumptions import check_number, described
 from megatron_scalerl.plan.hardware import GPUS, Layers, gpu_of_device
+from megatron_scalerl.recipe.nearest import check_keys
 
 _HEADER = ("gpu", "layers", "written", "assumptions")
 _ENTRY = ("value", "source")
@@ -75,8 +75,8 @@ def write_assumptions(
     if not values:
         raise ValueError(f"{path}: expected at least one measured constant, found none")
     rows: dict[str, Any] = {}
+    _check_keys(path, "assumptions.", values, _names())
     for name, measured in values.items():
-        _check_key(path, "assumptions.", name, _names())
         rows[name] = {"value": _number(path, name, measured.value)}
         if measured.source:
             rows[name]["source"] = " ".join(measured.source.split())
@@ -146,8 +146,7 @@ def _mapping(path: Path, prefix: str, value: object, keys: Iterable[str]) -> dic
         where = f"{prefix[:-1]}: " if prefix else ""
         found = "nothing" if not value else f"{type(value).__name__} {str(value)[:60]!r}"
         raise ValueError(f"{path}: {where}expected a mapping with {_some(keys)}, found {found}")
-    for key in value:
-        _check_key(path, prefix, key, keys)
+    _check_keys(path, prefix, value, keys)
     return value
 
 
@@ -156,10 +155,9 @@ def _some(keys: Iterable[str]) -> str:
     return ", ".join(names) if len(names) <= len(_HEADER) else f"{names[0]} and other assumptions"
 
 
-def _check_key(path: Path, prefix: str, key: object, known: Iterable[str]) -> None:
-    if key not in list(known):
-        [near] = difflib.get_close_matches(str(key), list(known), n=1, cutoff=0.0)
-        raise ValueError(f"{path}: unknown key {prefix}{key}, the nearest valid key is {prefix}{near}")
+def _check_keys(path: Path, prefix: str, given: Iterable[object], known: Iterable[str]) -> None:
+    names = [prefix + name for name in known]
+    check_keys(str(path), (f"{prefix}{key}" for key in given), names, expected="a key of an assumptions file")
 
 
 class _Loader(yaml.SafeLoader):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,10 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.nearest import unknown_key
+
+OLD_KEYS = {"advantages.normalise": "advantages.normalize"}
+"""Old key path -> new key path. A recipe that uses an old one is rejected; the recipe.yaml of an old run is read."""
 
 
 class RecipeError(ValueError):
@@ -27,6 +30,15 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     data = read_yaml(path)
     for item in overrides:
         _override(data, item)
+    return _validated(data, path)
+
+
+def load_run_recipe(run_dir: str | Path) -> Recipe:
+    """The recipe of an existing run; raises as `load_recipe`, but accepts the keys of `OLD_KEYS`."""
+    return _validated(read_run_recipe(run_dir), Path(run_dir) / "recipe.yaml")
+
+
+def _validated(data: dict[str, Any], path: Path) -> Recipe:
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
@@ -36,6 +48,21 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 def dump_recipe(recipe: Recipe) -> str:
     """The recipe as resolved, every default written out, as YAML that loads to an equal recipe."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def read_run_recipe(run_dir: str | Path) -> dict[str, Any]:
+    """The mapping in RUN/recipe.yaml, which an older version may have written: keys of `OLD_KEYS` are renamed.
+
+    Raises `RecipeError` for a file that is missing or unreadable.
+    """
+    data = read_yaml(Path(run_dir) / "recipe.yaml")
+    for old, new in OLD_KEYS.items():
+        section, _, old_name = old.rpartition(".")
+        new_name = new.removeprefix(f"{section}.")
+        fields = data.get(section)
+        if isinstance(fields, dict) and old_name in fields:
+            data[section] = {new_name if key == old_name else key: value for key, value in fields.items()}
+    return data
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -84,24 +111,15 @@ def _first_line(error: ValidationError) -> str:
     key = ".".join(str(part) for part in first["loc"])
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     if first["type"] == "extra_forbidden":
-        return f"unknown key {key}, the nearest valid key is {_nearest(key)}{more}"
+        if key in OLD_KEYS:
+            return f"expected a recipe key, found {key}; it was renamed to {OLD_KEYS[key]}{more}"
+        return unknown_key(key, valid_keys(), expected="a recipe key") + more
     if first["type"] == "missing":
         return f"{key}: expected a value, found none{more}"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         return (f"{key}: " if key and not message.startswith(str(first["loc"][-1])) else "") + message + more
     return f"{key}: {message[0].lower() + message[1:]}, found {first['input']!r}{more}"
-
-
-def _nearest(key: str) -> str:
-    keys = list(valid_keys())
-    last = key.rsplit(".", 1)[-1]
-
-    def closeness(candidate: str) -> float:
-        whole = difflib.SequenceMatcher(None, key, candidate).ratio()
-        return whole + difflib.SequenceMatcher(None, last, candidate.rsplit(".", 1)[-1]).ratio()
-
-    return max(keys, key=closeness)
 
 
 def valid_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:

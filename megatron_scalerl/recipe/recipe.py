@@ -95,10 +95,10 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _agree(self) -> "Recipe":
         r = self.rollouts
-        if r.group_size == 1 and self.advantages.normalise != "none":
+        if r.group_size == 1 and self.advantages.normalize != "none":
             raise ValueError(
-                "rollouts.group_size: expected at least 2 with advantages.normalise "
-                f"{self.advantages.normalise!r}, found 1 (a group of one has no advantage)"
+                "rollouts.group_size: expected at least 2 with advantages.normalize "
+                f"{self.advantages.normalize!r}, found 1 (a group of one has no advantage)"
             )
         if r.max_in_flight < r.group_size:
             raise ValueError(

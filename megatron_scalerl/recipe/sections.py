@@ -98,7 +98,7 @@ class RolloutsSection(Section):
     """Sampling temperature, in vLLM's own range. Silent in the paper. Trainer and engine both divide their logits by
     it; the warm start does not."""
     top_p: float = 1.0
-    """Nucleus mass. Only 1: the engine would renormalise its log-probs over the nucleus, and the trainer's are those
+    """Nucleus mass. Only 1: the engine would renormalize its log-probs over the nucleus, and the trainer's are those
     of all tokens. Silent in the paper."""
     max_in_flight: PositiveInt = 256
     """Completions that one engine is given at a time; at least group_size."""
@@ -113,7 +113,7 @@ class RolloutsSection(Section):
     def _whole_distribution(self) -> "RolloutsSection":
         if self.top_p != 1:
             raise ValueError(
-                "top_p: expected 1 (the engine's log-probs would be renormalised over the nucleus, the trainer's are "
+                "top_p: expected 1 (the engine's log-probs would be renormalized over the nucleus, the trainer's are "
                 f"those of all tokens), found {self.top_p:g}"
             )
         return self
@@ -183,7 +183,7 @@ class RewardsSection(Section):
 class AdvantagesSection(Section):
     """From rewards to advantages."""
 
-    normalise: Literal["batch", "prompt", "none"] = "batch"
+    normalize: Literal["batch", "prompt", "none"] = "batch"
     """Standard deviation that divides the group-centred reward (section 3.2 of the paper: batch), one
     value per completion, over the completions that remain after filtering (silent in the paper)."""
 

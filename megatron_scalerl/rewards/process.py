@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_scalerl.processes.child_process import signal_group
 from megatron_scalerl.rewards.limits import Limits
 from megatron_scalerl.rewards.worker import FRAME
 
@@ -152,13 +153,12 @@ class WorkerProcess:
         pid = self._process.pid
         # Once it was waited for, its number is free when its group is empty: then it may be somebody else's.
         if self._process.returncode is None or not Path(f"/proc/{pid}").exists():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+            signal_group(pid)
         try:
             async with asyncio.timeout(END_TIMEOUT_S):
                 return await self._process.wait()
         except TimeoutError:
-            logger.warning("verifier process %d still runs %g s after SIGKILL", pid, END_TIMEOUT_S)
+            logger.warning("verifier process %d is still running %g s after SIGKILL", pid, END_TIMEOUT_S)
             return None
 
     async def _send(self, message: Any) -> None:

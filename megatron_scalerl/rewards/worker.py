@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from megatron_scalerl.processes.child import die_with_parent
+from megatron_scalerl.processes.parent_death import die_with_parent
 from megatron_scalerl.rewards.limits import MIB, Limits, address_space, limit_process, limited_check
 
 FRAME = struct.Struct("!Q")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +36,30 @@ def save(path: str | Path, trainer: Trainer, extra: dict[str, Any]) -> None:
 
     `extra` must be JSON data; rank 0's counts.
     """
-    path = Path(path)
-    first = trainer.parallel.rank == 0
+    state = _sharded_state(trainer, loading=False, generators=True)
+    _save(Path(path), state, trainer.parallel, {"step": trainer.steps_made}, extra)
+
+
+def save_policy(path: str | Path, chunks: Sequence[Any], parallel: Parallel) -> None:
+    """Write and commit a checkpoint of the weights alone, to be exported. Every rank must call it."""
+    _save(Path(path), _policy_state(chunks), parallel, {}, None)
+
+
+def _save(
+    path: Path, state: dict[str, Any], parallel: Parallel, facts: dict[str, Any], extra: dict[str, Any] | None
+) -> None:
+    first = parallel.rank == 0
     if first:
         discard(path)
         path.mkdir(parents=True)
     dist.barrier()
     with writing_in_process():
-        dist_checkpointing.save(_sharded_state(trainer, loading=False, generators=True), str(path))
+        dist_checkpointing.save(state, str(path))
     dist.barrier()
     if first:
-        write_durably(path / EXTRA, json.dumps(extra).encode())
-        write_commit(path, {"step": trainer.steps_made, "layout": _layout(trainer.parallel)})
+        if extra is not None:
+            write_durably(path / EXTRA, json.dumps(extra).encode())
+        write_commit(path, {**facts, "layout": _layout(parallel)})
     dist.barrier()
 
 
@@ -60,7 +73,7 @@ def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
     facts = read_commit(path)
     same_layout = facts["layout"] == _layout(trainer.parallel)
     state = megatron.load(_sharded_state(trainer, loading=True, generators=same_layout), path, common=True)
-    for key, chunk in _chunk_keys(trainer):
+    for key, chunk in _chunk_keys(trainer.chunks):
         chunk.load_state_dict(state[key])
     trainer.optimizer.load_state_dict(state["optimizer"])
     if same_layout:
@@ -72,7 +85,7 @@ def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
 
 def _sharded_state(trainer: Trainer, *, loading: bool, generators: bool) -> dict[str, Any]:
     """What Megatron saves, or the template that it loads into."""
-    state: dict[str, Any] = {key: chunk.sharded_state_dict() for key, chunk in _chunk_keys(trainer)}
+    state = _policy_state(trainer.chunks)
     groups = trainer.parallel.groups
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -87,11 +100,15 @@ def _sharded_state(trainer: Trainer, *, loading: bool, generators: bool) -> dict
     return state
 
 
-def _chunk_keys(trainer: Trainer) -> list[tuple[str, Any]]:
+def _policy_state(chunks: Sequence[Any]) -> dict[str, Any]:
+    return {key: chunk.sharded_state_dict() for key, chunk in _chunk_keys(chunks)}
+
+
+def _chunk_keys(chunks: Sequence[Any]) -> list[tuple[str, Any]]:
     """Megatron's key of each model chunk, and the module inside its wrappers whose state is saved."""
-    if len(trainer.chunks) == 1:
-        return [("model", trainer.chunks[0].module)]
-    return [(f"model{i}", chunk.module) for i, chunk in enumerate(trainer.chunks)]
+    if len(chunks) == 1:
+        return [("model", chunks[0].module)]
+    return [(f"model{i}", chunk.module) for i, chunk in enumerate(chunks)]
 
 
 def _layout(parallel: Parallel) -> dict[str, int]:

@@ -13,8 +13,8 @@ import zmq.asyncio
 
 from megatron_scalerl.checkpoints.manifest import Manifest, ParamMeta
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous, Rendezvous
-from megatron_scalerl.trainer import wire
-from megatron_scalerl.trainer.wire import TrainerInfo
+from megatron_scalerl.trainer import curve, messages
+from megatron_scalerl.trainer.messages import TrainerInfo
 from megatron_scalerl.types import Batch, StepReport
 from megatron_scalerl.weights.connection import Connection
 
@@ -31,7 +31,7 @@ class TrainerError(RuntimeError):
 class TrainerClient:
     """All trainer ranks as one object; one command at a time. Made and used inside a running event loop.
 
-    The socket queues at most `wire.MAX_QUEUED` messages a rank; it is filled by commands, emptied by ranks, and
+    The socket queues at most `curve.MAX_QUEUED` messages a rank; it is filled by commands, emptied by ranks, and
     closed by `stop` or `close`. After a TrainerError only `close` makes sense. `command_timeout_s` bounds every
     command but `stop`, which has STOP_TIMEOUT_S. Closing it, or dying, makes every rank exit.
 
@@ -61,11 +61,11 @@ class TrainerClient:
         self._calls = 0
         self._busy = asyncio.Lock()
         self._context = zmq.asyncio.Context()
-        self._authenticator = wire.CurveAuthenticator(self._context, secret)
+        self._authenticator = curve.CurveAuthenticator(self._context, secret)
         self._authenticator.start()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        wire.secure_server(self._socket, secret)
+        curve.secure_server(self._socket, secret)
         self._socket.bind(bind)
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -102,41 +102,37 @@ class TrainerClient:
         """One optimiser step on one batch per data-parallel rank."""
         assert self.info is not None, "wait_ready first"
         assert len(batches) == self.info.dp_size, (len(batches), self.info.dp_size)
-        return await self._call(lambda call, dp: wire.Step(call=call, batch=batches[dp]), StepReport)
+        return await self._call(lambda call, dp: messages.Step(call=call, batch=batches[dp]), StepReport)
 
     async def manifest(self) -> Manifest:
         """Names, types and shapes of the weights in the order of sending."""
-        return await self._call(lambda call, _: wire.Manifest(call=call), tuple[ParamMeta, ...])
+        return await self._call(lambda call, _: messages.DescribeWeights(call=call), tuple[ParamMeta, ...])
 
     async def connect_weights(self, connection: Connection) -> None:
         """Open the trainer's end of the weight transport."""
-        await self._call(lambda call, _: wire.ConnectWeights(call=call, connection=connection), None)
+        await self._call(lambda call, _: messages.ConnectWeights(call=call, connection=connection), None)
 
     async def send_weights(self, version: int) -> dict[str, Any]:
         """Send all weights as `version`; returns the sender's report (seconds, bytes ...)."""
-        return await self._call(lambda call, _: wire.SendWeights(call=call, version=version), dict[str, Any])
+        return await self._call(lambda call, _: messages.SendWeights(call=call, version=version), dict[str, Any])
 
     async def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """For each token list, log-probabilities (nats) of its tokens from the second on."""
         tokens = [list(ids) for ids in token_ids]
-        return await self._call(lambda call, _: wire.Logprobs(call=call, token_ids=tokens), list[list[float]])
+        return await self._call(lambda call, _: messages.Logprobs(call=call, token_ids=tokens), list[list[float]])
 
     async def save(self, path: str, extra: dict[str, Any]) -> None:
         """Write and commit a checkpoint; `extra` is the controller's own state, as JSON data."""
-        await self._call(lambda call, _: wire.Save(call=call, path=str(path), extra=extra), None)
+        await self._call(lambda call, _: messages.Save(call=call, path=str(path), extra=extra), None)
 
     async def load(self, path: str) -> dict[str, Any]:
         """Resume from a committed checkpoint; returns the `extra` it was saved with."""
-        return await self._call(lambda call, _: wire.Load(call=call, path=str(path)), dict[str, Any])
-
-    async def export_hf(self, path: str) -> None:
-        """Write the policy as a Hugging Face folder."""
-        await self._call(lambda call, _: wire.ExportHf(call=call, path=str(path)), None)
+        return await self._call(lambda call, _: messages.Load(call=call, path=str(path)), dict[str, Any])
 
     async def stop(self) -> None:
         """Let every rank exit with 0, and close. Raises TrainerError if one does not answer; closed all the same."""
         try:
-            await self._call(lambda call, _: wire.Stop(call=call), None, leaves=True)
+            await self._call(lambda call, _: messages.Stop(call=call), None, leaves=True)
         finally:
             self.close()
 
@@ -146,7 +142,7 @@ class TrainerClient:
             self._authenticator.stop()
             self._context.destroy(linger=0)
 
-    async def _call(self, make: Callable[[int, int], wire.Command], kind: Any, *, leaves: bool = False) -> Any:
+    async def _call(self, make: Callable[[int, int], messages.Command], kind: Any, *, leaves: bool = False) -> Any:
         """Send each rank its command, wait for all answers, and return rank 0's as `kind`.
 
         `leaves` is True for the command after whose answer a rank may go without being missed.
@@ -159,7 +155,7 @@ class TrainerClient:
                 await self._send(rank, make(self._calls, self._dp_ranks.get(rank, 0)))
             while len(answers) < self.world_size:
                 sender, message = await self._receive()
-                if not isinstance(message, wire.Done):
+                if not isinstance(message, messages.Done):
                     await self._greet(sender, message)
                 # An earlier call's answer comes late when somebody stopped waiting for it.
                 elif message.call == self._calls:
@@ -167,15 +163,15 @@ class TrainerClient:
                     if leaves:
                         del self._identities[message.rank]
         try:
-            return wire.decode_value(answers[0], kind)
-        except wire.InvalidMessage as error:
+            return messages.decode_value(answers[0], kind)
+        except messages.InvalidMessage as error:
             raise TrainerError(f"trainer rank 0: {error}") from error
 
-    async def _greet(self, sender: bytes, message: wire.ToController) -> None:
+    async def _greet(self, sender: bytes, message: messages.ToController) -> None:
         """Answer a rank that starts, or that tries to: strangers and orphans are refused."""
-        if isinstance(message, wire.Hello):
+        if isinstance(message, messages.Hello):
             reason = self._objection(message)
-            answer = wire.Welcome() if reason is None else wire.Refused(reason=reason)
+            answer = messages.Welcome() if reason is None else messages.Refused(reason=reason)
             if reason is None:
                 self._identities[message.rank] = sender
                 if message.rank == 0:
@@ -183,7 +179,7 @@ class TrainerClient:
             await self._answer(sender, answer)
             await self._tell_where()
             return
-        assert isinstance(message, wire.Ready), message
+        assert isinstance(message, messages.Ready), message
         if not 0 <= message.dp_rank < message.info.dp_size:
             raise TrainerError(
                 f"trainer rank {message.rank}: expected a data-parallel rank under {message.info.dp_size}, "
@@ -193,10 +189,10 @@ class TrainerClient:
         if message.rank == 0:
             self.info = message.info
 
-    async def _answer(self, sender: bytes, answer: wire.Welcome | wire.Refused) -> None:
+    async def _answer(self, sender: bytes, answer: messages.Welcome | messages.Refused) -> None:
         # One that has gone meanwhile needs no answer; if it was ours, the next look at the connections tells.
         with _unless_gone():
-            await self._socket.send_multipart([sender, wire.encode(answer)])
+            await self._socket.send_multipart([sender, messages.encode(answer)])
 
     async def _tell_where(self) -> None:
         """Send those on their way who have joined, once it is known where the ranks meet."""
@@ -204,9 +200,9 @@ class TrainerClient:
             return
         for rank in sorted(self._identities.keys() - self._told):
             self._told.add(rank)
-            await self._send(rank, wire.Meet(rendezvous=self._rendezvous))
+            await self._send(rank, messages.Meet(rendezvous=self._rendezvous))
 
-    def _objection(self, hello: wire.Hello) -> str | None:
+    def _objection(self, hello: messages.Hello) -> str | None:
         """Why this rank may not join, or None."""
         expected = {"run id": self._run_id, "incarnation": self._incarnation, "world size": self.world_size}
         found = {"run id": hello.run_id, "incarnation": hello.incarnation, "world size": hello.world_size}
@@ -224,11 +220,11 @@ class TrainerClient:
         if rank not in self._identities:
             raise TrainerError(f"trainer rank {rank}: expected a process that has joined, found none")
         with _unless_gone():
-            await self._socket.send_multipart([self._identities[rank], wire.encode(message)])
+            await self._socket.send_multipart([self._identities[rank], messages.encode(message)])
             return
         raise _gone(rank)
 
-    async def _receive(self) -> tuple[bytes, wire.ToController]:
+    async def _receive(self) -> tuple[bytes, messages.ToController]:
         """The next message. Raises TrainerError for a rank's failure and for a rank that has gone.
 
         A socket monitor would tell of a closed connection at once, but strangers' connections are in it too, and
@@ -243,7 +239,7 @@ class TrainerClient:
                 raise _gone(lost)
             sender, *frames = await self._socket.recv_multipart()
             message = await self._understood(sender, frames)
-            if isinstance(message, wire.Failed):
+            if isinstance(message, messages.Failed):
                 said = f"rank {message.rank}: {message.error}"
                 # Its peers' collectives fail with a rank that dies, and may be heard of first.
                 lost = await self._lost(heard=message.rank)
@@ -251,17 +247,17 @@ class TrainerClient:
             if message is not None:
                 return sender, message
 
-    async def _understood(self, sender: bytes, frames: Sequence[bytes]) -> wire.ToController | None:
+    async def _understood(self, sender: bytes, frames: Sequence[bytes]) -> messages.ToController | None:
         """The message, or None if it is nobody's of ours. Raises TrainerError for what a rank may not say."""
         rank = next((rank for rank, identity in self._identities.items() if identity == sender), None)
         try:
-            message = wire.decode_for_controller(frames)
-        except wire.InvalidMessage as error:
+            message = messages.decode_for_controller(frames)
+        except messages.InvalidMessage as error:
             if rank is not None:
                 raise TrainerError(f"trainer rank {rank}: {error}") from error
-            await self._answer(sender, wire.Refused(reason=str(error)))
+            await self._answer(sender, messages.Refused(reason=str(error)))
             return None
-        if isinstance(message, wire.Hello):
+        if isinstance(message, messages.Hello):
             return message
         if rank is not None and message.rank != rank:
             raise TrainerError(f"trainer rank {rank}: expected its own messages, found one of rank {message.rank}")
@@ -269,7 +265,7 @@ class TrainerClient:
 
     async def _lost(self, *, heard: int | None = None) -> int | None:
         """The first rank, other than `heard`, that has joined and cannot be reached any more; None if all can."""
-        ping = wire.encode(wire.Ping())
+        ping = messages.encode(messages.Ping())
         for rank in sorted(self._identities.keys() - {heard}):
             try:
                 await self._socket.send_multipart([self._identities[rank], ping], flags=zmq.DONTWAIT)

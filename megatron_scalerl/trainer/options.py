@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from megatron_scalerl.distributed.device import HAVE_GPU, HAVE_TE
 from megatron_scalerl.distributed.parallel import Parallel, checked_keywords
 from megatron_scalerl.models.family import Family
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.nearest import check_keys
 from megatron_scalerl.recipe.parallel_layout import check_cuts, sizes_of
 from megatron_scalerl.trainer.layers.routing import check_replay
 
@@ -64,7 +64,7 @@ def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOp
         if key in owned:
             where = "policy.dtype" if "dtype" in key or key == "bf16" else "megatron.parallel"
             raise ValueError(f"megatron.model.{key}: expected to be set by {where}, found in megatron.model")
-    check_known("megatron.model", given, known | _GPT_KEYWORDS)
+    check_keys("megatron.model", given, known | _GPT_KEYWORDS, expected="a field of TransformerConfig or GPTModel")
     for key in ("fp8", "fp4"):
         if given.get(key):
             raise ValueError(
@@ -134,7 +134,8 @@ def ddp_config(recipe: Recipe) -> DistributedDataParallelConfig:
         overlap_grad_reduce=HAVE_GPU,
         overlap_param_gather=HAVE_GPU,
     )
-    check_known("megatron.ddp", recipe.megatron.ddp, (f.name for f in fields(DistributedDataParallelConfig)))
+    known = [f.name for f in fields(DistributedDataParallelConfig)]
+    check_keys("megatron.ddp", recipe.megatron.ddp, known, expected="a field of DistributedDataParallelConfig")
     settings |= recipe.megatron.ddp
     if not settings["use_distributed_optimizer"]:
         settings["overlap_param_gather"] = bool(recipe.megatron.ddp.get("overlap_param_gather", False))
@@ -159,21 +160,12 @@ def optimizer_config(recipe: Recipe) -> OptimizerConfig:
         overlap_param_gather=ddp.overlap_param_gather,
     )
     given = recipe.megatron.optimizer
-    known = {f.name for f in fields(OptimizerConfig)}
-    check_known("megatron.optimizer", given, known)
+    known = [f.name for f in fields(OptimizerConfig)]
+    check_keys("megatron.optimizer", given, known, expected="a field of OptimizerConfig")
     for key in given:
         if key in settings:
             raise ValueError(f"megatron.optimizer.{key}: expected to be set in the optimizer section or megatron.ddp")
     return OptimizerConfig(**settings, **given)
-
-
-def check_known(section: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """ValueError for the first key of `given` outside `known`, naming the nearest known one."""
-    names = sorted(known)
-    for key in given:
-        if key not in names:
-            near = get_close_matches(key, names, n=1, cutoff=0.0)
-            raise ValueError(f"{section}.{key}: unknown key (nearest: {near[0]})")
 
 
 def _common() -> dict[str, Any]:

@@ -14,7 +14,7 @@ from megatron_scalerl.losses import LossInputs
 from megatron_scalerl.trainer.layers.packing import Plan
 from megatron_scalerl.types import MicroBatch
 
-_COLUMNS = tuple(field.name for field in fields(MicroBatch) if field.name != "cu_seqlens")
+_COLUMNS = tuple(field.name for field in fields(MicroBatch) if field.name not in ("position_ids", "cu_seqlens"))
 _LOSS_COLUMNS = ("rollout_logprobs", "advantages", "loss_mask", "token_weights", "sequence_ids")
 
 
@@ -23,7 +23,6 @@ class Row:
     """The columns of `types.MicroBatch` as tensors [N, ...], and what the host knows of them."""
 
     tokens: Tensor
-    position_ids: Tensor
     targets: Tensor
     loss_mask: Tensor
     rollout_logprobs: Tensor

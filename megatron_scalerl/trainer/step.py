@@ -34,7 +34,7 @@ from megatron_scalerl.trainer.optimizer import build_optimizer
 from megatron_scalerl.trainer.pipeline import known_shapes
 from megatron_scalerl.trainer.row import Row, host_row
 from megatron_scalerl.trainer.staging import staged
-from megatron_scalerl.trainer.tally import Tally
+from megatron_scalerl.trainer.step_metrics import StepMetrics
 from megatron_scalerl.types import Batch, MicroBatch, StepReport
 
 Loss = Callable[[LossInputs], LossOutput]
@@ -108,11 +108,11 @@ class Trainer:
             # Megatron leaves both multipliers to its own scheduler; wd_mult is 0 for vectors.
             group["lr"] = rate * group["lr_mult"]
             group["weight_decay"] = self._weight_decay * group["wd_mult"]
-        tally = Tally(self.parallel.device)
-        self._schedule(batch.micro_batches, partial(self._train_loss, tally, len(batch.micro_batches)), train=True)
+        running = StepMetrics(self.parallel.device)
+        self._schedule(batch.micro_batches, partial(self._train_loss, running, len(batch.micro_batches)), train=True)
         succeeded, grad_norm, _ = self.optimizer.step()
         device.synchronize()
-        metrics = tally.reduced(
+        metrics = running.reduced(
             counts=self._counts,
             tokens=real_tokens(batch) if self._counts else 0,
             seconds=time.monotonic() - begin,
@@ -156,34 +156,14 @@ class Trainer:
             dist.broadcast(values, last, group=self.parallel.groups.pp)
         return [part.tolist() for part in values.cpu().split(sizes)]
 
-    def greedy(self, token_ids: Sequence[int], count: int) -> list[int]:
-        """The `count` tokens that follow `token_ids` when the likeliest is taken each time; for parity checks.
-
-        Computes the whole sequence anew for every token, and needs a pipeline of one stage.
-        """
-        assert self.parallel.pp_size == 1, "greedy decoding runs on one pipeline stage"
-        model = unwrap(self.chunks[0])
-        model.eval()
-        ids = list(token_ids)
-        for _ in range(count):
-            place, size = self.parallel.device, len(ids)
-            logits = model.full_logits(
-                torch.tensor([ids], device=place),
-                torch.arange(size, device=place)[None],
-                torch.tensor([0, size], dtype=torch.int32, device=place),
-            )
-            assert logits is not None
-            ids.append(int(logits[-1].argmax()))
-        return ids[len(token_ids) :]
-
     def _train_loss(
-        self, tally: Tally, count: int, row: Row, output: Tensor | tuple[Tensor, Tensor]
+        self, metrics: StepMetrics, count: int, row: Row, output: Tensor | tuple[Tensor, Tensor]
     ) -> _MegatronLoss:
         """Our sum over one of `count` micro-batches, times what Megatron will divide by."""
         taken, pair = output if isinstance(output, tuple) else (None, output)
         inputs = row.loss_inputs(pair[0])
         result = self._loss(inputs)
-        tally.add(inputs, result, pair[1].detach(), row.staleness, row.places)
+        metrics.add(inputs, result, pair[1].detach(), row.staleness, row.places)
         # A new tensor, since the schedule divides what it gets in place.
         return (result.loss if taken is None else taken) * (count * self._averaged_ranks), {}
 
@@ -204,14 +184,12 @@ class Trainer:
             # On the host, while the device is busy with what was queued before.
             row = staged(host_row(next(rows), unwrap(model).plan), self.parallel.device)
             output = model(
-                row.tokens[None],
-                row.position_ids[None],
-                None,
+                row.tokens,
                 row.targets,
+                plan=row.plan,
                 temperature=self._temperature,
                 expert_choices=row.expert_choices,
                 loss=partial(self._chunk_loss, row) if train and self._loss_in_chunk else None,
-                plan=row.plan,
             )
             return output, partial(loss, row)
 

@@ -13,6 +13,7 @@ gone ends it with 3, at once and in the middle of a step, so that no orphan hold
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import sys
@@ -30,7 +31,7 @@ from zmq.utils.monitor import recv_monitor_message
 from megatron_scalerl.distributed.rendezvous import HostRendezvous, Rendezvous, address_of, listen_on, serve_store
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import load_recipe
-from megatron_scalerl.trainer import wire
+from megatron_scalerl.trainer import curve, messages
 from megatron_scalerl.weights.connection import Connection
 
 GREETING_TIMEOUT_S = 60.0
@@ -97,7 +98,7 @@ class ControllerLink:
         self._settings = settings
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        wire.secure_client(self._socket, settings.secret)
+        curve.secure_client(self._socket, settings.secret)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(settings.endpoint)
         self._leaving = threading.Event()
@@ -108,7 +109,7 @@ class ControllerLink:
         Raises RefusedError, with the controller's reason, if this rank is not wanted.
         """
         s = self._settings
-        hello = wire.Hello(
+        hello = messages.Hello(
             rank=s.rank, world_size=s.world_size, run_id=s.run_id, incarnation=s.incarnation, bound=bound
         )
         self.send(hello)
@@ -119,9 +120,9 @@ class ControllerLink:
                 "(gone, or MSRL_SECRET is another run's)"
             )
         answer = self.receive()
-        if isinstance(answer, wire.Refused):
+        if isinstance(answer, messages.Refused):
             raise RefusedError(f"controller at {s.endpoint} refused this rank: {answer.reason}")
-        assert isinstance(answer, wire.Welcome), answer
+        assert isinstance(answer, messages.Welcome), answer
         threading.Thread(target=self._exit_when_alone, name="controller-watch", daemon=True).start()
 
     def leave(self) -> None:
@@ -129,13 +130,13 @@ class ControllerLink:
         self._leaving.set()
 
     def send(self, message: Any) -> None:
-        self._socket.send(wire.encode(message))
+        self._socket.send(messages.encode(message))
 
-    def receive(self) -> wire.ToRank:
+    def receive(self) -> messages.ToRank:
         """The next message that asks for something."""
         while True:
-            message = wire.decode_for_rank(self._socket.recv())
-            if not isinstance(message, wire.Ping):
+            message = messages.decode_for_rank(self._socket.recv())
+            if not isinstance(message, messages.Ping):
                 return message
 
     def _exit_when_alone(self) -> None:
@@ -157,7 +158,7 @@ class ControllerLink:
         if error is None or isinstance(error, RefusedError):
             return
         line = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-        self.send(wire.Failed(rank=self._settings.rank, error=line))
+        self.send(messages.Failed(rank=self._settings.rank, error=line))
 
     def exit_now(self, status: int) -> NoReturn:
         """End the process without what an interpreter does at its end, once the controller has what was sent.
@@ -188,11 +189,11 @@ class Worker:
         self.source = MegatronWeightSource(self.trainer.chunks, self.parallel)
         self._sender: Any = None
 
-    def info(self) -> wire.TrainerInfo:
+    def info(self) -> messages.TrainerInfo:
         """What the controller asks once."""
         manifest = self.source.manifest()
-        sizes = [_product(meta.shape) for meta in manifest]
-        return wire.TrainerInfo(
+        sizes = [math.prod(meta.shape) for meta in manifest]
+        return messages.TrainerInfo(
             world_size=self.parallel.world_size,
             dp_size=self.parallel.dp_size,
             parameters=sum(sizes),
@@ -204,25 +205,25 @@ class Worker:
             pad_multiple=self.trainer.pad_multiple,
         )
 
-    def run(self, command: wire.Command) -> Any:
-        """Carry out one command on this rank; the value is rank 0's answer."""
+    def run(self, command: messages.Command) -> Any:
+        """Execute one command on this rank; the value is rank 0's answer."""
+        from megatron_scalerl.trainer import checkpoint
+
         match command:
-            case wire.Step(batch=batch):
+            case messages.Step(batch=batch):
                 return self.trainer.step(batch)
-            case wire.Logprobs(token_ids=token_ids):
+            case messages.Logprobs(token_ids=token_ids):
                 return self.trainer.logprobs(token_ids)
-            case wire.Manifest():
+            case messages.DescribeWeights():
                 return self.source.manifest()
-            case wire.ConnectWeights(connection=connection):
+            case messages.ConnectWeights(connection=connection):
                 return self._connect(connection)
-            case wire.SendWeights(version=version):
+            case messages.SendWeights(version=version):
                 return self._send_weights(version)
-            case wire.Save(path=path, extra=extra):
-                return self._save(path, extra)
-            case wire.Load(path=path):
-                return self._load(path)
-            case wire.ExportHf(path=path):
-                return self._export(path)
+            case messages.Save(path=path, extra=extra):
+                return checkpoint.save(path, self.trainer, extra)
+            case messages.Load(path=path):
+                return checkpoint.load(path, self.trainer)
         raise AssertionError(f"unknown command {command}")
 
     def _connect(self, connection: Connection) -> None:
@@ -243,28 +244,6 @@ class Worker:
             pass
         return None
 
-    def _save(self, path: str, extra: dict[str, Any]) -> None:
-        from megatron_scalerl.trainer.checkpoint import save
-
-        save(path, self.trainer, extra)
-
-    def _load(self, path: str) -> dict[str, Any]:
-        from megatron_scalerl.trainer.checkpoint import load
-
-        return load(path, self.trainer)
-
-    def _export(self, path: str) -> None:
-        from megatron_scalerl.weights.source import save_hf
-
-        save_hf(self.source, self.recipe.policy.path, path)
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
-
 
 def serve(link: ControllerLink, settings: WorkerSettings, listening: socket.socket | None = None) -> None:
     """Build the trainer, then answer commands until Stop. `listening`: for the store, if it is this rank's."""
@@ -272,23 +251,23 @@ def serve(link: ControllerLink, settings: WorkerSettings, listening: socket.sock
     from megatron_scalerl.distributed.parallel import shutdown_parallel
 
     meet = link.receive()
-    assert isinstance(meet, wire.Meet), meet
+    assert isinstance(meet, messages.Meet), meet
     store = None if listening is None else serve_store(listening)
     worker = Worker(recipe, meet.rendezvous)
-    link.send(wire.Ready(rank=settings.rank, dp_rank=worker.parallel.dp_rank, info=worker.info()))
+    link.send(messages.Ready(rank=settings.rank, dp_rank=worker.parallel.dp_rank, info=worker.info()))
     while True:
         command = link.receive()
-        assert not isinstance(command, wire.Welcome | wire.Meet | wire.Refused | wire.Ping), command
-        if isinstance(command, wire.Stop):
+        assert not isinstance(command, messages.Welcome | messages.Meet | messages.Refused | messages.Ping), command
+        if isinstance(command, messages.Stop):
             shutdown_parallel()
             del store
             link.leave()
-            link.send(wire.Done(call=command.call, rank=settings.rank, value=msgspec.Raw(wire.encode(None))))
+            link.send(messages.Done(call=command.call, rank=settings.rank, value=msgspec.Raw(messages.encode(None))))
             return
         value = worker.run(command)
         if settings.rank != 0:
             value = None
-        link.send(wire.Done(call=command.call, rank=settings.rank, value=msgspec.Raw(wire.encode(value))))
+        link.send(messages.Done(call=command.call, rank=settings.rank, value=msgspec.Raw(messages.encode(value))))
 
 
 def main() -> int:

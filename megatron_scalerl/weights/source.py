@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_scalerl.checkpoints.hf_folder import HfReader, HfWriter
+from megatron_scalerl.checkpoints.hf_folder import HfReader
 from megatron_scalerl.checkpoints.manifest import Manifest, ParamMeta
 from megatron_scalerl.distributed.parallel import Parallel
 from megatron_scalerl.models.family import Family, Rule
@@ -47,25 +47,6 @@ def load_hf(chunks: Sequence[Any], family: Family, hf_path: str | Path, parallel
         for piece in rule.pieces(*_shard_of(rule, parallel)):
             piece.of_shard(data).copy_(reader.read(piece.hf_name, piece.hf_index, rule.hf_shapes[piece.hf_name]))
     assert not parameters, f"parameters without a rule: {sorted(parameters)}"
-
-
-def save_hf(source: "MegatronWeightSource", src_hf_path: str | Path, out_path: str | Path) -> None:
-    """Writes the policy as a normal Hugging Face folder; every rank must call it.
-
-    Configuration, tokenizer and generation config travel from `src_hf_path`. The folder appears under its name
-    only when it is whole. Raises ValueError where `out_path` exists and is no Hugging Face folder.
-    """
-    if source.parallel.rank != 0:
-        for _ in source.tensors():
-            pass
-        return
-    family = source.family
-    writer = HfWriter(
-        src_hf_path, out_path, source.manifest(), carried=family.carried, generation=family.generation_config
-    )
-    with writer:
-        for name, tensor in source.tensors():
-            writer.add(name, tensor)
 
 
 class MegatronWeightSource:

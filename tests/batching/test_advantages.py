@@ -10,7 +10,7 @@ from rollout_groups import group
 from megatron_scalerl.batching.advantages import samples_of
 from megatron_scalerl.batching.filters import drop_truncated, drop_zero_variance
 
-DEFAULTS = {"normalise": "batch", "truncated": "exclude", "zero_variance": True, "reduction": "prompt_mean"}
+DEFAULTS = {"normalize": "batch", "truncated": "exclude", "zero_variance": True, "reduction": "prompt_mean"}
 
 
 def plan(groups, **options):
@@ -26,20 +26,20 @@ MIXED = [group([1, 1, 1, -1]), group([1, -1], group_id=1)]
 STD = math.sqrt((0.25 * 3 + 2.25 + 1 + 1) / 6)
 
 
-def test_batch_normalisation_divides_by_one_population_std():
+def test_batch_normalization_divides_by_one_population_std():
     expected = [0.5 / STD] * 3 + [-1.5 / STD, 1 / STD, -1 / STD]
     assert advantages(MIXED) == pytest.approx(expected)
     assert plan(MIXED).stats["advantage_std"] == pytest.approx(STD)
 
 
-def test_prompt_normalisation_divides_by_each_groups_std():
+def test_prompt_normalization_divides_by_each_groups_std():
     spread = math.sqrt((0.25 * 3 + 2.25) / 4)
     expected = [0.5 / spread] * 3 + [-1.5 / spread, 1.0, -1.0]
-    assert advantages(MIXED, normalise="prompt") == pytest.approx(expected)
+    assert advantages(MIXED, normalize="prompt") == pytest.approx(expected)
 
 
-def test_no_normalisation_centres_only():
-    assert advantages(MIXED, normalise="none") == pytest.approx([0.5, 0.5, 0.5, -1.5, 1.0, -1.0])
+def test_no_normalization_centres_only():
+    assert advantages(MIXED, normalize="none") == pytest.approx([0.5, 0.5, 0.5, -1.5, 1.0, -1.0])
 
 
 def test_one_value_per_completion_not_per_token():
@@ -57,7 +57,7 @@ def test_truncated_leave_loss_and_group_mean():
 
 def test_truncated_count_as_wrong_when_asked():
     groups = [group([1, -1, -1], truncated={2})]
-    result = plan(groups, truncated="wrong", normalise="none")
+    result = plan(groups, truncated="wrong", normalize="none")
     assert [s.advantage for s in result.samples] == pytest.approx([4 / 3, -2 / 3, -2 / 3])
     assert result.stats["truncated_dropped"] == 0
 
@@ -87,6 +87,14 @@ def test_zero_variance_groups_stay_when_asked():
     assert result.samples[0].token_weight == pytest.approx(1 / (3 * 12))  # N_eff counts the solved prompt
 
 
+def test_groups_with_nothing_left_leave_without_the_variance_filter_too():
+    groups = [*MIXED, group([1, -1], truncated={0, 1}, group_id=2)]
+    result = plan(groups, zero_variance=False)
+    assert result.samples == plan(MIXED, zero_variance=False).samples
+    assert (result.stats["groups_kept"], result.stats["groups_dropped_too_few"]) == (2, 1)
+    assert "groups_dropped_too_few" not in plan(MIXED, zero_variance=False).stats
+
+
 def test_equal_fractional_rewards_give_exact_zeros():
     values = advantages([group([0.1] * 3), group([0.7] * 7, group_id=1)], zero_variance=False)
     assert values == [0.0] * 10
@@ -112,8 +120,8 @@ def test_nothing_left_is_an_empty_plan():
 
 
 def test_groups_of_one_are_zero_variance():
-    assert plan([group([1])], normalise="none").samples == ()
-    assert advantages([group([1])], normalise="none", zero_variance=False) == [0.0]
+    assert plan([group([1])], normalize="none").samples == ()
+    assert advantages([group([1])], normalize="none", zero_variance=False) == [0.0]
 
 
 def test_drop_truncated_keeps_pairs_together():

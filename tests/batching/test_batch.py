@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,14 +11,15 @@ from hypothesis import strategies as st
 from rollout_groups import rollout
 
 from megatron_scalerl.batching.packing import (
-    from_wire,
     pack,
     real_tokens,
     scoring_micro_batches,
     sequence_ids,
-    to_wire,
 )
-from megatron_scalerl.types import Batch, ExpertChoices, Sample
+from megatron_scalerl.trainer import messages
+from megatron_scalerl.types import Batch, ExpertChoices, MicroBatch, Sample
+
+COLUMNS = [f.name for f in fields(MicroBatch) if f.name not in ("cu_seqlens", "expert_choices")]
 
 
 def sample(prompt=(1, 2, 3), *, advantage=0.5, weight=0.25, **kw) -> Sample:
@@ -33,7 +33,7 @@ def pack_all(samples, **kw):
 
 def sent(batch: Batch) -> Batch:
     """What a trainer rank gets of a batch."""
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(batch, enc_hook=to_wire), type=Batch, dec_hook=from_wire)
+    return messages.decode_for_rank(messages.encode(messages.Step(call=1, batch=batch))).batch
 
 
 def test_one_sample_position_by_position():
@@ -77,6 +77,13 @@ def test_a_rank_without_samples_gets_fillers_only():
     assert [len(b.micro_batches) for b in batches] == [1, 1, 1]
 
 
+def test_a_sequence_with_one_loss_token_counts_whole_and_one_without_does_not():
+    one = sample((1, 2), tokens=(7, 8, 9), mask=(False, True, False))
+    none = sample((1, 2), tokens=(7, 8), mask=(False, False))
+    [batch] = pack_all([one, none])
+    assert real_tokens(batch) == 5
+
+
 def test_a_sample_over_the_capacity_is_refused():
     with pytest.raises(ValueError, match=r"trainer.micro_batch_tokens: expected at least 6.* sample 1, found 5"):
         pack_all([sample((1,), tokens=(1, 2)), sample((1, 2, 3), tokens=(7, 8, 9))], micro_batch_tokens=5)
@@ -108,6 +115,7 @@ def test_every_sample_once_weights_kept_equal_counts(specs, dp_size, micro_batch
     for mb in (m for b in batches for m in b.micro_batches):
         size = len(mb.tokens)
         assert size % pad_multiple == 0 and size < micro_batch_tokens + pad_multiple
+        assert {len(getattr(mb, column)) for column in COLUMNS} == {size}
         assert mb.cu_seqlens[0] == 0 and mb.cu_seqlens[-1] == size and (np.diff(mb.cu_seqlens) > 0).all()
         for start, end in zip(mb.cu_seqlens[:-1], mb.cu_seqlens[1:]):
             assert mb.position_ids[start:end].tolist() == list(range(end - start))
@@ -161,9 +169,20 @@ def test_expert_choices_lie_beside_their_tokens_and_nowhere_else():
 
 
 def test_scoring_keeps_the_order_and_marks_every_target():
-    lists = [(5, 6, 7), (8, 9), tuple(range(10, 20)), (3, 4, 5)]
+    lists = [(5, 6, 7), (8, 9), tuple(range(10, 20)), (3, 4, 5, 6), (3, 4, 5)]
     rows = scoring_micro_batches(lists, micro_batch_tokens=6, pad_multiple=2)
-    assert [np.diff(mb.cu_seqlens).tolist() for mb in rows] == [[3, 2, 1], [10], [3, 1]]
+    assert [np.diff(mb.cu_seqlens).tolist() for mb in rows] == [[3, 2, 1], [10], [4], [3, 1]]
     targets = np.concatenate([mb.targets[mb.loss_mask] for mb in rows])
     assert targets.tolist() == [t for ids in lists for t in ids[1:]]
-    assert not any(mb.token_weights.any() for mb in rows)
+
+
+def test_scoring_rows_carry_no_weight_no_advantage_and_no_age():
+    [row] = scoring_micro_batches([(5, 6, 7)], micro_batch_tokens=6, pad_multiple=4)
+    for column in ("token_weights", "advantages", "rollout_logprobs"):
+        assert getattr(row, column).tolist() == [0.0] * 4
+    assert row.staleness.tolist() == [0, 0, -1, -1]
+
+
+def test_a_single_token_cannot_be_scored():
+    with pytest.raises(AssertionError, match="a single token has nothing that predicts it"):
+        scoring_micro_batches([(5, 6), (7,)], micro_batch_tokens=6, pad_multiple=1)

@@ -1,5 +1,11 @@
 """Step records and validations: JSONL is the truth, and a restart drops the records that are made again."""
 
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
@@ -27,46 +33,143 @@ def pass_rate(step):
 
 
 def write(folder):
+    """Steps 1 to 3, a batch that made no step, and the validations of steps 0 and 2."""
     metrics = open_metrics(folder)
     for step in (1, 2, 3):
-        metrics.step(step, {"batches": step, "loss": 0.5 * step, "note": "x", "bad": float("nan")})
+        metrics.step(step, {"batches": step, "loss": 0.5 * step, "note": "x"})
     metrics.step(3, {"batches": 4, "loss": 8.0, "skipped": 1})
     for step in (0, 2):
         metrics.validation(pass_rate(step), by_prompt=[0.0, 0.5, 0.5, 0.0])
     metrics.close()
 
 
-def test_step_records_after_the_checkpoint_are_dropped(tmp_path):
+def reopen(folder, **at):
+    open_metrics(folder, **at).close()
+
+
+def column(folder, file, name="step"):
+    return [row[name] for row in read_jsonl(folder / f"{file}.jsonl")]
+
+
+def events(folder):
+    return EventAccumulator(str(folder / "tensorboard")).Reload()
+
+
+def test_step_records_after_the_checkpoint_are_dropped_and_those_before_it_stay(tmp_path):
+    write(tmp_path)
+    reopen(tmp_path, step=2, batches=2, last_step=3)
+    assert column(tmp_path, "metrics") == [1, 2]
+
+
+def test_records_are_appended_after_those_that_stay(tmp_path):
     write(tmp_path)
     metrics = open_metrics(tmp_path, step=1, batches=1, last_step=3)
     metrics.step(2, {"batches": 2, "loss": 9.0})
     metrics.close()
-    assert [(r["step"], r["loss"]) for r in read_jsonl(tmp_path / "metrics.jsonl")] == [(1, 0.5), (2, 9.0)]
-    assert read_jsonl(tmp_path / "metrics.jsonl")[0]["bad"] is None
+    assert column(tmp_path, "metrics", "loss") == [0.5, 9.0]
 
 
 def test_a_skipped_batch_behind_the_checkpoint_of_its_step_is_dropped(tmp_path):
     write(tmp_path)
-    open_metrics(tmp_path, step=3, batches=3, last_step=3).close()
-    assert [r["batches"] for r in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    reopen(tmp_path, step=3, batches=3, last_step=3)
+    assert column(tmp_path, "metrics", "batches") == [1, 2, 3]
 
 
-def test_validations_of_batches_in_the_journal_stay(tmp_path):
+def test_a_number_that_is_not_finite_is_null_in_the_record(tmp_path):
+    metrics = open_metrics(tmp_path)
+    metrics.step(1, {"batches": 1, "bad": float("nan")})
+    metrics.close()
+    assert column(tmp_path, "metrics", "bad") == [None]
+
+
+def test_validations_of_steps_in_the_journal_stay_although_the_checkpoint_is_older(tmp_path):
+    write(tmp_path)
+    reopen(tmp_path, step=1, batches=1, last_step=2)
+    assert column(tmp_path, "validation") == column(tmp_path, "validation_by_prompt") == [0, 2]
+
+
+def test_validations_of_steps_that_are_not_in_the_journal_are_dropped(tmp_path):
+    write(tmp_path)
+    reopen(tmp_path, step=1, batches=1, last_step=1)
+    assert column(tmp_path, "validation") == column(tmp_path, "validation_by_prompt") == [0]
+
+
+def test_pass_rates_by_prompt_without_their_validation_are_dropped(tmp_path):
+    """A crash fell between the two writes: the validation is made again, and must not be paired twice."""
+    write(tmp_path)
+    with open(tmp_path / "validation_by_prompt.jsonl", "a") as file:
+        file.write('{"step": 3, "by_prompt": [1.0]}\n')
+    reopen(tmp_path, step=3, batches=4, last_step=3)
+    assert column(tmp_path, "validation_by_prompt") == [0, 2]
+
+
+def test_only_recorded_validations_are_known(tmp_path):
     write(tmp_path)
     metrics = open_metrics(tmp_path, step=1, batches=1, last_step=3)
-    assert metrics.has_validation(2) and metrics.has_validation(0) and not metrics.has_validation(1)
+    assert [metrics.has_validation(step) for step in (0, 1, 2, 3)] == [True, False, True, False]
+    metrics.validation(pass_rate(3), by_prompt=[0.25])
+    assert metrics.has_validation(3)
     metrics.close()
-    open_metrics(tmp_path, step=1, batches=1, last_step=1).close()
-    assert [r["step"] for r in read_jsonl(tmp_path / "validation.jsonl")] == [0]
-    assert [r["step"] for r in read_jsonl(tmp_path / "validation_by_prompt.jsonl")] == [0]
 
 
-def test_tensorboard_says_what_the_records_say(tmp_path):
+def test_a_validation_is_on_the_disk_after_its_pass_rates_by_prompt(tmp_path, monkeypatch):
+    metrics = open_metrics(tmp_path)
+    synced, fsync = [], os.fsync
+
+    def recorded(descriptor):
+        fsync(descriptor)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced.append((path.name, path.read_text().count("\n")))
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    metrics.validation(pass_rate(3), by_prompt=[0.25])
+    assert synced == [("validation_by_prompt.jsonl", 1), ("validation.jsonl", 1)]
+    metrics.close()
+
+
+def test_tensorboard_has_what_the_records_have_after_a_restart(tmp_path):
     write(tmp_path)
     metrics = open_metrics(tmp_path, step=1, batches=1, last_step=3)
     metrics.step(2, {"batches": 2, "loss": 9.0})
+    metrics.validation(pass_rate(3), by_prompt=[0.25])
     metrics.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 0.5), (2, 9.0)]
-    assert [e.step for e in events.Scalars("validation/pass_rate")] == [0, 2]
+    found = events(tmp_path)
+    assert [(e.step, e.value) for e in found.Scalars("loss")] == [(1, 0.5), (2, 9.0)]
+    assert [(e.step, e.value) for e in found.Scalars("validation/pass_rate")] == [(0, 0.25), (2, 0.25), (3, 0.25)]
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1, "for readers that take every file as it is"
+
+
+def test_only_finite_numbers_reach_tensorboard(tmp_path):
+    metrics = open_metrics(tmp_path)
+    metrics.step(1, {"batches": 1, "loss": 0.5, "note": "x", "bad": float("nan"), "large": float("inf")})
+    metrics.close()
+    assert sorted(events(tmp_path).Tags()["scalars"]) == ["batches", "loss"]
+
+
+STAND_IN_WANDB = """
+import json, pathlib
+def init(**options):
+    return Run(pathlib.Path(options["dir"]) / f"wandb_{options['name']}_{options['id']}_{options['resume']}.jsonl")
+class Run:
+    def __init__(self, path):
+        self.path, self.rows = path, []
+    def log(self, scalars, step):
+        self.rows.append([step, scalars])
+    def finish(self):
+        self.path.write_text(json.dumps(self.rows))
+"""
+
+
+@pytest.mark.parametrize("mode", ["offline", "disabled"])
+def test_an_installed_wandb_gets_the_records_unless_it_is_disabled(tmp_path, monkeypatch, mode):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "wandb.py").write_text(STAND_IN_WANDB)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setenv("WANDB_MODE", mode)
+    metrics = open_metrics(tmp_path)
+    metrics.step(1, {"batches": 1, "loss": 0.5, "note": "x"})
+    metrics.close()
+    found = [json.loads(path.read_text()) for path in tmp_path.glob("wandb_run_run_allow.jsonl")]
+    assert found == ([] if mode == "disabled" else [[[1, {"batches": 1.0, "loss": 0.5}]]])
+    sys.modules.pop("wandb", None)

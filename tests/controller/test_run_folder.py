@@ -10,7 +10,7 @@ import yaml
 from megatron_scalerl.checkpoints import commit
 from megatron_scalerl.controller.run_folder import RunFolder, finished, resume_point
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.file import RecipeError
+from megatron_scalerl.recipe.file import RecipeError, load_run_recipe
 
 
 def recipe(tmp_path, **changes):
@@ -38,6 +38,21 @@ def test_another_recipe_is_refused_by_its_key(tmp_path):
     RunFolder(recipe(tmp_path)).close()
     with pytest.raises(RecipeError, match=r"loss.name: 'cispo', found 'dapo'"):
         RunFolder(recipe(tmp_path, loss={"name": "dapo"}))
+
+
+def test_a_run_whose_recipe_has_an_old_key_resumes(tmp_path):
+    """Its value still counts: with another one, the recipe is another run's."""
+    prompt = recipe(tmp_path, advantages={"normalize": "prompt"})
+    folder = RunFolder(prompt)
+    folder.close()
+    text = folder.recipe_file.read_text()
+    assert "  normalize: prompt\n" in text
+    folder.recipe_file.write_text(text.replace("normalize:", "normalise:"))
+    assert load_run_recipe(prompt.run_dir) == prompt
+    with pytest.raises(RecipeError, match=r"advantages\.normalize: 'prompt', found 'batch'"):
+        RunFolder(recipe(tmp_path))
+    RunFolder(prompt).close()
+    assert folder.recipe_file.read_text() == text
 
 
 def test_a_folder_in_use_is_refused(tmp_path):

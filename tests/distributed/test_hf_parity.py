@@ -9,6 +9,8 @@ import random_policies
 import torch
 from runner import run_ranks
 
+from megatron_scalerl.convert.to_hf import to_hf
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 KINDS = ("llama", "llama_tied", "qwen3", "qwen3_moe", "llama4")
@@ -87,6 +89,8 @@ def saved(policies: dict, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     root = tmp_path_factory.mktemp("saved")
     jobs = [(str(root / name), policies[name.split()[0]][0], layout) for name, layout in LAYOUTS.items()]
     run_ranks(2, "logit_precision_ranks:save", jobs)
+    for out, policy, _ in jobs:
+        to_hf(f"{out}.megatron", out, like=policy)
     return {name: str(root / name) for name in LAYOUTS}
 
 

@@ -79,8 +79,11 @@ def test_other_families_have_no_attention_temperature(tmp_path):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"max_model_length": 5}, r"engine\.vllm\.max_model_length: .*the nearest is max_model_len\), found none"),
-        ({"max_num_seq": 5}, r"engine\.vllm\.max_num_seq: .*the nearest is max_num_seqs\)"),
+        (
+            {"max_model_length": 5},
+            r"engine\.vllm: expected .*, found max_model_length; the nearest is max_model_len$",
+        ),
+        ({"max_num_seq": 5}, r"engine\.vllm: expected .*, found max_num_seq; the nearest is max_num_seqs$"),
         ({"dtype": "float32"}, r"engine\.vllm\.dtype: .*set by policy\.dtype"),
         ({"enable_prefix_caching": True}, r"enable_prefix_caching: expected none \(it is fixed\), found True"),
         ({"hf_overrides": {"head_dtype": "model"}}, r"hf_overrides: expected no head_dtype \(set policy\.logits\)"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from stand_ins import stand_in
 
-from megatron_scalerl.processes.children import ChildProcess
+from megatron_scalerl.processes.child_process import ChildProcess
 from megatron_scalerl.processes.signals import Stopped, run_until_signal
 
 

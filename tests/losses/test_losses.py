@@ -59,6 +59,12 @@ def test_cispo_cap_is_absolute_not_a_distance_from_one():
     assert output.capped.tolist() == [True, False]
 
 
+def test_cispo_caps_at_five_by_default():
+    """The paper's cap: rho = .5/.05 = 10 weighs 5."""
+    _, grad = run(cispo, **TWO, rollout_probs=[0.05, 0.75], advantages=[1.0, 0.0])
+    assert grad[0].tolist() == pytest.approx([-0.25 * 5 * 0.5, 0.25 * 5 * 0.5])
+
+
 def test_cispo_truncates_only_from_above():
     # rho = .5/1 = .5 keeps its value with either sign of A
     for advantage in (1.0, -1.0):
@@ -202,6 +208,26 @@ def test_an_overflowing_log_ratio_stays_finite(name, rollout):
     output.loss.backward()
     assert torch.isfinite(output.loss) and torch.isfinite(logprobs.grad).all()
     assert torch.isfinite(output.is_weights).all()
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+@pytest.mark.parametrize("distance", [25.0, -25.0])
+def test_a_log_ratio_is_clamped_to_twenty_nats_and_has_no_gradient_there(name, distance):
+    """A ratio that large is a fault of the data: it is bounded, and teaches nothing."""
+    logprobs = torch.tensor([-30.0 + distance], requires_grad=True)
+    given = LossInputs(
+        trainer_logprobs=logprobs,
+        rollout_logprobs=torch.tensor([-30.0]),
+        advantages=torch.tensor([1.0]),
+        loss_mask=torch.tensor([True]),
+        token_weights=torch.tensor([1.0]),
+        sequence_ids=torch.tensor([0]),
+    )
+    output = make_loss(name, max_is_weight=5.0)(given)
+    assert output.is_weights.log().tolist() == pytest.approx([math.copysign(20.0, distance)])
+    if name != "cispo":  # whose gradient never goes through the ratio
+        output.loss.backward()
+        assert logprobs.grad.tolist() == [0.0]
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))

@@ -41,9 +41,10 @@ def test_completions_without_loss_tokens_weigh_nothing(reduction):
     assert token_weights([[0, 2]], reduction)[0][0] == 0.0
 
 
-def test_unknown_reduction():
-    with pytest.raises(ValueError, match="found 'mean'"):
-        token_weights(LENGTHS, "mean")
+@pytest.mark.parametrize("name", ["mean", "prompt", "sequence_means", "token", "unknown"])
+def test_unknown_reduction(name):
+    with pytest.raises(ValueError, match=f"expected prompt_mean, sequence_mean, token_mean; found '{name}'"):
+        token_weights(LENGTHS, name)
 
 
 def test_the_controllers_modules_do_not_import_torch():

@@ -109,9 +109,12 @@ GOOD = f"gpu: {H100}\nassumptions:\n  packing:\n    value: 0.8\n"
         (GOOD + "gpu: x\n", "line 5: expected YAML, found the key gpu twice"),
         (GOOD + "  packing:\n    value: 0.7\n", "line 5: expected YAML, found the key packing twice"),
         (GOOD + "  ? [1]\n  : 2\n", "expected YAML, found"),
-        (GOOD.replace("packing", "paking"), "assumptions.paking, the nearest valid key is assumptions.packing"),
-        (GOOD.replace("gpu", "gpus", 1), "unknown key gpus, the nearest valid key is gpu"),
-        (GOOD.replace("value", "values"), "unknown key assumptions.packing.values, the nearest valid key is"),
+        (GOOD.replace("packing", "paking"), "found assumptions.paking; the nearest is assumptions.packing"),
+        (GOOD.replace("gpu", "gpus", 1), "expected a key of an assumptions file, found gpus; the nearest is gpu"),
+        (
+            GOOD.replace("value", "values"),
+            "found assumptions.packing.values; the nearest is assumptions.packing.value",
+        ),
         (f"gpu: {H100}\n", "assumptions: expected a mapping with dense_utilisation and other assumptions, found "),
         (f"gpu: {H100}\nassumptions: {{packing: 0.8}}\n", "assumptions.packing: expected a mapping with value, "),
         (f"gpu: {H100}\nassumptions: {{packing: {{source: us}}}}\n", "packing.value: expected a number, found none"),
@@ -145,7 +148,7 @@ def test_a_mistake_is_one_line_with_file_and_key(text, said, tmp_path, capsys):
     ("values", "said"),
     [
         ({}, "expected at least one measured constant, found none"),
-        ({"dense_utilization": Measured(value=0.4)}, "the nearest valid key is assumptions.dense_utilisation"),
+        ({"dense_utilization": Measured(value=0.4)}, "the nearest is assumptions.dense_utilisation"),
         ({"packing": Measured(value=float("nan"))}, f"packing.value: expected {SHARE}, found nan"),
     ],
 )

@@ -106,10 +106,26 @@ MISTAKES = {
     "zero": ("dense", [f"{TP}=0"], f"{TP}: expected a whole number of at least 1, found 0"),
     "null": ("dense", [f"{PP}=null"], f"{PP}: expected a whole number of at least 1, found None"),
     "text": ("dense", [f"{CP}=two"], f"{CP}: expected a whole number of at least 1, found 'two'"),
-    "unknown size": ("dense", [f"{P}tensor_parallel=2"], f"{P}tensor_parallel: .*nearest: "),
-    "unknown field": ("dense", [f"{M}layernorm_epsilom=1"], f"{M}layernorm_epsilom: unknown key .nearest: lay"),
-    "unknown in ddp": ("dense", ["megatron.ddp.overlap_grad_reduced=true"], "megatron.ddp.overlap_grad_reduced: unk"),
-    "unknown in optimizer": ("dense", ["megatron.optimizer.use_precise=true"], "megatron.optimizer.use_precise: unk"),
+    "unknown size": (
+        "dense",
+        [f"{P}tensor_parallel=2"],
+        "megatron.parallel: expected .*, found tensor_parallel; the nearest is tensor",
+    ),
+    "unknown field": (
+        "dense",
+        [f"{M}layernorm_epsilom=1"],
+        "found layernorm_epsilom; the nearest is layernorm_epsilon",
+    ),
+    "unknown in ddp": (
+        "dense",
+        ["megatron.ddp.overlap_grad_reduced=true"],
+        "megatron.ddp: expected .*, found overlap_grad_reduced; ",
+    ),
+    "unknown in optimizer": (
+        "dense",
+        ["megatron.optimizer.use_precise=true"],
+        "megatron.optimizer: expected .*, found use_precise; ",
+    ),
     "num_layers": ("dense", [f"{M}num_layers=5"], f"{M}num_layers: expected 6 as in config.json, found 5"),
     "Megatron's own": (
         "dense",

@@ -123,3 +123,78 @@ def test_earliest_deadline_first():
     gate.finish(0, 3)
     gate.finish(1, 2)
     assert gate.batch(3) == (1,)
+
+
+def test_counts_of_groups_on_their_way():
+    gate = StalenessGate(groups_per_batch=2, max_staleness_steps=1)
+    for group in range(3):
+        gate.start(group, 0)
+    gate.finish(1, 0)
+    gate.finish(0, 0)
+    assert (gate.in_flight, gate.ready, gate.outstanding) == (1, 2, 3)
+    gate.take((0, 1))
+    assert (gate.in_flight, gate.ready, gate.outstanding) == (1, 0, 3), "what trains is still outstanding"
+    gate.trained()
+    assert gate.outstanding == 1
+
+
+def test_an_abandoned_group_holds_up_no_batch_and_may_start_again():
+    gate = StalenessGate(groups_per_batch=1, max_staleness_steps=1)
+    gate.start(0, 0)
+    gate.start(1, 0)
+    gate.finish(1, 0)
+    assert gate.batch(1) is None, "group 0 is due now as well"
+    gate.abandon(0)
+    assert gate.batch(1) == (1,) and gate.in_flight == 0
+    gate.start(0, 1)
+    assert gate.batch(1) == (1,), "its deadline is version 2 now"
+
+
+@pytest.mark.parametrize("restored", [True, False], ids=["restored", "started and finished"])
+def test_a_group_that_may_wait_for_the_next_version_holds_up_nothing(restored):
+    """k = 1: two groups of version 1 are due at version 2; at version 1 one may wait, at version 2 none."""
+    gate = StalenessGate(groups_per_batch=1, max_staleness_steps=1)
+    for group in (0, 1):
+        if restored:
+            gate.restore(group, 1)
+        else:
+            gate.start(group, 1)
+    if not restored:
+        assert gate.batch(1) is None, "nothing is ready"
+        gate.finish(0, 1)
+    assert gate.batch(1) == (0,)
+    assert gate.batch(2) is None
+
+
+def test_one_batch_trains_at_a_time():
+    gate = StalenessGate(groups_per_batch=1, max_staleness_steps=1)
+    for group in (0, 1):
+        gate.restore(group, 0)
+    gate.take((0,))
+    with pytest.raises(AssertionError, match="one batch trains at a time"):
+        gate.take((1,))
+
+
+def test_a_group_in_flight_or_ready_is_not_started_again():
+    gate = StalenessGate(groups_per_batch=2, max_staleness_steps=1)
+    gate.start(0, 0)
+    with pytest.raises(AssertionError):
+        gate.start(0, 0)
+    gate.finish(0, 0)
+    with pytest.raises(AssertionError):
+        gate.start(0, 0)
+
+
+def test_a_first_token_from_before_the_admission_is_refused():
+    gate = StalenessGate(groups_per_batch=2, max_staleness_steps=1)
+    gate.start(7, 3)
+    with pytest.raises(AssertionError, match="group 7: first token older than its admission"):
+        gate.finish(7, 2)
+
+
+def test_nothing_starts_above_the_bound_either():
+    """A journal may hold more finished groups than a smaller batch or staleness of the resumed run admits."""
+    gate = StalenessGate(groups_per_batch=2, max_staleness_steps=0)
+    for group in range(3):
+        gate.restore(group, 0)
+    assert not gate.may_start()

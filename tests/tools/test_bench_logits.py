@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -14,16 +13,6 @@ import pytest
 from megatron_scalerl.logits.contenders import NAIVE
 
 TOOL = Path(__file__).parents[2] / "tools" / "bench_logits.py"
-
-
-@pytest.fixture(scope="module")
-def bench():
-    spec = importlib.util.spec_from_file_location("bench_logits", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bench_logits"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["bench_logits"]
 
 
 def line(contender, **figures):

@@ -109,7 +109,7 @@ def test_check_sees_an_engine_without_room(capsys):
     [
         (["recipes/none.yaml", "--gpus", "8"], "expected a recipe file, found nothing"),
         (["{r}", "--gpus", "80", "policy.path=models/none"], "expected config.json in"),
-        (["{r}", "--gpus", "80", "policy.pat=x"], "unknown key policy.pat"),
+        (["{r}", "--gpus", "80", "policy.pat=x"], "found policy.pat; the nearest is policy.path"),
         (["{r}", "--gpus", "1"], "--gpus: expected a number that splits"),
         (["{r}", "--gpus", "80", "megatron.optimizer.optimizer_cpu_offload=true"], "does not support it"),
         (["{r}", "--gpus", "80", "megatron.parallel.tensor_model_parallel_size=3"], "expected a multiple of"),

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from policy_rows import greedy
 from random_policy import batches_of, random_samples
 from transformers import AutoModelForCausalLM
 
@@ -159,7 +160,7 @@ def test_logprobs_and_greedy_tokens_are_those_of_hugging_face(new_trainer, polic
         torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=5e-5)
     prompt = list(lists[0][:8])
     out = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    assert trainer.greedy(prompt, 12) == out[0, 8:].tolist()
+    assert greedy(trainer, prompt, 12) == out[0, 8:].tolist()
 
 
 def test_scoring_leaves_training_alone(new_trainer):

@@ -15,6 +15,7 @@ import torch
 from random_policy import batches_of, make_recipe, random_samples
 from transformers import AutoModelForCausalLM
 
+from megatron_scalerl.convert.to_hf import to_hf
 from megatron_scalerl.distributed.rendezvous import private_folder
 from megatron_scalerl.recipe.file import dump_recipe
 from megatron_scalerl.trainer.client import TrainerClient, TrainerError
@@ -142,7 +143,7 @@ def test_two_ranks_carry_out_every_command(tmp_path, policy):
         again = await world.client.step(batches_of(samples[2], step=3, dp_size=2))
         assert (again.loss, again.grad_norm) == (third.loss, third.grad_norm)
         assert await world.client.logprobs(probe) == scores
-        await world.client.export_hf(tmp_path / "exported")
+        await world.client.save(tmp_path / "step_000003", {})
         sent, group = await receive_weights(world.client, version=3)
         check_doors(world)
         group.close()
@@ -151,6 +152,7 @@ def test_two_ranks_carry_out_every_command(tmp_path, policy):
         return scores, sent
 
     scores, sent = run(scenario, tmp_path, policy, world_size=2)
+    to_hf(tmp_path / "step_000003", tmp_path / "exported", like=policy)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
     exported = model.state_dict()
     assert sent.keys() == exported.keys() and all(torch.equal(w, exported[n]) for n, w in sent.items())

@@ -18,11 +18,11 @@ from megatron_scalerl.distributed.rendezvous import FolderRendezvous
 from megatron_scalerl.engine.options import check_options
 from megatron_scalerl.engine.process import EngineInfo, EngineProcess
 from megatron_scalerl.launch.local import start_rank
-from megatron_scalerl.processes.children import ChildProcess
+from megatron_scalerl.processes.child_process import ChildProcess
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import dump_recipe
 from megatron_scalerl.trainer.client import TrainerClient
-from megatron_scalerl.trainer.wire import TrainerInfo
+from megatron_scalerl.trainer.messages import TrainerInfo
 from megatron_scalerl.types import Prompt
 
 THINKING, ANSWER = 200, 8
@@ -150,7 +150,7 @@ class Training:
         self._file.write_text(dump_recipe(self._recipe), encoding="utf8")
         self._process = await start_rank(self._recipe, self.client, rank=0, recipe_file=self._file, log=self.log)
         ready = asyncio.create_task(self.client.wait_ready(self._recipe.trainer.start_timeout_s))
-        ended = asyncio.create_task(self._process.ended())
+        ended = asyncio.create_task(self._process.wait())
         try:
             await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not ready.done():

@@ -26,7 +26,7 @@ import numpy as np
 
 from megatron_scalerl.check_gpu.findings import Recorder
 from megatron_scalerl.check_gpu.part import PartSetting
-from megatron_scalerl.processes.child import command
+from megatron_scalerl.processes.parent_death import tied_command
 
 if TYPE_CHECKING:
     from megatron_scalerl.check_gpu.cases import Case
@@ -137,7 +137,7 @@ def start_reference(which: Mapping[str, Any], folder: Path) -> Reference:
     job = json.dumps({"case": dict(which), "folder": str(folder)})
     argv = [sys.executable, "-m", "megatron_scalerl.check_gpu.parts.trainer", job]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "MSRL_LAYERS": "plain"}
-    return subprocess.Popen(command(argv), env=env, stdin=subprocess.DEVNULL)
+    return subprocess.Popen(tied_command(argv), env=env, stdin=subprocess.DEVNULL)
 
 
 def main() -> None:

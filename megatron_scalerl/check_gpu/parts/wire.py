@@ -16,7 +16,7 @@ from megatron_scalerl.check_gpu.part import PartSetting
 from megatron_scalerl.checkpoints.manifest import ParamMeta
 from megatron_scalerl.distributed import device as seam
 from megatron_scalerl.distributed.rendezvous import private_folder, use_interface
-from megatron_scalerl.processes.isolated import FAILED, Say, events
+from megatron_scalerl.processes.isolated import FAILED, SendEvent, events
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import digest
 from megatron_scalerl.weights.transport import make_sender
@@ -35,10 +35,10 @@ def shared_handle(tensor: torch.Tensor) -> Handle:
     return found
 
 
-def read_sum(handle: Handle, say: Say) -> None:
+def read_sum(handle: Handle, send: SendEvent) -> None:
     """Runs in the other process: sends the sum of the tensor; `isolated.events` reports exceptions."""
     rebuild, arguments = handle
-    say({"sum": float(rebuild(*arguments).double().sum())})
+    send({"sum": float(rebuild(*arguments).double().sum())})
 
 
 def run(setting: PartSetting, record: Recorder) -> None:
@@ -102,7 +102,7 @@ def _shared(record: Recorder, device: torch.device, read: Callable[..., None] = 
     """Another process reads a tensor of this one: a CUDA IPC handle on a GPU, shared memory on a CPU."""
     tensor = torch.arange(1 << 16, device=device, dtype=torch.float32)
     expected = float(tensor.double().sum())
-    received = list(events(read, shared_handle(tensor), start="spawn", patience_s=_ANSWER_S))
+    received = list(events(read, shared_handle(tensor), start="spawn", silence_timeout_s=_ANSWER_S))
     found = next((event["sum"] for event in received if "sum" in event), None)
     why = next((event[FAILED] for event in received if FAILED in event), "")
     text = f"{device.type}: expected the sum {expected:g}, found {found}"

@@ -9,7 +9,7 @@ import sys
 import pytest
 from launch.stand_ins import ROOT, environment, gone, pids_in, stand_in
 
-from megatron_scalerl.processes.children import ChildProcess
+from megatron_scalerl.processes.child_process import ChildProcess, ProcessDied, log_tail
 
 CONTROLLER = ROOT / "tests" / "launch" / "controller.py"
 
@@ -54,8 +54,8 @@ def test_a_killed_controller_takes_a_child_along_that_has_not_started_to_run(tmp
     program = [sys.executable, "-c", f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).touch()"]
     script = (
         "import os, signal, subprocess, sys\n"
-        "from megatron_scalerl.processes.child import command\n"
-        "print(subprocess.Popen(command(sys.argv[1:]), start_new_session=True).pid, flush=True)\n"
+        "from megatron_scalerl.processes.parent_death import tied_command\n"
+        "print(subprocess.Popen(tied_command(sys.argv[1:]), start_new_session=True).pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run(
@@ -68,22 +68,16 @@ def test_a_killed_controller_takes_a_child_along_that_has_not_started_to_run(tmp
 def test_a_program_whose_parent_has_ended_is_not_started(tmp_path):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_scalerl.processes.child",
-        str(ended.pid),
-        "touch",
-        str(tmp_path / "ran"),
-    ]
-    assert subprocess.run(command, env=environment(), timeout=60).returncode == 1
+    module = ["-m", "megatron_scalerl.processes.parent_death"]
+    argv = [sys.executable, *module, str(ended.pid), "touch", str(tmp_path / "ran")]
+    assert subprocess.run(argv, env=environment(), timeout=60).returncode == 1
     assert not (tmp_path / "ran").exists()
 
 
 def test_forked_children_die_with_their_parent_and_theirs_with_them(tmp_path):
     script = (
         "import os, sys, time\n"
-        "from megatron_scalerl.processes.child import tie_forked_children\n"
+        "from megatron_scalerl.processes.parent_death import tie_forked_children\n"
         "tie_forked_children()\n"
         "if os.fork() == 0:\n"
         "    os.fork()\n"
@@ -97,17 +91,17 @@ def test_forked_children_die_with_their_parent_and_theirs_with_them(tmp_path):
     assert gone_processes(pids)
 
 
-def test_stop_ends_a_whole_group_that_ignores_sigterm(tmp_path):
+def test_stop_kills_a_process_group_that_ignores_sigterm(tmp_path):
     async def scenario():
         child = await ChildProcess.start("child", stand_in(tmp_path / "pids"), environment(), tmp_path / "log")
         pids_in(tmp_path / "pids", 1)
         await child.stop(0.3)
         await child.stop(0.3)
-        return child.pid, await child.died()
+        with pytest.raises(ProcessDied, match=r"child exited with code -9; the end of .*/log:"):
+            await child.watch()
+        return child.pid
 
-    group, died = asyncio.run(scenario())
-    assert gone({group}, 2.0)
-    assert "child ended with exit code -9" in str(died)
+    assert gone({asyncio.run(scenario())}, 2.0)
 
 
 def test_a_cancelled_stop_leaves_nothing(tmp_path):
@@ -119,7 +113,7 @@ def test_a_cancelled_stop_leaves_nothing(tmp_path):
         stop.cancel()
         with pytest.raises(asyncio.CancelledError):
             await stop
-        await child.ended()
+        await child.wait()
         return child.pid
 
     assert gone({asyncio.run(scenario())}, 2.0)
@@ -130,11 +124,11 @@ def test_a_log_is_readable_by_its_owner_alone(tmp_path):
 
     async def scenario(name):
         child = await ChildProcess.start("child", [sys.executable, "-c", "print(7)"], environment(), tmp_path / name)
-        assert await child.ended() == 0
-        return child.tail()
+        assert await child.wait() == 0
 
     for name in ("new", "old"):
-        assert asyncio.run(scenario(name)) == "7"
+        asyncio.run(scenario(name))
+        assert log_tail(tmp_path / name) == "7"
         assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
 
 
@@ -146,7 +140,7 @@ def test_a_signal_ends_the_controller_in_order(controller, tmp_path, number):
     out, err = process.communicate(timeout=30)
     assert process.returncode == 128 + number
     assert out == "stopping\nstopped in order\n"
-    assert err.strip() == f"stopped by {number.name}; started again, the run goes on from its last checkpoint"
+    assert err.strip() == f"stopped by {number.name}; the same command resumes from the last checkpoint"
     assert gone(groups, 2.0)
 
 

@@ -1,36 +1,21 @@
-"""What controller and trainer ranks say to each other: messages, their msgpack form, keys, and sockets' options.
+"""Messages between the controller and the trainer's ranks, and their msgpack form.
 
-The controller binds a ROUTER socket, every rank connects a DEALER. Both sides encrypt with CURVE. Two key pairs are
-derived from the run's secret, the controller's and the ranks': a rank goes on only with a server that holds the
-first, the controller only with clients that hold the second, so that neither public key opens anything. CURVE's
-short-term keys make a recorded conversation worthless, and the secret of an earlier start opens no later one.
-Inside, a rank first says which run and incarnation it belongs to.
+The controller binds a ROUTER socket, every rank connects a DEALER; `curve` encrypts both. A rank's first message
+names the run and the incarnation that it belongs to.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import zmq
-from zmq.auth.asyncio import AsyncioAuthenticator
-from zmq.utils import z85
+import numpy as np
 
-from megatron_scalerl.batching.packing import from_wire, to_wire
 from megatron_scalerl.distributed.rendezvous import HostRendezvous, Rendezvous
 from megatron_scalerl.types import Batch
 from megatron_scalerl.weights.connection import Connection
-
-HEARTBEAT_MS = 5_000
-"""Interval of ZeroMQ's own heartbeats (milliseconds); its input/output thread sends them, also in a long step."""
-HEARTBEAT_TIMEOUT_MS = 60_000
-"""Silence after which a peer counts as gone (milliseconds). A closed connection is noticed at once."""
-MAX_QUEUED = 16
-"""Messages that may wait in the controller's socket, per rank and direction: one command is under way at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +104,8 @@ class Step(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     batch: Batch
 
 
-class Manifest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Name the weights. Answer: weights.manifest.Manifest."""
+class DescribeWeights(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """List names, types and shapes of the weights. Answer: checkpoints.manifest.Manifest."""
 
     call: int
 
@@ -161,31 +146,35 @@ class Load(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     path: str
 
 
-class ExportHf(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Write the policy as a Hugging Face folder."""
-
-    call: int
-    path: str
-
-
 class Stop(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Leave the process groups and exit with 0."""
 
     call: int
 
 
-Command = Step | Manifest | ConnectWeights | SendWeights | Logprobs | Save | Load | ExportHf | Stop
+Command = Step | DescribeWeights | ConnectWeights | SendWeights | Logprobs | Save | Load | Stop
 ToRank = Welcome | Meet | Ping | Refused | Command
 ToController = Hello | Ready | Done | Failed
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=to_wire)
-_to_rank = msgspec.msgpack.Decoder(ToRank, dec_hook=from_wire)
-_to_controller = msgspec.msgpack.Decoder(ToController, dec_hook=from_wire)
+
+def _array_to_wire(value: Any) -> Any:
+    """msgspec's hook: a numpy array as [dtype, shape, bytes]."""
+    if isinstance(value, np.ndarray):
+        return [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()]
+    raise TypeError(f"expected a numpy array, found {type(value).__name__}")
 
 
-_ZAP_DOMAIN = b"megatron_scalerl"
-_CONTROLLER = b"megatron_scalerl trainer socket"
-_RANKS = b"megatron_scalerl trainer ranks"
+def _array_from_wire(kind: type, value: Any) -> Any:
+    """msgspec's hook: the array of `_array_to_wire`; it owns its memory and is writable."""
+    if kind is np.ndarray:
+        dtype, shape, data = value
+        return np.frombuffer(data, dtype=np.dtype(dtype)).reshape(shape).copy()
+    raise TypeError(f"expected numpy.ndarray, found {kind.__name__}")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_array_to_wire)
+_to_rank = msgspec.msgpack.Decoder(ToRank, dec_hook=_array_from_wire)
+_to_controller = msgspec.msgpack.Decoder(ToController, dec_hook=_array_from_wire)
 
 
 class InvalidMessage(RuntimeError):
@@ -211,7 +200,7 @@ def decode_for_controller(frames: Sequence[bytes]) -> ToController:
 
 def decode_value(data: msgspec.Raw, kind: Any) -> Any:
     """The value of a Done. Raises InvalidMessage where it is not of that kind."""
-    return _decoded(msgspec.msgpack.Decoder(kind, dec_hook=from_wire), data)
+    return _decoded(msgspec.msgpack.Decoder(kind, dec_hook=_array_from_wire), data)
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[Any], data: bytes | msgspec.Raw) -> Any:
@@ -219,57 +208,3 @@ def _decoded(decoder: msgspec.msgpack.Decoder[Any], data: bytes | msgspec.Raw) -
         return decoder.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidMessage(f"expected a message, found {len(bytes(data))} bytes that are none ({error})") from error
-
-
-class CurveAuthenticator(AsyncioAuthenticator):
-    """Admits, to one context's server sockets, clients that hold the ranks' key; needs a running event loop.
-
-    libzmq asks for every connection, and without somebody to ask, or to answer, refuses it.
-    """
-
-    def __init__(self, context: zmq.Context, secret: str) -> None:
-        super().__init__(context)
-        self._public = _keys(secret, _RANKS)[0]
-        self.configure_curve_callback(_ZAP_DOMAIN.decode(), credentials_provider=self)
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a client with this public key (Z85) is admitted."""
-        return hmac.compare_digest(key, self._public)
-
-
-def secure_server(socket: zmq.Socket, secret: str) -> None:
-    """Make `socket` the CURVE server of the run, with heartbeats; call before bind.
-
-    A CurveAuthenticator of its context must be running.
-    """
-    socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-    socket.curve_server = True
-    socket.curve_publickey, socket.curve_secretkey = _keys(secret, _CONTROLLER)
-    _keep_alive(socket)
-
-
-def secure_client(socket: zmq.Socket, secret: str) -> None:
-    """Make `socket` speak to the CURVE server of the run, with heartbeats; call before connect."""
-    socket.curve_serverkey = _keys(secret, _CONTROLLER)[0]
-    socket.curve_publickey, socket.curve_secretkey = _keys(secret, _RANKS)
-    _keep_alive(socket)
-    # Pings of the controller, the only one who is heard here, wait until a step is done. A socket with a full queue
-    # reads no heartbeats either and takes the controller for gone.
-    socket.setsockopt(zmq.RCVHWM, 0)
-
-
-def _keys(secret: str, whose: bytes) -> tuple[bytes, bytes]:
-    """Public and private key (Z85) of one side, the same for the same secret."""
-    if not secret:
-        raise ValueError("secret: expected a non-empty text, found an empty one")
-    private = z85.encode(hmac.new(secret.encode(), whose, hashlib.sha256).digest())
-    return zmq.curve_public(private), private
-
-
-def _keep_alive(socket: zmq.Socket) -> None:
-    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-    socket.setsockopt(zmq.LINGER, 2_000)
-    socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
-    socket.setsockopt(zmq.RCVHWM, MAX_QUEUED)

@@ -1,4 +1,4 @@
-"""Work in a process of its own: what it says arrives, and whatever becomes of it is one event."""
+"""A function in a separate process: its events arrive in order, and every way to end is reported as one event."""
 
 import os
 import signal
@@ -9,13 +9,13 @@ import pytest
 from megatron_scalerl.processes.isolated import events
 
 
-def well(count, say):
+def succeeds(count, send):
     for number in range(count):
-        say({"number": number})
+        send({"number": number})
 
 
-def ends(how, say):
-    say({"begun": how})
+def ends(how, send):
+    send({"begun": how})
     if how == "value":
         raise ValueError("--x: expected y\nmore")
     if how == "key":
@@ -31,19 +31,19 @@ def ends(how, say):
     time.sleep(5)
 
 
-def heard(work, *arguments, start="fork", patience_s=20.0):
-    return list(events(work, *arguments, start=start, patience_s=patience_s))
+def received(work, *arguments, start="fork", silence_timeout_s=20.0):
+    return list(events(work, *arguments, start=start, silence_timeout_s=silence_timeout_s))
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_what_it_says_arrives_in_order(start):
-    assert heard(well, 3, start=start) == [{"number": n} for n in range(3)]
+def test_events_arrive_in_order(start):
+    assert received(succeeds, 3, start=start) == [{"number": n} for n in range(3)]
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "last"),
     [
-        ("value", {"failed": "--x: expected y", "users": True}),
+        ("value", {"failed": "--x: expected y", "user_error": True}),
         ("key", {"failed": "KeyError: 'z'"}),
         ("exit", {"failed": "SystemExit: 0"}),
         ("killed", {"failed": "its process ended with SIGKILL"}),
@@ -51,20 +51,23 @@ def test_what_it_says_arrives_in_order(start):
         ("orphan", {"failed": "its process ended with exit code 7"}),
     ],
 )
-def test_every_end_is_one_event(how, said):
+def test_every_end_is_one_event(how, last):
     began = time.monotonic()
-    assert heard(ends, how) == [{"begun": how}, said]
+    assert received(ends, how) == [{"begun": how}, last]
     assert time.monotonic() - began < 4
 
 
-def test_silence_has_an_end():
+def test_a_silent_process_is_killed():
     began = time.monotonic()
-    assert heard(ends, "silent", patience_s=0.5) == [{"begun": "silent"}, {"failed": "nothing heard for 0.5 s"}]
+    assert received(ends, "silent", silence_timeout_s=0.5) == [
+        {"begun": "silent"},
+        {"failed": "no event within 0.5 s"},
+    ]
     assert time.monotonic() - began < 4
 
 
-def test_a_caller_that_stops_listening_ends_it():
-    listening = events(ends, "silent", start="fork", patience_s=20.0)
+def test_closing_the_iterator_kills_the_process():
+    listening = events(ends, "silent", start="fork", silence_timeout_s=20.0)
     next(listening)
     began = time.monotonic()
     listening.close()

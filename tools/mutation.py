@@ -1,0 +1,230 @@
+"""Mutation testing of the modules that decide what is trained, what is charged and what is forecast.
+
+    make mutation        # or: python tools/mutation.py [--module gate.py] [--survivors runs/mutation.jsonl]
+
+Applies one mutation of cosmic-ray at a time to a copy of the tree and runs the fast tests of the module, listed in
+tools/mutation.toml. A mutant is killed if a test fails, and survives if all pass: then a test is missing, or the
+mutant is equivalent to the source. The sample is fixed by the seed. Requires `pip install --target .venv-mutation
+cosmic-ray==8.7.0`, which `make mutation` does. Prints every survivor as a diff, and a table; the exit code is 0 with
+survivors too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import importlib
+import json
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.dont_write_bytecode = True  # a mutated file may have the size and the second of the one before it
+sys.path.append(str(ROOT / ".venv-mutation"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mutant:
+    """One change to one module."""
+
+    module: Path
+    """Relative to the root."""
+    line: int
+    """Line of the change, from 1."""
+    operator: str
+    """Operator of cosmic-ray."""
+    source: str
+    """The whole module after the change."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--module", default="", help="only modules whose path ends with this")
+    p.add_argument("--survivors", type=Path, help="only the survivors of the run that wrote this file")
+    p.add_argument("--json", type=Path, default=ROOT / "runs" / "mutation.jsonl", help="one line per mutant")
+    return p
+
+
+def behavior(source: str) -> str:
+    """The syntax tree without annotations and without the markers between parameters. Raises SyntaxError.
+
+    No code here evaluates an annotation, and mypy checks that callers name the parameters that have to be named.
+    """
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign):
+            node.annotation = ast.Constant(None)
+        elif isinstance(node, ast.arg):
+            node.annotation = None
+        elif isinstance(node, ast.FunctionDef):
+            node.returns = None
+        elif isinstance(node, ast.arguments):
+            node.defaults += [default for default in node.kw_defaults if default]
+            node.args = node.posonlyargs + node.args + node.kwonlyargs
+            node.posonlyargs, node.kwonlyargs, node.kw_defaults = [], [], []
+    return ast.dump(tree)
+
+
+def all_mutants(module: Path) -> Iterator[tuple[tuple[object, ...], Mutant]]:
+    """Every mutant of a module that compiles and changes its behavior, with its site: place and kind of operator."""
+    from cosmic_ray.commands.init import _all_work_items
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator
+
+    source = (ROOT / module).read_text(encoding="utf8")
+    for item in _all_work_items([ROOT / module], {}):
+        [change] = item.mutations
+        changed = mutate_code(source, get_operator(change.operator_name)(), change.occurrence)
+        try:
+            if behavior(changed) == behavior(source):
+                continue
+        except SyntaxError:
+            continue
+        name = change.operator_name.removeprefix("core/")
+        site = (change.start_pos, name.partition("_")[0])
+        yield site, Mutant(module=module, line=change.start_pos[0], operator=name, source=changed)
+
+
+def sample(module: Path, *, seed: int, per_site: int) -> list[Mutant]:
+    """Up to `per_site` mutants of each site, in the order of the source. The file's folder does not matter."""
+    sites: dict[tuple[object, ...], list[Mutant]] = defaultdict(list)
+    for site, mutant in all_mutants(module):
+        sites[site].append(mutant)
+    chance = random.Random(f"{seed}/{module.name}")
+    return [m for _, found in sorted(sites.items()) for m in chance.sample(found, min(per_site, len(found)))]
+
+
+def copy_tree(target: Path) -> None:
+    """The tracked and the new files of the checkout."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+    for name in names:
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, target / name)
+
+
+def _pytest(tests: list[str], seconds: int, log: Path) -> None:
+    """In a process of its own group: run the tests, everything printed goes to `log`, the exit code is pytest's."""
+    import pytest
+
+    os.setpgid(0, 0)
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    marks = "not slow and not full and not gpu"
+    options = ["-x", "-q", "-m", marks, "-p", "no:cacheprovider", "--tb=line", "-o", "log_cli=false"]
+    os._exit(int(pytest.main([*options, *tests])))
+
+
+def outcome(tests: list[str], *, seconds: int, log: Path) -> str:
+    """Run the tests in a fork of this process, which has imported torch already: survived, killed or timeout.
+
+    seconds: of processor time, so that other work on the machine kills no mutant; of wall time ten times as many.
+    """
+    child = multiprocessing.get_context("fork").Process(target=_pytest, args=(tests, seconds, log))
+    child.start()
+    child.join(10 * seconds)
+    late = child.is_alive()
+    if late:
+        os.killpg(child.pid or 0, signal.SIGKILL)
+        child.join()
+    if late or child.exitcode in (-signal.SIGXCPU, -signal.SIGKILL):
+        return "timeout"
+    return "killed" if child.exitcode else "survived"
+
+
+def killer(log: Path) -> str:
+    """The first failed test that pytest printed."""
+    lines = [x for x in log.read_text(errors="replace").splitlines() if x.startswith(("FAILED", "ERROR"))]
+    return lines[0].split(" - ")[0] if lines else ""
+
+
+def difference(mutant: Mutant) -> str:
+    """The change as a diff without context."""
+    before = (ROOT / mutant.module).read_text(encoding="utf8").splitlines()
+    lines = difflib.unified_diff(before, mutant.source.splitlines(), lineterm="", n=0)
+    return "\n".join(x for x in lines if not x.startswith(("---", "+++", "@@")))
+
+
+def run_part(part: dict[str, list[str]], config: dict[str, int], options: argparse.Namespace) -> list[dict]:
+    """One record per sampled mutant of the part's modules. Raises RuntimeError if the tests fail without a change."""
+    log = Path("pytest.log").resolve()
+    modules = [p.relative_to(ROOT) for pattern in part["modules"] for p in sorted(ROOT.glob(pattern))]
+    modules = [m for m in modules if str(m).endswith(options.module)]
+    if not modules:
+        return []
+    if outcome(part["tests"], seconds=config["cpu_seconds"], log=log) != "survived":
+        raise RuntimeError(f"{', '.join(part['tests'])}: expected to pass without a change, found\n{log.read_text()}")
+    records = []
+    for module in modules:
+        for mutant in sample(module, seed=config["seed"], per_site=config["mutants_per_site"]):
+            change = difference(mutant)
+            if options.survivors is not None and (str(module), change) not in options.survivors:
+                continue
+            began = time.monotonic()
+            module.write_text(mutant.source, encoding="utf8")
+            found = outcome(part["tests"], seconds=config["cpu_seconds"], log=log)
+            record = {
+                "module": str(module), "line": mutant.line, "operator": mutant.operator,
+                "outcome": found, "killer": killer(log) if found == "killed" else "",
+                "seconds": round(time.monotonic() - began, 2), "diff": change,
+            }  # fmt: skip
+            with options.json.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+            records.append(record)
+            if found == "survived":
+                print(f"{module}:{mutant.line} {mutant.operator} survived\n{record['diff']}", flush=True)
+        shutil.copyfile(ROOT / module, module)
+    return records
+
+
+def main(options: argparse.Namespace) -> None:
+    """Run all parts in a copy of the tree and print the table."""
+    began = time.monotonic()
+    if options.survivors:
+        rows = [json.loads(line) for line in options.survivors.read_text().splitlines()]
+        options.survivors = [(row["module"], row["diff"]) for row in rows if row["outcome"] == "survived"]
+    config = tomllib.loads((ROOT / "tools" / "mutation.toml").read_text(encoding="utf8"))
+    for name in ["pytest", *config["preload"]]:  # once, before the forks
+        importlib.import_module(name)
+    options.json = options.json.resolve()
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        copy_tree(Path(folder))
+        os.chdir(folder)
+        # CI: hypothesis draws the same examples for every mutant, and remembers none
+        os.environ |= {"CI": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": folder}
+        sys.path.insert(0, folder)
+        records = [record for part in config["part"] for record in run_part(part, config, options)]
+        os.chdir(ROOT)
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for record in records:
+        counts[record["module"]][record["outcome"]] += 1
+        counts["total"][record["outcome"]] += 1
+    print(f"{'module':48} mutants  killed timeout survived")
+    for module in [*(m for m in counts if m != "total"), "total"]:
+        found = counts[module]
+        print(f"{module:48} {sum(found.values()):7} {found['killed']:7} {found['timeout']:7} {found['survived']:8}")
+    print(f"seed {config['seed']}, {(time.monotonic() - began) / 60:.1f} minutes")
+
+
+if __name__ == "__main__":
+    main(parser().parse_args())
