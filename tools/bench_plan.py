@@ -192,7 +192,7 @@ def draw_samples(count: int) -> list[Any]:
     """Samples of random tokens, a quarter of each its prompt."""
     import random
 
-    from megatron_scalerl.check_gpu.synthetic import sample
+    from megatron_scalerl.check_gpu.cases import sample
 
     rng = random.Random(0)
     prompt, size = SEQUENCE // 4, SEQUENCE - SEQUENCE // 4

@@ -35,11 +35,7 @@ from megatron_scalerl.check_gpu.table import PARTS, Part, part_named
 if TYPE_CHECKING:
     from rich.console import Console
 
-FOLDERS: dict[Size, str] = {
-    "full": "runs/gpu_check",
-    "quick": "runs/gpu_check_quick",
-    "toy": "runs/gpu_rehearsal",
-}
+FOLDERS: dict[Size, str] = {"full": "runs/gpu_check", "quick": "runs/gpu_check_quick", "toy": "runs/gpu_rehearsal"}
 """Default of --out."""
 _COLORS = {"passed": "green", "measured": "cyan", "missed": "yellow", "failed": "bold red"}
 

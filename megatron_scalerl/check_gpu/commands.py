@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,11 +44,11 @@ class CommandResult:
     survived: str = ""
     """Error from a process that outlived SIGKILL, "" otherwise."""
 
-    def failure(self) -> str:
-        """Why the program failed, in one line; "" for exit code 0."""
+    def failure(self, explain: Callable[[str], str] | None = None) -> str:
+        """Why the program failed, in one line; "" for exit code 0. explain: of the log; `cause` by default."""
         if self.code is None:
             return f"stopped at its time limit after {self.seconds:.0f} s; last log line: {last_line(self.output)}"
-        return f"exit code {self.code}: {cause(self.output)}" if self.code else ""
+        return f"exit code {self.code}: {(explain or cause)(self.output)}" if self.code else ""
 
 
 async def run_command(

@@ -76,23 +76,14 @@ class Peak:
 
 def peak_since(before: int | None) -> Peak:
     """Peak since `reset_peaks`. before: `used_by_driver()`; without a GPU `memory().used` before the build."""
-    end = memory()
-    known = before is not None
-    if not device.HAVE_GPU:
-        return Peak(
-            total=end.peak_reserved - (before or 0),
-            runtime=0,
-            allocated=end.peak_allocated,
-            reserved=end.peak_reserved,
-            others_known=known,
-        )
-    runtime = max(0, end.used - (before or 0) - end.reserved)
+    end, others = memory(), before or 0
+    runtime = max(0, end.used - others - end.reserved) if device.HAVE_GPU else 0
     return Peak(
-        total=end.peak_reserved + runtime,
+        total=end.peak_reserved + (runtime if device.HAVE_GPU else -others),
         runtime=runtime,
         allocated=end.peak_allocated,
         reserved=end.peak_reserved,
-        others_known=known,
+        others_known=before is not None,
     )
 
 

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.check_gpu.commands import run_command
+from megatron_scalerl.check_gpu.commands import last_line, run_command
 from megatron_scalerl.check_gpu.findings import Finding, read_findings
 from megatron_scalerl.check_gpu.part import PartSetting, Size
 from megatron_scalerl.check_gpu.table import Part
@@ -151,7 +151,8 @@ async def _in_process(
     argv = [sys.executable, "-m", "megatron_scalerl.check_gpu.part", setting.to_json()]
     env = _environment(part, size, scratch.resolve() / "caches")
     done = await run_command(argv, log, limit_s=limit, env=env, grace_s=_GRACE_S)
-    end = "; ".join(filter(None, [done.failure(), done.survived]))
+    # the last error in its log may be that of a check that failed before
+    end = "; ".join(filter(None, [done.failure(last_line), done.survived]))
     found = read_findings(path)
     declared = {f"{part.name}/{check}" for check in part.checks}
     undeclared = [finding.check for finding in found if finding.check not in declared]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_scalerl.batching.packing import pack, real_tokens
-from megatron_scalerl.check_gpu.synthetic import TOY, bare_recipe, full_micro_batches
+from megatron_scalerl.check_gpu.cases import TOY, bare_recipe, full_micro_batches
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.types import Batch
 

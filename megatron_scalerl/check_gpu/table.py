@@ -264,10 +264,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(component="routing replay, experts as the engine chose them", checks=_of("engine", "routed experts")),
     Row(component="weight update over gloo", checks=_of("engine", "update", "probe")),
-    Row(
-        component="weight update over NCCL",
-        checks=_of("wire", "digest", "send") + _of("parallel", "broadcast"),
-    ),
+    Row(component="weight update over NCCL", checks=_of("wire", "digest", "send") + _of("parallel", "broadcast")),
     Row(
         component="PipelineRL-k end to end on the tiny recipe, eager and with CUDA graphs",
         checks=_of("loop", "warm start", "eager", "graphs", "model logits", "mismatch fp32 below model"),

@@ -40,17 +40,10 @@ class Assumptions:
     hbm_efficiency: float = _assumed(0.6, "of HBM rate", "memory bandwidth that decode reaches", _OURS, _SHARE)
     engine_step_ms: float = _assumed(5.0, "ms", "fixed time of one decode step", _OURS)
     engine_tokens_per_second: float | None = _assumed(
-        None,
-        "tok/s per GPU",
-        "engine's decode throughput at full load",
-        "computed from memory traffic",
-        _POSITIVE,
+        None, "tok/s per GPU", "engine's decode throughput at full load", "computed from memory traffic", _POSITIVE
     )
     publish_seconds: float | None = _assumed(
-        None,
-        "s",
-        "engines' pause for one weight update",
-        "one sender's card at half its rate",
+        None, "s", "engines' pause for one weight update", "one sender's card at half its rate"
     )
     prompt_tokens: float = _assumed(256, "tokens", "mean prompt length", _OURS)
     thinking_median: float = _assumed(
@@ -59,37 +52,14 @@ class Assumptions:
     thinking_sigma: float = _assumed(0.6, "", "standard deviation of log thinking length", _OURS)
     answer_median: float = _assumed(0.2, "of answer_tokens", "median answer length, log-normal, sigma 0.5", _OURS)
     kept_share: float = _assumed(
-        1.0,
-        "share",
-        "completions that pass the filters",
-        "upper bound; the paper prints none",
-        _SHARE,
+        1.0, "share", "completions that pass the filters", "upper bound; the paper prints none", _SHARE
     )
-    runtime_gib: float = _assumed(
-        3.0,
-        "GiB per rank",
-        "CUDA context, NCCL and library buffers",
-        _OURS,
-    )
-    fragmentation: float = _assumed(
-        0.08,
-        "share",
-        "allocator overhead on temporary memory",
-        _OURS,
-    )
+    runtime_gib: float = _assumed(3.0, "GiB per rank", "CUDA context, NCCL and library buffers", _OURS)
+    fragmentation: float = _assumed(0.08, "share", "allocator overhead on temporary memory", _OURS)
     expert_imbalance: float = _assumed(
-        1.5,
-        "x mean",
-        "tokens on the busiest expert-parallel rank",
-        _OURS,
-        (1.0, None, True),
+        1.5, "x mean", "tokens on the busiest expert-parallel rank", _OURS, (1.0, None, True)
     )
-    engine_overhead_gib: float = _assumed(
-        4.0,
-        "GiB per GPU",
-        "engine's activations, CUDA graphs, fp32 head",
-        _OURS,
-    )
+    engine_overhead_gib: float = _assumed(4.0, "GiB per GPU", "engine's activations, CUDA graphs, fp32 head", _OURS)
 
     def __post_init__(self) -> None:
         for f in described():

@@ -63,3 +63,13 @@ def told(setting: PartSetting, record: Recorder) -> None:
     names = ("CUDA_VISIBLE_DEVICES", "MSRL_LAYERS", "HF_HUB_OFFLINE", "TRITON_CACHE_DIR", "VLLM_LOGGING_LEVEL")
     record.holds("first", True, "", {name: os.environ.get(name) for name in names})
     record.holds("second", True, "", {"on_gpu": setting.on_gpu, "gpus": setting.gpus, "limit_s": setting.limit_s})
+
+
+def dies(handle, send):
+    """Reader of a tensor, in another process: exits."""
+    os._exit(3)
+
+
+def refuses(handle, send):
+    """Reader of a tensor, in another process: raises as a driver that rejects the handle."""
+    raise RuntimeError("CUDA error: invalid resource handle")

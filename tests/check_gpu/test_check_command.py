@@ -58,7 +58,7 @@ def test_the_list_names_every_part_and_imports_no_torch(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["link", "open"])
-def test_a_folder_that_others_can_write_is_refused(tmp_path, kind):
+def test_a_folder_that_others_can_write_is_rejected(tmp_path, kind):
     """Compiled code is kept there and executed."""
     if kind == "link":
         (tmp_path / "real").mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""What the engine's checks see, and that each of them can fail."""
+"""Each of the engine's checks detects its faults."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def statuses(handler):
 
 
 @pytest.mark.parametrize(("leak", "found"), [("none", None), ("/pause", "POST /pause"), ("wrong", "(wrong secret)")])
-def test_an_engine_that_answers_without_the_secret_is_found(leak, found):
+def test_an_engine_that_answers_without_the_secret_is_detected(leak, found):
     async def stand_in(request):
         given = request.headers.getall(SECRET_HEADER, [])
         free = request.path in ("/health", leak) or given == ["abc"] or (leak == "wrong" and len(given) == 1)
@@ -84,7 +84,7 @@ def test_an_engine_that_answers_without_the_secret_is_found(leak, found):
 
 
 @pytest.mark.parametrize(("dtype", "faulty"), [(torch.float32, False), (torch.bfloat16, True)])
-def test_logits_on_bfloat16s_grid_are_found_in_the_answers(dtype, faulty):
+def test_logits_rounded_to_bfloat16_are_detected(dtype, faulty):
     generator = torch.Generator().manual_seed(0)
     hidden, head = torch.randn(64, 256, generator=generator), torch.randn(512, 256, generator=generator) * 0.2
     logits = (hidden @ head.T).to(dtype).float()
@@ -105,7 +105,7 @@ def test_logits_on_bfloat16s_grid_are_found_in_the_answers(dtype, faulty):
         ({"token_ids": (7, 5, 9, 20, 5, 11, 12)}, "expected interrupted False"),
     ],
 )
-def test_an_interruption_at_another_place_is_found(changes, fault):
+def test_an_interruption_at_another_position_is_detected(changes, fault):
     found = checks.interruption_faults(
         replace(ROLLOUT, **changes), phrase=(20, 5), think_end=(5,), ends=(2,), version=0, answer_tokens=2
     )
@@ -122,7 +122,7 @@ def test_an_interruption_at_another_place_is_found(changes, fault):
         ({"whole": 9}, "expected 9 tokens after the pause, found 7"),
     ],
 )
-def test_a_pause_that_does_not_hold_is_found(changes, fault):
+def test_a_pause_that_does_not_pause_is_detected(changes, fault):
     values = dict(before=3, later=3, whole=7, reported=True, rollout=ROLLOUT)
     found = checks.pause_faults(checks.Paused(**values | changes))
     assert (found == []) if fault is None else fault in found[0]
@@ -353,7 +353,7 @@ def test_a_second_call_does_not_read_the_logs_of_the_first(tmp_path):
     assert not list((tmp_path / "engine").glob("*.log"))
 
 
-def test_rates_that_no_plan_accepts_are_left_out(tmp_path):
+def test_rates_out_of_range_are_omitted(tmp_path):
     found = {"gpu": "h200", "engine_step_ms": 2.0, "hbm_efficiency": 1.2, "engine_overhead_gib": -0.5}
     data, omitted = within_range(found)
     assert data == {"gpu": "h200", "engine_step_ms": 2.0}
@@ -363,7 +363,7 @@ def test_rates_that_no_plan_accepts_are_left_out(tmp_path):
     ]
 
 
-def test_rates_are_the_planners_step_model_turned_round():
+def test_rates_invert_the_planners_model_of_a_step():
     parameters = Parameters(total=10**9, active=10**9, experts=0, embedding=10**8, head=10**8, carried=0)
     weights = 2 * 9 * 10**8 / 3.35e12 / 0.5
     found = rates(

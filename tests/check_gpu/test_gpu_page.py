@@ -1,4 +1,4 @@
-"""docs/gpu.md says what the code says."""
+"""docs/gpu.md is consistent with the code."""
 
 import re
 from pathlib import Path

@@ -63,14 +63,14 @@ def test_a_report_comes_back_as_it_was_written(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 1}', '{"format": 1, "parts": [{"a": 3}]}', "null"])
-def test_what_is_no_report_is_refused_in_one_line(tmp_path, content):
+def test_invalid_reports_are_rejected_in_one_line(tmp_path, content):
     path = tmp_path / NAME
     path.write_text(content)
     with pytest.raises(ValueError, match=f"^{path}: expected a report of check-gpu, found .*$"):
         read_report(path)
 
 
-def test_a_report_of_another_format_is_refused(tmp_path):
+def test_a_report_of_another_format_is_rejected(tmp_path):
     path = tmp_path / NAME
     path.write_text('{"format": 9}')
     with pytest.raises(ValueError, match="format: expected 1, found 9"):
@@ -146,7 +146,7 @@ def test_a_missed_target_is_no_failure_and_proves_nothing():
     assert not judged.proved and judged.failed == ("logits/GEMM share",)
 
 
-def test_the_home_folder_is_not_told(tmp_path, monkeypatch):
+def test_the_report_does_not_contain_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu-node-17")
     told = result("wire", {"digest": "passed"}, host=socket.gethostname())
@@ -156,7 +156,7 @@ def test_the_home_folder_is_not_told(tmp_path, monkeypatch):
     assert "~/x" in (tmp_path / PAGE).read_text()
 
 
-def test_a_report_of_something_else_is_put_aside_and_kept(tmp_path):
+def test_a_report_of_something_else_is_renamed_and_kept(tmp_path):
     for number in (1, 2):
         write_report(report(version=str(number)), tmp_path)
         assert read_report(put_aside(tmp_path)).version == str(number)
@@ -168,7 +168,7 @@ def test_a_report_of_something_else_is_put_aside_and_kept(tmp_path):
     ]
 
 
-def test_a_part_that_is_no_more_is_named_with_its_file(tmp_path):
+def test_an_unknown_part_is_reported_with_its_file(tmp_path):
     write_report(report(result("wire", {"digest": "passed"})), tmp_path)
     text = (tmp_path / NAME).read_text().replace('"name": "wire"', '"name": "wires"')
     (tmp_path / NAME).write_text(text)

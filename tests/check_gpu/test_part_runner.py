@@ -82,7 +82,7 @@ def gone(pid):
     return False
 
 
-def test_what_a_part_lacks_is_said_and_nothing_is_started(tmp_path):
+def test_a_missing_requirement_is_reported_and_nothing_is_started(tmp_path):
     cut = part("well", not_on_cpu="no CPU kernels")
     assert [f.detail for f in results([cut], tmp_path)[0].findings] == ["no CPU kernels"] * 2
     few = results([part("well", gpus=2)], tmp_path, Machine(gpus=("A",), no_gpu="", modules=(), details={}), "full")
@@ -104,7 +104,7 @@ def test_a_rehearsal_hides_gpus_and_a_check_shows_them(tmp_path, monkeypatch):
     assert shown.findings[1].data == {"on_gpu": True, "gpus": 2, "limit_s": pytest.approx(33, abs=10)}
 
 
-def test_what_is_compiled_at_run_time_stays_in_the_users_folder(tmp_path, monkeypatch):
+def test_kernel_caches_are_in_the_users_folder(tmp_path, monkeypatch):
     """And the layers are the part's, and vLLM logs what checks read, whatever the user has set for runs."""
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
     monkeypatch.setenv("MSRL_LAYERS", "te")

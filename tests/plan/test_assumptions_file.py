@@ -32,7 +32,7 @@ def planned(capsys, *argv):
     return json.loads(capsys.readouterr().out)
 
 
-def test_there_and_back(file):
+def test_round_trip(file):
     found = read_assumptions(file)
     assert (found.gpu, found.gpu_named, found.layers) == ("h100-80g", H100, "plain")
     assert found.written == str(yaml.safe_load(file.read_text())["written"]) != ""
@@ -152,7 +152,7 @@ def test_a_mistake_is_one_line_with_file_and_key(text, said, tmp_path, capsys):
         ({"packing": Measured(value=float("nan"))}, f"packing.value: expected {SHARE}, found nan"),
     ],
 )
-def test_nothing_is_written_that_cannot_be_read(values, said, tmp_path):
+def test_invalid_constants_are_not_written(values, said, tmp_path):
     with pytest.raises(ValueError, match=said):
         write_assumptions(tmp_path / "x.yaml", values, gpu=H100)
     assert not os.listdir(tmp_path)

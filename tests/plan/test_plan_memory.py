@@ -127,7 +127,7 @@ def test_clipping_may_be_the_peak_of_a_gpu_and_the_optimizer_is_not():
         ("scalerl_llama3_8b_32k", [], "context_parallel_size: expected 1 with plain layers on a GPU .*, found 2"),
     ],
 )
-def test_attention_that_keeps_its_scores_is_not_counted(name, overrides, said):
+def test_attention_that_saves_its_scores_is_rejected(name, overrides, said):
     with pytest.raises(ValueError, match=said):
         plan_of(*overrides, name=name, kernels=PLAIN_ON_GPU)
 

@@ -65,11 +65,7 @@ async def check_routed_experts(
             prompts = scene.prompts[:8]
             rollouts = await expert_rollouts(serving.process.client, prompts)
             faults = choice_faults(
-                prompts,
-                rollouts,
-                layers=LAYERS,
-                topk=EXPERTS["num_experts_per_tok"],
-                experts=EXPERTS["num_experts"],
+                prompts, rollouts, layers=LAYERS, topk=EXPERTS["num_experts_per_tok"], experts=EXPERTS["num_experts"]
             )
             if faults:
                 record.faultless(CHECK, faults)

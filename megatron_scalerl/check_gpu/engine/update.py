@@ -59,10 +59,7 @@ async def check_update(
     async with limited(record, "probe", CHECK_S, log):
         assert training.client.info is not None
         fleet = Fleet(
-            trainer=training.client,
-            info=training.client.info,
-            engines=[client],
-            devices=Devices.of(scene.recipe),
+            trainer=training.client, info=training.client.info, engines=[client], devices=Devices.of(scene.recipe)
         )
         found = await Probe(scene.recipe, sampler, fleet, prompts).check(VERSION)
         record.holds(

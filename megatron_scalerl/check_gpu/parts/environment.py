@@ -23,6 +23,7 @@ from megatron_scalerl.check_gpu.part import PartSetting
 _TE_FROM, _TE_BELOW = (2, 9), (2, 12)
 """Versions of Transformer Engine that Megatron-Core 0.16.1 supports (its pyproject.toml)."""
 _MEGATRON = "0.16.1"
+_GPU_ONLY = ("driver", "nccl", "idle")
 _IDLE_GIB = 3.0
 """More than a CUDA context takes."""
 
@@ -43,12 +44,13 @@ def run(setting: PartSetting, record: Recorder) -> None:
     }
     for check, function in checks.items():
         with record.guarded(check):
-            function(setting, record)
+            if check in _GPU_ONLY and not setting.on_gpu:
+                record.not_run(check, "a rehearsal without a GPU")
+            else:
+                function(setting, record)
 
 
 def _driver(setting: PartSetting, record: Recorder) -> None:
-    if not setting.on_gpu:
-        return record.not_run("driver", "a rehearsal without a GPU")
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return record.holds("driver", False, "nvidia-smi: expected on PATH, found nothing")
@@ -77,12 +79,9 @@ def _torch(setting: PartSetting, record: Recorder) -> None:
 
 
 def _nccl(setting: PartSetting, record: Recorder) -> None:
-    if not setting.on_gpu:
-        return record.not_run("nccl", "a rehearsal without a GPU, which uses gloo")
     module: Any = torch.get_device_module(torch.accelerator.current_accelerator())
     found = ".".join(map(str, module.nccl.version()))
     record.holds("nccl", True, f"NCCL {found}", {"nccl": found})
-    return None
 
 
 def _compiler(setting: PartSetting, record: Recorder) -> None:
@@ -160,12 +159,9 @@ def _vllm(setting: PartSetting, record: Recorder) -> None:
 
 def _idle(setting: PartSetting, record: Recorder) -> None:
     """Memory in use on the first visible GPU, this process's context included."""
-    if not setting.on_gpu:
-        return record.not_run("idle", "a rehearsal without a GPU")
     used = memory().used / 2**30
     others = "; other processes use it, so figures will be inaccurate" if used > _IDLE_GIB else ""
     record.holds("idle", not others, f"{used:.1f} GiB in use on the first visible GPU{others}", {"used_gib": used})
-    return None
 
 
 def _version(package: str) -> str | None:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from megatron_scalerl.batching.packing import pack
-from megatron_scalerl.check_gpu.cases import Case, case_of, samples
+from megatron_scalerl.check_gpu.cases import Case, bare_recipe, case_of, samples
 from megatron_scalerl.check_gpu.findings import Distance, Recorder
 from megatron_scalerl.check_gpu.loop_run import command, faults, read_run
 from megatron_scalerl.check_gpu.part import Deadline, PartSetting
@@ -38,7 +38,6 @@ from megatron_scalerl.check_gpu.step_parity import (
     typical,
     without_ties,
 )
-from megatron_scalerl.check_gpu.synthetic import bare_recipe
 from megatron_scalerl.check_gpu.table import PARALLEL, Layers
 from megatron_scalerl.check_gpu.tiny_task import Run, check_overrides, overrides, recipe_path, tiny_folder
 from megatron_scalerl.distributed.parallel import init_parallel, shutdown_parallel
@@ -46,13 +45,7 @@ from megatron_scalerl.distributed.rendezvous import FolderRendezvous
 from megatron_scalerl.trainer.step import make_trainer, pad_multiple
 
 _KINDS = ("llama", "qwen3_moe")
-_OVER_NCCL = Run(
-    check="broadcast",
-    overrides=("engine.vllm.enforce_eager=true",),
-    steps=3,
-    limit_s=90,
-    on_cpu=False,
-)
+_OVER_NCCL = Run(check="broadcast", overrides=("engine.vllm.enforce_eager=true",), steps=3, limit_s=90, on_cpu=False)
 _CUTS: dict[str, dict[str, Any]] = {
     "TP2": {"parallel": {"tensor_model_parallel_size": 2}, "model": {"sequence_parallel": True}},
     "PP2": {"parallel": {"pipeline_model_parallel_size": 2}},

@@ -14,12 +14,12 @@ from typing import Any
 
 import megatron_scalerl
 from megatron_scalerl.batching.packing import pack
+from megatron_scalerl.check_gpu.cases import TOY, full_micro_batches
 from megatron_scalerl.check_gpu.device_memory import memory, peak_since, reset_peaks, used_by_driver
 from megatron_scalerl.check_gpu.findings import Recorder
 from megatron_scalerl.check_gpu.part import PartSetting
 from megatron_scalerl.check_gpu.parts.shapes import report_memory
 from megatron_scalerl.check_gpu.ranks import run_ranks
-from megatron_scalerl.check_gpu.synthetic import TOY, full_micro_batches
 from megatron_scalerl.distributed import device
 from megatron_scalerl.distributed.parallel import init_parallel
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous
