@@ -17,7 +17,7 @@ from megatron_scalerl.plan.lengths import Lengths
 from megatron_scalerl.plan.memory import WIDTH
 from megatron_scalerl.recipe import Recipe
 
-MEMORY_UTILISATION = 0.92
+MEMORY_UTILIZATION = 0.92
 """vLLM 0.32's default gpu_memory_utilization."""
 MAX_NUM_SEQS = 256
 """Max concurrent sequences if engine.vllm.max_num_seqs is not set (vLLM's default for servers is no lower)."""
@@ -89,7 +89,7 @@ def engine_memory(recipe: Recipe, family: Family, p: Parameters, gpu: Gpu, assum
     groups, layers = family.transformer["num_query_groups"], len(family.layers)
     copies = max(1, tp // groups)  # key-value heads are replicated if there are fewer than devices
     width = 1 if "fp8" in str(options.get("kv_cache_dtype", "auto")) else WIDTH[recipe.policy.dtype]
-    limit = gpu.memory_bytes * float(options.get("gpu_memory_utilization", MEMORY_UTILISATION))
+    limit = gpu.memory_bytes * float(options.get("gpu_memory_utilization", MEMORY_UTILIZATION))
     weights = p.total * WIDTH[recipe.policy.dtype] / devices
     overhead = assumed.engine_overhead_gib * GIB
     cache = options.get("kv_cache_memory_bytes")

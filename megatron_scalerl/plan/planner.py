@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.models.family import Family
 from megatron_scalerl.plan.activations import recompute_of
 from megatron_scalerl.plan.assumptions import Assumptions, Origin, default_origins
 from megatron_scalerl.plan.counting import Parameters, count, load_family
@@ -114,10 +113,17 @@ def make_plan(
     own = recipe_split(recipe)
     is_own = gpus_of(recipe, own) == gpus
     kernels = Kernels(layers=layers, device="gpu")
-    best = _search(recipe, family, parameters, gpus, gpu, lengths, assumed, base, kernels)
+
+    def trainer_of(split: Split) -> _Trainer:
+        layout = layout_of(recipe, family, split.trainer)
+        work = step_work(recipe, family, parameters, layout, gpu, lengths, assumed)
+        in_flight = int(work.micro_batches) + 1
+        memory = trainer_memory(recipe, family, layout, assumed, kernels=kernels, micro_batches=in_flight)
+        return _Trainer(layout=layout, work=work, memory=memory)
+
+    best = _search(recipe, gpus, gpu, base, trainer_of)
     split = own if is_own else best[0].split
-    layout = layout_of(recipe, family, split.trainer)
-    work = step_work(recipe, family, parameters, layout, gpu, lengths, assumed)
+    trainer = trainer_of(split)
     return RunPlan(
         recipe=recipe,
         gpu=gpu,
@@ -129,21 +135,28 @@ def make_plan(
         parameters=parameters,
         split=split,
         split_is_recipes=is_own,
-        layout=layout,
+        layout=trainer.layout,
         recompute=str(recompute_of(recipe)),
-        trainer=trainer_memory(
-            recipe, family, layout, assumed, kernels=kernels, micro_batches=int(work.micro_batches) + 1
-        ),
+        trainer=trainer.memory,
         engine=engine,
         decoding=speed,
         lengths=lengths,
-        work=work,
+        work=trainer.work,
         update_bytes=size,
         update_bounds=update_bounds(size, gpu),
         publish_seconds=base.publish_seconds,
-        timing=simulate(queue_of(base, split, work.train_seconds)),
+        timing=simulate(queue_of(base, split, trainer.work.train_seconds)),
         best=tuple(best),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Trainer:
+    """The trainer of one split."""
+
+    layout: Layout
+    work: StepWork
+    memory: tuple[RankMemory, ...]
 
 
 def _base(recipe: Recipe, speed: Decoding, lengths: Lengths, publish: float) -> QueueSettings:
@@ -165,34 +178,18 @@ def _base(recipe: Recipe, speed: Decoding, lengths: Lengths, publish: float) -> 
 
 
 def _search(
-    recipe: Recipe,
-    family: Family,
-    p: Parameters,
-    gpus: int,
-    gpu: Gpu,
-    lengths: Lengths,
-    assumed: Assumptions,
-    base: QueueSettings,
-    kernels: Kernels,
+    recipe: Recipe, gpus: int, gpu: Gpu, base: QueueSettings, trainer_of: Callable[[Split], _Trainer]
 ) -> list[Simulated]:
     """The fastest splits that fit, or the fastest of all if none fits. Raises ValueError if there is no split."""
-    fitting: list[tuple[Split, float]] = []
-    all_: list[tuple[Split, float]] = []
-    for split in splits(recipe, gpus, gpu):
-        layout = layout_of(recipe, family, split.trainer)
-        work = step_work(recipe, family, p, layout, gpu, lengths, assumed)
-        stages = trainer_memory(
-            recipe, family, layout, assumed, kernels=kernels, micro_batches=int(work.micro_batches) + 1
-        )
-        all_.append((split, work.train_seconds))
-        if max(stage.total for stage in stages) <= gpu.memory_bytes:
-            fitting.append((split, work.train_seconds))
-    if not all_:
+    trainers = {split: trainer_of(split) for split in splits(recipe, gpus, gpu)}
+    if not trainers:
         raise ValueError(
             f"--gpus: expected a number that splits into trainer ranks (a multiple of their model-parallel sizes and "
             f"of {gpu.per_node} per node) and engines of {recipe.engine.devices_per_engine}, found {gpus}"
         )
-    return best_splits(fitting or all_, base)
+    seconds = {split: trainer.work.train_seconds for split, trainer in trainers.items()}
+    fitting = {s: seconds[s] for s, t in trainers.items() if max(m.total for m in t.memory) <= gpu.memory_bytes}
+    return best_splits(list((fitting or seconds).items()), base)
 
 
 def as_numbers(plan: RunPlan) -> dict[str, Any]:

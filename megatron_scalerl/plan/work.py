@@ -74,11 +74,11 @@ def step_work(
     generated = completions * lengths.mean
     trained = assumed.kept_share * (generated + completions * assumed.prompt_tokens)
     flops = token_flops(recipe, family, [n + assumed.prompt_tokens for n in lengths.tokens])
-    utilisation = assumed.moe_utilisation if p.experts else assumed.dense_utilisation
+    utilization = assumed.moe_utilisation if p.experts else assumed.dense_utilisation
     hardware = trained * flops.hardware(recipe)
     micro_batches = max(1.0, trained / layout.dp / (recipe.micro_batch_tokens * assumed.packing))
     bubble = (layout.pp - 1) / (micro_batches * layout.chunks)
-    computed = hardware / (layout.world_size * gpu.bf16_flops * utilisation) * (1 + bubble)
+    computed = hardware / (layout.world_size * gpu.bf16_flops * utilization) * (1 + bubble)
     return StepWork(
         completions=completions,
         generated_tokens=generated,

@@ -47,12 +47,12 @@ def test_fp32_weights_are_their_own_main_weights():
     assert (t["weights"], t["main weights (fp32)"], t["Adam moments"]) == (4 * n, 0, 8 * n)
 
 
-def test_experts_share_their_optimiser_over_fewer_ranks():
+def test_experts_share_their_optimizer_over_fewer_ranks():
     _, _, _, stages = plan_of(name="scalerl_llama4_scout_17bx16")
     assert terms(stages[0])["Adam moments"] == pytest.approx(8 * (1_393_295_360 / 12 + 3_019_898_880 / 3))
 
 
-def test_context_parallelism_halves_activations_and_shares_optimiser():
+def test_context_parallelism_halves_activations_and_shares_optimizer():
     _, _, _, [one] = plan_of(name="scalerl_llama3_8b_32k")
     _, _, _, [two] = plan_of("megatron.parallel.context_parallel_size=4", name="scalerl_llama3_8b_32k")
     assert terms(two)["saved activations"] == pytest.approx(terms(one)["saved activations"] / 2)

@@ -40,12 +40,10 @@ async def check_decode_rate(scene: Scene, record: Recorder, deadline: Deadline, 
 
     start_s: measured seconds of an eager engine's start.
     """
-    if not scene.setting.on_gpu:
-        record.not_run(CHECK, "a CPU's decode rate is not used by the planner")
-        return
-    short = deadline.too_short(start_s + _RUN_S, f"an engine started in {start_s:.0f} s")
-    if short:
-        record.not_run(CHECK, short)
+    no_cpu = "a CPU's decode rate is not used by the planner"
+    obstacle = scene.obstacle(deadline, start_s + _RUN_S, start_s, on_cpu=no_cpu)
+    if obstacle:
+        record.not_run(CHECK, obstacle)
         return
     graphs: dict[str, Any] = {
         "enforce_eager": False,

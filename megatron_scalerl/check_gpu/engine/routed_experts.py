@@ -49,12 +49,14 @@ async def check_routed_experts(
 
     start_s: measured seconds of an engine's start.
     """
-    if not scene.setting.on_gpu:
-        record.not_run(CHECK, "vLLM for CPUs has only the V1 model runner, which does not report experts")
-        return
-    short = deadline.too_short(start_s + _RUN_S, f"an engine started in {start_s:.0f} s")
-    if short:
-        record.not_run(CHECK, short)
+    obstacle = scene.obstacle(
+        deadline,
+        start_s + _RUN_S,
+        start_s,
+        on_cpu="vLLM for CPUs has only the V1 model runner, which does not report experts",
+    )
+    if obstacle:
+        record.not_run(CHECK, obstacle)
         return
     recipe = replay_recipe(scene, deadline.left() - _RUN_S)
     training = Training(recipe, scene.folder, "trainer-experts", rendezvous)

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_scalerl.check_gpu.commands import cause, read_log, serving_facts, stop
 from megatron_scalerl.check_gpu.engine.reference import write_dense
-from megatron_scalerl.check_gpu.part import PartSetting
+from megatron_scalerl.check_gpu.part import Deadline, PartSetting
 from megatron_scalerl.check_gpu.tiny_task import fallback_backend, tiny_folder
 from megatron_scalerl.controller.preflight import Inputs, check_inputs
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous
@@ -55,6 +55,10 @@ class Scene:
     def prompts(self) -> tuple[Prompt, ...]:
         """At least 8."""
         return self.inputs.prompts.held_out
+
+    def obstacle(self, deadline: Deadline, seconds: float, start_s: float, *, on_cpu: str) -> str:
+        """Why a check on GPUs that takes `seconds` cannot run; "" if it can. start_s: of an engine that started."""
+        return deadline.too_short(seconds, f"an engine started in {start_s:.0f} s") if self.setting.on_gpu else on_cpu
 
 
 def engine_options(setting: PartSetting) -> dict[str, Any]:

@@ -150,9 +150,9 @@ def planner_constants(shape: Shape, found: dict[str, Any], peak: float | None, r
     constants = {"fragmentation": lost / found["predicted"]["moving_bytes"]}
     if peak_memory["others_known"]:
         constants["runtime_gib"] = peak_memory["runtime"] / GIB
-    utilisation = found["predicted"]["hardware_flops_per_token"] * rate / peak if peak else 0.0
-    if 0.0 < utilisation <= 1.0:
-        constants["dense_utilisation"] = utilisation
+    utilization = found["predicted"]["hardware_flops_per_token"] * rate / peak if peak else 0.0
+    if 0.0 < utilization <= 1.0:
+        constants["dense_utilisation"] = utilization
     return constants
 
 
