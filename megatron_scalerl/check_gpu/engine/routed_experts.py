@@ -49,12 +49,8 @@ async def check_routed_experts(
 
     start_s: measured seconds of an engine's start.
     """
-    obstacle = scene.obstacle(
-        deadline,
-        start_s + _RUN_S,
-        start_s,
-        on_cpu="vLLM for CPUs has only the V1 model runner, which does not report experts",
-    )
+    no_cpu = "vLLM for CPUs has only the V1 model runner, which does not report experts"
+    obstacle = scene.obstacle(deadline, start_s + _RUN_S, start_s, on_cpu=no_cpu)
     if obstacle:
         record.not_run(CHECK, obstacle)
         return
