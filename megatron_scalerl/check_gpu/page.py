@@ -51,7 +51,7 @@ def page(report: Report) -> str:
         lines += _table("What this verifies", ("component", "verified", "because"), map(_row, report.rows()))
     ran = [_figures(finding) for finding in report.findings if finding.status != "not run"]
     lines += _table("Figures", ("check", "figure", "bound", "result", "detail"), ran)
-    lines += _list("Not run", [f"{why}: {', '.join(checks)}" for why, checks in not_run(report.findings).items()])
+    lines += _list("Not run", [f"{', '.join(checks)}: {why}" for why, checks in not_run(report.findings).items()])
     constants = [(name, f"{value:.4g}") for name, value in report.assumptions().items()]
     if constants:
         lines += _table("Constants for the planner", ("constant", "measured"), constants)

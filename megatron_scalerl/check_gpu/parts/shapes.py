@@ -175,7 +175,7 @@ def report_memory(
     record.measured(
         check,
         abs(ratio - 1),
-        "from 1",
+        "relative error",
         at_most=MEMORY_BOUND if judged else None,
         goal=True,
         detail=f"predicted {total / GIB:.3f} GiB, measured {found / GIB:.3f}, ratio {ratio:.3f}; "
