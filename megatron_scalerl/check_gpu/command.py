@@ -41,7 +41,9 @@ _COLORS = {"passed": "green", "measured": "cyan", "missed": "yellow", "failed": 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command."""
+    parser.description = "Check correctness and speed of every component on the GPUs of this machine."
+    parser.epilog = "docs/gpu.md describes the checks and how to send the report."
     parser.add_argument("--only", metavar="PART[,PART]", help="run only these parts; --list names them")
     parser.add_argument("--quick", action="store_true", help="what fits in 5 minutes: no engine, one shape")
     parser.add_argument(
@@ -58,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list", action="store_true", help="list the parts, what each does and its time limit")
 
 
-def check_gpu(options: argparse.Namespace, console: Console) -> int:
+def run(options: argparse.Namespace, console: Console) -> int:
     """Run the check. Returns 0 if nothing failed, else 1. Raises ValueError, RuntimeError without torch."""
     _check(options)
     if options.list:

@@ -8,10 +8,8 @@ after the epoch began still counts.
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Sequence
-from typing import Any
 
 from megatron_scalerl.types import Prompt
 
@@ -74,31 +72,6 @@ class Curriculum:
         assert 0.0 <= pass_rate <= 1.0, pass_rate
         self._latest[prompt_id] = pass_rate
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that a restart needs, ready for JSON."""
-        return {
-            "seed": self._seed,
-            "prompts": self._digest(),
-            "epoch": self._epoch,
-            "position": self._position,
-            "removed": sorted(self._removed),
-            "latest_pass_rates": dict(sorted(self._latest.items())),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken. Raises ValueError for other prompts or another seed."""
-        for key, mine in (("seed", self._seed), ("prompts", self._digest())):
-            if state[key] != mine:
-                raise ValueError(
-                    f"curriculum: expected a checkpoint with {key} {mine}, found {state[key]} "
-                    "(prompts, held-out split and seed must not change within a run)"
-                )
-        self._epoch = state["epoch"]
-        self._position = state["position"]
-        self._order = self._order_of(self._epoch)
-        self._removed = set(state["removed"])
-        self._latest = dict(state["latest_pass_rates"])
-
     def _begin_next_epoch(self) -> None:
         if len(self._removed) == len(self._prompts):
             raise CurriculumDry(
@@ -121,6 +94,3 @@ class Curriculum:
         order = list(self._prompts)
         random.Random(f"curriculum {self._seed} epoch {epoch}").shuffle(order)
         return order
-
-    def _digest(self) -> str:
-        return hashlib.sha256("".join(self._prompts).encode()).hexdigest()[:16]
