@@ -159,7 +159,7 @@ def case_recipe(case: dict[str, Any]) -> Any:
 
 def predicted(case: dict[str, Any]) -> tuple[dict[str, float], int]:
     """(the plan's terms, bytes, with the kernels of this machine; parameters)."""
-    from megatron_scalerl.plan.predict import predict_trainer
+    from megatron_scalerl.plan.work import predict_trainer
 
     found = predict_trainer(case_recipe(case), case["path"], layers="plain", device="cpu", sequence_tokens=SEQUENCE)
     return {term.name: term.bytes for term in found.terms}, found.parameters
@@ -190,7 +190,7 @@ def draw_samples(count: int) -> list[Any]:
     """Samples of random tokens, a quarter of each its prompt."""
     import random
 
-    from megatron_scalerl.check_gpu.synthetic import sample
+    from megatron_scalerl.check_gpu.cases import sample
 
     rng = random.Random(0)
     prompt, size = SEQUENCE // 4, SEQUENCE - SEQUENCE // 4
@@ -271,20 +271,20 @@ def mean_of(rows: list[dict[str, Any]], key: str) -> float:
 def queue_setting(recipe: Any, lengths: Any, rows: list[dict[str, Any]], steps: int, skip: int) -> Any:
     """(seconds a completion adds to a decoding step, k) -> the simulation's setting, the rest as measured."""
     from megatron_scalerl.plan.engine import Decoding
-    from megatron_scalerl.plan.simulate import Setting
+    from megatron_scalerl.plan.simulate import QueueSettings
 
     train_, publish = mean_of(rows, "train_seconds"), mean_of(rows, "engine_paused_seconds")
     other = max(0.0, mean_of(rows, "step_seconds") - train_ - publish - mean_of(rows, WAIT))
     running = min(recipe.engine.vllm["max_num_seqs"], recipe.rollouts.max_in_flight)
 
-    def setting(per: float, k: int) -> Setting:
+    def setting(per: float, k: int) -> QueueSettings:
         speed = Decoding(
             fixed_seconds=FIXED_OVER_PER_COMPLETION * per,
             per_completion_seconds=per,
             prefill_seconds=0.0,
             running=running,
         )
-        return Setting(
+        return QueueSettings(
             groups_per_batch=recipe.rollouts.groups_per_batch,
             group_size=recipe.rollouts.group_size,
             max_staleness_steps=k,

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, get_args
 
 from megatron_scalerl.plan.assumptions import Assumptions, Origin, check_number, default_origins, described
 from megatron_scalerl.plan.assumptions_file import read_assumptions
-from megatron_scalerl.plan.hardware import GPUS
-from megatron_scalerl.plan.kernels import Layers
+from megatron_scalerl.plan.hardware import GPUS, Layers
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 GPU = "h100-80g"
-"""Where neither a flag nor a file names another."""
+"""Default of --gpu."""
 
 
 EPILOG = """example:
@@ -27,8 +26,8 @@ EPILOG = """example:
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    """Add the options of the command; the flags of the assumptions come from their own table."""
-    p.description = "Predict whether a recipe fits its GPUs and what it costs, before any GPU is requested."
+    """Add the options of the command; those of the assumptions are generated from `Assumptions`."""
+    p.description = "Predict whether a recipe fits its GPUs and what it costs, before any GPU is allocated."
     p.epilog = EPILOG
     p.add_argument("recipe", metavar="RECIPE", help="recipe file")
     p.add_argument("overrides", nargs="*", metavar="key.path=value", help="overrides of the recipe")
@@ -43,8 +42,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--assumptions",
         metavar="FILE",
-        help="measured constants in the place of the defaults below, as "
-        "check-gpu --planner writes them; flags override it",
+        help="measured constants that replace the defaults below, written by check-gpu --planner; flags override it",
     )
     p.add_argument(
         "--config",
@@ -54,11 +52,11 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--no-build",
         action="store_true",
-        help="do not build the ranks from Megatron's modules on the meta device, which proves the counts (5 s)",
+        help="skip building the ranks on the meta device, which verifies the parameter counts (5 s)",
     )
-    p.add_argument("--check", action="store_true", help="only say whether it fits; exit 2 where a rank does not")
-    p.add_argument("--json", metavar="OUT|-", help="write the same numbers as JSON; - prints nothing else")
-    group = p.add_argument_group("assumptions, with their defaults")
+    p.add_argument("--check", action="store_true", help="print one line only; exit code 2 if it does not fit")
+    p.add_argument("--json", metavar="OUT|-", help="write the same numbers as JSON; - prints only the JSON")
+    group = p.add_argument_group("assumptions and their defaults")
     for f in described():
         default = "computed" if f.default is None else f"{f.default:g} {f.metadata['unit']}".strip()
         text = f"{f.metadata['what']} ({default})".replace("%", "%%")
@@ -66,9 +64,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Plan and print; 2 where --check finds a rank that does not fit, else 0.
+    """Plan and print; returns 2 if --check is given and the plan does not fit, else 0.
 
-    Raises ValueError for bad input, OSError for a path that cannot be read or written.
+    Raises ValueError for invalid input, OSError for a path that cannot be read or written.
     """
     from megatron_scalerl.recipe.file import load_recipe
 
@@ -76,14 +74,14 @@ def run(options: argparse.Namespace, console: Console) -> int:
     inputs = inputs_of(options)
     folder = config_folder(recipe.policy.path, options.recipe, options.config)
 
-    from megatron_scalerl.plan.build_check import compare_with_build  # imports that take seconds
+    from megatron_scalerl.plan.meta_build import compare_with_build  # these imports take seconds
     from megatron_scalerl.plan.planner import as_numbers, make_plan
     from megatron_scalerl.plan.text import show, verdict
 
     plan = make_plan(
         recipe, folder, options.gpus, GPUS[inputs.gpu], inputs.assumed, layers=inputs.layers, origins=inputs.origins
     )
-    built = "not asked for" if options.no_build else compare_with_build(plan, folder)
+    built = "skipped" if options.no_build else compare_with_build(plan, folder)
     if options.json:
         text = json.dumps(as_numbers(plan) | {"meta_build": built}, indent=2)
         print(text) if options.json == "-" else Path(options.json).write_text(text + "\n")
@@ -103,7 +101,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What flags, an assumptions file and defaults say together."""
+    """GPU, layers and assumptions from flags, assumptions file and defaults."""
 
     gpu: str
     """A key of `GPUS`."""
@@ -113,16 +111,18 @@ class Inputs:
 
 
 def inputs_of(options: argparse.Namespace) -> Inputs:
-    """A flag before the file, the file before the defaults.
+    """Flags take precedence over the file, the file over the defaults.
 
-    Raises ValueError for a file that is not one, and where --gpu or --layers are others than the file's: a constant
-    of one GPU says little about another.
+    Raises ValueError for an invalid file, and if --gpu or --layers differ from the file's: constants measured on one
+    GPU do not apply to another.
     """
     file = read_assumptions(options.assumptions) if options.assumptions else None
-    for key, said in (("gpu", file and file.gpu), ("layers", file and file.layers)):
+    for key, measured in (("gpu", file and file.gpu), ("layers", file and file.layers)):
         given = getattr(options, key)
-        if given and said and given != said:
-            raise ValueError(f"--{key}: expected {said}, for which {options.assumptions} was written, found {given}")
+        if given and measured and given != measured:
+            raise ValueError(
+                f"--{key}: expected {measured}, for which {options.assumptions} was measured, found {given}"
+            )
     values, origins = {}, default_origins()
     for f in described():
         given = getattr(options, f.name)
@@ -140,9 +140,9 @@ def inputs_of(options: argparse.Namespace) -> Inputs:
 
 
 def config_folder(policy: str, recipe: str | Path, given: str | Path | None = None) -> Path:
-    """Where the architecture is: `given`, the policy's folder, or configs/<its name> beside the recipe.
+    """The folder with the config.json: `given`, the policy's folder, or configs/<its name> beside the recipe.
 
-    Raises ValueError where none has a config.json.
+    Raises ValueError if there is none.
     """
     folder = Path(policy)
     tried = [Path(given)] if given else [folder, Path(recipe).parent / "configs" / folder.name]

@@ -9,7 +9,7 @@ from rich.console import Console
 from test_gpu_report import report, result
 
 from megatron_scalerl.__main__ import main
-from megatron_scalerl.check_gpu.planner import check_target, write_planner
+from megatron_scalerl.check_gpu.report import check_target, write_planner
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "scalerl_llama3_8b.yaml"
 H100 = ("NVIDIA H100 80GB HBM3",)
@@ -51,13 +51,13 @@ def test_an_impossible_figure_is_left_out(tmp_path):
         (report(measured(dense_utilisation=0.2), gpus=(*H100, "NVIDIA H200")), "HBM3, NVIDIA H200"),
     ],
 )
-def test_what_no_plan_could_use_is_not_written(tmp_path, found, text):
+def test_unusable_constants_are_not_written(tmp_path, found, text):
     with pytest.raises(ValueError, match=text):
         write_planner(found, tmp_path / "p.yaml", console())
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_target_that_cannot_be_written_is_told_beforehand(tmp_path):
+def test_a_target_that_cannot_be_written_is_rejected_before_the_run(tmp_path):
     check_target(tmp_path / "p.yaml", rehearsed=False)
     with pytest.raises(ValueError, match="expected its folder to exist"):
         check_target(tmp_path / "no" / "p.yaml", rehearsed=False)

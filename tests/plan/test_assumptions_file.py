@@ -33,7 +33,7 @@ def planned(capsys, *argv):
     return json.loads(capsys.readouterr().out)
 
 
-def test_there_and_back(file):
+def test_round_trip(file):
     found = read_assumptions(file)
     assert (found.gpu, found.gpu_named, found.layers) == ("h100-80g", H100, "plain")
     assert found.written == str(yaml.safe_load(file.read_text())["written"]) != ""
@@ -102,7 +102,10 @@ GOOD = f"gpu: {H100}\nassumptions:\n  packing:\n    value: 0.8\n"
         (GOOD + "written: 2026-13-41\n", "expected YAML in UTF-8, found month must be"),
         (GOOD + "written: 7\n", "written: expected a date, found 7"),
         (GOOD + "layers: fused\n", "layers: expected te or plain, found 'fused'"),
-        (GOOD.replace(H100, "NVIDIA H100 PCIe"), "gpu: expected a GPU of the planner (gb200, h100-80g, h200), found"),
+        (
+            GOOD.replace(H100, "NVIDIA H100 PCIe"),
+            "gpu: expected a GPU that the planner supports (gb200, h100-80g, h200), found",
+        ),
         (GOOD.replace(f"gpu: {H100}\n", ""), "gpu: expected text, found nothing"),
         (GOOD + "gpu: x\n", "line 5: expected YAML, found the key gpu twice"),
         (GOOD + "  packing:\n    value: 0.7\n", "line 5: expected YAML, found the key packing twice"),
@@ -152,7 +155,7 @@ def test_a_mistake_is_one_line_with_file_and_key(text, said, tmp_path, capsys):
         ({"packing": Measured(value=float("nan"))}, f"packing.value: expected {SHARE}, found nan"),
     ],
 )
-def test_nothing_is_written_that_cannot_be_read(values, said, tmp_path):
+def test_invalid_constants_are_not_written(values, said, tmp_path):
     with pytest.raises(ValueError, match=said):
         write_assumptions(tmp_path / "x.yaml", values, gpu=H100)
     assert not os.listdir(tmp_path)

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from megatron_scalerl.plan.assumptions import Assumptions
-from megatron_scalerl.plan.build_check import compare_with_build
 from megatron_scalerl.plan.counting import count, load_family, of_stage
 from megatron_scalerl.plan.hardware import GPUS
-from megatron_scalerl.plan.layout import layout_of
+from megatron_scalerl.plan.meta_build import compare_with_build
 from megatron_scalerl.plan.planner import make_plan
+from megatron_scalerl.plan.sharding import layout_of
 from megatron_scalerl.recipe.file import load_recipe
 
 ROOT = Path(__file__).parents[2]

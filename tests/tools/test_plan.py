@@ -101,7 +101,7 @@ def test_check_sees_an_engine_without_room(capsys):
         )
         == 2
     )
-    assert "engines have no room for one sequence of 16,466 tokens" in capsys.readouterr().err
+    assert "the KV cache of an engine cannot hold one sequence of 16,466 tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_check_sees_an_engine_without_room(capsys):
         (["{r}", "--gpus", "80", "policy.path=models/none"], "expected config.json in"),
         (["{r}", "--gpus", "80", "policy.pat=x"], "found policy.pat; the nearest is policy.path"),
         (["{r}", "--gpus", "1"], "--gpus: expected a number that splits"),
-        (["{r}", "--gpus", "80", "megatron.optimizer.optimizer_cpu_offload=true"], "does not count it"),
+        (["{r}", "--gpus", "80", "megatron.optimizer.optimizer_cpu_offload=true"], "does not support it"),
         (["{r}", "--gpus", "80", "megatron.parallel.tensor_model_parallel_size=3"], "expected a multiple of"),
         (["{r}", "--gpus", "80", "--json", "/nowhere/x.json"], "/nowhere/x.json: expected a usable path"),
     ],

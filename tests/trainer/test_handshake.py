@@ -380,7 +380,7 @@ def test_a_rank_that_hangs_is_lost_after_the_heartbeat_s_limit(monkeypatch):
 
 
 def test_each_side_has_a_key_of_its_own_and_each_secret_its_own_pair():
-    keys = {curve._keys(secret, whose) for secret in ("a", "b") for whose in (curve._CONTROLLER, curve._RANKS)}
+    keys = {sockets._keys(secret, whose) for secret in ("a", "b") for whose in (sockets._CONTROLLER, sockets._RANKS)}
     assert len(keys) == 4 and len({public for public, _ in keys}) == 4
     with pytest.raises(ValueError, match="secret: expected a non-empty text"):
-        curve._keys("", curve._RANKS)
+        sockets._keys("", sockets._RANKS)

@@ -1,5 +1,6 @@
-"""Processes of a part: their whole group ends, only their owner reads their logs, and ranks say how they failed."""
+"""Processes of a part: the whole group is killed, only the owner reads the log, and ranks report how they failed."""
 
+import asyncio
 import os
 import subprocess
 import time
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_scalerl.check_gpu.own_group import ended_within, own_group
+from megatron_scalerl.check_gpu.commands import run_command
 from megatron_scalerl.check_gpu.ranks import run_ranks
 
 
@@ -29,20 +30,19 @@ def gone(pid):
     return False
 
 
-def test_a_group_ends_whole_and_its_log_is_its_owners(tmp_path):
+def test_a_group_is_killed_as_a_whole_and_only_its_owner_reads_its_log(tmp_path):
     log, child = tmp_path / "log", tmp_path / "pid"
     log.write_text("of an earlier call\n")
     old = os.umask(0)
     try:
         script = f"sleep 600 & echo $! > {child}; echo said; echo '  '; wait"
-        with own_group(["/bin/sh", "-c", script], log, {}) as process:
-            pid = int(wait_for(child))
-            assert ended_within(process, 0.1) is None
+        done = asyncio.run(run_command(["/bin/sh", "-c", script], log, limit_s=1.0, grace_s=1.0))
     finally:
         os.umask(old)
-    assert gone(pid) and process.returncode == -9
+    assert gone(int(wait_for(child))) and done.code is None
     assert log.stat().st_mode & 0o777 == 0o600
-    assert log.read_text() == "said\n  \n"
+    assert done.output == log.read_text() == "said\n  \n"
+    assert done.failure() == "stopped at its time limit after 1 s; last log line: said"
 
 
 def place(job, rendezvous):

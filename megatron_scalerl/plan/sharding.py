@@ -1,4 +1,4 @@
-"""How the trainer's ranks are cut, and what follows for the memory of each."""
+"""The trainer's parallel layout, and what each rank holds under it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Layout:
     cp: int
     ep: int
     etp: int
-    """Tensor parallel inside experts; Megatron's default is tp."""
+    """Tensor parallelism of the experts; Megatron's default is tp."""
     chunks: int
-    """Model chunks a stage (virtual pipeline), 1 without."""
+    """Model chunks per stage (virtual pipeline); 1 without."""
     sequence_parallel: bool
     distributed_optimizer: bool
     stages: Stages
@@ -29,26 +29,26 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Ranks that train different micro-batches."""
+        """Data-parallel size."""
         return self.world_size // (self.tp * self.pp * self.cp)
 
     @property
     def dense_shards(self) -> int:
-        """Ranks that share the optimiser state of a weight outside the experts (data and context parallel)."""
+        """Ranks that shard the optimizer state of a weight outside the experts (data and context parallel)."""
         return self.dp * self.cp if self.distributed_optimizer else 1
 
     @property
     def expert_shards(self) -> int:
-        """Ranks that share the optimiser state of an expert's weight."""
+        """Ranks that shard the optimizer state of an expert's weight."""
         return self.world_size // (self.etp * self.ep * self.pp) if self.distributed_optimizer else 1
 
     @property
     def sp(self) -> int:
-        """What sequence parallelism divides norms and residuals by."""
+        """Sequence-parallel size: norms and residuals are divided by it."""
         return self.tp if self.sequence_parallel else 1
 
     def layers_in_flight(self, stage: int, micro_batches: int) -> int:
-        """Layers x micro-batches whose activations a stage holds at once (1F1B; interleaved: Megatron's warm-up)."""
+        """Layers x micro-batches whose activations a stage holds at once (1F1B; interleaved: its warm-up)."""
         layers = len(self.stages[stage])
         if self.chunks == 1:
             return layers * min(self.pp - stage, micro_batches)
@@ -57,7 +57,7 @@ class Layout:
 
 
 def layout_of(recipe: Recipe, family: Family, world_size: int) -> Layout:
-    """The layout on `world_size` trainer ranks. Raises ValueError where they cannot be cut as the recipe says."""
+    """The layout on `world_size` trainer ranks. Raises ValueError if the recipe's sizes do not fit."""
     sizes = sizes_of(recipe.megatron.parallel)
     check_world(sizes, world_size)
     check_sharding(family, recipe)
