@@ -69,14 +69,15 @@ async def _in_folder(
     start = resume_point(folder.path)
     for line in start.damaged:
         console.print(f"resuming from step {start.step}: {line}", highlight=False)
-    logger.info("run %s, attempt %s, from step %d", folder.run_id, folder.incarnation, start.step)
+    attempt = folder.attempt
+    logger.info("run %s, attempt %s, from step %d", attempt.run_id, attempt.incarnation, start.step)
     history = read_history(folder.path)
     check_history(folder.path, history, start)
     sampler = Sampler(recipe, inputs.tokenizer, verifier)
     devices = Devices.of(recipe)
-    ledger = Ledger(folder.path / "ledger.jsonl", devices.unit, incarnation=folder.attempt.incarnation)
+    ledger = Ledger(folder.path / "ledger.jsonl", devices.unit, incarnation=attempt.incarnation)
     with contextlib.closing(ledger):
-        async with local_launcher(recipe, folder.attempt, secrets.token_hex(32)) as launcher:
+        async with local_launcher(recipe, attempt, secrets.token_hex(32)) as launcher:
             meter = Meter(ledger, devices, start)
             async with metering(meter):
                 fleet = await launcher.start()
