@@ -30,7 +30,7 @@ from megatron_scalerl.launch.local import local_launcher
 from megatron_scalerl.launch.open_files import allow_open_files
 from megatron_scalerl.processes.signals import run_until_signal
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.rewards.verifier import VerifierPool
+from megatron_scalerl.rewards.pool import VerifierPool
 from megatron_scalerl.rollouts.journal import read_history
 from megatron_scalerl.rollouts.sampler import Sampler
 
@@ -69,15 +69,14 @@ async def _in_folder(
     start = resume_point(folder.path)
     for line in start.damaged:
         console.print(f"resuming from step {start.step}: {line}", highlight=False)
-    attempt = folder.attempt
-    logger.info("run %s, attempt %s, from step %d", attempt.run_id, attempt.incarnation, start.step)
+    logger.info("run %s, attempt %s, from step %d", folder.attempt.run_id, folder.attempt.incarnation, start.step)
     history = read_history(folder.path)
     check_history(folder.path, history, start)
     sampler = Sampler(recipe, inputs.tokenizer, verifier)
     devices = Devices.of(recipe)
-    ledger = Ledger(folder.path / "ledger.jsonl", devices.unit, incarnation=attempt.incarnation)
+    ledger = Ledger(folder.path / "ledger.jsonl", devices.unit, incarnation=folder.attempt.incarnation)
     with contextlib.closing(ledger):
-        async with local_launcher(recipe, attempt, secrets.token_hex(32)) as launcher:
+        async with local_launcher(recipe, folder.attempt, secrets.token_hex(32)) as launcher:
             meter = Meter(ledger, devices, start)
             async with metering(meter):
                 fleet = await launcher.start()
