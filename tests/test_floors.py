@@ -13,7 +13,6 @@ FLOORS = [
         "logits": "",
         "models": "",
         "fit": "",
-        "show_rollouts": "",
     },
     {
         "recipe": "models",
@@ -33,7 +32,7 @@ FLOORS = [
         "convert": "checkpoints models processes safe_load",
     },
     {
-        "trainer": "batching checkpoints distributed logits losses models recipe safe_load types weights",
+        "trainer": "batching checkpoints distributed logits losses models processes recipe safe_load types weights",
         "engine": "checkpoints distributed models processes recipe types weights",
         "export": "checkpoints convert recipe",
     },
@@ -50,9 +49,10 @@ FLOORS = [
     {
         "check_gpu": "batching checkpoints controller distributed engine launch logits losses plan processes prompts "
         "recipe rewards rollouts tiny trainer types weights",
+        "commands": "controller export recipe report sft",
     },
     {
-        "__main__": "check_gpu controller environment export processes recipe report sft",
+        "__main__": "environment processes",
     },
 ]
 """Each floor's packages and modules of the top level, and what they import of the floors below."""

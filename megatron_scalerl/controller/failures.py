@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import time
-import traceback
+import io
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_scalerl.processes.child_process import open_log
+from megatron_scalerl.processes.logs import log_to_file
 from megatron_scalerl.recipe.file import RecipeError
+
+logger = logging.getLogger(__name__)
 
 
 class RunFailed(RuntimeError):
@@ -22,17 +25,22 @@ def under_way(log: str | Path) -> Iterator[None]:
 
     From then on a ValueError is a peer's broken answer, a damaged file or a bug: whatever is neither RuntimeError
     nor OSError becomes RunFailed, which names its type. What is a mistake after all is raised as RecipeError. Of a
-    group of failures the first one counts. The traceback of every failure is appended to `log`, and a note on the
-    error says so.
+    group of failures the first one counts. What the controller logs is appended to `log`, as is the traceback of
+    every failure, which a note on the error points to.
     """
+    with open_log(Path(log)) as file, log_to_file(io.TextIOWrapper(file, "utf8"), "controller"), _failures(log):
+        yield
+
+
+@contextmanager
+def _failures(log: str | Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
         first = _first_of(error)
         if isinstance(first, RecipeError):
             raise first from None
-        with open_log(Path(log)) as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{traceback.format_exc()}\n".encode())
+        logger.exception("the run failed")
         known = isinstance(first, RuntimeError | OSError)
         failure = first if known else RunFailed(f"{type(first).__name__}: {first}")
         failure.add_note(f"traceback in {log}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 
 from rich.console import Console
@@ -24,6 +25,8 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rewards.verifier import VerifierPool
 from megatron_scalerl.rollouts.journal import read_history
 from megatron_scalerl.rollouts.sampler import Sampler
+
+logger = logging.getLogger(__name__)
 
 
 def train(recipe: Recipe, console: Console) -> str:
@@ -58,6 +61,7 @@ async def _in_folder(
     start = resume_point(folder.path)
     for line in start.damaged:
         console.print(f"going on from step {start.step}: {line}", highlight=False)
+    logger.info("run %s, attempt %s, from step %d", folder.run_id, folder.incarnation, start.step)
     history = read_history(folder.path)
     check_history(folder.path, history, start)
     sampler = Sampler(recipe, inputs.tokenizer, verifier)

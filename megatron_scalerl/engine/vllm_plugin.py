@@ -22,6 +22,7 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcess
 
 from megatron_scalerl.engine.answers import PROGRESS_PATH
 from megatron_scalerl.engine.interruption import Forcing, Plan
+from megatron_scalerl.processes.logs import NAME_VARIABLE, log_to_stderr
 from megatron_scalerl.processes.parent_death import die_with_parent
 
 BACKENDS = {"msrl_gloo": "GlooReceiver", "msrl_nccl": "NcclReceiver"}
@@ -30,6 +31,8 @@ BACKENDS = {"msrl_gloo": "GlooReceiver", "msrl_nccl": "NcclReceiver"}
 
 def register() -> None:
     """Name our weight-transfer backends to vLLM. Calling it again changes nothing."""
+    if NAME_VARIABLE in os.environ:  # an engine of a run
+        log_to_stderr("vllm")
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
     for name, receiver in BACKENDS.items():

@@ -75,6 +75,50 @@ def test_a_heartbeat_before_the_last_charge_is_part_of_it(tmp_path):
     assert open_ledger(tmp_path).hours() == pytest.approx(3.0)
 
 
+def test_a_first_window_without_its_end_is_lost_whole(tmp_path):
+    ledger = open_ledger(tmp_path)
+    charge(ledger, 1, engine=2, validation=1)
+    ledger.close()
+    again = open_ledger(tmp_path)
+    assert (again.axis, again.hours("validation"), again.hours("lost")) == (0, 0, pytest.approx(3.0))
+
+
+def test_time_lost_in_a_crash_belongs_to_the_attempt_of_the_last_charge(tmp_path):
+    for incarnation, devices in (("a", {"engine": 2, "trainer": 1}), ("b", {"startup": 3})):
+        ledger = open_ledger(tmp_path, incarnation)
+        charge(ledger, 1, **devices)
+    ledger.heartbeat(batch=1, step=1, devices=3, seconds=1800)
+    ledger.close()
+    open_ledger(tmp_path, "c").close()
+    lost = [r for r in read_jsonl(tmp_path / "ledger.jsonl")[1:] if r["role"] == "lost"]
+    assert [(r["incarnation"], r["phase"], r["hours"]) for r in lost] == [("b", "crash", 1.5)]
+
+
+def test_time_lost_before_the_first_charge_is_counted(tmp_path):
+    ledger = open_ledger(tmp_path)
+    ledger.heartbeat(batch=0, step=0, devices=3, seconds=1800)
+    ledger.close()
+    assert open_ledger(tmp_path).hours("lost") == pytest.approx(1.5)
+
+
+def test_a_batch_is_charged_once_its_training_is(tmp_path):
+    ledger = open_ledger(tmp_path)
+    for phase, charged in (("startup", False), ("produce", False), ("validate", False), ("train", True)):
+        charge(ledger, 1, phase=phase, engine=2, trainer=1)
+        assert ledger.is_charged(1) is charged, phase
+    charge(ledger, 2, phase="replay", trainer=1)
+    assert not ledger.is_charged(2)
+
+
+def test_rows_are_exact_to_the_microsecond(tmp_path):
+    ledger = open_ledger(tmp_path)
+    charge(ledger, 1, seconds=1.23456789, trainer=2 / 3)
+    ledger.heartbeat(batch=1, step=1, devices=3, seconds=2.34567891)
+    ledger.close()
+    row, heartbeat = read_jsonl(tmp_path / "ledger.jsonl")[1:]
+    assert (row["seconds"], row["devices"], heartbeat["heartbeat"]) == (1.234568, 0.666667, 2.345679)
+
+
 def test_a_file_of_the_first_version_is_read(tmp_path):
     rows = [{"unit": "gpu_hours"}]
     for step in (1, 2):
@@ -86,10 +130,14 @@ def test_a_file_of_the_first_version_is_read(tmp_path):
     ledger = open_ledger(tmp_path)
     assert ledger.axis == pytest.approx(4.0) and ledger.hours("lost") == 0
     assert ledger.axis_at(1) == pytest.approx(2.0) and ledger.is_charged(2) and not ledger.is_charged(3)
+    ledger.close()
+    assert {row["phase"] for row in read_jsonl(tmp_path / "ledger.jsonl")[1:]} == {"train"}
 
 
 def test_another_unit_is_refused(tmp_path):
-    open_ledger(tmp_path).close()
+    ledger = open_ledger(tmp_path)
+    charge(ledger, 1, trainer=1)
+    ledger.close()
     with pytest.raises(ValueError, match="expected unit device_hours, found gpu_hours"):
         Ledger(tmp_path / "ledger.jsonl", "device_hours", incarnation="a")
 

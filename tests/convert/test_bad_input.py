@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import command
 from random_policies import make
 from safetensors.torch import load_file, save_file
 
 from megatron_scalerl.checkpoints.hf_folder import INDEX
 from megatron_scalerl.convert import conversion
-from megatron_scalerl.convert.command import main
 from megatron_scalerl.convert.to_megatron import to_megatron
 
 ROOT = Path(__file__).parent.parent.parent
+main = command("convert")
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +198,7 @@ def test_a_disk_that_is_full_in_the_middle(processes, source, tmp_path):
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )
     assert done.returncode == 2, done.stderr
-    assert done.stderr == "convert_checkpoint: __0_0.distcp: expected to be written in full, found: File too large\n"
+    assert done.stderr == "megatron-scalerl: __0_0.distcp: expected to be written in full, found: File too large\n"
     assert {p.name for p in tmp_path.iterdir()} == {"source"}
 
 

@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megatron_scalerl.__main__ import main as product
 from megatron_scalerl.checkpoints.commit import write_commit
-from megatron_scalerl.convert.command import main
 from megatron_scalerl.convert.to_megatron import to_megatron
 
 
@@ -51,7 +50,7 @@ def refused(originals, folder, marker, tmp_path, capsys):
         out = tmp_path / "out"
         commands = [["to-hf", str(folder), str(out)], ["verify", str(originals[0]), str(folder)]]
         commands += [["to-hf", str(folder), str(out), "--like", str(originals[0])]] if like else []
-        lines = [refusal(main, [*c, "--processes", "1"]) for c in commands]
+        lines = [refusal(product, ["convert", *c, "--processes", "1"]) for c in commands]
         if like:
             run_dir = run_of(folder, originals[0], tmp_path)
             lines.append(refusal(product, ["export", str(run_dir), "--out", str(out)]))
@@ -111,7 +110,7 @@ def test_parts_that_are_not_needed_are_not_opened(originals, folder, marker, tmp
     """Neither common.pt nor an object reaches a decoder, so that other programs' settings do not matter."""
     (folder / "common.pt").write_bytes(saved(Evil(marker)))
     place(folder, first_key(folder, objects=True), saved([Evil(marker)]))
-    assert main(["to-hf", str(folder), str(tmp_path / "out"), "--processes", "1"]) == 0
+    assert product(["convert", "to-hf", str(folder), str(tmp_path / "out"), "--processes", "1"]) == 0
     assert not marker.exists()
     ours, theirs = (load_file(f / "model.safetensors") for f in (tmp_path / "out", originals[0]))
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
