@@ -111,10 +111,10 @@ def _export(weights: Path, out: Path, *, like: str) -> None:
 
 
 def _of_warm_start(recipe: Recipe) -> Recipe:
-    """The recipe with the warm start's optimiser, threads, temperature and world.
+    """The recipe with the warm start's optimizer, threads, temperature and world size.
 
-    One process unless torchrun says more. Temperature 1 whatever the rollouts have: the examples were not sampled
-    from this policy at that temperature.
+    One process, or as many as torchrun starts. The temperature is 1 whatever that of the rollouts is: the examples
+    were not sampled from this policy at that temperature.
     """
     section = recipe.sft
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -129,14 +129,14 @@ def _of_warm_start(recipe: Recipe) -> Recipe:
     trainer = recipe.trainer.model_copy(update={"world_size": world_size, "threads": section.threads})
     rollouts = recipe.rollouts.model_copy(update={"temperature": 1.0})
     update: dict[str, Any] = {"optimizer": optimizer, "trainer": trainer, "rollouts": rollouts}
-    if world_size == 1:  # one process holds the whole policy, however the RL run cuts it
+    if world_size == 1:  # one process has the whole policy, however the RL run shards it
         model = {key: value for key, value in recipe.megatron.model.items() if key not in MODEL_KEYS}
         update["megatron"] = recipe.megatron.model_copy(update={"parallel": {}, "model": model})
     return recipe.model_copy(update=update)
 
 
 def _batches(recipe: Recipe, examples: Sequence[tuple[tuple[int, ...], Rollout]]) -> Iterator[list[Sample]]:
-    """`steps` batches over the examples in a seeded order, anew in every pass."""
+    """`steps` batches over the examples, reshuffled (seeded) in every pass."""
     order: list[int] = []
     rng = random.Random(recipe.seed)
     for _ in range(recipe.sft.steps):

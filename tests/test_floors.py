@@ -5,19 +5,20 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "megatron_scalerl"
 FLOORS = [
+    {"shapes": ""},
     {  # no process, no wire
         "types": "",
         "environment": "",
         "processes": "",
-        "losses": "",
-        "logits": "",
+        "losses": "shapes",
+        "logits": "shapes",
         "models": "",
         "fit": "",
     },
     {
         "recipe": "models",
         "checkpoints": "models",
-        "batching": "losses types",
+        "batching": "losses shapes types",
     },
     {
         "distributed": "recipe",
@@ -42,7 +43,7 @@ FLOORS = [
         "sft": "batching convert distributed losses prompts recipe trainer types",
     },
     {
-        "controller": "batching checkpoints distributed engine launch models processes prompts recipe rewards "
+        "controller": "batching checkpoints engine launch models processes prompts recipe rewards "
         "rollouts safe_load trainer types weights",
         "plan": "checkpoints distributed logits models recipe rollouts trainer",
     },

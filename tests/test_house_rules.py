@@ -13,6 +13,7 @@ SEAM = {
     "distributed/device.py",
     "distributed/cpu_compat.py",
     "logits/cuda_backend.py",
+    "logits/choice.py",  # a backend's name
     "check_gpu/probe.py",  # asks which CUDA torch was built for
     "check_gpu/parts/logits.py",  # a backend's name
     "logits/targets.py",  # the same
@@ -28,7 +29,7 @@ OWN_STATE = {
     "engine/weight_receiver.py",
     "plan/lengths.py",
     "plan/simulate.py",
-    "rewards/verifier.py",
+    "rewards/pool.py",
     "safe_load/index.py",
     "safe_load/pickles.py",
     "safe_load/values.py",

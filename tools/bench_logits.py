@@ -234,11 +234,8 @@ def measured(options: argparse.Namespace, names: list[str]) -> tuple[dict[str, A
     while left := [name for name in names if name not in lines]:
         begun, why, user_error = None, "it ended without a result", False
         for event in apart(options, group, left):
-            begun, why, user_error = (
-                event.get("begin", begun),
-                event.get(FAILED, why),
-                event.get(USER_ERROR, user_error),
-            )
+            begun, why = event.get("begin", begun), event.get(FAILED, why)
+            user_error = event.get(USER_ERROR, user_error)
             if "line" in event:
                 lines[event["line"]["contender"]] = event["line"]
             elif "machine" in event:

@@ -20,7 +20,8 @@ from typing import Any, NoReturn, TypeVar
 
 from megatron_scalerl.distributed.device import environment
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous, private_folder
-from megatron_scalerl.engine.process import EngineInfo, EngineProcess
+from megatron_scalerl.engine.answers import EngineInfo
+from megatron_scalerl.engine.process import EngineProcess
 from megatron_scalerl.launch.fleet import Attempt, Devices, Fleet, engine_gpus
 from megatron_scalerl.processes.child_process import ChildProcess
 from megatron_scalerl.recipe import Recipe
@@ -41,9 +42,8 @@ class LocalLauncher:
         """Raises ValueError for a port in use and for options unknown to vLLM."""
         self._recipe = recipe
         self._attempt = attempt
-        self._transport = resolve_transport(recipe.weights.transport)
         self._trainers: list[ChildProcess] = []
-        self._watches: list[asyncio.Task[NoReturn]] = []
+        self._watches: list[asyncio.Task[NoReturn]] = []  # one per process; each ends by raising
         self._starts: list[asyncio.Task[EngineInfo]] = []
         self._client = TrainerClient(
             world_size=recipe.trainer.world_size,
@@ -53,13 +53,14 @@ class LocalLauncher:
             rendezvous=rendezvous,
             command_timeout_s=recipe.trainer.step_timeout_s,
         )
+        transport = resolve_transport(recipe.weights.transport)
         self._engines = [
             EngineProcess(
                 recipe,
                 index=index,
                 secret=secret,
                 log_path=attempt.folder / "logs" / f"engine-{index}.log",
-                transport=self._transport,
+                transport=transport,
                 devices=engine_gpus(recipe, index),
             )
             for index in range(recipe.engine.count)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron_scalerl.models.family import Family
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.parallel_layout import Stages, check_cuts, check_world, sizes_of, stages_of
+from megatron_scalerl.recipe.parallel_layout import Stages, check_sharding, check_world, sizes_of, stages_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ def layout_of(recipe: Recipe, family: Family, world_size: int) -> Layout:
     """The layout on `world_size` trainer ranks. Raises ValueError where they cannot be cut as the recipe says."""
     sizes = sizes_of(recipe.megatron.parallel)
     check_world(sizes, world_size)
-    check_cuts(family, recipe)
+    check_sharding(family, recipe)
     return Layout(
         world_size=world_size,
         tp=sizes.tp,

@@ -99,7 +99,7 @@ def check_world(sizes: ParallelSizes, world_size: int) -> None:
             )
 
 
-def check_cuts(family: Family, recipe: Recipe) -> None:
+def check_sharding(family: Family, recipe: Recipe) -> None:
     """Raises ValueError where a parallel size does not divide the dimension it shards, or requires another setting.
 
     Checks heads, key-value heads, MLPs, experts, pipeline layers and sequence parallelism. The vocabulary and the

@@ -1,6 +1,6 @@
 """Messages between the controller and the trainer's ranks, and their msgpack form.
 
-The controller binds a ROUTER socket, every rank connects a DEALER; `curve` encrypts both. A rank's first message
+The controller binds a ROUTER socket, every rank connects a DEALER; `sockets` encrypts both. A rank's first message
 names the run and the incarnation that it belongs to.
 """
 
@@ -20,13 +20,13 @@ from megatron_scalerl.weights.connection import Connection
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerInfo:
-    """What the trainer is, asked once. Produced by the worker of rank 0."""
+    """Facts about the trainer. Produced once by the worker of rank 0."""
 
     world_size: int
     dp_size: int
-    """Batches wanted per step."""
+    """Data-parallel size: batches per step."""
     parameters: int
-    """Parameters of the policy, counted once however many ranks hold them."""
+    """Parameters of the policy, each counted once."""
     vocab_size: int
     """Rows of the embedding, padding included."""
     device: str
@@ -38,33 +38,33 @@ class TrainerInfo:
     logits: str
     """Precision of the logit projection: fp32 or model."""
     pad_multiple: int
-    """Every micro-batch's length is a multiple of it."""
+    """Lengths of micro-batches must be a multiple of it."""
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Rank to controller, first message."""
+    """Rank to controller: first message."""
 
     rank: int
     world_size: int
     run_id: str
     incarnation: str
     bound: HostRendezvous | None = None
-    """On several hosts, from rank 0: where it has bound the store of the run."""
+    """On several hosts, from rank 0: address of the run's store, which it has bound."""
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Controller to rank: you are one of us, wait for Meet."""
+    """Controller to rank: accepted, wait for Meet."""
 
 
 class Meet(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Controller to rank: meet the others there and build the trainer."""
+    """Controller to rank: join the process group and build the trainer."""
 
     rendezvous: Rendezvous
-    """On several hosts it is what rank 0's Hello said, and the others wait for that."""
+    """On several hosts the address in rank 0's Hello, for which the others wait."""
 
 
 class Ping(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Controller to rank: nothing to do; sending it shows whether the rank is still connected."""
+    """Controller to rank: no operation; sending it shows whether the rank is still connected."""
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -82,15 +82,17 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Done(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Rank to controller: the command succeeded. Rank 0 carries the value."""
+    """Rank to controller: the command succeeded."""
 
     call: int
+    """Number of the command."""
     rank: int
     value: msgspec.Raw
+    """The result as msgpack, from rank 0; nil from the others."""
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Rank to controller: an exception ended this rank; the process exits after it."""
+    """Rank to controller: an exception ended this rank; the process exits next."""
 
     rank: int
     error: str
@@ -111,21 +113,21 @@ class DescribeWeights(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class ConnectWeights(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Open the wire to the engines."""
+    """Open the weight transport to the engines."""
 
     call: int
     connection: Connection
 
 
 class SendWeights(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Send all weights under a version. Answer: the sender's report."""
+    """Send all weights as a version. Answer: the sender's report."""
 
     call: int
     version: int
 
 
 class Logprobs(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Score token lists. Answer: for each, log-probabilities of its tokens from the second on."""
+    """Score token lists. Answer: for each, log-probabilities (nats) of its tokens from the second on."""
 
     call: int
     token_ids: list[list[int]]
@@ -178,7 +180,7 @@ _to_controller = msgspec.msgpack.Decoder(ToController, dec_hook=_array_from_wire
 
 
 class InvalidMessage(RuntimeError):
-    """Bytes that are no message of this protocol: the other side is broken, or another version."""
+    """Bytes that are not a message of this protocol: the peer is broken, or has another version."""
 
 
 def encode(message: Any) -> bytes:
@@ -187,19 +189,19 @@ def encode(message: Any) -> bytes:
 
 
 def decode_for_rank(data: bytes) -> ToRank:
-    """What the controller sent. Raises InvalidMessage for anything else."""
+    """A message of the controller. Raises InvalidMessage for anything else."""
     return _decoded(_to_rank, data)
 
 
 def decode_for_controller(frames: Sequence[bytes]) -> ToController:
-    """What a rank sent, in one frame. Raises InvalidMessage for anything else."""
+    """A message of a rank, in one frame. Raises InvalidMessage for anything else."""
     if len(frames) != 1:
         raise InvalidMessage(f"expected a message in one frame, found {len(frames)}")
     return _decoded(_to_controller, frames[0])
 
 
 def decode_value(data: msgspec.Raw, kind: Any) -> Any:
-    """The value of a Done. Raises InvalidMessage where it is not of that kind."""
+    """The value of a Done. Raises InvalidMessage if it is not of type `kind`."""
     return _decoded(msgspec.msgpack.Decoder(kind, dec_hook=_array_from_wire), data)
 
 

@@ -21,11 +21,11 @@ from megatron_scalerl.logits.chunk_loss import ChunkLoss
 from megatron_scalerl.logits.projection import Entropy
 from megatron_scalerl.models.family import Family, padded_vocab_size
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.trainer.checkpoint import load_megatron
 from megatron_scalerl.trainer.layers import routing
 from megatron_scalerl.trainer.layers.context import share_of
 from megatron_scalerl.trainer.layers.packing import PackedRow, Plan, packed_row
 from megatron_scalerl.trainer.layers.spec import block_submodules
-from megatron_scalerl.trainer.load import load_megatron
 from megatron_scalerl.trainer.options import ModelOptions, ddp_config, model_options
 from megatron_scalerl.weights.source import load_hf
 
@@ -68,7 +68,7 @@ class PolicyModel(GPTModel):
             backend=recipe.trainer.logit_backend,
         )
         if self.post_process:
-            # Megatron-Core 0.16.1 has no `logit_dtype`; where GPTModel has one it materialises [N, vocab] logits.
+            # Megatron-Core 0.16.1 has no `logit_dtype`; a GPTModel that has one materializes [N, vocab] logits.
             self.output_layer.forward = self._use_head
         self.parallel = parallel
         self.rotary_pos_emb.inv_freq = family.inv_freq.to(parallel.device)
@@ -115,13 +115,13 @@ class PolicyModel(GPTModel):
             return share.whole(torch.stack(pair, dim=1)).t()
         if share.places is not None:
             loss = partial(_loss_of_row, loss, share.places)
-        taken, *pair = self.output_layer(partial(token_loss, hidden[:, 0], loss=loss, **options))
-        return taken, share.whole(torch.stack(pair, dim=1)).t()
+        total, *pair = self.output_layer(partial(token_loss, hidden[:, 0], loss=loss, **options))
+        return total, share.whole(torch.stack(pair, dim=1)).t()
 
     def plan(self, starts: list[int], position_ids: Tensor, loss_mask: Tensor | None) -> Plan:
-        """How this rank computes a row, from numbers and tensors of the host and into tensors of the host.
+        """How this rank computes a row. All tensors are in host memory.
 
-        `starts` (S+1 numbers) as cu_seqlens, position_ids and loss_mask [N]; loss_mask None: all tokens count.
+        `starts` are the S+1 numbers of cu_seqlens; position_ids and loss_mask [N]; loss_mask None: all tokens count.
         """
         share = share_of(
             starts,
@@ -139,9 +139,9 @@ class PolicyModel(GPTModel):
         return Plan(share=share, packed=packed, places=places)
 
     def hidden_states(self, plan: Plan, tokens: Tensor, expert_choices: Tensor | None = None) -> Tensor:
-        """[n, 1, H] states of this rank's tokens after this stage's layers.
+        """[n, 1, H] states of this rank's tokens after this stage's layers; tokens [N], expert_choices [N, L, K].
 
-        Under sequence parallelism n is cut further over the tensor-parallel ranks.
+        Under sequence parallelism n is further split over the tensor-parallel ranks.
         """
         share, row = plan.share, plan.packed
         assert row.position_ids is not None
@@ -163,14 +163,13 @@ class PolicyModel(GPTModel):
     def _use_head(self, project: Callable[..., Any]) -> Any:
         """The output layer's forward: `project` with the head's weight.
 
-        Called through the layer, so that Megatron's hooks on it run: under overlap_param_gather they wait for
-        weights that are still on their way.
+        Called through the layer, so that Megatron's hooks run: under overlap_param_gather they wait for the weights.
         """
         tied = self.share_embeddings_and_output_weights
         return project(weight=self.shared_embedding_or_output_weight() if tied else self.output_layer.weight)
 
     def _rotary_angles(self, row: PackedRow) -> Tensor:
-        """[n, 1, 1, d] angles per token; for Transformer Engine [longest, 1, 1, d], which it indexes itself."""
+        """[n, 1, 1, d] angles per token; for Transformer Engine [longest, 1, 1, d], indexed by position."""
         frequencies = self.rotary_pos_emb.inv_freq
         if row.qkv_format == "thd":
             positions = torch.arange(row.longest, device=frequencies.device)
@@ -183,24 +182,23 @@ class PolicyModel(GPTModel):
 
 
 def row_divisor(config: Any) -> int:
-    """What a share's tokens must be a multiple of: the tensor-parallel size under sequence parallelism."""
+    """A share's number of tokens must be a multiple of it: the tensor-parallel size under sequence parallelism."""
     return config.tensor_model_parallel_size if config.sequence_parallel else 1
 
 
 def _loss_of_row(loss: ChunkLoss, row_places: Tensor, logprobs: Tensor, entropies: Tensor, places: Tensor) -> Tensor:
-    """`loss` of some tokens of a rank's share, told which tokens of the whole row they are."""
+    """`loss` of some tokens of a rank's share, with their positions in the whole row."""
     return loss(logprobs, entropies, row_places[places])
 
 
 def build_policy(
     hf_path: str | Path, recipe: Recipe, parallel: Parallel, *, load_weights: bool = True
 ) -> list[torch.nn.Module]:
-    """Model chunks of this pipeline stage, ready for Megatron's schedules, with the weights of `hf_path`.
+    """Model chunks of this pipeline stage for Megatron's schedules, with the weights of `hf_path`.
 
-    Where the recipe names policy.megatron_path they come from there.
-
-    Each chunk is DistributedDataParallel(Float16Module(PolicyModel)) in bf16 and DistributedDataParallel(
-    PolicyModel) in fp32. Raises ValueError for options and checkpoints that do not fit.
+    If the recipe has policy.megatron_path, weights are loaded from there. Each chunk is DistributedDataParallel(
+    Float16Module(PolicyModel)) in bf16 and DistributedDataParallel(PolicyModel) in fp32. Raises ValueError for
+    options and checkpoints that do not fit.
     """
     family = family_of_folder(hf_path)
     options = model_options(family, recipe, parallel)
@@ -218,7 +216,7 @@ def build_policy(
     config, ddp = options.config, ddp_config(recipe)
     wrapped = [Float16Module(config, model) if config.bf16 else model for model in models]
     chunks: list[torch.nn.Module] = [
-        # Buckets only help the first chunk: later chunks' reductions overlap with compute anyway.
+        # Buckets help the first chunk only: reductions of later chunks overlap with compute anyway.
         DistributedDataParallel(config, ddp, module, disable_bucketing=index > 0)
         for index, module in enumerate(wrapped)
     ]
@@ -226,16 +224,8 @@ def build_policy(
     return chunks
 
 
-def unwrap(chunk: torch.nn.Module) -> PolicyModel:
-    """The PolicyModel inside a chunk."""
-    inner: Any = chunk
-    while not isinstance(inner, PolicyModel):
-        inner = inner.module
-    return inner
-
-
 def _sync_functions(config: Any, ddp: Any, chunks: list[Any]) -> None:
-    """Tells the schedules how to hold back gradient reduction until the last micro-batch."""
+    """Tells the schedules how to defer gradient reduction to the last micro-batch."""
     if not ddp.overlap_grad_reduce:
         return
     functions = [chunk.no_sync for chunk in chunks]

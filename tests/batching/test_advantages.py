@@ -40,7 +40,7 @@ def test_prompt_normalization_divides_by_each_groups_std():
     assert advantages(MIXED, normalize="prompt") == pytest.approx(expected)
 
 
-def test_no_normalization_centres_only():
+def test_no_normalization_centers_only():
     assert advantages(MIXED, normalize="none") == pytest.approx([0.5, 0.5, 0.5, -1.5, 1.0, -1.0])
 
 

@@ -16,9 +16,8 @@ from megatron_scalerl.convert.conversion import Options
 from megatron_scalerl.convert.to_hf import to_hf
 from megatron_scalerl.convert.to_megatron import to_megatron
 from megatron_scalerl.distributed import cpu_compat
-from megatron_scalerl.distributed.parallel import Parallel, init_parallel, shutdown_parallel
+from megatron_scalerl.distributed.parallel import Parallel, init_parallel, shutdown_parallel, unwrap
 from megatron_scalerl.trainer import checkpoint
-from megatron_scalerl.trainer.model import unwrap
 from megatron_scalerl.trainer.step import Trainer, make_trainer
 from megatron_scalerl.weights.source import MegatronWeightSource
 

@@ -82,7 +82,7 @@ WITHOUT: dict[str, Callable[[Family], Family]] = {
     "llama4: shared expert": _option(moe_shared_expert_intermediate_size=None),
     "qwen3: query and key norm": _layers(qk_norm="none"),
     "qwen3: weights of that norm": _layers(qk_norm="weightless"),
-    "qwen3_moe: normalised probabilities": _option(moe_router_pre_softmax=True),
+    "qwen3_moe: normalized probabilities": _option(moe_router_pre_softmax=True),
     "qwen3_moe: two experts": _option(moe_router_topk=1, moe_router_pre_softmax=True),
     "qwen3_moe_tied: probabilities over all experts": _option(moe_router_pre_softmax=False),
     "qwen3_tied: YaRN's attention factor": _option(softmax_scale=None),

@@ -1,4 +1,4 @@
-"""What one rank of the parity tests does: build, one forward and backward pass, one optimiser step, export."""
+"""What one rank of the parity tests does: build, one forward and backward pass, one optimizer step, export."""
 
 from __future__ import annotations
 

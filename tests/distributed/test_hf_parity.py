@@ -1,4 +1,8 @@
-"""Log-probabilities follow from Hugging Face's logits, and the head is as precise as `policy.logits` says."""
+"""Log-probabilities follow from Hugging Face's logits, and the head has the precision of `policy.logits`.
+
+Why this matters: an fp32 head on one side only is worse than on neither (docs/logits.md). Not exercised: the
+engine's head (tests/e2e), fp32 accumulation on GPUs.
+"""
 
 from __future__ import annotations
 

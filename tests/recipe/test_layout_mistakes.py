@@ -8,7 +8,7 @@ import pytest
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.models import family, read_hf_config
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.parallel_layout import check_cuts, sizes_of, stages_of
+from megatron_scalerl.recipe.parallel_layout import check_sharding, sizes_of, stages_of
 from megatron_scalerl.trainer.options import check_megatron
 
 SHARED = {
@@ -217,7 +217,7 @@ def test_megatrons_own_uneven_splits_pass(name, policies):
     parallel, model, expected = SPLITS[name]
     r = recipe(policies, "dense", len(expected), parallel, **model)
     policy = family(read_hf_config(policies / "dense"))
-    check_cuts(policy, r)
+    check_sharding(policy, r)
     check_megatron(policy, r)
     assert [list(s) for s in stages_of(r.megatron.model, 6, sizes_of(r.megatron.parallel))] == expected
     if "layout" not in name:

@@ -1,6 +1,6 @@
 """What a GPU's host waits for, kept as lists: once for every micro-batch, once for every step.
 
-Two views, neither of them a GPU. A step on the CPU, in which every read is counted by who asked (real data, so
+Two views, neither of them a GPU. A step on the CPU, in which every read is counted by caller (real data, so
 experts and the optimizer take part); and forward and backward on the meta device, where a read is an error.
 docs/cuda.md has the same lists with what each costs on a GPU.
 """
@@ -20,9 +20,9 @@ from device_reads import DeviceReads
 from random_policy import batches_of, make_recipe, random_samples
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_scalerl.distributed.parallel import unwrap
 from megatron_scalerl.trainer import staging
 from megatron_scalerl.trainer import step as step_module
-from megatron_scalerl.trainer.model import unwrap
 from megatron_scalerl.trainer.step_metrics import StepMetrics
 from megatron_scalerl.types import Batch
 
@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "logits twice": {"trainer": {"loss_in_chunk": False}},
 }
 HOST_ONLY = {
-    "item megatron_scalerl/logits/torch_backend.py:_logits": "asked where the scale is a host tensor",
+    "item megatron_scalerl/logits/torch_backend.py:_logits": "only for a scale in host memory",
     "item megatron/core/optimizer/optimizer.py:step_with_ready_grads": "AdamW's own counters are host tensors",
 }
 """Found on a CPU, and no read of a device on a GPU."""

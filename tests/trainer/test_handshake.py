@@ -1,4 +1,4 @@
-"""Who may join a run, and what may be said there: real worker processes and raw sockets against a real client."""
+"""Who may join a run, and which messages are valid: real worker processes and raw sockets against a real client."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import zmq
 import zmq.asyncio
 
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous, HostRendezvous
-from megatron_scalerl.trainer import curve, messages, worker
+from megatron_scalerl.trainer import messages, sockets, worker
 from megatron_scalerl.trainer.client import TrainerClient, TrainerError
 
 pytestmark = pytest.mark.slow
@@ -81,7 +81,7 @@ def test_a_wrong_secret_gets_no_answer():
 
     status, line, failure = asyncio.run(scenario())
     assert status == worker.EXIT_REFUSED
-    assert "found none (gone, or MSRL_SECRET is another run's)" in line
+    assert "found none (it has exited, or MSRL_SECRET is another run's)" in line
     assert failure == ""
 
 
@@ -113,12 +113,12 @@ def test_missing_settings_are_named():
 
 
 class StandInRank:
-    """A rank's socket that says what a test wants; `keys` None: those of a rank of the run."""
+    """A rank's socket that sends what a test specifies; `keys` None: those of a rank of the run."""
 
     def __init__(self, trainer: TrainerClient, *, keys: tuple[bytes, bytes] | None = None) -> None:
         self._context = zmq.asyncio.Context()
         self.socket = self._context.socket(zmq.DEALER)
-        curve.secure_client(self.socket, "a secret")
+        sockets.secure_client(self.socket, "a secret")
         if keys is not None:
             self.socket.curve_publickey, self.socket.curve_secretkey = keys
         self.socket.connect(trainer.endpoint)
@@ -222,7 +222,7 @@ def test_what_a_stranger_says_does_not_end_the_controller(frames):
 
 
 @pytest.mark.parametrize(
-    ("said", "error"),
+    ("message", "error"),
     [
         ([b"\xc1"], r"^trainer rank 1: expected a message, found 1 bytes that are none"),
         ([b"a", b"b"], r"^trainer rank 1: expected a message in one frame, found 2"),
@@ -230,12 +230,12 @@ def test_what_a_stranger_says_does_not_end_the_controller(frames):
         ([messages.encode(ready(1, dp_rank=2))], r"^trainer rank 1: expected a data-parallel rank under 2, found 2"),
     ],
 )
-def test_a_rank_that_says_what_it_may_not_is_lost_and_named(said, error):
+def test_a_rank_with_an_invalid_message_is_named(message, error):
     async def scenario(trainer, start):
         with StandInRank(trainer) as rank:
             await rank.hello(1)
             assert await rank.answer() == messages.Welcome()
-            await rank.socket.send_multipart(said)
+            await rank.socket.send_multipart(message)
             with pytest.raises(TrainerError, match=error):
                 await start
 
@@ -324,8 +324,8 @@ def test_connections_that_are_left_open_do_not_hold_up_the_end():
 
 
 def test_pings_that_a_busy_rank_does_not_read_cost_it_nothing(monkeypatch):
-    monkeypatch.setattr(curve, "HEARTBEAT_MS", 200)
-    monkeypatch.setattr(curve, "HEARTBEAT_TIMEOUT_MS", 1_000)
+    monkeypatch.setattr(sockets, "HEARTBEAT_MS", 200)
+    monkeypatch.setattr(sockets, "HEARTBEAT_TIMEOUT_MS", 1_000)
     monkeypatch.setattr("megatron_scalerl.trainer.client.PROBE_INTERVAL_MS", 5)
 
     async def scenario(trainer, start):
@@ -359,18 +359,18 @@ def test_on_several_hosts_everybody_waits_for_the_address_that_rank_0_has_bound(
     conversation(scenario, rendezvous=None)
 
 
-def test_a_rank_that_stands_still_is_lost_after_the_heartbeat_s_limit(monkeypatch):
-    monkeypatch.setattr(curve, "HEARTBEAT_MS", 300)  # in this process: the controller asks, the rank answers
-    monkeypatch.setattr(curve, "HEARTBEAT_TIMEOUT_MS", 1_000)
+def test_a_rank_that_hangs_is_lost_after_the_heartbeat_s_limit(monkeypatch):
+    monkeypatch.setattr(sockets, "HEARTBEAT_MS", 300)  # in this process: the controller asks, the rank answers
+    monkeypatch.setattr(sockets, "HEARTBEAT_TIMEOUT_MS", 1_000)
 
     async def scenario(trainer, start):
         env = environment(trainer, RANK="1", WORLD_SIZE="2", MSRL_RECIPE=str(RECIPE))
         process = await asyncio.create_subprocess_exec(*WORKER, env=env)
         try:
-            while 1 not in trainer._identities:  # then it waits to be told where rank 0 is
+            while 1 not in trainer._identities:  # then it waits for the address of rank 0
                 await asyncio.sleep(0.05)
             process.send_signal(signal.SIGSTOP)
-            with pytest.raises(TrainerError, match="trainer rank 1: the process has gone without a word"):
+            with pytest.raises(TrainerError, match="trainer rank 1: the process exited unexpectedly"):
                 await asyncio.wait_for(start, 30)
         finally:
             process.kill()

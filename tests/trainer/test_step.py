@@ -1,4 +1,4 @@
-"""One optimiser step against a plain reference, and what must not change it."""
+"""One optimizer step against a plain reference, and what must not change it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from random_policy import batches_of, random_samples
 from transformers import AutoModelForCausalLM
 
 from megatron_scalerl.batching.packing import filler_micro_batch
+from megatron_scalerl.distributed.parallel import unwrap
 from megatron_scalerl.recipe.sections import OptimizerSection
-from megatron_scalerl.trainer.model import unwrap
 from megatron_scalerl.trainer.step import constant_with_warmup
 from megatron_scalerl.types import Batch
 
@@ -173,7 +173,7 @@ def test_scoring_leaves_training_alone(new_trainer):
     assert all(torch.equal(w, theirs[n]) for n, w in weights(plain).items())
 
 
-def test_a_spoilt_loss_is_not_passed_over(new_trainer):
+def test_a_loss_that_is_not_finite_is_an_error(new_trainer):
     samples = random_samples(9, count=1)
     [batch] = batches_of(samples)
     batch.micro_batches[0].advantages[:] = float("nan")

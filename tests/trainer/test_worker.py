@@ -1,4 +1,4 @@
-"""Trainer ranks as processes, driven by the client: every command, every way to be lost."""
+"""Trainer ranks as processes, driven by the client: every command, every way to fail."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def receive_weights(client, version):
         return {name: tensor.clone() for name, tensor in receive(group, manifest, version, digests)}
 
     report, tensors = await asyncio.gather(client.send_weights(version), asyncio.to_thread(collect))
-    assert report["digest"] == combine(digests) and report["bytes"] > 0
+    assert report.digest == combine(digests) and report.bytes > 0
     return tensors, group
 
 
@@ -107,7 +107,7 @@ def check_doors(world):
 
 
 def run(scenario, *arguments, **keywords):
-    """The scenario's coroutine with a world that is gone afterwards."""
+    """The scenario's coroutine with a world that is closed afterwards."""
 
     async def whole():
         world = World(*arguments, **keywords)
@@ -192,14 +192,14 @@ def test_a_killed_rank_is_named_and_the_others_exit_with_their_controller(tmp_pa
         if busy:
             await asyncio.sleep(0)  # the commands are on their way
             world.processes[1].send_signal(signal.SIGKILL)
-        with pytest.raises(TrainerError, match=r"trainer rank 1: the process has gone without a word"):
+        with pytest.raises(TrainerError, match=r"trainer rank 1: the process exited unexpectedly"):
             await stepping
         world.client.close()
         return await world.exits()
 
     survivor, killed = run(scenario, tmp_path, policy, world_size=2, bind_host=bind_host)
     assert killed == -signal.SIGKILL
-    # Whichever it notices first: that its controller has gone, or that its peer has.
+    # It may notice first that its controller or that its peer has exited.
     assert survivor in (EXIT_ORPHAN, 1)
 
 

@@ -17,7 +17,7 @@ from megatron_scalerl.check_gpu.findings import Recorder
 from megatron_scalerl.check_gpu.own_group import ended_within, own_group
 from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.logits import chosen_backend
-from megatron_scalerl.logits.choice import backend_names
+from megatron_scalerl.logits.choice import BACKENDS
 from megatron_scalerl.logits.contenders import contenders_on
 from megatron_scalerl.logits.targets import targets
 
@@ -94,7 +94,7 @@ def _benchmark(setting: Setting, record: Recorder, deadline: Deadline) -> None:
 def ours_on(device: Literal["cpu", "gpu"]) -> list[str]:
     """This project's contenders."""
     names = [contender.name for contender in contenders_on(device)]
-    return [name for name in names if name.partition(",")[0] in backend_names()]
+    return [name for name in names if name.partition(",")[0] in BACKENDS]
 
 
 def whole_lines(output: str) -> list[dict[str, Any]]:

@@ -15,11 +15,11 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils import z85
 
 HEARTBEAT_MS = 5_000
-"""Interval of ZeroMQ's own heartbeats (milliseconds); its input/output thread sends them, also in a long step."""
+"""Interval of ZeroMQ's heartbeats (milliseconds). Its I/O thread sends them, also during a long step."""
 HEARTBEAT_TIMEOUT_MS = 60_000
-"""Silence after which a peer counts as gone (milliseconds). A closed connection is noticed at once."""
+"""Silence after which a peer counts as disconnected (milliseconds). A closed connection is noticed at once."""
 MAX_QUEUED = 16
-"""Messages that may wait in the controller's socket, per rank and direction: one command is under way at a time."""
+"""Messages that may wait in the controller's socket, per rank and direction: there is one command at a time."""
 
 _ZAP_DOMAIN = b"megatron_scalerl"
 _CONTROLLER = b"megatron_scalerl trainer socket"
@@ -27,9 +27,9 @@ _RANKS = b"megatron_scalerl trainer ranks"
 
 
 class CurveAuthenticator(AsyncioAuthenticator):
-    """Admits, to one context's server sockets, clients that hold the ranks' key; needs a running event loop.
+    """Admits clients with the ranks' key to the server sockets of one context; needs a running event loop.
 
-    libzmq asks for every connection, and without somebody to ask, or to answer, refuses it.
+    libzmq queries it for every connection, and refuses the connection without an answer.
     """
 
     def __init__(self, context: zmq.Context, secret: str) -> None:
@@ -45,7 +45,7 @@ class CurveAuthenticator(AsyncioAuthenticator):
 def secure_server(socket: zmq.Socket, secret: str) -> None:
     """Make `socket` the CURVE server of the run, with heartbeats; call before bind.
 
-    A CurveAuthenticator of its context must be running.
+    Its context must have a running CurveAuthenticator. Raises ValueError for an empty secret.
     """
     socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
@@ -55,12 +55,15 @@ def secure_server(socket: zmq.Socket, secret: str) -> None:
 
 
 def secure_client(socket: zmq.Socket, secret: str) -> None:
-    """Make `socket` speak to the CURVE server of the run, with heartbeats; call before connect."""
+    """Make `socket` a CURVE client of the run, with heartbeats; call before connect.
+
+    Raises ValueError for an empty secret.
+    """
     socket.curve_serverkey = _keys(secret, _CONTROLLER)[0]
     socket.curve_publickey, socket.curve_secretkey = _keys(secret, _RANKS)
     _keep_alive(socket)
-    # Pings of the controller, the only one who is heard here, wait until a step is done. A socket with a full queue
-    # reads no heartbeats either and takes the controller for gone.
+    # The controller is the only peer. Its pings wait until a step is done, and a socket with a full queue would not
+    # read heartbeats either: it would take the controller for disconnected.
     socket.setsockopt(zmq.RCVHWM, 0)
 
 
