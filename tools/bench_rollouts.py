@@ -44,8 +44,8 @@ if __name__ == "__main__":
     OPTIONS = parser().parse_args()  # before the imports, which take seconds
 
 with explained():
-    from megatron_scalerl.engine.interruption import Plan
     from megatron_scalerl.engine.client import SamplingSpec
+    from megatron_scalerl.engine.interruption import Plan
     from megatron_scalerl.engine.process import EngineProcess
     from megatron_scalerl.recipe import Recipe
 
