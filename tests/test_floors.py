@@ -13,7 +13,6 @@ FLOORS = [
         "logits": "",
         "models": "",
         "fit": "",
-        "show_rollouts": "",
     },
     {
         "recipe": "models",
@@ -33,7 +32,7 @@ FLOORS = [
         "convert": "checkpoints models processes safe_load",
     },
     {
-        "trainer": "batching checkpoints distributed logits losses models recipe safe_load types weights",
+        "trainer": "batching checkpoints distributed logits losses models processes recipe safe_load types weights",
         "engine": "checkpoints distributed models processes recipe types weights",
         "export": "checkpoints convert recipe",
     },
@@ -43,16 +42,17 @@ FLOORS = [
         "sft": "batching convert distributed losses prompts recipe trainer types",
     },
     {
-        "controller": "batching checkpoints distributed engine launch models processes prompts recipe rewards "
+        "controller": "batching checkpoints engine launch models processes prompts recipe rewards "
         "rollouts safe_load trainer types weights",
         "plan": "checkpoints distributed logits models recipe rollouts trainer",
     },
     {
         "check_gpu": "batching checkpoints controller distributed engine launch logits losses plan processes prompts "
         "recipe rewards rollouts tiny trainer types weights",
+        "commands": "controller export recipe report sft",
     },
     {
-        "__main__": "check_gpu controller environment export processes recipe report sft",
+        "__main__": "environment processes",
     },
 ]
 """Each floor's packages and modules of the top level, and what they import of the floors below."""

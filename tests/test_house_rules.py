@@ -25,7 +25,6 @@ VLLM = {
 }
 
 OWN_STATE = {
-    "convert/blob.py",
     "engine/weight_receiver.py",
     "plan/lengths.py",
     "plan/simulate.py",

@@ -38,7 +38,9 @@ _COLORS = {"passed": "green", "measured": "cyan", "missed": "yellow", "failed": 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command."""
+    parser.description = "Check correctness and speed of every component on the GPUs of this machine."
+    parser.epilog = "docs/gpu.md says what is checked and how to send the report."
     parser.add_argument("--only", metavar="PART[,PART]", help="run these parts; --list names them")
     parser.add_argument("--quick", action="store_true", help="what fits into 5 minutes: no engine, one shape")
     parser.add_argument("--rehearse", action="store_true", help="every part at toy size on the CPU; proves no GPU")
@@ -53,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list", action="store_true", help="the parts, what each does and its time limit")
 
 
-def check_gpu(options: argparse.Namespace, console: Console) -> int:
+def run(options: argparse.Namespace, console: Console) -> int:
     """Run the check; 0 if nothing failed, else 1. Raises ValueError for bad input, RuntimeError without torch."""
     _check(options)
     if options.list:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-_PREFIX = re.compile(r"^\s*(?:\([^)]*pid=\d+\)\s*)?(?:(?:ERROR|WARNING|INFO|DEBUG) [\d-]+ [\d:.]+ \[[^\]]*\]\s*)?")
-_ERROR = re.compile(r"^(?:[\w.]*(?:Error|Exception|Died|Interrupt|OutOfMemory\w*)\b: \S|megatron_scalerl: )")
+_LEVEL = "(?:ERROR|WARNING|INFO|DEBUG)"
+_PREFIX = re.compile(
+    rf"^\s*(?:\([^)]*pid=\d+\)\s*)?(?:[\d-]+ [\d:,]+ {_LEVEL} +\S+ [\w.]+: |{_LEVEL} [\d-]+ [\d:.]+ \[[^\]]*\]\s*)?"
+)
+"""vLLM's name of the process, then the format of `processes.logs`, or vLLM's own before logging is configured."""
+_ERROR = re.compile(r"^(?:[\w.]*(?:Error|Exception|Died|Interrupt|OutOfMemory\w*)\b: \S|megatron-scalerl: )")
 _UNINFORMATIVE = ("Engine core initialization failed", "engine_core.py", "KeyboardInterrupt")
 _BACKEND = re.compile(r"Using (?:AttentionBackendEnum\.)?([A-Z][A-Z0-9_]+) (?:attention backend\b|backend\.)")
 """vLLM says the first of a backend that it chose itself, and the second of one that it was told."""

@@ -51,7 +51,7 @@ class EngineProcess:
         self._devices = devices
         self.name = f"engine-{index}"
         self.log_path = Path(log_path)
-        self._socket = listen_on(engine.host, engine.port + index if engine.port else 0)
+        self._socket = bind_server(engine.host, engine.port + index if engine.port else 0)
         self.port: int = self._socket.getsockname()[1]
         self._arguments = engine_arguments(recipe, host=engine.host, port=self.port, transport=transport)
         host = f"[{engine.host}]" if ":" in engine.host else engine.host
@@ -170,7 +170,7 @@ class EngineProcess:
         return EngineDied(f"{self.name} (port {self.port}) {what}; {log_end(self.log_path)}")
 
 
-def listen_on(host: str, port: int) -> socket.socket:
+def bind_server(host: str, port: int) -> socket.socket:
     """A socket that listens on this address, on a free port for 0. Raises ValueError for a port in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

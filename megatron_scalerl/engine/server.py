@@ -15,6 +15,7 @@ import socket
 from argparse import Namespace
 from types import FrameType
 
+from megatron_scalerl.processes.logs import log_to_stderr
 from megatron_scalerl.processes.parent_death import tie_forked_children
 
 
@@ -36,6 +37,7 @@ def main() -> None:
     cli_env_setup()
     arguments = make_arg_parser(FlexibleArgumentParser(description=__doc__)).parse_args()
     configure_logging_from_args(arguments)
+    log_to_stderr("vllm")
     validate_parsed_serve_args(arguments)
     count_tokens()
     uvloop.run(_serve(arguments, sock))

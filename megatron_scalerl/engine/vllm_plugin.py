@@ -22,6 +22,7 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcess
 
 from megatron_scalerl.engine.answers import PROGRESS_PATH
 from megatron_scalerl.engine.interruption import Forcing, Plan
+from megatron_scalerl.processes.logs import NAME_VARIABLE, log_to_stderr
 from megatron_scalerl.processes.parent_death import die_with_parent
 
 BACKENDS = {"msrl_gloo": "GlooReceiver", "msrl_nccl": "NcclReceiver"}
@@ -29,7 +30,9 @@ BACKENDS = {"msrl_gloo": "GlooReceiver", "msrl_nccl": "NcclReceiver"}
 
 
 def register() -> None:
-    """Register our weight-transfer backends with vLLM and tie this process to its parent. Idempotent."""
+    """Register our weight-transfer backends with vLLM, and set up this process. Idempotent."""
+    if NAME_VARIABLE in os.environ:  # an engine of a run
+        log_to_stderr("vllm")
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
     for name, receiver in BACKENDS.items():

@@ -1,17 +1,17 @@
-"""The command line of the forecast: `tools/fit_curve.py INPUT... [options]`."""
+"""The command line of the forecast: `megatron-scalerl fit INPUT... [options]`."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import json
-import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from megatron_scalerl.fit.backtest import Backtest
     from megatron_scalerl.fit.compare import Comparison
     from megatron_scalerl.fit.decide import Decision
@@ -23,27 +23,16 @@ BACKTEST_PREFIXES = 20
 """Prefixes in the report's back-test; --backtest prints all."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Fit, print, write; returns 0, or 2 for bad input (one line on standard error)."""
-    options = parser().parse_args(arguments)
-    try:
-        return run(options)
-    except ValueError as error:
-        print(f"fit_curve: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"fit_curve: {error.filename}: expected a usable path, found {error.strerror}", file=sys.stderr)
-        return 2
+EPILOG = """example:
+  megatron-scalerl fit runs/my_run --fit-until 8000 --predict 16000,50000 --html report.html
+
+Every interval has a coverage of 90 %. docs/forecast.md describes the methods and how to read the plots."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options; nothing heavy is imported for --help."""
-    p = argparse.ArgumentParser(
-        prog="fit_curve.py",
-        description="Fit a run's compute-performance curve, forecast it, and say whether it is worth going on.",
-        epilog="Example: fit_curve.py runs/my_run --fit-until 8000 --predict 16000,50000 --html report.html. "
-        "Every interval holds with a probability of 90 %.",
-    )
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    p.description = "Fit a run's compute-performance curve, forecast it, and decide whether to continue the run."
+    p.epilog = EPILOG
     p.add_argument("inputs", nargs="+", metavar="INPUT", help="run folder, or CSV, JSONL or JSON file")
     p.add_argument("--compute", metavar="COL", help="column with the compute (or the step)")
     p.add_argument("--score", metavar="COL", help="column with the pass rate")
@@ -73,11 +62,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--target", type=float, metavar="X", help="pass rate whose compute is wanted")
     p.add_argument("--backtest", action="store_true", help="refit at every prefix of the run")
     p.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the intervals; default 0")
-    return p
 
 
-def run(options: argparse.Namespace) -> int:
-    """Do what the parsed options say. Raises ValueError for bad input."""
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Fit, print and write. Raises ValueError for bad input, OSError for a path that cannot be read or written."""
     if options.plot or options.html:
         importlib.import_module("matplotlib")  # a missing one is said before the work, not after it
     from megatron_scalerl.fit import text

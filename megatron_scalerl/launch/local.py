@@ -42,9 +42,8 @@ class LocalLauncher:
         """Raises ValueError for a port in use and for options unknown to vLLM."""
         self._recipe = recipe
         self._attempt = attempt
-        self._transport = resolve_transport(recipe.weights.transport)
         self._trainers: list[ChildProcess] = []
-        self._watches: list[asyncio.Task[NoReturn]] = []
+        self._watches: list[asyncio.Task[NoReturn]] = []  # one per process; each ends by raising
         self._starts: list[asyncio.Task[EngineInfo]] = []
         self._client = TrainerClient(
             world_size=recipe.trainer.world_size,
@@ -54,13 +53,14 @@ class LocalLauncher:
             rendezvous=rendezvous,
             command_timeout_s=recipe.trainer.step_timeout_s,
         )
+        transport = resolve_transport(recipe.weights.transport)
         self._engines = [
             EngineProcess(
                 recipe,
                 index=index,
                 secret=secret,
                 log_path=attempt.folder / "logs" / f"engine-{index}.log",
-                transport=self._transport,
+                transport=transport,
                 devices=engine_gpus(recipe, index),
             )
             for index in range(recipe.engine.count)

@@ -1,44 +1,35 @@
-"""The command line of the planner: `tools/plan.py RECIPE --gpus N [options]`."""
+"""The command line of the planner: `megatron-scalerl plan RECIPE --gpus N [options]`."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from megatron_scalerl.plan.assumptions import Assumptions, Origin, check_number, default_origins, described
 from megatron_scalerl.plan.assumptions_file import read_assumptions
 from megatron_scalerl.plan.hardware import GPUS
 from megatron_scalerl.plan.kernels import Layers
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 GPU = "h100-80g"
 """Where neither a flag nor a file names another."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Plan and print; 0, or 2 for bad input and, with --check, for a rank that does not fit."""
-    options = parser().parse_intermixed_args(arguments)
-    try:
-        return run(options)
-    except ValueError as error:
-        print(f"plan: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"plan: {error.filename}: expected a usable path, found {error.strerror}", file=sys.stderr)
-        return 2
+EPILOG = """example:
+  megatron-scalerl plan recipes/scalerl_llama4_scout_17bx16.yaml --gpus 256 --check"""
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options; the flags of the assumptions come from their own table."""
-    p = argparse.ArgumentParser(
-        prog="plan.py",
-        description="Whether a recipe fits its GPUs and what it costs, before any GPU is asked for.",
-        epilog="Example: plan.py recipes/scalerl_llama4_scout_17bx16.yaml --gpus 256 --check",
-    )
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """Add the options of the command; the flags of the assumptions come from their own table."""
+    p.description = "Predict whether a recipe fits its GPUs and what it costs, before any GPU is requested."
+    p.epilog = EPILOG
     p.add_argument("recipe", metavar="RECIPE", help="recipe file")
     p.add_argument("overrides", nargs="*", metavar="key.path=value", help="overrides of the recipe")
     p.add_argument("--gpus", type=_positive, required=True, metavar="N", help="GPUs of trainer and engines together")
@@ -72,20 +63,20 @@ def parser() -> argparse.ArgumentParser:
         default = "computed" if f.default is None else f"{f.default:g} {f.metadata['unit']}".strip()
         text = f"{f.metadata['what']} ({default})".replace("%", "%%")
         group.add_argument("--" + f.name.replace("_", "-"), type=_number_of(f.name), metavar="X", help=text)
-    return p
 
 
-def run(options: argparse.Namespace) -> int:
-    """As `main`, raising ValueError for bad input."""
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Plan and print; 2 where --check finds a rank that does not fit, else 0.
+
+    Raises ValueError for bad input, OSError for a path that cannot be read or written.
+    """
     from megatron_scalerl.recipe.file import load_recipe
 
     recipe = load_recipe(options.recipe, options.overrides)
     inputs = inputs_of(options)
     folder = config_folder(recipe.policy.path, options.recipe, options.config)
 
-    from rich.console import Console  # from here on what takes seconds to import
-
-    from megatron_scalerl.plan.build_check import compare_with_build
+    from megatron_scalerl.plan.build_check import compare_with_build  # imports that take seconds
     from megatron_scalerl.plan.planner import as_numbers, make_plan
     from megatron_scalerl.plan.text import show, verdict
 
@@ -99,12 +90,14 @@ def run(options: argparse.Namespace) -> int:
     if options.check:
         problems = plan.problems()
         if problems:
-            print(f"plan: {recipe.name}: {problems[0]}", file=sys.stderr)
+            print(f"megatron-scalerl: {recipe.name}: {problems[0]}", file=sys.stderr)
             return 2
         if options.json != "-":
             print(f"{recipe.name} on {options.gpus} x {plan.gpu.name}: {verdict(plan)}")
     elif options.json != "-":
-        show(plan, built, Console(width=None if sys.stdout.isatty() else 100))
+        from rich.console import Console
+
+        show(plan, built, Console(width=None if console.is_terminal else 100))
     return 0
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import weakref
@@ -15,7 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
+from megatron_scalerl.processes.logs import NAME_VARIABLE
 from megatron_scalerl.processes.parent_death import tied_command
+
+logger = logging.getLogger(__name__)
 
 LOG_LINES = 15
 _TAIL_BYTES = 20_000
@@ -42,20 +46,21 @@ class ChildProcess:
     ) -> ChildProcess:
         """Start `argv`.
 
-        env: the complete environment. log: stdout and stderr are appended to it. pass_fds: inherited file
-        descriptors. The child dies with the calling thread: call it from one that lives as long as this process,
-        preferably the main thread. Raises OSError.
+        env: the complete environment but for the process name. log: stdout and stderr are appended to it.
+        pass_fds: inherited file descriptors. The child dies with the calling thread: call it from one that lives as
+        long as this process, preferably the main thread. Raises OSError.
         """
         with open_log(log) as output:
             process = await asyncio.create_subprocess_exec(
                 *tied_command(list(argv)),
-                env=dict(env),
+                env={**env, NAME_VARIABLE: name},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
                 pass_fds=tuple(pass_fds),
             )
+        logger.info("started %s, pid %d", name, process.pid)
         return cls(name, process, log)
 
     @property

@@ -1,4 +1,4 @@
-"""Reads a recipe file, applies overrides, and says in one line what is wrong with it."""
+"""Reads recipe files, applies overrides, and reports errors in one line."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ OLD_KEYS = {"advantages.normalise": "advantages.normalize"}
 
 
 class RecipeError(ValueError):
-    """A mistake in a recipe: one line with file, key, what was expected and what was found."""
+    """A user error in a recipe: one line with file, key, what was expected and what was found."""
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """Load a YAML recipe and apply `key.path=value` overrides.
 
-    Raises `RecipeError` for a missing or broken file, an unknown key (naming the nearest valid one), a
-    wrong type and settings that contradict each other.
+    Raises `RecipeError` for a missing or invalid file, an unknown key (naming the nearest valid one), a wrong type,
+    and settings that contradict each other.
     """
     path = Path(path)
     data = read_yaml(path)
@@ -46,7 +46,7 @@ def _validated(data: dict[str, Any], path: Path) -> Recipe:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The recipe as resolved, every default written out, as YAML that loads to an equal recipe."""
+    """The resolved recipe with all defaults, as YAML that loads to an equal recipe."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
@@ -66,7 +66,7 @@ def read_run_recipe(run_dir: str | Path) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises `RecipeError` for a file that is missing, unreadable or something else."""
+    """The mapping in a YAML file. Raises `RecipeError` for a file that is missing, unreadable or not a mapping."""
     if not path.is_file():
         raise RecipeError(f"{path}: expected a recipe file, found {'a folder' if path.is_dir() else 'nothing'}")
     try:
@@ -97,7 +97,7 @@ def _override(data: dict[str, Any], item: str) -> None:
     for name in parents:
         node = node.setdefault(name, {})
         if not isinstance(node, dict):
-            raise RecipeError(f"override {item!r}: {name} is a value, expected a section")
+            raise RecipeError(f"override {item!r}: expected a section, found a value at {name}")
     try:
         node[last] = yaml.safe_load(text) if text else None
     except yaml.YAMLError as error:
@@ -105,7 +105,7 @@ def _override(data: dict[str, Any], item: str) -> None:
 
 
 def _first_line(error: ValidationError) -> str:
-    """The first problem; unknown keys come first because they often cause the others."""
+    """Describe the first problem; unknown keys come first because they often cause the others."""
     problems = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     first = problems[0]
     key = ".".join(str(part) for part in first["loc"])

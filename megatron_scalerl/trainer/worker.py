@@ -13,6 +13,7 @@ gone ends it with 3, at once and in the middle of a step, so that no orphan hold
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import socket
@@ -29,10 +30,13 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from megatron_scalerl.distributed.rendezvous import HostRendezvous, Rendezvous, address_of, listen_on, serve_store
+from megatron_scalerl.processes.logs import log_to_stderr
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.trainer import curve, messages
 from megatron_scalerl.weights.connection import Connection, SendReport
+
+logger = logging.getLogger("megatron_scalerl.trainer.worker")  # also where this module is __main__
 
 GREETING_TIMEOUT_S = 60.0
 """Seconds for the controller to answer a greeting; with a wrong secret it never does."""
@@ -146,7 +150,7 @@ class ControllerLink:
         if self._leaving.is_set():
             self._monitor.close(linger=0)
             return
-        print(f"trainer rank {self._settings.rank}: the controller has gone, exiting", file=sys.stderr, flush=True)
+        logger.error("the controller disconnected, exiting")
         os._exit(EXIT_ORPHAN)
 
     def __enter__(self) -> "ControllerLink":
@@ -272,6 +276,7 @@ def serve(link: ControllerLink, settings: WorkerSettings, listening: socket.sock
 
 def main() -> int:
     """Run one rank; the exit status."""
+    log_to_stderr()
     settings = WorkerSettings.from_environment(os.environ)
     del os.environ["MSRL_SECRET"]  # what this rank may start has no use for it
     listening = listen_on(settings.bind_host) if settings.bind_host and settings.rank == 0 else None
@@ -279,13 +284,13 @@ def main() -> int:
     try:
         link.greet(None if listening is None else address_of(listening))
     except RefusedError as error:
-        print(f"trainer rank {settings.rank}: {error}", file=sys.stderr)
+        logger.error("%s", error)
         return EXIT_REFUSED
     try:
         with link:
             serve(link, settings, listening)
     except BaseException:
-        traceback.print_exc()
+        logger.exception("failed, exiting")
         link.exit_now(EXIT_FAILED)
     return 0
 

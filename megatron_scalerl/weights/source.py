@@ -6,7 +6,6 @@ the weights; there is no second table. Memory on top of the model is one Hugging
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -16,19 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_scalerl.checkpoints.hf_folder import HfReader
+from megatron_scalerl.checkpoints.hf_folder import HfReader, open_folder
 from megatron_scalerl.checkpoints.manifest import Manifest, ParamMeta
+from megatron_scalerl.checkpoints.megatron_names import EXPERT, FUSED_NORMS, GROUPED_EXPERT, LAYER
 from megatron_scalerl.distributed.parallel import Parallel, unwrap
 from megatron_scalerl.models.family import Family, Rule
-
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
-_FUSED_EXPERT = re.compile(r"\.experts\.linear_fc([12])\.weight(\d+)$")
-_FUSED_NORMS = {
-    ".self_attention.linear_qkv.layer_norm_weight": ".input_layernorm.weight",
-    ".mlp.linear_fc1.layer_norm_weight": ".pre_mlp_layernorm.weight",
-}
-"""Transformer Engine's names of parameters -> the names in Megatron's plain layers."""
 
 
 def load_hf(chunks: Sequence[Any], family: Family, hf_path: str | Path, parallel: Parallel) -> None:
@@ -38,7 +29,7 @@ def load_hf(chunks: Sequence[Any], family: Family, hf_path: str | Path, parallel
     missing file or tensor and for a shape that differs from the map.
     """
     parameters = canonical_parameters(chunks, parallel)
-    reader = HfReader(hf_path)
+    reader = HfReader(open_folder(hf_path))
     for rule in family.rules:
         parameter = parameters.pop(rule.megatron, None)
         if parameter is None:
@@ -208,21 +199,21 @@ def canonical_parameters(chunks: Sequence[Any], parallel: Parallel) -> dict[str,
 
 
 def _canonical(name: str, model: Any, *, first_expert: int) -> str:
-    layer = _LAYER.match(name)
+    layer = LAYER.match(name)
     if layer is None:
         return name
     number = model.decoder.layers[int(layer[1])].layer_number - 1
     name = f"decoder.layers.{number}.{name[layer.end() :]}"
-    for fused, plain in _FUSED_NORMS.items():
+    for plain, fused in FUSED_NORMS.items():
         if name.endswith(fused):
             return name.removesuffix(fused) + plain
-    name = _FUSED_EXPERT.sub(r".experts.local_experts.\2.linear_fc\1.weight", name)
-    return _EXPERT.sub(lambda found: f".experts.local_experts.{int(found[1]) + first_expert}.", name)
+    name = GROUPED_EXPERT.sub(r".experts.local_experts.\2.linear_fc\1.weight", name)
+    return EXPERT.sub(lambda found: f".experts.local_experts.{int(found[1]) + first_expert}.", name)
 
 
 def _stage_of_layer(layers: int, parameters: Mapping[str, Any], parallel: Parallel) -> dict[int, int]:
     """Pipeline stage of each of the policy's `layers`, from the parameters of every stage."""
-    mine = sorted({int(found[1]) for name in parameters if (found := _LAYER.match(name))})
+    mine = sorted({int(found[1]) for name in parameters if (found := LAYER.match(name))})
     stages = torch.full((layers,), -1, dtype=torch.int64, device=parallel.device)
     stages[mine] = parallel.pp_rank
     # a tensor, not objects, which torch would unpickle

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from rollout_groups import group
 
 from megatron_scalerl.batching.advantages import samples_of
 from megatron_scalerl.batching.filters import drop_truncated, drop_zero_variance
+from megatron_scalerl.types import Score
 
 DEFAULTS = {"normalize": "batch", "truncated": "exclude", "zero_variance": True, "reduction": "prompt_mean"}
 
@@ -132,7 +134,8 @@ def test_drop_truncated_keeps_pairs_together():
 
 
 def test_drop_zero_variance_names_its_reasons():
-    groups = [group([1, -1]), group([1, 1]), group([-1, -1]), group([1])]
+    equal = replace(group([1, 1]), scores=(Score(correct=True, reward=1.0), Score(correct=False, reward=1.0)))
+    groups = [group([1, -1]), group([1, 1]), group([-1, -1]), group([1]), group([]), equal]
     kept, reasons = drop_zero_variance(groups)
     assert kept == groups[:1]
-    assert reasons == {"all_correct": 1, "all_incorrect": 1, "too_few": 1}
+    assert reasons == {"all_correct": 1, "all_incorrect": 1, "too_few": 2, "equal_rewards": 1}

@@ -274,8 +274,12 @@ def test_an_engine_that_hangs_or_dies_fails_one_check_with_its_logs_error(second
     assert found.detail.endswith("engine.log: RuntimeError: illegal memory access")
 
 
-def test_the_cause_and_the_kernels_are_read_from_vllms_log():
-    at = "(EngineCore pid=77) {} 11-20 12:00:00 [core.py:9] "
+OUR_FORMAT = "(EngineCore pid=77) 2026-11-20 12:00:00,123 {:<7} engine-0 vllm.v1.core: "
+VLLMS_FORMAT = "(EngineCore pid=77) {} 11-20 12:00:00 [core.py:9] "
+
+
+@pytest.mark.parametrize("at", [OUR_FORMAT, VLLMS_FORMAT])
+def test_the_cause_and_the_kernels_are_read_from_vllms_log(at):
     lines = [
         at.format("INFO") + "Initializing a V1 LLM engine (v0.32.0) with config: x, enforce_eager=False, y",
         at.format("INFO") + "Using FLASH_ATTN attention backend out of potential backends: ['FLASH_ATTN'].",
@@ -366,7 +370,7 @@ def test_rates_that_no_plan_accepts_are_left_out(tmp_path):
 
 
 def test_rates_are_the_planners_step_model_turned_round():
-    parameters = Parameters(total=10**9, active=10**9, experts=0, embedding=10**8, head=10**8, carried=0)
+    parameters = Parameters(total=10**9, active=10**9, experts=0, embedding=10**8, head=10**8, passthrough=0)
     weights = 2 * 9 * 10**8 / 3.35e12 / 0.5
     found = rates(
         {1: 2e-3, 64: 3e-3},

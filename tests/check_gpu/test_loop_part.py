@@ -81,7 +81,7 @@ def test_a_run_in_order_passes_with_its_figures(tmp_path):
         ({"reward": None}, "expected a finite reward"),
         ({"pass_rate": 0.0}, "expected held-out pass rates above 0, found [0.0, 0.0]"),
         ({"mismatch": None}, "expected a finite number"),
-        ({"code": 1, "output": "x\nmegatron_scalerl: engine-0 died"}, "code 1: megatron_scalerl: engine-0 died"),
+        ({"code": 1, "output": "x\nmegatron-scalerl: engine-0 died"}, "code 1: megatron-scalerl: engine-0 died"),
         ({"code": None, "output": "step 3\n"}, "ended after its 30 s; last line: step 3"),
     ],
 )

@@ -59,6 +59,12 @@ def test_raw_logprobs_equal_log_softmax_and_seeds_decide(engine, policies, run):
     assert first.policy_versions == (0,) * 40 and first.thinking_cut == 0
 
 
+def test_its_log_has_the_format_of_every_process_and_not_the_secret(engine):
+    text = engine.log_path.read_text()
+    assert re.search(r"^(\(\w+ pid=\d+\) )?[\d-]+ [\d:,]+ INFO +engine-0 vllm\.[\w.]+: ", text, re.MULTILINE), text
+    assert SECRET not in text
+
+
 def test_the_policys_generation_config_changes_no_probability(engine, policies, run):
     """vLLM uses its top_k, top_p, min_p, penalty and temperature for requests that do not set them."""
 

@@ -99,7 +99,8 @@ def test_a_tag_that_merges_with_its_neighbors_ends_thinking():
     first, last = tag_variants(_Pieces(), (0, 1, 2))
     assert (first, last) == ({4}, {3})
     assert tag_variants(_Pieces(), (1, 5)) == (frozenset(), frozenset())  # words stay words
-    assert tag_variants(_Pieces(), (8,)) == (frozenset(), frozenset())
+    assert tag_variants(_Pieces(), (0, 1)) == ({4}, frozenset())
+    assert tag_variants(_Pieces(), (8,)) == tag_variants(_Pieces(), (2,)) == (frozenset(), frozenset())
     merged = plan(cut=9, phrase_ids=(6, 0, 1, 2), think_end_ids=(0, 1, 2), eos_id=99)
     merged = dataclasses.replace(merged, think_end_first=first, think_end_last=last)
     for sampled in ([6, 4, 1, 3], [0, 1, 3], [6, 4, 1, 2], [0, 1, 2]):
@@ -109,6 +110,44 @@ def test_a_tag_that_merges_with_its_neighbors_ends_thinking():
     for sampled in ([4, 5, 3], [3, 1, 3], [4, 1, 4]):
         assert tag(grow(merged, sampled + [6] * 20, 30)[0], merged).interrupted
     assert Plan.from_extra_args(merged.to_extra_args()) == merged
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("distance", [-1, 1])
+def test_a_tag_with_one_other_token_ends_nothing(place, distance):
+    tag_ids = (20, 30, 40)
+    rules = plan(cut=9, think_end_ids=tag_ids, phrase_ids=tag_ids)
+    said = [A, *tag_ids]
+    assert rules.ends_thinking(said, 4) and not rules.ends_thinking(said, 3)
+    said[1 + place] += distance
+    assert not rules.ends_thinking(said, 4)
+
+
+def test_a_variant_of_a_tag_of_one_token_ends_thinking():
+    rules = plan(think_end_last=frozenset({9}))
+    assert rules.ends_thinking([A, 9], 2) and not rules.ends_thinking([A, 9], 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "longest"),
+    [
+        ({}, 3 + 2 + 2 + 1),
+        ({"phrase_ids": (5, 5, END)}, 3 + 3 + 2 + 1),
+        ({"whole_budget": 5}, 3 + 2 + 2 + 1),
+        ({"whole_budget": 20}, 20 + 1),
+        ({"cut": 1, "answer_budget": 1}, 1 + 2 + 1 + 1),
+    ],
+)
+def test_the_longest_completion_is_reached_and_not_passed(changes, longest):
+    rules = plan(**changes)
+    completions = [grow(rules, wishes)[0] for wishes in ([A] * 40, [A] * (rules.cut - 1) + [END] + [A] * 40)]
+    assert max(map(len, completions)) == rules.max_tokens == longest
+
+
+@pytest.mark.parametrize("changes", [{"cut": 0}, {"answer_budget": 0}, {"cut": 0, "answer_budget": 0}])
+def test_a_plan_without_room_for_thinking_or_an_answer_is_refused(changes):
+    with pytest.raises(ValueError, match="expected cut and answer budget of at least 1, found"):
+        plan(**changes)
 
 
 def test_a_completion_the_engine_did_not_interrupt_is_refused():
@@ -166,7 +205,7 @@ def test_cuts_are_uniform_reproducible_and_independent():
 
 
 class _Letters:
-    """A tokenizer with one token per letter that loses the letter z."""
+    """One token per letter. Loses the letter z; @ is special; a space before a period is cleaned up."""
 
     def __len__(self):
         return 128
@@ -177,12 +216,15 @@ class _Letters:
     def encode(self, text, add_special_tokens):
         return [ord(c) for c in text if c != "z"]
 
-    def decode(self, ids, **_):
-        return "".join(map(chr, ids))
+    def decode(self, ids, skip_special_tokens=True, clean_up_tokenization_spaces=True):
+        text = "".join(map(chr, ids))
+        text = text.replace("@", "") if skip_special_tokens else text
+        return text.replace(" .", ".") if clean_up_tokenization_spaces else text
 
 
 def test_phrase_and_tag_must_survive_the_tokenizer():
     assert plan_ids(_Letters(), "ab", "</>") == ((97, 98, 60, 47, 62), (60, 47, 62))
+    assert plan_ids(_Letters(), "@ .", "</>")[0] == (64, 32, 46, 60, 47, 62)
     with pytest.raises(ValueError, match=r"prompts\.think_end: expected a text that survives"):
         plan_ids(_Letters(), "ab", "</z>")
     with pytest.raises(ValueError, match=r"prompts\.think_end: expected at least one token"):

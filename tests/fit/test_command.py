@@ -9,14 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_line import command
 
-from megatron_scalerl.fit.command import main
 from megatron_scalerl.fit.forecast import fit
 from megatron_scalerl.fit.plot import draw_run, new_figure, plot_forecast
 from megatron_scalerl.fit.published import DATA, published_run
 from megatron_scalerl.fit.wording import short_number, unit_label
 
 ROOT = Path(__file__).resolve().parents[2]
+main = command("fit")
 POINTS = str(DATA / "points.csv")
 RECIPES = [POINTS, "--series", "figure=fig2_recipes", "--r0", "0.4", "--prompts", "1000", "--generations", "16"]
 SCALERL = [*RECIPES, "--series", "series=ScaleRL"]
@@ -137,7 +138,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path):
     answer = tool(table, "--json", "-")
     assert answer.returncode == 2 and answer.stdout == ""
     line = "row 3: pass_rate: expected a pass rate in [0, 1], found 1.5"
-    assert answer.stderr == f"fit_curve: {table}: {line}\n"
+    assert answer.stderr == f"megatron-scalerl: {table}: {line}\n"
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ def test_warnings_are_exit_code_0(capsys):
 
 def test_import_and_help_touch_nothing_heavy():
     code = (
-        "import sys; from megatron_scalerl.fit import command, forecast, plot; command.parser().format_help(); "
+        "import sys; from megatron_scalerl.fit import command, forecast, plot; "
         "print([m for m in ('torch', 'megatron', 'scipy', 'matplotlib', 'pydantic') if m in sys.modules])"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)

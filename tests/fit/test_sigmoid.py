@@ -59,4 +59,11 @@ def test_efficiency_transform_is_a_line_of_slope_b():
     compute = np.array([500.0, 2000.0, 8000.0])
     log_f = efficiency_transform(sigmoid(compute, **RUN), **RUN)
     np.testing.assert_allclose(log_f, 1.92 * np.log(compute), rtol=1e-10)
-    assert np.isnan(efficiency_transform([0.40, 0.61, 0.62], **RUN)).all()
+    steep = {"asymptote": 0.9, "exponent": 1.5, "midpoint": 2000.0, "initial": 0.2}  # more than doubles its pass rate
+    log_f = efficiency_transform(sigmoid(compute, **steep), **steep)
+    np.testing.assert_allclose(log_f, 1.5 * np.log(compute), rtol=1e-10)
+
+
+def test_efficiency_transform_is_nan_outside_of_the_curve_without_a_warning():
+    with np.errstate(all="raise"):
+        assert np.isnan(efficiency_transform([0.40, 0.4002, 0.61, 0.62], **RUN)).all()

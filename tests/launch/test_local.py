@@ -20,7 +20,7 @@ from megatron_scalerl.trainer.client import TrainerError
 
 @pytest.fixture
 def run():
-    """Runs a coroutine on the event loop that the launcher belongs to."""
+    """Runs a coroutine on the event loop of the launcher."""
     with asyncio.Runner() as runner:
         yield runner.run
 
@@ -91,7 +91,7 @@ def test_a_trainer_that_never_answers_the_stop_command_does_not_block_the_end(la
 
 
 class StandInHungServer:
-    """Answers /health and its progress, and never finishes a generation nor makes a token."""
+    """Answers health and progress requests, and never generates a token."""
 
     async def __aenter__(self):
         app = web.Application()
@@ -118,7 +118,7 @@ class StandInHungServer:
         await asyncio.Event().wait()
 
 
-def test_a_hung_engine_ends_the_run_while_a_completion_is_waited_for(launcher, run):
+def test_a_hung_engine_ends_the_run_during_a_completion(launcher, run):
     settings = EngineSection(stall_timeout_s=0.5)
 
     class StandInHungEngine:
@@ -139,8 +139,8 @@ def test_a_hung_engine_ends_the_run_while_a_completion_is_waited_for(launcher, r
         run(asyncio.wait_for(scenario(), 30))
 
 
-def test_the_address_of_an_engine_is_taken_when_it_is_chosen(launcher):
-    """Nobody else can bind it between the choice and the start of the server, even with SO_REUSEADDR."""
+def test_the_address_of_an_engine_is_bound_when_it_is_chosen(launcher):
+    """No other process can bind it between the choice and the start of the server, even with SO_REUSEADDR."""
     import socket
 
     with socket.socket() as other:

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from command_line import command
 
 from megatron_scalerl.plan.assumptions import Assumptions, described
 from megatron_scalerl.plan.assumptions_file import Measured, read_assumptions, write_assumptions
-from megatron_scalerl.plan.command import main
 
 ROOT = Path(__file__).parents[2]
+main = command("plan")
 H100 = "NVIDIA H100 80GB HBM3"
 RECIPE = [str(ROOT / "recipes" / "scalerl_llama3_8b.yaml"), "--gpus", "80", "--no-build"]
 
@@ -138,7 +139,9 @@ def test_a_mistake_is_one_line_with_file_and_key(text, said, tmp_path, capsys):
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     assert main([*RECIPE, "--assumptions", str(path)]) == 2
     error = capsys.readouterr().err
-    assert f"{path}: " in error and said in error and error.count("\n") == 1 and error.startswith("plan: ")
+    assert (
+        f"{path}: " in error and said in error and error.count("\n") == 1 and error.startswith("megatron-scalerl: ")
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""No child outlives the process that started it, whatever ends that one and whenever."""
+"""No child outlives the process that started it, however and whenever that exits."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ CONTROLLER = ROOT / "tests" / "launch" / "controller.py"
 
 @pytest.fixture
 def controller(tmp_path):
-    """Starts a controller with two stand-in children; what is left of it and of them is killed at the end."""
+    """Starts a controller with two stand-in children; all of them are killed at the end."""
     started = []
 
     def start(*more):
@@ -41,16 +41,16 @@ def controller(tmp_path):
             continue
 
 
-def test_a_killed_controller_takes_its_children_along(controller, tmp_path):
+def test_children_die_with_a_killed_controller(controller, tmp_path):
     process = controller()
     pids = pids_in(tmp_path / "pids", 2)
     process.kill()
-    # a stand-in's own child is no child of ours and ignores everything but SIGKILL: only the leaders are asked
+    # a stand-in's own child is not tied to the controller and ignores all signals but SIGKILL: check the leaders only
     assert gone_processes(pids)
 
 
-def test_a_killed_controller_takes_a_child_along_that_has_not_started_to_run(tmp_path):
-    """The parent ends as soon as the process exists, before the child's program runs."""
+def test_a_child_that_has_not_started_to_run_dies_with_a_killed_controller(tmp_path):
+    """The parent dies as soon as the process exists, before the child's program runs."""
     program = [sys.executable, "-c", f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).touch()"]
     script = (
         "import os, signal, subprocess, sys\n"
@@ -65,7 +65,7 @@ def test_a_killed_controller_takes_a_child_along_that_has_not_started_to_run(tmp
     assert gone_processes([int(done.stdout)]) and not (tmp_path / "ran").exists()
 
 
-def test_a_program_whose_parent_has_ended_is_not_started(tmp_path):
+def test_a_program_whose_parent_has_exited_is_not_started(tmp_path):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     module = ["-m", "megatron_scalerl.processes.parent_death"]
@@ -133,26 +133,26 @@ def test_a_log_is_readable_by_its_owner_alone(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_controller_in_order(controller, tmp_path, number):
+def test_a_signal_stops_the_controller_gracefully(controller, tmp_path, number):
     process = controller()
     groups = set(pids_in(tmp_path / "pids", 2))
     process.send_signal(number)
     out, err = process.communicate(timeout=30)
     assert process.returncode == 128 + number
-    assert out == "stopping\nstopped in order\n"
+    assert out == "stopping\nstopped gracefully\n"
     assert err.strip() == f"stopped by {number.name}; the same command resumes from the last checkpoint"
     assert gone(groups, 2.0)
 
 
-def test_a_second_signal_ends_the_children_at_once(controller, tmp_path):
-    process = controller(600)  # seconds that a child is given to end, which it does not use
+def test_a_second_signal_kills_the_children_at_once(controller, tmp_path):
+    process = controller(600)  # grace period in seconds, much longer than the test
     groups = set(pids_in(tmp_path / "pids", 2))
     process.send_signal(signal.SIGTERM)
     assert process.stdout.readline() == "stopping\n"
     for _ in range(3):
         process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=30)
-    assert process.returncode == 128 + signal.SIGTERM and "stopped in order" in out
+    assert process.returncode == 128 + signal.SIGTERM and "stopped gracefully" in out
     assert gone(groups, 2.0)
 
 

@@ -1,4 +1,4 @@
-"""The curriculum: every prompt once per epoch, solved ones never again."""
+"""The curriculum: every prompt once per epoch, solved ones never again, the same after a replay."""
 
 import pytest
 from hypothesis import given, settings
@@ -105,10 +105,56 @@ def test_a_dry_curriculum_gives_the_reason_and_stays_dry():
             limited.draw()
 
 
+def run_events(count, threshold, events, restart_before):
+    """Outcomes of draws ("dry" included) and scores in the given order, with a restart before some of them.
+
+    An event is None for a draw, or (which, pass rate) that scores the which-th youngest drawn prompt. A restart
+    replays draws and scores on a new curriculum, as a run does from its journal.
+    """
+    curriculum = Curriculum(prompts(count), 1, threshold)
+    outcomes, scores, drawn = [], {}, []
+    for number, event in enumerate(events):
+        if number in restart_before:
+            curriculum = Curriculum(prompts(count), 1, threshold)
+            for past in range(number):
+                if past in scores:
+                    curriculum.observe(*scores[past])
+                elif events[past] is None:
+                    draw(curriculum)
+        if event is None:
+            outcomes.append(draw(curriculum))
+            drawn += [outcomes[-1][0]] if outcomes[-1] != "dry" else []
+        elif drawn:
+            scores[number] = (drawn[-1 - event[0] % len(drawn)], event[1])
+            curriculum.observe(*scores[number])
+    return outcomes, curriculum.removed, curriculum.epoch
+
+
+def draw(curriculum):
+    """(prompt id, epoch), or "dry"."""
+    try:
+        prompt, epoch = curriculum.draw()
+    except CurriculumDry:
+        return "dry"
+    return prompt.prompt_id, epoch
+
+
 EVENTS = st.lists(
     st.one_of(st.none(), st.tuples(st.integers(0, 8), st.sampled_from([0.0, 0.5, 0.875, 0.9375, 1.0]))),
     max_size=60,
 )
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    count=st.integers(1, 6),
+    threshold=st.sampled_from([0.9, None]),
+    events=EVENTS,
+    restart_before=st.sets(st.integers(0, 59)),
+)
+def test_a_replay_of_draws_and_scores_restores_the_curriculum(count, threshold, events, restart_before):
+    whole = run_events(count, threshold, events, set())
+    assert run_events(count, threshold, events, restart_before) == whole
 
 
 @settings(max_examples=200, deadline=None)

@@ -7,7 +7,6 @@ import pytest
 
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.models import family, read_hf_config
-from megatron_scalerl.plan.command import main as plan
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.parallel_layout import check_cuts, sizes_of, stages_of
 from megatron_scalerl.trainer.options import check_megatron
@@ -169,7 +168,7 @@ OF_THE_PLANNER = [n for n in MISTAKES if n.startswith(("layers", "first", "layou
 def test_the_planner_says_the_same(name, policies, capsys):
     policy, overrides, said = MISTAKES[name]
     argv = [str(policies / "recipe.yaml"), "--gpus", "13", "--no-build", "engine.count=1"]
-    assert plan([*argv, f"policy.path={policies / policy}", *overrides]) == 2
+    assert main(["plan", *argv, f"policy.path={policies / policy}", *overrides]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and re.search(said, error), error
 

@@ -56,7 +56,10 @@ def test_every_spelling_of_a_number_is_one(path, text):
         ("loss.name=ppo", "loss.name: input should be 'cispo', 'dapo', 'grpo' or 'gspo', found 'ppo'"),
         ("rollouts.group_size=1", "rollouts.group_size: expected at least 2 with advantages.normalize 'batch'"),
         ("rollouts.max_in_flight=8", "rollouts.max_in_flight: expected at least group_size 16, found 8"),
-        ("rollouts.top_p=0.9", r"rollouts: top_p: expected 1 \(the engine's log-probs .* of all tokens\), found 0.9"),
+        (
+            "rollouts.top_p=0.9",
+            r"rollouts: top_p: expected 1 \(the engine's log-probs .* over all tokens\), found 0.9",
+        ),
         ("rollouts.temperature=3", "rollouts.temperature: input should be less than or equal to 2, found 3"),
         ("rollouts.temperature=0", "rollouts.temperature: input should be greater than or equal to 0.01, found 0"),
         ("interruption.thinking_tokens=[5, 2]", r"expected 1 <= low <= high, found \[5, 2\]"),

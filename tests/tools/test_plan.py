@@ -1,13 +1,13 @@
-"""tools/plan.py: its recipes fit, its numbers are the printed ones, bad input is one line and exit 2."""
+"""`megatron-scalerl plan`: its recipes fit, its numbers are the printed ones, bad input is one line and exit 2."""
 
 import json
 from pathlib import Path
 
 import pytest
-
-from megatron_scalerl.plan.command import main
+from command_line import command
 
 ROOT = Path(__file__).parents[2]
+main = command("plan")
 GPUS = {
     "scalerl_llama3_8b": 80,
     "scalerl_llama3_8b_32k": 80,
@@ -120,7 +120,7 @@ def test_bad_input_is_one_line(argv, said, capsys):
     words = [word.format(r=recipe("scalerl_llama3_8b")) for word in argv]
     assert main([*words, "--no-build"]) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1 and error.startswith("plan: ")
+    assert said in error and error.count("\n") == 1 and error.startswith("megatron-scalerl: ")
 
 
 def test_a_number_that_is_none(capsys):

@@ -1,17 +1,8 @@
-"""Prints one completion of a run: its forced tokens marked, and which policy version wrote which part.
-
-    python tools/show_rollouts.py RUN_DIR                        a completion of the newest group
-    python tools/show_rollouts.py RUN_DIR --step 12              of the first group that trained in step 12
-    python tools/show_rollouts.py RUN_DIR --group 40 --index 3   the fourth completion of group 40
-    python tools/show_rollouts.py RUN_DIR --interrupted          the newest whose thinking was cut
-
-In the text ⟦forced⟧ tokens were not sampled and carry no loss; ‹v7› is put where version 7 takes over.
-"""
+"""`megatron-scalerl show RUN`: one completion of a run with its forced tokens and policy versions marked."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 import unicodedata
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -25,45 +16,49 @@ from rich.text import Text
 
 
 class Rollout(msgspec.Struct):
-    """What must be read of a completion to choose it."""
+    """The fields of a completion that select it."""
 
     interrupted: bool
 
 
 class Head(msgspec.Struct):
-    """What must be read of a group to find it."""
+    """The fields of a group that select it."""
 
     group_id: int
     rollouts: list[Rollout]
     step: int | None = None
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    p.add_argument("--group", type=int, help="number of the group")
-    p.add_argument("--index", type=int, help="completion within the group, from 0")
-    p.add_argument("--interrupted", action="store_true", help="only completions whose thinking was cut")
-    p.add_argument("--step", type=int, help="optimiser step that trained the group")
-    return p
+EPILOG = """examples:
+  megatron-scalerl show runs/my_run                        a completion of the newest group
+  megatron-scalerl show runs/my_run --step 12              of the first group that was trained in step 12
+  megatron-scalerl show runs/my_run --group 40 --index 3   the fourth completion of group 40
+  megatron-scalerl show runs/my_run --interrupted          the newest with interrupted thinking
+
+In the text, ⟦forced⟧ tokens were not sampled and carry no loss; ‹v7› marks where policy version 7 takes over."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print one completion; 0 when it was found, 2 with one line on standard error otherwise."""
-    arguments = parser().parse_args(argv)
-    try:
-        group = find_group(arguments.run_dir, arguments.group, arguments.step, interrupted=arguments.interrupted)
-        index = choose(group["rollouts"], arguments.index, interrupted=arguments.interrupted)
-        show(Console(soft_wrap=True), group, index, load_tokenizer(arguments.run_dir))
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.description = "Print one completion of a run with its forced tokens and policy versions marked."
+    parser.epilog = EPILOG
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run")
+    parser.add_argument("--group", type=int, metavar="ID", help="number of the group")
+    parser.add_argument("--index", type=int, metavar="I", help="completion within the group, from 0")
+    parser.add_argument("--interrupted", action="store_true", help="only completions with interrupted thinking")
+    parser.add_argument("--step", type=int, metavar="N", help="optimizer step that trained the group")
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Print one completion. Raises ValueError where the run has none that matches."""
+    group = find_group(arguments.run_dir, arguments.group, arguments.step, interrupted=arguments.interrupted)
+    index = choose(group["rollouts"], arguments.index, interrupted=arguments.interrupted)
+    show(console, group, index, load_tokenizer(arguments.run_dir))
     return 0
 
 
 def choose(rollouts: Sequence[dict[str, Any]], index: int | None, *, interrupted: bool) -> int:
-    """The completion asked for; without an index the first, or the first interrupted one."""
+    """The requested completion; without an index the first, or the first interrupted one."""
     if index is None:
         return next(i for i, r in enumerate(rollouts) if r["interrupted"] or not interrupted)
     if not 0 <= index < len(rollouts):
@@ -72,9 +67,9 @@ def choose(rollouts: Sequence[dict[str, Any]], index: int | None, *, interrupted
 
 
 def find_group(run_dir: Path, group_id: int | None, step: int | None, *, interrupted: bool = False) -> dict[str, Any]:
-    """The group asked for, with `step` filled in from the journal; the newest if neither is given.
+    """The requested group, with `step` filled in from the journal; the newest if neither id nor step is given.
 
-    Raises ValueError if the run has no finished groups or not this one.
+    Raises ValueError if the run has no such finished group.
     """
     trained_in = trained_steps(run_dir)
     newest: tuple[int, bytes] | None = None
@@ -106,10 +101,10 @@ def find_group(run_dir: Path, group_id: int | None, step: int | None, *, interru
 
 
 def group_lines(run_dir: Path) -> Iterator[tuple[Path, bytes]]:
-    """Every whole line of RUN_DIR/rollouts/*.jsonl; a line that a run is just writing has no end yet."""
+    """Every complete line of RUN_DIR/rollouts/*.jsonl; a line being written has no line end yet."""
     folder = run_dir / "rollouts"
     if not folder.is_dir():
-        raise ValueError(f"{run_dir}: expected a run's folder with rollouts in it, found none")
+        raise ValueError(f"{run_dir}: expected a run folder with rollouts, found none")
     for path in sorted(folder.glob("*.jsonl")):
         with path.open("rb") as file:
             for line in file:
@@ -118,7 +113,7 @@ def group_lines(run_dir: Path) -> Iterator[tuple[Path, bytes]]:
 
 
 def trained_steps(run_dir: Path) -> dict[int, int]:
-    """Group id -> optimiser step that it was put into, from the run's journal if it has one."""
+    """Group id -> optimizer step that trained it, from the run's journal if there is one."""
     steps: dict[int, int] = {}
     journal = run_dir / "journal.jsonl"
     if not journal.is_file():
@@ -145,7 +140,7 @@ def load_tokenizer(run_dir: Path) -> Any:
 
 
 def show(console: Console, group: dict[str, Any], index: int, tokenizer: Any) -> None:
-    """Print the head lines, the prompt and the completion."""
+    """Print the header, the prompt and the completion."""
     rollout, score = group["rollouts"][index], group["scores"][index]
     prompt = group["prompt"]
     step = f"in the batch of step {group['step']}" if group["step"] is not None else "in no batch yet"
@@ -171,7 +166,7 @@ def show(console: Console, group: dict[str, Any], index: int, tokenizer: Any) ->
 
 
 def describe_thinking(rollout: dict[str, Any]) -> str:
-    """One line about cut, interruption and truncation."""
+    """One line on interruption point, interruption and truncation."""
     cut = f"cut after {rollout['thinking_cut']} tokens" if rollout["thinking_cut"] else "no cut"
     ended = "interrupted" if rollout["interrupted"] else "not interrupted"
     return f"{cut}, {ended}, {'truncated' if rollout['truncated'] else 'not truncated'}"
@@ -187,7 +182,7 @@ def describe_versions(versions: Sequence[int]) -> str:
 
 
 def marked_text(rollout: dict[str, Any], tokenizer: Any) -> Text:
-    """The completion; whole spans are decoded, since a token alone may be half a character."""
+    """The completion, decoded span by span, since one token may be a part of a character."""
     text = Text()
     start_of_version = None
     ids, versions, sampled = rollout["token_ids"], rollout["policy_versions"], rollout["loss_mask"]
@@ -203,11 +198,11 @@ def marked_text(rollout: dict[str, Any], tokenizer: Any) -> Text:
 
 
 def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """The text with its special tokens, its control characters but line ends and tabs written as escapes."""
+    """The text with special tokens; control characters other than line ends and tabs are escaped."""
     text = tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return printable(text)
 
 
 def printable(text: str) -> str:
-    """`text` without what would steer a terminal: control characters are written as `\\x1b`."""
+    """`text` with control characters escaped (`\\x1b`), so that it cannot send commands to a terminal."""
     return "".join(c if c in "\n\t" or not unicodedata.category(c).startswith("C") else ascii(c)[1:-1] for c in text)
