@@ -1,28 +1,61 @@
-"""The command line: `python -m megatron_scalerl train | sft | report | export | check-gpu`, or `megatron-scalerl`.
+"""The command line: `megatron-scalerl COMMAND`, or `python -m megatron_scalerl COMMAND`.
 
-Exit codes: 0 done, 1 a process or an update failed (start again to go on from the last checkpoint), 2 a
-mistake in what was given (one line says which), 130 stopped by SIGINT, 143 stopped by SIGTERM. MSRL_TRACEBACK=1
-prints the traceback before the line; a run that failed under way has it in RUN/logs/controller.log.
-
-The recipe is read and its files are looked for before anything heavy is imported.
+Commands are listed in `COMMANDS`; only the module of the command that is given is imported.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
+import megatron_scalerl
 from megatron_scalerl.environment import explained
 
-if TYPE_CHECKING:
-    from rich.console import Console
+PROGRAM = "megatron-scalerl"
 
-    from megatron_scalerl.recipe import Recipe
+
+class Command(NamedTuple):
+    """One command."""
+
+    help: str
+    """One line of `megatron-scalerl --help`."""
+    module: str
+    """Module below megatron_scalerl with `add_arguments` and `run`, see `megatron_scalerl.commands`."""
+    os_error_code: int = 1
+    """Exit code for an OSError: 2 for a command whose only files are those that its arguments name."""
+
+
+COMMANDS = {
+    "train": Command("run a recipe on this machine, or resume its run", "commands.train"),
+    "sft": Command("warm-start the recipe's policy by supervised training", "commands.sft"),
+    "report": Command("gain, cost and forecast of a run", "commands.report"),
+    "show": Command("print a completion of a run with its forced tokens marked", "commands.show"),
+    "fit": Command("fit a compute-performance curve and forecast it", "fit.command", 2),
+    "plan": Command("whether a recipe fits its GPUs, and what it costs", "plan.command", 2),
+    "convert": Command("convert checkpoints between Hugging Face and Megatron", "convert.command"),
+    "export": Command("write a run's newest checkpoint as a Hugging Face folder", "commands.export"),
+    "check-gpu": Command("check correctness and speed on the GPUs of this machine", "check_gpu.command"),
+}
+
+EPILOG = f"""`{PROGRAM} COMMAND --help` describes the options of a command.
+
+exit codes:
+  0    done
+  1    a process or an operation failed; train and convert continue where they stopped when they are run again
+  2    user error, in one line: file, key or row, what was expected, what was found
+  130  interrupted (SIGINT)
+  143  terminated (SIGTERM)
+
+environment variables:
+  MSRL_TRACEBACK=1      print the traceback of an error; that of a failed run is in RUN/logs/controller.log
+  MSRL_LOG_LEVEL=LEVEL  debug, info (default), warning or error, for the log files in RUN/logs
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,118 +64,75 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises SystemExit for arguments that cannot be parsed, and where a package is missing.
     """
     with explained():
-        arguments = _parse(argv)
+        command, arguments = _parse(sys.argv[1:] if argv is None else argv)
         from rich.console import Console
 
+        from megatron_scalerl.processes.logs import LEVEL_VARIABLE, log_to_terminal
         from megatron_scalerl.processes.signals import Stopped
 
+        # Megatron-Core warns at every import that Transformer Engine and apex are missing
+        warnings.filterwarnings("ignore", module=r"(megatron\.core|torch|transformers)\.")
+        if arguments.verbose:
+            os.environ[LEVEL_VARIABLE] = "debug"
         try:
-            return arguments.command(arguments, Console(soft_wrap=True))
-        except ValueError as mistake:
-            return _failed(mistake, 2)
-        except (RuntimeError, OSError) as failure:
-            return _failed(failure, 1)
+            with log_to_terminal("controller"):
+                code: int = _module(command).run(arguments, Console(soft_wrap=True))
+        except ValueError as error:
+            return _failed(error, 2)
+        except OSError as error:
+            return _failed(error, command.os_error_code)
+        except RuntimeError as error:
+            return _failed(error, 1)
+        except KeyboardInterrupt as interrupt:
+            return _failed(interrupt, 130)
         except Stopped as stop:
             return _failed(stop, stop.exit_code)
+        return code
 
 
 def _failed(error: BaseException, code: int) -> int:
     if os.environ.get("MSRL_TRACEBACK"):
         traceback.print_exception(error)
+    text = str(error) or "interrupted"
+    if code == 2:
+        if isinstance(error, OSError):
+            text = f"{error.filename}: expected a usable path, found {error.strerror}"
+        text = " ".join(text.split())
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    text = " ".join(str(error).split()) if code == 2 else str(error)
-    print(f"megatron_scalerl: {text}{notes}", file=sys.stderr)
+    print(f"{PROGRAM}: {text}{notes}", file=sys.stderr)
     return code
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Arguments with overrides allowed on both sides of an option, which argparse alone refuses."""
-    parser = _parser()
+def _parse(argv: Sequence[str]) -> tuple[Command, argparse.Namespace]:
+    """The command and its arguments. Overrides may precede and follow options, which argparse alone rejects."""
+    name = next((word for word in argv if word in COMMANDS), "")
+    parser = _parser(name)
     arguments, rest = parser.parse_known_args(argv)
-    strange = [text for text in rest if text.startswith("-") or "=" not in text or "overrides" not in arguments]
-    if strange:
-        parser.error(f"unrecognized arguments: {' '.join(strange)}")
+    unknown = [text for text in rest if text.startswith("-") or "=" not in text or "overrides" not in arguments]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if rest:
         arguments.overrides += rest
-    return arguments
+    return COMMANDS[name], arguments
 
 
-def _parser() -> argparse.ArgumentParser:
-    from megatron_scalerl.check_gpu.command import add_arguments, check_gpu
-
-    parser = argparse.ArgumentParser(prog="python -m megatron_scalerl", description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    train = commands.add_parser("train", help="run a recipe on this machine, or go on with it")
-    train.set_defaults(command=_train)
-    sft = commands.add_parser("sft", help="warm-start the recipe's policy on examples")
-    sft.add_argument("--out", required=True, help="Hugging Face folder to write")
-    sft.set_defaults(command=_sft)
-    for command in (train, sft):
-        command.add_argument("recipe", help="recipe file (YAML)")
-        command.add_argument("overrides", nargs="*", metavar="key=value", help="settings over the recipe's")
-    report = commands.add_parser("report", help="what a run gained, what it cost, how its forecast met it")
-    report.add_argument("run_dir", help="folder of the run")
-    report.set_defaults(command=_report)
-    export = commands.add_parser("export", help="a run's newest checkpoint as a Hugging Face folder")
-    export.add_argument("run_dir", help="folder of the run")
-    export.add_argument("--out", required=True, help="folder to write")
-    export.set_defaults(command=_export)
-    check = commands.add_parser("check-gpu", help="check correctness and speed on the GPUs of this machine")
-    add_arguments(check)
-    check.set_defaults(command=check_gpu)
+def _parser(name: str) -> argparse.ArgumentParser:
+    """The parser of all commands, with the options of the command `name` alone."""
+    layout = argparse.RawDescriptionHelpFormatter
+    description = "Reinforcement learning of reasoning policies with the ScaleRL recipe, and its forecast."
+    parser = argparse.ArgumentParser(prog=PROGRAM, description=description, epilog=EPILOG, formatter_class=layout)
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {megatron_scalerl.__version__}")
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    for each, command in COMMANDS.items():
+        subparser = subparsers.add_parser(each, help=command.help, formatter_class=layout)
+        subparser.add_argument("-v", "--verbose", action="store_true", help="log at debug level, in all processes")
+        if each == name:
+            _module(command).add_arguments(subparser)
     return parser
 
 
-def _train(arguments: argparse.Namespace, console: Console) -> int:
-    recipe = _recipe(arguments)
-    _quiet_upstream()
-    from megatron_scalerl.controller.train import train
-
-    reason = train(recipe, console)
-    console.print(f"{recipe.run_dir}: {reason}", highlight=False)
-    return 0
-
-
-def _sft(arguments: argparse.Namespace, console: Console) -> int:
-    recipe = _recipe(arguments)
-    _quiet_upstream()
-    from megatron_scalerl.sft import run_sft
-
-    run_sft(recipe, arguments.out)
-    return 0
-
-
-def _recipe(arguments: argparse.Namespace) -> Recipe:
-    """The recipe, once the files that the command reads are known to be there."""
-    from megatron_scalerl.recipe.file import load_recipe
-    from megatron_scalerl.recipe.input_files import check_policy, check_prompts
-
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
-    check_policy(recipe)
-    if arguments.command is _train:
-        check_prompts(recipe)
-    return recipe
-
-
-def _report(arguments: argparse.Namespace, console: Console) -> int:
-    from megatron_scalerl.report import report
-
-    report(arguments.run_dir, console)
-    return 0
-
-
-def _export(arguments: argparse.Namespace, console: Console) -> int:
-    _quiet_upstream()
-    from megatron_scalerl.export import export
-
-    step = export(arguments.run_dir, arguments.out)
-    console.print(f"{arguments.out}: the policy of step {step}", highlight=False)
-    return 0
-
-
-def _quiet_upstream() -> None:
-    """Megatron-Core says at every import that Transformer Engine and apex are absent."""
-    warnings.filterwarnings("ignore", module=r"(megatron\.core|torch)\.")
+def _module(command: Command) -> Any:
+    return importlib.import_module(f"megatron_scalerl.{command.module}")
 
 
 if __name__ == "__main__":

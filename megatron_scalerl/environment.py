@@ -1,6 +1,6 @@
-"""What a command line needs around it: a Python that is new enough, and the packages that it imports.
+"""One-line errors for a Python that is too old and for missing packages.
 
-Standard library only, in syntax that older Pythons parse: this runs where nothing is installed.
+Standard library only, in syntax that older Pythons parse, since it also runs outside the environment.
 """
 
 import sys
@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Iterator  # noqa: UP035 (older Pythons have no collections.abc.Iterator[...])
 
 OLDEST = (3, 11)
-"""The oldest Python that runs the package."""
+"""The oldest supported Python version."""
 _HOW = "make the environment with tools/install.sh cpu (or gpu) and enter it with source .venv/bin/activate"
 
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Around imports and the command itself: what the environment lacks is one line, exit code 2.
+    """Context for imports and commands: report what the environment lacks in one line, with exit code 2.
 
     Raises SystemExit for a Python before 3.11 and for a package that is not installed. A missing module of
-    megatron_scalerl itself is a bug and is raised as it is.
+    megatron_scalerl itself is a bug: its ModuleNotFoundError propagates.
     """
     if tuple(sys.version_info[:2]) < OLDEST:
         wanted, found = (".".join(map(str, version[:2])) for version in (OLDEST, sys.version_info))

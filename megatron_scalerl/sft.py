@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from transformers import AutoTokenizer
 
 from megatron_scalerl.batching.packing import pack
+from megatron_scalerl.convert.to_hf import to_hf
 from megatron_scalerl.distributed.parallel import init_parallel, shutdown_parallel
 from megatron_scalerl.losses.inputs import LossInputs, LossOutput, masked, weighted_sum
 from megatron_scalerl.losses.reduction import token_weights
@@ -25,9 +27,9 @@ from megatron_scalerl.prompts.sft_examples import read_examples
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.parallel_layout import MODEL_KEYS
 from megatron_scalerl.recipe.sections import OptimizerSection, SftSection
+from megatron_scalerl.trainer.checkpoint import save_policy
 from megatron_scalerl.trainer.step import make_trainer
 from megatron_scalerl.types import Rollout, Sample, StepReport
-from megatron_scalerl.weights.source import MegatronWeightSource, save_hf
 
 REPORT_EVERY = 50
 """Steps between two progress lines."""
@@ -89,17 +91,30 @@ def run_sft(recipe: Recipe, out: str | Path, *, report: Callable[[str], None] = 
         seen += last.tokens
         if parallel.rank == 0 and (step % REPORT_EVERY == 0 or step == recipe.sft.steps):
             report(_line(last, recipe.sft.steps, seen / (time.monotonic() - begin)))
-    save_hf(MegatronWeightSource(trainer.chunks, parallel), recipe.policy.path, out)
+    weights = out.with_name(f".{out.name}.weights")
+    save_policy(weights, trainer.chunks, parallel)
     shutdown_parallel()
+    if parallel.rank == 0:
+        _export(weights, out, like=recipe.policy.path)
     assert last is not None
     return last
 
 
-def _of_warm_start(recipe: Recipe) -> Recipe:
-    """The recipe with the warm start's optimiser, threads, temperature and world.
+def _export(weights: Path, out: Path, *, like: str) -> None:
+    """Turn the checkpoint `weights` into the Hugging Face folder `out`, and remove it."""
+    if out.exists():
+        out.rmdir()
+    try:
+        to_hf(weights, out, like=like)
+    finally:
+        shutil.rmtree(weights)
 
-    One process unless torchrun says more. Temperature 1 whatever the rollouts have: the examples were not sampled
-    from this policy at that temperature.
+
+def _of_warm_start(recipe: Recipe) -> Recipe:
+    """The recipe with the warm start's optimizer, threads, temperature and world size.
+
+    One process, or as many as torchrun starts. The temperature is 1 whatever that of the rollouts is: the examples
+    were not sampled from this policy at that temperature.
     """
     section = recipe.sft
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -114,14 +129,14 @@ def _of_warm_start(recipe: Recipe) -> Recipe:
     trainer = recipe.trainer.model_copy(update={"world_size": world_size, "threads": section.threads})
     rollouts = recipe.rollouts.model_copy(update={"temperature": 1.0})
     update: dict[str, Any] = {"optimizer": optimizer, "trainer": trainer, "rollouts": rollouts}
-    if world_size == 1:  # one process holds the whole policy, however the RL run cuts it
+    if world_size == 1:  # one process has the whole policy, however the RL run shards it
         model = {key: value for key, value in recipe.megatron.model.items() if key not in MODEL_KEYS}
         update["megatron"] = recipe.megatron.model_copy(update={"parallel": {}, "model": model})
     return recipe.model_copy(update=update)
 
 
 def _batches(recipe: Recipe, examples: Sequence[tuple[tuple[int, ...], Rollout]]) -> Iterator[list[Sample]]:
-    """`steps` batches over the examples in a seeded order, anew in every pass."""
+    """`steps` batches over the examples, reshuffled (seeded) in every pass."""
     order: list[int] = []
     rng = random.Random(recipe.seed)
     for _ in range(recipe.sft.steps):

@@ -2,7 +2,7 @@
 # Installs what the tests need and runs them.
 #
 #   tests/run.sh               the CI tier: everything but what needs more than 25 minutes, then --fast under Python 3.12
-#                              where there is one
+#                              with line and branch coverage by package, where there is one
 #   tests/run.sh --fast        no engine, one process: at most four minutes
 #   tests/run.sh --all         everything, at most 80 minutes
 #   tests/run.sh --python-3.12 --fast under Python 3.12, in .venv-3.12
@@ -22,9 +22,17 @@ need_vllm=(--ignore=tests/{rollouts/test_engine,rollouts/test_engine_options,con
   --deselect=tests/test_documented_commands.py::test_the_readmes_recipe_starts
   --deselect=tests/controller/test_longest_sequence.py::test_a_recipe_that_says_its_capacity_keeps_it)
 
-python_3_12() { # PYTHON PYTEST-ARGUMENT...; a folder of its own beside the main environment
-  MSRL_PYTHON="$1" MSRL_VENV=.venv-3.12 tools/install.sh cpu &&
-    .venv-3.12/bin/python -m pytest -q "${fast[@]}" "${@:2}"
+install_3_12() { # PYTHON; a separate environment beside the main one
+  MSRL_PYTHON="$1" MSRL_VENV=.venv-3.12 tools/install.sh cpu
+}
+
+# Counts what runs in pytest's own process. Subprocesses (trainer ranks, engines, verifiers) are not traced: that would slow
+# down the processes whose timing is under test. Settings: setup.cfg.
+covered_fast_3_12() {
+  local code=0
+  .venv-3.12/bin/python -m coverage run -m pytest -q "${fast[@]}" || code=$?
+  .venv-3.12/bin/python tests/coverage_table.py || code=$((code ? code : $?))
+  return "$code"
 }
 
 torch_2_11() {
@@ -40,12 +48,19 @@ case "${1:-}" in
   --all) select=(); shift ;;
   --python-3.12)
     python=$(tools/find_python.sh 3.12) || { echo "run.sh: expected Python 3.12 with venv, found none" >&2; exit 2; }
-    python_3_12 "$python" "${@:2}"
+    install_3_12 "$python"
+    .venv-3.12/bin/python -m pytest -q "${fast[@]}" "${@:2}"
     exit
     ;;
   --torch-2.11) torch_2_11 "${@:2}"; exit ;;
   "") second=$(tools/find_python.sh 3.12) || echo "run.sh: Python 3.12 is left out: found none with venv" ;;
 esac
+# Both environments are installed at once, the second one also while the linters run: an installation uses one core.
+if [ -n "$second" ]; then
+  install_3_12 "$second" >.venv-3.12.log 2>&1 &
+  installing=$!
+  trap 'wait "$installing" || true' EXIT  # nothing is left running where a linter fails
+fi
 tools/install.sh cpu
 .venv/bin/ruff check .
 .venv/bin/ruff format --check -q .
@@ -53,10 +68,14 @@ if [ "${select[1]:-}" != "not slow and not full" ]; then
   .venv/bin/mypy
   NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build -q
 fi
+installed=0
+[ -z "$second" ] || wait "$installing" || installed=$?
 code=0
 .venv/bin/python -m pytest -q "${select[@]}" "$@" || code=$?
 [ -n "$second" ] || exit "$code"
 echo "run.sh: the fast tier under Python 3.12"
-(python_3_12 "$second") || code=$((code ? code : $?))
+cat .venv-3.12.log
+[ "$installed" = 0 ] || exit "$((code ? code : installed))"
+covered_fast_3_12 || code=$((code ? code : $?))
 exit "$code"
 }

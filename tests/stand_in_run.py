@@ -1,7 +1,7 @@
-"""A whole controller on virtual time: real folder, journal, ledger, stream; stand-in trainer and engines.
+"""A whole controller in virtual time: real folder, journal, ledger, stream; stand-in trainer and engines.
 
 Nothing computes and nothing sleeps: the event loop's clock jumps to the next timer. So a run of minutes takes
-milliseconds, its seconds are the same every time, and it can be killed at any moment or at any write.
+milliseconds, its timing is reproducible, and it can be killed at any moment or at any write.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from megatron_scalerl.launch.fleet import Devices, Fleet
 from megatron_scalerl.prompts.dataset import PromptSet
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.journal import read_history
-from megatron_scalerl.trainer.wire import TrainerInfo
+from megatron_scalerl.trainer.messages import TrainerInfo
 from megatron_scalerl.types import CompletionLost, Prompt, Rollout, Score, StepReport
 
 TRAIN_S, PUBLISH_S, VALIDATE_S, SAVE_S, START_S = 2.0, 0.25, 3.0, 0.5, 7.0
 
 
 class Killed(BaseException):
-    """The controller is gone: nothing of it runs any more, not even what cleans up."""
+    """The controller was killed: no code of it runs any more, not even cleanup."""
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
@@ -48,7 +48,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         super().__init__(_JumpingSelector(self))
 
     def time(self) -> float:
-        """Seconds since the loop was made."""
+        """Virtual seconds since the loop was created."""
         return self.now
 
 
@@ -58,13 +58,13 @@ class _JumpingSelector(selectors.SelectSelector):
         self._loop = loop
 
     def select(self, timeout=None):
-        assert timeout is not None, "everything waits and no timer is set: a deadlock"
+        assert timeout is not None, "every task waits and no timer is set: a deadlock"
         self._loop.now += max(0.0, timeout)
         return super().select(0)
 
 
 class StandInEngine:
-    """Serves the version it was given."""
+    """Serves the version that it was set to."""
 
     name, secret = "engine-0", "none"
 
@@ -75,8 +75,8 @@ class StandInEngine:
 class StandInSampler:
     """A completion takes 1 to 6 s, drawn from its group and index; every second one is correct.
 
-    flat_groups: groups whose completions are all correct. lost: (seed, group, index) of completions that cannot be
-    had, with how often.
+    flat_groups: groups whose completions are all correct. lost: (seed, group, index) of lost completions, and how
+    often they are lost.
     """
 
     def __init__(self, flat_groups: Container[int], lost: dict[tuple[int, int, int], int]) -> None:
@@ -143,7 +143,7 @@ class StandInTrainer:
 
 
 class StandInSync:
-    """Gives the engines their version after a moment."""
+    """Sets the engines' version after a delay."""
 
     def __init__(self, engines) -> None:
         self._engines = engines
@@ -159,7 +159,7 @@ class StandInSync:
 
 
 class StandInProbe:
-    """Finds nothing."""
+    """Finds no mismatch."""
 
     async def check(self, version):
         return {}
@@ -167,12 +167,12 @@ class StandInProbe:
 
 @dataclass
 class Outcome:
-    """What an attempt was."""
+    """The result of an attempt."""
 
     reason: str | None
-    """None: it was killed."""
+    """Why it ended; None if it was killed."""
     seconds: float
-    """From its start to its end."""
+    """Virtual seconds from start to end."""
     trained: list[int]
 
 
@@ -210,9 +210,9 @@ def attempt(
     flat_groups: Container[int] = (),
     lost: dict[tuple[int, int, int], int] | None = None,
 ) -> Outcome:
-    """One attempt, to its end or until it is killed at a moment or in place of a write.
+    """One attempt, to its end or until it is killed at a moment or instead of a write.
 
-    power_loss: the machine stops with it, and every file is as long as when it was synced last.
+    power_loss: truncate every file to its last synced length.
     """
     loop = VirtualTimeLoop()
     trainer, sampler = StandInTrainer(), StandInSampler(flat_groups, lost or {})
@@ -229,7 +229,7 @@ def attempt(
             raise
         reason = None
     finally:
-        killer.dead = True  # whatever still runs while the loop is torn down writes nothing any more
+        killer.dead = True  # tasks that still run during the teardown of the loop write nothing
         seconds = loop.now
         loop.run_until_complete(_cancel_all())
         loop.close()
@@ -249,7 +249,7 @@ async def _cancel_all() -> None:
 
 
 class _Disk:
-    """Knows how much of each file was synced."""
+    """Keeps the synced length of each file."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, int] = {}
@@ -259,15 +259,15 @@ class _Disk:
         self._sizes[status.st_ino] = status.st_size
 
     def cut(self, folder: Path) -> None:
-        """What was not synced is gone; checkpoints and TensorBoard's files are left as they are."""
-        for path in [*folder.glob("*.jsonl"), *folder.glob("rollouts/*.jsonl"), folder / "lives"]:
+        """Truncate files to their synced length, except checkpoints and TensorBoard's files."""
+        for path in [*folder.glob("*.jsonl"), *folder.glob("rollouts/*.jsonl")]:
             size = self._sizes.get(path.stat().st_ino, 0)
             if size < path.stat().st_size:
                 os.truncate(path, size)
 
 
 class _Killer:
-    """Stops the loop at a moment, or instead of the n-th write; after that nothing is written."""
+    """Stops the loop at a moment or instead of the n-th write; nothing is written afterwards."""
 
     def __init__(self, loop, at_s, at_write) -> None:
         self.dead = False
@@ -298,15 +298,8 @@ async def _attempt(loop, settings, folder, trainer, sampler) -> str:
     start, history = resume_point(folder.path, read_commit), read_history(folder.path)
     check_history(folder.path, history, start)
     devices = Devices(unit="device_hours", trainer=1, engine=2)
-    ledger = Ledger(folder.path / "ledger.jsonl", devices.unit, incarnation=folder.incarnation)
-    meter = Meter(
-        ledger,
-        trainer_devices=devices.trainer,
-        engine_devices=devices.engine,
-        batches=start.batches,
-        step=start.step,
-        clock=loop.time,
-    )
+    ledger = Ledger(folder.path / "ledger.jsonl", devices.unit, incarnation=folder.attempt.incarnation)
+    meter = Meter(ledger, devices, start, clock=loop.time)
     info = TrainerInfo(
         world_size=1,
         dp_size=1,

@@ -1,6 +1,7 @@
 """Exit codes, one line instead of a traceback, and answers to mistakes before anything heavy is imported."""
 
 import asyncio
+import configparser
 import json
 import os
 import re
@@ -8,10 +9,12 @@ import subprocess
 import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
+from test_report import write_run
 
-from megatron_scalerl.__main__ import main
+from megatron_scalerl.__main__ import COMMANDS, PROGRAM, main
 from megatron_scalerl.recipe.file import RecipeError
 from megatron_scalerl.tiny.build import TinyArguments, build
 
@@ -20,7 +23,7 @@ HEAVY = ("torch", "transformers", "vllm", "megatron", "matplotlib", "scipy", "py
 RECIPE = "recipes/tiny_cpu.yaml"
 TRAIN = ["-m", "megatron_scalerl", "train", RECIPE]
 SFT = ["-m", "megatron_scalerl", "sft", RECIPE, "--out", "x"]
-TOOLS = sorted(p.name for p in (ROOT / "tools").glob("*.py"))
+TOOLS = sorted(p.name for p in (ROOT / "tools").glob("*.py") if p.name not in ("checkout.py", "mutation.py"))
 
 
 @pytest.fixture(scope="module")
@@ -64,23 +67,24 @@ def watched(argv):
     return found, imported
 
 
+PLAN = ["-m", "megatron_scalerl", "plan"]
 CONVERT = "tools/convert_checkpoint.py"
 MISTAKES = {
-    "unknown key": ([*TRAIN, "optimzer.lr=1"], "unknown key optimzer"),
+    "unknown key": ([*TRAIN, "optimzer.lr=1"], "expected a recipe key, found optimzer"),
     "bad value": ([*TRAIN, "steps=many"], "steps: input should be"),
     "broken override": ([*TRAIN, "optimizer.lr=[1"], "override 'optimizer.lr=[1'"),
     "no recipe": (["-m", "megatron_scalerl", "train", "none.yaml"], "none.yaml: expected a recipe file"),
     "no policy": ([*TRAIN, "policy.path=/none"], "policy.path: expected a Hugging Face folder"),
     "no prompts": ([*TRAIN, "policy.path={tiny}/base_policy"], "prompts.jsonl: expected a prompts file"),
-    "sft key": ([*SFT, "optimzer.lr=1"], "unknown key optimzer"),
+    "sft key": ([*SFT, "optimzer.lr=1"], "expected a recipe key, found optimzer"),
     "sft policy": ([*SFT, "policy.path=/none"], "policy.path: expected a Hugging Face folder"),
     "report": (["-m", "megatron_scalerl", "report", "runs/none"], "runs/none"),
     "export": (["-m", "megatron_scalerl", "export", "runs/none", "--out", "x"], "runs/none/checkpoints: expected"),
-    "plan key": (["tools/plan.py", RECIPE, "--gpus", "2", "optimzer.lr=1"], "unknown key optimzer"),
-    "plan file": (["tools/plan.py", "none.yaml", "--gpus", "2"], "none.yaml: expected a recipe file"),
+    "plan key": ([*PLAN, RECIPE, "--gpus", "2", "optimzer.lr=1"], "expected a recipe key, found optimzer"),
+    "plan file": ([*PLAN, "none.yaml", "--gpus", "2"], "none.yaml: expected a recipe file"),
     "plan policy": (["tools/plan.py", RECIPE, "--gpus", "2"], "policy.path: expected config.json in"),
     "fit": (["tools/fit_curve.py", "runs/none"], "runs/none: expected a run folder or"),
-    "show": (["tools/show_rollouts.py", "runs/none"], "runs/none: expected a run's folder"),
+    "show": (["tools/show_rollouts.py", "runs/none"], "runs/none: expected a run folder"),
     "convert": ([CONVERT, "to-megatron", "none", "out"], "none: expected a Hugging Face folder"),
     "convert back": ([CONVERT, "to-hf", "none", "out"], "none: expected a folder with a checkpoint"),
 }
@@ -96,7 +100,10 @@ def test_a_mistake_is_one_line_before_anything_heavy_is_imported(name, tiny):
     assert not imported & set(HEAVY)
 
 
-@pytest.mark.parametrize("argv", [["-m", "megatron_scalerl"], *([f"tools/{name}"] for name in TOOLS)], ids=" ".join)
+HELPED = [["-m", "megatron_scalerl", *name] for name in ([], *([name] for name in COMMANDS))]
+
+
+@pytest.mark.parametrize("argv", [*HELPED, *([f"tools/{name}"] for name in TOOLS)], ids=" ".join)
 def test_help_imports_nothing_heavy(argv):
     found, imported = watched([*argv, "--help"])
     assert found.returncode == 0 and "usage:" in found.stdout and "%%" not in found.stdout, found.stderr
@@ -130,7 +137,7 @@ def test_a_missing_package_is_one_line_that_says_how_to_get_it(name):
 @pytest.mark.parametrize("script", ["megatron_scalerl/__main__.py", *(f"tools/{name}" for name in TOOLS)])
 def test_an_old_python_is_one_line(script):
     """Old Pythons parse what they meet before the check, and end there."""
-    code = "import runpy, sys; sys.version_info = (3, 9, 1); sys.argv[1:] = []\n"
+    code = "import runpy, sys; sys.version_info = (3, 9, 1); sys.argv[1:] = []; sys.path.insert(0, 'tools')\n"
     found = bare("-c", code + f"runpy.run_path({script!r}, run_name='__main__')", PYTHONPATH=str(ROOT))
     assert found.returncode == 2
     assert re.fullmatch(r".*expected Python 3\.11 or newer, found 3\.9 .*tools/install\.sh cpu.*\n", found.stderr)
@@ -224,6 +231,7 @@ def test_what_fails_under_way_is_no_mistake_of_the_users(name, tiny, tmp_path, m
     assert re.search(said, captured) and "Traceback" not in captured
     if code == 1:
         log = (tmp_path / "r" / "logs" / "controller.log").read_text()
+        assert re.search(r" INFO +controller megatron_scalerl\.controller\.train: run \w+, attempt local\.0, ", log)
         assert "Traceback" in log and re.search(said, log) and "StandInLauncher" not in captured
         assert "controller.log" in captured
 
@@ -243,12 +251,56 @@ def test_a_policy_without_a_tokenizer_is_2(tiny, tmp_path, capsys):
     assert said.count("\n") == 1 and "policy.path: expected a tokenizer" in said
 
 
+def test_verbose_sets_the_level_of_every_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("MSRL_LOG_LEVEL", "info")
+    assert main(["report", str(tmp_path), "--verbose"]) == 2
+    assert os.environ["MSRL_LOG_LEVEL"] == "debug"
+
+
 def test_the_traceback_can_be_asked_for(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MSRL_TRACEBACK", "1")
     assert main(["train", str(tmp_path / "none.yaml")]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("Traceback") and said.splitlines()[-1].startswith("megatron_scalerl: ")
+    assert said.startswith("Traceback") and said.splitlines()[-1].startswith("megatron-scalerl: ")
 
 
-def test_there_is_a_console_script():
-    assert "megatron-scalerl = megatron_scalerl.__main__:main" in (ROOT / "setup.cfg").read_text()
+def test_the_console_script_is_this_command():
+    scripts = configparser.ConfigParser()
+    scripts.read(ROOT / "setup.cfg")
+    [line] = scripts["options.entry_points"]["console_scripts"].split("\n")[1:]
+    name, _, target = line.partition(" = ")
+    assert name == PROGRAM and resolve_name(target) is main
+
+
+DOORS = {"plan.py": "plan", "fit_curve.py": "fit", "convert_checkpoint.py": "convert", "show_rollouts.py": "show"}
+
+
+@pytest.mark.parametrize("tool", DOORS)
+def test_a_tool_is_the_command_of_the_same_function(tool):
+    def output(*argv):
+        return subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    assert output(f"tools/{tool}", "--help") == output("-m", "megatron_scalerl", DOORS[tool], "--help")
+
+
+EXTRAS = ("torch", "megatron", "transformers", "vllm", "aiohttp", "zmq", "safetensors", "pyarrow", "tokenizers")
+WITHOUT_EXTRAS = f"""
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {EXTRAS}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent())
+from megatron_scalerl.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("name", ["fit", "report"])
+def test_an_installation_without_extras_has_the_forecast_and_the_report(name, tmp_path):
+    write_run(tmp_path, noise=0.01)
+    command = [sys.executable, "-c", WITHOUT_EXTRAS, name, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr

@@ -1,6 +1,6 @@
-"""A run that was killed and started again: the compute axis, what is recorded, what is trained.
+"""A run that is killed and resumed: its compute axis, its records, its batches.
 
-Real controller, journal, ledger, metrics and folder on virtual time; see `stand_in_run` for what stands in.
+Real controller, journal, ledger, metrics and folder in virtual time; `stand_in_run` has the stand-ins.
 """
 
 import itertools
@@ -32,7 +32,7 @@ def held(folder):
 
 
 def check_records(folder, steps):
-    """Each step, batch and validation recorded once, nothing trained twice, TensorBoard like the records."""
+    """Each step, batch and validation is recorded once, no group trained twice; TensorBoard equals the records."""
     records = read_jsonl(folder / "metrics.jsonl")
     assert [r["step"] for r in records] == list(range(1, steps + 1))
     assert [r["batches"] for r in records] == list(range(1, steps + 1))
@@ -49,7 +49,7 @@ def check_records(folder, steps):
 
 @pytest.fixture(scope="module")
 def uncrashed(tmp_path_factory):
-    """Folder of a run that nothing happened to, by k."""
+    """Folder of a run without a crash, by k."""
     folders = {}
     for k in (0, 2):
         root = tmp_path_factory.mktemp(f"whole{k}")
@@ -64,8 +64,8 @@ def uncrashed(tmp_path_factory):
 
 @pytest.mark.parametrize("step", range(1, 7))
 @pytest.mark.parametrize(("inside_s", "power_loss"), [(0.1, False), (1.9, False), (2.1, False), (1.9, True)])
-def test_a_crash_in_any_step_leaves_the_curve_as_it_was(tmp_path, uncrashed, step, inside_s, power_loss):
-    """k = 0: nothing is generated while a step is made, so nothing has to be generated again.
+def test_a_crash_in_any_step_does_not_change_the_curve(tmp_path, uncrashed, step, inside_s, power_loss):
+    """k = 0: nothing is generated during a step, so nothing has to be generated again.
 
     inside_s: seconds after the batch of the step was composed: in the optimizer step, or in the weight update.
     """
@@ -85,8 +85,8 @@ def test_a_crash_in_any_step_leaves_the_curve_as_it_was(tmp_path, uncrashed, ste
 
 
 @pytest.mark.parametrize("at_s", [0.5 + 1.3 * i for i in range(25)])
-def test_a_crash_at_any_moment_costs_what_it_repeats(tmp_path, uncrashed, at_s):
-    """k = 2: completions in flight are thrown away and generated again, and the axis grows by no more than that."""
+def test_a_crash_at_any_moment_costs_at_most_the_repeated_work(tmp_path, uncrashed, at_s):
+    """k = 2: completions in flight are discarded and generated again; the axis grows by no more than their time."""
     settings = recipe(tmp_path)
     first = attempt(settings, kill_at_s=at_s)
     second = attempt(settings)
@@ -95,14 +95,14 @@ def test_a_crash_at_any_moment_costs_what_it_repeats(tmp_path, uncrashed, at_s):
     for found, expected in zip(curve(tmp_path / "r"), curve(uncrashed[2])):
         values = [found[step] for step in sorted(found)]
         assert values == sorted(values)
-        # a completion takes at most 6 s; the window at the crash is lost, with what it had finished
+        # a completion takes at most 6 s; the window at the crash is lost, with the completions finished in it
         assert all(abs(found[step] - expected[step]) <= DEVICES * 6 + 1e-6 for step in expected)
     total = DEVICES * (first.seconds + second.seconds)
     assert total - DEVICES * HEARTBEAT_S - 1e-3 <= held(tmp_path / "r") <= total + 1e-3
 
 
 def test_a_crash_at_any_write_is_survived(tmp_path, uncrashed):
-    """Killed in place of its n-th write, for every n: groups, batches and records come out whole."""
+    """Killed instead of its n-th write, for every n: groups, batches and records are complete."""
     for write in itertools.count():
         settings = recipe(tmp_path, name=f"r{write}", steps=3)
         if attempt(settings, kill_at_write=write).reason is not None:
@@ -121,8 +121,8 @@ def test_a_crash_at_any_write_is_survived(tmp_path, uncrashed):
 
 
 @pytest.mark.parametrize("at_s", [3 + 1.7 * i for i in range(20)])
-def test_a_machine_that_stops_takes_what_was_not_synced_and_nothing_that_counts(tmp_path, uncrashed, at_s):
-    """Every file is cut back to what was synced last."""
+def test_a_power_loss_costs_only_unsynced_data(tmp_path, uncrashed, at_s):
+    """Every file is truncated to its last synced length."""
     settings = recipe(tmp_path)
     attempt(settings, kill_at_s=at_s, power_loss=True)
     assert attempt(settings).reason == "all 6 steps are made"
@@ -133,8 +133,8 @@ def test_a_machine_that_stops_takes_what_was_not_synced_and_nothing_that_counts(
         assert all(abs(found[step] - expected[step]) <= DEVICES * 6 + 1e-6 for step in expected)
 
 
-def test_what_a_checkpoint_stands_on_is_on_the_disk_before_it(tmp_path, uncrashed):
-    """The machine stops just after the save of step 3: its batches are never trained, nor charged, again."""
+def test_records_before_a_checkpoint_are_on_disk_before_it(tmp_path, uncrashed):
+    """Power loss just after the checkpoint of step 3: its batches are neither trained on nor charged again."""
     settings = recipe(tmp_path, rollouts={"max_staleness_steps": 0})
     rows = [r for r in read_jsonl(uncrashed[0] / "ledger.jsonl")[1:] if r.get("role") in ("startup", "trainer")]
     at = sum(r["seconds"] for r in rows if r["batch"] <= 3)
@@ -157,7 +157,7 @@ def test_two_crashes_are_no_worse_than_one(tmp_path, uncrashed):
     assert all(abs(found[step] - expected[step]) <= DEVICES * 6 for step in expected)
 
 
-def test_a_finished_run_started_again_records_nothing_twice(tmp_path):
+def test_restarting_a_finished_run_records_nothing_twice(tmp_path):
     settings = recipe(tmp_path, steps=5)
     attempt(settings)
     before = {p.name: p.read_text() for p in (tmp_path / "r").glob("*.jsonl")}
@@ -168,12 +168,12 @@ def test_a_finished_run_started_again_records_nothing_twice(tmp_path):
     assert [r["step"] for r in read_jsonl(tmp_path / "r" / "validation.jsonl")] == [0, 2, 4, 5]
 
 
-def test_a_run_goes_on_when_steps_are_raised(tmp_path, uncrashed):
+def test_a_finished_run_resumes_when_steps_is_raised(tmp_path, uncrashed):
     attempt(recipe(tmp_path, steps=4, rollouts={"max_staleness_steps": 0}))
     attempt(recipe(tmp_path, rollouts={"max_staleness_steps": 0}))
     check_records(tmp_path / "r", 6)
     found, expected = curve(tmp_path / "r")[0], curve(uncrashed[0])[0]
-    # the end of the first part adds its save, and what the whole run generated during the validation of step 4
+    # the end of the first attempt adds its checkpoint and the time of its last validation, which nothing overlaps
     assert all(0 <= found[step] - expected[step] <= DEVICES * (SAVE_S + VALIDATE_S) for step in expected)
 
 
@@ -206,7 +206,7 @@ def test_skipped_batches_after_a_checkpoint_are_recorded_once(tmp_path):
 
 
 def test_a_lost_group_is_generated_again(tmp_path):
-    """Its event reached the disk and its text did not: what stands after a machine stopped."""
+    """Its event reached the disk and the group did not, as after a power loss."""
     settings = recipe(tmp_path)
     attempt(settings, kill_at_s=18)
     folder = tmp_path / "r"

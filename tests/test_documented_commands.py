@@ -18,12 +18,8 @@ import yaml
 from rollout_groups import group
 from test_report import write_run
 
-from megatron_scalerl import show_rollouts
-from megatron_scalerl.__main__ import _parse
+from megatron_scalerl.__main__ import _parse, main
 from megatron_scalerl.controller.preflight import check_inputs
-from megatron_scalerl.convert import command as convert
-from megatron_scalerl.fit import command as fit
-from megatron_scalerl.plan import command as plan
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.rollouts.journal import BatchRecord, Journal
@@ -37,6 +33,7 @@ WORDS = r"python|bash|source|srun|docker|apptainer|megatron-scalerl|examples/\S+
 COMMAND = re.compile(rf"(?:\w+=\S+ )*(?:{WORDS})(?: |$)")
 SHOWN = {
     "diagram": r" prompts ─► rollouts",
+    "the processes": r" +controller \(1, asyncio",
     "the quickstart's output": r"\[ *\d+ s\]",
     "the tests' output": r"\d+ passed",
     "the planner's output": r"scalerl_\w+ on \d+ x ",  # compared below
@@ -113,6 +110,8 @@ def written(folder, policy):
 def ran(command, place, *more):
     """Standard output of a documented command, run as it stands in `place`."""
     argv = [sys.executable if word == "python" else word for word in shlex.split(command, comments=True)]
+    if argv[0] == "megatron-scalerl":
+        argv[:1] = [sys.executable, "-m", "megatron_scalerl"]
     variables = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*argv, *more],
@@ -165,10 +164,22 @@ def arguments(words):
     return [filled.get(word, word) for word in bare]
 
 
+DOORS = {"plan": "plan", "fit_curve": "fit", "convert_checkpoint": "convert", "show_rollouts": "show"}
+
+
+def check_product(words, place):
+    """A command of `megatron-scalerl` can be parsed, and its recipe exists and loads."""
+    try:
+        _, found = _parse(arguments(words))
+    except SystemExit as end:
+        assert end.code == 0 and "--help" in words
+        return
+    if "recipe" in found:
+        folder = ROOT if (ROOT / found.recipe).is_file() else place
+        load_recipe(folder / found.recipe, found.overrides)
+
+
 def parser_of(tool):
-    doors = {"plan": plan, "fit_curve": fit, "convert_checkpoint": convert, "show_rollouts": show_rollouts}
-    if tool.stem in doors:
-        return doors[tool.stem].parser()
     spec = importlib.util.spec_from_file_location(tool.stem, ROOT / tool)
     module = sys.modules[tool.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -202,22 +213,17 @@ def check_command(argv, place):
         check_command(argv[next(i for i, word in enumerate(argv[1:], 1) if word[:2] != "--") :], place)
     elif argv[0] in ("docker", "apptainer"):
         check_container(argv, place)
-    elif argv[0] == "megatron-scalerl" or argv[:3] == ["python", "-m", "megatron_scalerl"]:
-        if words := argv[1:] if argv[0] == "megatron-scalerl" else argv[3:]:
-            found = _parse(words)
-            if "recipe" in found:
-                load_recipe(place / found.recipe, found.overrides)
+    elif argv in (["megatron-scalerl"], ["python", "-m", "megatron_scalerl"]):
+        pass  # the name of the program alone
+    elif words := product_words(shlex.join(argv)):
+        check_product(words, place)
     elif argv[:2] == ["python", "-m"]:
         source = Path(importlib.util.find_spec(argv[2]).origin).read_text()
         assert '__name__ == "__main__"' in source
     else:
         tool = Path(argv[1])
         assert argv[0] == "python" and tool.parent.name == "tools" and (ROOT / tool).is_file()
-        found = parser_of(tool).parse_intermixed_args(arguments(argv[2:])) if tool.stem == "plan" else None
-        if found is None:
-            parser_of(tool).parse_args(arguments(argv[2:]))
-        else:
-            load_recipe(ROOT / found.recipe, found.overrides)
+        parser_of(tool).parse_args(arguments(argv[2:]))
 
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{page}: {c[:60]}" for page, c in COMMANDS])
@@ -227,25 +233,32 @@ def test_every_command_can_be_given(page, command, place):
 
 
 SAID = "verdict: "
-CURVES = (
-    "python tools/fit_curve.py curves.csv --series recipe=a --compute gpu_hours --score pass_rate --r0 0.40 --json -"
-)
 RUN = {
-    "python -m megatron_scalerl report runs/my_run": "95 % interval",
-    "python tools/fit_curve.py runs/my_run --predict 50000,100000": SAID,
-    "python tools/show_rollouts.py runs/my_run": "pass rate 1/2",
-    "python tools/fit_curve.py runs/my_run --predict 16000,50000,100000 --html report.html --plot forecast.png": SAID,
-    "python tools/fit_curve.py runs/my_run --fit-until 8000": SAID,
-    "python tools/fit_curve.py runs/a runs/b runs/c --compare": "b kept the ceiling",
-    CURVES: '"asymptote"',
+    "report runs/my_run": "95 % interval",
+    "fit runs/my_run --predict 50000,100000": SAID,
+    "show runs/my_run": "pass rate 1/2",
+    "fit runs/my_run --predict 16000,50000,100000 --html report.html --plot forecast.png": SAID,
+    "fit runs/my_run --fit-until 8000": SAID,
+    "fit runs/a runs/b runs/c --compare": "b kept the ceiling",
+    "fit curves.csv --series recipe=a --compute gpu_hours --score pass_rate --r0 0.40 --json -": '"asymptote"',
 }
-"""Quick commands, and what each prints."""
+"""Quick commands of `megatron-scalerl`, and what each prints."""
 
 
-def documented(start):
-    """The documented command that is `start`, comment apart."""
-    [found] = {c for _, c in COMMANDS if shlex.split(c, comments=True) == shlex.split(start)}
-    return found
+def product_words(command):
+    """The words after `megatron-scalerl`, however the command is given; none for another program."""
+    words = shlex.split(command, comments=True)
+    if words[0] == "megatron-scalerl":
+        return words[1:]
+    if words[:3] == ["python", "-m", "megatron_scalerl"]:
+        return words[3:]
+    tool = Path(words[1]).stem if words[0] == "python" else ""
+    return [DOORS[tool], *words[2:]] if tool in DOORS else []
+
+
+def documented(words):
+    """A documented command of `megatron-scalerl` with these words, as it is written."""
+    return next(command for _, command in COMMANDS if product_words(command) == shlex.split(words))
 
 
 @pytest.mark.parametrize("command", RUN)
@@ -285,7 +298,7 @@ PLANNED = {
 def test_the_planners_figures_are_those_of_the_page(name, tmp_path, capsys):
     out = tmp_path / "plan.json"
     argv = [str(ROOT / "recipes" / f"{name}.yaml"), "--gpus", str(PLANNED[name]), "--no-build", "--json", str(out)]
-    assert plan.main(argv) == 0
+    assert main(["plan", *argv]) == 0
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     page = ROOT / "docs" / "planning.md"
     for _, text in blocks(page):

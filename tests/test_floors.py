@@ -5,20 +5,20 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "megatron_scalerl"
 FLOORS = [
+    {"shapes": ""},
     {  # no process, no wire
         "types": "",
         "environment": "",
         "processes": "",
-        "losses": "",
-        "logits": "",
+        "losses": "shapes",
+        "logits": "shapes",
         "models": "",
         "fit": "",
-        "show_rollouts": "",
     },
     {
         "recipe": "models",
         "checkpoints": "models",
-        "batching": "losses types",
+        "batching": "losses shapes types",
     },
     {
         "distributed": "recipe",
@@ -33,26 +33,27 @@ FLOORS = [
         "convert": "checkpoints models processes safe_load",
     },
     {
-        "trainer": "batching checkpoints distributed logits losses models recipe safe_load types weights",
+        "trainer": "batching checkpoints distributed logits losses models processes recipe safe_load types weights",
         "engine": "checkpoints distributed models processes recipe types weights",
         "export": "checkpoints convert recipe",
     },
     {
         "rollouts": "checkpoints engine prompts recipe rewards types",
         "launch": "distributed engine processes recipe rewards trainer types weights",
-        "sft": "batching distributed losses prompts recipe trainer types weights",
+        "sft": "batching convert distributed losses prompts recipe trainer types",
     },
     {
-        "controller": "batching checkpoints distributed engine launch models processes prompts recipe rewards "
+        "controller": "batching checkpoints engine launch models processes prompts recipe rewards "
         "rollouts safe_load trainer types weights",
         "plan": "checkpoints distributed logits models recipe rollouts trainer",
     },
     {
         "check_gpu": "batching checkpoints controller distributed engine launch logits losses plan processes prompts "
         "recipe rewards rollouts tiny trainer types weights",
+        "commands": "controller export recipe report sft",
     },
     {
-        "__main__": "check_gpu controller environment export processes recipe report sft",
+        "__main__": "environment processes",
     },
 ]
 """Each floor's packages and modules of the top level, and what they import of the floors below."""

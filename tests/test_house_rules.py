@@ -13,6 +13,7 @@ SEAM = {
     "distributed/device.py",
     "distributed/cpu_compat.py",
     "logits/cuda_backend.py",
+    "logits/choice.py",  # a backend's name
     "check_gpu/probe.py",  # asks which CUDA torch was built for
     "check_gpu/parts/logits.py",  # a backend's name
     "logits/targets.py",  # the same
@@ -25,15 +26,15 @@ VLLM = {
 }
 
 OWN_STATE = {
-    "convert/blob.py",
     "engine/weight_receiver.py",
     "plan/lengths.py",
     "plan/simulate.py",
-    "rewards/verifier.py",
+    "rewards/pool.py",
     "safe_load/index.py",
     "safe_load/pickles.py",
     "safe_load/values.py",
     "trainer/layers/packing.py",
+    "trainer/step_metrics.py",
 }
 """Files with dataclasses that stay in their module: state that changes, or pairs of values."""
 

@@ -265,7 +265,7 @@ def test_the_test_command_fails_where_either_tier_fails(checkout, main, second, 
     shutil.copytree(ROOT / "tests", checkout / "tests", ignore=lambda *_: {"distributed", "e2e", "__pycache__"})
     script(checkout / "tools" / "install.sh", "exit 0\n" if second != "" else '[ -z "${MSRL_VENV:-}" ]\n')
     script(checkout / "tools" / "find_python.sh", "exit 1\n" if second is None else "echo stand-in\n")
-    for tool in ("ruff", "mypy"):
+    for tool in ("ruff", "mypy", "mkdocs"):
         script(checkout / ".venv" / "bin" / tool, "exit 0\n")
     script(checkout / ".venv" / "bin" / "python", f"echo main; exit {main}\n")
     script(checkout / ".venv-3.12" / "bin" / "python", f"echo second; exit {second}\n")

@@ -2,9 +2,9 @@
 
     python tools/bench_async.py [--tiny runs/tiny_1] [--steps 16] [--rounds 2]
 
-Whole runs of recipes/tiny_cpu.yaml without validations, real trainer, engine and weight updates; k = 0 is run with
-each thread setting and its best one counts, k = 8 with one thread a process. Runs take turns; a run's figure
-is the median time between two steps after the first `skip` ones. `--tiny` is a folder with a warm policy, as
+Complete runs of recipes/tiny_cpu.yaml without validations, with real trainer, engine and weight updates. k = 0 runs
+with each thread setting and the best one counts, k = 8 with one thread per process. Runs take turns. The figure of a
+run is the median time between two steps after the first `skip` ones. `--tiny` is a folder with a warm policy, as
 examples/quickstart.sh makes it. Prints one JSON line.
 """
 
@@ -20,9 +20,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from megatron_scalerl.environment import explained
+from checkout import explained
 
 K8 = {"k": 8, "trainer": 1, "engine": 1}
 K0 = ({"k": 0, "trainer": 1, "engine": 1}, {"k": 0, "trainer": 2, "engine": 2}, {"k": 0, "trainer": 2, "engine": 1})
@@ -42,8 +40,8 @@ def main() -> None:
     """Measure and print."""
     a = parser().parse_args()
     if not Path(a.tiny, "policy", "config.json").is_file():
-        said = f"--tiny: expected a folder with a warm policy, found {a.tiny}; run examples/quickstart.sh"
-        parser().exit(2, f"{said}\n")
+        message = f"--tiny: expected a folder with a warm policy, found {a.tiny}; run examples/quickstart.sh"
+        parser().exit(2, f"{message}\n")
     settings = (K8, *K0)
     seconds: list[list[float]] = [[] for _ in settings]
     for _ in range(a.rounds):

@@ -1,12 +1,12 @@
-"""Measures checkpoint conversion against `cp` of the same bytes, and the memory that it takes.
+"""Measures the throughput of checkpoint conversion relative to `cp` of the same bytes, and its memory.
 
     python tools/bench_convert.py                     2 GiB of random bf16 weights of a dense policy
     python tools/bench_convert.py --kind moe          fused, transposed experts as in Llama 4
     python tools/bench_convert.py --gib 8 --processes 4 --rounds 5 --folder /scratch --json out.json
 
-Every round runs cp, to-megatron, cp, to-hf, one after another. Each starts with its source out of the page cache
-and ends with its result on the disk. Checksums and the search for NaN are on. Anonymous memory is RssAnon of each
-process, sampled every 10 ms. A target that is missed makes the exit code 1.
+Every round runs cp, to-megatron, cp and to-hf in sequence. Each starts with its source evicted from the page cache
+and ends with its result on disk. Checksums and the NaN check are on. Anonymous memory is RssAnon of each process,
+sampled every 10 ms. The exit code is 1 where a target is missed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from megatron_scalerl.environment import explained
+from checkout import explained
 
 
 def parser() -> argparse.ArgumentParser:
@@ -52,8 +50,8 @@ with explained():
     import numpy as np
     from rich.console import Console
 
-    from megatron_scalerl.convert.hf_folder import INDEX
-    from megatron_scalerl.convert.options import Options
+    from megatron_scalerl.checkpoints.hf_folder import INDEX
+    from megatron_scalerl.convert.conversion import Options
 
 # The rest of the package comes where it is used: workers import this file again, and need no torch.
 

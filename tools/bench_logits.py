@@ -1,20 +1,20 @@
-"""Time, memory and error of the logit projection beside those of others, measured in one run.
+"""Time, memory and error of the logit projection compared with other implementations, in one run.
 
     python tools/bench_logits.py [--device cpu|gpu] [--tokens T] [--hidden H] [--vocab V] [--rounds N] [--threads N]
                                  [--backend NAME] [--peers none] [--patience S]
 
-Everybody computes the log-probabilities [T] of given tokens from bf16 hidden states [T, H] and a bf16 head [V, H],
-and the gradients of their sum. One JSON line for the run (shape, machine, GEMM rate), one for each contender, and
-one with the targets and whether they were met. Figures are medians. Ours and the naive paths take turns within each
-round; everybody else has a process of its own afterwards, with a GEMM rate of its own: one that fails, however it
-does, ends nothing but its own line.
+Every contender computes the log-probs [T] of given tokens from bf16 hidden states [T, H] and a bf16 head [V, H], and
+the gradients of their sum. Prints one JSON line for the run (shape, machine, GEMM rate), one per contender, and one
+with the targets and whether they were met. Figures are medians. Our backends and the naive paths take turns within
+each round. Each other contender runs afterwards in a separate process with its own GEMM rate, so that its failure
+affects only its own line.
 
 forward, total      seconds of the forward pass and of forward plus backward (a loss inside the chunk computes its
                     gradients in the forward pass)
 gemm_share          of the rate of a large bf16 GEMM in the same process, for the GEMMs that this contender computes;
                     its operands are drawn as hidden and head are, since constant ones multiply faster on a GPU
 extra_mib           peak memory above what the operands take, gradients of hidden and head among it. On a CPU: the
-                    resident set's peak in a process of its own, as the kernel counts it; on a GPU: the allocator's
+                    resident set's peak in a separate process, as the kernel counts it; on a GPU: the allocator's
 block_mib           the same without the gradients that are handed out
 error               largest distance from fp64 (nats), over the first tokens
 """
@@ -28,15 +28,12 @@ import os
 import platform
 import re
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from megatron_scalerl.environment import explained
+from checkout import explained
 
 SHAPES = {"cpu": (4096, 1024, 32768), "gpu": (16384, 4096, 128256)}
 """Tokens, hidden size and vocabulary of the targets."""
@@ -65,7 +62,7 @@ with explained():
 
     from megatron_scalerl.logits.contenders import Contender, contenders_on
     from megatron_scalerl.logits.targets import rounded, targets
-    from megatron_scalerl.processes.isolated import FAILED, USERS, Say, events
+    from megatron_scalerl.processes.isolated import FAILED, USER_ERROR, SendEvent, events
 
 CHECKED_TOKENS = 64
 
@@ -167,13 +164,13 @@ def _resident(name: str) -> int:
     return 1024 * int(found[1])
 
 
-def group(options: argparse.Namespace, names: list[str], say: Say) -> None:
+def group(options: argparse.Namespace, names: list[str], send: SendEvent) -> None:
     """Measure these contenders in this process, in turns within each round: events at each start, then lines."""
     chosen = [contender for contender in contenders(options) if contender.name in names]
     bench = Bench(options)
     lines: dict[str, dict[str, Any]] = {}
     for contender in chosen:
-        say({"begin": contender.name})
+        send({"begin": contender.name})
         error = bench.error(bench.step(contender, backward=True)[2])  # and warms up
         lines[contender.name] = line_of(contender.name, "measured") | {"error": error}
     seconds: dict[tuple[str, bool], list[tuple[float, float]]] = {}
@@ -181,16 +178,16 @@ def group(options: argparse.Namespace, names: list[str], say: Say) -> None:
     gemms: list[float] = []
     for _ in range(options.rounds):
         for contender in chosen:
-            say({"begin": contender.name})
+            send({"begin": contender.name})
             gemms.append(bench.gemm_seconds())
             for backward in (False, True):
                 taken = bench.step(contender, backward=backward)[:2]
                 seconds.setdefault((contender.name, backward), []).append(taken)
     rate = 2.0 * bench.left.shape[0] ** 3 / statistics.median(gemms)
-    say({"gemm_tflops": rate / 1e12, "machine": machine(options.device)})
+    send({"gemm_tflops": rate / 1e12, "machine": machine(options.device)})
     gemm = 2.0 * options.tokens * options.hidden * options.vocab / rate
     for contender in chosen:
-        say({"begin": contender.name})
+        send({"begin": contender.name})
         line = lines[contender.name]
         for name, backward in (("forward", False), ("total", True)):
             walls, busy = zip(*seconds[contender.name, backward])
@@ -201,13 +198,13 @@ def group(options: argparse.Namespace, names: list[str], say: Say) -> None:
         line |= {"gemms": contender.gemms, "gemm_tflops": rate / 1e12}
         line["gemm_share_forward"] = gemms_forward * gemm / line["forward_seconds"]
         line["gemm_share"] = contender.gemms * gemm / line["total_seconds"]
-        say({"line": line | (bench.peak_extra(contender) if bench.on_gpu else {})})
+        send({"line": line | (bench.peak_extra(contender) if bench.on_gpu else {})})
 
 
-def memory(options: argparse.Namespace, name: str, say: Say) -> None:
+def memory(options: argparse.Namespace, name: str, send: SendEvent) -> None:
     """`Bench.peak_extra` of one contender in this process, which has done nothing else."""
     [contender] = [c for c in contenders(options) if c.name == name]
-    say(Bench(options).peak_extra(contender))
+    send(Bench(options).peak_extra(contender))
 
 
 def contenders(options: argparse.Namespace) -> list[Contender]:
@@ -221,9 +218,9 @@ def line_of(name: str, status: str) -> dict[str, Any]:
 
 
 def apart(options: argparse.Namespace, work: Callable[..., None], what: Any) -> Iterator[dict[str, Any]]:
-    """The events of `work` in a process of its own; a GPU's driver does not survive a fork."""
+    """The events of `work` in a separate process, which is not forked where a GPU driver is loaded."""
     start: Any = "spawn" if options.device == "gpu" else "fork"
-    return events(work, options, what, start=start, patience_s=options.patience)
+    return events(work, options, what, start=start, silence_timeout_s=options.patience)
 
 
 def measured(options: argparse.Namespace, names: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -235,15 +232,16 @@ def measured(options: argparse.Namespace, names: list[str]) -> tuple[dict[str, A
     head: dict[str, Any] = {"gemm_tflops": None, "machine": None}
     lines: dict[str, dict[str, Any]] = {}
     while left := [name for name in names if name not in lines]:
-        begun, why, users = None, "it ended without a result", False
+        begun, why, user_error = None, "it ended without a result", False
         for event in apart(options, group, left):
-            begun, why, users = event.get("begin", begun), event.get(FAILED, why), event.get(USERS, users)
+            begun, why = event.get("begin", begun), event.get(FAILED, why)
+            user_error = event.get(USER_ERROR, user_error)
             if "line" in event:
                 lines[event["line"]["contender"]] = event["line"]
             elif "machine" in event:
                 head = event
         if begun is None and not lines:
-            raise ValueError(why) if users else RuntimeError(why)
+            raise ValueError(why) if user_error else RuntimeError(why)
         missing = [name for name in left if name not in lines]
         blamed = missing if begun is None else [begun] if begun in missing else missing[:1]
         lines |= {name: line_of(name, f"failed: {why}") for name in blamed}
@@ -283,7 +281,7 @@ def main(options: argparse.Namespace) -> None:
 
 
 def peer_line(options: argparse.Namespace, contender: Contender) -> dict[str, Any]:
-    """The line of somebody else's code, in a process of its own."""
+    """The line of a peer implementation, measured in a separate process."""
     if contender.package and importlib.util.find_spec(contender.package) is None:
         return line_of(contender.name, f"not installed ({contender.package})")
     try:

@@ -1,16 +1,16 @@
-"""The planner's memory model and its simulation against real runs on this machine.
+"""Compares the planner's memory model and simulation with real runs on this machine.
 
     python tools/bench_plan.py memory [--only NAME]
     python tools/bench_plan.py queue --tiny runs/tiny_1 [--steps 24]
 
-`memory` trains random policies of 22 and 35 million parameters for two steps, each in a process of its own, and
-compares the peak of resident memory above the same process before the model was built with the plan's figure. Big
-blocks are returned to the system when they are freed (MALLOC_MMAP_THRESHOLD_), as a GPU's allocator would reuse them;
-with glibc's own threshold its fragmentation, not the model, would be measured.
+`memory` trains random policies of 22 and 35 million parameters for two steps, each in a separate process, and
+compares the plan's figure with the peak resident memory above that before the model was built. Large blocks are
+returned to the system when they are freed (MALLOC_MMAP_THRESHOLD_), as a GPU's allocator would reuse them; with
+glibc's default threshold, its fragmentation would be measured instead of the model.
 
-`queue` runs recipes/tiny_cpu.yaml synchronously (k = 0), takes generation speed, step time, publication and lengths
-from it, predicts the run at k = 8, makes that run and compares; once more with the trainer seconds of that run, which
-shares its cores with an engine. `tiny` is a folder as examples/quickstart.sh makes it.
+`queue` runs recipes/tiny_cpu.yaml synchronously (k = 0), measures generation speed, step time, weight publication and
+lengths, predicts the run at k = 8, executes that run and compares. A second comparison uses the trainer seconds of
+the k = 8 run, which shares its cores with an engine. `tiny` is a folder made by examples/quickstart.sh.
 Prints one JSON line per comparison.
 """
 
@@ -27,9 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from megatron_scalerl.environment import explained
+from checkout import explained
 
 MIB = 2**20
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -161,7 +159,7 @@ def case_recipe(case: dict[str, Any]) -> Any:
 
 def predicted(case: dict[str, Any]) -> tuple[dict[str, float], int]:
     """(the plan's terms, bytes, with the kernels of this machine; parameters)."""
-    from megatron_scalerl.plan.predict import predict_trainer
+    from megatron_scalerl.plan.work import predict_trainer
 
     found = predict_trainer(case_recipe(case), case["path"], layers="plain", device="cpu", sequence_tokens=SEQUENCE)
     return {term.name: term.bytes for term in found.terms}, found.parameters
@@ -192,7 +190,7 @@ def draw_samples(count: int) -> list[Any]:
     """Samples of random tokens, a quarter of each its prompt."""
     import random
 
-    from megatron_scalerl.check_gpu.synthetic import sample
+    from megatron_scalerl.check_gpu.cases import sample
 
     rng = random.Random(0)
     prompt, size = SEQUENCE // 4, SEQUENCE - SEQUENCE // 4
@@ -273,20 +271,20 @@ def mean_of(rows: list[dict[str, Any]], key: str) -> float:
 def queue_setting(recipe: Any, lengths: Any, rows: list[dict[str, Any]], steps: int, skip: int) -> Any:
     """(seconds a completion adds to a decoding step, k) -> the simulation's setting, the rest as measured."""
     from megatron_scalerl.plan.engine import Decoding
-    from megatron_scalerl.plan.simulate import Setting
+    from megatron_scalerl.plan.simulate import QueueSettings
 
     train_, publish = mean_of(rows, "train_seconds"), mean_of(rows, "engine_paused_seconds")
     other = max(0.0, mean_of(rows, "step_seconds") - train_ - publish - mean_of(rows, WAIT))
     running = min(recipe.engine.vllm["max_num_seqs"], recipe.rollouts.max_in_flight)
 
-    def setting(per: float, k: int) -> Setting:
+    def setting(per: float, k: int) -> QueueSettings:
         speed = Decoding(
             fixed_seconds=FIXED_OVER_PER_COMPLETION * per,
             per_completion_seconds=per,
             prefill_seconds=0.0,
             running=running,
         )
-        return Setting(
+        return QueueSettings(
             groups_per_batch=recipe.rollouts.groups_per_batch,
             group_size=recipe.rollouts.group_size,
             max_staleness_steps=k,

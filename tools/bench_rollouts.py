@@ -3,9 +3,9 @@
     python tools/bench_rollouts.py [--rounds 5] [--requests 256] [--in-flight 64] [--threads 1]
 
 Both sides serve the same 10M-parameter policy in float32 with the same prompts, lengths, seeds and log-probs, one
-thread each, and take turns. Ours runs as in training: vLLM's server in processes of its own, HTTP, `in-flight`
-requests at a time, forced interruption's logits processor on every request. Theirs is one process without any of
-it, handed all prompts at once. Prints one JSON line.
+thread each, and take turns. Ours runs as in training: vLLM's server in separate processes, HTTP, `in-flight`
+concurrent requests, the logits processor of forced interruption on every request. LLM.generate is one process without
+these and gets all prompts at once. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from megatron_scalerl.environment import explained
+from checkout import explained
 
 
 def parser() -> argparse.ArgumentParser:

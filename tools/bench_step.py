@@ -1,11 +1,11 @@
-"""Seconds of our trainer's step over those of a bare Megatron-Core step on the same samples.
+"""Time of our trainer's step relative to a bare Megatron-Core step on the same samples.
 
     python tools/bench_step.py [--rounds 15] [--samples 128] [--threads 1] [--policy FOLDER]
 
-Same device seam, layers, attention, optimiser and micro-batches on both sides, in one process, taking turns. Ours
-packs sequences and trains CISPO with its metrics; bare Megatron pads every micro-batch to its longest sequence
-and trains GPTModel's own cross-entropy. Prints one JSON line; `ratio` is ours over bare, of the medians;
-`cpu_ratio` the same of processor time.
+Both sides use the same devices, layers, attention, optimizer and micro-batches, and take turns in one process. Ours
+packs sequences and trains CISPO with its metrics; bare Megatron pads every micro-batch to its longest sequence and
+trains GPTModel's cross-entropy. Prints one JSON line: `ratio` is ours over bare of the median times, `cpu_ratio` the
+same of CPU time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import os
 import platform
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,9 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from megatron_scalerl.environment import explained
+from checkout import explained
 
 
 def parser() -> argparse.ArgumentParser:

@@ -68,7 +68,9 @@ locked() { # LOCK PACKAGE...
 by_hash() { # LOCK; the lock is complete, so no dependency is looked for, and no package but a wheel is taken
   quiet pip install --no-deps --require-hashes --only-binary :all: -r "$1"
 }
-itself() { quiet pip install --no-deps --no-build-isolation -e . || fail "the package itself could not be installed"; }
+itself() { # one at a time: every environment of a checkout writes the same megatron_scalerl.egg-info
+  quiet flock tools "$venv/bin/python" -m pip install --no-deps --no-build-isolation -e . ||
+    fail "the package itself could not be installed"; }
 
 install_cpu() {
   local lock=tools/locks/cpu.txt unwanted

@@ -1,15 +1,7 @@
 #!/usr/bin/env python3
-"""Prints one completion of a run: see `megatron_scalerl.show_rollouts`."""
+"""The same as `megatron-scalerl show`."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from megatron_scalerl.environment import explained
+from checkout import run
 
 if __name__ == "__main__":
-    with explained():
-        from megatron_scalerl.show_rollouts import main
-
-        sys.exit(main())
+    run("show")

@@ -1,8 +1,8 @@
-"""From scored groups to samples: filters, group-centred advantages, their normalisation, token weights.
+"""From scored groups to samples: filters, group-centered advantages, their normalization, token weights.
 
-Khatri et al. 2025, arXiv 2510.13786, eq. 2 (advantage) and section 3.2 (batch-level normalisation, prompt
-mean). Silent in the paper and chosen here: the spread is the population standard deviation over one value
-per completion that remains after filtering.
+Khatri et al. 2025, arXiv 2510.13786, eq. 2 (advantage) and section 3.2 (batch-level normalization, prompt mean). Not
+specified in the paper and chosen here: the spread is the population standard deviation over one value per completion
+that remains after filtering.
 """
 
 from __future__ import annotations
@@ -19,28 +19,27 @@ from megatron_scalerl.types import RolloutGroup, Sample
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchPlan:
-    """The samples of one optimiser step. Produced by `samples_of`; no samples means no step."""
+    """The samples of one optimizer step. Produced by `samples_of`; without samples there is no step."""
 
     samples: tuple[Sample, ...]
     stats: Mapping[str, float]
     """Counts for the metrics: groups, groups_kept, groups_dropped_REASON, completions, truncated_dropped,
-    samples, loss_tokens, and advantage_std (standard deviation of the centred rewards that remain)."""
+    samples, loss_tokens, and advantage_std (standard deviation of the remaining centered rewards)."""
 
 
 def samples_of(
     groups: Sequence[RolloutGroup],
     *,
-    normalise: Literal["batch", "prompt", "none"],
+    normalize: Literal["batch", "prompt", "none"],
     truncated: Literal["exclude", "wrong"],
     zero_variance: bool,
     reduction: Reduction,
 ) -> BatchPlan:
-    """The completions that train, each with its advantage and its token weight.
+    """The completions to train on, each with its advantage and its token weight.
 
-    `truncated` "exclude" takes truncated completions out of loss and group mean; "wrong" leaves them in with
-    the incorrect reward that they were scored with. `zero_variance` True drops groups whose rewards are equal;
-    False keeps them with advantage 0, where they still count in the mean over prompts. A group with nothing
-    left goes in either case.
+    `truncated` "exclude" removes truncated completions from loss and group mean; "wrong" keeps them with the
+    incorrect reward of their score. `zero_variance` True drops groups with equal rewards; False keeps them with
+    advantage 0, and they count in the mean over prompts. Empty groups are dropped in either case.
     """
     kept, excluded = drop_truncated(groups) if truncated == "exclude" else (list(groups), 0)
     dropped: dict[str, int] = {}
@@ -50,7 +49,7 @@ def samples_of(
         empty = [group for group in kept if not group.rollouts]
         kept = [group for group in kept if group.rollouts]
         dropped = {"too_few": len(empty)} if empty else {}
-    advantages, spread = _advantages([[s.reward for s in group.scores] for group in kept], normalise)
+    advantages, spread = _advantages([[s.reward for s in group.scores] for group in kept], normalize)
     lengths = [[sum(r.loss_mask) for r in group.rollouts] for group in kept]
     weights = token_weights(lengths, reduction)
     samples = tuple(
@@ -77,22 +76,22 @@ def samples_of(
 
 
 def _advantages(
-    rewards: list[list[float]], normalise: Literal["batch", "prompt", "none"]
+    rewards: list[list[float]], normalize: Literal["batch", "prompt", "none"]
 ) -> tuple[list[list[float]], float]:
-    """Advantage of every completion, and the standard deviation over all centred rewards (0 if none)."""
-    centred = [_centred(group) for group in rewards]
-    flat = [a for group in centred for a in group]
+    """Advantage of every completion, and the standard deviation over all centered rewards (0 if there are none)."""
+    centered = [_centered(group) for group in rewards]
+    flat = [a for group in centered for a in group]
     spread = statistics.pstdev(flat) if flat else 0.0
-    if normalise == "none":
-        return centred, spread
-    if normalise == "batch":
-        return [_divided(group, spread) for group in centred], spread
-    assert normalise == "prompt", normalise
-    return [_divided(group, statistics.pstdev(group)) for group in centred], spread
+    if normalize == "none":
+        return centered, spread
+    if normalize == "batch":
+        return [_divided(group, spread) for group in centered], spread
+    assert normalize == "prompt", normalize
+    return [_divided(group, statistics.pstdev(group)) for group in centered], spread
 
 
-def _centred(group: list[float]) -> list[float]:
-    """Rewards minus their mean. Equal rewards give exact zeros: the rounding of a mean is no advantage."""
+def _centered(group: list[float]) -> list[float]:
+    """Rewards minus their mean. Equal rewards give exact zeros, not the rounding error of their mean."""
     if len(set(group)) == 1:
         return [0.0] * len(group)
     mean = statistics.fmean(group)
@@ -100,5 +99,5 @@ def _centred(group: list[float]) -> list[float]:
 
 
 def _divided(values: list[float], spread: float) -> list[float]:
-    """`values` over `spread`; all zero where the spread is, since then every value is zero as well."""
+    """`values` over `spread`; zeros for a spread of 0, since then every value is 0."""
     return [value / spread for value in values] if spread else [0.0] * len(values)

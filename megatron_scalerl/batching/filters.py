@@ -1,7 +1,6 @@
-"""What leaves a batch before it trains: truncated completions and groups that teach nothing.
+"""Filters of a batch before training: truncated completions, and groups without a learning signal.
 
-Nothing is refilled: the batch shrinks (Khatri et al. 2025, arXiv 2510.13786, section 3.2, zero-variance
-filtering).
+Nothing is refilled: the batch shrinks (Khatri et al. 2025, arXiv 2510.13786, section 3.2, zero-variance filtering).
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from megatron_scalerl.types import RolloutGroup
 
 
 def drop_truncated(groups: Sequence[RolloutGroup]) -> tuple[list[RolloutGroup], int]:
-    """The groups without their truncated completions, and how many completions left.
+    """The groups without their truncated completions, and the number of completions removed.
 
-    A group may come back with fewer completions, or with none; its `pass_rate` is then no longer the group's
-    (there truncated completions count as wrong), so take pass rates before this.
+    A group may be returned with fewer completions, or with none. Its `pass_rate` then differs from that of the whole
+    group (where truncated completions count as wrong), so compute pass rates before.
     """
     kept: list[RolloutGroup] = []
     dropped = 0
@@ -29,10 +28,10 @@ def drop_truncated(groups: Sequence[RolloutGroup]) -> tuple[list[RolloutGroup], 
 
 
 def drop_zero_variance(groups: Sequence[RolloutGroup]) -> tuple[list[RolloutGroup], dict[str, int]]:
-    """The groups whose rewards differ, and how many were dropped for each reason.
+    """The groups whose rewards differ, and the number of groups dropped for each reason.
 
-    Reasons: `too_few` (fewer than two completions left, so no spread is defined), `all_correct`,
-    `all_incorrect`, `equal_rewards` (equal although correctness differs).
+    Reasons: `too_few` (fewer than two completions, so there is no spread), `all_correct`, `all_incorrect`,
+    `equal_rewards` (equal although correctness differs).
     """
     kept: list[RolloutGroup] = []
     dropped: Counter[str] = Counter()

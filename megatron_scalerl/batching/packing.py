@@ -1,22 +1,22 @@
-"""Packing samples into micro-batches, one `Batch` for each data-parallel rank, and their wire form.
+"""Packing samples into micro-batches, one `Batch` for each data-parallel rank.
 
-Every rank gets the same number of micro-batches: expert and pipeline parallel ranks meet in collectives once
-per micro-batch, and one too few would hang them. Weights are computed before packing, so how samples fall
-into micro-batches changes neither loss nor gradient.
+Every rank gets the same number of micro-batches: expert and pipeline parallel ranks run collectives in each
+micro-batch, and one too few would hang them. Weights are computed before packing, so the assignment of samples to
+micro-batches changes neither loss nor gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any
 
 import numpy as np
 
+from megatron_scalerl.shapes import Int32, Int64
 from megatron_scalerl.types import Batch, MicroBatch, Rollout, Sample
 
 _FILLS = {"staleness": -1, "expert_choices": -1}
-"""Value of padding positions where it is not 0."""
+"""Values of padding positions that are not 0."""
 _COLUMNS = tuple(f.name for f in fields(MicroBatch) if f.name not in ("position_ids", "cu_seqlens"))
 
 
@@ -31,14 +31,14 @@ def pack(
 ) -> list[Batch]:
     """One `Batch` per data-parallel rank, balanced by tokens; together they hold every sample exactly once.
 
-    Samples go, longest first, to the rank with the fewest tokens, and on each rank first-fit into micro-batches
-    of at most `micro_batch_tokens`; each is padded to a multiple of `pad_multiple` (which may overshoot by less
-    than that multiple). Ranks with fewer micro-batches get fillers of zero weight. `policy_version` is the
-    version of the weights that train; a token's staleness is its distance from the version that sampled it.
+    Samples are assigned, longest first, to the rank with the fewest tokens, and on each rank first-fit to
+    micro-batches of at most `micro_batch_tokens`; each is then padded to a multiple of `pad_multiple` (and may exceed
+    the limit by less than that multiple). Ranks with fewer micro-batches get fillers of zero weight. `policy_version`
+    is that of the weights to train; a token's staleness is its distance from the version that sampled it.
 
     Raises ValueError if a sample alone is longer than `micro_batch_tokens`.
     """
-    assert samples, "a batch with nothing left makes no step"
+    assert samples, "a step needs at least one sample"
     lengths = [len(s.prompt_token_ids) + len(s.rollout.token_ids) for s in samples]
     for index, length in enumerate(lengths):
         if length > micro_batch_tokens:
@@ -70,17 +70,16 @@ def _balance(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def _first_fit(members: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """`members` in bins of at most `capacity` tokens. Longest first, so like lengths share a bin."""
+    """`members` in bins of at most `capacity` tokens. Longest first, so similar lengths share a bin."""
     bins: list[list[int]] = []
     free: list[int] = []
     for index in members:
-        home = next((b for b, room in enumerate(free) if room >= lengths[index]), None)
-        if home is None:
+        chosen = next((b for b, room in enumerate(free) if room >= lengths[index]), len(bins))
+        if chosen == len(bins):
             bins.append([])
             free.append(capacity)
-            home = len(bins) - 1
-        bins[home].append(index)
-        free[home] -= lengths[index]
+        bins[chosen].append(index)
+        free[chosen] -= lengths[index]
     return bins
 
 
@@ -121,8 +120,8 @@ def _sequence(sample: Sample, policy_version: int) -> dict[str, np.ndarray]:
     }
 
 
-def _joined_choices(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
-    """[N, L, K] experts of all samples in turn, -1 where a sample brings none; nothing if none does."""
+def _joined_choices(samples: Sequence[Sample]) -> dict[str, Int32[np.ndarray, "N L K"]]:
+    """Experts of the concatenated samples, -1 for a sample without; empty if all are without."""
     known = [s.rollout.expert_choices for s in samples if s.rollout.expert_choices is not None]
     if not known:
         return {}
@@ -141,7 +140,7 @@ def _joined_choices(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
 
 
 def pad_to(micro_batch: MicroBatch, size: int) -> MicroBatch:
-    """`micro_batch` with one more sequence of zero weight at its end, so that it holds `size` positions."""
+    """`micro_batch` with a sequence of zero weight at its end, so that it has `size` positions."""
     missing = size - len(micro_batch.tokens)
     assert missing >= 0, (size, len(micro_batch.tokens))
     if missing == 0:
@@ -161,7 +160,7 @@ def pad_to(micro_batch: MicroBatch, size: int) -> MicroBatch:
 
 
 def filler_micro_batch(size: int) -> MicroBatch:
-    """A micro-batch of one sequence of `size` tokens and zero weight: it costs a forward pass and adds nothing."""
+    """A micro-batch of one sequence of `size` tokens and zero weight: it is computed and contributes nothing."""
     empty = MicroBatch(
         tokens=np.zeros(0, dtype=np.int64),
         position_ids=np.zeros(0, dtype=np.int64),
@@ -179,7 +178,7 @@ def filler_micro_batch(size: int) -> MicroBatch:
 def scoring_micro_batches(
     token_ids: Sequence[Sequence[int]], *, micro_batch_tokens: int, pad_multiple: int
 ) -> list[MicroBatch]:
-    """Token lists in their order, packed for scoring: the loss mask marks every position that has a target.
+    """Token lists in order, packed for scoring: the loss mask marks every position that has a target.
 
     Weights and advantages are 0. A list longer than `micro_batch_tokens` gets a micro-batch of its own.
     """
@@ -210,31 +209,16 @@ def _unweighted(ids: tuple[int, ...]) -> Sample:
     return Sample(prompt_token_ids=ids[:1], rollout=rollout, advantage=0.0, token_weight=0.0)
 
 
-def sequence_ids(micro_batch: MicroBatch) -> np.ndarray:
-    """[N] int64 number of each position's sequence, from 0."""
+def sequence_ids(micro_batch: MicroBatch) -> Int64[np.ndarray, " N"]:
+    """Number of each position's sequence, from 0."""
     return np.repeat(np.arange(len(micro_batch.cu_seqlens) - 1), np.diff(micro_batch.cu_seqlens))
 
 
 def real_tokens(batch: Batch) -> int:
-    """Tokens of all sequences that carry loss, prompts included, padding and fillers not."""
+    """Tokens of all sequences with loss, prompts included, without padding and fillers."""
     total = 0
     for micro_batch in batch.micro_batches:
         sizes = np.diff(micro_batch.cu_seqlens)
-        carries = np.add.reduceat(micro_batch.loss_mask, micro_batch.cu_seqlens[:-1], dtype=np.int64) > 0
-        total += int(sizes[carries].sum())
+        with_loss = np.add.reduceat(micro_batch.loss_mask, micro_batch.cu_seqlens[:-1], dtype=np.int64) > 0
+        total += int(sizes[with_loss].sum())
     return total
-
-
-def to_wire(value: Any) -> Any:
-    """msgspec's hook that writes a numpy array as [dtype, shape, bytes]. Raises TypeError for anything else."""
-    if isinstance(value, np.ndarray):
-        return [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()]
-    raise TypeError(f"expected a numpy array, found {type(value).__name__}")
-
-
-def from_wire(kind: type, value: Any) -> Any:
-    """msgspec's hook that reads what `to_wire` wrote; the array owns its memory and is writable."""
-    if kind is np.ndarray:
-        dtype, shape, data = value
-        return np.frombuffer(data, dtype=np.dtype(dtype)).reshape(shape).copy()
-    raise TypeError(f"expected numpy.ndarray, found {kind.__name__}")

@@ -1,6 +1,8 @@
-"""`megatron-scalerl check-gpu`: does this work on the GPUs of this machine, how fast, and how far is the planner off?
+"""`megatron-scalerl check-gpu`: correctness, speed and the planner's accuracy on the GPUs of this machine.
 
-The parent process (`runner`) imports no torch: each part runs in a process of its own with a time limit, so that a
-crash, a hang or a sticky CUDA error ends that part and nothing else. `--rehearse` runs the same parts at toy size on
-the CPU.
+    command -> runner: one process (`part`) per row of `table.PARTS`, with a time limit
+               parts/NAME.py -> findings (JSON Lines) -> report (gpu_report.json) -> page (gpu_report.md)
+
+The parent process imports no torch, so a crash, a hang or a sticky CUDA error affects one part only. `--rehearse`
+runs the same parts at toy size on the CPU.
 """

@@ -1,4 +1,4 @@
-"""The command line of the check: `megatron-scalerl check-gpu [options]`."""
+"""The command line: `megatron-scalerl check-gpu [options]`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import shlex
 import stat
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -18,43 +17,51 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import megatron_scalerl
-from megatron_scalerl.check_gpu.page import PAGE, verdict
-from megatron_scalerl.check_gpu.planner import check_target, write_planner
-from megatron_scalerl.check_gpu.report import NAME, Report, combined, put_aside, read_report, write_report
+from megatron_scalerl.check_gpu.page import PAGE, counted, not_run, summary
+from megatron_scalerl.check_gpu.part import Size
+from megatron_scalerl.check_gpu.report import (
+    NAME,
+    Report,
+    check_target,
+    combined,
+    put_aside,
+    read_report,
+    write_planner,
+    write_report,
+)
 from megatron_scalerl.check_gpu.runner import Machine, PartResult, probe_machine, run_parts, unable
-from megatron_scalerl.check_gpu.setting import Size
 from megatron_scalerl.check_gpu.table import PARTS, Part, part_named
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-FOLDERS: dict[Size, str] = {
-    "full": "runs/gpu_check",
-    "quick": "runs/gpu_check_quick",
-    "toy": "runs/gpu_rehearsal",
-}
+FOLDERS: dict[Size, str] = {"full": "runs/gpu_check", "quick": "runs/gpu_check_quick", "toy": "runs/gpu_rehearsal"}
 """Default of --out."""
 _COLORS = {"passed": "green", "measured": "cyan", "missed": "yellow", "failed": "bold red"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
-    parser.add_argument("--only", metavar="PART[,PART]", help="run these parts; --list names them")
-    parser.add_argument("--quick", action="store_true", help="what fits into 5 minutes: no engine, one shape")
-    parser.add_argument("--rehearse", action="store_true", help="every part at toy size on the CPU; proves no GPU")
+    """Add the options of the command."""
+    parser.description = "Check correctness and speed of every component on the GPUs of this machine."
+    parser.epilog = "docs/gpu.md describes the checks and how to send the report."
+    parser.add_argument("--only", metavar="PART[,PART]", help="run only these parts; --list names them")
+    parser.add_argument("--quick", action="store_true", help="what fits in 5 minutes: no engine, one shape")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="run every part at toy size on the CPU, without a GPU"
+    )
     parser.add_argument(
         "--out",
         metavar="DIR",
         help=f"default: {', '.join(FOLDERS.values())} (full, --quick, "
-        "--rehearse); parts that an earlier call reported there are kept",
+        "--rehearse); results of parts that an earlier call left there are kept",
     )
     parser.add_argument("--planner", metavar="FILE", help="write the measured constants for plan.py --assumptions")
-    parser.add_argument("--combine", nargs="+", metavar="REPORT", help="run nothing: make one of several reports")
-    parser.add_argument("--list", action="store_true", help="the parts, what each does and its time limit")
+    parser.add_argument("--combine", nargs="+", metavar="REPORT", help="run nothing: combine several reports")
+    parser.add_argument("--list", action="store_true", help="list the parts, what each does and its time limit")
 
 
-def check_gpu(options: argparse.Namespace, console: Console) -> int:
-    """Run the check; 0 if nothing failed, else 1. Raises ValueError for bad input, RuntimeError without torch."""
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Run the check. Returns 0 if nothing failed, else 1. Raises ValueError, RuntimeError without torch."""
     _check(options)
     if options.list:
         return _list(console)
@@ -67,13 +74,13 @@ def check_gpu(options: argparse.Namespace, console: Console) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """What can be known beforehand of options that do not go together."""
+    """Raises ValueError for options that contradict each other."""
     if options.quick and options.rehearse:
         raise ValueError("check-gpu: expected one of --quick and --rehearse, found both")
     runs = [name for name in ("only", "quick", "rehearse") if getattr(options, name)]
     for alone in ("combine", "list"):
         if getattr(options, alone) and runs:
-            raise ValueError(f"--{alone}: expected no --{runs[0]} beside it, since nothing is run")
+            raise ValueError(f"--{alone}: expected no --{runs[0]} with it, since nothing runs")
     if options.combine and not options.out:
         raise ValueError("--combine: expected --out DIR for the combined report, found none")
     if options.planner:
@@ -97,11 +104,11 @@ def _run(options: argparse.Namespace, console: Console) -> tuple[Report, Path]:
         raise ValueError(f"check-gpu: expected a GPU, found none: {why}")
     out = _folder(options.out or FOLDERS[size])
     fresh = Report(version=_version(), command=_command_line(), size=size, gpus=machine.gpus)
-    report = _going_on(out, fresh, console)
+    report = _continued(out, fresh, console)
     able = [part for part in parts if not unable(part, machine, size)]
     seconds = sum(part.seconds(size) for part in able)
     console.print(
-        f"check-gpu on {_where(machine)}: {len(able)} of {len(parts)} parts can run, in at most "
+        f"check-gpu on {counted(machine.gpus) or 'the CPU'}: {len(able)} of {len(parts)} parts can run, in at most "
         f"{seconds / 60:.0f} minutes; report in {out}",
         highlight=False,
     )
@@ -126,7 +133,7 @@ def _selected(only: str | None, size: Size) -> list[Part]:
 
 
 def _folder(name: str) -> Path:
-    """The folder, made if need be."""
+    """The folder, created if needed. Raises ValueError for one that other users can write."""
     path = Path(name)
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -142,45 +149,41 @@ def _folder(name: str) -> Path:
     return path
 
 
-def _going_on(out: Path, fresh: Report, console: Console) -> Report:
-    """The report in `out`, if it is of the same GPUs, version and size; another one is put aside."""
+def _continued(out: Path, fresh: Report, console: Console) -> Report:
+    """The report in `out` if it has the same GPUs, version and size; any other report is renamed."""
     if not (out / NAME).exists():
         return fresh
     earlier = read_report(out / NAME)
     if (earlier.gpus, earlier.version, earlier.size) != (fresh.gpus, fresh.version, fresh.size):
-        console.print(f"an earlier report of another GPU, version or size is now {put_aside(out)}", highlight=False)
+        console.print(f"report of another GPU, version or size renamed to {put_aside(out)}", highlight=False)
         return fresh
     commands = dict.fromkeys([*earlier.command.split(" ; "), fresh.command])
     return replace(fresh, parts=earlier.parts, command=" ; ".join(commands))
 
 
 def _show(result: PartResult, console: Console) -> None:
-    """One line a check, with its detail; checks that did not run are one line a reason."""
+    """One line per check with its detail; checks that did not run are grouped by reason."""
     for finding in result.findings:
         if finding.status == "not run":
             continue
-        figure = "" if finding.value is None else f"{finding.value:.4g} {finding.unit}".strip()
         bound = f" ({finding.bound()})" if finding.target is not None else ""
         status = f"[{_COLORS[finding.status]}]{finding.status:<9}[/]"
-        console.print(f"  {status} {finding.check:<40} {figure}{bound}".rstrip(), highlight=False)
+        console.print(f"  {status} {finding.check:<40} {finding.figure()}{bound}".rstrip(), highlight=False)
         if finding.detail:
             console.print(f"            {finding.detail}", highlight=False, markup=False)
-    reasons: dict[str, list[str]] = {}
-    for finding in result.findings:
-        if finding.status == "not run":
-            reasons.setdefault(finding.detail, []).append(finding.check.partition("/")[2])
-    for reason, names in reasons.items():
-        console.print(f"  not run   {', '.join(names)}: {reason}", highlight=False, markup=False)
+    for reason, checks in not_run(result.findings).items():
+        names = ", ".join(check.partition("/")[2] for check in checks)
+        console.print(f"  not run   {names}: {reason}", highlight=False, markup=False)
     end = f", {result.end}" if result.end else ""
     console.print(f"{result.name}: {result.seconds:g} s{end}", style="bold", highlight=False, markup=False)
 
 
 def _conclude(report: Report, out: Path, console: Console) -> int:
     if report.size != "toy":
-        console.print("rows of docs/gpu.md:", highlight=False)
+        console.print("components verified on this GPU (docs/gpu.md):", highlight=False)
         for row in report.rows():
-            console.print(f"  {'proved    ' if row.proved else 'not proved'} {row.component}", highlight=False)
-    console.print(f"{out / PAGE}: {verdict(report)}", highlight=False)
+            console.print(f"  {'verified    ' if row.proved else 'not verified'} {row.component}", highlight=False)
+    console.print(f"{out / PAGE}: {summary(report)}", highlight=False)
     if report.failures:
         logs = f"; logs in {out / 'logs'}" if (out / "logs").is_dir() else ""
         console.print(f"failed: {', '.join(report.failures)}{logs}", style="bold red", highlight=False)
@@ -195,17 +198,12 @@ def _list(console: Console) -> int:
     return 0
 
 
-def _where(machine: Machine) -> str:
-    counted = [f"{count} x {name}" for name, count in Counter(machine.gpus).items()]
-    return ", ".join(counted) or "the CPU of this machine"
-
-
 def _command_line() -> str:
     return f"{datetime.now(UTC):%Y-%m-%d}: {shlex.join(['megatron-scalerl', *sys.argv[1:]])}"
 
 
 def _version() -> str:
-    """Of the package, and its checkout's commit, with a plus where files were changed; else a hash of its files."""
+    """The package's version and its checkout's commit, "+" if files were modified; else a hash of its files."""
     package = Path(megatron_scalerl.__file__).parent
     root = package.parent
     command = ["git", "-C", str(root), "describe", "--always", "--dirty=+"]
@@ -218,7 +216,7 @@ def _version() -> str:
 
 
 def _hash(package: Path) -> str:
-    """Of all its Python files and their names."""
+    """SHA-256 of its Python files and their names."""
     found = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         found.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())

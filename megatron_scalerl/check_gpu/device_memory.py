@@ -1,18 +1,17 @@
-"""Memory of this process on its device: the allocator's figures, what the device has left, and the peaks.
+"""Device memory of this process: allocated and reserved by PyTorch, free on the device, and peaks.
 
-Without a GPU the resident set stands for all of it, so that the same code can be rehearsed.
+Without a GPU the resident set replaces all of them, so that the same code can be rehearsed.
 """
 
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from megatron_scalerl.check_gpu.probe import nvidia_smi
 from megatron_scalerl.distributed import device
 
 
@@ -21,26 +20,26 @@ class DeviceMemory:
     """Bytes. Produced by `memory`."""
 
     allocated: int
-    """In tensors."""
+    """By tensors."""
     reserved: int
-    """By PyTorch's allocator, with what is free inside its blocks."""
+    """By PyTorch's caching allocator, free blocks included."""
     peak_allocated: int
-    """Since `forget_peaks`."""
+    """Since `reset_peaks`."""
     peak_reserved: int
-    """Since `forget_peaks`."""
+    """Since `reset_peaks`."""
     used: int
-    """On the whole device, by every process."""
+    """On the whole device by all processes."""
     total: int
-    """What the device has."""
+    """Capacity of the device."""
 
     @property
     def free(self) -> int:
-        """What the device has left."""
+        """Free on the device."""
         return self.total - self.used
 
 
 def memory() -> DeviceMemory:
-    """As it is after all work queued on the device."""
+    """Current memory, after all work queued on the device has finished."""
     if not device.HAVE_GPU:
         now, peak = _resident("VmRSS"), _resident("VmHWM")
         total = int(next(line for line in _lines("/proc/meminfo") if line.startswith("MemTotal:")).split()[1]) * 1024
@@ -63,66 +62,42 @@ def memory() -> DeviceMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """What this process took of the device at its most, bytes. Produced by `peak_since`."""
+    """Peak device memory of this process, bytes. Produced by `peak_since`."""
 
     total: int
-    """What the allocator reserved, and `runtime`."""
+    """Reserved by the allocator, plus `runtime`."""
     runtime: int
-    """Beyond the allocator: CUDA's context, kernels, NCCL's buffers; 0 without a GPU."""
+    """Outside the allocator: CUDA context, kernels, NCCL buffers; 0 without a GPU."""
     allocated: int
     reserved: int
     others_known: bool
-    """False where the driver could not say what others hold: that counts as this process's."""
+    """False if the memory of other processes is unknown and so counted as this process's."""
 
 
 def peak_since(before: int | None) -> Peak:
-    """Since `forget_peaks`. before: of `used_by_driver`; without a GPU `memory().used` before anything was built."""
-    end = memory()
-    known = before is not None
-    if not device.HAVE_GPU:
-        return Peak(
-            total=end.peak_reserved - (before or 0),
-            runtime=0,
-            allocated=end.peak_allocated,
-            reserved=end.peak_reserved,
-            others_known=known,
-        )
-    runtime = max(0, end.used - (before or 0) - end.reserved)
+    """Peak since `reset_peaks`. before: `used_by_driver()`; without a GPU `memory().used` before the build."""
+    end, others = memory(), before or 0
+    runtime = max(0, end.used - others - end.reserved) if device.HAVE_GPU else 0
     return Peak(
-        total=end.peak_reserved + runtime,
+        total=end.peak_reserved + (runtime if device.HAVE_GPU else -others),
         runtime=runtime,
         allocated=end.peak_allocated,
         reserved=end.peak_reserved,
-        others_known=known,
+        others_known=before is not None,
     )
 
 
 def used_by_driver() -> int | None:
-    """Bytes that all processes hold on this process's GPU; None where the driver cannot say.
+    """Bytes in use by all processes on this process's GPU; None if the driver cannot be queried.
 
-    Before this process has touched the GPU they are others'.
+    Before this process initializes CUDA they belong to other processes.
     """
-    said = driver_says("memory.used")
-    return int(said) * 2**20 if said is not None and said.isdecimal() else None
+    found = nvidia_smi("memory.used")
+    return int(found) * 2**20 if found is not None and found.isdecimal() else None
 
 
-def driver_says(field: str) -> str | None:
-    """A field of nvidia-smi's --query-gpu for this process's GPU; None where it cannot be asked.
-
-    Its GPU is the one of LOCAL_RANK among the visible ones, the first without.
-    """
-    place = int(os.environ.get("LOCAL_RANK", "0"))
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    which = visible[place] if place < len(visible) else str(place)
-    argv = ["nvidia-smi", "-i", which, f"--query-gpu={field}", "--format=csv,noheader,nounits"]
-    try:
-        return subprocess.run(argv, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def forget_peaks() -> None:
-    """Give cached blocks back, and let peaks start anew."""
+def reset_peaks() -> None:
+    """Release cached blocks and reset the peaks."""
     gc.collect()
     if not device.HAVE_GPU:
         Path("/proc/self/clear_refs").write_text("5")

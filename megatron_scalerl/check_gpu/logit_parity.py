@@ -1,4 +1,4 @@
-"""The logit projection's backends against fp64 and against the torch backend on the CPU, on any device."""
+"""The logit projection's backends compared with fp64 and with the torch backend on the CPU, on any device."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from megatron_scalerl.logits.projection import Projection
 
 TOKENS, WIDTH, VOCAB = 700, 320, 5003
 NATS = 5e-5
-"""Bound on log-probabilities and entropies, the promise of `logits.api`."""
+"""Bound on log-probs and entropies, documented in `logits.api`."""
 GRADIENT_BOUNDS = {"bf16": 3e-3, "bf16x2": 1e-5, "fp32": 1e-5}
-"""Relative bound on the head's gradient by `grad_logits`, the promise of `logits.api`."""
+"""Relative bound on the head's gradient by `grad_logits`, documented in `logits.api`."""
 ROUNDED = 4e-3
-"""Relative bound on a gradient that is itself rounded to bf16."""
+"""Relative bound on a gradient that is rounded to bf16."""
 
 ALLOCATOR_BYTES = 4 * 2**20
-"""PyTorch's allocator hands out a free block whole where less than 1 MiB of it would be left over: four at a time."""
+"""PyTorch's allocator does not split a free block if less than 1 MiB would remain; up to four are in use."""
 
 
 def problem(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden [T, H], head [V, H], targets [T] on the CPU; targets on the edges of blocks and of the vocabulary."""
+    """hidden [T, H], head [V, H], targets [T] on the CPU; targets at block and vocabulary boundaries."""
     generator = torch.Generator().manual_seed(5)
     hidden = torch.randn(TOKENS, WIDTH, generator=generator).to(dtype)
     weight = (0.2 * torch.randn(VOCAB, WIDTH, generator=generator)).to(dtype)
@@ -62,14 +62,14 @@ def exact(dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of what is expected."""
+    """Norm of the difference over the norm of `expected`."""
     return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 def shares_of_bounds(device: torch.device, backend: str) -> dict[str, float]:
-    """Each promise of the projection, as what was found over what is promised: all at most 1.
+    """Errors of the projection relative to their documented bounds, by case; all should be at most 1.
 
-    Keys say dtype, gradient mode and workspace. On a GPU the fp32 cases also catch TF32.
+    Keys name dtype, gradient mode and workspace. On a GPU the fp32 cases also detect TF32.
     """
     found: dict[str, float] = {}
     references = {dtype: exact(dtype) for dtype in (torch.bfloat16, torch.float32)}
@@ -95,7 +95,7 @@ def _share(values: tuple[Tensor, ...], expected: tuple[Tensor, ...], head: float
 
 
 def tf32_share(device: torch.device, backend: str) -> float:
-    """fp32 operands where the user has allowed TF32, over the promise; inf if that setting was not put back."""
+    """Error with fp32 operands and TF32 allowed by the user, relative to its bound; inf if the setting changed."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -107,7 +107,7 @@ def tf32_share(device: torch.device, backend: str) -> float:
 
 
 def stays_finite(device: torch.device, backend: str, level: float) -> bool:
-    """True if logits shifted by `level` leave log-probabilities, entropies and gradients finite and of their sign."""
+    """True if log-probs, entropies and gradients stay finite and keep their signs for logits shifted by `level`."""
     hidden, weight, targets = (t.to(device) for t in problem(torch.float32))
     hidden[:, 0], weight[:, 0] = 1.0, level
     weight.requires_grad_()
@@ -140,9 +140,10 @@ def _shards(device: torch.device, backend: str, dtype: torch.dtype) -> float:
 
 
 def memory_over_bound(device: torch.device, backend: str) -> float:
-    """Device memory of one forward and backward pass over what 64 MiB of workspace allow (at most 1).
+    """Device memory of one forward and backward pass relative to the bound for a workspace of 64 MiB (at most 1).
 
-    The logits of the 8,192 tokens would take 1,002 MiB. A first pass takes what a library keeps: cuBLAS's workspace.
+    The logits of the 8,192 tokens would take 1,002 MiB. A first pass allocates what libraries keep: cuBLAS's
+    workspace.
     """
     hidden = torch.randn(8192, WIDTH, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(32064, WIDTH, device=device, dtype=torch.bfloat16, requires_grad=True)

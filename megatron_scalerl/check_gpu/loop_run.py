@@ -1,89 +1,53 @@
-"""One run of the tiny recipe as a user starts it: a command of the product in a process, and what its files say."""
+"""Runs of the tiny recipe through the command line, and their results read from the run's files."""
 
 from __future__ import annotations
 
-import asyncio
 import math
-import os
 import re
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_scalerl.check_gpu.commands import CommandResult, cause, read_log, run_command, serving_facts
 from megatron_scalerl.check_gpu.findings import finite
-from megatron_scalerl.check_gpu.logs import cause, last_line, read_log, serving_facts
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
-from megatron_scalerl.processes.children import ChildProcess
 
-GRACE_S = 4.0
-"""For a command that is ended."""
 _SFT_LOSS = re.compile(r"sft step \d+/\d+ +loss ([\d.naif-]+)")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Command:
-    """How a command ended. Produced by `command`."""
-
-    seconds: float
-    code: int | None
-    """None: it was ended at its time limit."""
-    output: str
-    """Standard output and error."""
-
-    def why(self) -> str:
-        """ "" for one that ended with 0, else one line."""
-        if self.code == 0:
-            return ""
-        if self.code is None:
-            return f"ended after its {self.seconds:.0f} s; last line: {last_line(self.output)}"
-        return f"ended with exit code {self.code}: {cause(self.output)}"
-
-
-async def command(arguments: Sequence[str], log: Path, *, limit_s: float) -> Command:
-    """Run `python -m megatron_scalerl ARGUMENTS` with its output in `log`; whatever it started ends with it."""
-    begin = time.monotonic()
-    argv = [sys.executable, "-m", "megatron_scalerl", *arguments]
-    process = await ChildProcess.start(log.stem, argv, os.environ, log)
-    code: int | None = None
-    try:
-        async with asyncio.timeout(limit_s):
-            code = await process.ended()
-    except TimeoutError:
-        pass
-    finally:
-        await process.stop(GRACE_S)
-    return Command(seconds=time.monotonic() - begin, code=code, output=read_log(log))
+async def command(arguments: Sequence[str], log: Path, *, limit_s: float) -> CommandResult:
+    """Run `python -m megatron_scalerl ARGUMENTS` with its output in `log`."""
+    return await run_command([sys.executable, "-m", "megatron_scalerl", *arguments], log, limit_s=limit_s)
 
 
 def sft_losses(output: str) -> list[float]:
-    """Losses (nats a token) of the progress lines of a warm start."""
+    """Losses (nats per token) in the progress lines of a warm start."""
     return [float(value) for value in _SFT_LOSS.findall(output)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopRun:
-    """What a run left. Produced by `read_run`."""
+    """Results of a run. Produced by `read_run`."""
 
     ended: str
-    """"" for a run that ended in order, else why it did not."""
+    """Why the run failed; "" for a successful run."""
     seconds: float
     steps: int
-    """Optimizer steps made."""
+    """Optimizer steps."""
     fresh: tuple[tuple[int, float, float], ...]
-    """(step, mean |trainer - engine log-prob| (nats), tokens), of tokens that the very weights that train sampled."""
+    """(step, mean |trainer - engine log-prob| (nats), tokens), on tokens of staleness 0."""
     step_seconds: tuple[float, ...]
-    """Of each step; the rest of `seconds` is start, validations and end."""
+    """Of each step; the rest of `seconds` is startup, validation and shutdown."""
     probe: float
-    """Largest distance on the probe (nats); NaN without a probe."""
+    """Largest mismatch on the probe (nats); NaN without a probe."""
     rewards: tuple[float, ...]
     """Mean reward of each step."""
     pass_rates: tuple[float, ...]
-    """Of the validations, on held-out prompts."""
+    """Of each validation, on held-out prompts."""
     facts: dict[str, str]
-    """See `logs.serving_facts`."""
+    """See `commands.serving_facts`."""
 
     @property
     def mismatch(self) -> float:
@@ -96,20 +60,20 @@ class LoopRun:
         return sum(tokens for _, _, tokens in self.fresh)
 
     def mismatch_until(self, step: int) -> float:
-        """Mean over the tokens of the first steps, up to `step` (nats); NaN without tokens."""
+        """Mean over the tokens up to `step` (nats); NaN without tokens."""
         counted = [(mean, tokens) for at, mean, tokens in self.fresh if at <= step]
         tokens = sum(number for _, number in counted)
         return sum(mean * number for mean, number in counted) / tokens if tokens else math.nan
 
     def expected_seconds(self, steps: int) -> float:
-        """Of a run like this one with that many steps; NaN where this one did not come to its end."""
+        """Estimate for the same run with that many steps; NaN if this run failed."""
         if self.ended or not self.step_seconds:
             return math.nan
         stepping = sum(self.step_seconds)
         return self.seconds - stepping + steps * stepping / len(self.step_seconds)
 
     def data(self) -> dict[str, Any]:
-        """For a finding: JSON types."""
+        """For a finding; JSON types."""
         found: dict[str, Any] = finite(
             {
                 "seconds": self.seconds,
@@ -126,15 +90,15 @@ class LoopRun:
         return found
 
 
-def read_run(folder: Path, done: Command) -> LoopRun:
-    """What the files of a run say, also of one that was cut off. done: the command that made it."""
+def read_run(folder: Path, done: CommandResult) -> LoopRun:
+    """Read the files of a run, even of one that was killed. done: result of its command."""
     rows = [r for r in _rows(folder / "metrics.jsonl") if "skipped" not in r]
     fresh = [
         (int(r["step"]), _number(r, "mismatch_staleness_0"), float(r[count]))
         for r in rows
         if (count := "loss_tokens_staleness_0") in r
     ]
-    ended = done.why()
+    ended = done.failure()
     if ended:
         logs = sorted((folder / "logs").glob("*.log"))
         causes = [f"{log.stem}: {cause(text)}" for log in logs if "Error" in (text := read_log(log))]
@@ -153,7 +117,7 @@ def read_run(folder: Path, done: Command) -> LoopRun:
 
 
 def faults(run: LoopRun, *, steps: int, warm: bool, validated: bool = True) -> list[str]:
-    """What is wrong with a run of `steps` steps. warm: its policy has learnt something before."""
+    """Faults of a run of `steps` steps. warm: its policy had a warm start."""
     found = [run.ended] if run.ended else []
     if run.steps != steps:
         found.append(f"expected {steps} steps, found {run.steps} in {run.seconds:.0f} s")
@@ -169,7 +133,7 @@ def faults(run: LoopRun, *, steps: int, warm: bool, validated: bool = True) -> l
 
 
 def _number(row: dict[str, Any], key: str) -> float:
-    """A figure of a record; NaN where it is missing or null, which is how NaN is written."""
+    """A number of a record; NaN if it is missing or null, which is how NaN is written."""
     value = row.get(key)
     return math.nan if value is None else float(value)
 

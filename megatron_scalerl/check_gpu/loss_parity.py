@@ -1,4 +1,4 @@
-"""Values and gradients of the losses in fp32 on a device, against fp64."""
+"""Values and gradients of the losses in fp32 on a device, compared with fp64."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_scalerl.check_gpu.distances import Distance
+from megatron_scalerl.check_gpu.findings import Distance
 from megatron_scalerl.losses import LOSSES, LossInputs, LossOutput
 
 CAP = 5.0
 CLIPS: dict[str, tuple[float, float]] = {"dapo": (0.2, 0.26), "grpo": (0.2, 0.2), "gspo": (3e-3, 5e-3)}
-"""Below and above 1."""
+"""Clip range below and above 1."""
 BOUND = 64 * 2.0**-24
-"""Relative, of value and gradient. An exponential of a log ratio within +-20 that was rounded to fp32 is off by up
-to about 20 units of 2^-24, products and a tree-wise sum of a few thousand terms add a few more."""
+"""Relative bound of value and gradient. exp() of a log ratio within +-20 rounded to fp32 has an error of up to about
+20 units of 2^-24; products and a tree sum of a few thousand terms add a few more."""
 EDGE = 1e-4
-"""Ratios this close to a clip may fall on its other side in fp32, where the gradient is another one: their gradient
-is not compared. At most a hundredth of the tokens is."""
+"""Ratios this close to a clip may be on its other side in fp32 and have another gradient, which is not compared. At
+most a hundredth of the tokens may be that close."""
 
 
 def loss_inputs(tokens: int) -> LossInputs:
-    """`tokens` random positions of 16 sequences in fp64: a tenth off the loss mask, where NaN and infinities stand.
+    """`tokens` random positions of 16 sequences in fp64: a tenth is masked and holds NaN and infinities.
 
-    Log ratios have a spread of 0.4, so that caps and clips bite, The mean of each
-    sequence is -0.02 to 0.02, on both sides of GSPO's clips and off their edges; in the last one some lie far below
+    Log ratios have a standard deviation of 0.4, so that caps and clips take effect. The mean of each sequence is
+    -0.02 to 0.02, on both sides of GSPO's clips and away from their edges; some in the last sequence are far below
     the clamp at -20 nats.
     """
     g = torch.Generator().manual_seed(11)
@@ -45,7 +45,7 @@ def loss_inputs(tokens: int) -> LossInputs:
     off = off[torch.arange(tokens) % 4]
 
     def column(values: Tensor) -> Tensor:
-        # what fp32 holds, so that fp64 and fp32 start from the same numbers
+        # rounded to fp32, so that fp64 and fp32 have the same inputs
         return values.where(mask, off).float().double()
 
     return LossInputs(
@@ -59,16 +59,16 @@ def loss_inputs(tokens: int) -> LossInputs:
 
 
 def compare(name: str, inputs: LossInputs, device: torch.device) -> list[Distance]:
-    """Value and gradient of the loss `name` in fp32 on `device` and on the CPU, each against fp64.
+    """Value and gradient of the loss `name` in fp32 on `device` and on the CPU, each compared with fp64.
 
-    The value's error is relative to the sum of its terms' magnitudes; a gradient's to itself and a hundredth of the
-    largest, since GSPO's is a sum over a sequence that may cancel.
+    The value's error is relative to the sum of the magnitudes of its terms; a gradient's to itself plus a hundredth
+    of the largest, because GSPO's gradient is a sum over a sequence that may cancel.
     """
     exact, gradient = _taken(name, inputs, torch.device("cpu"), torch.float64)
     comparable = inputs.loss_mask & ~_at_edge(name, exact.is_weights)
     skipped = 1.0 - float(comparable.sum() / inputs.loss_mask.sum())
     scale = float(gradient[comparable].abs().max())
-    # the terms of the sum without their signs: what rounding is relative to
+    # magnitudes of the terms of the sum: rounding is relative to them
     terms = (inputs.token_weights * inputs.advantages)[inputs.loss_mask].abs()
     terms = terms * exact.is_weights[inputs.loss_mask].clamp(max=_largest(name))
     size = float((terms * _factor(name, inputs)).sum())
@@ -85,7 +85,7 @@ def compare(name: str, inputs: LossInputs, device: torch.device) -> list[Distanc
                 bound=BOUND,
             ),
             Distance(name=f"{name}: gradient on {place.type}", found=worst, bound=BOUND),
-            Distance(name=f"{name}: gradient off the mask on {place.type}", found=off, bound=1e-30),
+            Distance(name=f"{name}: gradient of masked tokens on {place.type}", found=off, bound=1e-30),
         ]
     return found
 
@@ -110,7 +110,7 @@ def _taken(name: str, inputs: LossInputs, device: torch.device, dtype: torch.dty
 
 
 def _at_edge(name: str, ratio: Tensor) -> Tensor:
-    if name == "cispo":  # its cap changes no gradient's form: the weight is continuous there
+    if name == "cispo":  # its weight is continuous at the cap
         return torch.zeros_like(ratio, dtype=torch.bool)
     low, high = CLIPS[name]
     return ((ratio - (1 - low)).abs() < EDGE) | ((ratio - (1 + high)).abs() < EDGE)

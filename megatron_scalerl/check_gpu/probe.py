@@ -1,4 +1,4 @@
-"""What this machine has, as JSON: run as a process, so that the check's own process never imports torch."""
+"""The machine as JSON. Runs as a process, so that the check's own process never imports torch."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ _PACKAGES = (
 
 
 def main() -> None:
-    """Print the machine as one JSON line; `no_gpu` says why none is seen."""
+    """Print the machine as one JSON line; `no_gpu` is the reason if no GPU is visible."""
     import torch
 
     gpus, reason, driver = [], "", None
     if torch.accelerator.is_available():
         module = torch.get_device_module(torch.accelerator.current_accelerator())
         gpus = [module.get_device_name(index) for index in range(torch.accelerator.device_count())]
-        driver = _driver()
+        driver = nvidia_smi("driver_version")
     elif torch.version.cuda is None:
         reason = (
             f"torch {torch.__version__} is a build without CUDA "
-            "(tools/install.sh gpu makes an environment with CUDA; MSRL_VENV=.venv-gpu keeps this one)"
+            "(tools/install.sh gpu creates an environment with CUDA; MSRL_VENV=.venv-gpu keeps this one)"
         )
     else:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        reason = f"torch {torch.__version__} sees none (CUDA_VISIBLE_DEVICES is {visible!r})"
+        reason = f"torch {torch.__version__} finds none (CUDA_VISIBLE_DEVICES is {visible!r})"
     print(
         json.dumps(
             {
@@ -65,27 +65,19 @@ def main() -> None:
     )
 
 
-def _driver() -> str | None:
-    try:
-        import pynvml
-    except ModuleNotFoundError:
-        return _asked("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    try:
-        pynvml.nvmlInit()
-        version = pynvml.nvmlSystemGetDriverVersion()
-        pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        return None
-    return version if isinstance(version, str) else version.decode()
+def nvidia_smi(field: str) -> str | None:
+    """A field of nvidia-smi's --query-gpu for this process's GPU; None if the driver cannot be queried.
 
-
-def _asked(*command: str) -> str | None:
-    """The first line of a command's output, None where it fails."""
+    The GPU is number LOCAL_RANK of the visible ones, the first by default.
+    """
+    place = int(os.environ.get("LOCAL_RANK", "0"))
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    which = visible[place] if place < len(visible) else str(place)
+    argv = ["nvidia-smi", "-i", which, f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        return subprocess.run(argv, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return said.strip().partition("\n")[0] or None
 
 
 def _cpu() -> str:

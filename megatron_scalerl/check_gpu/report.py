@@ -1,4 +1,4 @@
-"""The report of a check: gpu_report.json, which is rewritten after every part."""
+"""The report of a check: gpu_report.json, rewritten after every part, and the planner's constants in it."""
 
 from __future__ import annotations
 
@@ -6,38 +6,43 @@ import getpass
 import json
 import socket
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import megatron_scalerl
 from megatron_scalerl.check_gpu import page
 from megatron_scalerl.check_gpu.findings import Finding
-from megatron_scalerl.check_gpu.rows import Verdict, verdicts
+from megatron_scalerl.check_gpu.part import Size
 from megatron_scalerl.check_gpu.runner import PartResult
-from megatron_scalerl.check_gpu.setting import Size
-from megatron_scalerl.check_gpu.table import PARTS, Layers, part_named
+from megatron_scalerl.check_gpu.table import PARTS, Layers, Verdict, part_named, verdicts
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.plan.assumptions import Assumptions
+from megatron_scalerl.plan.assumptions_file import Measured, write_assumptions
+from megatron_scalerl.plan.hardware import GPUS, gpu_of_device
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 FORMAT = 1
 NAME = "gpu_report.json"
 _CONSTANTS = {f.name for f in fields(Assumptions)}
 _LARGEST = ("runtime_gib", "fragmentation", "engine_overhead_gib")
-"""Memory that a plan has to leave free."""
+"""Memory reserves of a plan: the largest measurement counts."""
 _UNUSABLE = ("failed", "not run")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Everything that a check found. Produced by the command line, part by part."""
+    """All results of a check. Produced by the command line, part by part."""
 
     version: str
-    """Of the package, with the commit where there is one."""
+    """Of the package, with the commit if there is one."""
     command: str
-    """With its date; several are separated by " ; "."""
+    """Command line with its date; several are separated by " ; "."""
     size: Size
-    """toy means a rehearsal on a CPU, which proves nothing about a GPU."""
+    """toy: a rehearsal on a CPU, which verifies nothing on a GPU."""
     gpus: tuple[str, ...] = ()
     """Names of the visible GPUs; () in a rehearsal."""
     parts: tuple[PartResult, ...] = ()
@@ -49,31 +54,31 @@ class Report:
 
     @property
     def failures(self) -> list[str]:
-        """What went wrong: failed checks, and parts that did not end well."""
+        """Parts whose process failed, then failed checks."""
         failed = [finding.check for finding in self.findings if finding.status == "failed"]
         return [*(part.name for part in self.parts if part.end), *failed]
 
     def with_part(self, result: PartResult) -> "Report":
-        """The report with a part added, or replaced, in the order of the table."""
+        """A report with the part added or replaced, in the order of the table."""
         order = [part.name for part in PARTS]
         parts = [part for part in self.parts if part.name != result.name] + [result]
         return replace(self, parts=tuple(sorted(parts, key=lambda part: order.index(part.name))))
 
     def rows(self) -> list[Verdict]:
-        """The rows of docs/gpu.md's table; a rehearsal proves none."""
+        """The components of docs/gpu.md; a rehearsal verifies none."""
         status = {} if self.size == "toy" else {finding.check: finding.status for finding in self.findings}
         return verdicts(status)
 
     @property
     def layers(self) -> Layers | None:
-        """Of the trainer whose shapes were measured: Transformer Engine's where they were, None if none was."""
-        measured = {part_named(part.name).layers for part in self.parts if _has_constants(part.findings)}
+        """Layers of the measured trainer, te if both kinds were measured; None if no constants were measured."""
+        measured = {part_named(p.name).layers for p in self.parts if any(map(_constants_of, p.findings))}
         return "te" if "te" in measured else "plain" if "plain" in measured else None
 
     def assumptions(self) -> dict[str, float]:
         """Measured constants of the planner for `layers`, by field: the median over the findings that have one.
 
-        Memory that a plan has to leave free is taken at its largest.
+        Memory reserves are taken at their largest.
         """
         values: dict[str, list[float]] = {}
         for part in self.parts:
@@ -91,12 +96,8 @@ def _constants_of(finding: Finding) -> list[str]:
     return [key for key, value in finding.data.items() if key in _CONSTANTS and value is not None]
 
 
-def _has_constants(findings: Iterable[Finding]) -> bool:
-    return any(_constants_of(finding) for finding in findings)
-
-
 def write_report(report: Report, out: Path) -> None:
-    """Write JSON and Markdown into `out`, each whole or not at all, without names of host, user and folders above."""
+    """Write JSON and Markdown into `out`, each atomically, without names of host, user and home folder."""
     body = {
         "format": FORMAT,
         "version": report.version,
@@ -112,7 +113,7 @@ def write_report(report: Report, out: Path) -> None:
 
 
 def _anonymous(text: str) -> str:
-    """Paths of the checkout and the home folder in short; host and user by those words."""
+    """Replaces the checkout's and home folder's paths, host and user name."""
     root = str(Path(megatron_scalerl.__file__).parent.parent)
     words = {f"{root}/": "", f"{Path.home()}/": "~/", socket.gethostname(): "<host>", f"/{_user()}/": "/<user>/"}
     for found, shown in words.items():
@@ -123,12 +124,12 @@ def _anonymous(text: str) -> str:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # no name for this number
+    except (KeyError, OSError):  # a user id without a name
         return ""
 
 
 def put_aside(out: Path) -> Path:
-    """Rename a folder's report and page, which another is to replace; the new name of the report."""
+    """Rename the folder's report and page to make room for another; returns the report's new path."""
     number = 1
     while (out / f"gpu_report.{number}.json").exists():
         number += 1
@@ -138,7 +139,7 @@ def put_aside(out: Path) -> Path:
 
 
 def read_report(path: Path) -> Report:
-    """Raises ValueError for a file that is no report of this format, OSError for one that cannot be read."""
+    """Raises ValueError for a file that is not a report in this format, OSError for one that cannot be read."""
     try:
         body = json.loads(path.read_text(encoding="utf8"))
         found = body["format"]
@@ -157,7 +158,7 @@ def read_report(path: Path) -> Report:
 
 
 def combined(reports: Sequence[tuple[Path, Report]]) -> Report:
-    """One report from several on the same kind of GPU; of a part that occurs twice the later one.
+    """Combine reports on the same kind of GPU; of a part that occurs twice, the later result is kept.
 
     Raises ValueError for reports of different GPUs, versions or sizes.
     """
@@ -177,5 +178,32 @@ def combined(reports: Sequence[tuple[Path, Report]]) -> Report:
 
 
 def _comparable(value: str | tuple[str, ...]) -> str:
-    """Of GPUs the kinds: one machine may have more of them than another."""
+    """Kinds of GPUs without their number: one machine may have more than another."""
     return value if isinstance(value, str) else ", ".join(sorted(set(value))) or "no GPU"
+
+
+def check_target(path: Path, *, rehearsed: bool) -> None:
+    """Raises ValueError, before anything runs, for a file that could not be written afterwards."""
+    if rehearsed:
+        raise ValueError("--planner: expected figures measured on a GPU, found --rehearse")
+    if not path.parent.is_dir():
+        raise ValueError(f"--planner: {path}: expected its folder to exist, found none")
+
+
+def write_planner(report: Report, path: Path, console: Console) -> None:
+    """Write the measured constants for `plan --assumptions FILE`.
+
+    Raises ValueError without any, and for a GPU that the planner does not support.
+    """
+    values = {key: value for key, value in report.assumptions().items() if value >= 0 and key in _CONSTANTS}
+    if not values or not report.gpus:
+        raise ValueError(f"--planner: expected measured constants in the report, found none; {path} was not written")
+    [gpu, *others] = sorted(set(report.gpus))
+    if others or gpu_of_device(gpu) is None:
+        known = ", ".join(sorted(GPUS))
+        found = ", ".join([gpu, *others])
+        raise ValueError(f"--planner: expected one GPU type that the planner supports ({known}), found {found}")
+    source = f"check-gpu, megatron_scalerl {report.version}, {report.parts[-1].started[:10]}"
+    measured = {key: Measured(value=value, source=source) for key, value in values.items()}
+    write_assumptions(path, measured, gpu=gpu, layers=report.layers)
+    console.print(f"{path}: {', '.join(values)}", highlight=False)

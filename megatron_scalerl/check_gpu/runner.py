@@ -1,8 +1,7 @@
-"""Runs parts one after another, each in a process group of its own with a time limit."""
+"""Runs parts one after another, each in its own process group with a time limit."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
@@ -14,15 +13,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from megatron_scalerl.check_gpu.commands import last_line, run_command
 from megatron_scalerl.check_gpu.findings import Finding, read_findings
-from megatron_scalerl.check_gpu.logs import last_line
-from megatron_scalerl.check_gpu.setting import Setting, Size
+from megatron_scalerl.check_gpu.part import PartSetting, Size
 from megatron_scalerl.check_gpu.table import Part
-from megatron_scalerl.processes.children import ChildProcess
 
 _PROBE_S = 120.0
 _GRACE_S = 5.0
-_KILLED_S = 30.0
 _CACHES = {
     "VLLM_CACHE_ROOT": "vllm",
     "TRITON_CACHE_DIR": "triton",
@@ -33,21 +30,21 @@ _CACHES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Where parts run. Produced by `probe_machine`."""
+    """The machine that parts run on. Produced by `probe_machine`."""
 
     gpus: tuple[str, ...]
     """Names of the visible GPUs."""
     no_gpu: str
-    """Why none is visible; "" where one is."""
+    """Why no GPU is visible; "" if one is."""
     modules: tuple[str, ...]
-    """Of Transformer Engine, vLLM and apex, those that are installed."""
+    """Installed modules among transformer_engine, vllm and apex."""
     details: Mapping[str, Any]
-    """Driver, CUDA, CPU, Python, versions of packages."""
+    """Driver, CUDA, CPU, Python and package versions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartResult:
-    """One part's outcome; JSON types only below."""
+    """The result of one part; nested values are JSON types."""
 
     name: str
     started: str
@@ -55,7 +52,7 @@ class PartResult:
     seconds: float
     limit_s: float
     end: str
-    """How its process ended, in one line; "" for well."""
+    """How its process failed, in one line; "" if it did not."""
     machine: Mapping[str, Any]
     findings: tuple[Finding, ...] = field(default_factory=tuple)
 
@@ -65,18 +62,20 @@ class PartResult:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "PartResult":
-        """Raises KeyError or TypeError for another form."""
+        """Raises KeyError or TypeError for invalid contents."""
         return cls(**{**value, "findings": tuple(Finding(**found) for found in value["findings"])})
 
 
 def probe_machine(*, hide_gpus: bool) -> Machine:
-    """Look at GPUs and packages in a process of their own. Raises RuntimeError if that fails (no torch, for one)."""
+    """Query GPUs and packages in a separate process. Raises RuntimeError if that fails, e.g. without torch."""
     env = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if hide_gpus else {})
     command = [sys.executable, "-m", "megatron_scalerl.check_gpu.probe"]
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_PROBE_S)
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"environment: expected torch to be imported within {_PROBE_S:g} s, found more") from None
+        raise RuntimeError(
+            f"environment: expected to import torch within {_PROBE_S:g} s, found that it takes longer"
+        ) from None
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise RuntimeError(f"environment: expected a Python that imports torch, found {sys.executable}: {why}")
@@ -87,7 +86,7 @@ def probe_machine(*, hide_gpus: bool) -> Machine:
 
 
 async def run_parts(parts: Sequence[Part], machine: Machine, size: Size, out: Path) -> AsyncIterator[PartResult]:
-    """The result of each part as soon as it has ended. Leaving early ends the part that runs."""
+    """Yields the result of each part when it has ended. Closing the iterator stops the running part."""
     for part in parts:
         yield await _run(part, machine, size, out)
 
@@ -112,7 +111,7 @@ async def _run(part: Part, machine: Machine, size: Size, out: Path) -> PartResul
 
 
 def unable(part: Part, machine: Machine, size: Size) -> str:
-    """Why a part cannot run here, "" where it can."""
+    """Why a part cannot run here; "" if it can."""
     if size == "toy":
         if part.not_on_cpu:
             return part.not_on_cpu
@@ -131,15 +130,14 @@ def _not_run(part: Part, why: str, but: Sequence[str] = ()) -> list[Finding]:
 async def _in_process(
     part: Part, machine: Machine, size: Size, out: Path, limit: float
 ) -> tuple[tuple[Finding, ...], str]:
-    """Findings, and how the process ended."""
+    """(findings, how the process failed)."""
     path = out / "findings" / f"{part.name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     scratch = out / "scratch"
     scratch.mkdir(exist_ok=True)
     log = out / "logs" / f"{part.name}.log"
-    log.unlink(missing_ok=True)
-    setting = Setting(
+    setting = PartSetting(
         part=part.name,
         module=part.module,
         on_gpu=size != "toy",
@@ -151,43 +149,23 @@ async def _in_process(
         gpus=0 if size == "toy" else len(machine.gpus),
     )
     argv = [sys.executable, "-m", "megatron_scalerl.check_gpu.part", setting.to_json()]
-    process = await ChildProcess.start(part.name, argv, _environment(part, size, scratch.resolve() / "caches"), log)
-    end = ""
-    try:
-        code = await asyncio.wait_for(process.ended(), limit)
-        if code:
-            end = f"exit code {code}: {last_line(process.tail())}"
-    except TimeoutError:
-        end = f"ended at its limit of {limit:g} s; last line of the log: {last_line(process.tail())}"
-    finally:
-        end = "; ".join(filter(None, [end, await _ended(process)]))
+    env = _environment(part, size, scratch.resolve() / "caches")
+    done = await run_command(argv, log, limit_s=limit, env=env, grace_s=_GRACE_S)
+    # the last error in its log may be that of a check that failed before
+    end = "; ".join(filter(None, [done.failure(last_line), done.survived]))
     found = read_findings(path)
     declared = {f"{part.name}/{check}" for check in part.checks}
-    strange = [finding.check for finding in found if finding.check not in declared]
-    if strange:
-        end = "; ".join(filter(None, [end, f"reported what is not declared: {', '.join(strange)}"]))
-    missing = _not_run(part, end or "the part did not report it", [finding.check for finding in found])
+    undeclared = [finding.check for finding in found if finding.check not in declared]
+    if undeclared:
+        end = "; ".join(filter(None, [end, f"reported undeclared checks: {', '.join(undeclared)}"]))
+    missing = _not_run(part, end or "not reported by the part", [finding.check for finding in found])
     return (*found, *missing), end
 
 
-async def _ended(process: ChildProcess) -> str:
-    """End whatever is left of the part's group; what went wrong with that, "" for nothing.
-
-    A process that frees a whole GPU's memory, or hangs in the driver, outlives SIGKILL for a while.
-    """
-    for grace in (_GRACE_S, _KILLED_S):
-        try:
-            await process.stop(grace)
-            return ""
-        except RuntimeError as error:
-            said = str(error)
-    return said
-
-
 def _environment(part: Part, size: Size, caches: Path) -> dict[str, str]:
-    """Of a part's process: nothing from the network, and what is compiled at run time in a folder of this user.
+    """Environment of a part's process: offline, with kernel caches in a folder of this user.
 
-    Caches below the temporary directory have names that another user of the host can take first.
+    The default caches in the temporary directory have names that another user of the host could create first.
     """
     env = {name: value for name, value in os.environ.items() if name != "MSRL_LAYERS"}
     for variable, name in _CACHES.items():
@@ -199,7 +177,7 @@ def _environment(part: Part, size: Size, caches: Path) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
         "WANDB_MODE": "disabled",
-        # checks read what vLLM logs at this level (`logs.serving_facts`)
+        # checks parse vLLM's log at this level (`commands.serving_facts`)
         "VLLM_CONFIGURE_LOGGING": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
         "TOKENIZERS_PARALLELISM": "false",

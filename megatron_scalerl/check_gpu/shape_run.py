@@ -1,9 +1,9 @@
-"""Train a shape of full width for a few steps and say how long they took and what memory they wanted.
+"""Train a shape of full width for a few steps and measure their time and memory.
 
     python -m megatron_scalerl.check_gpu.shape_run JSON
 
-is a process of its own, so that peaks are clean: it writes NAME.json into a folder. Weights are random, as Megatron
-initialises them; only a config.json is written. Every micro-batch is full.
+is a separate process, so that peaks are not affected by earlier work; it writes NAME.json into a folder. Weights are
+random, initialized by Megatron; only a config.json is written. Every micro-batch is full.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_scalerl.batching.packing import pack, real_tokens
-from megatron_scalerl.check_gpu.synthetic import TOY, bare_recipe, full_micro_batches
+from megatron_scalerl.check_gpu.cases import TOY, bare_recipe, full_micro_batches
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.types import Batch
 
 if TYPE_CHECKING:
-    from megatron_scalerl.plan.predict import TrainerPrediction
+    from megatron_scalerl.plan.work import TrainerPrediction
 
 _LLAMA_1B: dict[str, Any] = dict(
     hidden_size=2048,
@@ -43,12 +43,12 @@ _LLAMA_8B: dict[str, Any] = dict(
 _SELECTIVE: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
 _FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 WARM_UP = 2
-"""Steps that allocate and compile."""
+"""Warm-up steps, which allocate and compile."""
 MEASURED = (2, 5)
-"""Steps at least, and at most while there is time."""
+"""Minimum and, time permitting, maximum number of measured steps."""
 _PRODUCTS = 30
 SPARE = 1.1
-"""A shape is built where its predicted memory times this is free."""
+"""A shape is built if its predicted memory times this is free."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,45 +57,45 @@ class Shape:
 
     name: str
     config: Mapping[str, Any]
-    """Of transformers' LlamaConfig, without the layers."""
+    """Of transformers' LlamaConfig, without the number of layers."""
     layers: int
     sequence: int
-    """Tokens of each, an eighth of them its prompt."""
+    """Tokens per sequence; an eighth is the prompt."""
     tokens: int = 16384
-    """Of a micro-batch."""
+    """Per micro-batch."""
     micro_batches: int = 4
     recompute: Mapping[str, Any]
-    """In megatron.model."""
+    """Recompute options in megatron.model."""
     dtype: str = "bfloat16"
 
 
 SHAPES: dict[str, Shape] = {
     shape.name: shape
     for shape in (
-        # Llama-3.1-8B and, with a head of its own, Llama-3.2-1B: their widths, layers as one GPU holds them
+        # widths of Llama-3.1-8B and Llama-3.2-1B (with an untied head), as many layers as fit on one GPU
         Shape(name="8b", config=_LLAMA_8B, layers=4, sequence=4096, recompute={}),
         Shape(name="1b", config=_LLAMA_1B, layers=16, sequence=4096, recompute=_SELECTIVE),
         Shape(name="8b_recompute", config=_LLAMA_8B, layers=8, sequence=4096, recompute=_FULL),
         Shape(name="8b_long", config=_LLAMA_8B, layers=4, sequence=16384, recompute={}),
     )
 }
-"""By name, the one that matters most first."""
+"""By name, most important first."""
 
 
 def toy(shape: Shape) -> Shape:
-    """The shape in seconds on a CPU, in fp32."""
+    """The shape at toy size for a CPU, in fp32."""
     return replace(
         shape, config=TOY, layers=2, sequence=shape.sequence // 64, tokens=256, micro_batches=2, dtype="float32"
     )
 
 
 def recipe_of(shape: Shape, folder: Path) -> Recipe:
-    """The recipe that trains the config.json of `folder`."""
+    """The recipe that trains the policy in `folder`/config.json."""
     return bare_recipe(folder, shape.dtype, shape.tokens, megatron={"model": dict(shape.recompute)})
 
 
 def write_config(shape: Shape, folder: Path) -> None:
-    """`folder`/config.json."""
+    """Write `folder`/config.json."""
     from transformers import LlamaConfig
 
     LlamaConfig(
@@ -118,8 +118,8 @@ def batch_of(shape: Shape) -> Batch:
 
 
 def predict(shape: Shape, folder: Path, *, te: bool, gpu: bool) -> TrainerPrediction:
-    """The planner's figures, with its own assumptions of runtime and fragmentation."""
-    from megatron_scalerl.plan.predict import predict_trainer
+    """The planner's prediction, with its default assumptions."""
+    from megatron_scalerl.plan.work import predict_trainer
 
     return predict_trainer(
         recipe_of(shape, folder),
@@ -131,14 +131,14 @@ def predict(shape: Shape, folder: Path, *, te: bool, gpu: bool) -> TrainerPredic
 
 
 def as_json(predicted: TrainerPrediction) -> dict[str, Any]:
-    """What `parts.shapes` reads of a prediction."""
+    """The fields of a prediction that `parts.shapes` reads."""
     names = ("total_bytes", "moving_bytes", "parameters", "model_flops_per_token", "hardware_flops_per_token")
     terms = {term.name: term.bytes for term in predicted.terms}
     return {"terms": terms} | {name: getattr(predicted, name) for name in names}
 
 
 def fitting(shape: Shape, folder: Path, free: int, *, te: bool, gpu: bool) -> tuple[Shape, TrainerPrediction, bool]:
-    """The shape with as many layers as have room, at most its own; whether even one has.
+    """(the shape with as many of its layers as fit, its prediction, whether at least one layer fits).
 
     Writes its config.json.
     """
@@ -152,7 +152,7 @@ def fitting(shape: Shape, folder: Path, free: int, *, te: bool, gpu: bool) -> tu
 
 
 def gemm_rate(size: int, dtype: Any) -> float:
-    """FLOP/s of a product of two random matrices [size, size] (zeros would be faster)."""
+    """FLOP/s of multiplying two random matrices [size, size] (zeros would be faster)."""
     import torch
 
     from megatron_scalerl.distributed import device
@@ -169,19 +169,19 @@ def gemm_rate(size: int, dtype: Any) -> float:
 
 
 def measure(shape: Shape, folder: Path, parallel: Any, others: int | None, deadline: float) -> dict[str, Any]:
-    """Build, train, and read clocks and peaks.
+    """Build, train, and measure time and peak memory.
 
-    `others` is what does not count on the device, bytes, None: not known; without a GPU this process's own before it
-    builds anything. No measured step begins after `deadline` on the monotonic clock.
+    others: bytes on the device that do not count, None if unknown; without a GPU those of this process before the
+    build. No measured step starts after `deadline` on the monotonic clock.
     """
     import torch
 
-    from megatron_scalerl.check_gpu.device_memory import forget_peaks, memory, peak_since
+    from megatron_scalerl.check_gpu.device_memory import memory, peak_since, reset_peaks
     from megatron_scalerl.distributed import device
     from megatron_scalerl.trainer.step import make_trainer
 
     gpu = device.HAVE_GPU
-    forget_peaks()
+    reset_peaks()
     start = memory()
     asked = shape.layers
     shape, predicted, fits = fitting(shape, folder, start.free, te=device.HAVE_TE, gpu=gpu)
@@ -208,7 +208,7 @@ def measure(shape: Shape, folder: Path, parallel: Any, others: int | None, deadl
     peak = peak_since(others)
     dtype = torch.float32 if shape.dtype == "float32" else torch.bfloat16
     del trainer
-    forget_peaks()
+    reset_peaks()
     return result | {
         "seconds": seconds,
         "tokens": real_tokens(batch),
@@ -220,7 +220,7 @@ def measure(shape: Shape, folder: Path, parallel: Any, others: int | None, deadl
 
 
 def main() -> None:
-    """The process: `shapes` one after another, which for clean peaks is one."""
+    """The process: trains its shapes one after another; measuring peaks requires a single shape."""
     asked = json.loads(sys.argv[1])
     deadline = time.monotonic() + asked["measure_s"]
     from megatron_scalerl.check_gpu.device_memory import memory, used_by_driver

@@ -1,4 +1,4 @@
-"""The checks of the part `trainer`: losses, packing, one step, checkpoint and memory, and how far off they may be."""
+"""The checks of the part `trainer` with their tolerances: losses, packing, one step, checkpoint, memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 from megatron_scalerl.check_gpu import loss_parity
 from megatron_scalerl.check_gpu.cases import Case, batch_of, check_layers
 from megatron_scalerl.check_gpu.device_memory import memory
-from megatron_scalerl.check_gpu.distances import Distance, judge, relative
-from megatron_scalerl.check_gpu.findings import Recorder
-from megatron_scalerl.check_gpu.outcome import (
+from megatron_scalerl.check_gpu.findings import Distance, Recorder, relative
+from megatron_scalerl.check_gpu.part import PartSetting
+from megatron_scalerl.check_gpu.parts.trainer import (
     DTYPES,
     POLICY,
     RATE_ENDS,
@@ -27,34 +27,32 @@ from megatron_scalerl.check_gpu.outcome import (
     make_outcome,
     trained_samples,
 )
-from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.distributed import device
-from megatron_scalerl.distributed.parallel import init_parallel, shutdown_parallel
+from megatron_scalerl.distributed.parallel import init_parallel, shutdown_parallel, unwrap
 from megatron_scalerl.losses import LOSSES
 from megatron_scalerl.trainer import checkpoint
-from megatron_scalerl.trainer.model import unwrap
 from megatron_scalerl.types import Batch
 
 LOGPROB_BOUND = 1e-4
-"""Nats. fp32 is up to 1.2e-5 away from fp64 on these policies (on a CPU); TF32 would be 1e-2 away."""
+"""Nats. The error of fp32 is up to 1.2e-5 on these policies (on a CPU); that of TF32 would be 1e-2."""
 GRADIENT_BOUND = 1e-4
-"""Relative L2. fp32's is 3e-6 to 7e-6 away from fp64's (on a CPU)."""
+"""Relative L2. The error of fp32 is 3e-6 to 7e-6 (on a CPU)."""
 WEIGHT_BOUND = 1e-5
-"""Relative L2. The step moves the weights by 6 to 14 percent, smoothly (`Case.recipe`): 1e-4 of the update."""
+"""Relative L2. The step changes the weights by 6 to 14 percent (`Case.recipe`), so this is 1e-4 of the update."""
 SCALAR_BOUND = 1e-5
-"""Relative, of loss and gradient norm: sums in which rounding averages out (4e-7 on a CPU)."""
+"""Relative, for loss and gradient norm: rounding averages out in these sums (4e-7 on a CPU)."""
 BF16_FACTOR = 1.5
-"""A device's bf16 may be this much further from fp32 than the CPU's bf16 is. Both round every layer's output once
-and accumulate in fp32; a product or a softmax accumulated in bf16 is more than that."""
+"""Bound of a device's bf16 error relative to the CPU's bf16 error. Both round every layer's output once and
+accumulate in fp32; accumulating a product or a softmax in bf16 exceeds it."""
 BF16_NORM_BOUND = 0.03
 """Relative (0.1 to 0.7 percent on a CPU)."""
 GROWTH_BOUND_MIB = 0.01
-"""Less than one column of a micro-batch that is kept in each of four steps."""
+"""Less than a leak of one column of a micro-batch in each of four steps."""
 _MIB = 2**20
 
 
-def report_all(setting: Setting, record: Recorder, case: Case, folder: Path, reference: Reference) -> None:
-    """All checks of the part; writes the case's policy, for which `reference` waits."""
+def report_all(setting: PartSetting, record: Recorder, case: Case, folder: Path, reference: Reference) -> None:
+    """All checks of the part; writes the case's policy, which the process `reference` is waiting for."""
     check_layers(setting)
     case.write(folder / "written")
     (folder / "written").rename(folder / POLICY)
@@ -77,14 +75,14 @@ def report_all(setting: Setting, record: Recorder, case: Case, folder: Path, ref
     shutdown_parallel()
 
 
-def _losses(setting: Setting, record: Recorder) -> None:
+def _losses(setting: PartSetting, record: Recorder) -> None:
     with record.guarded("losses"):
         inputs = loss_parity.loss_inputs(512 if setting.toy else 4096)
-        judge(record, "losses", [d for name in LOSSES for d in loss_parity.compare(name, inputs, device.device())])
+        record.compared("losses", [d for name in LOSSES for d in loss_parity.compare(name, inputs, device.device())])
 
 
 def _packing(trainer: Any, case: Case, record: Recorder) -> None:
-    """Sequences packed into rows, and each in a row of its own: log-probabilities, and one step's gradient."""
+    """Log-probs and the gradient of one step with packed sequences and with one sequence per row."""
     ids = case.token_ids()
     packed = np.concatenate(trainer.logprobs(ids))
     alone = np.concatenate([trainer.logprobs([row])[0] for row in ids])
@@ -95,8 +93,7 @@ def _packing(trainer: Any, case: Case, record: Recorder) -> None:
     trainer.step(rows)
     gradient = gradient_of(trainer)
     trainer.step(Batch(step=RATE_ENDS + 2, micro_batches=single))
-    judge(
-        record,
+    record.compared(
         "packing",
         [
             Distance(name="log-probs", found=float(np.abs(packed - alone).max()), bound=LOGPROB_BOUND),
@@ -106,7 +103,7 @@ def _packing(trainer: Any, case: Case, record: Recorder) -> None:
 
 
 def memory_after_steps(trainer: Any, case: Case, *, judged: bool, record: Recorder) -> None:
-    """What stays allocated after step 6 over what did after step 2; `judged` on a GPU, whose allocator tells."""
+    """Growth of allocated memory from step 2 to step 6; has a bound if `judged`, on a GPU."""
     batch = batch_of(trained_samples(case), case.micro_batch_tokens)
     allocated = []
     for step in range(2, 7):
@@ -119,15 +116,15 @@ def memory_after_steps(trainer: Any, case: Case, *, judged: bool, record: Record
         growth,
         "MiB",
         at_most=GROWTH_BOUND_MIB if judged else None,
-        detail="device memory, step 2 to step 6" if judged else "resident set, step 2 to step 6, not judged",
+        detail="device memory, step 2 to step 6" if judged else "resident set, step 2 to step 6, no bound on a CPU",
         data={"allocated_bytes": allocated},
     )
 
 
 def _checkpoint(trainer: Any, other: Any, case: Case, path: Path, record: Recorder) -> None:
-    """Save one trainer, load another from it, and compare all that they remember bit by bit.
+    """Save one trainer, load another from it, and compare their whole state bit by bit.
 
-    The other then makes a step, after which every one of its weights must have counted one more.
+    The other then makes a step, after which the step counter of each weight must have increased by one.
     """
     extra = {"written_by": "check-gpu"}
     checkpoint.save(path, trainer, extra)
@@ -142,30 +139,30 @@ def _checkpoint(trainer: Any, other: Any, case: Case, path: Path, record: Record
     counted, expected = _steps(_state(other)), {step + 1 for step in _steps(saved)}
     faults = {
         f"{len(different)} of {len(saved)} tensors differ, first {different[:1]}": bool(different),
-        "other tensors than were saved": saved.keys() != loaded.keys(),
-        "loading changed no weight: nothing was shown": not moved,
-        "other extra data than was saved": found != extra,
+        "loaded tensors differ from those saved": saved.keys() != loaded.keys(),
+        "loading changed no weight, so the check is void": not moved,
+        "loaded extra data differ from those saved": found != extra,
         f"tensors on {', '.join(sorted(places))}": places != {trainer.parallel.device.type},
-        f"after one more step weights have counted {sorted(counted)}, expected {sorted(expected)}": counted
+        f"step counters after one more step: expected {sorted(expected)}, found {sorted(counted)}": counted
         != expected,
     }
     problems = "; ".join(fault for fault, is_so in faults.items() if is_so)
-    record.holds("checkpoint", not problems, problems or f"{len(saved)} tensors to the bit")
+    record.holds("checkpoint", not problems, problems or f"{len(saved)} tensors bitwise equal")
 
 
 def _steps(state: dict[str, torch.Tensor]) -> set[int]:
-    """What Adam's counters of steps say."""
+    """Adam's step counters."""
     return {int(value) for name, value in state.items() if name.startswith("step ")}
 
 
 def _state(trainer: Any) -> dict[str, torch.Tensor]:
-    """Weights, main weights and all that the optimiser remembers, by name."""
+    """Weights, main weights and optimizer state by name."""
     named = unwrap(trainer.chunks[0]).named_parameters()
     found = {f"weight {name}": parameter.detach().clone() for name, parameter in named}
     for i, optimizer in enumerate(trainer.optimizer.chained_optimizers):
         for j, group in enumerate(optimizer.optimizer.param_groups):
             if not any("step" in state for state in optimizer.optimizer.state.values()):
-                # fused Adam counts steps by group; PyTorch's counts them by parameter, and a load says both
+                # fused Adam counts steps per group; PyTorch's counts them per parameter, and loading sets both
                 found[f"step {i}.{j}"] = torch.tensor(int(group.get("step", 0)))
             for k, parameter in enumerate(group["params"]):
                 found[f"main weight {i}.{j}.{k}"] = parameter.detach().clone()
@@ -176,23 +173,23 @@ def _state(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def _compare_steps(
-    found: dict[str, Outcome], reference: Reference, folder: Path, setting: Setting, record: Recorder
+    found: dict[str, Outcome], reference: Reference, folder: Path, setting: PartSetting, record: Recorder
 ) -> None:
-    """Step 1 of both precisions with the CPU's."""
+    """Compare step 1 in both precisions with the CPU's."""
     code = reference.wait(timeout=setting.limit_s)
     cpu = {dtype: Outcome.load(folder / f"cpu-{dtype}.npz") for dtype in DTYPES} if code == 0 else {}
     for dtype, check in (("float32", "step fp32"), ("bfloat16", "step bf16")):
         if dtype not in found:
-            continue  # reported when it failed
+            continue  # already reported as failed
         with record.guarded(check):
             if not cpu:
-                raise RuntimeError(f"the CPU's process: expected exit code 0, found {code}")
+                raise RuntimeError(f"the reference process on the CPU: expected exit code 0, found {code}")
             distances = compare_fp32 if dtype == "float32" else compare_bf16
-            judge(record, check, distances(found[dtype], cpu))
+            record.compared(check, distances(found[dtype], cpu))
 
 
 def compare_fp32(found: Outcome, cpu: dict[str, Outcome]) -> list[Distance]:
-    """fp32 on this device and on the CPU."""
+    """fp32 on this device compared with fp32 on the CPU."""
     expected = cpu["float32"]
     apart = np.abs(found.logprobs.astype(np.float64) - expected.logprobs)
     return [
@@ -205,9 +202,9 @@ def compare_fp32(found: Outcome, cpu: dict[str, Outcome]) -> list[Distance]:
 
 
 def compare_bf16(found: Outcome, cpu: dict[str, Outcome]) -> list[Distance]:
-    """bf16 on this device, whose distance from fp32 is bounded by that of the CPU's bf16.
+    """bf16 on this device compared with fp32, bounded by the error of the CPU's bf16.
 
-    Rounding averages out in the loss, whose weights add up to 1, and in the gradient's norm.
+    Rounding averages out in the loss, whose weights add up to 1, and in the gradient norm.
     """
     exact, rounded = cpu["float32"], cpu["bfloat16"]
     distances = []

@@ -1,7 +1,7 @@
-"""transformers' step on a case, and how far one in the trainer may be from it, or from that of another layout.
+"""The step of transformers on a case, and tolerances for the trainer's step and for those of parallel layouts.
 
-Where bf16 makes a router choose another expert a token is far off on either side: mixtures of experts are judged by
-the median.
+If bf16 rounding makes a router select another expert, the log-prob of a token changes a lot. Therefore mixtures of
+experts are compared by the median.
 """
 
 from __future__ import annotations
@@ -16,48 +16,48 @@ import torch
 from numpy.typing import ArrayLike
 
 from megatron_scalerl.check_gpu.cases import Case, samples
-from megatron_scalerl.check_gpu.distances import Distance, relative
+from megatron_scalerl.check_gpu.findings import Distance, relative
 
 FP32_BOUND = 1e-4
-"""Nats, of the worst log-probability."""
+"""Nats, maximum over log-probs."""
 FP32_SCALAR_BOUND = 1e-4
-"""Relative, of loss and gradient norm."""
+"""Relative, for loss and gradient norm."""
 BF16_FACTOR = 1.5
-"""Our bf16 may be this much further from fp32 than transformers' bf16 is."""
+"""Bound of our bf16 error relative to that of transformers."""
 BF16_SCALAR_BOUNDS = (0.01, 0.02)
-"""Of the loss, in nats (its weights add up to 1), and relative, of the gradient norm; twice that with experts. On a
-CPU up to 0.004 and 0.006, with experts 0.01 and 0.02, in toy size, a few times less at full size."""
+"""Of the loss in nats (its weights add up to 1), and of the gradient norm, relative; twice that with experts. On a
+CPU up to 0.004 and 0.006, with experts 0.01 and 0.02, at toy size, several times less at full size."""
 TWO_ROUNDINGS = 2.0
-"""Two bf16 results, each within `BF16_FACTOR` of what transformers' is from fp32, and independent: sqrt(2) x 1.5."""
+"""Two independent bf16 results, each within `BF16_FACTOR` of transformers' error: about sqrt(2) x 1.5."""
 TIE = 3e-5
-"""Router logits of the last expert that is chosen and the first that is not: nearer ones may change places in fp32,
-where these are off by about 2e-6. Sequences with such a tie are drawn again."""
+"""Smallest gap between router logits of the last selected expert and the next one. With smaller gaps fp32 rounding
+(about 2e-6) may change the selection; such sequences are redrawn."""
 _THREADS = 8
-"""Of transformers on the CPU."""
+"""Threads of transformers on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Log-probabilities, and what the first step reports."""
+    """Log-probs and the report of the first step."""
 
     logprobs: np.ndarray
     """[T] nats"""
     loss: float
     grad_norm: float
     narrowest: float = math.inf
-    """Of transformers: the least distance between a chosen expert's router logit and one that was not chosen."""
+    """Smallest gap between router logits of selected and other experts; known for transformers only."""
 
 
 def bound_threads() -> None:
-    """PyTorch counts the host's cores, of which a container may have been given a few."""
+    """Limit PyTorch's threads: it counts the host's cores, of which a container may have few."""
     torch.set_num_threads(min(torch.get_num_threads(), _THREADS))
 
 
 def in_transformers(case: Case, path: Path, dtype: torch.dtype) -> Step:
-    """transformers' log-probabilities, and loss and gradient of the step where all ratios are 1.
+    """Log-probs of transformers, and loss and gradient of a step whose ratios are all 1.
 
-    On the CPU and with its plain implementations. Loaded from disk: a model that was moved to bf16 has rounded
-    rotary frequencies.
+    On the CPU with its eager implementations. The model is loaded in `dtype`, because converting a built model to
+    bf16 would round its rotary frequencies.
     """
     from transformers import AutoModelForCausalLM
 
@@ -85,7 +85,7 @@ def in_transformers(case: Case, path: Path, dtype: torch.dtype) -> Step:
 
 
 def without_ties(case: Case, path: Path) -> tuple[Case, Step]:
-    """The case with sequences that no router is undecided about, and what fp32 makes of them."""
+    """(the case with sequences without ties of router logits, its step in fp32)."""
     for seed in range(case.seed, case.seed + 20):
         case = replace(case, seed=seed)
         exact = in_transformers(case, path, torch.float32)
@@ -95,7 +95,7 @@ def without_ties(case: Case, path: Path) -> tuple[Case, Step]:
 
 
 def _watch_routers(model: Any) -> list[float]:
-    """A list that gets the narrowest gap of each call of a router."""
+    """Hook the routers; returns a list that receives the smallest gap of each router call."""
     gaps: list[float] = []
     chosen = getattr(model.config, "num_experts_per_tok", 0)
 
@@ -111,7 +111,7 @@ def _watch_routers(model: Any) -> list[float]:
 
 
 def fp32_distances(found: Step, exact: Step) -> list[Distance]:
-    """fp32 from fp32."""
+    """Two steps in fp32."""
     apart = float(np.abs(found.logprobs - exact.logprobs).max())
     return [
         Distance(name="fp32 log-probs, max", found=apart, bound=FP32_BOUND),
@@ -121,12 +121,12 @@ def fp32_distances(found: Step, exact: Step) -> list[Distance]:
 
 
 def bf16_distances(kind: str, found: Step, exact: Step, own: float) -> list[Distance]:
-    """Our bf16 from fp32, bounded by what transformers' bf16 is from it: `own`, nats (`typical`)."""
+    """Our bf16 compared with fp32. own: bf16 error of transformers, nats (`typical`)."""
     return [_logprobs(kind, found, exact, BF16_FACTOR * own), *_scalars(kind, found, exact)]
 
 
 def two_bf16_distances(kind: str, found: Step, other: Step, own: float) -> list[Distance]:
-    """Two steps in bf16, of different layers or layouts; `own` as of `bf16_distances`."""
+    """Two steps in bf16 with different layers or layouts. own: as in `bf16_distances`."""
     return [_logprobs(kind, found, other, TWO_ROUNDINGS * own), *_scalars(kind, found, other)]
 
 
@@ -144,7 +144,7 @@ def _scalars(kind: str, found: Step, other: Step) -> list[Distance]:
 
 
 def typical(kind: str, found: ArrayLike, other: ArrayLike) -> float:
-    """Mean of the distances, the median for a mixture of experts."""
+    """Mean absolute difference; the median for a mixture of experts."""
     apart = np.abs(np.asarray(found) - np.asarray(other))
     return float((np.median if is_mixture(kind) else np.mean)(apart))
 

@@ -1,1 +1,16 @@
-"""The controller of a run: wires all components, runs the training loop, keeps the run's folder and its ledger."""
+"""The controller of a run: one asyncio process without an accelerator that drives trainer and engines.
+
+train.py          the `train` command: checks, run folder, launcher, controller
+loop.py           the training loop: step, weight update, checkpoint, restart
+preflight.py      checks of a recipe's inputs before any process starts
+run_folder.py     lock, recipe and attempts of RUN/; the checkpoint to resume from
+weight_sync.py    coordinates a weight update of all engines
+probe.py          compares log-probs of trainer and engines after an update
+validation.py     pass rate on the held-out prompts
+meter.py          measures time windows and charges them to the ledger
+ledger.py         device-hours by role and batch: RUN/ledger.jsonl, the forecast's compute axis
+batch_metrics.py  scalars of one batch of groups
+metrics.py        step and validation records: RUN/metrics.jsonl, RUN/validation.jsonl, TensorBoard, W&B
+progress.py       lines and progress bar on the console
+failures.py       maps a failure to user error or failed run
+"""

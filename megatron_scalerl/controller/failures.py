@@ -1,40 +1,48 @@
-"""Whose failure it is: a mistake in what was given (exit code 2), or a run that failed under way (exit code 1)."""
+"""Maps failures of a run: user errors (exit code 2), failures of the running run (exit code 1)."""
 
 from __future__ import annotations
 
-import time
-import traceback
+import io
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_scalerl.processes.children import open_log
+from megatron_scalerl.processes.child_process import open_log
+from megatron_scalerl.processes.logs import log_to_file
 from megatron_scalerl.recipe.file import RecipeError
+
+logger = logging.getLogger(__name__)
 
 
 class RunFailed(RuntimeError):
-    """A run failed after it had begun, through no mistake in what was given."""
+    """A run failed after its start, not by a user error."""
 
 
 @contextmanager
-def under_way(log: str | Path) -> Iterator[None]:
-    """Around everything that happens once a run's inputs have been checked and its folder is there.
+def log_failures(log: str | Path) -> Iterator[None]:
+    """Context of a run whose inputs are checked and whose folder exists.
 
-    From then on a ValueError is a peer's broken answer, a damaged file or a bug: whatever is neither RuntimeError
-    nor OSError becomes RunFailed, which names its type. What is a mistake after all is raised as RecipeError. Of a
-    group of failures the first one counts. The traceback of every failure is appended to `log`, and a note on the
-    error says so.
+    Inside, a ValueError means an invalid answer of a peer, a damaged file or a bug, so every exception other than
+    RuntimeError and OSError becomes RunFailed, which names its type. A RecipeError remains a user error. Of an
+    exception group the first exception is raised. What the controller logs is appended to `log`, as is the traceback
+    of every failure, and a note on the exception names that file.
     """
+    with open_log(Path(log)) as file, log_to_file(io.TextIOWrapper(file, "utf8"), "controller"), _failures(log):
+        yield
+
+
+@contextmanager
+def _failures(log: str | Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
         first = _first_of(error)
         if isinstance(first, RecipeError):
             raise first from None
-        with open_log(Path(log)) as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{traceback.format_exc()}\n".encode())
-        known = isinstance(first, RuntimeError | OSError)
-        failure = first if known else RunFailed(f"{type(first).__name__}: {first}")
+        logger.exception("the run failed")
+        expected = isinstance(first, RuntimeError | OSError)
+        failure = first if expected else RunFailed(f"{type(first).__name__}: {first}")
         failure.add_note(f"traceback in {log}")
         if failure is error:
             raise

@@ -1,23 +1,33 @@
-"""The loop: the one file that knows every box.
+"""The training loop of a run: wires all components.
 
-    curriculum -> stream (engines, interruption, gate, journal) -> filters -> advantages -> batch -> trainer
-        ^                                                                                             |
-        '------------- policy_version <------------- weights <-------------- optimiser step <---------'
+    curriculum -> stream (engines, interruption, gate, journal) -> filters -> advantages -> packing -> trainer
+        ^                                                                                                 |
+        '------------- policy_version <------------- weights <-------------- optimizer step <-------------'
                                                         '-> validation -> ledger -> metrics
 
-One step, and who waits for whom:
+A step (`_train`, `_train_on`):
 
-1. `stream.next_batch` waits until the gate releases groups_per_batch groups (see `rollouts.gate`).
-2. The batch's composition goes to the journal; truncated completions and zero-variance groups leave it. If
-   nothing is left there is no step and no new version, and that is counted.
-3. The trainer ranks make one optimiser step; the engines go on generating meanwhile.
-4. The weights are broadcast: engines pause between two tokens, keep every request, take the weights and go
-   on. A validation under way pins its version: the broadcast waits for it.
-5. The ledger is charged (see `meter`), the record written; every n-th step a validation starts and a checkpoint is
-   made.
+1. `stream.next_batch` waits until the gate releases groups_per_batch groups (`rollouts.gate`).
+2. The cost of producing the batch is charged and the batch's composition is journaled, in this order. Truncated
+   completions and zero-variance groups are filtered out. If nothing remains, there is no optimizer step and no new
+   policy version, and the batch is counted as skipped.
+3. The trainer ranks make one optimizer step. Meanwhile the engines continue to generate.
+4. The weights are published, the ledger is charged and the step's record is written.
+5. Every validation.every_steps a validation starts, every checkpoint.every_steps a checkpoint is written.
 
-At a restart the batches after the checkpoint are trained again with the rollouts of the journal, in the same
-order, before anything new is generated; groups that were in flight are issued again under their old ids.
+A weight update (`_publish`): a validation in progress is awaited first, because it measures one policy version. Then
+every engine pauses between two tokens, keeps its requests, receives the weights, reports their digest and resumes
+(`weight_sync`). Only then do new groups start at the new version. Every weights.probe_every steps the log-probs of
+trainer and engines are compared (`probe`).
+
+A checkpoint (`_save`): ledger and metrics are synced to disk, the trainer ranks write and commit the checkpoint with
+the controller's own state (step, batches), and old checkpoints are deleted (`run_folder`).
+
+A restart (`_replay`): the journal's batches after the checkpoint are trained again with the recorded rollouts in the
+same order, before anything new is generated. Groups that were in flight are issued again under their old ids.
+
+The end (`_finish`): no more prompts or steps. The loop ends no process: the launcher does when `run` returns or
+raises (`launch.local`).
 """
 
 from __future__ import annotations
@@ -28,24 +38,23 @@ from typing import Any
 
 from megatron_scalerl.batching.advantages import samples_of
 from megatron_scalerl.batching.packing import pack
+from megatron_scalerl.controller.batch_metrics import batch_metrics
 from megatron_scalerl.controller.meter import Meter
 from megatron_scalerl.controller.metrics import Metrics
 from megatron_scalerl.controller.probe import Probe
 from megatron_scalerl.controller.progress import Progress
 from megatron_scalerl.controller.run_folder import ResumePoint, RunFolder
-from megatron_scalerl.controller.step_record import group_record
-from megatron_scalerl.controller.validation import validate
+from megatron_scalerl.controller.validation import Validator
 from megatron_scalerl.controller.weight_sync import WeightSync
 from megatron_scalerl.launch.fleet import Fleet
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.prompts.dataset import PromptSet
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import RecipeError
-from megatron_scalerl.rollouts.gate import StalenessGate
 from megatron_scalerl.rollouts.journal import BatchRecord, History, Journal, read_batch, read_groups
 from megatron_scalerl.rollouts.sampler import Sampler
 from megatron_scalerl.rollouts.stream import RolloutStream
-from megatron_scalerl.types import PassRate, RolloutGroup, StepReport
+from megatron_scalerl.types import RolloutGroup, StepReport
 
 
 class Controller:
@@ -66,20 +75,27 @@ class Controller:
         meter: Meter,
         progress: Progress,
     ) -> None:
-        """start: the checkpoint to go on from. history: the journal as it was when this attempt began."""
+        """start: the checkpoint to resume from. history: the journal at the start of this attempt."""
         self._recipe = recipe
-        self._training, self._held_out = prompts.training, prompts.held_out
+        self._prompts = prompts.training
         self._folder = folder
         self._fleet = fleet
         self._start = start
         self._history = history
-        self._sampler, self._sync, self._probe = sampler, sync, probe
+        self._sync, self._probe = sync, probe
         self._meter, self._ledger = meter, meter.ledger
         self._progress = progress
         self._step = self._saved_step = start.step
         self._batches = start.batches
-        self._empty_in_a_row = 0
+        self._skipped_in_a_row = 0
         self._validation: asyncio.Task[None] | None = None
+        self._validator = Validator(
+            recipe,
+            engines=fleet.engines,
+            sampler=sampler,
+            prompts=prompts.held_out,
+            count_tokens=meter.count_validation,
+        )
         self._metrics = Metrics(
             folder.path,
             recipe.name,
@@ -88,30 +104,24 @@ class Controller:
             last_step=max([start.step, *(b.step for b in history.batches)]),
         )
         self._curriculum = Curriculum(
-            self._training,
+            self._prompts,
             recipe.seed,
             recipe.curriculum.no_positive_resampling,
             recipe.curriculum.max_epochs,
         )
         self._journal = Journal(folder.path)
         self._stream = RolloutStream(
+            recipe,
             curriculum=self._curriculum,
             engines=fleet.engines,
             sampler=sampler,
             journal=self._journal,
-            gate=StalenessGate(
-                groups_per_batch=recipe.rollouts.groups_per_batch,
-                max_staleness_steps=recipe.rollouts.max_staleness_steps,
-            ),
-            group_size=recipe.rollouts.group_size,
-            max_in_flight=recipe.rollouts.max_in_flight,
-            seed=recipe.seed,
             next_group_id=sum(e["event"] == "admit" for e in history.events),
             count_tokens=meter.count_training,
         )
 
     async def run(self) -> str:
-        """Train until the steps are made or no prompt is left; returns why it ended."""
+        """Train until all steps are made or no prompt is left; returns why it ended. Raises the first failure."""
         try:
             return await self._run()
         finally:
@@ -128,24 +138,31 @@ class Controller:
         await self._sync.connect()
         await self._publish()
         await self._probe.check(self._step)
-        self._meter.startup()
+        self._meter.charge_startup()
         if self._validation_due():
             self._begin_validation()
             await self._await_validation()
-            self._meter.validated()
+            self._meter.charge_validation()
         await self._replay()
         self._stream.start(self._step)
         return await self._train()
 
     async def _train(self) -> str:
+        """The train loop.
+
+        Consumes: one batch of groups per iteration from the rollout stream.
+        Waits for: the stream, the trainer's step, the validation in progress, the weight update, a checkpoint.
+        Unblocked by: group tasks that finish (the gate guarantees that they suffice), the trainer's answer, the
+        engines' answers. A process that exits or hangs cancels the loop from outside (`launcher.while_alive`).
+        """
         while self._step < self._recipe.steps:
-            asked = self._meter.elapsed
+            begin = self._meter.elapsed
             groups = await self._stream.next_batch()
             if groups is None:
-                return await self._finish(self._stream.dry or "no prompt is left", final=True)
-            waited = self._meter.elapsed - asked
-            # before the journal: what producing a batch cost must not be lost with the batch in it
-            self._meter.produced(self._batches)
+                return await self._finish(self._stream.exhausted or "no prompt is left", final=True)
+            waited = self._meter.elapsed - begin
+            # before the journal: a batch in the journal must not lack the charge for producing it
+            self._meter.charge_produce(self._batches)
             record = BatchRecord(
                 batch=self._batches,
                 step=self._step + 1,
@@ -154,32 +171,32 @@ class Controller:
             )
             self._journal.batch(record)
             await self._train_on(groups, waited)
-            if self._empty_in_a_row >= self._recipe.filters.max_empty_batches:
+            if self._skipped_in_a_row >= self._recipe.filters.max_empty_batches:
                 return await self._finish(
-                    f"{self._empty_in_a_row} batches in a row had nothing left to train on (filters)"
+                    f"{self._skipped_in_a_row} batches in a row had nothing left to train on (filters)"
                 )
         return await self._finish(f"all {self._recipe.steps} steps are made")
 
     async def _train_on(self, groups: Sequence[RolloutGroup], waited: float = 0.0) -> None:
-        """One batch: at most one step, one new version."""
+        """One batch: at most one optimizer step and one new policy version."""
         recipe = self._recipe
         plan = samples_of(
             groups,
-            normalise=recipe.advantages.normalise,
+            normalize=recipe.advantages.normalize,
             truncated=recipe.rewards.truncated,
             zero_variance=recipe.filters.zero_variance,
             reduction=recipe.loss.reduction,
         )
         self._batches += 1
         record: dict[str, Any] = {"batches": self._batches, "wait_for_batch_seconds": waited}
-        record |= group_record(groups, plan.stats, self._step)
+        record |= batch_metrics(groups, plan.stats, self._step)
         if not plan.samples:
-            self._empty_in_a_row += 1
+            self._skipped_in_a_row += 1
             await self._stream.trained(self._step)
             self._metrics.step(self._step, {"skipped": 1} | record | self._charge())
             self._progress.skipped(self._step)
             return
-        self._empty_in_a_row = 0
+        self._skipped_in_a_row = 0
         info = self._fleet.info
         batches = pack(
             plan.samples,
@@ -216,7 +233,7 @@ class Controller:
             await self._save()
 
     async def _publish(self) -> dict[str, float]:
-        """Every engine serves the trainer's weights under the present version when this returns."""
+        """Update every engine to the trainer's weights, labeled with the current version; then admit new groups."""
         update = await self._sync.publish(self._step)
         await self._stream.trained(self._step)
         return {
@@ -226,62 +243,37 @@ class Controller:
         }
 
     def _begin_validation(self, *, last: bool = False) -> None:
-        """Start a validation of the present version; the next broadcast waits for it."""
+        """Start a validation of the current version; the next weight update waits for it."""
         assert self._validation is None
         settings = self._recipe.validation
         at_an_end = last or self._step in (0, self._recipe.steps)
         generations = settings.end_generations if at_an_end else None
+        hours, hours_total = self._ledger.axis_at(self._batches), self._ledger.hours()
         self._validation = asyncio.create_task(
-            self._validate(
-                self._step,
-                generations or settings.generations,
-                hours=self._ledger.axis_at(self._batches),
-                hours_total=self._ledger.hours(),
-            )
+            self._validate(self._step, generations or settings.generations, hours, hours_total)
         )
 
-    async def _validate(self, step: int, generations: int, *, hours: float, hours_total: float) -> None:
-        result = await validate(
-            engines=self._fleet.engines,
-            sampler=self._sampler,
-            prompts=self._held_out,
-            settings=self._recipe.validation,
-            generations=generations,
-            policy_version=step,
-            max_in_flight=self._recipe.rollouts.max_in_flight,
-            count_tokens=self._meter.count_validation,
+    async def _validate(self, step: int, generations: int, hours: float, hours_total: float) -> None:
+        pass_rate, by_prompt = await self._validator.validate(
+            step, generations=generations, gpu_hours=hours, gpu_hours_total=hours_total
         )
-        pass_rate = PassRate(
-            step=step,
-            policy_version=result.policy_version,
-            pass_rate=result.pass_rate,
-            prompts=result.prompts,
-            generations=result.generations,
-            gpu_hours=hours,
-            gpu_hours_total=hours_total,
-            truncated_share=result.truncated_share,
-            interrupted_share=result.interrupted_share,
-            mean_completion_tokens=result.mean_completion_tokens,
-            entropy=result.entropy,
-            lost_completions=result.lost_completions,
-        )
-        self._metrics.validation(pass_rate, by_prompt=result.by_prompt)
+        self._metrics.validation(pass_rate, by_prompt=by_prompt)
         self._progress.validation(pass_rate)
 
     async def _await_validation(self) -> float:
-        """Wait for a validation under way; returns the seconds it took."""
+        """Wait for the validation in progress, if any; returns the seconds waited."""
         if self._validation is None:
             return 0.0
-        began = self._meter.elapsed
+        begin = self._meter.elapsed
         await self._validation
         self._validation = None
-        waited = self._meter.elapsed - began
+        waited = self._meter.elapsed - begin
         self._meter.pinned_seconds += waited
         return waited
 
     def _charge(self) -> dict[str, float]:
-        """Charge the batch that is done with; see `meter`."""
-        batch = self._meter.trained(self._batches - 1, self._step)
+        """Charge the batch that was just trained or skipped (`meter`); its times and hours for the step record."""
+        batch = self._meter.charge_train(self._batches - 1, self._step)
         return {
             "step_seconds": batch.seconds,
             "generated_tokens_per_second": batch.tokens / max(batch.seconds, 1e-9),
@@ -293,30 +285,35 @@ class Controller:
         }
 
     async def _replay(self) -> None:
-        """After a restart: train the journal's later batches again, then hand the rest to the stream."""
+        """After a restart: train the batches after the checkpoint again, then restore the stream.
+
+        Consumes: the journal's events and groups. Waits for: trainer steps and weight updates, as in `_train`. The
+        stream is not started yet, so nothing is generated.
+        """
         history = self._history
         _replay_draws(self._curriculum, history)
         for record in history.batches[self._batches :]:
             await self._train_on(read_batch(self._folder.path, history, record))
-            self._meter.repeated()
+            self._meter.charge_replay()
         ready = read_groups(self._folder.path, history, history.unbatched())
-        known = {p.prompt_id: p for p in self._training}
-        again = [(e["group_id"], known[e["prompt_id"]], e["epoch"]) for e in history.to_issue_again(ready)]
-        self._stream.restore(list(ready.values()), again)
+        prompts = {p.prompt_id: p for p in self._prompts}
+        unfinished = [(e["group_id"], prompts[e["prompt_id"]], e["epoch"]) for e in history.to_reissue(ready)]
+        self._stream.restore(list(ready.values()), unfinished)
 
     async def _save(self) -> None:
-        # batches before a checkpoint are not trained again: what is recorded of them must be on the disk first
+        """Write and commit a checkpoint of trainer and controller, then delete old ones."""
+        # batches before a checkpoint are never replayed, so their records must be on disk before it is committed
         self._ledger.sync()
         self._metrics.sync()
         await self._fleet.trainer.save(
             str(self._folder.checkpoint(self._step)),
-            {"step": self._step, "batches": self._batches, "run_id": self._folder.run_id},
+            {"step": self._step, "batches": self._batches, "run_id": self._folder.attempt.run_id},
         )
         self._saved_step = self._step
         self._folder.keep_checkpoints(self._recipe.checkpoint.keep, newest=self._step)
 
     async def _finish(self, reason: str, *, final: bool = False) -> str:
-        """The last validation, checkpoint and charge. `final`: more steps would not help."""
+        """The last validation, checkpoint and charge. final: the run cannot resume, even with more steps."""
         await self._stream.close()
         await self._await_validation()
         if self._recipe.validation.every_steps and not self._metrics.has_validation(self._step):
@@ -324,18 +321,18 @@ class Controller:
             await self._await_validation()
         if self._step > self._saved_step:
             await self._save()
-        self._meter.validated()
+        self._meter.charge_validation()
         self._folder.end(reason, step=self._step, final=final)
         return reason
 
     def _validation_due(self) -> bool:
-        """Also at a restart, if the attempt before ended before this step's validation did."""
+        """True if this step's validation is not recorded; it may be missing after a restart, too."""
         every = self._recipe.validation.every_steps
         return bool(every) and self._step % every == 0 and not self._metrics.has_validation(self._step)
 
 
 def _replay_draws(curriculum: Curriculum, history: History) -> None:
-    """Bring the curriculum to where the journal ends by replaying its draws and pass rates."""
+    """Restore the curriculum at the end of the journal by replaying draws and pass rates. Raises RecipeError."""
     for event in history.events:
         if event["event"] == "admit":
             prompt, _ = curriculum.draw()

@@ -1,11 +1,9 @@
-"""The meter: measures the windows between two charges and splits each between the ledger's roles.
+"""Measures the windows between two charges and splits each window between the ledger's roles.
 
 A batch has two windows: `produce`, until it is composed, and `train`, its optimizer step and weight update. In each
-the trainer's and the engines' devices are charged for the whole window. Where a validation ran in it, the engines'
-time is split between `validation` and `engine` by the tokens that each generated; the trainer's time goes to
-`validation` while it stands still because a validation pins the version.
-
-A task writes a heartbeat every few seconds, so that a crash leaves no time uncharged.
+window the devices of trainer and engines are charged for the whole time. If a validation ran in it, engine time is
+split between `validation` and `engine` in proportion to the tokens generated for each; trainer time counts as
+`validation` while the trainer waits for the validation.
 """
 
 from __future__ import annotations
@@ -17,102 +15,108 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from megatron_scalerl.controller.ledger import Ledger, Phase, Role
+from megatron_scalerl.controller.run_folder import ResumePoint
+from megatron_scalerl.launch.fleet import Devices
+
+HEARTBEAT_S = 10.0
+"""Seconds between heartbeats: the longest time that a crash leaves uncharged."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchTime:
     """Both windows of one batch together."""
 
-    seconds: float
+    seconds: float = 0.0
     """Wall time."""
-    tokens: int
-    """Tokens of the completions that were finished in it, validation's included."""
-
-
-HEARTBEAT_S = 10.0
-"""Seconds between heartbeats: what a crash leaves uncharged at most."""
+    tokens: int = 0
+    """Tokens of the completions that finished in it, validation included."""
 
 
 class Meter:
-    """Charges everything that the run holds, window by window, from `held_since` on."""
+    """Charges all devices of the run to the ledger, window by window, from its construction on."""
 
     def __init__(
         self,
         ledger: Ledger,
+        devices: Devices,
+        start: ResumePoint,
         *,
-        trainer_devices: int,
-        engine_devices: int,
-        batches: int,
-        step: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """batches, step: of the checkpoint that the attempt starts from. clock: seconds, never going back."""
+        """start: the checkpoint to resume from. clock: monotonic seconds."""
         self.ledger = ledger
-        self.clock = clock
+        self._clock = clock
         self._training_tokens = self._validation_tokens = 0
-        self._batch = BatchTime(seconds=0.0, tokens=0)
+        self._batch = BatchTime()
         self.pinned_seconds = 0.0
-        """Time in the present window in which the trainer waited for a validation."""
-        self._trainer, self._engine = trainer_devices, engine_devices
+        """Seconds of the current window in which the trainer waited for a validation."""
+        self._trainer, self._engine = devices.trainer, devices.engine
         self._since = clock()
-        self._batches, self._step = batches, step
+        self._batches, self._step = start.batches, start.step
 
     @property
     def elapsed(self) -> float:
         """Seconds since the last charge."""
-        return self.clock() - self._since
+        return self._clock() - self._since
 
     def count_training(self, tokens: int) -> None:
-        """A training completion of so many tokens was finished."""
+        """Count a finished training completion of so many tokens."""
         self._training_tokens += tokens
 
     def count_validation(self, tokens: int) -> None:
-        """A completion of so many tokens was finished for a validation."""
+        """Count a finished validation completion of so many tokens."""
         self._validation_tokens += tokens
 
-    def startup(self) -> None:
-        """Charge what was held until the first weights of this attempt were served."""
-        self._write("startup", self.elapsed, [("startup", self._trainer + self._engine)])
+    def charge_startup(self) -> None:
+        """Charge the time until the engines serve the first weights of this attempt."""
+        self._charge_all("startup", "startup")
 
-    def produced(self, batch: int) -> None:
-        """Batch number `batch` is composed. The charge is on the disk when this returns."""
+    def charge_produce(self, batch: int) -> None:
+        """Charge the production of batch number `batch`. The charge is on disk when this returns."""
         self._batches = batch + 1
         self._split("produce")
         self.ledger.sync()
 
-    def trained(self, batch: int, step: int) -> BatchTime:
-        """Batch number `batch` is done with and the policy is at `step`; the time since the batch before.
+    def charge_train(self, batch: int, step: int) -> BatchTime:
+        """Charge the training of batch number `batch`, after which the policy is at `step`; both its windows.
 
-        A window that repeats what an earlier attempt was charged for is `lost`.
+        A window that repeats work charged in an earlier attempt is `lost`.
         """
         self._batches, self._step = batch + 1, step
         if self.ledger.is_charged(self._batches):
-            self.repeated()
+            self.charge_replay()
         else:
             self._split("train")
-        done, self._batch = self._batch, BatchTime(seconds=0.0, tokens=0)
-        return done
+        finished, self._batch = self._batch, BatchTime()
+        return finished
 
-    def repeated(self) -> None:
-        """Charge time that passed only because an attempt has to catch up with the one before: it is lost."""
-        self._write("replay", self.elapsed, [("lost", self._trainer + self._engine)])
+    def charge_replay(self) -> None:
+        """Charge time spent on catching up with the previous attempt as lost."""
+        self._charge_all("replay", "lost")
 
-    def validated(self) -> None:
-        """Charge a validation that nothing else ran beside."""
+    def charge_validation(self) -> None:
+        """Charge a validation with nothing else in progress."""
         self._split("validate")
 
-    def abandon(self) -> None:
-        """The attempt ends in the middle of a window: it is lost."""
-        self._write("crash", self.elapsed, [("lost", self._trainer + self._engine)])
+    def charge_crash(self) -> None:
+        """Charge the window in which the attempt failed as lost."""
+        self._charge_all("crash", "lost")
 
     async def beat(self) -> None:
-        """Write heartbeats until cancelled."""
+        """The heartbeat loop: record every HEARTBEAT_S that all devices are still held, until cancelled.
+
+        Consumes nothing. Waits for the clock alone, so no other loop can block it. A crash then leaves at most
+        HEARTBEAT_S uncharged.
+        """
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            with contextlib.suppress(OSError):  # a full disk may have room again; a charge that fails ends the run
+            with contextlib.suppress(OSError):  # a full disk may recover; a charge that cannot be written raises
                 self.ledger.heartbeat(
                     batch=self._batches, step=self._step, devices=self._trainer + self._engine, seconds=self.elapsed
                 )
+
+    def _charge_all(self, phase: Phase, role: Role) -> None:
+        self._write(phase, self.elapsed, [(role, self._trainer + self._engine)])
 
     def _split(self, phase: Phase) -> None:
         seconds, tokens = self.elapsed, self._training_tokens + self._validation_tokens
@@ -134,14 +138,14 @@ class Meter:
 
 @contextlib.asynccontextmanager
 async def metering(meter: Meter) -> AsyncIterator[None]:
-    """Heartbeats inside the block; a window that an error cuts off is lost."""
-    beating = asyncio.create_task(meter.beat(), name="heartbeat")
+    """Heartbeats inside the block. If it raises, the current window is charged as lost."""
+    heartbeats = asyncio.create_task(meter.beat(), name="heartbeat")
     try:
         yield
     except BaseException:
-        with contextlib.suppress(OSError):  # a full disk, say: the error that ends the block is the one to report
-            meter.abandon()
+        with contextlib.suppress(OSError):  # for example a full disk: report the error that ends the block instead
+            meter.charge_crash()
         raise
     finally:
-        beating.cancel()
-        await asyncio.gather(beating, return_exceptions=True)
+        heartbeats.cancel()
+        await asyncio.gather(heartbeats, return_exceptions=True)

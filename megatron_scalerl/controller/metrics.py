@@ -1,4 +1,4 @@
-"""One record per step: RUN/metrics.jsonl is the truth; TensorBoard and, if installed, W&B are sinks."""
+"""Step and validation records: JSONL files are authoritative; TensorBoard and, if installed, W&B are sinks."""
 
 from __future__ import annotations
 
@@ -9,27 +9,16 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, rewrite
 from megatron_scalerl.types import PassRate
 
 
-class Sink(Protocol):
-    """A place that scalars go to beside the JSONL."""
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Record named scalars of one step."""
-
-    def close(self) -> None:
-        """Flush."""
-
-
 class TensorBoardSink:
-    """Event files in RUN/tensorboard, written anew from the records at every start.
+    """Event files in RUN/tensorboard, rewritten from the records at every start.
 
-    So what a restart drops is gone from them too. The first event tells a TensorBoard that is watching to forget what
-    it has read so far.
+    Records that a restart drops are so dropped here too. The first event resets a TensorBoard that is watching.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -55,9 +44,9 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A W&B run of the recipe's name; used where wandb is installed and WANDB_MODE is not disabled.
+    """A W&B run named like the recipe; used if wandb is installed and WANDB_MODE is not disabled.
 
-    W&B ignores records of steps that it has seen: after a restart it keeps the first ones.
+    W&B ignores records of earlier steps, so after a restart it keeps the first record of a repeated step.
     """
 
     def __init__(self, run_dir: Path, name: str) -> None:
@@ -75,14 +64,13 @@ class WandbSink:
 
 
 class Metrics:
-    """Writes step records and validations; step records that a restart makes again are dropped first.
+    """Writes step records and validations. On opening, step records that a restart will repeat are dropped.
 
-    Validations stay: the batches behind them are trained again with the same rollouts, and what was measured and
-    paid for once is not measured again.
+    Validations are kept: the batches before them are trained again with the same rollouts, so they stay valid.
     """
 
     def __init__(self, run_dir: str | Path, name: str, *, step: int, batches: int, last_step: int) -> None:
-        """step, batches: of the checkpoint that the run goes on from. last_step: newest step in the journal."""
+        """step, batches: of the checkpoint to resume from. last_step: newest step in the journal."""
         run_dir = Path(run_dir)
         steps, validations, by_prompt = (
             run_dir / f"{name}.jsonl" for name in ("metrics", "validation", "validation_by_prompt")
@@ -91,10 +79,10 @@ class Metrics:
         rows = [r for r in read_jsonl(validations) if r["step"] <= last_step]
         rewrite(validations, rows)
         self._validated = {row["step"] for row in rows}
-        # written before its validation: a crash between the two leaves one that nothing belongs to
+        # written before its validation: a crash between the two writes leaves a row without a validation
         rewrite(by_prompt, [r for r in read_jsonl(by_prompt) if r["step"] in self._validated])
         self._steps, self._validations, self._by_prompt = map(JsonlWriter, (steps, validations, by_prompt))
-        self._sinks: list[Sink] = []
+        self._sinks: list[TensorBoardSink | WandbSink] = []
         if importlib.util.find_spec("tensorboard"):
             self._sinks.append(self._tensorboard(run_dir))
         if importlib.util.find_spec("wandb") and os.environ.get("WANDB_MODE") != "disabled":
@@ -106,9 +94,9 @@ class Metrics:
         self._to_sinks(step, record)
 
     def validation(self, result: PassRate, by_prompt: Sequence[float]) -> None:
-        """Append one validation, and each held-out prompt's own pass rate for paired comparisons.
+        """Append one validation, and the pass rate of each held-out prompt for paired comparisons.
 
-        On the disk when this returns: it cost a lot, and a restart does not repeat what is recorded.
+        Synced to disk when this returns, because it is expensive and a restart does not repeat it.
         """
         row = asdict(result)
         self._by_prompt.append({"step": result.step, "by_prompt": list(by_prompt)})
@@ -119,7 +107,7 @@ class Metrics:
         self._to_sinks(result.step, _validation_scalars(row))
 
     def sync(self) -> None:
-        """Return when every record is on the disk."""
+        """Return when every step record is on disk."""
         self._steps.sync()
 
     def has_validation(self, step: int) -> bool:

@@ -1,6 +1,6 @@
-"""What can be known before any process is started: files, policy, parallel layout, tokenizer, tags, lengths.
+"""Checks before any process starts: files, policy, parallel layout, tokenizer, think tags, lengths.
 
-Everything here fails with one line and leaves nothing behind.
+Every check fails with a one-line error and leaves no files behind.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from typing import Any
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from megatron_scalerl.engine.options import check_options
-from megatron_scalerl.engine.process import listen_on
+from megatron_scalerl.engine.process import bind_server
 from megatron_scalerl.launch.fleet import engine_gpus
 from megatron_scalerl.models import family, read_hf_config
-from megatron_scalerl.prompts.dataset import PromptSet, check_think_tags, check_vocabulary, load_prompts
+from megatron_scalerl.prompts.dataset import PromptSet, load_prompts
+from megatron_scalerl.prompts.rendering import check_think_tags, check_vocabulary
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.file import read_yaml
+from megatron_scalerl.recipe.file import read_run_recipe
 from megatron_scalerl.recipe.input_files import check_policy, check_prompts
-from megatron_scalerl.recipe.parallel_layout import check_cuts
+from megatron_scalerl.recipe.parallel_layout import check_sharding
 from megatron_scalerl.rollouts.sampler import forced_ids
 
 
@@ -36,7 +37,7 @@ class Inputs:
     """Capacity of one packed micro-batch (tokens)."""
 
     def resolved(self, recipe: Recipe) -> Recipe:
-        """The recipe with the engine's context length and the trainer's capacity filled in where it was silent."""
+        """The recipe with the engine's context length and the trainer's capacity filled in if unset."""
         options = {"max_model_len": self.longest_sequence, **recipe.engine.vllm}
         trainer = recipe.trainer.model_copy(update={"micro_batch_tokens": self.micro_batch_tokens})
         engine = recipe.engine.model_copy(update={"vllm": options})
@@ -44,12 +45,12 @@ class Inputs:
 
 
 def check_inputs(recipe: Recipe) -> Inputs:
-    """Load and check what the recipe names. Raises ValueError: one line with key or row, expected, found."""
+    """Load and check the recipe's inputs. Raises ValueError: one line with key or row, expected, found."""
     check_policy(recipe)
     check_prompts(recipe)
     check_options(recipe.engine.vllm)
     for index in range(recipe.engine.count if recipe.engine.port else 0):
-        listen_on(recipe.engine.host, recipe.engine.port + index).close()
+        bind_server(recipe.engine.host, recipe.engine.port + index).close()
     hf_config = read_hf_config(recipe.policy.path)
     _check_layout(recipe, hf_config)
     tokenizer = _tokenizer(recipe.policy.path)
@@ -83,12 +84,12 @@ def check_inputs(recipe: Recipe) -> Inputs:
 
 
 def _check_layout(recipe: Recipe, hf_config: PretrainedConfig) -> None:
-    """What Megatron would refuse, or assert, on every rank."""
+    """Raises ValueError for settings that Megatron would reject on every rank."""
     policy = family(hf_config)
-    check_cuts(policy, recipe)
+    check_sharding(policy, recipe)
     m = recipe.megatron
     if m.model or m.parallel or m.ddp or m.optimizer:
-        from megatron_scalerl.trainer.options import check_megatron  # seconds: only where there is something to check
+        from megatron_scalerl.trainer.options import check_megatron  # slow: only if there is something to check
 
         check_megatron(policy, recipe)
 
@@ -101,9 +102,8 @@ def _tokenizer(path: str) -> Any:
 
 
 def _micro_batch_tokens(recipe: Recipe) -> int:
-    """Where the recipe is silent, a run that has begun goes on with the capacity that it began with."""
-    begun = Path(recipe.run_dir, "recipe.yaml")
-    if recipe.trainer.micro_batch_tokens is None and begun.exists():
-        found = (read_yaml(begun).get("trainer") or {}).get("micro_batch_tokens")
+    """A run that resumes keeps its capacity if the recipe does not set one."""
+    if recipe.trainer.micro_batch_tokens is None and Path(recipe.run_dir, "recipe.yaml").exists():
+        found = (read_run_recipe(recipe.run_dir).get("trainer") or {}).get("micro_batch_tokens")
         return found or recipe.micro_batch_tokens
     return recipe.micro_batch_tokens

@@ -1,8 +1,8 @@
-"""The probe: do trainer and engine compute the same log-probs with the weights that both say they have?
+"""The probe: checks that trainer and engines compute the same log-probs after a weight update.
 
-A few fixed prompts are completed by the engine with fixed seeds and scored by the trainer, token by token.
-This is what proves a weight update: bytes that arrived prove nothing about the weights an engine computes
-with (vLLM on CPUs packs them away, where no checksum reaches them).
+Each engine completes a few fixed prompts with fixed seeds, and the trainer scores them token by token. The digest of
+the received bytes is not sufficient: it does not cover the copies that an engine computes with (vLLM's CPU backend
+repacks weights, where no digest reaches them).
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from megatron_scalerl.types import Prompt, Rollout
 
 PROMPTS = 4
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
-"""Nats, where the recipe is silent."""
+"""Nats by policy.dtype, if weights.probe_tolerance is unset."""
 
 
 class ProbeError(RuntimeError):
-    """An engine computes with other weights, or otherwise, than the trainer."""
+    """An engine's log-probs or policy version do not match the trainer's."""
 
 
 class Probe:
-    """Compares every engine with the trainer on the same prompts each time."""
+    """Compares every engine with the trainer, on the same prompts each time."""
 
     def __init__(self, recipe: Recipe, sampler: Sampler, fleet: Fleet, prompts: Sequence[Prompt]) -> None:
         self._sampler = sampler
@@ -35,7 +35,7 @@ class Probe:
         self._tolerance = recipe.weights.probe_tolerance or TOLERANCE[recipe.policy.dtype]
 
     async def check(self, policy_version: int) -> dict[str, float]:
-        """Mean and largest |trainer - engine log-prob| (nats). Raises ProbeError past the tolerance."""
+        """Mean and largest |trainer - engine log-prob| (nats). Raises ProbeError beyond the tolerance."""
         found: list[float] = []
         for engine in self._fleet.engines:
             async with asyncio.TaskGroup() as tasks:

@@ -1,4 +1,4 @@
-"""What a person sees while the run goes on: one line a step, one line a validation."""
+"""Console output of a run: one line per step and per validation, and a progress bar."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rich.progress import Progress as Bar
 
 from megatron_scalerl.types import PassRate
 
-HEAD = " step  reward  pass  stale mean/max  trunc  interr  mismatch  entropy  gen tok/s  waits: trainer engine"
+HEADER = " step  reward  pass  stale mean/max  trunc  interr  mismatch  entropy  gen tok/s  waits: trainer engine"
 
 
 class Progress:
-    """A progress bar with the step's line above it on a terminal; every n-th line elsewhere."""
+    """On a terminal, a progress bar below a line for every step; elsewhere, a line for every n-th step."""
 
     def __init__(self, console: Console, steps: int, *, every: int = 5) -> None:
         self._console = console
@@ -32,7 +32,7 @@ class Progress:
             disable=not console.is_terminal,
         )
         self._task = self._bar.add_task("steps", total=steps, pass_rate="")
-        self._headed = False
+        self._header_printed = False
 
     def __enter__(self) -> "Progress":
         self._bar.start()
@@ -41,18 +41,14 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def say(self, text: str) -> None:
-        """A line of its own."""
-        self._console.print(text, highlight=False)
-
     def step(self, step: int, record: Mapping[str, Any]) -> None:
-        """One optimiser step."""
+        """Show one optimizer step. record: its row of metrics.jsonl."""
         self._bar.update(self._task, completed=step)
         if step % self._every:
             return
-        if not self._headed:
-            self._headed = True
-            self._console.print(HEAD, style="bold", highlight=False)
+        if not self._header_printed:
+            self._header_printed = True
+            self._console.print(HEADER, style="bold", highlight=False)
         self._console.print(
             f"{step:5d}  {record['reward']:+6.3f}  {record['train_pass_rate']:4.2f}"
             f"  {record['staleness_mean']:6.2f} {record['staleness_max']:5.0f}   "
@@ -65,11 +61,11 @@ class Progress:
         )
 
     def skipped(self, step: int) -> None:
-        """A batch in which nothing was left to train on."""
-        self._console.print(f"{step:5d}  nothing left to train on in this batch: no step", highlight=False)
+        """Show a batch without an optimizer step."""
+        self._console.print(f"{step:5d}  all samples of the batch are filtered out: no step", highlight=False)
 
     def validation(self, result: PassRate) -> None:
-        """One validation."""
+        """Show one validation."""
         self._bar.update(self._task, pass_rate=f"held-out {result.pass_rate:.3f}")
         self._console.print(
             f"{result.step:5d}  held-out pass rate {result.pass_rate:.3f}"

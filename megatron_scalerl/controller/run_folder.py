@@ -1,8 +1,8 @@
-"""RUN/: who may write into it, which recipe it belongs to, and which attempt of the run this is.
+"""RUN/, the folder of a run: its lock, its recipe, its attempts, and the checkpoint from which it resumes.
 
-recipe.yaml      the recipe as resolved
-lives            one line per start: run id, incarnation, when
-end.json         how the latest attempt that ended regularly did
+recipe.yaml      the resolved recipe
+attempts.jsonl   one line per start: run id, incarnation, time
+end.json         why the latest attempt that finished did so
 journal.jsonl    rollouts/ ledger.jsonl metrics.jsonl validation.jsonl tensorboard/ logs/ checkpoints/
 """
 
@@ -25,7 +25,7 @@ from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, rewrite
 from megatron_scalerl.launch.fleet import Attempt
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.file import RecipeError, dump_recipe, read_yaml
+from megatron_scalerl.recipe.file import RecipeError, dump_recipe, read_run_recipe
 from megatron_scalerl.rollouts.journal import History
 from megatron_scalerl.safe_load.check import check_checkpoint
 
@@ -45,73 +45,69 @@ MAY_CHANGE = frozenset(
         "weights.timeout_s",
     }
 )
-"""Keys that a restart may change without being another run: how long it is, how it is kept, what it waits for."""
+"""Keys that may differ between attempts of one run: its length, what is kept of it, time limits."""
 
-END = "end.json"
+ATTEMPTS, END = "attempts.jsonl", "end.json"
+_OLD_ATTEMPTS = "lives"
+"""Name of `ATTEMPTS` in the folders of earlier versions; the rows are the same."""
 _FOLDERS = ("logs", "checkpoints", "rollouts")
 _BEFORE_RECIPE = frozenset({"lock", ".recipe.yaml.draft", "recipe.yaml.tmp", *_FOLDERS})
-"""What a start leaves that was killed before it wrote recipe.yaml; the folders are empty then."""
+"""Leftovers of an attempt that was killed before it wrote recipe.yaml; its folders are still empty."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumePoint:
-    """Where an attempt starts from."""
+    """The state from which an attempt starts."""
 
     checkpoint: Path | None = None
-    """None: from the policy of the recipe."""
+    """None: the recipe's policy."""
     step: int = 0
+    """Optimizer steps in the checkpoint."""
     batches: int = 0
-    """Batches of the run's lineage that the checkpoint has seen."""
+    """Batches of the run's lineage that the checkpoint includes, those without a step too."""
     damaged: tuple[str, ...] = ()
-    """A line about each newer checkpoint that is damaged."""
+    """One line about each newer checkpoint that is damaged."""
 
 
 class RunFolder:
-    """The folder of one run, held by one controller at a time."""
+    """The folder of one run, locked by one controller at a time."""
 
     def __init__(self, recipe: Recipe) -> None:
-        """Create or reopen. Raises RecipeError where the folder belongs to another recipe or is in use."""
+        """Create or reopen. Raises RecipeError if the folder belongs to another recipe or is locked."""
         self.path = Path(recipe.run_dir)
         check_recipe(recipe)
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = self._take_lock()
         try:
-            check_recipe(recipe)  # again, now that nobody else can write
+            check_recipe(recipe)  # again, now that no other controller can write
             for name in _FOLDERS:
                 (self.path / name).mkdir(exist_ok=True)
-            self.recipe_file = self.path / "recipe.yaml"
-            write_durably(self.recipe_file, dump_recipe(recipe).encode())
-            self.run_id, self.incarnation = self._begin_attempt()
+            recipe_file = self.path / "recipe.yaml"
+            write_durably(recipe_file, dump_recipe(recipe).encode())
+            self.attempt = self._begin_attempt(recipe_file)
         except BaseException:
             os.close(self._lock)
             raise
 
-    @property
-    def attempt(self) -> Attempt:
-        """What a launcher needs to know of this attempt."""
-        return Attempt(
-            run_id=self.run_id, incarnation=self.incarnation, folder=self.path, recipe_file=self.recipe_file
-        )
-
     def checkpoint(self, step: int) -> Path:
-        """Where the checkpoint of this step goes."""
+        """Folder of the checkpoint of this step."""
         return commit.checkpoint_path(self.path / "checkpoints", step)
 
     def keep_checkpoints(self, keep: int, *, newest: int) -> None:
-        """Delete all but the `keep` checkpoints up to step `newest`, and those that were never committed."""
+        """Delete all but the `keep` newest checkpoints up to step `newest`, and uncommitted ones."""
         commit.prune(self.path / "checkpoints", keep, newest=newest)
 
     def end(self, reason: str, *, step: int, final: bool) -> None:
-        """The attempt ended regularly; `final`: no attempt can go on from here, whatever `steps` is set to."""
-        end = {"reason": reason, "step": step, "final": final, "incarnation": self.incarnation}
+        """Record that the attempt finished. final: the run cannot resume, even with a larger `steps`."""
+        end = {"reason": reason, "step": step, "final": final, "incarnation": self.attempt.incarnation}
         rewrite(self.path / END, [end])
 
     def close(self) -> None:
-        """Let another controller in."""
+        """Release the lock."""
         os.close(self._lock)
 
     def _take_lock(self) -> int:
-        # whoever may read it can lock it, and keep the run from starting
+        # whoever can read the file can lock it and so keep the run from starting
         lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         os.fchmod(lock, 0o600)
         try:
@@ -119,37 +115,39 @@ class RunFolder:
         except OSError as error:
             os.close(lock)
             if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
-                raise RecipeError(f"{self.path}: expected a folder that no run writes to, found it locked") from None
+                raise RecipeError(f"{self.path}: expected a folder that no other run uses, found it locked") from None
             raise RecipeError(
                 f"{self.path}/lock: expected a file system with file locks (flock), found {error.strerror}; choose "
                 "an output_dir on another file system"
             ) from None
         return lock
 
-    def _begin_attempt(self) -> tuple[str, str]:
-        """(run id, incarnation): `JOB_ID.RESTART_COUNT` on Slurm, else the number of this start."""
-        path = self.path / "lives"
-        starts = read_jsonl(path)
-        run_id = starts[0]["run_id"] if starts else secrets.token_hex(8)
+    def _begin_attempt(self, recipe_file: Path) -> Attempt:
+        """Record this start. Its incarnation is `JOB_ID.RESTART_COUNT` on Slurm, otherwise `local.N`."""
+        path, old_path = self.path / ATTEMPTS, self.path / _OLD_ATTEMPTS
+        if old_path.exists() and not path.exists():
+            old_path.rename(path)
+        attempts = read_jsonl(path)
+        run_id = attempts[0]["run_id"] if attempts else secrets.token_hex(8)
         job = os.environ.get("SLURM_JOB_ID")
-        incarnation = f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}" if job else f"local.{len(starts)}"
+        incarnation = f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}" if job else f"local.{len(attempts)}"
         with contextlib.closing(JsonlWriter(path)) as file:
             file.append({"run_id": run_id, "incarnation": incarnation, "unix_time": time.time()})
             file.sync()
-        return run_id, incarnation
+        return Attempt(run_id=run_id, incarnation=incarnation, folder=self.path, recipe_file=recipe_file)
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Raises RecipeError where the run's folder holds files that are not a run's, or the run of another recipe."""
+    """Raises RecipeError if the run's folder contains other files, or a run of another recipe."""
     folder = Path(recipe.run_dir)
     found = folder / "recipe.yaml"
     if not found.exists():
-        if folder.exists() and not all(_left_by_a_start(item) for item in folder.iterdir()):
+        if folder.exists() and not all(_is_leftover(item) for item in folder.iterdir()):
             raise RecipeError(f"{folder}: expected an empty folder or a run, found files without recipe.yaml")
         return
-    before = dict(_flat(read_yaml(found)))
-    now = dict(_flat(recipe.model_dump(mode="json")))
-    defaults = dict(_flat(type(recipe).model_construct().model_dump(mode="json", warnings=False)))
+    before = dict(_flattened(read_run_recipe(folder)))
+    now = dict(_flattened(recipe.model_dump(mode="json")))
+    defaults = dict(_flattened(type(recipe).model_construct().model_dump(mode="json", warnings=False)))
     for key in sorted(before.keys() | now.keys()):
         if before.get(key, defaults.get(key)) != now.get(key) and key not in MAY_CHANGE:
             raise RecipeError(
@@ -159,9 +157,9 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def resume_point(run_dir: str | Path, check: Callable[[Path], object] = check_checkpoint) -> ResumePoint:
-    """The newest checkpoint of a run that `check` accepts: it raises ValueError for one that is not whole.
+    """The newest intact checkpoint of a run. check: raises ValueError for a damaged one.
 
-    Raises RuntimeError where there are checkpoints and none is whole.
+    Raises RuntimeError if there are checkpoints and all are damaged.
     """
 
     def state_of(path: Path) -> dict[str, int]:
@@ -176,7 +174,7 @@ def resume_point(run_dir: str | Path, check: Callable[[Path], object] = check_ch
 
 
 def check_history(run_dir: str | Path, history: History, start: ResumePoint) -> None:
-    """Raises RuntimeError where the journal does not reach as far as the checkpoint: lines of it are lost."""
+    """Raises RuntimeError if the journal ends before the checkpoint, that is if lines of it are lost."""
     if len(history.batches) < start.batches:
         raise RuntimeError(
             f"{Path(run_dir) / 'journal.jsonl'}: expected at least the {start.batches} batches of "
@@ -185,7 +183,7 @@ def check_history(run_dir: str | Path, history: History, start: ResumePoint) -> 
 
 
 def finished(recipe: Recipe, point: ResumePoint) -> str | None:
-    """Why nothing is left to do in the run's folder, None if something is."""
+    """Why the run in the folder is finished, None if it is not."""
     folder = Path(recipe.run_dir)
     if point.checkpoint is None:
         return None
@@ -199,7 +197,7 @@ def finished(recipe: Recipe, point: ResumePoint) -> str | None:
 
 
 def _controller_state(path: Path) -> dict[str, int]:
-    """The controller's own state in a checkpoint. Raises ValueError naming the file."""
+    """The controller's state in a checkpoint. Raises ValueError naming the file."""
     file = path / "controller.json"
     try:
         state = json.loads(file.read_bytes())
@@ -208,13 +206,13 @@ def _controller_state(path: Path) -> dict[str, int]:
         raise ValueError(f"{file}: expected JSON with step and batches, found {error!r}") from None
 
 
-def _left_by_a_start(item: Path) -> bool:
+def _is_leftover(item: Path) -> bool:
     return item.name in _BEFORE_RECIPE and not (item.is_dir() and any(item.iterdir()))
 
 
-def _flat(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flattened(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in data.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from _flattened(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value

@@ -1,13 +1,22 @@
-"""`python -m megatron_scalerl train RECIPE`: from a recipe file to a finished run on one machine."""
+"""`megatron-scalerl train RECIPE`: runs a recipe on one machine, from its checks to its end.
+
+    train        checks inputs and folder, raises ValueError for user errors    no file written, no process started
+    _train       verifier processes, run folder (locked), controller.log
+    _in_folder   resume point, journal, ledger, launcher, meter, controller     all processes started and stopped
+
+Each context manager releases what it holds when the controller returns or raises: the launcher stops trainer ranks
+and engines (`launch.local`), then the ledger, the folder and the verifier processes are closed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 
 from rich.console import Console
 
-from megatron_scalerl.controller.failures import under_way
+from megatron_scalerl.controller.failures import log_failures
 from megatron_scalerl.controller.ledger import Ledger
 from megatron_scalerl.controller.loop import Controller
 from megatron_scalerl.controller.meter import Meter, metering
@@ -21,16 +30,18 @@ from megatron_scalerl.launch.local import local_launcher
 from megatron_scalerl.launch.open_files import allow_open_files
 from megatron_scalerl.processes.signals import run_until_signal
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.rewards.verifier import VerifierPool
+from megatron_scalerl.rewards.pool import VerifierPool
 from megatron_scalerl.rollouts.journal import read_history
 from megatron_scalerl.rollouts.sampler import Sampler
 
+logger = logging.getLogger(__name__)
+
 
 def train(recipe: Recipe, console: Console) -> str:
-    """Run or go on with `recipe`; returns why the run ended.
+    """Start or resume the run of `recipe`; returns why it ended.
 
-    Raises ValueError for the user's mistakes (nothing is written then), RuntimeError for a process or an update
-    that failed, and Stopped for a signal; the run goes on from its last checkpoint when it is started again.
+    Raises ValueError for user errors (no file is written then), RuntimeError and OSError for a failed process or
+    update, and Stopped for a signal. Started again, the run resumes from its last checkpoint.
     """
     inputs = check_inputs(recipe)
     for line in inputs.prompts.report.lines():
@@ -46,36 +57,30 @@ def train(recipe: Recipe, console: Console) -> str:
 
 async def _train(recipe: Recipe, inputs: Inputs, console: Console) -> str:
     async with VerifierPool(recipe.rewards) as verifier:
-        # only now, when no mistake of the user's can be left, a folder is written
-        with contextlib.closing(RunFolder(recipe)) as folder, under_way(folder.path / "logs" / "controller.log"):
+        # the folder is created last, after every check for user errors
+        with contextlib.closing(RunFolder(recipe)) as folder, log_failures(folder.path / "logs" / "controller.log"):
             return await _in_folder(recipe, inputs, folder, verifier, console)
 
 
 async def _in_folder(
     recipe: Recipe, inputs: Inputs, folder: RunFolder, verifier: VerifierPool, console: Console
 ) -> str:
-    """Everything that can be refused is read before a device is held."""
+    """Read and check the run's state before any device is held, then run the controller."""
     start = resume_point(folder.path)
     for line in start.damaged:
-        console.print(f"going on from step {start.step}: {line}", highlight=False)
+        console.print(f"resuming from step {start.step}: {line}", highlight=False)
+    logger.info("run %s, attempt %s, from step %d", folder.attempt.run_id, folder.attempt.incarnation, start.step)
     history = read_history(folder.path)
     check_history(folder.path, history, start)
     sampler = Sampler(recipe, inputs.tokenizer, verifier)
     devices = Devices.of(recipe)
-    with contextlib.closing(
-        Ledger(folder.path / "ledger.jsonl", devices.unit, incarnation=folder.incarnation)
-    ) as ledger:
+    ledger = Ledger(folder.path / "ledger.jsonl", devices.unit, incarnation=folder.attempt.incarnation)
+    with contextlib.closing(ledger):
         async with local_launcher(recipe, folder.attempt, secrets.token_hex(32)) as launcher:
-            meter = Meter(
-                ledger,
-                trainer_devices=devices.trainer,
-                engine_devices=devices.engine,
-                batches=start.batches,
-                step=start.step,
-            )
+            meter = Meter(ledger, devices, start)
             async with metering(meter):
                 fleet = await launcher.start()
-                _announce(fleet, console)
+                _print_fleet(fleet, console)
                 with Progress(console, recipe.steps) as progress:
                     controller = Controller(
                         recipe=recipe,
@@ -93,7 +98,7 @@ async def _in_folder(
                     return await launcher.while_alive(controller.run())
 
 
-def _announce(fleet: Fleet, console: Console) -> None:
+def _print_fleet(fleet: Fleet, console: Console) -> None:
     info, devices = fleet.info, fleet.devices
     console.print(
         f"{info.parameters:,} parameters, {devices.trainer} trainer and {devices.engine} engine devices "

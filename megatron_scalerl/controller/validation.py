@@ -1,9 +1,13 @@
-"""Validation: mean@k on the held-out prompts, on one pinned policy version.
+"""Validation: mean@k on the held-out prompts, with one policy version.
 
-Same interruption, sampling and verifier as training; the seeds and cuts are the same at every validation,
-so that two of them differ by the policy alone. A truncated completion is wrong. The controller holds the
-next weight update back until the validation is done, which pins the version; a token of another version
-is an error of ours. (Khatri et al. 2025, section 2: mean@16 on 1,000 held-out prompts every 100 steps.)
+Interruption, sampling and verifier are those of training. Seeds and interruption points are the same in every
+validation, so that two validations differ by the policy alone. A truncated completion counts as wrong.
+(Khatri et al. 2025, section 2: mean@16 on 1,000 held-out prompts every 100 steps.)
+
+Consumes: the held-out prompts and the engines' slots, at a higher priority than training completions.
+Waits for: every completion and its score.
+Unblocked by: the engines and the verifier. It must not wait for the trainer: the next weight update waits for the
+validation, which keeps the policy version fixed; a token of another version is a bug.
 """
 
 from __future__ import annotations
@@ -12,107 +16,97 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from megatron_scalerl.engine.client import EngineClient
-from megatron_scalerl.recipe.sections import ValidationSection
+from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.sampler import VALIDATION_PRIORITY, Sampler
-from megatron_scalerl.types import CompletionLost, Prompt, Rollout, Score
+from megatron_scalerl.types import CompletionLost, PassRate, Prompt, Rollout, Score
 
 logger = logging.getLogger(__name__)
+_TRIES = 2
+"""Attempts at a completion, with the same seed and interruption point."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Validation:
-    """What one validation measured."""
+class Validator:
+    """Completes and scores the held-out prompts of a run."""
 
-    policy_version: int
-    prompts: int
-    generations: int
-    pass_rate: float
-    """Mean over prompts and generations."""
-    by_prompt: tuple[float, ...]
-    """[prompts] mean over the generations of each prompt, in the order of the held-out prompts."""
-    truncated_share: float
-    interrupted_share: float
-    generated_tokens: int
-    mean_completion_tokens: float
-    """Tokens per completion."""
-    entropy: float
-    """Minus the mean log-probability (nats) of all sampled tokens under the engine; forced tokens are left out.
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        engines: Sequence[EngineClient],
+        sampler: Sampler,
+        prompts: Sequence[Prompt],
+        count_tokens: Callable[[int], None],
+    ) -> None:
+        """count_tokens: called with the number of tokens of every finished completion."""
+        self._seed = recipe.validation.seed
+        self._prompts = prompts[: recipe.validation.prompts]
+        self._engines = engines
+        self._sampler = sampler
+        self._count_tokens = count_tokens
+        self._slots = asyncio.Semaphore(recipe.rollouts.max_in_flight * len(engines))
 
-    NaN where no token was sampled.
-    """
-    lost_completions: int
-    """Completions that could not be had, left out of everything above."""
+    async def validate(
+        self, step: int, *, generations: int, gpu_hours: float, gpu_hours_total: float
+    ) -> tuple[PassRate, tuple[float, ...]]:
+        """(the pass rate of policy version `step`, [prompts] the mean over the generations of each prompt).
 
+        generations: completions per prompt; the first ones have the same seeds whatever their number. gpu_hours,
+        gpu_hours_total: the compute axis, which the result is recorded with. A lost completion is tried once more.
+        Raises RuntimeError if all completions of a prompt are lost.
+        """
+        assert self._prompts and generations >= 1
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                [tasks.create_task(self._completion(number, index)) for index in range(generations)]
+                for number in range(len(self._prompts))
+            ]
+        results = [[result for task in row if (result := task.result()) is not None] for row in running]
+        for prompt, row in zip(self._prompts, results):
+            if not row:
+                raise RuntimeError(
+                    f"validation of version {step}: prompt {prompt.prompt_id}: expected a completion, found "
+                    f"all {generations} lost"
+                )
+        by_prompt = tuple(sum(score.correct for _, score in row) / len(row) for row in results)
+        rollouts = [rollout for row in results for rollout, _ in row]
+        versions = {version for rollout in rollouts for version in rollout.policy_versions}
+        assert versions == {step}, f"validation of version {step} found versions {sorted(versions)}"
+        pass_rate = PassRate(
+            step=step,
+            policy_version=step,
+            pass_rate=sum(by_prompt) / len(by_prompt),
+            prompts=len(by_prompt),
+            generations=generations,
+            gpu_hours=gpu_hours,
+            gpu_hours_total=gpu_hours_total,
+            truncated_share=sum(r.truncated for r in rollouts) / len(rollouts),
+            interrupted_share=sum(r.interrupted for r in rollouts) / len(rollouts),
+            mean_completion_tokens=sum(len(r.token_ids) for r in rollouts) / len(rollouts),
+            entropy=_entropy(rollouts),
+            lost_completions=len(by_prompt) * generations - len(rollouts),
+        )
+        return pass_rate, by_prompt
 
-async def validate(
-    *,
-    engines: Sequence[EngineClient],
-    sampler: Sampler,
-    prompts: Sequence[Prompt],
-    settings: ValidationSection,
-    generations: int,
-    policy_version: int,
-    max_in_flight: int,
-    count_tokens: Callable[[int], None] = lambda tokens: None,
-) -> Validation:
-    """Complete and score every held-out prompt; the engines must serve `policy_version` throughout.
-
-    The first completions of a prompt are the same draws whatever `generations` is. `count_tokens` is told the number
-    of tokens of every completion when it is finished. A completion that is lost is tried once more with the same
-    draws. Raises RuntimeError where a prompt is left without any.
-    """
-    prompts = prompts[: settings.prompts]
-    assert prompts and generations >= 1
-    slots = asyncio.Semaphore(max_in_flight * len(engines))
-
-    async def one(number: int, index: int) -> tuple[Rollout, Score] | None:
-        draw = sampler.draw(settings.seed, number, index)
-        engine = engines[number % len(engines)]
-        async with slots:
-            for _ in range(2):
+    async def _completion(self, number: int, index: int) -> tuple[Rollout, Score] | None:
+        """Completion `index` of a prompt; None if it was lost."""
+        prompt = self._prompts[number]
+        draw = self._sampler.draw(self._seed, number, index)
+        engine = self._engines[number % len(self._engines)]
+        async with self._slots:
+            for _ in range(_TRIES):
                 try:
-                    result = await sampler.complete(engine, prompts[number], draw, priority=VALIDATION_PRIORITY)
+                    result = await self._sampler.complete(engine, prompt, draw, priority=VALIDATION_PRIORITY)
                 except CompletionLost as lost:
-                    logger.warning("validation, prompt %s: a completion is lost: %s", prompts[number].prompt_id, lost)
+                    logger.warning("validation, prompt %s: a completion is lost: %s", prompt.prompt_id, lost)
                     continue
-                count_tokens(len(result[0].token_ids))
+                self._count_tokens(len(result[0].token_ids))
                 return result
         return None
 
-    async with asyncio.TaskGroup() as tasks:
-        running = [
-            [tasks.create_task(one(number, index)) for index in range(generations)] for number in range(len(prompts))
-        ]
-    done = [[result for task in row if (result := task.result()) is not None] for row in running]
-    for prompt, row in zip(prompts, done):
-        if not row:
-            raise RuntimeError(
-                f"validation of version {policy_version}: prompt {prompt.prompt_id}: expected a completion, found "
-                f"all {generations} lost"
-            )
-    return _measured(done, generations, policy_version)
 
-
-def _measured(done: Sequence[Sequence[tuple[Rollout, Score]]], generations: int, policy_version: int) -> Validation:
-    rollouts = [rollout for row in done for rollout, _ in row]
-    versions = {version for rollout in rollouts for version in rollout.policy_versions}
-    assert versions == {policy_version}, f"validation of version {policy_version} saw versions {sorted(versions)}"
-    by_prompt = tuple(sum(score.correct for _, score in row) / len(row) for row in done)
-    tokens = sum(len(r.token_ids) for r in rollouts)
+def _entropy(rollouts: Sequence[Rollout]) -> float:
+    """Minus the mean log-probability (nats) of all sampled tokens; NaN if none was sampled."""
     sampled = [p for r in rollouts for p, is_sampled in zip(r.rollout_logprobs, r.loss_mask) if is_sampled]
-    return Validation(
-        policy_version=policy_version,
-        prompts=len(done),
-        generations=generations,
-        pass_rate=sum(by_prompt) / len(by_prompt),
-        by_prompt=by_prompt,
-        truncated_share=sum(r.truncated for r in rollouts) / len(rollouts),
-        interrupted_share=sum(r.interrupted for r in rollouts) / len(rollouts),
-        generated_tokens=tokens,
-        mean_completion_tokens=tokens / len(rollouts),
-        entropy=-sum(sampled) / len(sampled) if sampled else math.nan,
-        lost_completions=len(done) * generations - len(rollouts),
-    )
+    return -sum(sampled) / len(sampled) if sampled else math.nan

@@ -1,42 +1,37 @@
-"""The command line of the converter: `to-megatron`, `to-hf`, `verify`."""
+"""The command line of the converter: `megatron-scalerl convert to-megatron | to-hf | verify`."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-import warnings
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from megatron_scalerl.convert.arrays import TORCH_NAMES
-from megatron_scalerl.convert.options import Options, Summary
+from megatron_scalerl.convert.assembly import HF_NAMES
+from megatron_scalerl.convert.conversion import Options, Summary
 
-EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE, EXIT_INTERRUPTED = 0, 1, 2, 130
-_DTYPES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
+EPILOG = """examples:
+  megatron-scalerl convert to-megatron models/my_policy models/my_policy.megatron --verify
+  megatron-scalerl convert to-hf models/my_policy.megatron models/my_policy.hf
+  megatron-scalerl convert to-hf runs/my_run/checkpoints/step_000200 models/trained --like models/my_policy
+  megatron-scalerl convert verify models/my_policy models/my_policy.megatron
+
+An interrupted conversion continues when the same command is run again. docs/checkpoints.md describes the formats."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0 done, 2 with one line on standard error for a mistake in what was given."""
-    arguments = parser().parse_args(argv)
-    console = Console(soft_wrap=True)
-    warnings.filterwarnings("ignore", module=r"(megatron\.core|torch|transformers)\.")
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Run one of the three conversions and print its summary.
+
+    Raises ValueError for user errors, RuntimeError and OSError where a worker or a disk failed.
+    """
     started = time.monotonic()
     try:
-        summary = arguments.command(arguments, console)
-    except ValueError as mistake:
-        print(f"convert_checkpoint: {mistake}", file=sys.stderr)
-        return EXIT_MISTAKE
-    except (RuntimeError, OSError) as failure:
-        print(f"convert_checkpoint: {failure}", file=sys.stderr)
-        return EXIT_FAILED
+        summary = arguments.convert(arguments, console)
     except KeyboardInterrupt:
-        print("convert_checkpoint: interrupted; the same command goes on from here", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        raise KeyboardInterrupt("interrupted; the same command goes on from here") from None
     console.print(_said(arguments, summary, time.monotonic() - started), highlight=False)
-    return EXIT_DONE
+    return 0
 
 
 def _said(arguments: argparse.Namespace, summary: Summary, seconds: float) -> str:
@@ -55,11 +50,11 @@ def _size(nbytes: int) -> str:
     return f"{nbytes} bytes"
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options of the three commands."""
-    description = "Hugging Face folders to Megatron torch_dist checkpoints and back, streaming."
-    parser = argparse.ArgumentParser(prog="convert_checkpoint.py", description=description)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="name")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the three conversions and their options."""
+    parser.description = "Convert Hugging Face folders to Megatron torch_dist checkpoints and back, streaming."
+    parser.epilog = EPILOG
+    commands = parser.add_subparsers(required=True, metavar="CONVERSION", dest="name")
     there = commands.add_parser("to-megatron", help="a checkpoint that opens under any TP x PP x EP")
     there.add_argument("source", type=Path, metavar="HF_DIR")
     back = commands.add_parser("to-hf", help="a folder that opens in transformers and in vLLM")
@@ -67,19 +62,18 @@ def parser() -> argparse.ArgumentParser:
     back.add_argument(
         "--like", type=Path, metavar="HF_DIR", help="the folder that the policy came from; for checkpoints of a run"
     )
-    for command, run in ((there, _to_megatron), (back, _to_hf)):
+    for command, convert in ((there, _to_megatron), (back, _to_hf)):
         command.add_argument("out", type=Path, metavar="OUT")
         command.add_argument("--verify", action="store_true", help="compare every tensor bit for bit at the end")
         command.add_argument("--allow-nonfinite", action="store_true", help="let NaN and Inf pass")
-        command.set_defaults(command=run)
+        command.set_defaults(convert=convert)
     same = commands.add_parser("verify", help="compare two folders, of either kind, bit for bit")
     same.add_argument("first", type=Path, metavar="A")
     same.add_argument("second", type=Path, metavar="B")
-    same.set_defaults(command=_verify)
+    same.set_defaults(convert=_verify)
     for command in (there, back, same):
         command.add_argument("--processes", type=int, default=2, metavar="N", help="workers (default: 2)")
-        command.add_argument("--dtype", choices=list(_DTYPES), help="type of the policy's weights (default: as is)")
-    return parser
+        command.add_argument("--dtype", choices=list(HF_NAMES), help="type of the policy's weights (default: as is)")
 
 
 def _options(arguments: argparse.Namespace, console: Console) -> Options:
@@ -87,7 +81,7 @@ def _options(arguments: argparse.Namespace, console: Console) -> Options:
         raise ValueError(f"--processes: expected 1 or more, found {arguments.processes}")
     return Options(
         processes=arguments.processes,
-        dtype=_DTYPES.get(arguments.dtype),
+        dtype=HF_NAMES.get(arguments.dtype),
         verify=getattr(arguments, "verify", False),
         allow_nonfinite=getattr(arguments, "allow_nonfinite", False),
         console=console,

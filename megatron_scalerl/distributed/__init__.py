@@ -1,1 +1,1 @@
-"""Ranks, process groups, devices: the only package that reads Megatron's global state or names a device."""
+"""Ranks, process groups and devices: the only package that reads Megatron's global state or selects a device."""

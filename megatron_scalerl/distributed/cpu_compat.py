@@ -1,8 +1,8 @@
-"""The CPU half of the device seam: patches that let Megatron-Core 0.16.1 train on CPUs over gloo.
+"""Patches with which Megatron-Core 0.16.1 trains on CPUs over gloo.
 
-Opt-in: nothing happens at import, `install()` refuses where a GPU is visible and where Megatron-Core has
-another version. Each patch is one named function that says which upstream lines (megatron/core/...) need
-it. tests/distributed/test_cpu_compat_patches.py shows for each that upstream still fails without it.
+Opt-in: nothing happens at import, and `install()` raises if a GPU is visible or Megatron-Core has another version.
+Each patch is a function that names the upstream lines (megatron/core/...) that need it.
+tests/distributed/test_cpu_compat_patches.py shows for each that upstream still fails without it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _ABSENT = object()
 
 
 def install(*, without: Collection[str] = ()) -> None:
-    """Installs all patches but those named in `without` (which only tests give); a second call does nothing.
+    """Install all patches except those in `without` (for tests); a second call does nothing.
 
-    Raises ValueError where a GPU is visible or Megatron-Core's version is another one.
+    Raises ValueError if a GPU is visible or Megatron-Core has another version.
     """
     if torch.cuda.is_available():
         raise ValueError(
@@ -55,14 +55,13 @@ WITHOUT_TE = (
     "adamw_step_of_loaded_state",
     "adamw_step_per_parameter",
 )
-"""Patches for faults of Megatron-Core that have nothing to do with CPUs: they show wherever Transformer Engine is
-absent."""
+"""Patches for bugs of Megatron-Core that occur on any device without Transformer Engine."""
 
 
 def install_without_te() -> None:
-    """The patches of WITHOUT_TE, for GPUs without Transformer Engine; those of AdamW where it is PyTorch's.
+    """Install the patches of WITHOUT_TE, for GPUs without Transformer Engine; those of AdamW only if it is PyTorch's.
 
-    Raises ValueError where Megatron-Core's version is another one.
+    Raises ValueError if Megatron-Core has another version.
     """
     check_version()
     if _undo:
@@ -74,7 +73,7 @@ def install_without_te() -> None:
 
 
 def uninstall() -> None:
-    """Puts everything back as upstream has it."""
+    """Restore upstream's code."""
     while _undo:
         owner, name, original = _undo.pop()
         if original is _ABSENT:
@@ -84,7 +83,7 @@ def uninstall() -> None:
 
 
 def check_version() -> None:
-    """Raises ValueError, naming both versions, unless the installed Megatron-Core is the expected one."""
+    """Raise ValueError, naming both versions, unless the installed Megatron-Core is the expected one."""
     found = version("megatron-core")
     if found != MEGATRON_CORE_VERSION:
         raise ValueError(
@@ -99,7 +98,7 @@ def _patch(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
-    """Sets owner.name and remembers what it was."""
+    """Sets owner.name and records its previous value."""
     _undo.append((owner, name, vars(owner).get(name, _ABSENT)))
     setattr(owner, name, value)
 
@@ -108,15 +107,16 @@ def _core(name: str) -> ModuleType:
     return importlib.import_module(f"megatron.core.{name}")
 
 
-class _TorchOnCpu(ModuleType):
-    """The torch module as one upstream file sees it: `device="cuda"` in a factory means the CPU."""
+class _Overriding(ModuleType):
+    """A module as one upstream file sees it: another module with some attributes replaced."""
 
-    def __init__(self, overrides: dict[str, Any]):
-        super().__init__("torch")
+    def __init__(self, module: ModuleType, **overrides: Any):
+        super().__init__(module.__name__)
         self.__dict__.update(overrides)
+        self._module = module
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
+        return getattr(self._module, name)
 
 
 def _factory_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -131,7 +131,7 @@ def _factory_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch
 
 @_patch
 def current_device() -> None:
-    """`torch.cuda.current_device()` is the CPU: about forty buffers are allocated "on the current device".
+    """`torch.cuda.current_device()` is the CPU, where about forty buffers are then allocated.
 
     models/common/embeddings/rotary_pos_embedding.py:78,162; utils.py:631; tensor_parallel/mappings.py:91,
     141,181,442; tensor_parallel/layers.py:552; transformer/moe/router.py:90,169,178;
@@ -143,10 +143,10 @@ def current_device() -> None:
 
 @_patch
 def rng_state() -> None:
-    """Megatron's tracker of generator states works on the CPU generator.
+    """Megatron's RNG tracker uses the CPU's RNG.
 
-    tensor_parallel/random.py:51-97 (get and set), 235-240 (add), 265 (a warning that the CPU generator
-    moved, which here it should), 422 (the default seed)
+    tensor_parallel/random.py:51-97 (get and set), 235-240 (add), 265 (a warning that the CPU's RNG state has changed,
+    which is intended here), 422 (the default seed)
     """
     random = _core("tensor_parallel.random")
     _set(torch.cuda, "get_rng_state", lambda device=None: torch.get_rng_state())
@@ -170,14 +170,14 @@ LITERAL_FILES = (
     "dist_checkpointing.strategies.state_dict_saver",  # 204
     "dist_checkpointing.exchange_utils",  # 104, 110, 326
 )
-"""Upstream files with device="cuda" literals; their `torch` sends those to the CPU."""
+"""Upstream files with device="cuda" literals; their `torch` maps those to the CPU."""
 
 
 @_patch
 def device_literal() -> None:
-    """`device="cuda"` literals in LITERAL_FILES mean the CPU there, and nowhere else."""
+    """`device="cuda"` literals mean the CPU in LITERAL_FILES, and nowhere else."""
     names = ("tensor", "zeros", "ones", "empty", "full", "empty_like")
-    proxy = _TorchOnCpu({name: _factory_on_cpu(getattr(torch, name)) for name in names})
+    proxy = _Overriding(torch, **{name: _factory_on_cpu(getattr(torch, name)) for name in names})
     for name in LITERAL_FILES:
         _set(_core(name), "torch", proxy)
 
@@ -194,7 +194,7 @@ def cuda_method() -> None:
 
 @_patch
 def type_name() -> None:
-    """`Tensor.type()` reads "torch.cuda.FloatTensor": upstream sorts parameters by that string.
+    """`Tensor.type()` is "torch.cuda.FloatTensor": upstream groups parameters by that string.
 
     optimizer/distrib_optimizer.py:361,420,582; optimizer/optimizer.py:671,690; optimizer/clip_grads.py:167
     """
@@ -218,7 +218,7 @@ def synchronize() -> None:
 
 
 class _Stream:
-    """A stream that is always idle; its events have always happened."""
+    """A stream that is always idle, with events that are always complete."""
 
     def wait_stream(self, stream: "_Stream") -> None:
         pass
@@ -239,9 +239,9 @@ def _on_stream(stream: _Stream) -> Iterator[None]:
 def dispatcher_stream() -> None:
     """The all-to-all token dispatcher's side stream is idle: transformer/moe/token_dispatcher.py:445,871-895."""
     idle = _Stream()
-    cuda = _TorchOnCpu({"Stream": lambda: idle, "current_stream": lambda: idle, "stream": _on_stream})
-    cuda.__dict__["current_device"] = lambda: CPU
-    _set(_core("transformer.moe.token_dispatcher"), "torch", _TorchOnCpu({"cuda": cuda}))
+    streams = dict(Stream=lambda: idle, current_stream=lambda: idle, stream=_on_stream)
+    cuda = _Overriding(torch.cuda, **streams, current_device=lambda: CPU)
+    _set(_core("transformer.moe.token_dispatcher"), "torch", _Overriding(torch, cuda=cuda))
 
 
 @_patch
@@ -254,7 +254,7 @@ def router_gemm() -> None:
 
 @_patch
 def router_not_compiled() -> None:
-    """The router counts tokens without torch.compile, which wants a C++ compiler: transformer/moe/router.py:531."""
+    """The router counts tokens without torch.compile, which needs a C++ compiler: transformer/moe/router.py:531."""
     router = _core("transformer.moe.router").TopKRouter
     compiled = router._apply_expert_bias
     _set(router, "_apply_expert_bias", getattr(compiled, "_torchdynamo_orig_callable", compiled))
@@ -262,10 +262,10 @@ def router_not_compiled() -> None:
 
 @_patch
 def split_sizes() -> None:
-    """Split sizes of the all-to-all reach gloo as numbers.
+    """Split sizes of the all-to-all are passed to gloo as numbers.
 
-    transformer/moe/moe_utils.py:1093 converts only GPU tensors; transformer/moe/token_dispatcher.py:879-885
-    then hands tensors to all_to_all_single, which wants integers.
+    transformer/moe/moe_utils.py:1093 converts only GPU tensors; transformer/moe/token_dispatcher.py:879-885 then
+    passes tensors to all_to_all_single, which requires integers.
     """
 
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -276,9 +276,9 @@ def split_sizes() -> None:
 
 @_patch
 def uneven_gather() -> None:
-    """`all_gather` of unequal shapes pads first, gloo has none: tensor_parallel/mappings.py:150.
+    """`all_gather` of unequal shapes, which gloo lacks, pads first: tensor_parallel/mappings.py:150.
 
-    Met with experts that are tensor parallel and expert parallel at once.
+    Needed for experts with both tensor and expert parallelism.
     """
     all_gather = torch.distributed.all_gather
 
@@ -294,27 +294,16 @@ def uneven_gather() -> None:
             output.copy_(rows_of_rank[: output.shape[0]])
         return None
 
-    proxy = _TorchOnCpu({"distributed": _DistributedWith(padded)})
-    _set(_core("tensor_parallel.mappings"), "torch", proxy)
-
-
-class _DistributedWith(ModuleType):
-    """torch.distributed with another `all_gather`."""
-
-    def __init__(self, all_gather: Callable[..., Any]):
-        super().__init__("torch.distributed")
-        self.all_gather = all_gather
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.distributed, name)
+    distributed = _Overriding(torch.distributed, all_gather=padded)
+    _set(_core("tensor_parallel.mappings"), "torch", _Overriding(torch, distributed=distributed))
 
 
 @_patch
 def adamw_state_before_first_step() -> None:
-    """A fresh optimiser gets its AdamW state before a checkpoint is loaded into it.
+    """A new optimizer creates its AdamW state before a checkpoint is loaded into it.
 
-    optimizer/distrib_optimizer.py:641-642 asserts exactly one value of `step`, which torch's AdamW only has
-    after its first step. Learning rate and weight decay are 0 in the dummy step that makes the state.
+    optimizer/distrib_optimizer.py:641-642 asserts exactly one value of `step`, which torch's AdamW only has after its
+    first step. Learning rate and weight decay are 0 in the dummy step that creates the state.
     """
     optimizer_class = _core("optimizer.distrib_optimizer").DistributedOptimizer
     original = optimizer_class.sharded_state_dict
@@ -336,10 +325,10 @@ def adamw_state_before_first_step() -> None:
 
 @_patch
 def adamw_step_of_loaded_state() -> None:
-    """Loading one parameter's state keeps the `step` that it has.
+    """Loading one parameter's state keeps its `step`.
 
-    optimizer/distrib_optimizer.py:940 indexes tensors[key] for every key of the state, but the fully
-    reshardable load (:2100) has dropped `step`: KeyError.
+    optimizer/distrib_optimizer.py:940 indexes tensors[key] for every key of the state, but the fully reshardable load
+    (:2100) has dropped `step`: KeyError.
     """
     optimizer_class = _core("optimizer.distrib_optimizer").DistributedOptimizer
     original = optimizer_class._set_main_param_and_optimizer_states
@@ -356,10 +345,10 @@ def adamw_step_of_loaded_state() -> None:
 
 @_patch
 def adamw_step_per_parameter() -> None:
-    """After a load every parameter counts its own steps, beside its weights where AdamW is fused.
+    """After a load every parameter has its own `step`, on its device if AdamW is fused.
 
     optimizer/distrib_optimizer.py:817-821 gives all parameters one shared `step` tensor in host memory, which torch's
-    AdamW then advances once per parameter: the bias correction is silently wrong after a resume.
+    AdamW then increments once per parameter: the bias correction is silently wrong after a resume.
     """
     optimizer_class = _core("optimizer.distrib_optimizer").DistributedOptimizer
     original = optimizer_class.load_state_dict
@@ -372,7 +361,6 @@ def adamw_step_per_parameter() -> None:
             for parameter in group["params"]:
                 state = self.optimizer.state.get(parameter, {})
                 if torch.is_tensor(state.get("step")):
-                    place = parameter.device if was_fused else CPU
-                    state["step"] = state["step"].to(place, copy=True)
+                    state["step"] = state["step"].to(parameter.device if was_fused else CPU, copy=True)
 
     _set(optimizer_class, "load_state_dict", load_state_dict)

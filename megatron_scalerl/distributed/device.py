@@ -1,8 +1,8 @@
-"""The device seam: the one place of the package that says `cuda`.
+"""Device abstraction: the one module of the package that uses `torch.cuda`.
 
-Everything else takes its device from a tensor or from `device()`, its collectives' backend from
-`backend()`, and its layers from `HAVE_TE`. Without a visible GPU `prepare` installs the CPU half of the
-seam (`cpu_compat`), which patches Megatron-Core and is never installed by an import.
+All others take their device from a tensor or from `device()`, the backend of collectives from `backend()`, and their
+layers from `HAVE_TE`. Without a visible GPU `prepare` installs `cpu_compat`, which patches Megatron-Core and is never
+installed by an import.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ HAVE_GPU: bool = torch.cuda.is_available()
 """True where PyTorch sees a GPU. Hide GPUs (CUDA_VISIBLE_DEVICES=) to run the CPU path on a GPU machine."""
 
 LAYERS: str = os.environ.get("MSRL_LAYERS", "")
-"""MSRL_LAYERS: "plain" leaves Transformer Engine's layers out, "te" insists on them, "" takes them where they run."""
+"""MSRL_LAYERS: "plain" disables Transformer Engine's layers, "te" requires them, "" uses them where they run."""
 
 _CAN_TE = HAVE_GPU and importlib.util.find_spec("transformer_engine") is not None
 HAVE_TE: bool = _CAN_TE and LAYERS != "plain"
-"""True where Transformer Engine's layers are used: installed, a GPU to run them on, and not left out."""
+"""True if Transformer Engine's layers are used: installed, with a visible GPU, and not disabled."""
 
 
 def device() -> torch.device:
@@ -53,10 +53,10 @@ def backend() -> str:
 
 
 def environment(recipe: Recipe) -> dict[str, str]:
-    """What a trainer process has to find in its environment before it starts CUDA; nothing without a GPU.
+    """Environment variables that a trainer process needs before it initializes CUDA; none without a GPU.
 
-    Launchers give it where the user has not set a variable; `prepare` does the same for processes of their own. Each
-    with its source: docs/cuda.md.
+    Launchers set those that the user has not set; `prepare` does so in processes started otherwise. The source of
+    each is in docs/cuda.md.
     """
     if not HAVE_GPU:
         return {}
@@ -66,7 +66,7 @@ def environment(recipe: Recipe) -> dict[str, str]:
     if (sizes.tp > 1 or sizes.cp > 1) and not overlapped_experts:
         found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if not recipe.megatron.ddp.get("nccl_ub") and "PYTORCH_ALLOC_CONF" not in os.environ:
-        # The older of its two names: Megatron-Core looks for this one.
+        # The older of its two names, which Megatron-Core reads.
         found["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if recipe.trainer.deterministic:
         found |= {name: values[0] for name, values in _DETERMINISTIC.items()}
@@ -76,12 +76,12 @@ def environment(recipe: Recipe) -> dict[str, str]:
 def prepare(
     *, threads: int, deterministic: bool, variables: Mapping[str, str] = MappingProxyType({})
 ) -> torch.device:
-    """Readies this process for training and returns its device; call it once before the model is built.
+    """Prepare this process for training and return its device; call it once before the model is built.
 
-    On a CPU it installs the compatibility patches and sets `threads`; on a GPU it adds what `variables` has and the
-    environment has not, selects the device and turns TF32 off, so that fp32 products are fp32 products. Raises
-    ValueError where Megatron-Core has a version that the patches were not written for, for layers in MSRL_LAYERS that
-    cannot be had here, and for an environment in which a deterministic run would not be one.
+    On a CPU it installs the compatibility patches and sets `threads`. On a GPU it sets those of `variables` that are
+    not in the environment, selects the device and turns TF32 off, so that fp32 products are exact. Raises ValueError
+    for a version of Megatron-Core other than that of the patches, for layers in MSRL_LAYERS that are not available
+    here, and for environment variables that contradict a deterministic run.
     """
     if LAYERS not in (("", "plain", "te") if _CAN_TE else ("", "plain")):
         where = "" if _CAN_TE else ", or te where Transformer Engine is installed and a GPU visible"
@@ -107,7 +107,7 @@ _DETERMINISTIC = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
     "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
 }
-"""Values with which a run on GPUs is deterministic, ours first; NCCL's are those of Megatron-LM's
+"""Values that keep a run on GPUs deterministic, our default first; NCCL's are those of Megatron-LM's
 --deterministic-mode."""
 
 
@@ -121,13 +121,13 @@ def _set_deterministic() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def meet_peers() -> None:
+def connect_peers() -> None:
     """On GPUs, the first collective of the world: ranks that cannot reach each other fail here, not in a step.
 
-    Without it NCCL's communicator of the world is made when the first step ends. `init_process_group(device_id=)`
-    would make it at once, too, and is not used: PyTorch then splits the world's communicator for every subgroup and
-    asks ranks outside it to take part whatever the subgroup's backend is, while members of a gloo group, of which
-    Megatron makes several, do not (torch/distributed/distributed_c10d.py:2040-2057 of 2.13).
+    Without it NCCL's communicator of the world is created when the first step ends. `init_process_group(device_id=)`
+    would also create it at once, but is not used: PyTorch then splits the world's communicator for every subgroup and
+    requires ranks outside it to take part whatever the subgroup's backend is, while members of a gloo group, of which
+    Megatron creates several, do not (torch/distributed/distributed_c10d.py:2040-2057 of 2.13).
     """
     if HAVE_GPU:
         dist.all_reduce(torch.zeros(1, device=device()))
@@ -135,7 +135,7 @@ def meet_peers() -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds Python, numpy, torch and Megatron's tensor- and expert-parallel generators (after `init_parallel`)."""
+    """Seed Python, numpy, torch and Megatron's tensor- and expert-parallel RNGs; call after `init_parallel`."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     random.seed(seed)
@@ -145,6 +145,6 @@ def seed_everything(seed: int) -> None:
 
 
 def synchronize() -> None:
-    """Waits for the work queued on `device()`, for a wall time that means something."""
+    """Wait for the work queued on `device()`, so that wall times include it."""
     if HAVE_GPU:
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Process groups: who this rank is. The only file that reads Megatron's parallel_state."""
+"""Process groups and this rank's coordinates in them. The only file that reads Megatron's parallel_state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_scalerl.distributed import device
 from megatron_scalerl.distributed.rendezvous import Rendezvous, open_store, use_interface
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.nearest import check_keys
 from megatron_scalerl.recipe.parallel_layout import check_world, sizes_of
 
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -25,7 +25,7 @@ _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """This rank's place in the run. Produced by `init_parallel`."""
+    """This rank's coordinates in the parallel layout. Produced by `init_parallel`."""
 
     rank: int
     """Global rank."""
@@ -38,7 +38,7 @@ class Parallel:
     """Pipeline parallel."""
     ep_rank: int
     ep_size: int
-    """Expert parallel, carved out of the data-parallel ranks."""
+    """Expert parallel, over data-parallel ranks."""
     etp_rank: int
     etp_size: int
     """Tensor parallel inside experts."""
@@ -54,23 +54,23 @@ class Parallel:
 
     @property
     def is_first_stage(self) -> bool:
-        """True where tokens come in."""
+        """True for the stage with the embedding."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """True where log-probabilities come out."""
+        """True for the stage with the head, which returns log-probabilities."""
         return self.pp_rank == self.pp_size - 1
 
 
 def init_parallel(recipe: Recipe, rendezvous: Rendezvous | None = None) -> Parallel:
-    """Readies the device, joins the process group and cuts it as `megatron.parallel` says.
+    """Prepare the device, join the process group and create the subgroups of `megatron.parallel`.
 
-    The place in the world comes from RANK and WORLD_SIZE. The ranks of a run meet at `rendezvous`. Without one,
-    MASTER_ADDR and MASTER_PORT say where, as torchrun sets them: its store listens on every interface, and closing
-    the network is then the user's part. Without any of the four this process is a world of its own. Raises ValueError
-    where the world cannot be cut that way or differs from trainer.world_size, for an unknown key of
-    megatron.parallel, and for an interleaved pipeline without a GPU; RuntimeError where the ranks do not meet.
+    Rank and size come from RANK and WORLD_SIZE. The ranks of a run meet at `rendezvous`. Without one they meet at
+    MASTER_ADDR and MASTER_PORT, as torchrun sets them: its store listens on every interface, and the user must
+    protect the network. Without any of the four variables this process is a world of one. Raises ValueError if the
+    world does not fit the layout or trainer.world_size, for unknown keys of megatron.parallel, and for an interleaved
+    pipeline without a GPU; RuntimeError if the ranks do not meet.
     """
     keywords = checked_keywords(recipe)
     rank, world_size = _place_in_world(recipe.trainer.world_size, rendezvous)
@@ -82,8 +82,8 @@ def init_parallel(recipe: Recipe, rendezvous: Rendezvous | None = None) -> Paral
     )
     if not dist.is_initialized():
         _join(rank, world_size, rendezvous, timedelta(seconds=recipe.trainer.step_timeout_s))
-        device.meet_peers()
-    # Megatron's own groups would give up after 30 minutes, whatever the recipe says of a step.
+        device.connect_peers()
+    # Megatron's own groups would time out after 30 minutes, whatever the recipe's step timeout is.
     minutes = max(1, math.ceil(recipe.trainer.step_timeout_s / 60))
     parallel_state.initialize_model_parallel(**{"distributed_timeout_minutes": minutes, **keywords})
     device.seed_everything(recipe.seed)
@@ -92,7 +92,7 @@ def init_parallel(recipe: Recipe, rendezvous: Rendezvous | None = None) -> Paral
 
 
 def shutdown_parallel(*, keep_world: bool = False) -> None:
-    """Leaves all process groups, so that `init_parallel` can be called again; `keep_world`: not the world's own."""
+    """Leave all process groups, so that `init_parallel` can be called again; `keep_world`: all but the world's."""
     parallel_state.destroy_model_parallel()
     if dist.is_initialized() and not keep_world:
         dist.destroy_process_group()
@@ -108,7 +108,9 @@ def checked_keywords(recipe: Recipe) -> dict[str, Any]:
 
     Raises ValueError for an unknown one, naming the nearest, and for an interleaved pipeline without a GPU.
     """
-    keywords = _known_keywords(recipe.megatron.parallel)
+    keywords = dict(recipe.megatron.parallel)
+    known = inspect.signature(parallel_state.initialize_model_parallel).parameters
+    check_keys("megatron.parallel", keywords, known, expected="a keyword of initialize_model_parallel")
     if not device.HAVE_GPU and keywords.get("virtual_pipeline_model_parallel_size"):
         raise ValueError(
             "megatron.parallel.virtual_pipeline_model_parallel_size: expected none without a GPU (the interleaved "
@@ -117,29 +119,18 @@ def checked_keywords(recipe: Recipe) -> dict[str, Any]:
     return keywords
 
 
-def _known_keywords(given: dict[str, Any]) -> dict[str, Any]:
-    known = list(inspect.signature(parallel_state.initialize_model_parallel).parameters)
-    for key in given:
-        if key not in known:
-            near = get_close_matches(key, known, n=1, cutoff=0.0)[0]
-            raise ValueError(
-                f"megatron.parallel.{key}: expected a keyword of initialize_model_parallel (nearest: {near})"
-            )
-    return dict(given)
-
-
 def _place_in_world(expected_size: int, rendezvous: Rendezvous | None) -> tuple[int, int]:
-    wanted = _LAUNCH_VARIABLES if rendezvous is None else _LAUNCH_VARIABLES[:2]
-    missing = [name for name in wanted if name not in os.environ]
-    if rendezvous is None and len(missing) == len(wanted):
+    required = _LAUNCH_VARIABLES if rendezvous is None else _LAUNCH_VARIABLES[:2]
+    missing = [name for name in required if name not in os.environ]
+    if rendezvous is None and len(missing) == len(required):
         rank, world_size = 0, 1
     elif missing:
-        raise ValueError(f"environment: expected {', '.join(wanted)}, missing {', '.join(missing)}")
+        raise ValueError(f"environment: expected {', '.join(required)}, missing {', '.join(missing)}")
     else:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != expected_size:
         raise ValueError(
-            f"trainer.world_size: expected {expected_size} processes as the recipe says, found {world_size}"
+            f"trainer.world_size: expected {expected_size} processes as in the recipe, found {world_size}"
         )
     return rank, world_size
 
@@ -160,3 +151,10 @@ def _coordinates(groups: ProcessGroupCollection) -> dict[str, int]:
         group = getattr(groups, name)
         found[f"{short}_rank"], found[f"{short}_size"] = group.rank(), group.size()
     return found
+
+
+def unwrap(chunk: Any) -> Any:
+    """The GPTModel inside the wrappers of a model chunk (DistributedDataParallel, Float16Module)."""
+    while not hasattr(chunk, "decoder"):
+        chunk = chunk.module
+    return chunk

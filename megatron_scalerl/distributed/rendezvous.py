@@ -1,21 +1,21 @@
-"""Where the processes of a run meet: the stores in which they tell each other the addresses of their sockets.
+"""Rendezvous of a run's processes: the stores in which they exchange the addresses of their sockets.
 
     one host       FolderRendezvous   files in a folder that only this user can enter
     several hosts  HostRendezvous     one TCPStore, bound by the trainer's rank 0 to one of its own addresses
 
-The trainer's ranks meet under the name "trainer", every weight group under a name of its own.
+The trainer's ranks use the name "trainer", every weight group a name of its own.
 
-A store has no authentication: whoever reaches it lists, reads and overwrites its keys. A secret is therefore never
-a key or a value, and nothing that stands in a store is believed further than to open a connection. On one host
-the folder's mode keeps other users out; even a port on loopback would admit every local user. A HostRendezvous
-needs a network that is closed to strangers, and not for the store alone: the sockets that gloo and NCCL open to
-carry tensors know no secret either, and Megatron-Core's object collectives unpickle what a peer sends.
+A store has no authentication: any process that reaches it can list, read and overwrite its keys. A secret is
+therefore never a key or a value, and the store's contents are trusted only to open a connection. On one host the
+folder's mode excludes other users; a port on loopback would admit every local user. A HostRendezvous requires a
+private network, and not for the store only: the sockets of gloo and NCCL for tensors have no authentication either,
+and Megatron-Core's object collectives unpickle data from peers.
 
-gloo listens on one port per process group, at the address that this module chooses (loopback on one host). A
-connection there has to name the number of a pair that is waiting, which can be guessed, and nothing else: a local
-user who is faster than the real peer while a group is being formed can take its place. Afterwards a
-connection changes nothing. torch's wheels build gloo without TLS. So gloo, which serves machines without GPUs,
-belongs on a host whose users are all trusted. See docs/security.md.
+gloo listens on one port per process group, at the address that this module selects (loopback on one host). A
+connection must only name the number of a waiting pair, which can be guessed: a local user who connects before the
+real peer while a group is formed can take its place. Later connections have no effect. torch's wheels build gloo
+without TLS. So gloo, which is for machines without GPUs, requires a host with trusted users only. See
+docs/security.md.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 LOOPBACK = "lo"
-"""Linux's name of the interface that leads nowhere but to the same host."""
+"""Linux's name of the loopback interface."""
 _ANY_ADDRESS = ("", "0.0.0.0", "::")
 
 
 class FolderRendezvous(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Processes of one host meet in files. Produced by `private_folder`; nobody binds anything."""
+    """Processes of one host meet in files; no port is bound. Produced by `private_folder`."""
 
     folder: str
-    """Absolute path; owned by this user, mode 0700, fresh for every start of a run."""
+    """Absolute path; owned by this user, mode 0700, new for every start of a run."""
 
 
 class HostRendezvous(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Processes of several hosts meet at a TCPStore that the trainer's rank 0 binds. Produced by `address_of`."""
+    """Processes of several hosts meet at a TCPStore of the trainer's rank 0. Produced by `address_of`."""
 
     host: str
-    """An address of the one interface of rank 0 that the store is bound to."""
+    """Address of rank 0's interface to which the store is bound."""
     port: int
     """Chosen by the kernel."""
 
@@ -63,12 +63,12 @@ Rendezvous = FolderRendezvous | HostRendezvous
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[FolderRendezvous]:
-    """A fresh folder for one start of a run; it is gone when the block is left. What a kill leaves is not used again.
+    """A new folder for one start of a run, deleted at the end of the block. A folder left by a kill is not reused.
 
-    It lies in the temporary directory (TMPDIR), because not every network file system has the file locks that the
-    stores need, and is held locked, which keeps systemd-tmpfiles from clearing it away under a long run.
+    It is in the temporary directory (TMPDIR), because not every network file system has the file locks that the
+    stores need. A lock on it keeps systemd-tmpfiles from deleting it during a long run.
     """
-    folder = tempfile.mkdtemp(prefix="megatron_scalerl-")  # mode 0700, and no name that was there before
+    folder = tempfile.mkdtemp(prefix="megatron_scalerl-")  # mode 0700, with a new name
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(held, fcntl.LOCK_SH)
@@ -81,7 +81,7 @@ def private_folder() -> Iterator[FolderRendezvous]:
 def listen_on(host: str) -> socket.socket:
     """A listening socket on one address of this host, at a port that the kernel chooses.
 
-    Raises ValueError for an address that means every interface, OSError for one that is not this host's.
+    Raises ValueError for a wildcard address, OSError for one that is not this host's.
     """
     if host in _ANY_ADDRESS:
         raise ValueError(f"rendezvous: expected the address of one interface, found {host!r} (all of them)")
@@ -97,13 +97,13 @@ def listen_on(host: str) -> socket.socket:
 
 
 def address_of(listening: socket.socket) -> HostRendezvous:
-    """Where others find the store that `serve_store` makes of this socket."""
+    """The address of the store that `serve_store` serves on this socket."""
     host, port = listening.getsockname()[:2]
     return HostRendezvous(host=host, port=port)
 
 
 def serve_store(listening: socket.socket) -> dist.TCPStore:
-    """The store behind a HostRendezvous, on a socket of `listen_on`; it lives as long as the object."""
+    """The store behind a HostRendezvous, on a socket of `listen_on`. It is served while the object exists."""
     import torch.distributed as dist
 
     address = address_of(listening)
@@ -113,9 +113,9 @@ def serve_store(listening: socket.socket) -> dist.TCPStore:
 
 
 def open_store(rendezvous: Rendezvous, name: str, *, timeout: timedelta) -> dist.Store:
-    """The store of one group. Its waits end after `timeout`.
+    """The store of one group; waiting operations time out after `timeout`.
 
-    Raises RuntimeError for a folder that another user owns or can enter, and for a host that does not answer.
+    Raises RuntimeError for a folder that another user owns or can access, and for a host that does not answer.
     """
     import torch.distributed as dist
 
@@ -129,27 +129,27 @@ def open_store(rendezvous: Rendezvous, name: str, *, timeout: timedelta) -> dist
 
 
 def use_interface(rendezvous: Rendezvous | None) -> None:
-    """Have this process's default collectives listen where its peers are, and nowhere else; None: it has none.
+    """Make this process's default collectives listen only on the interface to its peers; None: it has no peers.
 
-    Call it before the first group is made.
+    Call it before the first group is created.
     """
     os.environ |= listen_only_at(LOOPBACK if rendezvous is None else interface_of(rendezvous))
 
 
 def listen_only_at(interface: str) -> dict[str, str]:
-    """Environment of a process whose gloo and NCCL open ports at one interface only."""
+    """Environment with which gloo and NCCL open ports on one interface only."""
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
 
 
 def gloo_device(rendezvous: Rendezvous) -> Any:
-    """The device of a gloo group that listens where its peers are, and nowhere else."""
+    """The device of a gloo group that listens only on the interface to its peers."""
     import torch.distributed as dist
 
     return dist.ProcessGroupGloo.create_device(interface=interface_of(rendezvous))
 
 
 def interface_of(rendezvous: Rendezvous) -> str:
-    """Name of this host's interface that leads to the other processes. Raises RuntimeError if there is none."""
+    """Name of this host's interface to the other processes. Raises RuntimeError if there is none."""
     if isinstance(rendezvous, FolderRendezvous):
         return LOOPBACK
     import psutil
@@ -161,7 +161,7 @@ def interface_of(rendezvous: Rendezvous) -> str:
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address.split("%")[0] == own for entry in addresses):
             return name
-    raise RuntimeError(f"rendezvous: expected an interface with the address {own}, which leads to {rendezvous.host}")
+    raise RuntimeError(f"rendezvous: expected an interface with the address {own}, on the route to {rendezvous.host}")
 
 
 def _check_private(folder: str) -> None:

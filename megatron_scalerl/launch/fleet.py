@@ -1,4 +1,4 @@
-"""The processes of a run as the controller sees them, whoever started them."""
+"""The processes of a run as the controller uses them, independent of the launcher that started them."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from megatron_scalerl.distributed.device import gpu_count
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer.client import TrainerClient
-from megatron_scalerl.trainer.wire import TrainerInfo
+from megatron_scalerl.trainer.messages import TrainerInfo
 from megatron_scalerl.types import ComputeUnit
 from megatron_scalerl.weights.transport import resolve_transport
 
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """What a run holds, known before anything is started."""
+    """The devices that a run holds, known before any process is started."""
 
     unit: ComputeUnit
-    """gpu_hours where the devices are GPUs, device_hours where they are processes on CPUs."""
+    """gpu_hours if the devices are GPUs, device_hours if they are processes on CPUs."""
     trainer: int
-    """Devices that the trainer holds."""
+    """Devices of the trainer."""
     engine: int
-    """Devices that all engines hold together."""
+    """Devices of all engines together."""
 
     @classmethod
-    def of(cls, recipe: Recipe) -> "Devices":
-        """The devices that a recipe asks for on this machine."""
+    def of(cls, recipe: Recipe) -> Devices:
+        """The devices that a recipe requires on this machine."""
         return cls(
             unit="gpu_hours" if resolve_transport(recipe.weights.transport) == "nccl" else "device_hours",
             trainer=recipe.trainer.world_size,
@@ -38,9 +38,9 @@ class Devices:
 
 
 def engine_gpus(recipe: Recipe, index: int) -> str | None:
-    """CUDA_VISIBLE_DEVICES of engine number `index`: the trainer has the first GPUs. None without GPUs.
+    """CUDA_VISIBLE_DEVICES of engine `index`, counted after the trainer's GPUs; None without GPUs.
 
-    Raises ValueError where fewer are visible.
+    Raises ValueError if too few GPUs are visible.
     """
     if resolve_transport(recipe.weights.transport) != "nccl":
         return None
@@ -57,21 +57,21 @@ def engine_gpus(recipe: Recipe, index: int) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One start of a run, as its processes need to know it."""
+    """One start of a run, as its processes identify it. Produced by `controller.run_folder`."""
 
     run_id: str
-    """The same for every attempt of the run."""
+    """The same in every attempt of the run."""
     incarnation: str
-    """`JOB_ID.RESTART_COUNT` on Slurm, else `local.N`; a process of an earlier attempt is refused by it."""
+    """`JOB_ID.RESTART_COUNT` on Slurm, otherwise `local.N`; processes of an earlier attempt are refused by it."""
     folder: Path
-    """RUN/; logs of the processes go to its folder `logs`."""
+    """RUN/; the processes write their logs to its subfolder `logs`."""
     recipe_file: Path
-    """The recipe as resolved, which every process reads."""
+    """The resolved recipe, which every process reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """Trainer ranks and engines, ready to work. Produced by a launcher."""
+    """Trainer ranks and engines, ready for requests. Produced by a launcher."""
 
     trainer: TrainerClient
     info: TrainerInfo

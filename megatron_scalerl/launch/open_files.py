@@ -5,30 +5,30 @@ from __future__ import annotations
 import resource
 
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.rewards.verifier import default_workers
+from megatron_scalerl.rewards.pool import default_workers
 
 PER_COMPLETION = 2
-"""A validation may be in flight on every engine beside the training completions."""
+"""Connections per slot: a validation may be in flight on every engine beside the training completions."""
 PER_PROCESS = 8
-"""Pipes, sockets and log of one child process, and what asyncio keeps to watch it."""
-PLENTY = 65536
-"""What the soft limit is raised to where the hard limit allows it: connections that strangers leave open on the
-controller's socket count too, until libzmq drops them after 30 s."""
+"""Pipes, sockets and log of one child process, and the descriptors by which asyncio watches it."""
+TARGET = 65536
+"""The soft limit is raised to this if the hard limit allows. Beyond the run's own need, because unauthenticated
+connections to the controller's socket count too, until libzmq drops them after 30 s."""
 MARGIN = 1024
-"""The journal's and the checkpoints' files, libraries, and the event loop itself."""
+"""Files of the journal and of checkpoints, libraries, and the event loop."""
 
 
 def files_needed(recipe: Recipe) -> int:
-    """Open files that the controller of a run may need at a time. Each of its engines needs fewer."""
+    """Open files that the controller of a run may need at once. Each engine needs fewer."""
     completions = PER_COMPLETION * recipe.engine.count * recipe.rollouts.max_in_flight
     processes = recipe.engine.count + recipe.trainer.world_size + (recipe.rewards.workers or default_workers())
     return completions + PER_PROCESS * processes + MARGIN
 
 
 def allow_open_files(recipe: Recipe) -> None:
-    """Raise this process's soft limit to PLENTY, or as far as allowed; its children inherit it.
+    """Raise the soft limit of this process to TARGET, or as far as allowed; its children inherit it.
 
-    Raises ValueError where the hard limit is lower than what the run needs.
+    Raises ValueError if the hard limit is lower than the run's need.
     """
     needed = files_needed(recipe)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -37,8 +37,8 @@ def allow_open_files(recipe: Recipe) -> None:
             f"open files: expected a hard limit of at least {needed} for engine.count {recipe.engine.count} x "
             f"rollouts.max_in_flight {recipe.rollouts.max_in_flight}, found {hard} (ulimit -Hn)"
         )
-    wanted = max(needed, PLENTY)
+    target = max(needed, TARGET)
     if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        target = min(target, hard)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))

@@ -1,4 +1,4 @@
-"""From hidden states to token log-probability and entropy, vocabulary-parallel, without rounding the logits."""
+"""From hidden states to token log-probabilities and entropies: vocabulary-parallel, without rounding the logits."""
 
 from megatron_scalerl.logits.api import token_logprobs, token_loss
 from megatron_scalerl.logits.choice import chosen_backend

@@ -1,7 +1,8 @@
-"""The arguments of a projection, checked before any rank waits for another.
+"""Checks of a projection's arguments, before any rank waits for another.
 
 Every mistake is a ValueError with expected and found. In a group the first exchange is a fixed number of integers
-on every rank: what a rank found wrong, and what all have to hold alike. So all ranks raise, and they raise the same.
+per rank: the rank's own error, and what must be equal on all. So all ranks raise the same error. The trainer compares
+its batches once a step (`trainer.agreement`) and turns this exchange off with `Settings.trusted`.
 """
 
 from __future__ import annotations
@@ -17,34 +18,55 @@ from torch import Tensor
 from megatron_scalerl.logits.choice import choose_backend
 from megatron_scalerl.logits.function import Call
 from megatron_scalerl.logits.projection import Entropy, GradLogits, Precision
+from megatron_scalerl.shapes import Bool, Float, Int64
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
-"""Of hidden and weight; what they hold is multiplied exactly."""
+"""Of hidden and weight; their values are multiplied exactly."""
 _MESSAGE = 64
-"""Integers (8 bytes each) that a rank's message may take."""
+"""Maximum length of a rank's error message, in integers of 8 bytes."""
+_FACTS = 16
+"""Maximum number of values that must be equal on all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How to project; see `api.token_logprobs` for what each means."""
+    """How to project: the options of `api.token_logprobs` and `api.token_loss`."""
 
-    group: dist.ProcessGroup | None
-    logits: Precision
-    temperature: float | Tensor
-    entropy: Entropy
-    vocab_size: int | None
-    loss_mask: Tensor | None
-    places: Tensor | None
-    trusted: bool
-    grad_logits: GradLogits
-    sequence_parallel: bool
-    main_grad: bool | None
-    workspace_mb: float
-    backend: str
+    group: dist.ProcessGroup | None = None
+    """Tensor-parallel group of size p. Targets, masks and options are the same on all its ranks, and so are the
+    results, bit for bit."""
+    logits: Precision = "fp32"
+    """"fp32": the numerics contract of `api` (Khatri et al. 2025, arXiv 2510.13786, section 3.2). "model": logits are
+    first rounded to the operands' dtype, as in an engine without an fp32 head."""
+    temperature: float | Float[Tensor, "*T"] = 1.0
+    """Divides the logits; one number, or one per token."""
+    entropy: Entropy = "none"
+    """"none": zeros; "metric": without gradient; "grad": differentiable."""
+    vocab_size: int | None = None
+    """True size of the vocabulary (default: all rows). Columns from there on are padding, with probability 0."""
+    loss_mask: Bool[Tensor, " T"] | None = None
+    """Only its tokens are computed. Elsewhere targets may hold anything, and results are 0."""
+    places: Int64[Tensor, " C"] | None = None
+    """In place of loss_mask: the positions of its tokens, each once. A host that knows them need not wait
+    for a GPU to count a mask."""
+    trusted: bool = False
+    """True: the caller has checked targets and temperatures, and that all ranks hold the same. Values of tensors are
+    then neither checked nor compared, and nothing is read back from the device."""
+    grad_logits: GradLogits = "bf16"
+    """How the gradient of bf16 logits enters the GEMMs, see `Projection.grad_logits`; fp32 and fp64 keep theirs."""
+    sequence_parallel: bool = False
+    """hidden is this rank's [T/p, H] share. It is gathered here, and its gradient reduce-scattered in fp32."""
+    main_grad: bool | None = None
+    """True adds the weight's gradient directly to weight.main_grad, as Megatron's gradient accumulation fusion does;
+    None does so where Megatron's DDP has made one; False never."""
+    workspace_mb: float = 512.0
+    """Bound (MiB) on what is allocated beside inputs, results and gradients: backward recomputes the logits."""
+    backend: str = "auto"
+    """A key of `choice.BACKENDS`, or auto."""
 
 
 def checked(hidden: Tensor, weight: Tensor, targets: Tensor, settings: Settings, *, in_chunks: bool) -> Call:
-    """What the autograd functions need. Raises ValueError, on all ranks of the group alike."""
+    """The call that the autograd functions execute. Raises ValueError, on all ranks of the group alike."""
     group = settings.group if settings.group is not None and settings.group.size() > 1 else None
     call, problem = None, ""
     try:
@@ -79,9 +101,9 @@ def _call(
     if not 0 < true_size <= rows * size:
         raise ValueError(f"vocab_size: expected 1 to {rows * size} ({rows} rows on {size} ranks), found {true_size}")
     kept = settings.places if settings.loss_mask is None else settings.loss_mask.nonzero()[:, 0]
-    wanted = targets if kept is None else targets.index_select(0, kept)
+    selected = targets if kept is None else targets.index_select(0, kept)
     if not settings.trusted:
-        _check_targets(wanted, kept, true_size)
+        _check_targets(selected, kept, true_size)
     scale = _scale(settings.temperature, hidden.device)
     scale = scale.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32).detach()
     call = Call(
@@ -90,7 +112,7 @@ def _call(
         sequence_parallel=shared,
         tokens=tokens,
         kept=kept,
-        targets=wanted,
+        targets=selected,
         scale=scale if kept is None or scale.dim() == 0 else scale.index_select(0, kept),
         first=rank * rows,
         count=max(0, min(rows, true_size - rank * rows)),
@@ -106,7 +128,7 @@ def _call(
 
 
 def _scale(temperature: float | Tensor, device: torch.device) -> Tensor:
-    """1 / temperature on `device`; a number is filled in there, where a copy of it would be waited for."""
+    """1 / temperature on `device`; a number is filled in there, since the host would wait for a copy."""
     if isinstance(temperature, Tensor):
         return (1.0 / temperature).to(device)
     return torch.full((), 1.0 / temperature, device=device)
@@ -123,7 +145,7 @@ def _check_operands(hidden: Tensor, weight: Tensor) -> None:
     if type(weight) not in (Tensor, torch.nn.Parameter) or weight.dtype not in DTYPES:
         kind = type(weight).__name__ if type(weight) not in (Tensor, torch.nn.Parameter) else weight.dtype
         raise ValueError(
-            "weight: expected a plain tensor in bfloat16, float32 or float64 (a quantised head has no exact logits), "
+            "weight: expected a plain tensor in bfloat16, float32 or float64 (a quantized head has no exact logits), "
             f"found {kind}"
         )
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
@@ -145,7 +167,7 @@ def _check_tokens(tokens: int, targets: Tensor, settings: Settings, shares: int)
     mask, places, temperature = settings.loss_mask, settings.places, settings.temperature
     if places is not None and (mask is not None or places.dim() != 1 or places.dtype != torch.int64):
         given = "beside loss_mask" if mask is not None else f"{list(places.shape)} in {places.dtype}"
-        raise ValueError(f"expected places [C] in int64 in the place of loss_mask, found {given}")
+        raise ValueError(f"expected places [C] in int64 instead of loss_mask, found {given}")
     if mask is not None and (list(mask.shape) != [tokens] or mask.dtype != torch.bool):
         raise ValueError(f"expected loss_mask [{tokens}] in bool, found {list(mask.shape)} in {mask.dtype}")
     if isinstance(temperature, Tensor) and list(temperature.shape) not in ([], [tokens]):
@@ -169,7 +191,7 @@ def _check_targets(targets: Tensor, kept: Tensor | None, vocabulary: int) -> Non
 
 
 def _check_workspace(call: Call, hidden: Tensor, weight: Tensor, found: float, *, in_chunks: bool) -> None:
-    # Of the right shape without its memory: under sequence parallelism this rank has a part of it.
+    # The right shape without its memory: under sequence parallelism this rank has only a part of it.
     whole = hidden.new_empty((1, hidden.shape[1])).expand(call.targets.shape[0], -1)
     p = call.projection_of(whole, weight.detach())
     need = call.backend.workspace(p)
@@ -183,8 +205,8 @@ def _check_workspace(call: Call, hidden: Tensor, weight: Tensor, found: float, *
         )
 
 
-def _into_main_grad(weight: Tensor, wanted: bool | None) -> bool:
-    """Megatron's DDP has made a main_grad that the projection can add to."""
+def _into_main_grad(weight: Tensor, requested: bool | None) -> bool:
+    """Whether to add to a main_grad that Megatron's DDP has made; `requested` True raises ValueError without one."""
     grad = getattr(weight, "main_grad", None)
     able = (
         isinstance(grad, Tensor)
@@ -192,16 +214,16 @@ def _into_main_grad(weight: Tensor, wanted: bool | None) -> bool:
         and grad.shape == weight.shape
         and grad.dtype in (torch.float32, weight.dtype)
     )
-    if wanted and not able:
+    if requested and not able:
         raise ValueError(
             f"main_grad: expected a weight whose main_grad {list(weight.shape)} Megatron's DDP has made, found "
             f"{'none' if grad is None else list(grad.shape)}"
         )
-    return able and wanted is not False
+    return able and requested is not False
 
 
 def _shared(call: Call, hidden: Tensor, weight: Tensor) -> dict[str, Tensor | int]:
-    """What has to be equal on all ranks, by name; contents as sums that tell an order."""
+    """What must be equal on all ranks, by name; contents as checksums that depend on the order."""
     order = torch.arange(1, call.targets.shape[0] + 1, device=hidden.device)
     kept = call.kept if call.kept is not None else order
     return {
@@ -220,9 +242,9 @@ def _shared(call: Call, hidden: Tensor, weight: Tensor) -> dict[str, Tensor | in
 
 
 def _agree(group: dist.ProcessGroup, device: torch.device, problem: str, shared: dict[str, Tensor | int]) -> None:
-    """ValueError on every rank where one has a problem or two differ."""
-    text = problem.encode()[: 8 * _MESSAGE].ljust(8 * _MESSAGE, b"\0")
-    message = torch.frombuffer(bytearray(text), dtype=torch.int64).to(device)
+    """ValueError on every rank if one has a problem or two differ."""
+    padded = problem.encode()[: 8 * _MESSAGE].ljust(8 * _MESSAGE, b"\0")
+    message = torch.frombuffer(bytearray(padded), dtype=torch.int64).to(device)
     facts = torch.stack([torch.as_tensor(value, device=device) for value in shared.values()] or [message[0]])
     mine = torch.cat([message, facts.new_zeros(_FACTS)])
     mine[_MESSAGE : _MESSAGE + len(facts)] = facts
@@ -230,13 +252,9 @@ def _agree(group: dist.ProcessGroup, device: torch.device, problem: str, shared:
     dist.all_gather_into_tensor(everyone.view(-1), mine, group=group)
     everyone = everyone.cpu()
     for rank, row in enumerate(everyone):
-        said = row[:_MESSAGE].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
-        if said:
-            raise ValueError(f"rank {rank} of {group.size()} of the tensor-parallel group: {said}")
+        text = row[:_MESSAGE].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+        if text:
+            raise ValueError(f"rank {rank} of {group.size()} of the tensor-parallel group: {text}")
     for name, found in zip(shared, everyone[:, _MESSAGE:].t().tolist()):
         if len(set(found)) > 1:
             raise ValueError(f"{name}: expected the same on all ranks of the tensor-parallel group, found {found}")
-
-
-_FACTS = 16
-"""Room for what has to be equal."""

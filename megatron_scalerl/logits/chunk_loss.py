@@ -1,7 +1,7 @@
-"""A loss that is a sum over tokens, taken while a chunk's logits are still there: three GEMMs instead of four.
+"""A loss that is a sum over tokens, computed while a chunk's logits are in memory: three GEMMs instead of four.
 
-The gradients are computed in the forward pass for a loss of weight 1, and handed out in the backward pass times
-the gradient of the loss. Under tensor parallelism there is one small all-gather per chunk.
+The forward pass computes the gradients for a loss of weight 1, and the backward pass multiplies them by the gradient
+of the loss. Under tensor parallelism there is one small all-gather per chunk.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from megatron_scalerl.logits.projection import TokenGradients
 
 ChunkLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """The loss of some tokens: from their log-probabilities [C], entropies [C] and places [C] (int64, among all tokens
-of the call) to the sum of their losses, a scalar that autograd can follow to both. Of other tokens it may not
-depend: each token is shown once, in chunks of any size."""
+of the call) to the sum of their losses, a scalar that is differentiable in both. It must not depend on other tokens:
+each token is passed once, in chunks of any size."""
 
 
 class TokenLoss(torch.autograd.Function):
@@ -54,22 +54,22 @@ class TokenLoss(torch.autograd.Function):
         ctx.call, ctx.dtype = call, hidden.dtype
         if not call.entropy:
             entropies.zero_()
-        shown = call.at_all_tokens(logprobs), call.at_all_tokens(entropies)
-        ctx.mark_non_differentiable(*shown)
-        return total, *shown
+        reported = call.at_all_tokens(logprobs), call.at_all_tokens(entropies)
+        ctx.mark_non_differentiable(*reported)
+        return total, *reported
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        """What forward has computed, times the loss's gradient, rounded once."""
+        """The gradients of the forward pass times the gradient of the loss, rounded once."""
         weight, grad_hidden, grad_weight = ctx.saved_tensors
         scale, call = grads[0], ctx.call
-        handed = None
+        result = None
         if grad_weight is not None and call.main_grad:
             weight.main_grad[: call.count].addcmul_(grad_weight[: call.count], scale)
-            handed = added_to_main_grad(weight)
+            result = added_to_main_grad(weight)
         elif grad_weight is not None:
-            handed = torch.mul(grad_weight, scale, out=torch.empty_like(weight))
-        return (grad_hidden * scale).to(ctx.dtype), handed, None, None
+            result = torch.mul(grad_weight, scale, out=torch.empty_like(weight))
+        return (grad_hidden * scale).to(ctx.dtype), result, None, None
 
 
 def _differentiated(
@@ -77,11 +77,11 @@ def _differentiated(
 ) -> tuple[Tensor, TokenGradients]:
     """The loss of one chunk and its gradients with respect to log-probabilities and entropies."""
     leaf = logprob.detach().clone().requires_grad_()
-    seen = entropy.detach().clone().requires_grad_(call.entropy_grad)
+    entropies = entropy.detach().clone().requires_grad_(call.entropy_grad)
     with torch.enable_grad():
-        value = loss(leaf, seen, places)
-    wanted = [leaf, seen] if call.entropy_grad else [leaf]
-    found = torch.autograd.grad(value, wanted, allow_unused=True, materialize_grads=True)
+        value = loss(leaf, entropies, places)
+    inputs = [leaf, entropies] if call.entropy_grad else [leaf]
+    found = torch.autograd.grad(value, inputs, allow_unused=True, materialize_grads=True)
     given = TokenGradients(
         lse=lse,
         logprob=logprob,

@@ -1,4 +1,4 @@
-"""Who computes token log-probabilities beside this project: naive PyTorch, and fused functions of others.
+"""Implementations of token log-probabilities to compare: ours, naive PyTorch, fused functions of other projects.
 
 For tools/bench_logits.py. Peers are imported when they run.
 """
@@ -14,19 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_scalerl.logits.api import token_logprobs, token_loss
-from megatron_scalerl.logits.choice import backend_names
+from megatron_scalerl.logits.choice import BACKENDS
 
 NAIVE, CCE = "naive, fp32 logits", "cut_cross_entropy, no filter"
 THIRD, SIXTH, CHUNK = 512, 96, 512
-"""MiB of workspace on a CPU: a third and a sixth of the naive path's extra memory, and with the loss in the chunk."""
+"""Workspaces on a CPU (MiB): a third and a sixth of the naive path's extra memory, and with the loss in the chunk."""
 
 Run = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
-"""(hidden, weight, targets) -> the sum of log-probabilities, or of their negatives, and each one if it has them."""
+"""(hidden, weight, targets) -> the sum of log-probabilities or of their negatives, and each of them if available."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """Somebody who computes the log-probabilities."""
+    """One implementation."""
 
     name: str
     run: Run
@@ -34,15 +34,15 @@ class Contender:
     """GEMMs of 2 T H V operations, forward and backward; one of them forward unless `all_forward`."""
     all_forward: bool = False
     main_grad: bool = False
-    """The head's gradient goes to an fp32 buffer that is there before."""
+    """The head's gradient is added to a preallocated fp32 buffer."""
     peer: bool = False
-    """Somebody else's code, which gets a process of its own."""
+    """Code of another project, which runs in a process of its own."""
     package: str | None = None
-    """What has to be installed for it."""
+    """The package that it requires."""
 
 
 def _ours(name: str, backend: str, room: float, *, inside: bool = False, grad_logits: Any = "bf16") -> Contender:
-    """This project's projection by a backend; `inside`: with the loss in the chunk."""
+    """This project's projection with one backend; `inside`: with the loss in the chunk."""
     main_grad = grad_logits == "bf16x2"
 
     def in_two_passes(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,7 +60,7 @@ def _ours(name: str, backend: str, room: float, *, inside: bool = False, grad_lo
 
 
 def _naive_fp32(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 products, all log-probabilities kept; logits are let go as soon as autograd allows."""
+    """fp32 products, all log-probabilities kept; logits are freed as soon as autograd allows."""
     logprob = (h.float() @ w.float().t()).log_softmax(-1).gather(1, y[:, None])[:, 0]
     return logprob.sum(), logprob
 
@@ -111,7 +111,7 @@ def _verl(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def contenders_on(device: Literal["cpu", "gpu"], *, backend: str | None = None) -> list[Contender]:
-    """Who is measured there: ours (only those of `backend`, if given), then the naive paths, then peers."""
+    """The contenders on a device: ours (only those of `backend`, if given), the naive paths, then peers."""
     naive = [Contender(name=NAIVE, run=_naive_fp32)]
     if device == "cpu":
         mine = [_ours(f"torch, {room} MiB", "torch", room) for room in (THIRD, SIXTH)]
@@ -123,7 +123,7 @@ def contenders_on(device: Literal["cpu", "gpu"], *, backend: str | None = None) 
             ),
         ]
     else:
-        names = backend_names()
+        names = list(BACKENDS)
         mine = [_ours(name, name, 512) for name in names]
         mine.append(_ours(f"{names[0]}, bf16x2 into main_grad", names[0], 512, grad_logits="bf16x2"))
         mine.append(_ours(f"{names[0]}, loss in the chunk", names[0], 512, inside=True))

@@ -1,41 +1,40 @@
 """The logit projection on a GPU: cuBLAS GEMMs with fp32 output into one reused block, Triton kernels over its rows.
 
-Statistics take chunks of tokens with their whole rows. Gradients take blocks of the vocabulary with all tokens: a
-block's share of the head's gradient is then one GEMM over the tokens, straight into Megatron's main_grad. A
-product of two bf16 numbers is exact in fp32 and tensor cores add in fp32, so bf16 operands run at their speed.
+Statistics use chunks of tokens with whole rows. Gradients use blocks of the vocabulary with all tokens: a block's
+share of the head's gradient is then one GEMM over the tokens, directly into Megatron's main_grad. A product of two
+bf16 numbers is exact in fp32 and tensor cores add in fp32, so bf16 operands run at tensor-core speed.
 
-The Triton kernels also take CPU tensors in Triton's interpreter; the GEMMs then cast their blocks to fp32.
+The Triton kernels also run on CPU tensors in Triton's interpreter; the GEMMs then cast their blocks to fp32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron_scalerl.logits.blocks import block_of, slices
 from megatron_scalerl.logits.exact import fp32_products
 from megatron_scalerl.logits.merge import no_columns
 from megatron_scalerl.logits.projection import Projection, TokenGradients
 from megatron_scalerl.logits.row_kernels import compiled, logit_gradient, row_statistics
 
 TOKEN_STEP, COLUMN_STEP = 128, 256
-"""Blocks are multiples of these where they are cut: tiles of a Hopper GEMM."""
+"""Blocks are multiples of these: tiles of a Hopper GEMM."""
 
 FEWEST_TOKENS, FEWEST_COLUMNS = 512, 1024
-"""A thinner block would leave the GEMM waiting for memory: then the other side is cut as well."""
+"""With a thinner block the GEMM is bound by memory: then the other side is split as well."""
 
 CHUNK_COLUMNS = 8192
-"""Columns whose gradient is made at a time where whole rows of logits are kept."""
+"""Columns whose gradient is computed at a time with whole rows of logits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Costs:
-    """Bytes of workspace by what they grow with."""
+    """Bytes of workspace per element, token and column of a block."""
 
     element: int
-    """Per token and column."""
     token: int
     column: int
 
@@ -45,7 +44,7 @@ class _Costs:
 
     @classmethod
     def of_gradients(cls, p: Projection, *, summed_apart: bool) -> _Costs:
-        """`summed_apart`: the head's gradient is narrower than fp32, its sums are kept beside it."""
+        """`summed_apart`: the head's gradient is narrower than fp32 and its sums have a buffer of their own."""
         cast = 4 * p.hidden.shape[1] if _gradient_dtype(p) != p.hidden.dtype else 0
         return cls(
             element=_logits_dtype(p).itemsize + _gradient_bytes(p),
@@ -64,7 +63,7 @@ class _Costs:
 
 
 def statistics_block(p: Projection) -> tuple[int, int]:
-    """Tokens and columns of a block of logits of the forward pass: whole rows if the workspace lets it."""
+    """Tokens and columns of a block of logits of the forward pass: whole rows if the workspace allows."""
     costs, budget = _Costs.of_statistics(p), p.workspace_bytes
     tokens = costs.tokens_beside(p.count, budget)
     if tokens >= min(p.tokens, FEWEST_TOKENS):
@@ -78,7 +77,7 @@ def statistics_block(p: Projection) -> tuple[int, int]:
 
 
 def gradient_block(p: Projection, *, summed_apart: bool) -> tuple[int, int]:
-    """Tokens and columns of a block of the backward pass: all tokens if the workspace lets it."""
+    """Tokens and columns of a block of the backward pass: all tokens if the workspace allows."""
     costs, budget = _Costs.of_gradients(p, summed_apart=summed_apart), p.workspace_bytes
     columns = costs.columns_beside(p.tokens, budget)
     if columns >= min(p.count, FEWEST_COLUMNS):
@@ -97,7 +96,7 @@ class CudaBackend:
     name = "cuda"
 
     def needs(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """A GPU (or Triton's interpreter) and operands that its kernels know."""
+        """A GPU (or Triton's interpreter) and operands that its kernels support."""
         if device.type != "cuda" and compiled():
             return "a CUDA GPU"
         if dtype not in (torch.bfloat16, torch.float32):
@@ -120,10 +119,10 @@ class CudaBackend:
         buffer = p.hidden.new_empty(tokens * columns, dtype=_logits_dtype(p))
         scale = _scale(p)
         with fp32_products(p.hidden.device):
-            for rows in _slices(p.tokens, tokens):
+            for rows in slices(p.tokens, tokens):
                 part = p.of_tokens(rows)
-                for cols in _slices(p.count, columns):
-                    z = _view(buffer, part.tokens, cols.stop - cols.start)
+                for cols in slices(p.count, columns):
+                    z = block_of(buffer, part.tokens, cols.stop - cols.start)
                     _matmul(part.hidden, p.weight[cols].t(), z)
                     factor = scale[rows] if scale.dim() else scale
                     row_statistics(z, factor, part.targets, p.first + cols.start, stats[:, rows])
@@ -132,7 +131,7 @@ class CudaBackend:
     def gradients(
         self, projection: Projection, given: TokenGradients, grad_hidden: Tensor, grad_weight: Tensor | None
     ) -> None:
-        """Computes the logits again and adds to both gradients, one block of the vocabulary after the other."""
+        """Recomputes the logits and adds to both gradients, one block of the vocabulary after the other."""
         p = projection
         if not p.tokens or not p.count:
             return
@@ -141,19 +140,19 @@ class CudaBackend:
         logits = p.hidden.new_empty(tokens * columns, dtype=_logits_dtype(p))
         maker = _GradientMaker(p, given, tokens * columns)
         with fp32_products(p.hidden.device):
-            for cols in _slices(p.count, columns):
+            for cols in slices(p.count, columns):
                 head = p.weight[cols]
                 total = _Total(p, grad_weight, cols, products=-(-p.tokens // tokens))
-                for rows in _slices(p.tokens, tokens):
+                for rows in slices(p.tokens, tokens):
                     hidden = p.hidden[rows]
-                    z = _view(logits, hidden.shape[0], head.shape[0])
+                    z = block_of(logits, hidden.shape[0], head.shape[0])
                     _matmul(hidden, head.t(), z)
                     high, low = maker.make(z, rows, p.first + cols.start)
                     _add_gradients(high, low, hidden, head, grad_hidden[rows], total.into)
                 total.close()
 
     def chunk_tokens(self, projection: Projection) -> int:
-        """Tokens whose whole rows of logits fit, with the gradient of CHUNK_COLUMNS of them."""
+        """Tokens whose whole rows of logits fit, with the gradient of CHUNK_COLUMNS columns."""
         p = projection
         columns = min(p.count, CHUNK_COLUMNS)
         costs = _Costs.of_gradients(p, summed_apart=p.hidden.dtype != torch.float32)
@@ -190,18 +189,15 @@ class CudaBackend:
             return
         maker = _GradientMaker(p, given, p.tokens * min(p.count, CHUNK_COLUMNS), logits_dtype=torch.float32)
         with fp32_products(p.hidden.device):
-            for cols in _slices(p.count, CHUNK_COLUMNS):
+            for cols in slices(p.count, CHUNK_COLUMNS):
                 total = _Total(p, grad_weight, cols, products=1)
                 high, low = maker.make(logits[:, cols], slice(0, p.tokens), p.first + cols.start)
                 _add_gradients(high, low, p.hidden, p.weight[cols], grad_hidden, total.into)
                 total.close()
 
 
-BACKEND = CudaBackend()
-
-
 class _GradientMaker:
-    """Gradients of blocks of logits, in buffers that are used again for every block."""
+    """Gradients of blocks of logits, in buffers that all blocks share."""
 
     def __init__(self, p: Projection, given: TokenGradients, elements: int, logits_dtype: torch.dtype | None = None):
         self._p = p
@@ -209,7 +205,7 @@ class _GradientMaker:
         self._lse, self._entropy = given.lse.contiguous(), given.entropy.contiguous()
         self._grad_logprob = given.grad_logprob.contiguous()
         self._grad_entropy = None if given.grad_entropy is None else given.grad_entropy.contiguous()
-        # 1 - p of the target without cancellation.
+        # 1 - p of the target, without cancellation.
         self._at_target = -torch.expm1(given.logprob) * given.grad_logprob
         dtype = _gradient_dtype(p)
         in_place = dtype == (_logits_dtype(p) if logits_dtype is None else logits_dtype) == torch.float32
@@ -217,9 +213,9 @@ class _GradientMaker:
         self._low = p.hidden.new_empty(elements, dtype=dtype) if _halves(p) == 2 else None
 
     def make(self, z: Tensor, rows: slice, first: int) -> tuple[Tensor, Tensor | None]:
-        """The gradient of block z [rows, columns] and, where asked for, what rounding it left; may overwrite z."""
-        high = z if self._high is None else _view(self._high, *z.shape)
-        low = None if self._low is None else _view(self._low, *z.shape)
+        """The gradient of block z [rows, columns] and, for bf16x2, its rounding error; may overwrite z."""
+        high = z if self._high is None else block_of(self._high, *z.shape)
+        low = None if self._low is None else block_of(self._low, *z.shape)
         logit_gradient(
             z,
             self._scale[rows] if self._scale.dim() else self._scale,
@@ -237,18 +233,18 @@ class _GradientMaker:
 
 
 class _Total:
-    """Where the products of one block of the head's gradient are added: the gradient, or fp32 beside it."""
+    """Accumulates one block of the head's gradient: in the gradient itself, or in fp32 if that is narrower."""
 
     def __init__(self, p: Projection, grad: Tensor | None, cols: slice, *, products: int):
         self._grad = None if grad is None else grad[cols]
         self.into = self._grad
-        # A single product is rounded once anyhow, in the GEMM.
+        # A single product is rounded once anyway, in the GEMM.
         once = products * _halves(p) == 1 and _gradient_dtype(p) == p.hidden.dtype
         if self._grad is not None and self._grad.dtype != torch.float32 and not once:
             self.into = torch.zeros_like(self._grad, dtype=torch.float32)
 
     def close(self) -> None:
-        """Rounds once, at the end."""
+        """Adds the fp32 sum, rounded once."""
         if self._grad is not None and self.into is not None and self.into is not self._grad:
             self._grad += self.into
 
@@ -256,7 +252,7 @@ class _Total:
 def _add_gradients(
     high: Tensor, low: Tensor | None, hidden: Tensor, head: Tensor, grad_hidden: Tensor, grad_weight: Tensor | None
 ) -> None:
-    """The GEMMs of a block; the part that rounding left counts for the weight alone."""
+    """The GEMMs of a block; the rounding error `low` enters the weight's gradient only."""
     hidden, head = hidden.to(high.dtype), head.to(high.dtype)
     if grad_weight is not None:
         if low is not None:
@@ -298,7 +294,7 @@ def _halves(p: Projection) -> int:
 
 
 def _gradient_bytes(p: Projection, logits_dtype: torch.dtype | None = None) -> int:
-    """Bytes per logit of its gradient, beside the logit itself."""
+    """Bytes of the gradient per logit, beside the logit itself."""
     dtype = _gradient_dtype(p)
     in_place = dtype == (_logits_dtype(p) if logits_dtype is None else logits_dtype) == torch.float32
     return 0 if in_place else dtype.itemsize * _halves(p)
@@ -310,11 +306,3 @@ def _scale(p: Projection) -> Tensor:
 
 def _multiple(size: int, step: int) -> int:
     return size - size % step if size > step else size
-
-
-def _slices(total: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, total)) for start in range(0, total, size))
-
-
-def _view(buffer: Tensor, rows: int, columns: int) -> Tensor:
-    return buffer[: rows * columns].view(rows, columns)

@@ -1,7 +1,7 @@
-"""Matrix products that keep what their operands hold: no TF32, no rounding of fp32, and tensor-core speed for bf16.
+"""Matrix products with exact operands: no TF32, no rounding of fp32, and tensor-core speed for bf16.
 
-A product of two bf16 numbers has 16 significant bits and is exact in fp32. So a GEMM of fp32 operands that hold
-bf16 numbers may convert them back, as a CPU's matrix unit wants them: only the order of the sum differs.
+A product of two bf16 numbers has 16 significant bits and is exact in fp32. So a GEMM of fp32 operands with bf16
+values may convert them back to bf16 for a CPU's matrix unit: only the order of the sum differs.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 
 @contextmanager
 def fp32_products(device: torch.device, *, of_bf16: bool = False) -> Iterator[None]:
-    """Inside, GEMMs of fp32 operands on `device` multiply them as they are, whatever the user has set.
+    """Context in which GEMMs of fp32 operands on `device` do not round them, whatever the user has set.
 
-    With `of_bf16` they may round operands to bf16 (a CPU does it where it is faster): right for operands that
-    hold bf16 numbers. The user's setting, which belongs to the process, is put back at the end.
+    With `of_bf16` they may round operands to bf16 (a CPU does so where it is faster), which is exact for operands
+    with bf16 values. The user's setting, which is the process's, is restored at the end.
     """
     on_cpu = device.type == "cpu"
     user = None if on_cpu else _older_setting()
@@ -39,10 +39,10 @@ def fp32_products(device: torch.device, *, of_bf16: bool = False) -> Iterator[No
 
 
 def _older_setting() -> str | None:
-    """PyTorch's setting for all backends, None where the user has set one backend by itself.
+    """PyTorch's setting for all backends; None if the user has set one backend separately.
 
-    The two must not be mixed: with the older one at "high" and an accelerator's own at "ieee", whoever asks
-    (the profiler does) whether TF32 is allowed gets a RuntimeError.
+    The two must not be mixed: with the older one at "high" and an accelerator's own at "ieee", a query whether TF32
+    is allowed (the profiler makes one) raises RuntimeError.
     """
     try:
         return torch.get_float32_matmul_precision()
@@ -51,7 +51,7 @@ def _older_setting() -> str | None:
 
 
 def _switch(device: torch.device) -> Any:
-    """The device's own. None where there is none."""
+    """The setting of this device's backend; None if it has none."""
     backend = getattr(torch.backends, "mkldnn" if device.type == "cpu" else device.type, None)
     matmul = getattr(backend, "matmul", None)
     return matmul if hasattr(matmul, "fp32_precision") else None

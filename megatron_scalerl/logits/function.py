@@ -1,7 +1,7 @@
-"""The logit projection as autograd sees it: one copy for all backends.
+"""The logit projection as an autograd function, one for all backends.
 
 Statistics of this rank's columns -> one all-gather -> the same merge on every rank, so that results are bitwise
-equal on all ranks -> only log-sum-exp, log-probability and entropy are kept; backward computes the logits again.
+equal on all ranks -> only log-sum-exp, log-probability and entropy are saved; backward recomputes the logits.
 """
 
 from __future__ import annotations
@@ -19,33 +19,35 @@ from megatron_scalerl.logits.projection import Backend, GradLogits, Projection, 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call of the projection after its arguments have been checked; produced by `arguments.checked`."""
+    """One call of the projection with checked arguments. Produced by `arguments.checked`."""
 
     backend: Backend
     group: dist.ProcessGroup | None
-    """Tensor-parallel ranks, if there are several."""
+    """Tensor-parallel group, if it has several ranks."""
     sequence_parallel: bool
     """hidden is this rank's share of the tokens, in rank order."""
     tokens: int
-    """All tokens, those without loss among them."""
+    """T, all tokens, with and without loss."""
     kept: Tensor | None
-    """Places of the tokens with loss; None: all."""
+    """[C] int64 positions of the tokens with loss; None: all."""
     targets: Tensor
-    """Of the kept tokens."""
+    """[C] int64, of the kept tokens."""
     scale: Tensor
-    """1 / temperature, a number or one per kept token, in the accumulator's dtype."""
+    """1 / temperature in the accumulator's dtype, 0-dimensional or [C]."""
     first: int
+    """Id of this rank's first column in the whole vocabulary."""
     count: int
+    """This rank's columns, padding excluded."""
     round_logits: bool
     entropy: bool
     entropy_grad: bool
     grad_logits: GradLogits
     workspace_bytes: int
     main_grad: bool
-    """The weight's gradient goes straight into weight.main_grad."""
+    """The weight's gradient is added directly to weight.main_grad."""
 
     def projection(self, hidden: Tensor, weight: Tensor) -> Projection:
-        """What the backend works on; gathers hidden under sequence parallelism."""
+        """The backend's input; gathers hidden under sequence parallelism."""
         if self.sequence_parallel and self.group is not None:
             share, hidden = hidden, hidden.new_empty((self.tokens, hidden.shape[1]))
             dist.all_gather_into_tensor(hidden, share.contiguous(), group=self.group)
@@ -54,7 +56,7 @@ class Call:
         return self.projection_of(hidden.detach(), weight.detach())
 
     def projection_of(self, hidden: Tensor, weight: Tensor) -> Projection:
-        """The same, of hidden states that are those of the kept tokens already."""
+        """The same, from hidden states of the kept tokens."""
         return Projection(
             hidden=hidden,
             weight=weight[: self.count],
@@ -69,7 +71,7 @@ class Call:
         )
 
     def chunk_tokens(self, projection: Projection, weight: Tensor) -> int:
-        """Tokens of a chunk with whole rows, the same on all ranks, which meet after each: padding counts as rows."""
+        """Tokens of a chunk with whole rows, equal on all ranks, which gather after each: padding counts as rows."""
         return self.backend.chunk_tokens(replace(projection, weight=weight.detach()))
 
     def merged(self, stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,13 +83,13 @@ class Call:
         return results(merged(parts))
 
     def at_all_tokens(self, values: Tensor) -> Tensor:
-        """[tokens, ...] with 0 where there is no loss."""
+        """[T, ...] with 0 where there is no loss."""
         if self.kept is None:
             return values
         return values.new_zeros((self.tokens, *values.shape[1:])).index_copy_(0, self.kept, values)
 
     def grad_of_hidden(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
-        """The gradient of `hidden` as it was given, from this rank's columns' part for the kept tokens.
+        """The gradient of the given `hidden`, from this rank's columns and the kept tokens.
 
         Summed over the group in the accumulator's dtype, then rounded.
         """
@@ -112,14 +114,14 @@ class TokenLogprobs(torch.autograd.Function):
         lse, logprob, entropy = call.merged(call.backend.statistics(call.projection(hidden, weight)))
         ctx.save_for_backward(hidden, weight, lse, logprob, entropy)
         ctx.call = call
-        shown = call.at_all_tokens(entropy if call.entropy else torch.zeros_like(entropy))
+        reported = call.at_all_tokens(entropy if call.entropy else torch.zeros_like(entropy))
         if not call.entropy_grad:
-            ctx.mark_non_differentiable(shown)
-        return call.at_all_tokens(logprob), shown
+            ctx.mark_non_differentiable(reported)
+        return call.at_all_tokens(logprob), reported
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """Computes the logits again."""
+        """Recomputes the logits."""
         hidden, weight, lse, logprob, entropy = ctx.saved_tensors
         call: Call = ctx.call
         projection = call.projection(hidden, weight)
@@ -143,12 +145,12 @@ class TokenLogprobs(torch.autograd.Function):
 
 
 def added_to_main_grad(weight: Tensor) -> Tensor:
-    """Tells Megatron's DDP that weight.main_grad has this gradient, and returns a stand-in for autograd.
+    """Tells Megatron's DDP that weight.main_grad contains this gradient, and returns a placeholder for autograd.
 
-    DDP's hook runs only where a gradient arrives, and adds it unless `grad_added_to_main_grad` is set. A weight
-    with `zero_out_wgrad` (an embedding tied within one stage) is added all the same, because autograd has summed
-    the stand-in with the embedding's own gradient: there it has to be 0. As
-    megatron/core/tensor_parallel/layers.py does, where a linear layer fuses the accumulation.
+    DDP's hook runs only if a gradient arrives, and adds it unless `grad_added_to_main_grad` is set. A weight with
+    `zero_out_wgrad` (an embedding tied within one stage) is added anyway, because autograd has summed the placeholder
+    with the embedding's own gradient: there it must be 0. As in megatron/core/tensor_parallel/layers.py, where a
+    linear layer fuses the accumulation.
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     new = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like

@@ -1,8 +1,8 @@
 """Statistics of a projection in one Triton kernel: a GEMM whose tiles of logits never leave the registers.
 
-A program owns a tile of tokens and a run of the vocabulary, multiplies tile after tile and folds each into the
-tokens' statistics. Memory: four numbers per token and run. Programs that run at the same time cover a few tiles of
-tokens (`GROUP`) times all runs, so that both operands' tiles are found in the L2 cache.
+A program owns a tile of tokens and a contiguous range of the vocabulary (a run). It multiplies one tile after another
+and merges each into the tokens' statistics. Memory: four numbers per token and run. Concurrent programs cover a few
+tiles of tokens (`GROUP`) times all runs, so that both operands' tiles stay in the L2 cache.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from megatron_scalerl.logits.row_kernels import merged_pair
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """Tile of one GEMM step, and how many programs share the vocabulary."""
+    """Tile of one GEMM step, and the number of programs that share the vocabulary."""
 
     tokens: int
     columns: int
     width: int
-    """Of the hidden dimension."""
+    """Elements of the hidden dimension."""
     warps: int
     stages: int
     runs: int
@@ -37,16 +37,16 @@ BF16_TILES = Tiles(tokens=128, columns=256, width=64, warps=8, stages=3, runs=8)
 """An fp32 accumulator of 128 registers per thread, three stages of 48 KiB of shared memory (Hopper)."""
 
 FP32_TILES = Tiles(tokens=64, columns=64, width=32, warps=4, stages=3, runs=8)
-"""fp32 operands are multiplied by scalar units: TF32 would round them."""
+"""fp32 operands use scalar units: TF32 would round them."""
 
 GROUP = 16
 """Tiles of tokens that share the vocabulary's tiles in the L2 cache."""
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-"""Stands for the logit of a target that is not here."""
+"""Logit of a target outside this rank's columns."""
 
 FEWEST_PROGRAMS = 528
-"""Few tokens get more runs of the vocabulary, up to four waves over 132 processors."""
+"""With few tokens there are more runs of the vocabulary, up to four waves over 132 processors."""
 
 
 def fused_statistics(projection: Projection, tiles: Tiles | None = None) -> Tensor:
@@ -56,7 +56,7 @@ def fused_statistics(projection: Projection, tiles: Tiles | None = None) -> Tens
     if tiles is None:
         tiles = FP32_TILES if projection.hidden.dtype == torch.float32 else BF16_TILES
     token_tiles = triton.cdiv(tokens, tiles.tokens)
-    # Statistics of all runs, and their merging, stay within the workspace.
+    # The statistics of all runs and their merge fit the workspace.
     affordable = max(1, projection.workspace_bytes // (8 * 4 * tokens))
     runs = min(max(tiles.runs, FEWEST_PROGRAMS // token_tiles), affordable)
     columns_per_run = triton.cdiv(triton.cdiv(projection.count, runs), tiles.columns) * tiles.columns
@@ -92,7 +92,7 @@ def fused_statistics(projection: Projection, tiles: Tiles | None = None) -> Tens
 
 
 def rows_contiguous(matrix: Tensor) -> Tensor:
-    """The matrix with its rows in one piece each."""
+    """The matrix with contiguous rows."""
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
@@ -128,17 +128,17 @@ def _tile(
 
 @triton.jit
 def _tile_statistics(z, inside, ENTROPY: tl.constexpr):
-    """m, r, u of each row of a tile; the maximum's own term stays out of r, equal maxima beside it count 1 each."""
+    """m, r, u of each row of a tile; r excludes the maximum's own term, further equal maxima count 1 each."""
     z = tl.where(inside, z, float("-inf"))
     top = tl.max(z, 1)
     gap = z - top[:, None]
     e = tl.exp(gap)
     largest = gap == 0.0
     others = tl.sum(tl.where(largest, 0.0, e), 1) + (tl.sum(largest.to(tl.float32), 1) - 1.0)
-    centred = tl.zeros_like(top)
+    centered = tl.zeros_like(top)
     if ENTROPY:
-        centred = tl.sum(tl.where(inside, e * gap, 0.0), 1)
-    return top, others, centred
+        centered = tl.sum(tl.where(inside, e * gap, 0.0), 1)
+    return top, others, centered
 
 
 @triton.jit
@@ -190,8 +190,8 @@ def _fused_statistics_kernel(
         z *= factor[:, None]
         hit = (column[None, :] == target[:, None]) & inside
         picked = tl.maximum(picked, tl.max(tl.where(hit, z, LOWEST), 1))
-        top, others, centred = _tile_statistics(z, inside, ENTROPY)
-        m, r, u = merged_pair(m, r, u, top, others, centred)
+        top, others, centered = _tile_statistics(z, inside, ENTROPY)
+        m, r, u = merged_pair(m, r, u, top, others, centered)
 
     base = out + run.to(tl.int64) * 4 * tokens + token
     tl.store(base, m, mask=known)

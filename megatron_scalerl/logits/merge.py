@@ -1,8 +1,8 @@
-"""Parts of the vocabulary brought together: blocks of columns on one rank, and the ranks of a group.
+"""Merging the statistics of parts of the vocabulary: blocks of columns on one rank, and the ranks of a group.
 
-The statistics [4, T] are those of `projection.Backend`. Merging is a fixed sequence of operations in the order
-of the parts, so that ranks that hold the same parts get the same bits. The maximum's own term is left out of r:
-log1p(r) keeps the log-probability of a token that is almost certain.
+The statistics [4, T] are those of `projection.Backend`. Merging is a fixed sequence of operations in the order of
+the parts, so ranks with the same parts get the same bits. The maximum's own term is not part of r: log1p(r) keeps
+the log-probability of a token that is almost certain.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_scalerl.shapes import Float
 
-def no_columns(tokens: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """The statistics [4, tokens] of no column at all, from which merging starts (a maximum below all others)."""
+
+def no_columns(tokens: int, like: Tensor, dtype: torch.dtype) -> Float[Tensor, "4 tokens"]:
+    """The statistics of zero columns, the start of a merge (a maximum below all others)."""
     stats = like.new_zeros((4, tokens), dtype=dtype)
     stats[0] = torch.finfo(dtype).min
     stats[1] = -1.0
@@ -20,25 +22,27 @@ def no_columns(tokens: int, like: Tensor, dtype: torch.dtype) -> Tensor:
     return stats
 
 
-def merged(parts: Tensor) -> Tensor:
-    """The statistics [4, T] of all columns from those of each part, [p, 4, T] in the order of the parts."""
+def merged(parts: Float[Tensor, "p 4 T"]) -> Float[Tensor, "4 T"]:
+    """The statistics of all columns from those of each part, in the order of the parts."""
     m, rest, u, target = parts.unbind(1)
     top, owner = m.max(dim=0)
-    others, centred = torch.zeros_like(top), torch.zeros_like(top)
+    others, centered = torch.zeros_like(top), torch.zeros_like(top)
     for part in range(m.shape[0]):
         terms = 1.0 + rest[part]
         gap = torch.where(terms > 0, m[part] - top, torch.zeros_like(top))
         weight = gap.exp()
         others = others + torch.where(owner == part, rest[part], weight * terms)
-        centred = centred + weight * (u[part] + gap * terms)
-    return torch.stack([top, others, centred, target.amax(dim=0)])
+        centered = centered + weight * (u[part] + gap * terms)
+    return torch.stack([top, others, centered, target.amax(dim=0)])
 
 
-def results(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-sum-exp, log-probability of the target and entropy, all [T] (nats), of the whole vocabulary.
+def results(
+    stats: Float[Tensor, "4 T"],
+) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"], Float[Tensor, " T"]]:
+    """Log-sum-exp, log-probability of the target and entropy (nats) of the whole vocabulary.
 
-    The entropy log s - u / s is centred on the maximum: lse minus the mean logit would cancel.
+    The entropy log s - u / s is centered on the maximum: lse minus the mean logit would cancel.
     """
-    top, others, centred, target = stats
+    top, others, centered, target = stats
     log_total = others.log1p()
-    return top + log_total, (target - top) - log_total, log_total - centred / (1.0 + others)
+    return top + log_total, (target - top) - log_total, log_total - centered / (1.0 + others)

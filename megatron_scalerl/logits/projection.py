@@ -1,4 +1,4 @@
-"""What a backend of the logit projection is given, and what it has to do."""
+"""The interface between the logit projection and its backends."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from megatron_scalerl.shapes import Bool, Float, Int64
+
 Precision = Literal["fp32", "model"]
 Entropy = Literal["none", "metric", "grad"]
 GradLogits = Literal["bf16", "bf16x2", "fp32"]
@@ -15,28 +17,28 @@ GradLogits = Literal["bf16", "bf16x2", "fp32"]
 
 @dataclass(frozen=True, kw_only=True)
 class Projection:
-    """This rank's columns of the logits of T tokens, z = scale * hidden @ weight.T; nothing is computed yet."""
+    """This rank's columns of the logits of T tokens, z = scale * hidden @ weight.T, not computed yet."""
 
-    hidden: Tensor
-    """[T, H]; tokens without loss are not among them."""
-    weight: Tensor
-    """[n, H] in hidden's dtype: this rank's rows of the head without those of padding; n may be 0."""
-    targets: Tensor
-    """[T] int64, ids of the whole vocabulary."""
+    hidden: Float[Tensor, "T H"]
+    """Of the tokens with loss."""
+    weight: Float[Tensor, "n H"]
+    """In hidden's dtype: this rank's rows of the head without padding; n may be 0."""
+    targets: Int64[Tensor, " T"]
+    """Ids of the whole vocabulary."""
     scale: Tensor
-    """1 / temperature in the accumulator's dtype: a number (0 dimensions) or [T]."""
+    """1 / temperature in the accumulator's dtype, 0-dimensional or [T]."""
     first: int
     """Id of column 0 in the whole vocabulary."""
     round_logits: bool
     """True rounds hidden @ weight.T to hidden's dtype before the scale, as an engine without an fp32 head does."""
     entropy: bool
-    """True asks for u of the statistics; else u may stay 0."""
+    """True: u of the statistics is required; else it may be 0."""
     entropy_grad: bool
     """True: `gradients` gets a gradient of the entropy."""
     grad_logits: GradLogits
     """How the gradient of the logits of a bf16 head enters the GEMMs. "bf16": rounded. "bf16x2": as the sum of two
-    bf16 numbers for the weight's gradient; hidden's, which ends in bf16, takes the first of them. "fp32": as it is,
-    against operands cast to fp32. fp32 and fp64 operands always meet it as it is."""
+    bf16 numbers for the weight's gradient; hidden's, which ends in bf16, uses the first of them. "fp32": unrounded,
+    with operands cast to fp32. With fp32 and fp64 operands it is never rounded."""
     workspace_bytes: int
     """Bound on what a backend allocates: blocks of logits and of their gradient, casts of operands, partial sums."""
 
@@ -56,18 +58,18 @@ class Projection:
         return torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
 
     def of_tokens(self, rows: slice) -> Projection:
-        """The same projection of some of the tokens, as views."""
+        """The projection of some of the tokens, as views."""
         scale = self.scale if self.scale.dim() == 0 else self.scale[rows]
         return replace(self, hidden=self.hidden[rows], targets=self.targets[rows], scale=scale)
 
     def scale_of_rows(self) -> Tensor:
-        """The scale, to multiply a block [T, columns] by."""
+        """The scale in a shape that multiplies a block [T, columns]."""
         return self.scale if self.scale.dim() == 0 else self.scale[:, None]
 
-    def owned(self, columns: slice) -> tuple[Tensor, Tensor]:
-        """[T] whether the token's target lies in these columns of this rank, and [T, 1] its place in the block.
+    def owned(self, columns: slice) -> tuple[Bool[Tensor, " T"], Int64[Tensor, "T 1"]]:
+        """Whether the token's target is in these columns of this rank, and its column in the block.
 
-        The place is some column of the block where it does not.
+        For other tokens that is an arbitrary column of the block.
         """
         width = columns.stop - columns.start
         local = self.targets - (self.first + columns.start)
@@ -76,21 +78,21 @@ class Projection:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenGradients:
-    """What `gradients` needs to know of each token, all [T] in the accumulator's dtype."""
+    """The per-token inputs of `gradients` in the accumulator's dtype."""
 
-    lse: Tensor
+    lse: Float[Tensor, " T"]
     """Log-sum-exp over the whole vocabulary (nats)."""
-    logprob: Tensor
+    logprob: Float[Tensor, " T"]
     """Log-probability of the target (nats)."""
-    entropy: Tensor
+    entropy: Float[Tensor, " T"]
     """Entropy of the distribution (nats)."""
-    grad_logprob: Tensor
+    grad_logprob: Float[Tensor, " T"]
     """Gradient of the log-probability."""
-    grad_entropy: Tensor | None
-    """Gradient of the entropy; None: it has none."""
+    grad_entropy: Float[Tensor, " T"] | None
+    """Gradient of the entropy, if it has one."""
 
     def of_tokens(self, rows: slice) -> TokenGradients:
-        """The same of some of the tokens, as views."""
+        """Those of some of the tokens, as views."""
         return TokenGradients(
             lse=self.lse[rows],
             logprob=self.logprob[rows],
@@ -101,13 +103,13 @@ class TokenGradients:
 
 
 class Backend(Protocol):
-    """One way to compute a projection, in two passes (the logits are computed twice) or chunk by chunk (once).
+    """One way to compute a projection: in two passes (the logits are computed twice) or chunk by chunk (once).
 
     `statistics` and `chunk_statistics` return [4, T] in the accumulator's dtype over this rank's columns:
-    0  m, the maximum of z; finfo.min where there is no column
-    1  r, the sum of exp(z - m) over all columns but that of the maximum; -1 where there is no column
+    0  m, the maximum of z; finfo.min without columns
+    1  r, the sum of exp(z - m) over all columns but that of the maximum; -1 without columns
     2  u, the sum of exp(z - m) (z - m)
-    3  z of the target where this rank owns it, else finfo.min
+    3  z of the target if this rank owns it, else finfo.min
 
     `gradients` and `chunk_gradients` add dz @ weight to grad_hidden [T, H] (accumulator's dtype) and dz.T @ hidden
     to grad_weight [n, H] (accumulator's or weight's dtype; it may be Megatron's main_grad itself), with
@@ -116,42 +118,49 @@ class Backend(Protocol):
     """
 
     name: str
-    """What `backend=` calls it; the file is logits/<name>_backend.py and holds the backend as BACKEND."""
+    """Its key in `choice.BACKENDS`, the value of `backend=`."""
 
     def needs(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """What it lacks here, for a projection on `device` with operands of `dtype`; None where it can run."""
+        """What is missing for a projection on `device` with operands of `dtype`; None if the backend can run."""
         ...
 
     def workspace(self, projection: Projection) -> int:
-        """Smallest number of bytes of workspace in which `statistics` and `gradients` can work."""
+        """Smallest workspace (bytes) for `statistics` and `gradients`."""
         ...
 
-    def statistics(self, projection: Projection) -> Tensor:
-        """The statistics [4, T]."""
+    def statistics(self, projection: Projection) -> Float[Tensor, "4 T"]:
+        """The statistics."""
         ...
 
     def gradients(
-        self, projection: Projection, given: TokenGradients, grad_hidden: Tensor, grad_weight: Tensor | None
+        self,
+        projection: Projection,
+        given: TokenGradients,
+        grad_hidden: Float[Tensor, "T H"],
+        grad_weight: Float[Tensor, "n H"] | None,
     ) -> None:
-        """Computes the logits again and adds to both gradients; None: the weight has none."""
+        """Recomputes the logits and adds to both gradients; grad_weight None: the weight needs none."""
         ...
 
     def chunk_tokens(self, projection: Projection) -> int:
-        """Tokens whose logits over all columns fit into the workspace, with what `chunk_gradients` needs; maybe 0."""
+        """Tokens whose logits over all columns, and the needs of `chunk_gradients`, fit the workspace; maybe 0."""
         ...
 
-    def chunk_statistics(self, projection: Projection, logits: Tensor) -> Tensor:
-        """The statistics of one chunk; leaves in `logits` [T, n] what `chunk_gradients` wants to find there."""
+    def chunk_statistics(self, projection: Projection, logits: Float[Tensor, "T n"]) -> Float[Tensor, "4 T"]:
+        """The statistics of one chunk; leaves the input of `chunk_gradients` in `logits`."""
         ...
 
     def chunk_gradients(
         self,
         projection: Projection,
-        logits: Tensor,
-        stats: Tensor,
+        logits: Float[Tensor, "T n"],
+        stats: Float[Tensor, "4 T"],
         given: TokenGradients,
-        grad_hidden: Tensor,
-        grad_weight: Tensor | None,
+        grad_hidden: Float[Tensor, "T H"],
+        grad_weight: Float[Tensor, "n H"] | None,
     ) -> None:
-        """As `gradients`, from what `chunk_statistics` left in `logits` and returned; may overwrite `logits`."""
+        """As `gradients`, from what `chunk_statistics` left in `logits` and returned as `stats`.
+
+        May overwrite `logits`.
+        """
         ...

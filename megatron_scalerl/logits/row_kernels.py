@@ -1,6 +1,6 @@
-"""Triton kernels over blocks of logits that a GEMM wrote: statistics of rows, and gradients of logits.
+"""Triton kernels over blocks of logits from a GEMM: statistics of rows, and gradients of logits.
 
-Both read a block once and write next to nothing (statistics) or the gradient alone. They run on a GPU, or on CPU
+Both read a block once and write four numbers per row (statistics) or the gradient. They run on a GPU, or on CPU
 tensors in Triton's interpreter (TRITON_INTERPRET=1 before this module is imported).
 """
 
@@ -19,16 +19,16 @@ GRADIENT_BLOCK = 2048
 
 
 def compiled() -> bool:
-    """True where kernels are compiled for a GPU; False in the interpreter, which takes CPU tensors too."""
+    """True if kernels are compiled for a GPU; False in the interpreter, which also accepts CPU tensors."""
     return isinstance(_row_statistics_kernel, triton.runtime.JITFunction)
 
 
 def row_statistics(logits: Tensor, scale: Tensor, targets: Tensor, first: int, stats: Tensor) -> None:
     """Adds a block of columns to the statistics [4, T] of `projection.Backend`, in place.
 
-    logits [T, columns] fp32 or bf16, not yet times `scale` (0 dimensions or [T], fp32); `first` is the id of its
-    column 0, `targets` [T] int64 are ids. The largest logit's own term stays out of r and a block with several
-    equal maxima counts them one by one, so r is exact where one token is almost certain.
+    logits [T, columns] fp32 or bf16, without `scale` (0-dimensional or [T], fp32); `first` is the id of column 0,
+    `targets` [T] int64 are ids. The largest logit's own term is not part of r, and several equal maxima are counted
+    one by one, so r is exact if one token is almost certain.
     """
     tokens, columns = logits.shape
     if tokens == 0 or columns == 0:
@@ -63,11 +63,11 @@ def logit_gradient(
     high: Tensor,
     low: Tensor | None,
 ) -> None:
-    """Gradient of a block of logits [T, columns], times scale, into `high` (and what is lost there into `low`).
+    """Gradient of a block of logits [T, columns], times scale, into `high` (and its rounding error into `low`).
 
-    `high` is bf16 or fp32 and may be `logits` itself where that is fp32; high + low carries 16 bits of the
-    gradient's significand. lse, grad_logprob, entropy and grad_entropy [T] fp32 as `projection.TokenGradients`
-    has them; at_target [T] is grad_logprob (1 - p) of the target, computed without cancellation.
+    `high` is bf16 or fp32 and may be `logits` itself if that is fp32; high + low has 16 bits of the gradient's
+    significand. lse, grad_logprob, entropy and grad_entropy [T] fp32 as in `projection.TokenGradients`; at_target [T]
+    is grad_logprob (1 - p) of the target, computed without cancellation.
     """
     tokens, columns = logits.shape
     if tokens == 0 or columns == 0:
@@ -121,7 +121,7 @@ def _row_statistics_kernel(
     factor = tl.load(scale + row * scale_stride)
     lane = tl.arange(0, BLOCK)
     filled = lane < columns
-    # Every lane keeps the statistics of its own columns: no reduction before the end, one exponential per logit.
+    # Every lane accumulates the statistics of its own columns: one reduction at the end, one exponential per logit.
     m = tl.load(start + lane, mask=filled, other=0.0).to(tl.float32) * factor
     m = tl.where(filled, m, float("-inf"))
     r = tl.zeros((BLOCK,), tl.float32)
@@ -143,11 +143,11 @@ def _row_statistics_kernel(
     weight = tl.where(filled, tl.exp(gap), 0.0)
     terms = 1.0 + r
     others = tl.sum(tl.where(largest, r, weight * terms), 0) + (tl.sum(largest.to(tl.float32), 0) - 1.0)
-    centred = tl.sum(weight * (u + gap * terms), 0)
+    centered = tl.sum(weight * (u + gap * terms), 0)
 
     out = stats + row
     m0, r0, u0 = tl.load(out), tl.load(out + stats_stride), tl.load(out + 2 * stats_stride)
-    m1, r1, u1 = merged_pair(m0, r0, u0, top, others, centred)
+    m1, r1, u1 = merged_pair(m0, r0, u0, top, others, centered)
     tl.store(out, m1)
     tl.store(out + stats_stride, r1)
     tl.store(out + 2 * stats_stride, u1)

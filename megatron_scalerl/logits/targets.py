@@ -1,4 +1,4 @@
-"""Targets of the logit projection's speed, memory and error, and whether the bench's lines meet them."""
+"""Targets for the logit projection's speed, memory and error, and whether the benchmark's lines meet them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from megatron_scalerl.logits.contenders import CCE, CHUNK, NAIVE, SIXTH, THIRD
 
 Target = tuple[str, str, str | None, float]
-"""Contender, figure, over whose, and the most it may be; where negative, the least."""
+"""Contender, figure, contender of the denominator if it is a ratio, and the upper bound (negative: lower bound)."""
 
 CPU_TARGETS: list[Target] = [
     (f"torch, {THIRD} MiB", "total_seconds", NAIVE, 1.15),
@@ -32,7 +32,7 @@ GPU_TARGETS: list[Target] = [
 
 
 def targets(lines: list[dict[str, Any]], device: str) -> list[dict[str, Any]]:
-    """Each target with what was found; `met` is None where somebody was not measured."""
+    """Each target with the measured value; `met` is None if a contender was not measured."""
     by_name = {line["contender"]: line for line in lines if line["status"] == "measured"}
     result = []
     for name, figure, other, limit in CPU_TARGETS if device == "cpu" else GPU_TARGETS:
@@ -47,7 +47,7 @@ def targets(lines: list[dict[str, Any]], device: str) -> list[dict[str, Any]]:
 
 
 def rounded(value: Any) -> Any:
-    """The same with four digits of every float, at any depth."""
+    """`value` with every float in it rounded to four digits."""
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, dict):

@@ -1,8 +1,8 @@
 """The logit projection in plain PyTorch: any device, in blocks of tokens by columns.
 
 The vocabulary is the outer loop: a block of the head is cast once, and its gradient is one GEMM over a chunk of
-tokens. Each block's statistics are merged into the running ones at once. What follows a GEMM works in place, on
-tiles of rows that stay in a CPU's cache.
+tokens. Each block's statistics are merged into the running ones. Operations after a GEMM work in place, on tiles of
+rows that stay in a CPU's cache.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_scalerl.logits.blocks import block_of, slices
 from megatron_scalerl.logits.exact import add_product, fp32_products, set_product
 from megatron_scalerl.logits.merge import merged, no_columns
 from megatron_scalerl.logits.projection import Projection, TokenGradients
@@ -21,23 +22,23 @@ from megatron_scalerl.logits.projection import Projection, TokenGradients
 SMALLEST = (4, 4)
 """Tokens and columns of the smallest block."""
 TILE = 2**18
-"""Elements of a block that are worked on together after a GEMM (1 MiB in fp32)."""
+"""Elements of a block that are processed together after a GEMM (1 MiB in fp32)."""
 LARGEST = 2**24
 """Elements of the largest block of logits on a CPU: larger ones were not faster."""
 LARGEST_CHUNK = 2**25
-"""The same where a chunk's whole rows are kept (`chunk_tokens`): the head's gradient is added to once a chunk."""
+"""The same for chunks of whole rows (`chunk_tokens`), which add to the head's gradient once each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Costs:
-    """Bytes of workspace by what they grow with."""
+    """Bytes of workspace per element, token and column of a block."""
 
     element: int
-    """Per token and column: the block, the first of two bf16 terms."""
+    """The logits and, for bf16x2, the first of two bf16 terms."""
     token: int
     column: int
     scratch: int
-    """Of a whole tile, at most."""
+    """Upper bound for one tile, in all."""
 
     @classmethod
     def of(cls, p: Projection) -> _Costs:
@@ -45,7 +46,7 @@ class _Costs:
         cast = item * p.hidden.shape[1] if _casts(p) else 0
         narrow = p.hidden.dtype != p.accumulator
         halves = 2 * (narrow and (p.round_logits or p.grad_logits == "bf16x2"))
-        # Per token the running statistics, before and after; per column the head's gradient before it is rounded.
+        # Per token: running statistics, before and after. Per column: the head's gradient before it is rounded.
         return cls(
             element=item + halves,
             token=cast + 16 * item,
@@ -59,12 +60,12 @@ class _Costs:
 
 
 def blocks(p: Projection) -> tuple[int, int]:
-    """Tokens and columns of a block: nearly square, as large as the workspace and LARGEST let it."""
+    """Tokens and columns of a block: nearly square, as large as the workspace and LARGEST allow."""
     costs = _Costs.of(p)
     tokens, columns = min(p.tokens, SMALLEST[0]), min(p.count, SMALLEST[1])
     limit = LARGEST if p.hidden.device.type == "cpu" else p.tokens * p.count
     while True:
-        # The shorter side doubles first; one that has reached its end leaves the room to the other.
+        # The shorter side doubles first; once one side is complete, the other grows alone.
         larger = sorted([(min(2 * tokens, p.tokens), columns), (tokens, min(2 * columns, p.count))], key=max)
         fitting = [
             (t, c)
@@ -82,7 +83,7 @@ class TorchBackend:
     name = "torch"
 
     def needs(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Nothing: it runs wherever PyTorch does."""
+        """None: it runs wherever PyTorch does."""
         return None
 
     def workspace(self, projection: Projection) -> int:
@@ -98,11 +99,11 @@ class TorchBackend:
             return stats
         tokens, columns = blocks(p)
         buffer = p.hidden.new_empty(tokens * columns, dtype=p.accumulator)
-        for cols in _slices(p.count, columns):
+        for cols in slices(p.count, columns):
             head = _operand(p, p.weight[cols])
-            for rows in _slices(p.tokens, tokens):
+            for rows in slices(p.tokens, tokens):
                 part = p.of_tokens(rows)
-                z = _view(buffer, part.tokens, head.shape[0])
+                z = block_of(buffer, part.tokens, head.shape[0])
                 _logits(part, _operand(p, part.hidden), head, z)
                 found = _row_statistics(part, cols, z)
                 stats[:, rows] = merged(torch.stack([stats[:, rows], found]))
@@ -117,13 +118,13 @@ class TorchBackend:
             return
         tokens, columns = blocks(p)
         buffer = p.hidden.new_empty(tokens * columns, dtype=p.accumulator)
-        for cols in _slices(p.count, columns):
+        for cols in slices(p.count, columns):
             head = _operand(p, p.weight[cols])
             sink = _Sink(None if grad_weight is None else grad_weight[cols], p)
-            for rows in _slices(p.tokens, tokens):
+            for rows in slices(p.tokens, tokens):
                 part = p.of_tokens(rows)
                 hidden, here = _operand(p, part.hidden), given.of_tokens(rows)
-                dz = _view(buffer, part.tokens, head.shape[0])
+                dz = block_of(buffer, part.tokens, head.shape[0])
                 _logits(part, hidden, head, dz)
                 _to_gradient(part, cols, dz, here, here.lse)
                 _add_gradients(part, dz, hidden, head, grad_hidden[rows], sink.into)
@@ -146,7 +147,7 @@ class TorchBackend:
         if not p.tokens or not p.count:
             return no_columns(p.tokens, p.hidden, p.accumulator)
         hidden = _operand(p, p.hidden)
-        for cols in _slices(p.count, _head_columns(p)):
+        for cols in slices(p.count, _head_columns(p)):
             _logits(p, hidden, _operand(p, p.weight[cols]), logits[:, cols])
         return _row_statistics(p, slice(0, p.count), logits)
 
@@ -159,23 +160,20 @@ class TorchBackend:
         grad_hidden: Tensor,
         grad_weight: Tensor | None,
     ) -> None:
-        """Turns `logits` into their gradient and adds to both gradients."""
+        """Overwrites `logits` by their gradient and adds to both gradients."""
         p = projection
         if not p.tokens or not p.count:
             return
         _to_gradient(p, slice(0, p.count), logits, given, given.lse - stats[0])
         hidden = _operand(p, p.hidden)
-        for cols in _slices(p.count, _head_columns(p)):
+        for cols in slices(p.count, _head_columns(p)):
             sink = _Sink(None if grad_weight is None else grad_weight[cols], p)
             _add_gradients(p, logits[:, cols], hidden, _operand(p, p.weight[cols]), grad_hidden, sink.into)
             sink.close()
 
 
-BACKEND = TorchBackend()
-
-
 class _Sink:
-    """Where a block of the head's gradient is added up: the gradient itself, or fp32 beside one that is narrower."""
+    """Accumulates one block of the head's gradient: in the gradient itself, or in fp32 if that is narrower."""
 
     def __init__(self, grad: Tensor | None, p: Projection):
         self.into = grad
@@ -184,21 +182,13 @@ class _Sink:
             self._narrow, self.into = grad, grad.new_zeros(grad.shape, dtype=p.accumulator)
 
     def close(self) -> None:
-        """Rounds once, at the end."""
+        """Adds the fp32 sum, rounded once."""
         if self._narrow is not None and self.into is not None:
             self._narrow += self.into
 
 
-def _slices(total: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, total)) for start in range(0, total, size))
-
-
-def _view(buffer: Tensor, rows: int, columns: int) -> Tensor:
-    return buffer[: rows * columns].view(rows, columns)
-
-
 def _casts(p: Projection) -> bool:
-    """Only CPUs have no GEMM of bf16 operands with fp32 output."""
+    """Operands are cast: CPUs alone have no GEMM of bf16 operands with fp32 output."""
     return p.hidden.dtype != p.accumulator and (p.hidden.device.type == "cpu" or p.grad_logits == "fp32")
 
 
@@ -207,7 +197,7 @@ def _operand(p: Projection, values: Tensor) -> Tensor:
 
 
 def _head_columns(p: Projection) -> int:
-    """Columns of the head that are cast together where whole rows are kept: at most a quarter of the workspace."""
+    """Columns of the head that are cast at a time with whole rows: at most a quarter of the workspace."""
     if not _casts(p):
         return p.count
     return min(p.count, 4096, max(SMALLEST[1], p.workspace_bytes // (4 * _Costs.of(p).column)))
@@ -224,17 +214,17 @@ def _logits(p: Projection, hidden: Tensor, head: Tensor, z: Tensor) -> None:
             z.copy_(p.hidden @ head.to(p.hidden.dtype).t())
         else:
             set_product(z, hidden, head.t())
-    # A number on an accelerator is not worth the wait.
+    # To compare a scalar on an accelerator the host would have to wait.
     if p.scale.dim() or p.scale.device.type != "cpu" or p.scale != 1.0:
         z *= p.scale_of_rows()
 
 
 def _tiles(z: Tensor) -> Iterator[slice]:
-    return _slices(z.shape[0], max(1, TILE // z.shape[1]))
+    return slices(z.shape[0], max(1, TILE // z.shape[1]))
 
 
 def _row_statistics(p: Projection, cols: slice, z: Tensor) -> Tensor:
-    """[4, T] of a block; leaves z - m in it."""
+    """[4, T] statistics of a block; leaves z - m in it."""
     out = no_columns(p.tokens, z, p.accumulator)
     owned, column = p.owned(cols)
     out[3] = torch.where(owned, z.gather(1, column)[:, 0], out[3])
@@ -250,7 +240,7 @@ def _row_statistics(p: Projection, cols: slice, z: Tensor) -> Tensor:
 
 
 def _to_gradient(p: Projection, cols: slice, z: Tensor, given: TokenGradients, log_total: Tensor) -> None:
-    """Turns z (or z - m) into dz in place; `log_total` [T] is what makes it the log-probability."""
+    """Overwrites z (or z - m) by dz; z - `log_total` [T] is the log-probability."""
     g = given.grad_logprob * p.scale
     g_entropy = None if given.grad_entropy is None else given.grad_entropy * p.scale
     owned, column = p.owned(cols)
@@ -261,7 +251,7 @@ def _to_gradient(p: Projection, cols: slice, z: Tensor, given: TokenGradients, l
             continue
         p_tile = log_p.exp()
         log_p.add_(given.entropy[tile, None]).mul_(g_entropy[tile, None]).add_(g[tile, None]).mul_(p_tile).neg_()
-    # 1 - p of the target without cancellation.
+    # 1 - p of the target, without cancellation.
     dz = -torch.expm1(given.logprob) * g
     if g_entropy is not None:
         dz -= g_entropy * given.logprob.exp() * (given.logprob + given.entropy)
@@ -271,7 +261,7 @@ def _to_gradient(p: Projection, cols: slice, z: Tensor, given: TokenGradients, l
 def _add_gradients(
     p: Projection, dz: Tensor, hidden: Tensor, head: Tensor, grad_hidden: Tensor, grad_weight: Tensor | None
 ) -> None:
-    """The two GEMMs of a block, with dz as `Projection.grad_logits` says; overwrites dz."""
+    """The two GEMMs of a block, with dz in the precision of `Projection.grad_logits`; overwrites dz."""
     if p.hidden.dtype == p.accumulator or p.grad_logits == "fp32":
         with _products(p, of_bf16=False):
             add_product(grad_hidden, dz, head)

@@ -1,6 +1,6 @@
 """The logit projection on a GPU with a fused forward pass: its logits never reach memory.
 
-For passes that want log-probabilities alone and for workspaces that leave cuBLAS too thin a block. Gradients are
+For passes that need log-probabilities only, and for workspaces too small for an efficient cuBLAS block. Gradients are
 those of `cuda_backend`.
 """
 
@@ -25,6 +25,3 @@ class TritonBackend(CudaBackend):
         if not p.tokens or not p.count:
             return no_columns(p.tokens, p.hidden, p.accumulator)
         return fused_statistics(p)
-
-
-BACKEND = TritonBackend()

@@ -1,7 +1,7 @@
 """The losses: pure functions from `LossInputs` to `LossOutput`, one per file.
 
-A loss is a sum with given weights. It reads no recipe, no process group and no global; to add one, write a
-file and a line in LOSSES. Nothing here imports torch at run time.
+A loss is a sum with given weights. It depends on no recipe, process group or global; to add one, write a file and a
+line in LOSSES. Nothing here imports torch at run time.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from megatron_scalerl.losses.gspo import gspo
 from megatron_scalerl.losses.inputs import LossInputs, LossOutput
 
 LOSSES: dict[str, Callable[..., LossOutput]] = {"cispo": cispo, "dapo": dapo, "grpo": grpo, "gspo": gspo}
-"""Loss by the name that the recipe gives."""
+"""Losses by their name in the recipe."""
 
 SEPARABLE = frozenset({"cispo", "dapo", "grpo"})
-"""Losses that are a sum of each token's own loss, so that they can be taken over any part of the tokens. GSPO's
-ratio is that of a whole sequence."""
+"""Losses that are a sum of independent token losses, so they can be computed over any part of the tokens. GSPO's
+ratio belongs to a whole sequence."""
 
 
 def make_loss(

@@ -8,8 +8,8 @@ from megatron_scalerl.losses.inputs import LossInputs, LossOutput, log_ratio, ma
 def cispo(inputs: LossInputs, *, max_is_weight: float = 5.0) -> LossOutput:
     """The CISPO loss -sg(min(rho, max_is_weight)) A log pi_train, summed with the token weights.
 
-    rho = pi_train / pi_gen is the one ratio, of trainer over engine; `max_is_weight` is the cap on rho itself.
-    sg stops the gradient, so that every token keeps the gradient of its own log-probability.
+    rho = pi_train / pi_gen is the ratio of trainer over engine; `max_is_weight` is the cap on rho itself. sg stops
+    the gradient, so every token keeps the gradient of its own log-probability.
     Source: Khatri et al. 2025, arXiv 2510.13786, eq. 4.
     """
     ratio = log_ratio(inputs).detach().exp()

@@ -1,74 +1,78 @@
-"""What a loss reads and what it returns."""
+"""The input and output of a loss, and what losses share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the controller reads `losses.reduction` and has no use for torch
+from megatron_scalerl.shapes import Bool, Float, Int64
+
+if TYPE_CHECKING:  # the controller imports `losses.reduction` without torch
     from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Bound on |trainer - rollout log-prob| (nats) before the exponential: e^20 is about 5e8, far past every cap
-and clip, and squares without overflow in float32."""
+"""Bound on |trainer - rollout log-prob| (nats) before the exponential: e^20 is about 5e8, far beyond every cap and
+clip, and its square does not overflow in float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossInputs:
-    """One micro-batch as a loss sees it: N positions of several packed sequences, all tensors [N]."""
+    """One micro-batch as the input of a loss: N positions of several packed sequences, all tensors [N]."""
 
-    trainer_logprobs: Tensor
-    """[N] float32 with gradient: log pi_train of the target token (nats)."""
-    rollout_logprobs: Tensor
-    """[N] float32: log-probability under the engine that sampled the token (nats)."""
-    advantages: Tensor
-    """[N] float32: normalised advantage of the completion."""
-    loss_mask: Tensor
-    """[N] bool: True for a sampled token. Elsewhere the other fields may hold anything, NaN included."""
-    token_weights: Tensor
-    """[N] float32: weight in the sum, see `reduction.token_weights`."""
-    sequence_ids: Tensor
-    """[N] int64: number of the sequence that the position belongs to, from 0; below N, as no sequence is empty."""
+    trainer_logprobs: Float[Tensor, " N"]
+    """float32 with gradient: log pi_train of the target token (nats)."""
+    rollout_logprobs: Float[Tensor, " N"]
+    """float32: log-probability under the engine that sampled the token (nats)."""
+    advantages: Float[Tensor, " N"]
+    """float32: normalized advantage of the completion."""
+    loss_mask: Bool[Tensor, " N"]
+    """True for a sampled token. Elsewhere the other fields may have any value, NaN included."""
+    token_weights: Float[Tensor, " N"]
+    """float32: weight in the sum, see `reduction.token_weights`."""
+    sequence_ids: Int64[Tensor, " N"]
+    """int64: number of the position's sequence, from 0; below N, since no sequence is empty."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossOutput:
     """The value of a loss on one micro-batch."""
 
-    loss: Tensor
-    """Scalar with gradient: sum over the loss mask of token_weight x token loss."""
-    is_weights: Tensor
-    """[N] importance weight before capping or clipping, without gradient, 1 off the loss mask."""
-    capped: Tensor
-    """[N] bool: True where cap or clip replaced the weight."""
+    loss: Float[Tensor, ""]
+    """With gradient: sum over the loss mask of token_weight x token loss."""
+    is_weights: Float[Tensor, " N"]
+    """Importance weight before capping or clipping, without gradient, 1 off the loss mask."""
+    capped: Bool[Tensor, " N"]
+    """True where the cap or clip is active."""
 
 
-def masked(values: Tensor, loss_mask: Tensor) -> Tensor:
-    """`values` with 0 off the loss mask; what stood there reaches neither value nor gradient."""
+def masked(values: Float[Tensor, " N"], loss_mask: Bool[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """`values` with 0 off the loss mask; values there affect neither the result nor the gradient."""
     return values.where(loss_mask, values.new_zeros(()))
 
 
-def log_ratio(inputs: LossInputs) -> Tensor:
-    """[N] log(pi_train / pi_gen) per token, 0 off the loss mask, clamped to +-MAX_LOG_RATIO.
+def log_ratio(inputs: LossInputs) -> Float[Tensor, " N"]:
+    """log(pi_train / pi_gen) per token, 0 off the loss mask, clamped to +-MAX_LOG_RATIO.
 
-    A token at the clamp has no gradient through the ratio: it is a fault of the data, not a signal.
+    A token at the clamp has no gradient through the ratio: such a ratio is a fault in the data, not a signal.
     """
     trainer = masked(inputs.trainer_logprobs, inputs.loss_mask)
     rollout = masked(inputs.rollout_logprobs, inputs.loss_mask)
     return (trainer - rollout).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def weighted_sum(token_losses: Tensor, inputs: LossInputs) -> Tensor:
-    """Sum over the loss mask of token_weight x token loss. The denominator is inside the weights."""
+def weighted_sum(token_losses: Float[Tensor, " N"], inputs: LossInputs) -> Float[Tensor, ""]:
+    """Sum over the loss mask of token_weight x token loss. The weights contain the denominator."""
     weights = masked(inputs.token_weights, inputs.loss_mask)
     return (weights * token_losses).sum()
 
 
-def clipped_surrogate(ratio: Tensor, inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput:
+def clipped_surrogate(
+    ratio: Float[Tensor, " N"], inputs: LossInputs, *, clip_low: float, clip_high: float
+) -> LossOutput:
     """The loss -min(ratio x A, clip(ratio, 1 - clip_low, 1 + clip_high) x A), which DAPO, GRPO and GSPO share.
 
-    Source: Khatri et al. 2025, arXiv 2510.13786, eq. 3 (clip_asym). A token counts as capped where the clipped
-    branch is the smaller one, that is where it has no gradient.
+    Source: Khatri et al. 2025, arXiv 2510.13786, eq. 3 (clip_asym). A token counts as capped if the clipped branch is
+    the smaller one, so that it has no gradient.
     """
     advantages = masked(inputs.advantages, inputs.loss_mask)
     plain = ratio * advantages

@@ -1,7 +1,7 @@
-"""Weights that turn a sum over all tokens of a batch into one of the three means.
+"""Weights that turn a sum over all tokens of a batch into one of three means.
 
-They are computed once, for the whole batch, on the controller: a sum needs no agreement between ranks or
-micro-batches about a denominator.
+They are computed once for the whole batch, on the controller: for a sum, ranks and micro-batches need no common
+denominator.
 """
 
 from __future__ import annotations

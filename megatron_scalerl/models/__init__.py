@@ -1,4 +1,4 @@
-"""Model families: Hugging Face config -> Megatron options, and one weight map per family used both ways."""
+"""Model families: Megatron options from a Hugging Face config, and one weight map per family for both directions."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ FAMILIES: dict[str, Callable[..., Family]] = {
     "qwen3": qwen3.family,
     "qwen3_moe": qwen3_moe.family,
 }
-"""`model_type` of config.json -> the family's maker."""
+"""`model_type` of config.json -> function that builds the family."""
 
 __all__ = ["FAMILIES", "Family", "family", "read_hf_config"]
 
 
 def family(hf_config: Any, names: Collection[str] = ()) -> Family:
-    """The Family of a Hugging Face config; `names` are the checkpoint's tensors, where it comes in two layouts.
+    """The Family of a Hugging Face config; `names` are the checkpoint's tensors, for formats with two layouts.
 
-    Raises ValueError for an unknown model_type.
+    Raises ValueError for an unknown model_type and as the families do.
     """
     kind = hf_config.model_type
     _check_known(kind)
@@ -37,8 +37,8 @@ def family(hf_config: Any, names: Collection[str] = ()) -> Family:
 def read_hf_config(hf_path: str | Path) -> Any:
     """The Hugging Face config of a folder.
 
-    Raises ValueError where the folder holds no config.json, and for one that cannot be read, whose model_type is
-    unknown or whose values have wrong types.
+    Raises ValueError for a folder without config.json, and for a config.json that is not readable, has an unknown
+    model_type or values of wrong types.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig

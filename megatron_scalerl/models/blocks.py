@@ -1,4 +1,4 @@
-"""Rules and options that families share: embedding and head, attention, gated MLP, per-expert MLPs, dense models."""
+"""Rules and options that families share: embedding and head, attention, gated MLP, experts, dense models."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megatron_scalerl.models.rules import At
 
 
 def head_size(config: Any) -> int:
-    """Dimension of one attention head; need not be hidden size / heads."""
+    """Dimension of one attention head, which may differ from hidden size / heads."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def key_value_heads(config: Any) -> int:
-    """Key and value heads; as many as query heads where the config does not say."""
+    """Number of key and value heads; by default that of query heads."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
@@ -27,8 +27,12 @@ def build_family(
     layers: tuple[LayerStyle, ...],
     rules: tuple[Rule, ...],
     transformer: dict[str, Any] | None = None,
+    **more: Any,
 ) -> Family:
-    """The Family of a config in the words of Llama and Qwen; `transformer` adds fields of TransformerConfig."""
+    """The Family of a config with Llama's and Qwen's keys; `transformer` adds or replaces TransformerConfig's fields.
+
+    `more` are further fields of Family.
+    """
     head_dim, bias = head_size(config), bool(getattr(config, "attention_bias", False))
     rope = rotary(config, head_dim)
     return Family(
@@ -44,8 +48,8 @@ def build_family(
             init_method_std=config.initializer_range,
             softmax_scale=rope.softmax_scale(head_dim),
             add_qkv_bias=bias,
-            **(transformer or {}),
-        ),
+        )
+        | (transformer or {}),
         gpt=dict(
             max_sequence_length=config.max_position_embeddings,
             share_embeddings_and_output_weights=bool(config.tie_word_embeddings),
@@ -55,11 +59,12 @@ def build_family(
         layers=layers,
         rules=rules,
         attention_bias=bias,
+        **more,
     )
 
 
 def dense_rules(config: Any, *, qk_norm: bool = False) -> tuple[Rule, ...]:
-    """The weight map of a model whose layers all hold one gated MLP."""
+    """The weight map of a model with a gated MLP in every layer."""
     first, last = outer_rules(config, "model.", "lm_head.weight")
     found = list(first)
     for layer in range(config.num_hidden_layers):
@@ -82,7 +87,7 @@ def outer_rules(config: Any, prefix: str, head: str) -> tuple[tuple[Rule, ...], 
 
 
 def attention_rules(config: Any, layer: int, prefix: str, *, qk_norm: bool = False) -> list[Rule]:
-    """Norms and attention projections of one layer; `qk_norm` where queries and keys have norms with weights."""
+    """Norms and attention projections of one layer; `qk_norm`: queries and keys have norms with weights."""
     hf, megatron, at = f"{prefix}layers.{layer}.", f"decoder.layers.{layer}.", At(layer=layer)
     attention, ours = f"{hf}self_attn.", f"{megatron}self_attention."
     hidden, heads, head_dim = config.hidden_size, config.num_attention_heads, head_size(config)
@@ -126,7 +131,7 @@ def mlp_rules(
 
 
 def expert_rules(hf: str, megatron: str, *, experts: int, ffn: int, hidden: int, layer: int, what: str) -> list[Rule]:
-    """Experts as gated MLPs of their own: `hf`E.{gate,up,down}_proj.weight."""
+    """Experts as separate gated MLPs: `hf`E.{gate,up,down}_proj.weight."""
     found: list[Rule] = []
     for expert in range(experts):
         at = At(layer=layer, expert=expert)
@@ -138,7 +143,7 @@ def expert_rules(hf: str, megatron: str, *, experts: int, ffn: int, hidden: int,
 def fused_expert_rules(
     hf: str, megatron: str, *, experts: int, ffn: int, hidden: int, layer: int, what: str, transposed: bool
 ) -> list[Rule]:
-    """Experts fused into `hf`gate_up_proj and `hf`down_proj; `transposed` where they are stored [in, out]."""
+    """Experts fused into `hf`gate_up_proj and `hf`down_proj; `transposed`: stored as [in, out]."""
     found: list[Rule] = []
     for projection, tensor, kind in (
         ("linear_fc1", "gate_up_proj", rules.fused_expert_gate_up),
@@ -161,7 +166,7 @@ def fused_expert_rules(
 
 
 def require_full_attention(config: Any) -> None:
-    """ValueError where some layers attend inside a sliding window."""
+    """Raises ValueError for sliding windows, and for activations other than SiLU."""
     require(config, "hidden_act", "silu")
     if getattr(config, "use_sliding_window", False):
         raise ValueError("config.json: use_sliding_window: expected False, found True")

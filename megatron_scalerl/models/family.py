@@ -1,9 +1,9 @@
-"""What a model family is: Megatron options, rotary frequencies, and one weight map used both ways.
+"""A model family: Megatron options, rotary frequencies, and one weight map for both directions.
 
-A `Rule` joins one Megatron parameter to Hugging Face tensors by rectangular pieces. Loading copies each
-piece from the checkpoint into this rank's shard, saving copies it back: the same table, so that Hugging Face
--> Megatron -> Hugging Face is exact. Names of Megatron parameters count layers and experts globally and are
-those of Megatron's plain layers; `weights.source` knows what Transformer Engine calls them.
+A `Rule` maps one Megatron parameter to Hugging Face tensors by rectangular pieces. Loading copies each piece from the
+checkpoint into this rank's shard, saving copies it back: the same table, so Hugging Face -> Megatron -> Hugging Face
+is exact. Names of Megatron parameters have global layer and expert numbers and are those of Megatron's plain layers;
+`checkpoints.megatron_names` has Transformer Engine's other names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Index = int | slice
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A rectangle of one Hugging Face tensor and its place in one rank's shard of a Megatron parameter."""
+    """A rectangle of one Hugging Face tensor and its position in one rank's shard of a Megatron parameter."""
 
     hf_name: str
     hf_index: tuple[Index, ...]
@@ -27,9 +27,9 @@ class Piece:
     axis: int
     start: int
     stop: int
-    """shard.narrow(axis, start, stop - start) holds the rectangle."""
+    """shard.narrow(axis, start, stop - start) is the rectangle."""
     transposed: bool = False
-    """True where Hugging Face stores [in, out]."""
+    """True if Hugging Face stores [in, out]."""
 
     def of_shard(self, shard: torch.Tensor) -> torch.Tensor:
         """The piece's view of the shard, in Hugging Face orientation."""
@@ -39,7 +39,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One Megatron parameter and the Hugging Face tensors that it is made of."""
+    """One Megatron parameter and the Hugging Face tensors that it consists of."""
 
     megatron: str
     """Parameter name, for example decoder.layers.3.self_attention.linear_qkv.weight."""
@@ -50,18 +50,18 @@ class Rule:
     place: Literal["first", "layer", "last"]
     """Pipeline stage: of the embedding, of `layer`, or of the head."""
     layer: int = 0
-    """Layer from 0, where place is "layer"."""
+    """Layer from 0, if place is "layer"."""
     expert: int | None = None
-    """Expert from 0 for an expert's own weight: cut by the expert groups."""
+    """Expert from 0 for an expert's own weight, which the expert-parallel groups shard."""
     sharded: bool = True
-    """False where every tensor-parallel rank holds the whole parameter."""
+    """False if every tensor-parallel rank has the whole parameter."""
     exported: bool = True
     """False for the head's copy of tied embeddings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStyle:
-    """What differs from layer to layer."""
+    """The features of one layer."""
 
     moe: bool = False
     rope: bool = True
@@ -73,7 +73,7 @@ class LayerStyle:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A policy's architecture in Megatron's words. Produced by `models.family`."""
+    """A policy's architecture in Megatron's terms. Produced by `models.family`."""
 
     name: str
     transformer: Mapping[str, Any]
@@ -88,44 +88,44 @@ class Family:
     rules: tuple[Rule, ...]
     """In layer order: embedding, layers, final norm, head."""
     attention_chunk_size: int | None = None
-    carried: tuple[str, ...] = ()
-    """Prefixes of tensors outside the policy (a vision tower) that saving copies from the source folder."""
+    passthrough: tuple[str, ...] = ()
+    """Prefixes of tensors outside the policy (a vision tower) that an export copies from the source folder."""
     query_scale: Callable[[torch.Tensor], torch.Tensor] | None = field(default=None)
     """[N] positions -> [N] factor on the queries of layers without RoPE."""
     attention_bias: bool = False
-    """True where the query, key, value and output projections have biases."""
+    """True if the query, key, value and output projections have biases."""
     generation_config: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of generation_config.json that an engine needs to compute the same as the trainer."""
+    """Keys of generation_config.json with which an engine computes the same as the trainer."""
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
-    """Smallest multiple of the tensor-parallel size that holds the vocabulary."""
+    """Smallest multiple of the tensor-parallel size that is not below the vocabulary size."""
     return -(-vocab_size // tp_size) * tp_size
 
 
 def divided(total: int, parts: int, what: str) -> int:
-    """total / parts, or ValueError naming `what`."""
+    """total / parts. Raises ValueError, naming `what`, with a remainder."""
     if total % parts:
         raise ValueError(f"{what}: expected a multiple of the parallel size {parts}, found {total}")
     return total // parts
 
 
 def require(config: Any, key: str, *allowed: Any) -> None:
-    """ValueError unless the Hugging Face config's `key` is one of `allowed` (or absent)."""
+    """Raises ValueError unless the Hugging Face config's `key` is one of `allowed` (or absent)."""
     found = getattr(config, key, allowed[0])
     if found not in allowed:
         raise ValueError(f"config.json: {key}: expected {' or '.join(map(repr, allowed))}, found {found!r}")
 
 
 def check_layout(family: Family, *, tp_size: int = 1, ep_size: int = 1, etp_size: int = 1) -> None:
-    """ValueError where a parallel size does not divide what it cuts: heads, key-value heads, MLPs, experts."""
+    """Raises ValueError for a parallel size that does not divide the heads, key-value heads, MLPs or experts."""
     options = family.transformer
     experts = options.get("num_moe_experts") or 0
     if ep_size > 1 and not experts:
         raise ValueError(
             f"megatron.parallel.expert_model_parallel_size: expected 1 for a policy without experts, found {ep_size}"
         )
-    cuts = [
+    sharded = [
         ("tensor", tp_size, "attention heads", options["num_attention_heads"]),
         ("tensor", tp_size, "key-value heads", options["num_query_groups"]),
         ("expert", ep_size, "experts", experts),
@@ -133,8 +133,8 @@ def check_layout(family: Family, *, tp_size: int = 1, ep_size: int = 1, etp_size
         ("tensor", tp_size, "shared expert columns", options.get("moe_shared_expert_intermediate_size") or 0),
     ]
     if not all(style.moe for style in family.layers):
-        cuts.append(("tensor", tp_size, "MLP columns", options["ffn_hidden_size"]))
-    for kind, size, what, total in cuts:
+        sharded.append(("tensor", tp_size, "MLP columns", options["ffn_hidden_size"]))
+    for kind, size, what, total in sharded:
         if total % size:
             key = "expert_tensor_parallel_size" if kind == "expert_tensor" else f"{kind}_model_parallel_size"
             raise ValueError(f"megatron.parallel.{key}: expected a divisor of {total} {what}, found {size}")

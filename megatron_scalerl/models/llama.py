@@ -9,7 +9,7 @@ from megatron_scalerl.models.family import Family, LayerStyle, require
 
 
 def family(config: Any) -> Family:
-    """The Family of a LlamaConfig. Raises ValueError for what the map does not cover (MLP biases, activations)."""
+    """The Family of a LlamaConfig. Raises ValueError for MLP biases and activations other than SiLU."""
     require(config, "mlp_bias", False)
     require(config, "hidden_act", "silu")
     layers = (LayerStyle(),) * config.num_hidden_layers

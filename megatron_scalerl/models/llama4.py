@@ -1,9 +1,9 @@
 """Llama 4, the text model: Scout, Maverick, and the tiny mixture-of-experts policy.
 
-Sigmoid top-1 router whose probability multiplies the expert's input, a shared expert, weightless RMS norm of
-queries and keys (Hugging Face applies it after RoPE; before is the same, a rotation keeps the norm), layers
-without RoPE and without that norm, interleaved rotary pairs, chunked attention, and experts fused into
-transposed tensors.
+Sigmoid top-1 router whose probability multiplies the expert's input, a shared expert, weightless RMS norm of queries
+and keys (Hugging Face applies it after RoPE; before RoPE is equivalent, since a rotation keeps the norm), layers
+without RoPE and without that norm, interleaved rotary pairs, chunked attention, and experts fused into transposed
+tensors.
 """
 
 from __future__ import annotations
@@ -14,48 +14,47 @@ from typing import Any
 import torch
 
 from megatron_scalerl.models import rules
-from megatron_scalerl.models.blocks import attention_rules, fused_expert_rules, head_size, mlp_rules, outer_rules
+from megatron_scalerl.models.blocks import (
+    attention_rules,
+    build_family,
+    fused_expert_rules,
+    head_size,
+    mlp_rules,
+    outer_rules,
+)
 from megatron_scalerl.models.family import Family, LayerStyle, Rule, require
 from megatron_scalerl.models.rope import rotary
 from megatron_scalerl.models.rules import At
 
 VISION = ("vision_model.", "multi_modal_projector.")
-"""Prefixes of the multimodal model's tensors that are no part of the policy: never trained, never sent."""
+"""Prefixes of the multimodal model's tensors outside the policy: never trained, never sent."""
 
 
 def family(config: Any) -> Family:
     """The Family of a Llama4TextConfig, or of the text part of a Llama4Config.
 
-    Raises ValueError for what the map does not cover: biases, other activations, more than one expert per token,
-    YaRN.
+    Raises ValueError for biases, activations other than SiLU, more than one expert per token, and YaRN.
     """
     text = getattr(config, "text_config", None) or config
     prefix, head = "model.", "lm_head.weight"
-    carried: tuple[str, ...] = ()
+    passthrough: tuple[str, ...] = ()
     if text is not config:
         prefix, head = "language_model.model.", "language_model.lm_head.weight"
-        carried = VISION
+        passthrough = VISION
     require(text, "attention_bias", False)
     require(text, "hidden_act", "silu")
     require(text, "num_experts_per_tok", 1)
-    head_dim = head_size(text)
-    rope = rotary(text, head_dim)
-    if rope.factor != 1.0:
+    if rotary(text, head_size(text)).factor != 1.0:
         raise ValueError("config.json: rope_type: expected default, linear or llama3 for Llama 4, found 'yarn'")
     moe_layers = set(text.moe_layers)
     styles = tuple(_style(text, layer, moe=layer in moe_layers) for layer in range(text.num_hidden_layers))
-    return Family(
+    return build_family(
+        text,
         name="llama4",
-        transformer=_transformer(text, head_dim, styles),
-        gpt=dict(
-            max_sequence_length=text.max_position_embeddings,
-            share_embeddings_and_output_weights=bool(text.tie_word_embeddings),
-        ),
-        vocab_size=text.vocab_size,
-        inv_freq=rope.inv_freq,
         layers=styles,
         rules=_rules(text, styles, prefix, head),
-        carried=carried,
+        transformer=_transformer(text, styles),
+        passthrough=passthrough,
         attention_chunk_size=text.attention_chunk_size,
         query_scale=_query_scale(text) if text.attn_temperature_tuning else None,
         # vLLM reads this there and otherwise decides by its max_model_len (vllm/model_executor/models/llama4.py).
@@ -73,18 +72,11 @@ def _style(text: Any, layer: int, *, moe: bool) -> LayerStyle:
     )
 
 
-def _transformer(text: Any, head_dim: int, styles: tuple[LayerStyle, ...]) -> dict[str, Any]:
+def _transformer(text: Any, styles: tuple[LayerStyle, ...]) -> dict[str, Any]:
     options = dict(
-        num_layers=text.num_hidden_layers,
-        hidden_size=text.hidden_size,
-        num_attention_heads=text.num_attention_heads,
-        num_query_groups=text.num_key_value_heads,
-        kv_channels=head_dim,
         ffn_hidden_size=text.intermediate_size_mlp,
-        layernorm_epsilon=text.rms_norm_eps,
-        init_method_std=text.initializer_range,
         rotary_interleaved=True,
-        # Transformer Engine's fused RoPE for packed rows knows no interleaved pairs
+        # Transformer Engine's fused RoPE for packed rows does not support interleaved pairs
         # (megatron/core/models/common/embeddings/rope_utils.py:290).
         apply_rope_fusion=False,
         no_rope_freq=[int(not style.rope) for style in styles],

@@ -1,4 +1,4 @@
-"""Qwen3 dense models: Llama's layers with an RMS norm of queries and keys per head that has weights."""
+"""Qwen3 dense models: Llama's layers with a weighted RMS norm of queries and keys per head."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_scalerl.models.family import Family, LayerStyle
 
 
 def family(config: Any) -> Family:
-    """The Family of a Qwen3Config. Raises ValueError for sliding windows and other activations."""
+    """The Family of a Qwen3Config. Raises ValueError for sliding windows and activations other than SiLU."""
     require_full_attention(config)
     return build_family(
         config,

@@ -1,7 +1,7 @@
-"""Qwen3 mixtures of experts: a softmax top-k router, no shared expert, dense layers in between where asked for.
+"""Qwen3 mixtures of experts: a softmax top-k router, no shared expert, optional dense layers in between.
 
-Checkpoints store every expert on its own; those that transformers 5 writes in its in-memory layout hold one
-tensor [experts, 2 ffn, hidden] and one [experts, hidden, ffn] per layer.
+Checkpoints store every expert separately; those of transformers 5 in its in-memory layout have one tensor
+[experts, 2 ffn, hidden] and one [experts, hidden, ffn] per layer.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megatron_scalerl.models.rules import At
 
 
 def family(config: Any, *, fused: bool = False) -> Family:
-    """The Family of a Qwen3MoeConfig; `fused` where the checkpoint holds a layer's experts in one tensor.
+    """The Family of a Qwen3MoeConfig; `fused`: the checkpoint has a layer's experts in one tensor.
 
-    Raises ValueError for sliding windows, other activations, and a router whose probabilities would all be 1.
+    Raises ValueError for sliding windows, activations other than SiLU, and a router whose probabilities are all 1.
     """
     require_full_attention(config)
     if config.norm_topk_prob and config.num_experts_per_tok == 1:
@@ -37,7 +37,7 @@ def family(config: Any, *, fused: bool = False) -> Family:
         moe_ffn_hidden_size=config.moe_intermediate_size,
         moe_router_topk=config.num_experts_per_tok,
         moe_router_score_function="softmax",
-        # the softmax over the chosen experts alone is the normalised probability
+        # the softmax over the chosen experts is the normalized probability
         moe_router_pre_softmax=not config.norm_topk_prob,
     )
     return build_family(
@@ -50,7 +50,7 @@ def family(config: Any, *, fused: bool = False) -> Family:
 
 
 def _sparse(config: Any, layer: int) -> bool:
-    """True where the layer has experts."""
+    """Whether the layer has experts."""
     if layer in (getattr(config, "mlp_only_layers", None) or ()):
         return False
     return config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0

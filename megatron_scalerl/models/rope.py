@@ -1,4 +1,4 @@
-"""Rotary frequencies from a Hugging Face config, in either dialect and with the scalings the families know."""
+"""Rotary frequencies from a Hugging Face config of transformers 4 or 5, with the supported scalings."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Rotary:
     """Factor on the rotated queries and on the rotated keys (YaRN's; Hugging Face puts it on cosine and sine)."""
 
     def softmax_scale(self, head_dim: int) -> float | None:
-        """Factor on query times key that stands for both factors; None where it is the usual 1 / sqrt(d)."""
+        """Factor on query times key that includes both factors; None for the default 1 / sqrt(d)."""
         return None if self.factor == 1.0 else self.factor**2 / math.sqrt(head_dim)
 
 
 def rotary(config: Any, head_dim: int) -> Rotary:
-    """The Rotary of either dialect: rope_parameters (transformers 5) or rope_theta and rope_scaling (4).
+    """The Rotary of rope_parameters (transformers 5) or of rope_theta and rope_scaling (4).
 
-    Rope types `default`, `linear`, `llama3` (Llama 3.1's scaling) and `yarn` (arXiv 2309.00071); others raise
-    ValueError, and so does a scaling that lacks one of its keys.
+    Types are `default`, `linear`, `llama3` (Llama 3.1's scaling) and `yarn` (arXiv 2309.00071). Raises ValueError
+    for others, and for a scaling without one of its keys.
     """
     parameters = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
     theta = float(parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
@@ -64,7 +64,7 @@ def _need(parameters: Mapping[str, Any], key: str) -> float:
 
 
 def _llama3(frequencies: torch.Tensor, parameters: Mapping[str, Any]) -> torch.Tensor:
-    """Llama 3.1's interpolation: long wavelengths divided by `factor`, short ones kept, a ramp between.
+    """Llama 3.1's interpolation: low frequencies divided by `factor`, high ones kept, a ramp between.
 
     Llama 4 Scout has no ramp: both of its bounds are 1.
     """
@@ -97,7 +97,7 @@ def _yarn(parameters: Mapping[str, Any], *, theta: float, head_dim: int, context
 
 
 def _dimension_of(rotations: float, theta: float, head_dim: int, original: float) -> float:
-    """Dimension whose frequency turns `rotations` times over the original context."""
+    """Dimension whose frequency makes `rotations` rotations over the original context."""
     return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
 

@@ -1,4 +1,4 @@
-"""The kinds of rule that weight maps are made of: replicated, column, row, query-key-value, gate-up, vocabulary."""
+"""The rules of weight maps: replicated, row, query-key-value, gate-up, vocabulary, fused experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Pieces = Callable[[int, int], tuple[Piece, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class At:
-    """Where a parameter lives; the common part of a layer's rules."""
+    """The pipeline stage, layer and expert of a parameter; see `Rule`."""
 
     place: Literal["first", "layer", "last"] = "layer"
     layer: int = 0
@@ -21,7 +21,7 @@ class At:
 
 
 def replicated(megatron: str, hf: str, shape: tuple[int, ...], at: At) -> Rule:
-    """The same on every tensor-parallel rank: norms and routers."""
+    """Replicated on all tensor-parallel ranks: norms and routers."""
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:
         return (Piece(hf_name=hf, hf_index=_all(shape), axis=0, start=0, stop=shape[0]),)
@@ -30,7 +30,7 @@ def replicated(megatron: str, hf: str, shape: tuple[int, ...], at: At) -> Rule:
 
 
 def vocabulary(megatron: str, hf: str, vocab: int, hidden: int, at: At, *, exported: bool = True) -> Rule:
-    """Rows of an embedding or a head, padded to the tensor-parallel size; padding belongs to no piece."""
+    """Rows of an embedding or a head, padded to the tensor-parallel size; no piece contains padding."""
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:
         rows = padded_vocab_size(vocab, size) // size
@@ -45,7 +45,7 @@ def vocabulary(megatron: str, hf: str, vocab: int, hidden: int, at: At, *, expor
 
 
 def row(megatron: str, hf: str, out: int, inner: int, at: At, *, what: str) -> Rule:
-    """Cut along the input dimension: attention output and the second projection of an MLP."""
+    """Sharded along the input dimension: attention output and the second projection of an MLP."""
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:
         width = divided(inner, size, what)
@@ -58,7 +58,7 @@ def row(megatron: str, hf: str, out: int, inner: int, at: At, *, what: str) -> R
 def query_key_value(
     megatron: str, hf: tuple[str, str, str], *, heads: int, groups: int, head_dim: int, hidden: int | None, at: At
 ) -> Rule:
-    """Megatron's fused projection: for each group its queries, its key, its value; cut by groups.
+    """Megatron's fused projection: for each group its queries, its key, its value; sharded by groups.
 
     `hidden` is None for the projection's bias.
     """
@@ -111,10 +111,10 @@ def fused_expert_gate_up(
         width = divided(ffn, size, what)
         found = []
         for half in (0, 1):
-            cut = (slice(half * ffn + rank * width, half * ffn + (rank + 1) * width), slice(0, hidden))
-            index = (expert, *(cut[::-1] if transposed else cut))
-            place = dict(axis=0, start=half * width, stop=(half + 1) * width)
-            found.append(Piece(hf_name=hf, hf_index=index, transposed=transposed, **place))
+            part = (slice(half * ffn + rank * width, half * ffn + (rank + 1) * width), slice(0, hidden))
+            index = (expert, *(part[::-1] if transposed else part))
+            rows = dict(axis=0, start=half * width, stop=(half + 1) * width)
+            found.append(Piece(hf_name=hf, hf_index=index, transposed=transposed, **rows))
         return tuple(found)
 
     shape = (experts, hidden, 2 * ffn) if transposed else (experts, 2 * ffn, hidden)
@@ -129,8 +129,8 @@ def fused_expert_down(
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:
         width = divided(ffn, size, what)
-        cut = (slice(0, hidden), slice(rank * width, (rank + 1) * width))
-        index = (expert, *(cut[::-1] if transposed else cut))
+        part = (slice(0, hidden), slice(rank * width, (rank + 1) * width))
+        index = (expert, *(part[::-1] if transposed else part))
         return (Piece(hf_name=hf, hf_index=index, axis=1, start=0, stop=width, transposed=transposed),)
 
     shape = (experts, ffn, hidden) if transposed else (experts, hidden, ffn)

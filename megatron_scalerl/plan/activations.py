@@ -1,15 +1,15 @@
-"""Activations that the backward pass needs, per token of a packed micro-batch, by layer and by recompute setting.
+"""Activation memory: bytes per token that layers save for the backward pass, by recompute setting.
 
-What is kept depends on the layers and on the device (`Kernels`):
+What is saved depends on the layers and on the device (`Kernels`):
 
-* `te` layers, Transformer Engine's: norms inside the linear layers keep input, output and a number a token, SwiGLU
-  keeps its input, attention on packed rows ("thd") keeps queries, keys, values, output and a log-sum-exp. Read from
-  the sources of its version 2.11 (what each saves for its backward pass), not measured here.
-* `plain` layers, what runs without Transformer Engine (`trainer/layers`): unfused SwiGLU keeps five instead of three
-  widths, rotary angles are kept per token, attention keeps padded copies of queries, keys, values and output.
-  On a CPU norms keep two fp32 copies; measured there with `torch.autograd.graph.saved_tensors_hooks`, and
-  tools/bench_plan.py compares whole runs. On a GPU PyTorch's own norm is one kernel that keeps its input and a number
-  a token, and attention is its flash (or cuDNN) kernel, which keeps what the CPU's does. Derived from PyTorch's
+* `te` layers, Transformer Engine's: norms fused into the linear layers save input, output and one number per token,
+  SwiGLU saves its input, attention on packed sequences ("thd") saves queries, keys, values, output and a log-sum-exp.
+  Read from the sources of version 2.11 (what each module saves for backward), not measured.
+* `plain` layers, used without Transformer Engine (`trainer/layers`): unfused SwiGLU saves five widths instead of
+  three, rotary angles are saved per token, attention saves padded copies of queries, keys, values and output.
+  On a CPU norms save two fp32 copies; measured there with `torch.autograd.graph.saved_tensors_hooks`, and
+  tools/bench_plan.py compares whole runs. On a GPU PyTorch's norm is one kernel that saves its input and one number
+  per token, and attention is its flash (or cuDNN) kernel, which saves the same as the CPU's. Derived from PyTorch's
   sources, not measured.
 """
 
@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_scalerl.models.family import Family, LayerStyle
-from megatron_scalerl.plan.kernels import Kernels
-from megatron_scalerl.plan.layout import Layout
+from megatron_scalerl.plan.hardware import Kernels
+from megatron_scalerl.plan.sharding import Layout
 from megatron_scalerl.recipe import Recipe
 
 MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
-"""Megatron's recompute_modules that are counted."""
+"""Megatron's recompute_modules that the planner supports."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Recompute:
 
 
 def recompute_of(recipe: Recipe) -> Recompute:
-    """The recipe's recompute settings. Raises ValueError for what is not counted."""
+    """The recipe's recompute settings. Raises ValueError for unsupported ones."""
     model = recipe.megatron.model
     granularity: Any = model.get("recompute_granularity") or "none"
     modules = tuple(model.get("recompute_modules") or ("core_attn",)) if granularity == "selective" else ()
@@ -73,7 +73,7 @@ class Shape:
     groups: int
     head_dim: int
     ffn: int
-    """Of a dense MLP, or of the shared expert; 0: none."""
+    """Width of the dense MLP or of the shared expert; 0: none."""
     expert_ffn: int
     experts: int
     top_k: int
@@ -83,7 +83,7 @@ class Shape:
 
 
 def shape_of(family: Family, style: LayerStyle) -> Shape:
-    """The widths of a layer of that style."""
+    """The widths of a layer of `style`."""
     t: dict[str, Any] = dict(family.transformer)
     shared = t.get("moe_shared_expert_intermediate_size") or 0
     return Shape(
@@ -105,31 +105,31 @@ def shape_of(family: Family, style: LayerStyle) -> Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBytes:
-    """Bytes a token that one layer keeps on one rank, by the part that recompute can drop."""
+    """Bytes per token that one layer saves on one rank, by the part that recomputation can drop."""
 
     norms: float
     norm_outputs: float
     attention: float
-    """Projections' inputs, rotary angles, norms of queries and keys."""
+    """Inputs of the projections, rotary angles, norms of queries and keys."""
     core: float
-    """What core attention keeps."""
+    """What core attention saves."""
     core_inputs: float
-    """What core attention keeps when it is recomputed."""
+    """What core attention saves if it is recomputed."""
     mlp: float
     """Inside the dense MLP or the shared expert."""
     experts: float
     """Router, dispatch, inside the experts."""
     activation: float
-    """The part of `experts` that is the output of the activation function."""
+    """The share of `experts` that is the output of the activation function."""
 
     @property
     def total(self) -> float:
-        """Without recompute."""
+        """Without recomputation."""
         return self.norms + self.norm_outputs + self.attention + self.core + self.mlp + self.experts
 
 
 def layer_bytes(shape: Shape, layout: Layout, *, width: int, kernels: Kernels, imbalance: float) -> LayerBytes:
-    """What a layer keeps for one token of the rank's part of a micro-batch; `width` is bytes a number."""
+    """What a layer saves per token of the rank's share of a micro-batch; `width` is bytes per element."""
     tp, sp = layout.tp, layout.sp
     q, kv, h = shape.query / tp, shape.key / tp, shape.hidden / sp
     heads, groups = shape.heads / tp, shape.groups / tp
@@ -137,7 +137,7 @@ def layer_bytes(shape: Shape, layout: Layout, *, width: int, kernels: Kernels, i
     angles = 4 * shape.head_dim * width if shape.rope and (plain or shape.qk_norm) else 0
     qk_norm = 4 * (q + kv + heads + groups) if shape.qk_norm else 0
     if shape.qk_norm and width == 4:
-        qk_norm += 4 * (q + kv)  # the key is a view of the whole projection
+        qk_norm += 4 * (q + kv)  # the key is a view of the whole projection, which is saved
     lse = 4 * heads
     copies = (2 * q if plain else q) + 2 * kv
     inner = 5 if plain else 3
@@ -154,7 +154,7 @@ def layer_bytes(shape: Shape, layout: Layout, *, width: int, kernels: Kernels, i
 
 
 def norm_bytes(hidden: float, *, width: int, kernels: Kernels) -> float:
-    """Bytes a token that one norm of that width keeps beside its output."""
+    """Bytes per token that one norm of that width saves besides its output."""
     if kernels.device == "cpu":
         return 8 * hidden + 4
     return hidden * width + 4
@@ -163,7 +163,7 @@ def norm_bytes(hidden: float, *, width: int, kernels: Kernels) -> float:
 def _experts(shape: Shape, layout: Layout, width: int, inner: int, imbalance: float) -> float:
     if not shape.experts:
         return 0.0
-    # a rank's experts get as many tokens as it sends, times what the busiest gets over the mean
+    # a rank's experts receive as many tokens as it sends, times the load of the busiest rank over the mean
     routed = shape.top_k / layout.sp * (imbalance if layout.ep > 1 else 1.0) * layout.etp
     inside = inner if shape.probs_on_input or inner == 3 else inner + 1
     weighted = shape.hidden / layout.sp * width if shape.probs_on_input else 0.0
@@ -172,7 +172,7 @@ def _experts(shape: Shape, layout: Layout, width: int, inner: int, imbalance: fl
 
 
 def kept(bytes_: LayerBytes, recompute: Recompute, *, moe: bool, width: int, hidden: float) -> float:
-    """Bytes a token that one layer keeps until its backward pass under the recompute setting."""
+    """Bytes per token that one layer saves until its backward pass under the recompute setting."""
     if recompute.granularity == "full":
         return hidden * width
     total = bytes_.total
@@ -189,7 +189,7 @@ def kept(bytes_: LayerBytes, recompute: Recompute, *, moe: bool, width: int, hid
 
 
 def backward_bytes(shape: Shape, layout: Layout, *, width: int, imbalance: float) -> float:
-    """Bytes a token of gradients that live at once in a layer's backward pass: MLP, residual, gathered input."""
+    """Bytes per token of gradients alive at once in a layer's backward pass: MLP, residual, gathered input."""
     dense = 4 * shape.ffn / layout.tp
     routed = shape.top_k / layout.sp * (imbalance if layout.ep > 1 else 1.0)
     expert = routed * (4 * shape.expert_ffn + 2 * shape.hidden)

@@ -1,4 +1,4 @@
-"""What the planner assumes because nobody can compute it: one field, one flag, one source each."""
+"""What the planner assumes because it cannot be computed: one field, one flag, one source each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 _POSITIVE = (0.0, None, False)
 _AT_LEAST_0 = (0.0, None, True)
 _SHARE = (0.0, 1.0, False)
-"""(Lowest, highest or None, whether the lowest itself is allowed)."""
+"""(Minimum, maximum or None, whether the minimum itself is allowed)."""
 
 
 def _assumed(value: Any, unit: str, what: str, source: str, range_: Any = _AT_LEAST_0) -> Any:
@@ -20,7 +20,7 @@ _OURS = "project default, not measured"
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """Every field is a flag of `tools/plan.py` and a key of an assumptions file; None stands for "computed".
+    """Every field is a flag of `tools/plan.py` and a key of an assumptions file; None means computed.
 
     Raises ValueError for a number outside its field's range.
     """
@@ -35,61 +35,31 @@ class Assumptions:
     moe_utilisation: float = _assumed(
         0.25, "of bf16 peak", "trainer's hardware FLOPs, mixture of experts", _OURS, _SHARE
     )
-    train_seconds: float | None = _assumed(None, "s", "trainer's seconds a step", "computed from FLOPs", _POSITIVE)
-    packing: float = _assumed(0.9, "share", "filled part of a micro-batch", _OURS, _SHARE)
-    hbm_efficiency: float = _assumed(0.6, "of HBM rate", "engine's reads while it decodes", _OURS, _SHARE)
-    engine_step_ms: float = _assumed(5.0, "ms", "fixed cost of one decoding step", _OURS)
+    train_seconds: float | None = _assumed(None, "s", "trainer's seconds per step", "computed from FLOPs", _POSITIVE)
+    packing: float = _assumed(0.9, "share", "share of a micro-batch filled with tokens", _OURS, _SHARE)
+    hbm_efficiency: float = _assumed(0.6, "of HBM rate", "memory bandwidth that decode reaches", _OURS, _SHARE)
+    engine_step_ms: float = _assumed(5.0, "ms", "fixed time of one decode step", _OURS)
     engine_tokens_per_second: float | None = _assumed(
-        None,
-        "tok/s a GPU",
-        "engine's rate under full load",
-        "computed from memory traffic",
-        _POSITIVE,
+        None, "tok/s per GPU", "engine's decode throughput at full load", "computed from memory traffic", _POSITIVE
     )
     publish_seconds: float | None = _assumed(
-        None,
-        "s",
-        "engines' pause for one weight update",
-        "one sender's card at half its rate",
+        None, "s", "engines' pause for one weight update", "one sender's card at half its rate"
     )
-    prompt_tokens: float = _assumed(256, "tokens", "mean prompt", _OURS)
+    prompt_tokens: float = _assumed(256, "tokens", "mean prompt length", _OURS)
     thinking_median: float = _assumed(
-        0.4, "of the cut", "median thinking without the cut, log-normal", _OURS, _POSITIVE
+        0.4, "of the cut", "median thinking length without interruption, log-normal", _OURS, _POSITIVE
     )
-    thinking_sigma: float = _assumed(0.6, "", "spread of the logarithm of thinking", _OURS)
-    answer_median: float = _assumed(0.2, "of answer_tokens", "median answer, log-normal, sigma 0.5", _OURS)
+    thinking_sigma: float = _assumed(0.6, "", "standard deviation of log thinking length", _OURS)
+    answer_median: float = _assumed(0.2, "of answer_tokens", "median answer length, log-normal, sigma 0.5", _OURS)
     kept_share: float = _assumed(
-        1.0,
-        "share",
-        "completions that the filters leave to the trainer",
-        "upper bound; the paper prints none",
-        _SHARE,
+        1.0, "share", "completions that pass the filters", "upper bound; the paper prints none", _SHARE
     )
-    runtime_gib: float = _assumed(
-        3.0,
-        "GiB a rank",
-        "CUDA context, NCCL and library buffers",
-        _OURS,
-    )
-    fragmentation: float = _assumed(
-        0.08,
-        "share",
-        "allocator's loss on what is not static",
-        _OURS,
-    )
+    runtime_gib: float = _assumed(3.0, "GiB per rank", "CUDA context, NCCL and library buffers", _OURS)
+    fragmentation: float = _assumed(0.08, "share", "allocator overhead on temporary memory", _OURS)
     expert_imbalance: float = _assumed(
-        1.5,
-        "x mean",
-        "tokens of the busiest expert rank",
-        _OURS,
-        (1.0, None, True),
+        1.5, "x mean", "tokens on the busiest expert-parallel rank", _OURS, (1.0, None, True)
     )
-    engine_overhead_gib: float = _assumed(
-        4.0,
-        "GiB a GPU",
-        "engine's activations, CUDA graphs, fp32 head",
-        _OURS,
-    )
+    engine_overhead_gib: float = _assumed(4.0, "GiB per GPU", "engine's activations, CUDA graphs, fp32 head", _OURS)
 
     def __post_init__(self) -> None:
         for f in described():
@@ -99,32 +69,32 @@ class Assumptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where the value of an assumption comes from."""
+    """Origin of an assumption's value."""
 
     kind: Literal["default", "file", "flag"]
     source: str
-    """In words, as printed."""
+    """As printed."""
 
 
 def described() -> tuple[Field[Any], ...]:
-    """The fields in order; `metadata` has unit, what, source and range."""
+    """The fields in order; `metadata` holds unit, what, source and range."""
     return fields(Assumptions)
 
 
 def default_origins() -> dict[str, Origin]:
-    """Every assumption's source as the planner has it."""
+    """The planner's own source of every assumption."""
     return {f.name: Origin(kind="default", source=f.metadata["source"]) for f in described()}
 
 
 def check_number(name: str, value: object) -> float:
     """`value` as a number for the field `name`.
 
-    Raises ValueError, in one line without the field's name, for what is no finite number and for one out of range.
+    Raises ValueError, in one line without the field's name, for anything but a finite number within its range.
     """
     [f] = [f for f in described() if f.name == name]
     low, high, closed = f.metadata["range"]
-    wanted = f"a number {'of at least' if closed else 'above'} {low:g}" + (f" and at most {high:g}" if high else "")
+    expected = f"a number {'of at least' if closed else 'above'} {low:g}" + (f" and at most {high:g}" if high else "")
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else float("nan")
     if not (low <= number <= (high or 1e308)) or (number == low and not closed):
-        raise ValueError(f"expected {wanted}, found {repr(value)[:60]}")
+        raise ValueError(f"expected {expected}, found {repr(value)[:60]}")
     return float(number)

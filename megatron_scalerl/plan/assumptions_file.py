@@ -1,20 +1,19 @@
-"""A YAML file of measured constants, which `plan --assumptions FILE` puts in the place of the planner's defaults.
+"""A YAML file of measured constants that replace the planner's defaults: `plan --assumptions FILE`.
 
-    gpu: NVIDIA H100 80GB HBM3        # as CUDA names it, or the planner's --gpu; constants belong to one GPU
-    layers: plain                     # optional: the trainer's layers when it was measured, see --layers
+    gpu: NVIDIA H100 80GB HBM3        # its name in CUDA, or the planner's --gpu; constants apply to one GPU
+    layers: plain                     # optional: layers of the measured trainer, see --layers
     written: 2026-11-21
     assumptions:
       dense_utilisation:              # a field of `Assumptions`
         value: 0.37
         source: "measured: 8B shape, 4 layers, 16,384 tokens"   # optional
 
-`megatron-scalerl check-gpu --planner FILE` writes one; by hand works as well.
+`megatron-scalerl check-gpu --planner FILE` writes one.
 """
 
 from __future__ import annotations
 
 import datetime
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +23,8 @@ import yaml
 
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.plan.assumptions import check_number, described
-from megatron_scalerl.plan.hardware import GPUS, gpu_of_device
-from megatron_scalerl.plan.kernels import Layers
+from megatron_scalerl.plan.hardware import GPUS, Layers, gpu_of_device
+from megatron_scalerl.recipe.nearest import check_keys
 
 _HEADER = ("gpu", "layers", "written", "assumptions")
 _ENTRY = ("value", "source")
@@ -38,20 +37,20 @@ class Measured:
     value: float
     """In the unit of the field of `Assumptions`."""
     source: str | None = None
-    """How it was measured, in words; one line."""
+    """How it was measured; one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AssumptionsFile:
-    """What a file says. Produced by `read_assumptions`."""
+    """The contents of a file. Produced by `read_assumptions`."""
 
     path: Path
     gpu: str
     """A key of `hardware.GPUS`."""
     gpu_named: str
-    """As the file names it."""
+    """The name in the file."""
     layers: Layers | None
-    """None: not said, good for either."""
+    """None: valid for both."""
     written: str
     """Date, or an empty string."""
     values: Mapping[str, Measured]
@@ -67,17 +66,17 @@ class AssumptionsFile:
 def write_assumptions(
     path: str | Path, values: Mapping[str, Measured], *, gpu: str, layers: Layers | None = None
 ) -> None:
-    """Write the file as a whole or not at all; `gpu` as CUDA names it, dated today (UTC).
+    """Write the file atomically, dated today (UTC); `gpu` is the name in CUDA.
 
-    Raises ValueError for an unknown field, a number out of its range and for no values at all, and OSError where the
-    file cannot be written. Any `gpu` is written; a plan takes those of `hardware.GPUS`.
+    Raises ValueError for an unknown field, a number out of range and without values, OSError if the file cannot be
+    written. Any `gpu` is written; a plan accepts those in `hardware.GPUS`.
     """
     path = Path(path)
     if not values:
         raise ValueError(f"{path}: expected at least one measured constant, found none")
     rows: dict[str, Any] = {}
+    _check_keys(path, "assumptions.", values, _names())
     for name, measured in values.items():
-        _check_key(path, "assumptions.", name, _names())
         rows[name] = {"value": _number(path, name, measured.value)}
         if measured.source:
             rows[name]["source"] = " ".join(measured.source.split())
@@ -88,13 +87,15 @@ def write_assumptions(
 
 
 def read_assumptions(path: str | Path) -> AssumptionsFile:
-    """The file's constants. Raises ValueError, in one line with file and key, for whatever is not of its form."""
+    """The file's constants. Raises ValueError, in one line with file and key, for invalid contents."""
     path = Path(path)
     data = _mapping(path, "", _loaded(path), _HEADER)
     named = _text(path, "gpu", data.get("gpu"))
     key = gpu_of_device(named)
     if key is None:
-        raise ValueError(f"{path}: gpu: expected a GPU of the planner ({', '.join(sorted(GPUS))}), found {named!r}")
+        raise ValueError(
+            f"{path}: gpu: expected a GPU that the planner supports ({', '.join(sorted(GPUS))}), found {named!r}"
+        )
     layers = data.get("layers")
     if layers is not None and layers not in get_args(Layers):
         raise ValueError(f"{path}: layers: expected {' or '.join(get_args(Layers))}, found {layers!r}")
@@ -140,13 +141,12 @@ def _names() -> list[str]:
 
 
 def _mapping(path: Path, prefix: str, value: object, keys: Iterable[str]) -> dict[str, Any]:
-    """`value`, if it is a mapping that is not empty and has no other keys."""
+    """`value`, checked to be a nonempty mapping with no other keys."""
     if not isinstance(value, dict) or not value:
         where = f"{prefix[:-1]}: " if prefix else ""
         found = "nothing" if not value else f"{type(value).__name__} {str(value)[:60]!r}"
         raise ValueError(f"{path}: {where}expected a mapping with {_some(keys)}, found {found}")
-    for key in value:
-        _check_key(path, prefix, key, keys)
+    _check_keys(path, prefix, value, keys)
     return value
 
 
@@ -155,14 +155,13 @@ def _some(keys: Iterable[str]) -> str:
     return ", ".join(names) if len(names) <= len(_HEADER) else f"{names[0]} and other assumptions"
 
 
-def _check_key(path: Path, prefix: str, key: object, known: Iterable[str]) -> None:
-    if key not in list(known):
-        [near] = difflib.get_close_matches(str(key), list(known), n=1, cutoff=0.0)
-        raise ValueError(f"{path}: unknown key {prefix}{key}, the nearest valid key is {prefix}{near}")
+def _check_keys(path: Path, prefix: str, given: Iterable[object], known: Iterable[str]) -> None:
+    names = [prefix + name for name in known]
+    check_keys(str(path), (f"{prefix}{key}" for key in given), names, expected="a key of an assumptions file")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without repeated keys, of which PyYAML would silently take the last."""
+    """Rejects repeated keys, of which PyYAML would silently keep the last."""
 
 
 def _mapping_once(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -188,7 +187,7 @@ def _loaded(path: Path) -> object:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}: " if mark else ""
-        said = " ".join(str(getattr(error, "problem", None) or error).split())
-        raise ValueError(f"{path}: {where}expected YAML, found {said}") from None
-    except ValueError as error:  # no UTF-8, or a date that does not exist
+        problem = " ".join(str(getattr(error, "problem", None) or error).split())
+        raise ValueError(f"{path}: {where}expected YAML, found {problem}") from None
+    except ValueError as error:  # not UTF-8, or an invalid date
         raise ValueError(f"{path}: expected YAML in UTF-8, found {' '.join(str(error).split())}") from None

@@ -1,44 +1,34 @@
-"""The command line of the planner: `tools/plan.py RECIPE --gpus N [options]`."""
+"""The command line of the planner: `megatron-scalerl plan RECIPE --gpus N [options]`."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from megatron_scalerl.plan.assumptions import Assumptions, Origin, check_number, default_origins, described
 from megatron_scalerl.plan.assumptions_file import read_assumptions
-from megatron_scalerl.plan.hardware import GPUS
-from megatron_scalerl.plan.kernels import Layers
+from megatron_scalerl.plan.hardware import GPUS, Layers
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 GPU = "h100-80g"
-"""Where neither a flag nor a file names another."""
+"""Default of --gpu."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Plan and print; 0, or 2 for bad input and, with --check, for a rank that does not fit."""
-    options = parser().parse_intermixed_args(arguments)
-    try:
-        return run(options)
-    except ValueError as error:
-        print(f"plan: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"plan: {error.filename}: expected a usable path, found {error.strerror}", file=sys.stderr)
-        return 2
+EPILOG = """example:
+  megatron-scalerl plan recipes/scalerl_llama4_scout_17bx16.yaml --gpus 256 --check"""
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options; the flags of the assumptions come from their own table."""
-    p = argparse.ArgumentParser(
-        prog="plan.py",
-        description="Whether a recipe fits its GPUs and what it costs, before any GPU is asked for.",
-        epilog="Example: plan.py recipes/scalerl_llama4_scout_17bx16.yaml --gpus 256 --check",
-    )
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """Add the options of the command; those of the assumptions are generated from `Assumptions`."""
+    p.description = "Predict whether a recipe fits its GPUs and what it costs, before any GPU is allocated."
+    p.epilog = EPILOG
     p.add_argument("recipe", metavar="RECIPE", help="recipe file")
     p.add_argument("overrides", nargs="*", metavar="key.path=value", help="overrides of the recipe")
     p.add_argument("--gpus", type=_positive, required=True, metavar="N", help="GPUs of trainer and engines together")
@@ -52,8 +42,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--assumptions",
         metavar="FILE",
-        help="measured constants in the place of the defaults below, as "
-        "check-gpu --planner writes them; flags override it",
+        help="measured constants that replace the defaults below, written by check-gpu --planner; flags override it",
     )
     p.add_argument(
         "--config",
@@ -63,54 +52,56 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--no-build",
         action="store_true",
-        help="do not build the ranks from Megatron's modules on the meta device, which proves the counts (5 s)",
+        help="skip building the ranks on the meta device, which verifies the parameter counts (5 s)",
     )
-    p.add_argument("--check", action="store_true", help="only say whether it fits; exit 2 where a rank does not")
-    p.add_argument("--json", metavar="OUT|-", help="write the same numbers as JSON; - prints nothing else")
-    group = p.add_argument_group("assumptions, with their defaults")
+    p.add_argument("--check", action="store_true", help="print one line only; exit code 2 if it does not fit")
+    p.add_argument("--json", metavar="OUT|-", help="write the same numbers as JSON; - prints only the JSON")
+    group = p.add_argument_group("assumptions and their defaults")
     for f in described():
         default = "computed" if f.default is None else f"{f.default:g} {f.metadata['unit']}".strip()
         text = f"{f.metadata['what']} ({default})".replace("%", "%%")
         group.add_argument("--" + f.name.replace("_", "-"), type=_number_of(f.name), metavar="X", help=text)
-    return p
 
 
-def run(options: argparse.Namespace) -> int:
-    """As `main`, raising ValueError for bad input."""
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Plan and print; returns 2 if --check is given and the plan does not fit, else 0.
+
+    Raises ValueError for invalid input, OSError for a path that cannot be read or written.
+    """
     from megatron_scalerl.recipe.file import load_recipe
 
     recipe = load_recipe(options.recipe, options.overrides)
     inputs = inputs_of(options)
     folder = config_folder(recipe.policy.path, options.recipe, options.config)
 
-    from rich.console import Console  # from here on what takes seconds to import
-
-    from megatron_scalerl.plan.build_check import compare_with_build
+    from megatron_scalerl.plan.meta_build import compare_with_build  # these imports take seconds
     from megatron_scalerl.plan.planner import as_numbers, make_plan
     from megatron_scalerl.plan.text import show, verdict
 
     plan = make_plan(
         recipe, folder, options.gpus, GPUS[inputs.gpu], inputs.assumed, layers=inputs.layers, origins=inputs.origins
     )
-    built = "not asked for" if options.no_build else compare_with_build(plan, folder)
+    built = "skipped" if options.no_build else compare_with_build(plan, folder)
     if options.json:
         text = json.dumps(as_numbers(plan) | {"meta_build": built}, indent=2)
         print(text) if options.json == "-" else Path(options.json).write_text(text + "\n")
     if options.check:
         problems = plan.problems()
         if problems:
-            print(f"plan: {recipe.name}: {problems[0]}", file=sys.stderr)
+            print(f"megatron-scalerl: {recipe.name}: {problems[0]}", file=sys.stderr)
             return 2
         if options.json != "-":
             print(f"{recipe.name} on {options.gpus} x {plan.gpu.name}: {verdict(plan)}")
     elif options.json != "-":
-        show(plan, built, Console(width=None if sys.stdout.isatty() else 100))
+        from rich.console import Console
+
+        show(plan, built, Console(width=None if console.is_terminal else 100))
     return 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What flags, an assumptions file and defaults say together."""
+    """GPU, layers and assumptions from flags, assumptions file and defaults."""
 
     gpu: str
     """A key of `GPUS`."""
@@ -120,16 +111,18 @@ class Inputs:
 
 
 def inputs_of(options: argparse.Namespace) -> Inputs:
-    """A flag before the file, the file before the defaults.
+    """Flags take precedence over the file, the file over the defaults.
 
-    Raises ValueError for a file that is not one, and where --gpu or --layers are others than the file's: a constant
-    of one GPU says little about another.
+    Raises ValueError for an invalid file, and if --gpu or --layers differ from the file's: constants measured on one
+    GPU do not apply to another.
     """
     file = read_assumptions(options.assumptions) if options.assumptions else None
-    for key, said in (("gpu", file and file.gpu), ("layers", file and file.layers)):
+    for key, measured in (("gpu", file and file.gpu), ("layers", file and file.layers)):
         given = getattr(options, key)
-        if given and said and given != said:
-            raise ValueError(f"--{key}: expected {said}, for which {options.assumptions} was written, found {given}")
+        if given and measured and given != measured:
+            raise ValueError(
+                f"--{key}: expected {measured}, for which {options.assumptions} was measured, found {given}"
+            )
     values, origins = {}, default_origins()
     for f in described():
         given = getattr(options, f.name)
@@ -147,9 +140,9 @@ def inputs_of(options: argparse.Namespace) -> Inputs:
 
 
 def config_folder(policy: str, recipe: str | Path, given: str | Path | None = None) -> Path:
-    """Where the architecture is: `given`, the policy's folder, or configs/<its name> beside the recipe.
+    """The folder with the config.json: `given`, the policy's folder, or configs/<its name> beside the recipe.
 
-    Raises ValueError where none has a config.json.
+    Raises ValueError if there is none.
     """
     folder = Path(policy)
     tried = [Path(given)] if given else [folder, Path(recipe).parent / "configs" / folder.name]

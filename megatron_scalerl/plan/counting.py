@@ -1,7 +1,7 @@
-"""Parameters: exact, from the family's weight map, in all and on every rank.
+"""Exact parameter counts, total and per rank, from the family's weight map.
 
-The map's rules say which rectangle of which Hugging Face tensor a rank of a given group size holds: the same table
-that loads a checkpoint. `meta_build` builds the same ranks from Megatron's own modules, to prove it.
+The rules of the map assign a slice of a Hugging Face tensor to each rank of a parallel group; the same rules load
+checkpoints. `meta_build` verifies the counts against Megatron's own modules.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from typing import Any
 from megatron_scalerl.models import family as family_of
 from megatron_scalerl.models import read_hf_config
 from megatron_scalerl.models.family import Family, Rule
-from megatron_scalerl.plan.layout import Layout
+from megatron_scalerl.plan.sharding import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """Parameters of a policy."""
+    """Parameter counts of a policy."""
 
     total: int
-    """Of the policy that is trained; a vision tower is not part of it."""
+    """Of the trained policy, without a vision tower."""
     active: int
-    """Used for one token, embedding included."""
+    """Used per token, embedding included."""
     experts: int
-    """Of all routed experts."""
+    """In all routed experts."""
     embedding: int
     head: int
-    """Of the logit projection; with tied embeddings the same weights as `embedding`, counted once in `total`."""
-    carried: int
-    """Of the vision tower and its projector, which the run does not load."""
+    """In the logit projection; tied embeddings share the weights of `embedding`, counted once in `total`."""
+    passthrough: int
+    """In the vision tower and its projector, which a run does not load."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankParameters:
-    """Parameters that one rank of a pipeline stage holds, vocabulary padding included."""
+    """Parameters on one rank of a pipeline stage, vocabulary padding included."""
 
     dense: int
     expert: int
     largest: int
-    """Of the largest single weight."""
+    """In the largest single weight."""
 
     @property
     def total(self) -> int:
@@ -52,13 +52,13 @@ class RankParameters:
 
 
 def load_family(config_path: str | Path) -> tuple[Family, Any]:
-    """Family and Hugging Face config of a folder with a config.json. Raises ValueError."""
+    """Family and Hugging Face config of a folder with a config.json. Raises ValueError if it is unsupported."""
     config = read_hf_config(config_path)
     return family_of(config), config
 
 
 def count(family: Family, config: Any = None) -> Parameters:
-    """Parameters of the whole policy; `config` is needed to count a vision tower."""
+    """Parameters of the whole policy; counting a vision tower requires `config`."""
     rules = [r for r in family.rules if r.exported]
     total = sum(elements(r) for r in rules)
     experts = sum(elements(r) for r in rules if r.expert is not None)
@@ -71,7 +71,7 @@ def count(family: Family, config: Any = None) -> Parameters:
         experts=experts,
         embedding=first,
         head=next(elements(r) for r in family.rules if r.megatron == "output_layer.weight"),
-        carried=_carried(family, config) if config is not None and family.carried else 0,
+        passthrough=_passthrough(family, config) if config is not None and family.passthrough else 0,
     )
 
 
@@ -87,7 +87,7 @@ def elements(rule: Rule, size: int = 1) -> int:
 
 
 def of_stage(family: Family, layout: Layout, stage: int) -> RankParameters:
-    """What each rank of a pipeline stage holds. Raises ValueError where a size does not divide what it cuts."""
+    """Parameters on each rank of a pipeline stage. Raises ValueError for sizes that do not divide."""
     dense, expert = [0], [0]
     for rule in _rules_of_stage(family, layout, stage):
         if rule.expert is None:
@@ -103,19 +103,19 @@ def _rules_of_stage(family: Family, layout: Layout, stage: int) -> Iterator[Rule
     for rule in family.rules:
         place = {"first": 0, "last": last}.get(rule.place)
         mine = stage == place if place is not None else rule.layer in layout.stages[stage]
-        # one stage shares tied embeddings, several have a copy at the head
+        # a single stage shares tied embeddings; with several, the last one holds a copy
         copied = rule.exported or layout.pp > 1
         if mine and copied and (rule.expert is None or rule.expert < experts // layout.ep):
             yield rule
 
 
-def _carried(family: Family, config: Any) -> int:
+def _passthrough(family: Family, config: Any) -> int:
     """Parameters outside the policy, from transformers' own modules on the meta device, with one text layer."""
-    return _carried_of(config.to_json_string(), family.carried)
+    return _passthrough_of(config.to_json_string(), family.passthrough)
 
 
 @cache
-def _carried_of(config_json: str, prefixes: tuple[str, ...]) -> int:
+def _passthrough_of(config_json: str, prefixes: tuple[str, ...]) -> int:
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 

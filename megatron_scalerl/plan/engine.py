@@ -1,7 +1,7 @@
-"""One engine: what fits on its devices, and how fast it decodes.
+"""One engine: its KV-cache capacity and its decode speed.
 
-A decoding step reads the weights that its tokens need and the KV cache of every running completion; both divide by
-the memory rate that the devices reach. So a step takes fixed + per_completion x n seconds with n running.
+A decode step reads the weights that its tokens use and the KV cache of every running completion, at the memory
+bandwidth that the devices reach. With n running completions it takes fixed + per_completion x n seconds.
 """
 
 from __future__ import annotations
@@ -17,67 +17,67 @@ from megatron_scalerl.plan.lengths import Lengths
 from megatron_scalerl.plan.memory import WIDTH
 from megatron_scalerl.recipe import Recipe
 
-MEMORY_UTILISATION = 0.92
-"""vLLM 0.32's default of gpu_memory_utilization."""
+MEMORY_UTILIZATION = 0.92
+"""vLLM 0.32's default gpu_memory_utilization."""
 MAX_NUM_SEQS = 256
-"""Completions that run at once where engine.vllm.max_num_seqs is silent (vLLM's default for servers is no lower)."""
+"""Max concurrent sequences if engine.vllm.max_num_seqs is not set (vLLM's default for servers is no lower)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineMemory:
-    """Memory of one device of an engine."""
+    """Memory on one device of an engine."""
 
     devices: int
     context_tokens: int
-    """Longest prompt and completion."""
+    """Maximum length of prompt and completion."""
     weights_bytes: float
     overhead_bytes: float
     kv_bytes: float
-    """Left for the KV cache."""
+    """Available to the KV cache."""
     kv_bytes_per_token: float
-    """On all devices together."""
+    """On all devices of the engine together."""
     limit_bytes: float
     """Device memory x gpu_memory_utilization."""
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the engine's cache holds."""
+        """KV-cache capacity of the engine (tokens)."""
         return max(0, int(self.kv_bytes * self.devices / self.kv_bytes_per_token))
 
     @property
     def full_sequences(self) -> float:
-        """Sequences of the longest length that fit at once."""
+        """Max concurrent sequences of maximum length."""
         return self.kv_tokens / self.context_tokens
 
     @property
     def missing_bytes(self) -> float:
-        """What a device lacks for one sequence of the longest length; 0 where it fits."""
+        """Bytes that a device lacks for one sequence of maximum length; 0 if it fits."""
         need = self.kv_bytes_per_token * self.context_tokens / self.devices
         return max(0.0, need - self.kv_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """Speed of one engine."""
+    """Decode speed of one engine."""
 
     fixed_seconds: float
     per_completion_seconds: float
     prefill_seconds: float
-    """Of one prompt."""
+    """Prefill of one prompt."""
     running: int
-    """Completions that run at once; further ones wait inside the engine."""
+    """Max concurrent completions; further ones are queued in the engine."""
 
     def step_seconds(self, running: int) -> float:
-        """One decoding step with `running` completions."""
+        """Time of one decode step with `running` completions."""
         return self.fixed_seconds + self.per_completion_seconds * running
 
     def tokens_per_second(self, running: int) -> float:
-        """Of the whole engine."""
+        """Throughput of the whole engine."""
         return running / self.step_seconds(running) if running else 0.0
 
 
 def engine_memory(recipe: Recipe, family: Family, p: Parameters, gpu: Gpu, assumed: Assumptions) -> EngineMemory:
-    """Weights, overhead and KV cache of one device. Raises ValueError where vLLM's parallel sizes disagree."""
+    """Weights, overhead and KV cache of one device. Raises ValueError for contradicting parallel sizes."""
     options, devices = recipe.engine.vllm, recipe.engine.devices_per_engine
     product = math.prod(int(options.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline", "data"))
     if product != devices:
@@ -87,9 +87,9 @@ def engine_memory(recipe: Recipe, family: Family, p: Parameters, gpu: Gpu, assum
         )
     tp = int(options.get("tensor_parallel_size", 1))
     groups, layers = family.transformer["num_query_groups"], len(family.layers)
-    copies = max(1, tp // groups)  # fewer key-value heads than devices: they are replicated
+    copies = max(1, tp // groups)  # key-value heads are replicated if there are fewer than devices
     width = 1 if "fp8" in str(options.get("kv_cache_dtype", "auto")) else WIDTH[recipe.policy.dtype]
-    limit = gpu.memory_bytes * float(options.get("gpu_memory_utilization", MEMORY_UTILISATION))
+    limit = gpu.memory_bytes * float(options.get("gpu_memory_utilization", MEMORY_UTILIZATION))
     weights = p.total * WIDTH[recipe.policy.dtype] / devices
     overhead = assumed.engine_overhead_gib * GIB
     cache = options.get("kv_cache_memory_bytes")
@@ -105,14 +105,14 @@ def engine_memory(recipe: Recipe, family: Family, p: Parameters, gpu: Gpu, assum
 
 
 def longest_tokens(recipe: Recipe) -> int:
-    """Longest prompt and completion; engine.vllm.max_model_len where it is given."""
+    """engine.vllm.max_model_len if set, else the maximum length of prompt and completion."""
     return int(recipe.engine.vllm.get("max_model_len") or recipe.longest_sequence())
 
 
 def decoding(
     recipe: Recipe, p: Parameters, memory: EngineMemory, gpu: Gpu, lengths: Lengths, assumed: Assumptions
 ) -> Decoding:
-    """Speed under the load that the recipe and the cache allow."""
+    """Speed at the concurrency that the recipe and the KV cache allow."""
     resident = assumed.prompt_tokens + lengths.mean_resident
     room = int(memory.kv_tokens / resident)
     asked = min(int(recipe.engine.vllm.get("max_num_seqs", MAX_NUM_SEQS)), recipe.rollouts.max_in_flight)

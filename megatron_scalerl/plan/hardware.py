@@ -1,31 +1,35 @@
-"""What a GPU has: memory, arithmetic, links. Makers' figures, dense and per direction."""
+"""GPUs by their data sheets (dense FLOP/s, bandwidth per direction), and the kernels that a trainer runs on them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 MIB, GIB = 2**20, 2**30
+Layers = Literal["te", "plain"]
+"""Transformer Engine's layers, or Megatron-Core's own."""
+Device = Literal["cpu", "gpu"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One kind of GPU in its usual machine."""
+    """One GPU model in its usual server."""
 
     name: str
     memory_bytes: int
-    """Device memory that a process can be given."""
+    """Device memory that a process can allocate."""
     memory_bytes_per_second: float
     bf16_flops: float
     """Dense bf16 tensor-core FLOP/s, without sparsity."""
     nvlink_bytes_per_second: float
-    """NVLink, one direction."""
+    """NVLink bandwidth in one direction."""
     nic_bytes_per_second: float
-    """One network card; there is one a GPU."""
+    """Bandwidth of one NIC; there is one per GPU."""
     per_node: int
-    """GPUs that share NVLink and a host; the planner's splits are whole nodes of them."""
+    """GPUs per node; the planner assigns whole nodes."""
     source: str
     device_names: tuple[str, ...]
-    """What CUDA calls it."""
+    """Its names in CUDA."""
 
 
 GPUS: dict[str, Gpu] = {
@@ -63,12 +67,29 @@ GPUS: dict[str, Gpu] = {
         device_names=("NVIDIA GB200",),
     ),
 }
-"""`--gpu` -> its figures."""
+"""By the name that `--gpu` takes."""
 
 
 def gpu_of_device(name: str) -> str | None:
-    """The key of `GPUS` for a device name as CUDA gives it, or for a key itself; None for other GPUs.
+    """The key of `GPUS` for a CUDA device name, or for a key itself; None for other GPUs.
 
-    Only whole names: an "NVIDIA H100 PCIe" or "NVIDIA H200 NVL" computes and communicates at other rates.
+    Names have to match exactly: "NVIDIA H100 PCIe" and "NVIDIA H200 NVL" have other FLOP/s and bandwidths.
     """
     return next((key for key, gpu in GPUS.items() if name == key or name in gpu.device_names), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """Layers and device of a trainer. Raises ValueError for te on a CPU."""
+
+    layers: Layers
+    device: Device
+
+    def __post_init__(self) -> None:
+        if self.layers == "te" and self.device == "cpu":
+            raise ValueError("layers: expected plain on a CPU, which Transformer Engine does not support, found te")
+
+
+FUSED = Kernels(layers="te", device="gpu")
+"""Transformer Engine on GPUs."""
+PLAIN_ON_GPU = Kernels(layers="plain", device="gpu")

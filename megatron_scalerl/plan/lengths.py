@@ -1,4 +1,4 @@
-"""How long completions are: a distribution assumed, or lengths that a run had."""
+"""Completion lengths: an assumed distribution, or those measured in a run."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ class Lengths:
 
     @property
     def mean(self) -> float:
-        """Mean completion."""
+        """Mean length."""
         return fmean(self.tokens)
 
     @property
     def mean_resident(self) -> float:
-        """Mean length so far of the completions that run at one moment: E[L^2] / 2 E[L]."""
+        """Mean current length of the completions running at one moment: E[L^2] / 2 E[L]."""
         return fmean(n * n for n in self.tokens) / (2 * self.mean)
 
     def quantile(self, share: float) -> int:
-        """The length below which `share` of the completions lie."""
+        """The length that `share` of the completions do not exceed."""
         return sorted(self.tokens)[min(len(self.tokens) - 1, int(share * len(self.tokens)))]
 
 
 def assumed_lengths(recipe: Recipe, assumed: Assumptions) -> Lengths:
-    """Log-normal thinking, cut where the recipe cuts it, and a log-normal answer within its budget."""
+    """Log-normal thinking, interrupted as in the recipe, and a log-normal answer within its budget."""
     rng = random.Random(0)
     section = recipe.interruption
     low, high = section.thinking_tokens
@@ -54,6 +54,6 @@ def assumed_lengths(recipe: Recipe, assumed: Assumptions) -> Lengths:
 
 
 def seen_lengths(tokens: Sequence[int]) -> Lengths:
-    """Lengths that were measured."""
+    """Measured lengths."""
     assert tokens
     return Lengths(tuple(tokens))

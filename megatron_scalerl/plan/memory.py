@@ -1,48 +1,51 @@
-"""Memory of one trainer rank at its peak: what stays, what a micro-batch adds.
+"""Peak memory of one trainer rank: static memory, activations, workspaces.
 
-Bytes a parameter with Megatron's distributed optimizer over d ranks, fp32 gradients: bf16 weights 2 + 4 + 12/d,
-fp32 weights 4 + 4 + 8/d (they are their own main weights). The peak comes in the backward pass, when all saved
-activations are there and one more thing is worked on: the logits, or one layer's recomputation and gradients. The
-optimizer steps in place, PyTorch's AdamW too, which is a fused one on GPUs. Without Transformer Engine (and apex)
-clipping scales one gradient after another into an fp32 copy: the largest is the peak where activations are few.
+Bytes per parameter with Megatron's distributed optimizer over d ranks, fp32 gradients: bf16 weights 2 + 4 + 12/d,
+fp32 weights 4 + 4 + 8/d (they are their own main weights). The peak is in the backward pass, when all saved
+activations are allocated and in addition either the logits or the recomputation and gradients of one layer. The
+optimizer steps in place, including PyTorch's AdamW, which is fused on GPUs. Without Transformer Engine and apex,
+clipping copies one gradient after another to fp32: with few activations the copy of the largest one is the peak.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_scalerl.models.family import Family
+from megatron_scalerl.logits.torch_backend import LARGEST, LARGEST_CHUNK, TILE
+from megatron_scalerl.models.family import Family, padded_vocab_size
 from megatron_scalerl.plan import activations
 from megatron_scalerl.plan.activations import Recompute, norm_bytes
 from megatron_scalerl.plan.assumptions import Assumptions
 from megatron_scalerl.plan.counting import RankParameters, of_stage
-from megatron_scalerl.plan.hardware import GIB, MIB
-from megatron_scalerl.plan.kernels import PLAIN_ON_GPU, Kernels
-from megatron_scalerl.plan.layout import Layout
-from megatron_scalerl.plan.logit_memory import logit_bytes
+from megatron_scalerl.plan.hardware import GIB, MIB, PLAIN_ON_GPU, Kernels
+from megatron_scalerl.plan.sharding import Layout
 from megatron_scalerl.recipe import Recipe
 
 WIDTH = {"float32": 4, "bfloat16": 2}
 CPU_RUNTIME_BYTES = 72 * MIB
-"""Code pages, thread pools and kernels that a CPU process gains by its first step (measured, machine A)."""
+"""Code pages, thread pools and kernels that a CPU process has added after its first step (measured, machine A)."""
 CPU_KERNEL_CACHE_BYTES = 256 * MIB
-"""oneDNN keeps a bf16 kernel for each of its last 1,024 shapes; experts bring new shapes at every call (measured)."""
+"""oneDNN caches a bf16 kernel for each of its last 1,024 shapes; experts have new shapes in every call (measured)."""
+_CAST_COLUMNS = 4096
+"""Columns of the head that a CPU casts to fp32 at once."""
+SUMS_OVER_TOKENS = ("cispo", "dapo", "grpo")
+"""Losses that can be computed inside a chunk."""
 _NOT_COUNTED = ("optimizer_cpu_offload", "use_precision_aware_optimizer")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """One line of a memory table."""
+    """One row of a memory table."""
 
     name: str
     bytes: float
     moving: bool = False
-    """Comes and goes with a micro-batch: what `Assumptions.fragmentation` is a share of."""
+    """Allocated and freed with a micro-batch: `Assumptions.fragmentation` is a share of this memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """The peak of the ranks of one pipeline stage."""
+    """Peak memory of the ranks of one pipeline stage."""
 
     stage: int
     parameters: RankParameters
@@ -63,36 +66,36 @@ def trainer_memory(
     kernels: Kernels,
     micro_batches: int = 2**30,
 ) -> tuple[RankMemory, ...]:
-    """The peak of each pipeline stage. Raises ValueError for options that are not counted.
+    """Peak memory of each pipeline stage. Raises ValueError for unsupported options.
 
-    `micro_batches` a step bounds what a pipeline holds in flight.
+    micro_batches: per step; bounds the micro-batches in flight in a pipeline.
     """
     if kernels == PLAIN_ON_GPU:
         _check_attention(recipe, family, layout)
     for key in _NOT_COUNTED:
         if recipe.megatron.optimizer.get(key):
-            raise ValueError(f"megatron.optimizer.{key}: expected false, the planner does not count it")
+            raise ValueError(f"megatron.optimizer.{key}: expected false, the planner does not support it")
     return tuple(
         _stage_memory(recipe, family, layout, assumed, kernels, micro_batches, stage) for stage in range(layout.pp)
     )
 
 
 def _check_attention(recipe: Recipe, family: Family, layout: Layout) -> None:
-    """Raises ValueError where PyTorch's attention has no kernel on a GPU that keeps no scores.
+    """Raises ValueError if PyTorch has no attention kernel on a GPU that avoids saving the scores.
 
-    Its memory-efficient one, the only one for fp32, knows no grouped queries; its flash kernel knows no masks, which
-    context parallelism needs.
+    Its memory-efficient kernel, the only one for fp32, does not support grouped queries; its flash kernel does not
+    support masks, which context parallelism requires.
     """
     t = family.transformer
     if layout.cp > 1:
         raise ValueError(
             "megatron.parallel.context_parallel_size: expected 1 with plain layers on a GPU (the planner does not "
-            f"count attention with masks there), found {layout.cp}"
+            f"support attention with masks there), found {layout.cp}"
         )
     if recipe.policy.dtype == "float32" and t["num_query_groups"] != t["num_attention_heads"]:
         raise ValueError(
             "policy.dtype: expected bfloat16 with plain layers and grouped queries on a GPU (the planner does not "
-            "count the scores that PyTorch's attention keeps there), found float32"
+            "count the scores that PyTorch's attention saves there), found float32"
         )
 
 
@@ -122,12 +125,12 @@ def _stage_memory(
     terms = (
         *static,
         Term(name="saved activations", bytes=saved, moving=True),
-        Term(name="gradients of the logits' inputs", bytes=stays, moving=True),
-        Term(name="logit workspace" if logits > layer_work else "one layer's work", bytes=work, moving=True),
+        Term(name="logit input gradients", bytes=stays, moving=True),
+        Term(name="logit workspace" if logits > layer_work else "layer workspace", bytes=work, moving=True),
         rest,
     )
-    if kernels == PLAIN_ON_GPU:  # what moves has been given back before gradients are clipped
-        terms += (Term(name="clipping above that", bytes=max(0.0, 4 * p.largest - moving)),)
+    if kernels == PLAIN_ON_GPU:  # temporary memory is freed before gradients are clipped
+        terms += (Term(name="gradient clipping copy", bytes=max(0.0, 4 * p.largest - moving)),)
     return RankMemory(stage=stage, parameters=p, terms=terms)
 
 
@@ -139,7 +142,9 @@ def tokens_of(recipe: Recipe, layout: Layout) -> int:
 def _static(recipe: Recipe, layout: Layout, p: RankParameters) -> tuple[Term, ...]:
     width = WIDTH[recipe.policy.dtype]
     grad = 4 if recipe.megatron.ddp.get("grad_reduce_in_fp32", True) else width
-    sharded = p.dense / layout.dense_shards + p.expert / layout.expert_shards  # whose optimizer state is this rank's
+    sharded = (
+        p.dense / layout.dense_shards + p.expert / layout.expert_shards
+    )  # parameters whose optimizer state this rank holds
     main = 4 if width == 2 else 0
     return (
         Term(name="weights", bytes=width * p.total),
@@ -158,7 +163,7 @@ def _activations(
     micro_batches: int,
     stage: int,
 ) -> tuple[float, float]:
-    """(saved, the most that one layer needs on top), bytes."""
+    """(saved activations, largest workspace of one layer), bytes."""
     width, tokens = WIDTH[recipe.policy.dtype], tokens_of(recipe, layout)
     recompute = activations.recompute_of(recipe)
     layers = layout.stages[stage]
@@ -185,17 +190,46 @@ def _activations(
 
 
 def _setting_of(recompute: Recompute, index: int) -> Recompute:
-    """Of the stage's layer `index`: with the method "block" only the first layers are recomputed."""
+    """For the stage's layer `index`: the method "block" recomputes only the first layers."""
     if recompute.granularity == "full" and recompute.method == "block" and index >= recompute.layers:
         return Recompute(granularity="none")
     return recompute
 
 
 def _ends(family: Family, layout: Layout, width: int, kernels: Kernels, stage: int) -> float:
-    """Bytes a token before the first and after the last layer."""
+    """Bytes per token saved before the first and after the last layer."""
     hidden = family.transformer["hidden_size"]
     norm = norm_bytes(hidden, width=width, kernels=kernels)
     if kernels.device == "gpu" and layout.sp > 1:
-        norm += hidden * width  # its output, from which the row below is gathered
-    head = norm / layout.sp + hidden * width + 8  # the head's input is the whole row
+        norm += hidden * width  # its output, from which the head's input is gathered
+    head = norm / layout.sp + hidden * width + 8  # the head's input is not sequence-parallel
     return (head if stage == layout.pp - 1 else 0) + (8 if stage == 0 else 0)
+
+
+def in_chunk(recipe: Recipe) -> bool:
+    """True if the loss is computed in the chunks of the logits, which are then computed once."""
+    return recipe.trainer.loss_in_chunk and recipe.loss.name in SUMS_OVER_TOKENS
+
+
+def logit_bytes(
+    recipe: Recipe, family: Family, layout: Layout, tokens: int, *, kernels: Kernels
+) -> tuple[float, float]:
+    """(gradients kept until the backward pass, workspace of the logit projection), bytes.
+
+    trainer.logit_workspace_mb bounds the workspace. A GPU uses all of it, a CPU blocks of at most 2^25 elements.
+    """
+    hidden = family.transformer["hidden_size"]
+    rows = padded_vocab_size(family.vocab_size, layout.tp) // layout.tp
+    narrow = recipe.policy.dtype == "bfloat16"
+    stays = 4 * tokens * hidden + (4 * rows * hidden if in_chunk(recipe) else 0)
+    kept = (2 if narrow else 4) * tokens * hidden  # the tokens with loss, selected
+    limit = recipe.trainer.logit_workspace_mb * MIB
+    if kernels.device == "gpu":
+        return stays, kept + limit
+    numbers = min(LARGEST_CHUNK if in_chunk(recipe) else LARGEST, rows * tokens)
+    block = numbers * 4 + 8 * TILE
+    if narrow:
+        chunk = numbers / rows
+        block += 4 * chunk * hidden + 8 * min(rows, _CAST_COLUMNS) * hidden
+        block += 2 * numbers * (recipe.trainer.logit_gradient == "bf16x2")
+    return stays, kept + min(limit, block)

@@ -1,34 +1,69 @@
-"""Builds ranks of a recipe's trainer from Megatron's own modules on the meta device and counts what they hold.
+"""Checks the parameter counts of `counting` against the trainer's own modules, built on the meta device.
 
     python -m megatron_scalerl.plan.meta_build RECIPE CONFIG_DIR WORLD_SIZE [key.path=value ...]
 
-The proof of `counting`: the same PolicyModel that trains, at its full size and in its full world, in one process and
-without memory: collectives are PyTorch's fake ones. A process of its own, because Megatron's globals and the CPU
-patches are process-wide. Prints one JSON line: for each pipeline stage its dense and expert parameters.
-Context parallelism, which cuts no weight, is counted as data parallelism.
+builds the same PolicyModel that is trained, at full size and in the full world, in one process and without allocating
+memory; PyTorch's fake process group replaces the collectives. It is a process of its own because Megatron's globals
+and the CPU patches are process-wide. It prints one JSON line: dense and expert parameters of each pipeline stage.
+Context parallelism, which shards no weights, is counted as data parallelism.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
-from megatron_scalerl.distributed.parallel import init_parallel, shutdown_parallel
-from megatron_scalerl.models import family, read_hf_config
+from megatron_scalerl.plan.planner import RunPlan
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.file import load_recipe
-from megatron_scalerl.trainer.model import PolicyModel
-from megatron_scalerl.trainer.options import model_options
+from megatron_scalerl.recipe.file import dump_recipe, load_recipe
+
+TIMEOUT_S = 600.0
+
+
+def compare_with_build(plan: RunPlan, config: str | Path) -> str:
+    """Returns "equal" and for which ranks, or why nothing was built. Raises ValueError if Megatron rejects it.
+
+    The build runs without a GPU and so with Megatron's plain layers, which have the same parameters as Transformer
+    Engine's.
+    """
+    if plan.layout.chunks > 1:
+        return "not built: an interleaved pipeline requires a GPU"
+    root = Path(__file__).resolve().parents[2]
+    paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.pathsep.join(paths)}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "recipe.yaml")
+        file.write_text(dump_recipe(plan.recipe))
+        argv = [
+            sys.executable,
+            "-m",
+            "megatron_scalerl.plan.meta_build",
+            str(file),
+            str(config),
+            str(plan.layout.world_size),
+        ]
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip() and "[Gloo]" not in line]
+        message = re.sub(r"^(\[rank0\]: )?(\w+: )?", "", lines[-1]) if lines else "no message"
+        raise ValueError(f"megatron: the trainer's ranks cannot be built: {message}")
+    built = json.loads(done.stdout.strip().splitlines()[-1])
+    counted = [{"dense": s.parameters.dense, "expert": s.parameters.expert} for s in plan.trainer]
+    assert built == counted, f"counted {counted}, built {built}"
+    ranks = f"rank of {plan.layout.world_size}"
+    return (
+        f"equal on the first {ranks} of each pipeline stage" if plan.layout.pp > 1 else f"equal on the first {ranks}"
+    )
 
 
 def stage_parameters(recipe: Recipe, config_path: str, world_size: int) -> list[dict[str, int]]:
-    """[{"dense": n, "expert": n}] for each pipeline stage. Raises ValueError as building the policy does."""
+    """[{"dense": n, "expert": n}] by pipeline stage. Raises ValueError as building the policy does."""
     recipe = _for_one_process(recipe, world_size)
     stages = int(recipe.megatron.parallel.get("pipeline_model_parallel_size", 1))
     return [_count(recipe, config_path, rank=stage * world_size // stages) for stage in range(stages)]
@@ -38,12 +73,21 @@ def _for_one_process(recipe: Recipe, world_size: int) -> Recipe:
     data: dict[str, Any] = recipe.model_dump()
     parallel = data["megatron"]["parallel"]
     parallel.pop("context_parallel_size", None)
-    parallel["create_gloo_process_groups"] = False  # Megatron would ask gloo by name, and gloo wants real peers
+    parallel["create_gloo_process_groups"] = False  # gloo requires real peers
     data["trainer"]["world_size"] = world_size
     return Recipe.model_validate(data)
 
 
 def _count(recipe: Recipe, config_path: str, *, rank: int) -> dict[str, int]:
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from megatron_scalerl.distributed.parallel import init_parallel, shutdown_parallel
+    from megatron_scalerl.models import family, read_hf_config
+    from megatron_scalerl.trainer.model import PolicyModel
+    from megatron_scalerl.trainer.options import model_options
+
     world_size = recipe.trainer.world_size
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)

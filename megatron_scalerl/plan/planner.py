@@ -1,45 +1,43 @@
-"""The plan of a recipe on a number of GPUs: everything that the command prints, as one value."""
+"""The plan of a recipe on a number of GPUs: everything that the command prints, in one object."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.models.family import Family
 from megatron_scalerl.plan.activations import recompute_of
 from megatron_scalerl.plan.assumptions import Assumptions, Origin, default_origins
 from megatron_scalerl.plan.counting import Parameters, count, load_family
 from megatron_scalerl.plan.engine import Decoding, EngineMemory, decoding, engine_memory
-from megatron_scalerl.plan.hardware import GIB, Gpu
-from megatron_scalerl.plan.kernels import Kernels, Layers
-from megatron_scalerl.plan.layout import Layout, layout_of
+from megatron_scalerl.plan.hardware import GIB, Gpu, Kernels, Layers
 from megatron_scalerl.plan.lengths import Lengths, assumed_lengths
 from megatron_scalerl.plan.memory import RankMemory, trainer_memory
-from megatron_scalerl.plan.simulate import Setting, Timing, simulate
-from megatron_scalerl.plan.split import Simulated, Split, best_splits, gpus_of, recipe_split, setting_of, splits
+from megatron_scalerl.plan.sharding import Layout, layout_of
+from megatron_scalerl.plan.simulate import QueueSettings, Timing, simulate
+from megatron_scalerl.plan.split import Simulated, Split, best_splits, gpus_of, queue_of, recipe_split, splits
 from megatron_scalerl.plan.work import StepWork, UpdateBound, publish_seconds, step_work, update_bounds, update_bytes
 from megatron_scalerl.recipe import Recipe
 
 COMPLETIONS = 20_000
-"""Simulated after the warm-up, or ten steps if those are more."""
+"""Completions simulated after the warm-up; ten steps if those have more."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What a recipe needs and costs. Produced by `make_plan`."""
+class RunPlan:
+    """Memory, time and cost of a recipe. Produced by `make_plan`."""
 
     recipe: Recipe
     gpu: Gpu
     gpus: int
     assumed: Assumptions
     origins: Mapping[str, Origin]
-    """Where each assumption's value comes from, by field."""
+    """Origin of each assumption's value, by field."""
     layers: Layers
-    """The trainer's."""
+    """Layers of the trainer."""
     config: str
-    """Where the architecture was read."""
+    """File from which the architecture was read."""
     parameters: Parameters
     split: Split
     split_is_recipes: bool
@@ -55,20 +53,20 @@ class Plan:
     publish_seconds: float
     timing: Timing
     best: tuple[Simulated, ...]
-    """The best splits of the same GPUs, best first."""
+    """The fastest splits of the same GPUs, fastest first."""
 
     @property
     def gpu_hours_per_1000_steps(self) -> float:
-        """Both roles, idle time included, validation left out."""
+        """Trainer and engines, idle time included, validation excluded."""
         return self.gpus * self.timing.step_seconds * 1000 / 3600
 
     @property
     def headroom(self) -> float:
-        """Bytes left on the fullest trainer rank; negative where it does not fit."""
+        """Bytes free on the fullest trainer rank; negative if it does not fit."""
         return self.gpu.memory_bytes - max(stage.total for stage in self.trainer)
 
     def problems(self) -> list[str]:
-        """One line for each rank that does not fit: which and by how much."""
+        """One line per problem: which rank or engine does not fit, and by how much."""
         found = [
             f"trainer ranks of pipeline stage {s.stage} need {s.total / GIB:.1f} GiB, {self.gpu.name} has "
             f"{self.gpu.memory_bytes / GIB:.1f}: {(s.total - self.gpu.memory_bytes) / GIB:.1f} GiB too much"
@@ -77,8 +75,8 @@ class Plan:
         ]
         if self.engine.missing_bytes:
             found.append(
-                f"engines have no room for one sequence of {self.engine.context_tokens:,} tokens: "
-                f"{self.engine.missing_bytes / GIB:.1f} GiB a device are missing"
+                f"the KV cache of an engine cannot hold one sequence of {self.engine.context_tokens:,} tokens: "
+                f"{self.engine.missing_bytes / GIB:.1f} GiB per device missing"
             )
         need = self.recipe.longest_sequence(phrase_tokens=0)
         if self.recipe.micro_batch_tokens < need:
@@ -99,11 +97,11 @@ def make_plan(
     lengths: Lengths | None = None,
     layers: Layers = "te",
     origins: Mapping[str, Origin] | None = None,
-) -> Plan:
-    """The plan. The recipe's own split is taken where it adds up to `gpus`, else the best one is.
+) -> RunPlan:
+    """The plan. Uses the recipe's own split if it adds up to `gpus`, otherwise the fastest one.
 
-    `layers`: the trainer's, with Transformer Engine or without; `origins` of the assumptions, default all "default".
-    Raises ValueError for an architecture, a layout or an option that cannot be planned.
+    layers: of the trainer. origins: of the assumptions; all "default" if not given. Raises ValueError for an
+    architecture, layout or option that is not supported.
     """
     family, hf_config = load_family(config)
     parameters = count(family, hf_config)
@@ -115,11 +113,18 @@ def make_plan(
     own = recipe_split(recipe)
     is_own = gpus_of(recipe, own) == gpus
     kernels = Kernels(layers=layers, device="gpu")
-    best = _search(recipe, family, parameters, gpus, gpu, lengths, assumed, base, kernels)
+
+    def trainer_of(split: Split) -> _Trainer:
+        layout = layout_of(recipe, family, split.trainer)
+        work = step_work(recipe, family, parameters, layout, gpu, lengths, assumed)
+        in_flight = int(work.micro_batches) + 1
+        memory = trainer_memory(recipe, family, layout, assumed, kernels=kernels, micro_batches=in_flight)
+        return _Trainer(layout=layout, work=work, memory=memory)
+
+    best = _search(recipe, gpus, gpu, base, trainer_of)
     split = own if is_own else best[0].split
-    layout = layout_of(recipe, family, split.trainer)
-    work = step_work(recipe, family, parameters, layout, gpu, lengths, assumed)
-    return Plan(
+    trainer = trainer_of(split)
+    return RunPlan(
         recipe=recipe,
         gpu=gpu,
         gpus=gpus,
@@ -130,27 +135,34 @@ def make_plan(
         parameters=parameters,
         split=split,
         split_is_recipes=is_own,
-        layout=layout,
+        layout=trainer.layout,
         recompute=str(recompute_of(recipe)),
-        trainer=trainer_memory(
-            recipe, family, layout, assumed, kernels=kernels, micro_batches=int(work.micro_batches) + 1
-        ),
+        trainer=trainer.memory,
         engine=engine,
         decoding=speed,
         lengths=lengths,
-        work=work,
+        work=trainer.work,
         update_bytes=size,
         update_bounds=update_bounds(size, gpu),
         publish_seconds=base.publish_seconds,
-        timing=simulate(setting_of(recipe, split, base, work.train_seconds)),
+        timing=simulate(queue_of(base, split, trainer.work.train_seconds)),
         best=tuple(best),
     )
 
 
-def _base(recipe: Recipe, speed: Decoding, lengths: Lengths, publish: float) -> Setting:
+@dataclass(frozen=True, kw_only=True)
+class _Trainer:
+    """The trainer of one split."""
+
+    layout: Layout
+    work: StepWork
+    memory: tuple[RankMemory, ...]
+
+
+def _base(recipe: Recipe, speed: Decoding, lengths: Lengths, publish: float) -> QueueSettings:
     r = recipe.rollouts
     warm_up = 4 + r.max_staleness_steps
-    return Setting(
+    return QueueSettings(
         groups_per_batch=r.groups_per_batch,
         group_size=r.group_size,
         max_staleness_steps=r.max_staleness_steps,
@@ -166,38 +178,23 @@ def _base(recipe: Recipe, speed: Decoding, lengths: Lengths, publish: float) -> 
 
 
 def _search(
-    recipe: Recipe,
-    family: Family,
-    p: Parameters,
-    gpus: int,
-    gpu: Gpu,
-    lengths: Lengths,
-    assumed: Assumptions,
-    base: Setting,
-    kernels: Kernels,
+    recipe: Recipe, gpus: int, gpu: Gpu, base: QueueSettings, trainer_of: Callable[[Split], _Trainer]
 ) -> list[Simulated]:
-    """The best splits that fit, or the best of all where none fits. Raises ValueError where nothing can be split."""
-    fitting: list[tuple[Split, float]] = []
-    all_: list[tuple[Split, float]] = []
-    for split in splits(recipe, gpus, gpu):
-        layout = layout_of(recipe, family, split.trainer)
-        work = step_work(recipe, family, p, layout, gpu, lengths, assumed)
-        stages = trainer_memory(
-            recipe, family, layout, assumed, kernels=kernels, micro_batches=int(work.micro_batches) + 1
-        )
-        all_.append((split, work.train_seconds))
-        if max(stage.total for stage in stages) <= gpu.memory_bytes:
-            fitting.append((split, work.train_seconds))
-    if not all_:
+    """The fastest splits that fit, or the fastest of all if none fits. Raises ValueError if there is no split."""
+    trainers = {split: trainer_of(split) for split in splits(recipe, gpus, gpu)}
+    if not trainers:
         raise ValueError(
             f"--gpus: expected a number that splits into trainer ranks (a multiple of their model-parallel sizes and "
-            f"of {gpu.per_node} a node) and engines of {recipe.engine.devices_per_engine}, found {gpus}"
+            f"of {gpu.per_node} per node) and engines of {recipe.engine.devices_per_engine}, found {gpus}"
         )
-    return best_splits(recipe, fitting or all_, base)
+    seconds = {split: trainer.work.train_seconds for split, trainer in trainers.items()}
+    fitting = {s: seconds[s] for s, t in trainers.items() if max(m.total for m in t.memory) <= gpu.memory_bytes}
+    return best_splits(list((fitting or seconds).items()), base)
 
 
-def as_numbers(plan: Plan) -> dict[str, Any]:
-    """The plan for --json: every number of the printed tables, sizes in bytes and times in seconds."""
+def as_numbers(plan: RunPlan) -> dict[str, Any]:
+    """The plan for --json: every number in the printed tables, sizes in bytes and times in seconds."""
+    parameters = plan.parameters
     return {
         "recipe": plan.recipe.name,
         "gpus": plan.gpus,
@@ -205,7 +202,7 @@ def as_numbers(plan: Plan) -> dict[str, Any]:
         "config": plan.config,
         "fits": not plan.problems(),
         "problems": plan.problems(),
-        "parameters": asdict(plan.parameters) | {"with_carried": plan.parameters.total + plan.parameters.carried},
+        "parameters": asdict(parameters) | {"with_passthrough": parameters.total + parameters.passthrough},
         "split": asdict(plan.split) | {"devices_per_engine": plan.engine.devices, "of_recipe": plan.split_is_recipes},
         "layout": asdict(plan.layout)
         | {

@@ -1,8 +1,8 @@
-"""A run's timing without its work: the PipelineRL-k queue with the product's own staleness gate.
+"""Discrete-event simulation of a run's timing: the PipelineRL-k queue with the staleness gate that runs use.
 
 Events: an engine's next completion ends, the trainer's step ends. Engines decode at the speed of `engine.Decoding`,
-get whole groups as `rollouts.stream` gives them (least loaded first, room for the whole group), and stand still
-while weights arrive; the trainer takes batches as `rollouts.gate` releases them.
+receive whole groups as `rollouts.stream` dispatches them (least loaded engine with room for the group), and pause
+during weight updates; the trainer takes batches as `rollouts.gate` releases them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megatron_scalerl.rollouts.gate import StalenessGate
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What the simulation is about."""
+class QueueSettings:
+    """What is simulated."""
 
     groups_per_batch: int
     group_size: int
@@ -30,13 +30,13 @@ class Setting:
     decoding: Decoding
     lengths: Lengths
     train_seconds: float
-    """Of a batch of mean size; a batch takes its share by tokens."""
+    """For a batch of mean size; other batches are scaled by their tokens."""
     publish_seconds: float
     other_seconds: float = 0.0
-    """Of the trainer's side between two steps, with engines running."""
+    """Between two trainer steps, while engines run."""
     steps: int = 40
     warm_up: int = 12
-    """First steps that are left out: the pipeline fills."""
+    """Leading steps that are excluded while the pipeline fills."""
     seed: int = 0
 
 
@@ -47,31 +47,31 @@ class Timing:
     step_seconds: float
     steps_per_hour: float
     trainer_waits: float
-    """Share of the time in which the trainer waits for a batch."""
+    """Share of the time that the trainer waits for a batch."""
     engines_idle: float
-    """Share of the engines' time without any completion: the gate holds them back."""
+    """Share of the time that engines have no completions because the gate admits none."""
     running: float
-    """Completions that run on an engine, mean over time."""
+    """Concurrent completions per engine, mean over time."""
     staleness_mean: float
-    """Optimiser steps between a completion's first token and its training."""
+    """Optimizer steps between a completion's first token and its training."""
     staleness_max: int
     engine_tokens_per_second: float
-    """Of one engine, over all of its time."""
+    """Of one engine, idle time included."""
 
 
 @dataclass
 class _Engine:
     decoding: Decoding
     clock: float = 0.0
-    """Time up to which `progress` counts; later than now while weights arrive or prompts are read."""
+    """Time up to which `progress` counts; in the future during weight updates and prefill."""
     progress: float = 0.0
-    """Tokens that a completion which runs all the time has got."""
+    """Tokens generated so far for a completion that has been running all the time."""
     running: list[tuple[float, int]] = field(default_factory=list)
     """Heap of (progress at the end, group)."""
     waiting: deque[tuple[int, int]] = field(default_factory=deque)
-    """(length, group) of completions that have no place yet."""
+    """(length, group) of queued completions."""
     load: int = 0
-    """Completions that run or wait."""
+    """Running and queued completions."""
     stamp: int = 0
     idle: float = 0.0
     busy: float = 0.0
@@ -95,7 +95,7 @@ class _Engine:
         self.fill()
 
     def fill(self) -> None:
-        """Completions that wait take free places; their prompts cost time in which nothing else runs."""
+        """Start queued completions while there is room; their prefill blocks decode."""
         while self.waiting and len(self.running) < self.decoding.running:
             length, group = self.waiting.popleft()
             heapq.heappush(self.running, (self.progress + length, group))
@@ -106,7 +106,7 @@ class _Engine:
 
 
 class _Run:
-    def __init__(self, s: Setting) -> None:
+    def __init__(self, s: QueueSettings) -> None:
         self.s = s
         self.rng = random.Random(s.seed)
         self.gate = StalenessGate(groups_per_batch=s.groups_per_batch, max_staleness_steps=s.max_staleness_steps)
@@ -121,7 +121,7 @@ class _Run:
         self.now = 0.0
 
     def admit(self) -> None:
-        """Start groups while the gate and an engine have room."""
+        """Start groups while the gate admits them and an engine has room."""
         while self.gate.may_start():
             loads = [engine.load for engine in self.engines]
             index = loads.index(min(loads))
@@ -146,13 +146,13 @@ class _Run:
             heapq.heappush(self.events, (engine.next_end(), index, engine.stamp))
 
     def until(self, end: float) -> None:
-        """Let engines run up to `end`."""
+        """Run the engines up to `end`."""
         while self.events and self.events[0][0] <= end:
             self.one_event()
         self.now = max(self.now, end)
 
     def one_event(self) -> bool:
-        """The next completion ends; True where its group is whole with it."""
+        """Process the end of the next completion; True if it completes its group."""
         time, index, stamp = heapq.heappop(self.events)
         engine = self.engines[index]
         if stamp != engine.stamp:
@@ -174,7 +174,7 @@ class _Run:
         return self.gate.ready > ready
 
     def publish(self) -> None:
-        """All engines stand still while the new weights arrive."""
+        """Pause all engines for a weight update."""
         end = self.now + self.s.publish_seconds
         for index, engine in enumerate(self.engines):
             engine.advance(self.now)
@@ -186,8 +186,8 @@ class _Run:
         self.admit()
 
 
-def simulate(s: Setting) -> Timing:
-    """Run the queue for `steps` steps and report the means after the warm-up."""
+def simulate(s: QueueSettings) -> Timing:
+    """Run the queue for `steps` steps; returns the means after the warm-up."""
     run = _Run(s)
     mean_tokens = s.groups_per_batch * s.group_size * s.lengths.mean
     run.admit()

@@ -8,17 +8,17 @@ from rich.table import Table
 
 from megatron_scalerl.plan.assumptions import described
 from megatron_scalerl.plan.hardware import GIB
-from megatron_scalerl.plan.planner import Plan
+from megatron_scalerl.plan.planner import RunPlan
 
-Part = tuple[str, Table]
-"""A title and a table."""
+Section = tuple[str, Table]
+"""Title and table."""
 
 
-def show(plan: Plan, built: str, console: Console) -> None:
-    """Print the whole plan: summary, memory, step, balance, assumptions; `built` is what the meta build said."""
+def show(plan: RunPlan, built: str, console: Console) -> None:
+    """Print the whole plan: summary, memory, step, balance, assumptions. built: result of `compare_with_build`."""
     console.print(f"[bold]{plan.recipe.name}[/bold] on {plan.gpus} x {plan.gpu.name}", highlight=False)
-    tables = [part(plan) for part in (_trainer, _engine, _step, _balance, _assumptions)]
-    for title, table in (_summary(plan, built), *tables):
+    sections = [section(plan) for section in (_trainer, _engine, _step, _balance, _assumptions)]
+    for title, table in (_summary(plan, built), *sections):
         if title:
             console.print(f"\n[bold]{title}[/bold]", highlight=False)
         console.print(table, highlight=False)
@@ -26,14 +26,14 @@ def show(plan: Plan, built: str, console: Console) -> None:
         console.print(f"[red]does not fit:[/red] {line}", highlight=False)
 
 
-def _table(title: str, *columns: str) -> Part:
+def _table(title: str, *columns: str) -> Section:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
     return title, table
 
 
-def _pairs(title: str, *rows: tuple[str, str]) -> Part:
+def _pairs(title: str, *rows: tuple[str, str]) -> Section:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(min_width=26, style="dim")
     table.add_column(overflow="fold")
@@ -42,54 +42,56 @@ def _pairs(title: str, *rows: tuple[str, str]) -> Part:
     return title, table
 
 
-def _summary(plan: Plan, built: str) -> Part:
+def _summary(plan: RunPlan, built: str) -> Section:
     p, split, each = plan.parameters, plan.split, plan.engine.devices
     rows = [("parameters", f"{p.total:,}")]
     if p.experts:
-        rows.append(("  active for a token", f"{p.active:,}, the embedding's {p.embedding:,} among them"))
-    if p.carried:
-        rows.append(("  with the vision tower", f"{p.total + p.carried:,}; not loaded, exports carry it through"))
-    origin = "as the recipe says" if plan.split_is_recipes else "chosen here"
-    generate = f"{split.engines * each} generate in {split.engines} engines of {each}"
+        rows.append(("  active per token", f"{p.active:,}, of which {p.embedding:,} in the embedding"))
+    if p.passthrough:
+        rows.append(
+            ("  with the vision tower", f"{p.total + p.passthrough:,}; not loaded; exports copy it unchanged")
+        )
+    origin = "from the recipe" if plan.split_is_recipes else "chosen by the planner"
+    generate = f"{split.engines * each} generate: {split.engines} engines of {each}"
     rows += [
         ("  built on the meta device", built),
         ("architecture", plan.config),
         ("split", f"{split.trainer} GPUs train, {generate} ({origin})"),
         ("memory", fits(plan)),
-        ("balance", who_waits(plan)),
-        ("steps per hour", f"{plan.timing.steps_per_hour:,.1f} ({plan.timing.step_seconds:,.1f} s a step)"),
+        ("balance", bottleneck(plan)),
+        ("steps per hour", f"{plan.timing.steps_per_hour:,.1f} ({plan.timing.step_seconds:,.1f} s per step)"),
         ("GPU-hours per 1,000 steps", f"{plan.gpu_hours_per_1000_steps:,.0f}"),
     ]
     return _pairs("", *rows)
 
 
-def verdict(plan: Plan) -> str:
-    """One line: fits or not, headroom, which side waits, cost."""
-    return f"{fits(plan)}; {who_waits(plan)}; {plan.gpu_hours_per_1000_steps:,.0f} GPU-hours per 1,000 steps"
+def verdict(plan: RunPlan) -> str:
+    """One line: whether it fits, headroom, bottleneck, cost."""
+    return f"{fits(plan)}; {bottleneck(plan)}; {plan.gpu_hours_per_1000_steps:,.0f} GPU-hours per 1,000 steps"
 
 
-def fits(plan: Plan) -> str:
-    """Whether every rank fits, and what is left where it is tightest."""
+def fits(plan: RunPlan) -> str:
+    """Whether every rank fits, and the smallest headroom."""
     problems = plan.problems()
     if problems:
         return f"does not fit: {problems[0]}"
     return (
-        f"fits: {plan.headroom / GIB:.1f} GiB free on the fullest trainer rank, {plan.engine.full_sequences:.1f} "
-        "longest sequences at once on an engine"
+        f"fits: {plan.headroom / GIB:.1f} GiB free on the fullest trainer rank, KV cache of an engine for "
+        f"{plan.engine.full_sequences:.1f} sequences of maximum length"
     )
 
 
-def who_waits(plan: Plan) -> str:
-    """Which side waits for the other, in words with its share."""
+def bottleneck(plan: RunPlan) -> str:
+    """Whether training or generation limits the speed."""
     t = plan.timing
     if t.trainer_waits >= 0.02:
-        return f"the trainer waits for batches {t.trainer_waits:.0%} of the time"
+        return f"generation-bound: the trainer waits for batches {t.trainer_waits:.0%} of the time"
     if plan.best and plan.best[0].timing.step_seconds < 0.98 * t.step_seconds:
-        return f"the engines wait for the trainer: {t.running:.0f} of {plan.decoding.running} completions run on each"
-    return "the trainer hardly waits, and no other split is faster"
+        return f"trainer-bound: each engine runs {t.running:.0f} of {plan.decoding.running} concurrent completions"
+    return "balanced: the trainer hardly waits, and no other split is faster"
 
 
-def _trainer(plan: Plan) -> Part:
+def _trainer(plan: RunPlan) -> Section:
     at = plan.layout
     sizes = f"TP {at.tp}, PP {at.pp}, CP {at.cp}, EP {at.ep}, expert TP {at.etp}, DP {at.dp}"
     first, last = plan.trainer[0], plan.trainer[-1]
@@ -108,45 +110,52 @@ def _trainer(plan: Plan) -> Part:
     return part
 
 
-def _engine(plan: Plan) -> Part:
+def _engine(plan: RunPlan) -> Section:
     e, d = plan.engine, plan.decoding
     rate, step = d.tokens_per_second(d.running), d.step_seconds(d.running)
-    parts = f"weights {e.weights_bytes / GIB:.1f} + overhead {e.overhead_bytes / GIB:.1f} + KV {e.kv_bytes / GIB:.1f}"
+    used = f"weights {e.weights_bytes / GIB:.1f} + overhead {e.overhead_bytes / GIB:.1f}"
     lag = max(plan.lengths.tokens) * step / plan.timing.step_seconds
     return _pairs(
         "engine",
-        ("GiB a device", f"{parts} = {e.limit_bytes / GIB:.1f}"),
-        ("KV cache", f"{e.kv_bytes_per_token / 1024:,.0f} KiB a token, {e.kv_tokens:,} tokens an engine"),
-        ("sequences at once", f"{e.full_sequences:.1f} of {e.context_tokens:,} tokens, {d.running} of mean length"),
-        ("decoding, full", f"{1000 * step:.1f} ms a token: {rate:,.0f} tok/s, {rate / e.devices:,.0f} a GPU"),
+        ("GiB per device", f"{used} + KV cache {e.kv_bytes / GIB:.1f} = {e.limit_bytes / GIB:.1f}"),
+        ("KV cache of an engine", f"{e.kv_tokens:,} tokens of {e.kv_bytes_per_token / 1024:,.0f} KiB"),
+        (
+            "max concurrent sequences",
+            f"{e.full_sequences:.1f} of {e.context_tokens:,} tokens, {d.running} of mean length",
+        ),
+        (
+            "decode at full load",
+            f"{1000 * step:.1f} ms per token: {rate:,.0f} tok/s, {rate / e.devices:,.0f} per GPU",
+        ),
         (
             "longest completion",
-            f"{lag:.1f} optimiser steps at that load; the staleness bound is "
-            f"{plan.recipe.rollouts.max_staleness_steps}",
+            f"{lag:.1f} optimizer steps at full load; max staleness is {plan.recipe.rollouts.max_staleness_steps}",
         ),
     )
 
 
-def _step(plan: Plan) -> Part:
+def _step(plan: RunPlan) -> Section:
     w, n = plan.work, plan.lengths
-    bounds = [("  not below", f"{b.seconds:.3f} s: {b.way}") for b in plan.update_bounds]
-    length = f"mean {n.mean:,.0f}, median {n.quantile(0.5):,}, 90 % below {n.quantile(0.9):,} tokens"
-    packed = f"{w.micro_batches:.1f} micro-batches of {plan.recipe.micro_batch_tokens:,} tokens a rank"
+    bounds = [("  at least", f"{b.seconds:.3f} s: {b.way}") for b in plan.update_bounds]
+    length = f"mean {n.mean:,.0f}, median {n.quantile(0.5):,}, 90th percentile {n.quantile(0.9):,} tokens"
+    packed = f"{w.micro_batches:.1f} micro-batches of {plan.recipe.micro_batch_tokens:,} tokens per rank"
     return _pairs(
         "one step",
         ("completions", f"{w.completions:,}: {length}"),
-        ("tokens", f"{w.generated_tokens:,.0f} generated, {w.trained_tokens:,.0f} trained with their prompts"),
-        ("FLOPs", f"{w.model_flops:.3g} of the model, {w.hardware_flops:.3g} with what is computed again"),
+        ("tokens", f"{w.generated_tokens:,.0f} generated, {w.trained_tokens:,.0f} trained, prompts included"),
+        ("FLOPs", f"{w.model_flops:.3g} model, {w.hardware_flops:.3g} hardware (with recomputation)"),
         ("trainer", f"{w.train_seconds:.1f} s; {packed}, pipeline bubble {w.bubble:.0%}"),
         ("weight update", f"{plan.update_bytes:,} bytes; {plan.publish_seconds:.2f} s assumed"),
         *bounds,
     )
 
 
-def _balance(plan: Plan) -> Part:
+def _balance(plan: RunPlan) -> Section:
     columns = ("train s", "step s", "trainer waits", "running", "engines idle", "staleness", "GPU-h/1,000")
     k = plan.recipe.rollouts.max_staleness_steps
-    part = _table(f"balance: the PipelineRL-{k} queue, simulated", "train + generate", *columns)
+    part = _table(
+        f"balance: GPUs of trainer and engines, simulated PipelineRL-{k} queue", "train + generate", *columns
+    )
     rows = [(plan.split, plan.work.train_seconds, plan.timing, " (this)")]
     rows += [(s.split, s.train_seconds, s.timing, "") for s in plan.best[:4] if s.split != plan.split]
     for split, seconds, t, note in rows:
@@ -163,7 +172,7 @@ def _balance(plan: Plan) -> Part:
     return part
 
 
-def _assumptions(plan: Plan) -> Part:
+def _assumptions(plan: RunPlan) -> Section:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("flag", "value", "what", "source"):
         table.add_column(column, overflow="fold", no_wrap=column in ("flag", "value"))
@@ -172,4 +181,4 @@ def _assumptions(plan: Plan) -> Part:
         shown = "computed" if value is None else f"{value:g} {f.metadata['unit']}".strip()
         table.add_row("--" + f.name.replace("_", "-"), shown, f.metadata["what"], escape(origin.source))
     table.add_row("--gpu", "", plan.gpu.name, plan.gpu.source)
-    return "assumed; each is a flag", table
+    return "assumptions; each is a flag", table

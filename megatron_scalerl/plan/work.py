@@ -1,45 +1,45 @@
-"""Tokens, FLOPs and seconds of one optimiser step, and what one weight update costs on the wire."""
+"""Tokens, FLOPs and seconds of one optimizer step, transfer time of a weight update, prediction for one trainer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 
 from megatron_scalerl.models.family import Family
 from megatron_scalerl.plan.activations import recompute_of, shape_of
 from megatron_scalerl.plan.assumptions import Assumptions
-from megatron_scalerl.plan.counting import Parameters
-from megatron_scalerl.plan.hardware import Gpu
-from megatron_scalerl.plan.layout import Layout
+from megatron_scalerl.plan.counting import Parameters, load_family
+from megatron_scalerl.plan.hardware import Device, Gpu, Kernels, Layers
 from megatron_scalerl.plan.lengths import Lengths
-from megatron_scalerl.plan.logit_memory import in_chunk
-from megatron_scalerl.plan.memory import WIDTH
+from megatron_scalerl.plan.memory import WIDTH, Term, in_chunk, trainer_memory
+from megatron_scalerl.plan.sharding import Layout, layout_of
 from megatron_scalerl.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """One optimiser step."""
+    """One optimizer step."""
 
     completions: int
     generated_tokens: float
     trained_tokens: float
-    """Prompts and completions that the trainer computes."""
+    """Prompt and completion tokens in the trainer."""
     model_flops: float
-    """Forward and backward, each weight once."""
+    """Forward and backward without recomputation."""
     hardware_flops: float
-    """With what is computed again: layers under recompute, logits where the loss is not taken with them."""
+    """With recomputation of layers, and of logits whose loss is not computed in the chunk."""
     micro_batches: float
-    """Of one data-parallel rank."""
+    """Per data-parallel rank."""
     bubble: float
-    """Idle share that the pipeline adds to the compute time."""
+    """Pipeline bubble as a share of the compute time."""
     train_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateBound:
-    """Seconds that one weight update takes at least, by how it is sent."""
+    """Lower bound of a weight update's seconds for one way of sending it."""
 
     way: str
     seconds: float
@@ -47,38 +47,38 @@ class UpdateBound:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFlops:
-    """FLOPs a token, mean over all tokens."""
+    """FLOPs per token, mean over all tokens."""
 
     body: float
     """Layers, forward."""
     again: float
-    """Layers, what recompute adds."""
+    """Layers, recomputation."""
     head: float
-    """Logit projection, forward; the embedding costs none."""
+    """Logit projection, forward; the embedding has none."""
 
     @property
     def model(self) -> float:
-        """Forward and backward, each weight once."""
+        """Forward and backward without recomputation."""
         return 3 * (self.body + self.head)
 
     def hardware(self, recipe: Recipe) -> float:
-        """Forward and backward with what is computed again: layers under recompute, logits outside a chunk's loss."""
+        """Forward and backward with recomputation of layers and, outside a chunk's loss, of logits."""
         return 3 * self.body + self.again + (3 if in_chunk(recipe) else 4) * self.head
 
 
 def step_work(
     recipe: Recipe, family: Family, p: Parameters, layout: Layout, gpu: Gpu, lengths: Lengths, assumed: Assumptions
 ) -> StepWork:
-    """What the trainer computes in one step, and how long it takes at the assumed utilisation."""
+    """What the trainer computes in one step, and its time at the assumed utilization."""
     completions = recipe.rollouts.groups_per_batch * recipe.rollouts.group_size
     generated = completions * lengths.mean
     trained = assumed.kept_share * (generated + completions * assumed.prompt_tokens)
     flops = token_flops(recipe, family, [n + assumed.prompt_tokens for n in lengths.tokens])
-    utilisation = assumed.moe_utilisation if p.experts else assumed.dense_utilisation
+    utilization = assumed.moe_utilisation if p.experts else assumed.dense_utilisation
     hardware = trained * flops.hardware(recipe)
     micro_batches = max(1.0, trained / layout.dp / (recipe.micro_batch_tokens * assumed.packing))
     bubble = (layout.pp - 1) / (micro_batches * layout.chunks)
-    computed = hardware / (layout.world_size * gpu.bf16_flops * utilisation) * (1 + bubble)
+    computed = hardware / (layout.world_size * gpu.bf16_flops * utilization) * (1 + bubble)
     return StepWork(
         completions=completions,
         generated_tokens=generated,
@@ -92,7 +92,7 @@ def step_work(
 
 
 def token_flops(recipe: Recipe, family: Family, sizes: Sequence[float]) -> TokenFlops:
-    """FLOPs a token of sequences of these sizes (tokens, prompts included); attention is causal."""
+    """FLOPs per token of sequences of these lengths (prompts included); attention is causal."""
     recompute = recompute_of(recipe)
     chunk = family.attention_chunk_size
     whole = fmean(n * n for n in sizes) / fmean(sizes)
@@ -117,7 +117,7 @@ def update_bytes(recipe: Recipe, p: Parameters) -> int:
 
 
 def update_bounds(size: int, gpu: Gpu) -> tuple[UpdateBound, ...]:
-    """Lower bounds of one update: bytes over the rate of the narrowest link, nothing else."""
+    """Lower bounds of one update: bytes over the bandwidth of the slowest link."""
     node = gpu.per_node * gpu.nic_bytes_per_second
     return (
         UpdateBound(way="one sender through its own network card", seconds=size / gpu.nic_bytes_per_second),
@@ -127,7 +127,60 @@ def update_bounds(size: int, gpu: Gpu) -> tuple[UpdateBound, ...]:
 
 
 def publish_seconds(size: int, gpu: Gpu, assumed: Assumptions) -> float:
-    """Engines' pause for one update as assumed: one sender's card at half its rate."""
+    """Assumed pause of the engines for one update: one sender's NIC at half its bandwidth."""
     if assumed.publish_seconds is not None:
         return assumed.publish_seconds
     return 2 * size / gpu.nic_bytes_per_second
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerPrediction:
+    """The fullest rank of a trainer and the FLOPs per token."""
+
+    terms: tuple[Term, ...]
+    """Of the peak memory."""
+    parameters: int
+    """On that rank."""
+    model_flops_per_token: float
+    """Of the whole policy, forward and backward without recomputation."""
+    hardware_flops_per_token: float
+    """With recomputation; tokens per second times this over the GPUs' peak is `dense_utilisation`."""
+
+    @property
+    def total_bytes(self) -> float:
+        """Peak memory."""
+        return sum(term.bytes for term in self.terms)
+
+    @property
+    def moving_bytes(self) -> float:
+        """Temporary memory, of which `fragmentation` is a share."""
+        return sum(term.bytes for term in self.terms if term.moving)
+
+
+def predict_trainer(
+    recipe: Recipe,
+    folder: str | Path,
+    *,
+    layers: Layers,
+    device: Device,
+    sequence_tokens: float,
+    assumed: Assumptions | None = None,
+) -> TrainerPrediction:
+    """The planner's figures for `recipe.trainer.world_size` ranks that train the policy in `folder`/config.json.
+
+    Micro-batches are full; attention FLOPs are for sequences of `sequence_tokens` (prompt and completion). assumed:
+    the planner's defaults if not given. Raises ValueError for what `trainer_memory`, `layout_of`, `load_family` or
+    `Kernels` do not support.
+    """
+    family, _ = load_family(folder)
+    layout = layout_of(recipe, family, recipe.trainer.world_size)
+    kernels = Kernels(layers=layers, device=device)
+    ranks = trainer_memory(recipe, family, layout, assumed or Assumptions(), kernels=kernels)
+    flops = token_flops(recipe, family, [sequence_tokens])
+    fullest = max(ranks, key=lambda rank: rank.total)
+    return TrainerPrediction(
+        terms=fullest.terms,
+        parameters=fullest.parameters.total,
+        model_flops_per_token=flops.model,
+        hardware_flops_per_token=flops.hardware(recipe),
+    )

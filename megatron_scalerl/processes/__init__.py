@@ -1,1 +1,1 @@
-"""Child processes: started in a group of their own, tied to their parent, watched, stopped as a whole."""
+"""Child processes of a run: started in a process group, killed with their parent, awaited, stopped as a group."""

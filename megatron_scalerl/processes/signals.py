@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end a run in the same way: its coroutine is cancelled, so that every block is left in order."""
+"""SIGINT and SIGTERM stop a run gracefully: its coroutine is cancelled, so that every context manager exits."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ import signal
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from megatron_scalerl.processes.children import kill_all
+from megatron_scalerl.processes.child_process import kill_all
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(Exception):
-    """A signal ended the run in order. `exit_code` is 128 plus its number: 130 for SIGINT, 143 for SIGTERM."""
+    """A signal stopped the run. `exit_code` is 128 plus the signal number: 130 for SIGINT, 143 for SIGTERM."""
 
     def __init__(self, number: int, also: BaseException | None = None) -> None:
         name = signal.Signals(number).name
         detail = "" if also is None else f" ({type(also).__name__} while stopping: {also})"
-        super().__init__(f"stopped by {name}; started again, the run goes on from its last checkpoint{detail}")
+        super().__init__(f"stopped by {name}; the same command resumes from the last checkpoint{detail}")
         self.exit_code = 128 + number
 
 
-def run_until_signal(work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work` on an event loop of its own; call it in the main thread.
+def run_until_signal(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run `coroutine` on a new event loop and return its result; call it in the main thread.
 
-    The first SIGINT or SIGTERM cancels `work` and, once it has ended, raises Stopped. Each later one kills the
-    run's child processes at once, so that nothing more is waited for; what `work` does to end in order still runs.
+    The first SIGINT or SIGTERM cancels the coroutine; Stopped is raised once it has returned. Each later signal
+    kills all child processes, so that the coroutine's cleanup, which still runs, waits for none of them.
     """
-    caught: list[int] = []
+    received: list[int] = []
 
     async def guarded() -> T:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
 
         def on_signal(number: int) -> None:
-            caught.append(number)
-            if len(caught) == 1:
+            received.append(number)
+            if len(received) == 1:
                 task.cancel()
             else:
                 kill_all()
@@ -45,7 +45,7 @@ def run_until_signal(work: Coroutine[Any, Any, T]) -> T:
         for number in SIGNALS:
             loop.add_signal_handler(number, on_signal, number)
         try:
-            return await work
+            return await coroutine
         finally:
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
@@ -53,10 +53,10 @@ def run_until_signal(work: Coroutine[Any, Any, T]) -> T:
     try:
         return asyncio.run(guarded())
     except asyncio.CancelledError:
-        if not caught:
+        if not received:
             raise
-        raise Stopped(caught[0]) from None
+        raise Stopped(received[0]) from None
     except Exception as error:
-        if not caught:
+        if not received:
             raise
-        raise Stopped(caught[0], error) from error
+        raise Stopped(received[0], error) from error

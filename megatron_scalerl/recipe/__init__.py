@@ -1,4 +1,4 @@
-"""The recipe of a run: its sections and defaults, the file it is read from, and what must hold between its keys."""
+"""The recipe of a run: its sections and defaults, the constraints between its keys, and reading recipe files."""
 
 from megatron_scalerl.recipe.recipe import Recipe
 

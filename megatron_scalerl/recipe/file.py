@@ -1,8 +1,7 @@
-"""Reads a recipe file, applies overrides, and says in one line what is wrong with it."""
+"""Reads recipe files, applies overrides, and reports errors in one line."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,22 +10,35 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.nearest import unknown_key
+
+OLD_KEYS = {"advantages.normalise": "advantages.normalize"}
+"""Old key path -> new key path. A recipe that uses an old one is rejected; the recipe.yaml of an old run is read."""
 
 
 class RecipeError(ValueError):
-    """A mistake in a recipe: one line with file, key, what was expected and what was found."""
+    """A user error in a recipe: one line with file, key, what was expected and what was found."""
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """Load a YAML recipe and apply `key.path=value` overrides.
 
-    Raises `RecipeError` for a missing or broken file, an unknown key (naming the nearest valid one), a
-    wrong type and settings that contradict each other.
+    Raises `RecipeError` for a missing or invalid file, an unknown key (naming the nearest valid one), a wrong type,
+    and settings that contradict each other.
     """
     path = Path(path)
     data = read_yaml(path)
     for item in overrides:
         _override(data, item)
+    return _validated(data, path)
+
+
+def load_run_recipe(run_dir: str | Path) -> Recipe:
+    """The recipe of an existing run; raises as `load_recipe`, but accepts the keys of `OLD_KEYS`."""
+    return _validated(read_run_recipe(run_dir), Path(run_dir) / "recipe.yaml")
+
+
+def _validated(data: dict[str, Any], path: Path) -> Recipe:
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
@@ -34,12 +46,27 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The recipe as resolved, every default written out, as YAML that loads to an equal recipe."""
+    """The resolved recipe with all defaults, as YAML that loads to an equal recipe."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
+def read_run_recipe(run_dir: str | Path) -> dict[str, Any]:
+    """The mapping in RUN/recipe.yaml, which an older version may have written: keys of `OLD_KEYS` are renamed.
+
+    Raises `RecipeError` for a file that is missing or unreadable.
+    """
+    data = read_yaml(Path(run_dir) / "recipe.yaml")
+    for old, new in OLD_KEYS.items():
+        section, _, old_name = old.rpartition(".")
+        new_name = new.removeprefix(f"{section}.")
+        fields = data.get(section)
+        if isinstance(fields, dict) and old_name in fields:
+            data[section] = {new_name if key == old_name else key: value for key, value in fields.items()}
+    return data
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises `RecipeError` for a file that is missing, unreadable or something else."""
+    """The mapping in a YAML file. Raises `RecipeError` for a file that is missing, unreadable or not a mapping."""
     if not path.is_file():
         raise RecipeError(f"{path}: expected a recipe file, found {'a folder' if path.is_dir() else 'nothing'}")
     try:
@@ -70,7 +97,7 @@ def _override(data: dict[str, Any], item: str) -> None:
     for name in parents:
         node = node.setdefault(name, {})
         if not isinstance(node, dict):
-            raise RecipeError(f"override {item!r}: {name} is a value, expected a section")
+            raise RecipeError(f"override {item!r}: expected a section, found a value at {name}")
     try:
         node[last] = yaml.safe_load(text) if text else None
     except yaml.YAMLError as error:
@@ -78,30 +105,21 @@ def _override(data: dict[str, Any], item: str) -> None:
 
 
 def _first_line(error: ValidationError) -> str:
-    """The first problem; unknown keys come first because they often cause the others."""
+    """Describe the first problem; unknown keys come first because they often cause the others."""
     problems = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     first = problems[0]
     key = ".".join(str(part) for part in first["loc"])
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     if first["type"] == "extra_forbidden":
-        return f"unknown key {key}, the nearest valid key is {_nearest(key)}{more}"
+        if key in OLD_KEYS:
+            return f"expected a recipe key, found {key}; it was renamed to {OLD_KEYS[key]}{more}"
+        return unknown_key(key, valid_keys(), expected="a recipe key") + more
     if first["type"] == "missing":
         return f"{key}: expected a value, found none{more}"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         return (f"{key}: " if key and not message.startswith(str(first["loc"][-1])) else "") + message + more
     return f"{key}: {message[0].lower() + message[1:]}, found {first['input']!r}{more}"
-
-
-def _nearest(key: str) -> str:
-    keys = list(valid_keys())
-    last = key.rsplit(".", 1)[-1]
-
-    def closeness(candidate: str) -> float:
-        whole = difflib.SequenceMatcher(None, key, candidate).ratio()
-        return whole + difflib.SequenceMatcher(None, last, candidate.rsplit(".", 1)[-1]).ratio()
-
-    return max(keys, key=closeness)
 
 
 def valid_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Whether the files that a recipe names are there: asked before anything heavy is imported."""
+"""Checks that the files that a recipe names exist, before heavy packages are imported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_scalerl.recipe import Recipe
 
 
 def check_policy(recipe: Recipe) -> None:
-    """Raises ValueError where policy.path is no Hugging Face folder or policy.megatron_path no folder."""
+    """Raises ValueError where policy.path is not a Hugging Face folder or policy.megatron_path is not a folder."""
     section = recipe.policy
     if not Path(section.path, "config.json").is_file():
         raise ValueError(f"policy.path: expected a Hugging Face folder with config.json, found {section.path}")
@@ -20,7 +20,7 @@ def check_policy(recipe: Recipe) -> None:
 
 
 def check_prompts(recipe: Recipe) -> None:
-    """Raises ValueError where a file or folder of prompts is missing."""
+    """Raises ValueError where a file or folder with prompts does not exist."""
     for path in (recipe.prompts.path, recipe.prompts.held_out_path):
         if path is not None and not Path(path).exists():
             raise ValueError(f"{path}: expected a prompts file or folder, found nothing")

@@ -1,7 +1,7 @@
-"""How the trainer's ranks are cut: sizes of the parallel groups, layers of each pipeline stage, and what must divide.
+"""The parallel layout of the trainer: group sizes, layers per pipeline stage, divisibility constraints.
 
-Asked by the recipe's schema, by the checks before any process starts, by the trainer's ranks and by the planner, so
-that a layout that Megatron-Core would refuse with an assertion is one line everywhere. Imports no torch.
+Used by the recipe schema, the preflight checks, the trainer ranks and the planner, so that a layout that
+Megatron-Core would reject with an assertion is a one-line error everywhere. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megatron_scalerl.recipe import Recipe
 
 Stages = tuple[tuple[int, ...], ...]
-"""Layers of each pipeline stage, counted from 0; with a virtual pipeline in the order of its chunks."""
+"""Layer indices of each pipeline stage, from 0; with a virtual pipeline in the order of the chunks."""
 
 _ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 _COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
@@ -34,23 +34,25 @@ class ParallelSizes:
     cp: int
     ep: int
     etp: int
-    """Tensor parallel inside experts; Megatron's default is tp."""
+    """Expert tensor parallel size; Megatron's default is tp."""
     chunks: int
-    """Model chunks a pipeline stage (virtual pipeline), 1 without."""
+    """Model chunks per pipeline stage (virtual pipeline size), 1 without a virtual pipeline."""
     optimizer_instances: int
-    """Parts of the data-parallel ranks that each hold the optimiser state once."""
+    """Distributed-optimizer instances: each holds one complete optimizer state, sharded over its ranks."""
 
     @property
     def unit(self) -> tuple[int, int]:
-        """The trainer's world must be a multiple of both: tp x pp x cp and etp x ep x pp, with more than one
-        instance of the distributed optimizer tp x pp and etp x ep x pp times their number too.
+        """The trainer's world size must be a multiple of both numbers.
+
+        They are tp x pp x cp and etp x ep x pp; with several instances of the distributed optimizer also tp x pp
+        and etp x ep x pp times their number.
         """
         dense, expert = self.tp * self.pp, self.etp * self.ep * self.pp
         return math.lcm(dense * self.cp, dense * self.optimizer_instances), expert * self.optimizer_instances
 
 
 def sizes_of(parallel: Mapping[str, Any]) -> ParallelSizes:
-    """The sizes in megatron.parallel. Raises ValueError for one that is no positive whole number."""
+    """The sizes in megatron.parallel. Raises ValueError for one that is not a positive integer."""
     tp, pp, cp, ep = (_size(parallel, f"{kind}_parallel_size", 1) for kind in _KINDS)
     etp = _size(parallel, "expert_tensor_parallel_size", None)
     chunks = _size(parallel, "virtual_pipeline_model_parallel_size", None)
@@ -83,11 +85,11 @@ def _positive(key: str, found: Any) -> int:
 
 
 MODEL_KEYS = frozenset({*_ENDS, *_COUNTED, _LAYOUT, "sequence_parallel"})
-"""Fields of megatron.model that belong to megatron.parallel's sizes: without those they have no meaning."""
+"""Fields of megatron.model that are meaningful only with the sizes of megatron.parallel."""
 
 
 def check_world(sizes: ParallelSizes, world_size: int) -> None:
-    """Raises ValueError where `world_size` ranks cannot be cut into such groups."""
+    """Raises ValueError where `world_size` ranks cannot be divided into groups of these sizes."""
     names = ("tensor x pipeline x context", "expert tensor x expert x pipeline")
     also = f" with {sizes.optimizer_instances} optimizer instances" * (sizes.optimizer_instances > 1)
     for size, what in zip(sizes.unit, names):
@@ -97,11 +99,11 @@ def check_world(sizes: ParallelSizes, world_size: int) -> None:
             )
 
 
-def check_cuts(family: Family, recipe: Recipe) -> None:
-    """Raises ValueError where a parallel size does not divide what it cuts, or needs another setting.
+def check_sharding(family: Family, recipe: Recipe) -> None:
+    """Raises ValueError where a parallel size does not divide the dimension it shards, or requires another setting.
 
-    Heads, key-value heads, MLPs, experts, layers of the pipeline; sequence parallelism. The vocabulary and the
-    length of a micro-batch need no divisor: both are padded.
+    Checks heads, key-value heads, MLPs, experts, pipeline layers and sequence parallelism. The vocabulary and the
+    length of a micro-batch are padded.
     """
     from megatron_scalerl.models.family import check_layout
 
@@ -119,10 +121,10 @@ def check_cuts(family: Family, recipe: Recipe) -> None:
 
 
 def stages_of(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> Stages:
-    """Layers of each pipeline stage under megatron.model, whose options are Megatron's own: an even split, given
-    numbers at the ends, embedding and loss counted as layers, or a layout of every stage.
+    """Layers of each pipeline stage by Megatron's options in megatron.model.
 
-    Raises ValueError where `layers` layers cannot be split so, naming key, layers and size.
+    An even split, given numbers in the first and last stage, embedding and loss counted as layers, or a layout of
+    every stage. Raises ValueError where `layers` layers cannot be split this way, naming key, layers and size.
     """
     given = [key for key in (*_ENDS, *_COUNTED, _LAYOUT) if model.get(key) not in (None, False)]
     ways = {key for key in given if key == _LAYOUT}, set(given) & set(_ENDS), set(given) & set(_COUNTED)
@@ -144,7 +146,7 @@ def stages_of(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> St
 
 
 def _even(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> list[list[int]]:
-    """[pp][chunks] layers, embedding and loss counted as layers where the recipe says so."""
+    """[pp][chunks] number of layers; embedding and loss count as layers where the recipe sets it."""
     embedding, loss = (int(bool(model.get(key))) for key in _COUNTED)
     each, left = divmod(layers + embedding + loss, sizes.pp)
     if left:
@@ -160,7 +162,7 @@ def _even(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> list[l
 
 
 def _of_ends(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> list[list[int]]:
-    """[pp][chunks] layers with given numbers in the first and the last stage."""
+    """[pp][chunks] number of layers, with given numbers in the first and the last stage."""
     whole = [0] * sizes.pp
     given = {place: key for place, key in zip((0, sizes.pp - 1), _ENDS) if model.get(key) is not None}
     if sum(model.get(key) is not None for key in _ENDS) > sizes.pp:
@@ -183,7 +185,7 @@ def _in_chunks(layers: int, sizes: ParallelSizes) -> list[int]:
 
 
 def _of_layout(layout: Any, layers: int, sizes: ParallelSizes) -> list[list[int]]:
-    """[pp][chunks] layers of a layout as Megatron itself reads it."""
+    """[pp][chunks] number of layers of a layout, parsed by Megatron."""
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 

@@ -1,6 +1,6 @@
-"""The schema of a run: its sections (`recipe_sections`) and what has to agree between them.
+"""The schema of a recipe: its sections (`recipe.sections`) and the constraints between them.
 
-A recipe file is YAML and states differences from the sections' defaults; `key.path=value` overrides come on top.
+A recipe file is YAML and states differences from the defaults; `key.path=value` overrides are applied to it.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from megatron_scalerl.recipe.sections import (
 
 
 class Recipe(Section):
-    """One run."""
+    """The settings of one run."""
 
     name: str
     """Name of the run; its folder is output_dir/name."""
     output_dir: str = "runs"
-    """Folder of all runs."""
+    """Folder that holds the folders of runs."""
     seed: NonNegativeInt = 1
-    """Seed of the curriculum, the sampling seeds and the cuts."""
+    """Seed of the curriculum, of sampling and of interruption points."""
     steps: PositiveInt
-    """Optimiser steps of the run."""
+    """Optimizer steps of the run."""
     policy: PolicySection
     prompts: PromptsSection
     curriculum: CurriculumSection = CurriculumSection()
@@ -66,14 +66,14 @@ class Recipe(Section):
 
     @property
     def max_completion_tokens(self) -> int:
-        """Longest possible completion without what is forced (tokens)."""
+        """Longest possible completion without forced tokens (tokens)."""
         return self.interruption.thinking_tokens[1] + self.interruption.answer_tokens
 
     def longest_sequence(self, phrase_tokens: int | None = None) -> int:
-        """Longest possible prompt and completion together, the forced phrase and end of sequence included (tokens).
+        """Longest possible prompt and completion, including the forced phrase and the end of sequence (tokens).
 
-        `phrase_tokens`: of the phrase and the closing tag in the policy's tokenizer. None, where there is none at
-        hand: one a byte, which no tokenizer exceeds. 0: a lower bound.
+        phrase_tokens: length of the phrase and the closing tag in the policy's tokenizer. None, without a tokenizer:
+        one token per byte, which no tokenizer exceeds. 0: a lower bound.
         """
         forced = 0
         if self.interruption.enabled:
@@ -83,7 +83,7 @@ class Recipe(Section):
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Capacity of one packed micro-batch (tokens): trainer.micro_batch_tokens, or else one longest sequence."""
+        """Capacity of one packed micro-batch (tokens): trainer.micro_batch_tokens, else one longest sequence."""
         given = self.trainer.micro_batch_tokens
         return given or -(-self.longest_sequence() // MICRO_BATCH_MULTIPLE) * MICRO_BATCH_MULTIPLE
 
@@ -95,10 +95,10 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _agree(self) -> "Recipe":
         r = self.rollouts
-        if r.group_size == 1 and self.advantages.normalise != "none":
+        if r.group_size == 1 and self.advantages.normalize != "none":
             raise ValueError(
-                "rollouts.group_size: expected at least 2 with advantages.normalise "
-                f"{self.advantages.normalise!r}, found 1 (a group of one has no advantage)"
+                "rollouts.group_size: expected at least 2 with advantages.normalize "
+                f"{self.advantages.normalize!r}, found 1 (a group of one has no advantage)"
             )
         if r.max_in_flight < r.group_size:
             raise ValueError(
@@ -116,6 +116,6 @@ class Recipe(Section):
             raise ValueError(
                 f"engine.vllm.max_model_len: expected at least {need} (prompts.max_prompt_tokens "
                 f"{self.prompts.max_prompt_tokens} + thinking {self.interruption.thinking_tokens[1]} + answer "
-                f"{self.interruption.answer_tokens}, and what is forced), found {context}"
+                f"{self.interruption.answer_tokens} + forced tokens), found {context}"
             )
         return self

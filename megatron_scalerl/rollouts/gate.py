@@ -1,21 +1,47 @@
 """The staleness gate of PipelineRL-k: which group may start, which batch may train. Pure bookkeeping.
 
-Versions count optimiser steps: the batch that is trained by policy version v turns it into v + 1. A group
-whose oldest first token came from version u has the deadline u + k: it must train at a version <= u + k.
-Nothing is ever dropped for age, because dropping favours short completions. Two rules keep the bound
-(Khatri et al. 2025, section 2 name the bound k = 8; the rules are ours):
+Versions count optimizer steps: training on a batch turns policy version v into v + 1. A group whose oldest first
+token came from version u has the deadline u + k: it must be trained on at a version <= u + k. No group is dropped
+for its age, because that would favor short completions. Two rules maintain the bound (the bound, k = 8, is from
+Khatri et al. 2025, section 2; the rules are ours):
 
-* admission: a group starts only while fewer than (k + 1) * G groups are outstanding: in flight, ready, or in
-  the batch whose step is being made (until its new version is served, young groups still start at the old one);
-* waiting: a batch of G ready groups, earliest deadline first, is released at version v only if what stays
-  behind can still meet its deadlines, that is for every j = 1..k at most j * G outstanding groups have a
-  deadline <= v + j, and none has one <= v.
+* admission: a group starts only while fewer than (k + 1) * G groups are outstanding, that is in flight, ready, or
+  in the batch being trained on (until its new version is served, new groups still start at the old one);
+* waiting: a batch of G ready groups, earliest deadline first, is released at version v only if the remaining groups
+  can still meet their deadlines: for every j = 1..k at most j * G outstanding groups have a deadline <= v + j, and
+  none has a deadline <= v.
 
-With the first rule, at most (j + 1) * G outstanding groups have a deadline <= v + j for every j (all of
-them have one <= v + k). The second rule carries this from v to v + 1. Once everything outstanding is
-ready, taking the earliest deadlines always satisfies it, and every group in flight becomes ready, so the
-wait ends. Waiting only for groups whose deadline is v would not be enough: young, quick groups could
-fill the batches while slow ones with one and the same later deadline pile up beyond G.
+By the first rule, at most (j + 1) * G outstanding groups have a deadline <= v + j for every j (all of them have one
+<= v + k). The second rule preserves this from v to v + 1. Once all outstanding groups are ready, taking the earliest
+deadlines always satisfies it, and every group in flight becomes ready, so the wait ends. Waiting only for groups
+whose deadline is v would not be enough: young, fast groups could fill the batches while more than G slow ones with
+the same later deadline accumulate.
+
+Three groups start at version 0; the two fast ones finish first:
+
+    >>> gate = StalenessGate(groups_per_batch=1, max_staleness_steps=2)
+    >>> for group in (0, 1, 2):
+    ...     gate.start(group, policy_version=0)
+    >>> gate.may_start()  # (k + 1) * G = 3 groups are outstanding
+    False
+    >>> gate.batch(policy_version=0) is None  # no group is ready
+    True
+    >>> gate.finish(0, first_token_version=0)
+    >>> gate.batch(policy_version=0)
+    (0,)
+    >>> gate.take((0,))
+    >>> gate.trained()  # every engine serves version 1
+
+A group that starts now has one more step until its deadline. It is ready at once, and still has to wait: the groups
+1 and 2 both must be trained on by version 2, so one of them must be next.
+
+    >>> gate.start(3, policy_version=1)
+    >>> gate.finish(3, first_token_version=1)
+    >>> gate.batch(policy_version=1) is None
+    True
+    >>> gate.finish(2, first_token_version=0)
+    >>> gate.batch(policy_version=1)
+    (2,)
 """
 
 from __future__ import annotations
@@ -24,7 +50,7 @@ import bisect
 
 
 class StalenessGate:
-    """Admission and batch composition for `max_staleness_steps` = k; k = 0 is synchronous training."""
+    """Admission and batch composition for k = `max_staleness_steps`; k = 0 is synchronous training."""
 
     def __init__(self, *, groups_per_batch: int, max_staleness_steps: int) -> None:
         assert groups_per_batch >= 1 and max_staleness_steps >= 0
@@ -36,45 +62,45 @@ class StalenessGate:
 
     @property
     def in_flight(self) -> int:
-        """Groups started and not finished."""
+        """Groups that have started and not finished."""
         return len(self._in_flight)
 
     @property
     def ready(self) -> int:
-        """Groups finished and not yet taken."""
+        """Groups that have finished and are not in a batch."""
         return len(self._ready)
 
     @property
     def outstanding(self) -> int:
-        """Groups in flight, ready or in training; at most (k + 1) * groups_per_batch."""
+        """Groups in flight, ready or being trained on; at most (k + 1) * groups_per_batch."""
         return len(self._in_flight) + len(self._ready) + self._training
 
     def may_start(self) -> bool:
-        """True while one more group keeps the admission rule."""
+        """True if the admission rule allows one more group."""
         return self.outstanding < (self.max_staleness_steps + 1) * self.groups_per_batch
 
     def start(self, group_id: int, policy_version: int) -> None:
-        """A group is submitted; no first token can be older than the version that the engine serves now."""
+        """A group is submitted; its first tokens cannot be older than `policy_version`, which the engines serve."""
         assert self.may_start() and group_id not in self._in_flight and group_id not in self._ready
         self._in_flight[group_id] = policy_version + self.max_staleness_steps
 
     def finish(self, group_id: int, first_token_version: int) -> None:
-        """A group is scored; its true deadline is never earlier than the one it started with."""
+        """A group is scored; its deadline is never earlier than the one assumed at its start."""
         lower = self._in_flight.pop(group_id)
         deadline = first_token_version + self.max_staleness_steps
         assert deadline >= lower, f"group {group_id}: first token older than its admission"
         self._ready[group_id] = deadline
 
     def abandon(self, group_id: int) -> None:
-        """A group in flight comes to nothing; it may start again, with a later deadline."""
+        """A group in flight is discarded; it may start again, with a later deadline."""
         del self._in_flight[group_id]
 
     def restore(self, group_id: int, first_token_version: int) -> None:
-        """A finished group comes back from the journal after a restart."""
+        """A finished group is read from the journal after a restart."""
         self._ready[group_id] = first_token_version + self.max_staleness_steps
 
     def batch(self, policy_version: int) -> tuple[int, ...] | None:
-        """The groups that version `policy_version` may train now, earliest deadline first, or None: wait."""
+        """The groups to train on at `policy_version`, earliest deadline first; None if the trainer must wait."""
         if len(self._ready) < self.groups_per_batch:
             return None
         order = sorted(self._ready, key=lambda g: (self._ready[g], g))
@@ -86,12 +112,12 @@ class StalenessGate:
         return tuple(chosen)
 
     def take(self, group_ids: tuple[int, ...]) -> None:
-        """The groups of a released batch go into training."""
+        """The groups of a released batch are being trained on from now on."""
         assert not self._training, "one batch trains at a time"
         for group_id in group_ids:
             del self._ready[group_id]
         self._training = len(group_ids)
 
     def trained(self) -> None:
-        """The batch is done with: its new version is served, or it made no step."""
+        """The batch is done: its new version is served, or there was no step."""
         self._training = 0

@@ -1,22 +1,22 @@
-"""The journal: what was drawn, what was finished, what was trained on, in the order in which it happened.
+"""The journal: groups drawn, groups finished and batches composed, in order.
 
-`RUN/journal.jsonl` holds one event a line:
+`RUN/journal.jsonl` has one event per line:
 
     {"event": "admit",  "group_id", "prompt_id", "epoch"}                  a prompt was drawn and submitted
     {"event": "finish", "group_id", "prompt_id", "pass_rate", "first_token_version", "file"}
     {"event": "batch",  "batch", "step", "policy_version", "group_ids"}    about to be trained on
 
-`RUN/rollouts/groups-NNNNN.jsonl` hold the finished groups themselves. A group is in the journal before a
-trainer sees it; a batch event and the groups in it are on disk before its optimizer step begins. When a machine
-stops, other events may have reached the disk and their groups not: such a group is generated again. Reading the
-events again in their order rebuilds the curriculum exactly, and the batches after a checkpoint can be trained again
-with the same rollouts in the same order. Both files are readable by their owner only.
+`RUN/rollouts/groups-NNNNN.jsonl` contain the finished groups. A group is in the journal before a trainer receives
+it; a batch event and the groups in it are on disk before its optimizer step begins. After a power loss the disk may
+have a finish event without its group: that group is generated again. Replaying events in order restores the
+curriculum exactly, and the batches after a checkpoint can be trained again with the same rollouts in the same order.
+Only the owner can read these files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,36 +30,36 @@ GROUPS_PER_FILE = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchRecord:
-    """One batch as it was composed."""
+    """The composition of one batch."""
 
     batch: int
-    """Number of the batch in the run's lineage, from 0, batches without a step included."""
+    """Number of the batch in the run's lineage, from 0, counting batches without a step."""
     step: int
-    """The optimiser step that the batch was to make, from 1."""
+    """The optimizer step for which the batch was composed, from 1."""
     policy_version: int
-    """Version of the weights that trained it."""
+    """Policy version that trained on it."""
     group_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class History:
-    """What a journal says about the attempts before this one."""
+    """The journal of the attempts before this one. Produced by `read_history`."""
 
     events: tuple[dict[str, Any], ...]
     """Every event, in order."""
     batches: tuple[BatchRecord, ...]
     files: dict[int, str]
-    """Group id -> file in RUN/rollouts that holds the finished group."""
+    """Group id -> file in RUN/rollouts with the finished group."""
 
     def unbatched(self) -> tuple[int, ...]:
-        """Finished groups that no batch holds, in order of admission."""
+        """Finished groups that are in no batch, in order of admission."""
         batched = {g for record in self.batches for g in record.group_ids}
         return tuple(sorted(g for g in self.files if g not in batched))
 
-    def to_issue_again(self, ready: Container[int]) -> tuple[dict[str, Any], ...]:
-        """Admit events whose group is neither in a batch nor in `ready`, in order of admission.
+    def to_reissue(self, ready: Container[int]) -> tuple[dict[str, Any], ...]:
+        """Admit events of groups that are neither in a batch nor in `ready`, in order of admission.
 
-        They never finished, or their event reached the disk and their text did not.
+        They did not finish, or the event reached the disk without the group.
         """
         batched = {g for record in self.batches for g in record.group_ids}
         return tuple(
@@ -70,7 +70,7 @@ class History:
 
 
 class Journal:
-    """Appends events; filled by the rollout stream and the controller, read at a restart."""
+    """Appends events of the rollout stream and the controller; read at a restart."""
 
     def __init__(self, run_dir: str | Path) -> None:
         self.run_dir = Path(run_dir)
@@ -83,11 +83,11 @@ class Journal:
         self._unsynced: set[JsonlWriter] = set()
 
     def admit(self, group_id: int, prompt_id: str, epoch: int) -> None:
-        """A prompt was drawn; from here on its group exists."""
+        """Record that a prompt was drawn for a group."""
         self._events.append({"event": "admit", "group_id": group_id, "prompt_id": prompt_id, "epoch": epoch})
 
     def finish(self, group: RolloutGroup) -> None:
-        """A group is complete and scored; its text is written before its event."""
+        """Record a finished, scored group; the group is written before its event."""
         name = f"groups-{group.group_id // GROUPS_PER_FILE:05d}.jsonl"
         file = self._group_files.get(name)
         if file is None:
@@ -106,19 +106,11 @@ class Journal:
         )
 
     def batch(self, record: BatchRecord) -> None:
-        """A batch is about to train; on disk for certain when this returns."""
+        """Record a batch about to be trained on. It and its groups are synced to disk when this returns."""
         for file in self._unsynced:
             file.sync()
         self._unsynced.clear()
-        self._events.append(
-            {
-                "event": "batch",
-                "batch": record.batch,
-                "step": record.step,
-                "policy_version": record.policy_version,
-                "group_ids": record.group_ids,
-            }
-        )
+        self._events.append({"event": "batch", **asdict(record)})
         self._events.sync()
 
     def close(self) -> None:
@@ -128,7 +120,7 @@ class Journal:
 
 
 def read_history(run_dir: str | Path) -> History:
-    """Read RUN/journal.jsonl. Raises ValueError naming file and line where it is not what was written."""
+    """Read RUN/journal.jsonl. Raises ValueError naming file and line for an invalid line."""
     events = tuple(read_jsonl(Path(run_dir) / "journal.jsonl"))
     batches = tuple(
         BatchRecord(
@@ -142,36 +134,36 @@ def read_history(run_dir: str | Path) -> History:
 
 
 def read_groups(run_dir: str | Path, history: History, group_ids: Iterable[int]) -> dict[int, RolloutGroup]:
-    """The finished groups of these ids that are there; of two lines of one group the later one.
+    """The finished groups of these ids that are on disk; the later one if a group has two lines.
 
-    Raises ValueError naming file and line where a line is no group.
+    Raises ValueError naming file and line for an invalid line.
     """
-    wanted = set(group_ids)
+    requested = set(group_ids)
     found: dict[int, RolloutGroup] = {}
-    for name in sorted({history.files[g] for g in wanted}):
+    for name in sorted({history.files[g] for g in requested}):
         path = Path(run_dir) / "rollouts" / name
         if not path.exists():
             continue
         with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 group = _group(line, f"{path} line {number}")
-                if group is not None and group.group_id in wanted:
+                if group is not None and group.group_id in requested:
                     found[group.group_id] = group
     return found
 
 
 def read_batch(run_dir: str | Path, history: History, record: BatchRecord) -> list[RolloutGroup]:
-    """The groups of a batch in its order. Raises ValueError where one is missing: they were synced before it."""
+    """The groups of a batch, in its order. Raises ValueError if one is missing: they were synced before it."""
     groups = read_groups(run_dir, history, record.group_ids)
     for group_id in record.group_ids:
         if group_id not in groups:
             file = Path(run_dir) / "rollouts" / history.files[group_id]
-            raise ValueError(f"{file}: expected group {group_id} of batch {record.batch}, found no line with it")
+            raise ValueError(f"{file}: expected group {group_id} of batch {record.batch}, found none")
     return [groups[g] for g in record.group_ids]
 
 
 def _group(line: bytes, where: str) -> RolloutGroup | None:
-    """A line as a group; None for a last line that a crash tore."""
+    """A line as a group; None for an incomplete last line."""
     try:
         return msgspec.json.decode(line, type=RolloutGroup)
     except msgspec.DecodeError as error:

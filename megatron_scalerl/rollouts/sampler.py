@@ -1,6 +1,6 @@
-"""One completion from plan to score: draws the seed and the cut, asks an engine, asks the verifier.
+"""One completion from plan to score: draws seed and interruption point, calls an engine and the verifier.
 
-Shared by training rollouts and validation, which so cannot differ in anything but seeds and priority.
+Training rollouts and validation share it, so that they differ only in seeds and priority.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from megatron_scalerl.engine.interruption import Plan, draw_cut, plan_ids, tag_v
 from megatron_scalerl.prompts.end_tokens import end_token_ids
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rewards.math import extract_answer
-from megatron_scalerl.rewards.verifier import VerifierPool
+from megatron_scalerl.rewards.pool import VerifierPool
 from megatron_scalerl.types import Prompt, Rollout, Score
 
 TRAINING_PRIORITY, VALIDATION_PRIORITY = 1, 0
-"""The engine serves lower numbers first: a validation holds the next weight update back."""
+"""The engine serves lower numbers first: validation comes first because the next weight update waits for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draw:
-    """The random choices of one completion, fixed by seed, group and index."""
+    """The random choices of one completion, determined by seed, group and index."""
 
     seed: int
     """Sampling seed, below 2**31."""
     thinking_cut: int
-    """Thinking tokens before the phrase is forced; 0 with interruption off."""
+    """Thinking tokens before the phrase is forced; 0 without interruption."""
 
 
 def forced_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(tokens of the forced phrase with the closing tag, tokens of the tag) in the policy's tokenizer.
 
-    Raises ValueError if one of them does not survive encode and decode, or ends a sequence.
+    Raises ValueError if one of them changes in an encode-decode round trip, or ends a sequence.
     """
     phrase = recipe.interruption.phrase if recipe.interruption.enabled else ""
     phrase_ids, think_end_ids = plan_ids(tokenizer, phrase, recipe.prompts.think_end)
@@ -51,17 +51,17 @@ class Sampler:
     """Completes prompts on engines and scores them."""
 
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, verifier: VerifierPool) -> None:
-        """Raises ValueError if think tags or phrase do not survive encode and decode, or end a sequence."""
+        """Raises ValueError if think tags or phrase change in an encode-decode round trip, or end a sequence."""
         self._recipe = recipe
         self._tokenizer = tokenizer
         self._verifier = verifier
         self._end_ids = end_token_ids(recipe.policy.path, tokenizer)
         self._phrase_ids, self._think_end_ids = forced_ids(recipe, tokenizer)
         self._think_end_first, self._think_end_last = tag_variants(tokenizer, self._think_end_ids)
-        self._unspoken = frozenset((*tokenizer.all_special_ids, *self._end_ids)) - frozenset(self._think_end_ids)
+        self._hidden_ids = frozenset((*tokenizer.all_special_ids, *self._end_ids)) - frozenset(self._think_end_ids)
 
     def draw(self, seed: int, group_id: int, index: int) -> Draw:
-        """The choices for completion `index` of a group; the same for the same three numbers."""
+        """The random choices for completion `index` of a group, a function of these three numbers."""
         digest = hashlib.sha256(f"sampling/{seed}/{group_id}/{index}".encode()).digest()
         i = self._recipe.interruption
         return Draw(
@@ -72,10 +72,11 @@ class Sampler:
     async def complete(
         self, engine: EngineClient, prompt: Prompt, draw: Draw, *, priority: int
     ) -> tuple[Rollout, Score]:
-        """One completion with its score.
+        """One completion and its score.
 
-        A failing verifier is a wrong answer. Raises CompletionLost for a completion that cannot be used through no
-        fault of the policy, and what ends the run: EngineError, RuntimeError from a pool without processes.
+        An answer on which the verifier fails counts as wrong. Raises CompletionLost for a completion that is unusable
+        for a reason other than the policy. Errors that end the run: EngineError, and RuntimeError from a verifier
+        pool without processes.
         """
         rollout = await engine.generate(prompt.token_ids, sampling=self._spec(draw, priority))
         if rollout.truncated:
@@ -83,13 +84,13 @@ class Sampler:
         return rollout, await self._verifier.score(self.answer_text(rollout), prompt, rollout)
 
     def answer_text(self, rollout: Rollout) -> str | None:
-        """The text after thinking, None if thinking never ended."""
+        """The text after thinking; None if thinking did not end."""
         ids, width = rollout.token_ids, len(self._think_end_ids)
         plan = self._plan(1)
         for end in range(width, len(ids) + 1):
             if plan.ends_thinking(ids, end):
-                # a tag may have merged with its neighbours, so it is decoded along and cut off as text
-                rest = [token for token in ids[end - width :] if token not in self._unspoken]
+                # the tag's tokens may include neighboring text, so decode them too and cut the tag off as text
+                rest = [token for token in ids[end - width :] if token not in self._hidden_ids]
                 text = str(self._tokenizer.decode(rest, skip_special_tokens=False))
                 return extract_answer(text, self._recipe.prompts.think_end)
         return None

@@ -1,19 +1,24 @@
-"""PipelineRL-k: completions flow continuously, weights change under them, batches leave by deadline.
+"""PipelineRL-k: completions are generated continuously while the weights change; batches leave by deadline.
 
     curriculum --draw--> admission --group task--> engines --> verifier --> journal --> ready --> batch
                             ^ gate: outstanding <= (k + 1) * G              gate: earliest deadline first
 
-Who fills what, who empties it, and its bound:
+Three loops share one condition variable, `_changed`, which is notified of every change of state: a finished group, a
+finished batch, freed engine slots, a failure.
 
-* group tasks: started by `_admit`, at most (k + 1) * groups_per_batch outstanding (the gate), at most
-  `max_in_flight` completions on one engine; each ends by putting its group into `_ready`.
-* `_ready`: emptied by `next_batch`, bounded by the same gate.
+* Admission (`_admit`, one task). Consumes: the curriculum, and groups to reissue. Waits for: the gate
+  (outstanding < (k + 1) * groups_per_batch) and for an engine with slots for a whole group (`max_in_flight`
+  completions per engine). Unblocked by: a batch that is done (`trained`), a completion that frees its slot.
+* Group tasks (`_group`, one per outstanding group). Consume: `group_size` completions of one engine. Wait for: these
+  completions and their scores. Unblocked by: the engine and the verifier; they never wait for the trainer, so every
+  admitted group finishes. Each ends by moving its group to `_ready`.
+* `next_batch` (the controller's training loop). Consumes: `_ready`, bounded by the gate. Waits for: a batch that the
+  gate may release. Unblocked by: group tasks. Returns None when the curriculum is exhausted and nothing is
+  outstanding.
 
-One condition variable carries every change of state: a finished group, a finished step, a failure. It
-closes when the curriculum is dry and nothing is outstanding, or by `close`. A failing group task ends the
-stream: `next_batch` raises its exception.
+The first failure in admission or a group task is raised by `next_batch`. `close` cancels all tasks.
 
-Khatri et al. 2025, section 2 (PipelineRL, k = 8); the staleness rules are proved in `gate`.
+Khatri et al. 2025, section 2 (PipelineRL, k = 8); the staleness bound is proved in `gate`.
 """
 
 from __future__ import annotations
@@ -21,10 +26,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
-from megatron_scalerl.engine.client import EngineClient, EngineError
+from megatron_scalerl.engine.answers import EngineError
+from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.prompts.curriculum import Curriculum, CurriculumDry
+from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.gate import StalenessGate
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.sampler import TRAINING_PRIORITY, Sampler
@@ -32,73 +40,74 @@ from megatron_scalerl.types import CompletionLost, Prompt, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
+Admission = tuple[int, Prompt, int]
+"""(group id, prompt, epoch)"""
+
 
 class RolloutStream:
-    """Keeps the engines busy within the staleness bound and hands out batches of scored groups."""
+    """Keeps the engines busy within the staleness bound and returns batches of scored groups."""
 
     def __init__(
         self,
+        recipe: Recipe,
         *,
         curriculum: Curriculum,
         engines: Sequence[EngineClient],
         sampler: Sampler,
         journal: Journal,
-        gate: StalenessGate,
-        group_size: int,
-        max_in_flight: int,
-        seed: int,
         next_group_id: int = 0,
         count_tokens: Callable[[int], None] = lambda tokens: None,
     ) -> None:
-        """count_tokens: told the number of tokens of every completion when it is finished."""
+        """count_tokens: called with the number of tokens of every finished completion."""
         self.policy_version = 0
-        self.completions = 0
-        """Completions finished since the start of this process."""
-        self._count_tokens = count_tokens
-        self._idle_since: float | None = None
-        self._idle_seconds = 0.0
+        self.exhausted: str | None = None
+        """Why no prompt is left, None while there are prompts."""
         self._curriculum = curriculum
-        self._load = dict.fromkeys(engines, 0)
         self._sampler = sampler
         self._journal = journal
-        self._gate = gate
-        self._group_size = group_size
-        self._max_in_flight = max_in_flight
-        self._seed = seed
+        self._gate = StalenessGate(
+            groups_per_batch=recipe.rollouts.groups_per_batch,
+            max_staleness_steps=recipe.rollouts.max_staleness_steps,
+        )
+        self._group_size = recipe.rollouts.group_size
+        self._max_in_flight = recipe.rollouts.max_in_flight
+        self._seed = recipe.seed
         self._next_group_id = next_group_id
-        self._reissue: list[tuple[int, Prompt, int]] = []
+        self._count_tokens = count_tokens
+        self._load = dict.fromkeys(engines, 0)
+        self._idle_since: float | None = None
+        self._idle_seconds = 0.0
+        self._reissue: list[Admission] = []
         self._ready: dict[int, RolloutGroup] = {}
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
         self._admission: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
-        self.dry: str | None = None
-        """Why no prompt is left, once that is so."""
 
     def start(self, policy_version: int) -> None:
-        """Begin to admit groups; the engines serve `policy_version`."""
+        """Start to admit groups; the engines serve `policy_version`."""
         assert self._admission is None
         self.policy_version = policy_version
-        self._admission = asyncio.create_task(self._admit(), name="admission")
+        self._start_admission()
 
-    def restore(self, ready: Sequence[RolloutGroup], unfinished: Sequence[tuple[int, Prompt, int]]) -> None:
-        """Before `start`: finished groups of an earlier life, and (group_id, prompt, epoch) to issue again."""
+    def restore(self, ready: Sequence[RolloutGroup], unfinished: Sequence[Admission]) -> None:
+        """Before `start`: restore finished groups of an earlier attempt, and reissue its unfinished ones."""
         for group in ready:
             self._gate.restore(group.group_id, group.first_token_version)
             self._ready[group.group_id] = group
         self._reissue = list(unfinished)
 
     async def trained(self, policy_version: int) -> None:
-        """The last batch is done with; every engine serves `policy_version` (the old one if it made no step)."""
+        """The last batch is done; every engine serves `policy_version` (the old one if there was no step)."""
         async with self._changed:
             self.policy_version = policy_version
             self._gate.trained()
             self._changed.notify_all()
 
     async def next_batch(self) -> list[RolloutGroup] | None:
-        """The next groups to train on at the present version, earliest deadline first.
+        """The next groups to train on at the current version, earliest deadline first.
 
-        None once the curriculum is dry and no full batch is left. Raises what ended the stream.
+        None if the curriculum is exhausted and no full batch is left. Raises the failure that ended the stream.
         """
         async with self._changed:
             while True:
@@ -109,7 +118,7 @@ class RolloutStream:
                     self._gate.take(ids)
                     self._changed.notify_all()
                     return [self._ready.pop(g) for g in ids]
-                if self.dry and self._gate.in_flight == 0 and not self._reissue:
+                if self.exhausted and self._gate.in_flight == 0 and not self._reissue:
                     return None
                 await self._changed.wait()
 
@@ -120,106 +129,113 @@ class RolloutStream:
 
     @property
     def ready(self) -> int:
-        """Finished groups that wait for a batch."""
+        """Finished groups that are not in a batch yet."""
         return self._gate.ready
 
     def take_idle_seconds(self) -> float:
-        """Seconds since the last call in which the bound on staleness left the engines without work."""
-        idle = self._idle_seconds + (time.monotonic() - self._idle_since if self._idle_since is not None else 0.0)
+        """Seconds since the last call in which the staleness bound left all engines without work."""
+        now = time.monotonic()
+        idle = self._idle_seconds + (now - self._idle_since if self._idle_since is not None else 0.0)
         self._idle_seconds = 0.0
-        self._idle_since = time.monotonic() if self._idle_since is not None else None
+        self._idle_since = now if self._idle_since is not None else None
         return idle
 
     async def close(self) -> None:
-        """Stop admission and cancel what is in flight."""
+        """Stop admission and cancel all groups in flight."""
         tasks = [*self._tasks, *([self._admission] if self._admission else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _admit(self) -> None:
+    def _start_admission(self) -> None:
+        self._admission = asyncio.create_task(self._guarded(self._admit), name="admission")
+
+    async def _guarded(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
+        """A task of the stream: keep the first failure for `next_batch`."""
         try:
-            while True:
-                async with self._changed:
-                    await self._changed.wait_for(lambda: self._gate.may_start() and self._engine() is not None)
-                    drawn = self._draw()
-                    if drawn is None:
-                        self._changed.notify_all()
-                        return
-                    group_id, prompt, epoch = drawn
-                    engine = self._engine()
-                    assert engine is not None
-                    self._gate.start(group_id, self.policy_version)
-                    self._load[engine] += self._group_size
-                    if self._idle_since is not None:
-                        self._idle_seconds += time.monotonic() - self._idle_since
-                        self._idle_since = None
-                task = asyncio.create_task(self._group(engine, group_id, prompt, epoch), name=f"group {group_id}")
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+            await work(*arguments)
         except asyncio.CancelledError:
             raise
         except BaseException as failure:
-            await self._fail(failure)
+            first = failure.exceptions[0] if isinstance(failure, BaseExceptionGroup) else failure
+            async with self._changed:
+                self._failure = self._failure or first
+                self._changed.notify_all()
 
-    def _draw(self) -> tuple[int, Prompt, int] | None:
-        """The next group: one to issue again, else a fresh prompt; None when the curriculum is dry."""
+    async def _admit(self) -> None:
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._gate.may_start() and self._free_engine() is not None)
+                drawn = self._draw()
+                if drawn is None:
+                    self._changed.notify_all()
+                    return
+                engine = self._free_engine()
+                assert engine is not None
+                self._gate.start(drawn[0], self.policy_version)
+                self._load[engine] += self._group_size
+                if self._idle_since is not None:
+                    self._idle_seconds += time.monotonic() - self._idle_since
+                    self._idle_since = None
+            task = asyncio.create_task(self._guarded(self._group, engine, *drawn), name=f"group {drawn[0]}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _draw(self) -> Admission | None:
+        """The next group: one to reissue, otherwise a new prompt; None if the curriculum is exhausted."""
         if self._reissue:
             return self._reissue.pop(0)
         try:
             prompt, epoch = self._curriculum.draw()
         except CurriculumDry as end:
-            self.dry = str(end)
+            self.exhausted = str(end)
             return None
         group_id = self._next_group_id
         self._next_group_id += 1
         self._journal.admit(group_id, prompt.prompt_id, epoch)
         return group_id, prompt, epoch
 
-    def _engine(self) -> EngineClient | None:
-        """The least loaded engine that has room for a whole group."""
+    def _free_engine(self) -> EngineClient | None:
+        """The least loaded engine, if it has slots for a whole group."""
         engine = min(self._load, key=lambda e: self._load[e])
         return engine if self._load[engine] + self._group_size <= self._max_in_flight else None
 
     async def _group(self, engine: EngineClient, group_id: int, prompt: Prompt, epoch: int) -> None:
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [
-                    tasks.create_task(self._completion(engine, prompt, group_id, index))
-                    for index in range(self._group_size)
-                ]
-            done = [task.result() for task in running]
-            kept = [result for result in done if result is not None]
-            if not kept:
-                await self._again(group_id, prompt, epoch)
-                return
-            group = RolloutGroup(
-                group_id=group_id,
-                prompt=prompt,
-                rollouts=tuple(rollout for rollout, _ in kept),
-                scores=tuple(score for _, score in kept),
-                first_token_version=min(rollout.policy_versions[0] for rollout, _ in kept),
-                epoch=epoch,
-                lost_completions=len(done) - len(kept),
-            )
-            self._journal.finish(group)
-            self._curriculum.observe(prompt.prompt_id, group.pass_rate)
-            async with self._changed:
-                self._gate.finish(group_id, group.first_token_version)
-                self._ready[group_id] = group
-                self._changed.notify_all()
-        except asyncio.CancelledError:
-            raise
-        except BaseException as failure:
-            await self._fail(failure)
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(self._completion(engine, prompt, group_id, index))
+                for index in range(self._group_size)
+            ]
+        kept = [result for task in running if (result := task.result()) is not None]
+        if not kept:
+            await self._reissue_group(group_id, prompt, epoch)
+            return
+        group = RolloutGroup(
+            group_id=group_id,
+            prompt=prompt,
+            rollouts=tuple(rollout for rollout, _ in kept),
+            scores=tuple(score for _, score in kept),
+            first_token_version=min(rollout.policy_versions[0] for rollout, _ in kept),
+            epoch=epoch,
+            lost_completions=len(running) - len(kept),
+        )
+        self._journal.finish(group)
+        self._curriculum.observe(prompt.prompt_id, group.pass_rate)
+        async with self._changed:
+            self._gate.finish(group_id, group.first_token_version)
+            self._ready[group_id] = group
+            self._changed.notify_all()
 
-    async def _again(self, group_id: int, prompt: Prompt, epoch: int) -> None:
-        """Every completion of a group was lost: issue it again under its id. What loses them all ends the run."""
+    async def _reissue_group(self, group_id: int, prompt: Prompt, epoch: int) -> None:
+        """Generate a group whose completions are all lost again, under its id.
+
+        This cannot repeat forever: many lost completions in a row end the run (engine.max_lost_in_a_row).
+        """
         async with self._changed:
             self._gate.abandon(group_id)
             self._reissue.append((group_id, prompt, epoch))
-            if self._admission is not None and self._admission.done():  # it ended when the curriculum was dry
-                self._admission = asyncio.create_task(self._admit(), name="admission")
+            if self._admission is not None and self._admission.done():  # it ended when the curriculum was exhausted
+                self._start_admission()
             self._changed.notify_all()
 
     async def _completion(
@@ -231,11 +247,10 @@ class RolloutStream:
         try:
             result = await self._sampler.complete(engine, prompt, draw, priority=TRAINING_PRIORITY)
             newest = max(result[0].policy_versions)
-            if newest > self.policy_version + 1:  # the next one while it is being handed over
+            if newest > self.policy_version + 1:  # during a weight update, engines may serve the next version already
                 raise EngineError(
                     f"{engine.name}: policy versions: expected at most {self.policy_version + 1}, found {newest}"
                 )
-            self.completions += 1
             self._count_tokens(len(result[0].token_ids))
         except CompletionLost as lost:
             logger.warning("group %d, completion %d is left out: %s", group_id, index, lost)
@@ -245,11 +260,3 @@ class RolloutStream:
                 self._idle_since = time.monotonic()
             self._changed.notify_all()
         return result
-
-    async def _fail(self, failure: BaseException) -> None:
-        """Keep the first failure; `next_batch` raises it."""
-        if isinstance(failure, BaseExceptionGroup):
-            failure = failure.exceptions[0]
-        async with self._changed:
-            self._failure = self._failure or failure
-            self._changed.notify_all()

@@ -1,0 +1,1 @@
+"""The trainer: one process per rank, the messages that control it, and the client in the controller."""

@@ -1,7 +1,7 @@
-"""What every rank has to hold alike, compared once at the start of a step and on the host.
+"""Checks once at the start of a step, on the host, that ranks hold the same batch.
 
-The projection of logits can compare its arguments on all tensor-parallel ranks by itself, and reads the answer back
-from the device: once for every micro-batch. Here the ranks compare what they were sent, before anything is queued.
+The logit projection can compare its arguments on all tensor-parallel ranks by itself, but then reads from the device
+for every micro-batch. Here the ranks compare what they have received, before anything is queued.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_scalerl.types import MicroBatch
 
 
 def check_tokens(micro_batches: Sequence[MicroBatch], vocab_size: int) -> None:
-    """ValueError for a token, or a target with loss, outside the vocabulary; on a GPU it would end the process."""
+    """Raises ValueError for a token, or a target with loss, outside the vocabulary; on a GPU it ends the process."""
     for number, m in enumerate(micro_batches):
         for name, ids, places in (
             ("tokens", m.tokens, np.arange(len(m.tokens))),
@@ -34,9 +34,9 @@ def check_tokens(micro_batches: Sequence[MicroBatch], vocab_size: int) -> None:
 
 
 def agree(micro_batches: Sequence[MicroBatch], parallel: Parallel, *, step: int) -> None:
-    """RuntimeError, on all ranks alike, where ranks of one data-parallel rank hold different micro-batches.
+    """Raises RuntimeError, on all ranks alike, if ranks with one data-parallel rank hold different micro-batches.
 
-    Also where steps or numbers of micro-batches differ in the world: ranks would wait for each other forever.
+    Also if steps or numbers of micro-batches differ in the world: ranks would wait for each other forever.
     """
     if parallel.world_size == 1:
         return
@@ -61,7 +61,7 @@ def agree(micro_batches: Sequence[MicroBatch], parallel: Parallel, *, step: int)
 
 
 def _digest(micro_batches: Sequence[MicroBatch]) -> int:
-    """63 bits of all arrays, their types and shapes."""
+    """63-bit digest of all arrays, their types and shapes."""
     found = xxhash.xxh3_64()
     for m in micro_batches:
         for field in fields(m):

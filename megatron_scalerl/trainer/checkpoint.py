@@ -1,16 +1,17 @@
 """Saving and resuming the trainer through Megatron's distributed checkpoints (torch_dist).
 
-A checkpoint holds the policy, the optimiser in its fully reshardable form, the generators' states of every rank,
-the step, and the controller's own state as JSON. It can be loaded under another tensor, pipeline or data
-parallel size; the generators are then seeded anew, since their number differs. `commit` says which folders count.
+A checkpoint holds the policy, the optimizer in its fully reshardable form, the RNG states of every rank, the step,
+and the controller's own state as JSON. It can be loaded under another tensor, pipeline or data parallel size; the
+RNG is then reseeded, since the number of ranks differs. `checkpoints.commit` says which folders are complete.
 """
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,48 +21,62 @@ from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_scalerl.checkpoints.atomic_io import write_durably
-from megatron_scalerl.checkpoints.commit import discard, read_commit, write_commit
+from megatron_scalerl.checkpoints.commit import COMMIT, discard, read_commit, write_commit
 from megatron_scalerl.distributed.parallel import Parallel
 from megatron_scalerl.safe_load import megatron
 from megatron_scalerl.trainer.shard_writer import writing_in_process
-from megatron_scalerl.trainer.step import Trainer
+
+if TYPE_CHECKING:  # `step` builds its model with `load_megatron`
+    from megatron_scalerl.trainer.step import Trainer
 
 EXTRA = "controller.json"
-"""The controller's own state."""
+"""File of the controller's own state."""
 
 
 def save(path: str | Path, trainer: Trainer, extra: dict[str, Any]) -> None:
-    """Write and commit a checkpoint at `path`, replacing what is there. Every rank must call it.
+    """Write and commit a checkpoint at `path`, replacing any existing one. Every rank must call it.
 
-    `extra` must be JSON data; rank 0's counts.
+    `extra` is JSON data; rank 0's is written.
     """
-    path = Path(path)
-    first = trainer.parallel.rank == 0
+    state = _sharded_state(trainer, loading=False, generators=True)
+    _save(Path(path), state, trainer.parallel, {"step": trainer.steps_made}, extra)
+
+
+def save_policy(path: str | Path, chunks: Sequence[Any], parallel: Parallel) -> None:
+    """Write and commit a checkpoint of the weights alone, to be exported. Every rank must call it."""
+    _save(Path(path), _sharded_models(_inside_ddp(chunks)), parallel, {}, None)
+
+
+def _save(
+    path: Path, state: dict[str, Any], parallel: Parallel, facts: dict[str, Any], extra: dict[str, Any] | None
+) -> None:
+    first = parallel.rank == 0
     if first:
         discard(path)
         path.mkdir(parents=True)
     dist.barrier()
     with writing_in_process():
-        dist_checkpointing.save(_sharded_state(trainer, loading=False, generators=True), str(path))
+        dist_checkpointing.save(state, str(path))
     dist.barrier()
     if first:
-        write_durably(path / EXTRA, json.dumps(extra).encode())
-        write_commit(path, {"step": trainer.steps_made, "layout": _layout(trainer.parallel)})
+        if extra is not None:
+            write_durably(path / EXTRA, json.dumps(extra).encode())
+        write_commit(path, {**facts, "layout": _layout(parallel)})
     dist.barrier()
 
 
 def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
     """Resume from the checkpoint at `path`; returns the `extra` it was saved with. Every rank must call it.
 
-    Raises ValueError, naming the file, for a folder that is not committed or has lost a file, before anything is
-    loaded, and for a part of it that is not opened (see `safe_load`), when the trainer may have taken other parts.
+    Raises ValueError, naming the file, for a folder that is not committed or lacks a file, before anything is loaded,
+    and for a part that `safe_load` refuses; the trainer may then have loaded other parts.
     """
     path = Path(path)
     facts = read_commit(path)
     same_layout = facts["layout"] == _layout(trainer.parallel)
     state = megatron.load(_sharded_state(trainer, loading=True, generators=same_layout), path, common=True)
-    for key, chunk in _chunk_keys(trainer):
-        chunk.load_state_dict(state[key])
+    for key, model in _keyed(_inside_ddp(trainer.chunks)).items():
+        model.load_state_dict(state[key])
     trainer.optimizer.load_state_dict(state["optimizer"])
     if same_layout:
         _set_generators(state["generators"])
@@ -70,9 +85,24 @@ def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
     return extra
 
 
+def load_megatron(models: Sequence[Any], path: str | Path) -> None:
+    """Load this rank's unwrapped model chunks from a checkpoint of the converter. Every rank must call it.
+
+    Parameters are cast to the model's type; rows that pad the vocabulary become 0. The only other data read are
+    modules' extra states, which must be empty. Raises ValueError for a folder that is not a complete checkpoint, or
+    not of this policy, and for parts that `safe_load` refuses.
+    """
+    path = Path(path)
+    if (path / COMMIT).is_file() or not path.is_dir():
+        read_commit(path)
+    state = megatron.load(_sharded_models(models), path, common=False)
+    for key, model in _keyed(models).items():
+        model.load_state_dict(state[key])
+
+
 def _sharded_state(trainer: Trainer, *, loading: bool, generators: bool) -> dict[str, Any]:
-    """What Megatron saves, or the template that it loads into."""
-    state: dict[str, Any] = {key: chunk.sharded_state_dict() for key, chunk in _chunk_keys(trainer)}
+    """The state that Megatron saves, or the template that it loads into."""
+    state = _sharded_models(_inside_ddp(trainer.chunks))
     groups = trainer.parallel.groups
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -87,11 +117,17 @@ def _sharded_state(trainer: Trainer, *, loading: bool, generators: bool) -> dict
     return state
 
 
-def _chunk_keys(trainer: Trainer) -> list[tuple[str, Any]]:
-    """Megatron's key of each model chunk, and the module inside its wrappers whose state is saved."""
-    if len(trainer.chunks) == 1:
-        return [("model", trainer.chunks[0].module)]
-    return [(f"model{i}", chunk.module) for i, chunk in enumerate(trainer.chunks)]
+def _sharded_models(models: Sequence[Any]) -> dict[str, Any]:
+    return {key: model.sharded_state_dict() for key, model in _keyed(models).items()}
+
+
+def _keyed(models: Sequence[Any]) -> dict[str, Any]:
+    """Model chunks by Megatron's keys."""
+    return {"model": models[0]} if len(models) == 1 else {f"model{i}": model for i, model in enumerate(models)}
+
+
+def _inside_ddp(chunks: Sequence[Any]) -> list[Any]:
+    return [chunk.module for chunk in chunks]
 
 
 def _layout(parallel: Parallel) -> dict[str, int]:
@@ -100,7 +136,7 @@ def _layout(parallel: Parallel) -> dict[str, int]:
 
 
 def _generators() -> dict[str, Any]:
-    """States of all random generators of this rank."""
+    """RNG states of this rank."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),

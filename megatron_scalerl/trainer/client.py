@@ -1,4 +1,4 @@
-"""The controller's side of the trainer: sends commands to all ranks, waits for all, names the rank that failed."""
+"""The controller's client of the trainer: sends commands to all ranks, waits for all, names the rank that failed."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ import zmq.asyncio
 
 from megatron_scalerl.checkpoints.manifest import Manifest, ParamMeta
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous, Rendezvous
-from megatron_scalerl.trainer import wire
-from megatron_scalerl.trainer.wire import TrainerInfo
+from megatron_scalerl.trainer import messages, sockets
+from megatron_scalerl.trainer.messages import TrainerInfo
 from megatron_scalerl.types import Batch, StepReport
-from megatron_scalerl.weights.connection import Connection
+from megatron_scalerl.weights.connection import Connection, SendReport
 
 STOP_TIMEOUT_S = 30.0
-"""Seconds for all ranks to leave their process groups at the end; a hung one must not hold the others' devices."""
+"""Seconds for all ranks to leave their process groups at the end; a hung rank must not block the others' devices."""
 PROBE_INTERVAL_MS = 1_000
-"""Silence after which the ranks' connections are looked at (milliseconds)."""
+"""Silence after which the ranks' connections are checked (milliseconds)."""
 
 
 class TrainerError(RuntimeError):
-    """The trainer is lost: a rank raised, died or did not answer. The message names the rank."""
+    """The trainer failed: a rank raised, exited or did not answer. The message names the rank."""
 
 
 class TrainerClient:
-    """All trainer ranks as one object; one command at a time. Made and used inside a running event loop.
+    """All trainer ranks as one object; one command at a time. Create and use it inside a running event loop.
 
-    The socket queues at most `wire.MAX_QUEUED` messages a rank; it is filled by commands, emptied by ranks, and
-    closed by `stop` or `close`. After a TrainerError only `close` makes sense. `command_timeout_s` bounds every
-    command but `stop`, which has STOP_TIMEOUT_S. Closing it, or dying, makes every rank exit.
+    The socket queues at most `sockets.MAX_QUEUED` messages per rank; commands fill it, ranks drain it, and `stop` or
+    `close` closes it. After a TrainerError only `close` is valid. `command_timeout_s` bounds every command but
+    `stop`, which has STOP_TIMEOUT_S. All ranks exit when the client is closed or its process ends.
 
-    rendezvous: where the ranks meet on one host; None for several hosts, where rank 0 binds a store (MSRL_BIND_HOST)
-    and says where.
+    rendezvous: of the ranks on one host. None for several hosts, where rank 0 binds a store (MSRL_BIND_HOST) and
+    sends its address.
     """
 
     def __init__(
@@ -55,30 +55,30 @@ class TrainerClient:
         self._run_id, self._incarnation, self._secret = run_id, incarnation, secret
         self._command_timeout_s = command_timeout_s
         self._rendezvous: Rendezvous | None = rendezvous
-        self._told: set[int] = set()
+        self._met: set[int] = set()
         self._dp_ranks: dict[int, int] = {}
         self._identities: dict[int, bytes] = {}
         self._calls = 0
         self._busy = asyncio.Lock()
         self._context = zmq.asyncio.Context()
-        self._authenticator = wire.CurveAuthenticator(self._context, secret)
+        self._authenticator = sockets.CurveAuthenticator(self._context, secret)
         self._authenticator.start()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        wire.secure_server(self._socket, secret)
+        sockets.secure_server(self._socket, secret)
         self._socket.bind(bind)
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     @property
     def rendezvous(self) -> Rendezvous:
-        """Where the ranks meet, and where their rank 0 meets the engines."""
+        """Rendezvous of the ranks, and of rank 0 with the engines."""
         assert self._rendezvous is not None, "wait_ready first"
         return self._rendezvous
 
     def worker_env(self, rank: int) -> dict[str, str]:
-        """Environment that lets `python -m megatron_scalerl.trainer.worker` find and join this client.
+        """Environment with which `python -m megatron_scalerl.trainer.worker` finds and joins this client.
 
-        MSRL_RECIPE is the launcher's to add, and on several hosts rank 0's MSRL_BIND_HOST.
+        The launcher adds MSRL_RECIPE and, on several hosts, MSRL_BIND_HOST for rank 0.
         """
         return {
             "RANK": str(rank),
@@ -99,57 +99,53 @@ class TrainerClient:
         return self.info
 
     async def step(self, batches: Sequence[Batch]) -> StepReport:
-        """One optimiser step on one batch per data-parallel rank."""
+        """One optimizer step on one batch per data-parallel rank. Raises TrainerError, as all commands do."""
         assert self.info is not None, "wait_ready first"
         assert len(batches) == self.info.dp_size, (len(batches), self.info.dp_size)
-        return await self._call(lambda call, dp: wire.Step(call=call, batch=batches[dp]), StepReport)
+        return await self._call(lambda call, dp: messages.Step(call=call, batch=batches[dp]), StepReport)
 
     async def manifest(self) -> Manifest:
-        """Names, types and shapes of the weights in the order of sending."""
-        return await self._call(lambda call, _: wire.Manifest(call=call), tuple[ParamMeta, ...])
+        """Names, types and shapes of the weights, in the order in which they are sent."""
+        return await self._call(lambda call, _: messages.DescribeWeights(call=call), tuple[ParamMeta, ...])
 
     async def connect_weights(self, connection: Connection) -> None:
         """Open the trainer's end of the weight transport."""
-        await self._call(lambda call, _: wire.ConnectWeights(call=call, connection=connection), None)
+        await self._call(lambda call, _: messages.ConnectWeights(call=call, connection=connection), None)
 
-    async def send_weights(self, version: int) -> dict[str, Any]:
-        """Send all weights as `version`; returns the sender's report (seconds, bytes ...)."""
-        return await self._call(lambda call, _: wire.SendWeights(call=call, version=version), dict[str, Any])
+    async def send_weights(self, version: int) -> SendReport:
+        """Send all weights as `version`."""
+        return await self._call(lambda call, _: messages.SendWeights(call=call, version=version), SendReport)
 
     async def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """For each token list, log-probabilities (nats) of its tokens from the second on."""
         tokens = [list(ids) for ids in token_ids]
-        return await self._call(lambda call, _: wire.Logprobs(call=call, token_ids=tokens), list[list[float]])
+        return await self._call(lambda call, _: messages.Logprobs(call=call, token_ids=tokens), list[list[float]])
 
     async def save(self, path: str, extra: dict[str, Any]) -> None:
         """Write and commit a checkpoint; `extra` is the controller's own state, as JSON data."""
-        await self._call(lambda call, _: wire.Save(call=call, path=str(path), extra=extra), None)
+        await self._call(lambda call, _: messages.Save(call=call, path=str(path), extra=extra), None)
 
     async def load(self, path: str) -> dict[str, Any]:
         """Resume from a committed checkpoint; returns the `extra` it was saved with."""
-        return await self._call(lambda call, _: wire.Load(call=call, path=str(path)), dict[str, Any])
-
-    async def export_hf(self, path: str) -> None:
-        """Write the policy as a Hugging Face folder."""
-        await self._call(lambda call, _: wire.ExportHf(call=call, path=str(path)), None)
+        return await self._call(lambda call, _: messages.Load(call=call, path=str(path)), dict[str, Any])
 
     async def stop(self) -> None:
-        """Let every rank exit with 0, and close. Raises TrainerError if one does not answer; closed all the same."""
+        """Let every rank exit with 0, and close. Raises TrainerError if one does not answer; closes anyway."""
         try:
-            await self._call(lambda call, _: wire.Stop(call=call), None, leaves=True)
+            await self._call(lambda call, _: messages.Stop(call=call), None, leaves=True)
         finally:
             self.close()
 
     def close(self) -> None:
-        """Close the sockets; ranks that still run exit."""
+        """Close the sockets; running ranks exit."""
         if not self._socket.closed:
             self._authenticator.stop()
             self._context.destroy(linger=0)
 
-    async def _call(self, make: Callable[[int, int], wire.Command], kind: Any, *, leaves: bool = False) -> Any:
+    async def _call(self, make: Callable[[int, int], messages.Command], kind: Any, *, leaves: bool = False) -> Any:
         """Send each rank its command, wait for all answers, and return rank 0's as `kind`.
 
-        `leaves` is True for the command after whose answer a rank may go without being missed.
+        `leaves`: after its answer a rank may disconnect.
         """
         answers: dict[int, msgspec.Raw] = {}
         limit, what = (STOP_TIMEOUT_S, "stop") if leaves else (self._command_timeout_s, "command")
@@ -159,31 +155,31 @@ class TrainerClient:
                 await self._send(rank, make(self._calls, self._dp_ranks.get(rank, 0)))
             while len(answers) < self.world_size:
                 sender, message = await self._receive()
-                if not isinstance(message, wire.Done):
+                if not isinstance(message, messages.Done):
                     await self._greet(sender, message)
-                # An earlier call's answer comes late when somebody stopped waiting for it.
+                # The answer to an earlier call is late if its caller stopped waiting.
                 elif message.call == self._calls:
                     answers[message.rank] = message.value
                     if leaves:
                         del self._identities[message.rank]
         try:
-            return wire.decode_value(answers[0], kind)
-        except wire.InvalidMessage as error:
+            return messages.decode_value(answers[0], kind)
+        except messages.InvalidMessage as error:
             raise TrainerError(f"trainer rank 0: {error}") from error
 
-    async def _greet(self, sender: bytes, message: wire.ToController) -> None:
-        """Answer a rank that starts, or that tries to: strangers and orphans are refused."""
-        if isinstance(message, wire.Hello):
+    async def _greet(self, sender: bytes, message: messages.ToController) -> None:
+        """Answer a process that joins; refuse it if it is not a rank of this run."""
+        if isinstance(message, messages.Hello):
             reason = self._objection(message)
-            answer = wire.Welcome() if reason is None else wire.Refused(reason=reason)
+            answer = messages.Welcome() if reason is None else messages.Refused(reason=reason)
             if reason is None:
                 self._identities[message.rank] = sender
                 if message.rank == 0:
                     self._rendezvous = self._rendezvous or message.bound
             await self._answer(sender, answer)
-            await self._tell_where()
+            await self._send_rendezvous()
             return
-        assert isinstance(message, wire.Ready), message
+        assert isinstance(message, messages.Ready), message
         if not 0 <= message.dp_rank < message.info.dp_size:
             raise TrainerError(
                 f"trainer rank {message.rank}: expected a data-parallel rank under {message.info.dp_size}, "
@@ -193,21 +189,21 @@ class TrainerClient:
         if message.rank == 0:
             self.info = message.info
 
-    async def _answer(self, sender: bytes, answer: wire.Welcome | wire.Refused) -> None:
-        # One that has gone meanwhile needs no answer; if it was ours, the next look at the connections tells.
-        with _unless_gone():
-            await self._socket.send_multipart([sender, wire.encode(answer)])
+    async def _answer(self, sender: bytes, answer: messages.Welcome | messages.Refused) -> None:
+        # A process that has disconnected needs no answer; if it was a rank, the next probe finds it.
+        with _ignore_disconnected():
+            await self._socket.send_multipart([sender, messages.encode(answer)])
 
-    async def _tell_where(self) -> None:
-        """Send those on their way who have joined, once it is known where the ranks meet."""
+    async def _send_rendezvous(self) -> None:
+        """Send Meet to all ranks that have joined, once the rendezvous is known."""
         if self._rendezvous is None:
             return
-        for rank in sorted(self._identities.keys() - self._told):
-            self._told.add(rank)
-            await self._send(rank, wire.Meet(rendezvous=self._rendezvous))
+        for rank in sorted(self._identities.keys() - self._met):
+            self._met.add(rank)
+            await self._send(rank, messages.Meet(rendezvous=self._rendezvous))
 
-    def _objection(self, hello: wire.Hello) -> str | None:
-        """Why this rank may not join, or None."""
+    def _objection(self, hello: messages.Hello) -> str | None:
+        """The reason why this rank may not join, or None."""
         expected = {"run id": self._run_id, "incarnation": self._incarnation, "world size": self.world_size}
         found = {"run id": hello.run_id, "incarnation": hello.incarnation, "world size": hello.world_size}
         for name, value in expected.items():
@@ -223,57 +219,57 @@ class TrainerClient:
         """Raises TrainerError if the rank cannot be reached."""
         if rank not in self._identities:
             raise TrainerError(f"trainer rank {rank}: expected a process that has joined, found none")
-        with _unless_gone():
-            await self._socket.send_multipart([self._identities[rank], wire.encode(message)])
+        with _ignore_disconnected():
+            await self._socket.send_multipart([self._identities[rank], messages.encode(message)])
             return
         raise _gone(rank)
 
-    async def _receive(self) -> tuple[bytes, wire.ToController]:
-        """The next message. Raises TrainerError for a rank's failure and for a rank that has gone.
+    async def _receive(self) -> tuple[bytes, messages.ToController]:
+        """The next message. Raises TrainerError if a rank has failed or disconnected.
 
-        A socket monitor would tell of a closed connection at once, but strangers' connections are in it too, and
-        ZeroMQ's input/output thread stands still while nobody reads it.
+        A socket monitor would report a closed connection at once, but also connections of other processes, and
+        ZeroMQ's I/O thread blocks while its events are not read.
         """
         while True:
             if not await self._socket.poll(PROBE_INTERVAL_MS):
                 lost = await self._lost()
-                # What a rank said last may have come since the poll.
+                # The last message of a rank may have arrived since the poll.
                 if lost is None or await self._socket.poll(0):
                     continue
                 raise _gone(lost)
             sender, *frames = await self._socket.recv_multipart()
-            message = await self._understood(sender, frames)
-            if isinstance(message, wire.Failed):
-                said = f"rank {message.rank}: {message.error}"
-                # Its peers' collectives fail with a rank that dies, and may be heard of first.
+            message = await self._decoded(sender, frames)
+            if isinstance(message, messages.Failed):
+                failure = f"rank {message.rank}: {message.error}"
+                # If a rank is killed, collectives of its peers fail, and their message may arrive first.
                 lost = await self._lost(heard=message.rank)
-                raise TrainerError(f"trainer {said}") if lost is None else _gone(lost, f" ({said})")
+                raise TrainerError(f"trainer {failure}") if lost is None else _gone(lost, f" ({failure})")
             if message is not None:
                 return sender, message
 
-    async def _understood(self, sender: bytes, frames: Sequence[bytes]) -> wire.ToController | None:
-        """The message, or None if it is nobody's of ours. Raises TrainerError for what a rank may not say."""
+    async def _decoded(self, sender: bytes, frames: Sequence[bytes]) -> messages.ToController | None:
+        """The message, or None if it is not from a rank of this run. Raises TrainerError for an invalid one."""
         rank = next((rank for rank, identity in self._identities.items() if identity == sender), None)
         try:
-            message = wire.decode_for_controller(frames)
-        except wire.InvalidMessage as error:
+            message = messages.decode_for_controller(frames)
+        except messages.InvalidMessage as error:
             if rank is not None:
                 raise TrainerError(f"trainer rank {rank}: {error}") from error
-            await self._answer(sender, wire.Refused(reason=str(error)))
+            await self._answer(sender, messages.Refused(reason=str(error)))
             return None
-        if isinstance(message, wire.Hello):
+        if isinstance(message, messages.Hello):
             return message
         if rank is not None and message.rank != rank:
             raise TrainerError(f"trainer rank {rank}: expected its own messages, found one of rank {message.rank}")
         return None if rank is None else message
 
     async def _lost(self, *, heard: int | None = None) -> int | None:
-        """The first rank, other than `heard`, that has joined and cannot be reached any more; None if all can."""
-        ping = wire.encode(wire.Ping())
+        """The first rank, other than `heard`, that has joined and is no longer connected; None if all are."""
+        ping = messages.encode(messages.Ping())
         for rank in sorted(self._identities.keys() - {heard}):
             try:
                 await self._socket.send_multipart([self._identities[rank], ping], flags=zmq.DONTWAIT)
-            except zmq.Again:  # connected, with a full queue
+            except zmq.Again:  # connected, but its queue is full
                 continue
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
@@ -283,7 +279,7 @@ class TrainerClient:
 
     @contextlib.asynccontextmanager
     async def _deadline(self, seconds: float, what: str, answered: Callable[[], set[int]]) -> AsyncIterator[None]:
-        """TrainerError naming the ranks without answer, should the block take longer than `seconds`."""
+        """Raises TrainerError, naming the ranks without an answer, if the block takes longer than `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 yield
@@ -293,12 +289,12 @@ class TrainerClient:
 
 
 def _gone(rank: int, also: str = "") -> TrainerError:
-    return TrainerError(f"trainer rank {rank}: the process has gone without a word{also}")
+    return TrainerError(f"trainer rank {rank}: the process exited unexpectedly{also}")
 
 
 @contextlib.contextmanager
-def _unless_gone() -> Iterator[None]:
-    """Leaves the block where a message cannot be routed because its receiver is not connected."""
+def _ignore_disconnected() -> Iterator[None]:
+    """Leaves the block if a message cannot be routed because its receiver is not connected."""
     try:
         yield
     except zmq.ZMQError as error:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
@@ -22,13 +21,12 @@ from megatron_scalerl.logits.chunk_loss import ChunkLoss
 from megatron_scalerl.logits.projection import Entropy
 from megatron_scalerl.models.family import Family, padded_vocab_size
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.trainer.checkpoint import load_megatron
 from megatron_scalerl.trainer.layers import routing
-from megatron_scalerl.trainer.layers.context import Share, share_of
+from megatron_scalerl.trainer.layers.context import share_of
 from megatron_scalerl.trainer.layers.packing import PackedRow, Plan, packed_row
 from megatron_scalerl.trainer.layers.spec import block_submodules
-from megatron_scalerl.trainer.load import load_megatron
 from megatron_scalerl.trainer.options import ModelOptions, ddp_config, model_options
-from megatron_scalerl.trainer.staging import staged
 from megatron_scalerl.weights.source import load_hf
 
 
@@ -70,7 +68,7 @@ class PolicyModel(GPTModel):
             backend=recipe.trainer.logit_backend,
         )
         if self.post_process:
-            # Megatron-Core 0.16.1 has no `logit_dtype`; where GPTModel has one it materialises [N, vocab] logits.
+            # Megatron-Core 0.16.1 has no `logit_dtype`; a GPTModel that has one materializes [N, vocab] logits.
             self.output_layer.forward = self._use_head
         self.parallel = parallel
         self.rotary_pos_emb.inv_freq = family.inv_freq.to(parallel.device)
@@ -79,59 +77,51 @@ class PolicyModel(GPTModel):
     def forward(
         self,
         tokens: Tensor,
-        position_ids: Tensor,
-        cu_seqlens: Tensor | None,
-        targets: Tensor | None = None,
+        targets: Tensor,
         *,
+        plan: Plan,
         temperature: float = 1.0,
         entropy: Entropy = "metric",
         expert_choices: Tensor | None = None,
-        loss_mask: Tensor | None = None,
         loss: ChunkLoss | None = None,
-        plan: Plan | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Log-probabilities of `targets` and entropies, [2, N] fp32, nats, on the last stage.
 
-        tokens and position_ids [1, N] (positions count from 0 in every sequence), cu_seqlens [S+1] from 0 to
-        N, targets [N]. Row 0: log-probability of the target given its sequence so far; row 1: entropy. Off
-        `loss_mask` [N] (default: all tokens count) both are 0. With `loss` (see `logits.api.token_loss`) the result
-        is the loss and these two, which then carry no gradient. expert_choices [N, L, K] are the engine's
-        (`layers.routing`), None: every router chooses itself. Earlier stages return hidden states. All ranks of a
-        tensor-, context- or pipeline-parallel group get the same arguments. With context parallelism each computes
-        its share of the row and gets the whole row's result; of `loss`, its share's.
+        tokens and targets [N]; `plan` is what `plan` made of the row, on this device. Row 0 of the result: the
+        log-probability of each target given its sequence so far; row 1: the entropy. Off the plan's loss mask both
+        are 0. With `loss` (see `logits.api.token_loss`) the result is the loss and these two, which then carry no
+        gradient. expert_choices [N, L, K] are the engine's (`layers.routing`); None: routers choose by themselves.
+        Earlier stages return hidden states.
 
-        With `plan` (what the method made of the row, staged) cu_seqlens and loss_mask are not read, and nothing is
-        read back from a device: the caller has checked the targets, on all ranks (`trainer.agreement`).
+        All ranks of a tensor-, context- or pipeline-parallel group get the same arguments. With context parallelism
+        each computes its share of the row and returns the result of the whole row; of `loss`, that of its share.
+        Nothing is read back from the device: the caller has checked the targets (`trainer.agreement`).
         """
-        known = plan is not None
-        if plan is None:
-            assert cu_seqlens is not None
-            plan = self._plan_of(cu_seqlens, position_ids, loss_mask)
         share = plan.share
         hidden = self.hidden_states(plan, tokens, expert_choices)
         if not self.post_process:
             return hidden
-        assert targets is not None and targets.shape == (share.length,)
+        assert targets.shape == (share.length,)
         options = dict(
             self.projection,
             temperature=temperature,
             entropy=entropy,
             places=plan.places,
             targets=share.of_row(targets),
-            trusted=known,
+            trusted=True,
         )
         if loss is None:
             pair = self.output_layer(partial(token_logprobs, hidden[:, 0], **options))
             return share.whole(torch.stack(pair, dim=1)).t()
         if share.places is not None:
             loss = partial(_loss_of_row, loss, share.places)
-        taken, *pair = self.output_layer(partial(token_loss, hidden[:, 0], loss=loss, **options))
-        return taken, share.whole(torch.stack(pair, dim=1)).t()
+        total, *pair = self.output_layer(partial(token_loss, hidden[:, 0], loss=loss, **options))
+        return total, share.whole(torch.stack(pair, dim=1)).t()
 
     def plan(self, starts: list[int], position_ids: Tensor, loss_mask: Tensor | None) -> Plan:
-        """How this rank computes a row, from numbers and tensors of the host and into tensors of the host.
+        """How this rank computes a row. All tensors are in host memory.
 
-        `starts` (S+1 numbers) as cu_seqlens, position_ids and loss_mask [N]; loss_mask None: all tokens count.
+        `starts` are the S+1 numbers of cu_seqlens; position_ids and loss_mask [N]; loss_mask None: all tokens count.
         """
         share = share_of(
             starts,
@@ -149,13 +139,13 @@ class PolicyModel(GPTModel):
         return Plan(share=share, packed=packed, places=places)
 
     def hidden_states(self, plan: Plan, tokens: Tensor, expert_choices: Tensor | None = None) -> Tensor:
-        """[n, 1, H] states of this rank's tokens after this stage's layers.
+        """[n, 1, H] states of this rank's tokens after this stage's layers; tokens [N], expert_choices [N, L, K].
 
-        Under sequence parallelism n is cut further over the tensor-parallel ranks.
+        Under sequence parallelism n is further split over the tensor-parallel ranks.
         """
         share, row = plan.share, plan.packed
         assert row.position_ids is not None
-        tokens = share.of_row(tokens[0])[None]
+        tokens = share.of_row(tokens)[None]
         if expert_choices is not None:
             size = self.parallel.tp_size if self.config.sequence_parallel else 1
             rank = self.parallel.tp_rank if self.config.sequence_parallel else 0
@@ -170,45 +160,16 @@ class PolicyModel(GPTModel):
             packed_seq_params=row,
         )
 
-    @torch.no_grad()
-    def full_logits(self, tokens: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor | None:
-        """[N, vocab] fp32 logits of the whole vocabulary, for probes and tests; None before the last stage."""
-        plan = self._plan_of(cu_seqlens, position_ids, None)
-        hidden = self.hidden_states(plan, tokens)
-        if not self.post_process:
-            return None
-        hidden = self._whole_row(hidden, plan.share)
-
-        def project(weight: Tensor) -> Tensor:
-            return (hidden @ weight.t()).float() if self.logits == "model" else hidden.float() @ weight.float().t()
-
-        mine = self.output_layer(project)
-        parts = [torch.empty_like(mine) for _ in range(self.parallel.tp_size)]
-        torch.distributed.all_gather(parts, mine.contiguous(), group=self.parallel.groups.tp)
-        return torch.cat(parts, dim=1)[:, : self.family.vocab_size]
-
     def _use_head(self, project: Callable[..., Any]) -> Any:
         """The output layer's forward: `project` with the head's weight.
 
-        Called through the layer, so that Megatron's hooks on it run: under overlap_param_gather they wait for
-        weights that are still on their way.
+        Called through the layer, so that Megatron's hooks run: under overlap_param_gather they wait for the weights.
         """
         tied = self.share_embeddings_and_output_weights
         return project(weight=self.shared_embedding_or_output_weight() if tied else self.output_layer.weight)
 
-    def _whole_row(self, hidden: Tensor, share: Share) -> Tensor:
-        """[N, H] of the whole row, on every rank."""
-        if self.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        return share.whole(hidden[:, 0])
-
-    def _plan_of(self, cu_seqlens: Tensor, position_ids: Tensor, loss_mask: Tensor | None) -> Plan:
-        """The plan of a row that is on the device already, which has to be read back."""
-        mask = None if loss_mask is None else loss_mask.cpu()
-        return staged(self.plan(cu_seqlens.tolist(), position_ids[0].cpu(), mask), cu_seqlens.device)
-
     def _rotary_angles(self, row: PackedRow) -> Tensor:
-        """[n, 1, 1, d] angles per token; for Transformer Engine [longest, 1, 1, d], which it indexes itself."""
+        """[n, 1, 1, d] angles per token; for Transformer Engine [longest, 1, 1, d], indexed by position."""
         frequencies = self.rotary_pos_emb.inv_freq
         if row.qkv_format == "thd":
             positions = torch.arange(row.longest, device=frequencies.device)
@@ -221,24 +182,23 @@ class PolicyModel(GPTModel):
 
 
 def row_divisor(config: Any) -> int:
-    """What a share's tokens must be a multiple of: the tensor-parallel size under sequence parallelism."""
+    """A share's number of tokens must be a multiple of it: the tensor-parallel size under sequence parallelism."""
     return config.tensor_model_parallel_size if config.sequence_parallel else 1
 
 
 def _loss_of_row(loss: ChunkLoss, row_places: Tensor, logprobs: Tensor, entropies: Tensor, places: Tensor) -> Tensor:
-    """`loss` of some tokens of a rank's share, told which tokens of the whole row they are."""
+    """`loss` of some tokens of a rank's share, with their positions in the whole row."""
     return loss(logprobs, entropies, row_places[places])
 
 
 def build_policy(
     hf_path: str | Path, recipe: Recipe, parallel: Parallel, *, load_weights: bool = True
 ) -> list[torch.nn.Module]:
-    """Model chunks of this pipeline stage, ready for Megatron's schedules, with the weights of `hf_path`.
+    """Model chunks of this pipeline stage for Megatron's schedules, with the weights of `hf_path`.
 
-    Where the recipe names policy.megatron_path they come from there.
-
-    Each chunk is DistributedDataParallel(Float16Module(PolicyModel)) in bf16 and DistributedDataParallel(
-    PolicyModel) in fp32. Raises ValueError for options and checkpoints that do not fit.
+    If the recipe has policy.megatron_path, weights are loaded from there. Each chunk is DistributedDataParallel(
+    Float16Module(PolicyModel)) in bf16 and DistributedDataParallel(PolicyModel) in fp32. Raises ValueError for
+    options and checkpoints that do not fit.
     """
     family = family_of_folder(hf_path)
     options = model_options(family, recipe, parallel)
@@ -256,7 +216,7 @@ def build_policy(
     config, ddp = options.config, ddp_config(recipe)
     wrapped = [Float16Module(config, model) if config.bf16 else model for model in models]
     chunks: list[torch.nn.Module] = [
-        # Buckets only help the first chunk: later chunks' reductions overlap with compute anyway.
+        # Buckets help the first chunk only: reductions of later chunks overlap with compute anyway.
         DistributedDataParallel(config, ddp, module, disable_bucketing=index > 0)
         for index, module in enumerate(wrapped)
     ]
@@ -264,16 +224,8 @@ def build_policy(
     return chunks
 
 
-def unwrap(chunk: torch.nn.Module) -> PolicyModel:
-    """The PolicyModel inside a chunk."""
-    inner: Any = chunk
-    while not isinstance(inner, PolicyModel):
-        inner = inner.module
-    return inner
-
-
 def _sync_functions(config: Any, ddp: Any, chunks: list[Any]) -> None:
-    """Tells the schedules how to hold back gradient reduction until the last micro-batch."""
+    """Tells the schedules how to defer gradient reduction to the last micro-batch."""
     if not ddp.overlap_grad_reduce:
         return
     functions = [chunk.no_sync for chunk in chunks]

@@ -1,7 +1,7 @@
-"""AdamW through Megatron's optimisers: fp32 main weights under bf16, sharded over data-parallel ranks.
+"""AdamW through Megatron's optimizers: fp32 main weights under bf16, sharded over data-parallel ranks.
 
-Megatron takes Transformer Engine's FusedAdam, else apex's, else PyTorch's AdamW, and has no option that makes the
-last a fused one; `use_fused_adamw` does.
+Megatron uses Transformer Engine's FusedAdam, else apex's, else PyTorch's AdamW, and has no option for PyTorch's fused
+implementation; `use_fused_adamw` turns it on.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from megatron_scalerl.trainer.options import optimizer_config
 
 
 def build_optimizer(chunks: list[torch.nn.Module], recipe: Recipe) -> MegatronOptimizer:
-    """The optimiser of this rank's model chunks, as the recipe's optimizer section says.
+    """The optimizer of this rank's model chunks, with the settings of the recipe's optimizer section.
 
-    Weight decay acts on matrices only. The learning rate is constant here; the caller warms it up by setting
-    `lr` in every group of `param_groups`.
+    Weight decay acts on matrices only. The learning rate is constant; the caller schedules it by setting `lr` in
+    every group of `param_groups`.
     """
     config = optimizer_config(recipe)
     optimizer = get_megatron_optimizer(config, chunks, config_overrides=get_standard_config_overrides(config))
@@ -28,14 +28,14 @@ def build_optimizer(chunks: list[torch.nn.Module], recipe: Recipe) -> MegatronOp
 
 
 def use_fused_adamw(optimizer: MegatronOptimizer) -> None:
-    """Has PyTorch's AdamW, where it is the one in use, work in one kernel; before its first step.
+    """Make PyTorch's AdamW, if it is in use, a fused kernel; call before its first step.
 
-    Without it AdamW keeps temporary copies of several fp32 tensors of the size of all weights of this rank. Results
-    differ by rounding. Optimizers of other kinds stay as they are.
+    Without it AdamW allocates several temporary fp32 tensors of the size of this rank's weights. Results differ by
+    rounding. Other optimizers are unchanged.
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = getattr(part, "optimizer", None)
         if isinstance(inner, torch.optim.AdamW):
-            assert not inner.state, "AdamW has counted its steps in host memory already"
+            assert not inner.state, "AdamW already has step counters in host memory"
             for group in inner.param_groups:
                 group["fused"], group["foreach"] = True, False

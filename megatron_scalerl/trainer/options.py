@@ -1,11 +1,10 @@
-"""From recipe, family and place in the world to Megatron's own configuration objects."""
+"""Megatron's configuration objects from recipe, model family and parallel layout."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ from megatron_scalerl.distributed.device import HAVE_GPU, HAVE_TE
 from megatron_scalerl.distributed.parallel import Parallel, checked_keywords
 from megatron_scalerl.models.family import Family
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.parallel_layout import check_cuts, sizes_of
+from megatron_scalerl.recipe.nearest import check_keys
+from megatron_scalerl.recipe.parallel_layout import check_sharding, sizes_of
 from megatron_scalerl.trainer.layers.routing import check_replay
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -42,7 +42,7 @@ _GPT_KEYWORDS = frozenset(inspect.signature(GPTModel.__init__).parameters) - {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Everything that GPTModel is built from. Produced by `model_options`."""
+    """The arguments of GPTModel. Produced by `model_options`."""
 
     config: TransformerConfig
     gpt: Mapping[str, Any]
@@ -50,13 +50,13 @@ class ModelOptions:
 
 
 def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOptions:
-    """Family's options, then ours for this device, then megatron.model over both.
+    """Our defaults for this device, overridden by the family's options, then by megatron.model.
 
-    Raises ValueError for a key that neither TransformerConfig nor GPTModel has, naming the nearest one, for
-    one that belongs to megatron.parallel or policy.dtype, for a parallel size that does not divide what it cuts, and
-    for what Megatron refuses.
+    Raises ValueError for a key that neither TransformerConfig nor GPTModel has, naming the nearest one; for one that
+    megatron.parallel or policy.dtype sets; for a parallel size that does not divide what it shards; and for what
+    Megatron refuses.
     """
-    check_cuts(family, recipe)
+    check_sharding(family, recipe)
     owned = _owned_by_others(recipe, parallel)
     known = {f.name for f in fields(TransformerConfig)}
     given = recipe.megatron.model
@@ -64,7 +64,7 @@ def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOp
         if key in owned:
             where = "policy.dtype" if "dtype" in key or key == "bf16" else "megatron.parallel"
             raise ValueError(f"megatron.model.{key}: expected to be set by {where}, found in megatron.model")
-    check_known("megatron.model", given, known | _GPT_KEYWORDS)
+    check_keys("megatron.model", given, known | _GPT_KEYWORDS, expected="a field of TransformerConfig or GPTModel")
     for key in ("fp8", "fp4"):
         if given.get(key):
             raise ValueError(
@@ -92,7 +92,7 @@ def _transformer_config(settings: Mapping[str, Any]) -> TransformerConfig:
 
 
 def check_megatron(family: Family, recipe: Recipe) -> None:
-    """What Megatron would say of the recipe's options on every rank, asked in this process.
+    """Build the first rank's configuration objects in this process, to find errors before any rank starts.
 
     Raises ValueError, in one line, for unknown keys of the four sections and for whatever Megatron's configuration
     classes refuse or assert.
@@ -110,9 +110,9 @@ def check_megatron(family: Family, recipe: Recipe) -> None:
 
 
 def _first_rank(recipe: Recipe) -> Parallel:
-    """The place of rank 0 as it will be, without process groups."""
+    """The `Parallel` of rank 0, without process groups."""
     sizes = sizes_of(recipe.megatron.parallel)
-    place = {f"{name}_size": getattr(sizes, name) for name in ("tp", "pp", "ep", "etp", "cp")}
+    parallel = {f"{name}_size": getattr(sizes, name) for name in ("tp", "pp", "ep", "etp", "cp")}
     world_size = recipe.trainer.world_size
     ranks = {f"{name}_rank": 0 for name in ("tp", "pp", "ep", "etp", "dp", "cp")}
     return Parallel(
@@ -121,20 +121,21 @@ def _first_rank(recipe: Recipe) -> Parallel:
         dp_size=world_size // sizes.unit[0],
         device=torch.device("cpu"),
         groups=ProcessGroupCollection(),
-        **place,
+        **parallel,
         **ranks,
     )
 
 
 def ddp_config(recipe: Recipe) -> DistributedDataParallelConfig:
-    """Distributed optimiser and fp32 gradient reduction, overlapped on GPUs; megatron.ddp over it."""
+    """Distributed optimizer and fp32 gradient reduction, overlapped on GPUs; megatron.ddp overrides."""
     settings: dict[str, Any] = dict(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=HAVE_GPU,
         overlap_param_gather=HAVE_GPU,
     )
-    check_known("megatron.ddp", recipe.megatron.ddp, (f.name for f in fields(DistributedDataParallelConfig)))
+    known = [f.name for f in fields(DistributedDataParallelConfig)]
+    check_keys("megatron.ddp", recipe.megatron.ddp, known, expected="a field of DistributedDataParallelConfig")
     settings |= recipe.megatron.ddp
     if not settings["use_distributed_optimizer"]:
         settings["overlap_param_gather"] = bool(recipe.megatron.ddp.get("overlap_param_gather", False))
@@ -142,7 +143,10 @@ def ddp_config(recipe: Recipe) -> DistributedDataParallelConfig:
 
 
 def optimizer_config(recipe: Recipe) -> OptimizerConfig:
-    """AdamW as the optimizer section says (betas, eps, weight decay, clipping); megatron.optimizer adds to it."""
+    """AdamW with the settings of the optimizer section; megatron.optimizer adds to them.
+
+    Raises ValueError for unknown keys of megatron.optimizer, and for those that other sections set.
+    """
     section, ddp = recipe.optimizer, ddp_config(recipe)
     settings: dict[str, Any] = dict(
         optimizer="adam",
@@ -159,21 +163,12 @@ def optimizer_config(recipe: Recipe) -> OptimizerConfig:
         overlap_param_gather=ddp.overlap_param_gather,
     )
     given = recipe.megatron.optimizer
-    known = {f.name for f in fields(OptimizerConfig)}
-    check_known("megatron.optimizer", given, known)
+    known = [f.name for f in fields(OptimizerConfig)]
+    check_keys("megatron.optimizer", given, known, expected="a field of OptimizerConfig")
     for key in given:
         if key in settings:
             raise ValueError(f"megatron.optimizer.{key}: expected to be set in the optimizer section or megatron.ddp")
     return OptimizerConfig(**settings, **given)
-
-
-def check_known(section: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """ValueError for the first key of `given` outside `known`, naming the nearest known one."""
-    names = sorted(known)
-    for key in given:
-        if key not in names:
-            near = get_close_matches(key, names, n=1, cutoff=0.0)
-            raise ValueError(f"{section}.{key}: unknown key (nearest: {near[0]})")
 
 
 def _common() -> dict[str, Any]:
@@ -184,13 +179,13 @@ def _common() -> dict[str, Any]:
         add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        # Also for dense models: TransformerConfig refuses variable lengths with the default dispatcher.
+        # For dense models, too: TransformerConfig refuses variable lengths with the default dispatcher.
         moe_token_dispatcher_type="alltoall",
     )
 
 
 def _device_settings() -> dict[str, Any]:
-    """Fusions that need Transformer Engine, apex or a GPU are off without them."""
+    """Fusions that require Transformer Engine, apex or a GPU are off without them."""
     return dict(
         use_cpu_initialization=not HAVE_GPU,
         gradient_accumulation_fusion=False,
@@ -201,7 +196,7 @@ def _device_settings() -> dict[str, Any]:
         bias_dropout_fusion=HAVE_TE,
         moe_grouped_gemm=HAVE_TE,
         moe_permute_fusion=HAVE_TE,
-        # True waits for the whole device after every exchange between stages, for a fault of old PyTorch versions.
+        # True waits for the whole device after every exchange between stages, for a bug of old PyTorch versions.
         batch_p2p_sync=not HAVE_GPU,
     )
 
@@ -217,7 +212,7 @@ def _moe_settings() -> dict[str, Any]:
 
 
 def _owned_by_others(recipe: Recipe, parallel: Parallel) -> dict[str, Any]:
-    """Fields that other sections decide."""
+    """Fields that other sections set."""
     dtype = DTYPES[recipe.policy.dtype]
     return dict(
         params_dtype=dtype,

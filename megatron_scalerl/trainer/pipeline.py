@@ -1,8 +1,8 @@
-"""Pipeline stages exchange micro-batches whose shapes all of them know.
+"""Pipeline stages exchange activations without exchanging their shapes first.
 
-With variable_seq_lengths Megatron-Core 0.16.1 lets neighbors tell each other the shape before every exchange: it
-waits for the whole device twice and reads the answer back (pipeline_parallel/p2p_communication.py:242, 246, 250).
-All stages of a pipeline are sent the same micro-batches, in an order that the schedule without interleaving fixes.
+With variable_seq_lengths Megatron-Core 0.16.1 sends the shape before every exchange: it waits for the whole device
+twice and reads the answer back (pipeline_parallel/p2p_communication.py:242, 246, 250). But all stages of a pipeline
+receive the same micro-batches, in the fixed order of the schedule without interleaving, so they know the shapes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Shape = tuple[int, int, int]
 
 
 class KnownShapes(P2PCommunicator):
-    """Megatron's exchange between neighbors, for one run of the schedule without interleaving.
+    """Megatron's communicator between neighbors, for one run of the schedule without interleaving.
 
-    Micro-batches come from the previous stage in their order, and so do their gradients from the next one.
+    Micro-batches arrive from the previous stage in order, and so do their gradients from the next one.
     """
 
     def __init__(self, pp_group: Any, config: Any, shapes: Sequence[Shape]) -> None:
@@ -38,7 +38,7 @@ class KnownShapes(P2PCommunicator):
 
 
 def known_shapes(micro_batches: Sequence[MicroBatch], config: Any, parallel: Parallel) -> dict[str, Any]:
-    """Keywords of Megatron's schedule where shapes would be exchanged; none elsewhere, nor for interleaved stages."""
+    """Keywords for Megatron's schedule if it would exchange shapes; none otherwise, nor for interleaved stages."""
     if parallel.pp_size == 1 or not config.variable_seq_lengths or config.virtual_pipeline_model_parallel_size:
         return {}
     divisor = row_divisor(config)

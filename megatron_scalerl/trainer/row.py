@@ -1,4 +1,4 @@
-"""One micro-batch as the trainer computes it: its columns and its plan, made on the host and staged in one piece."""
+"""A micro-batch as the trainer computes it: columns and plan, prepared on the host, copied to the device at once."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from megatron_scalerl.losses import LossInputs
 from megatron_scalerl.trainer.layers.packing import Plan
 from megatron_scalerl.types import MicroBatch
 
-_COLUMNS = tuple(field.name for field in fields(MicroBatch) if field.name != "cu_seqlens")
+_COLUMNS = tuple(field.name for field in fields(MicroBatch) if field.name not in ("position_ids", "cu_seqlens"))
 _LOSS_COLUMNS = ("rollout_logprobs", "advantages", "loss_mask", "token_weights", "sequence_ids")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The columns of `types.MicroBatch` as tensors [N, ...], and what the host knows of them."""
+    """Columns of `types.MicroBatch` as tensors [N, ...], and what the host derives from them."""
 
     tokens: Tensor
-    position_ids: Tensor
     targets: Tensor
     loss_mask: Tensor
     rollout_logprobs: Tensor
@@ -34,10 +33,10 @@ class Row:
     expert_choices: Tensor | None
     plan: Plan
     places: Tensor
-    """[K] int64 places where loss_mask is True, ascending."""
+    """[K] int64 positions where loss_mask is True, ascending."""
 
     def loss_inputs(self, trainer_logprobs: Tensor, places: Tensor | None = None) -> LossInputs:
-        """What a loss reads, of all positions or of those at `places` [C], whose log-probabilities are given."""
+        """The loss's inputs at all positions, or at `places` [C] with their log-probabilities [C]."""
         columns = {name: getattr(self, name) for name in _LOSS_COLUMNS}
         if places is not None:
             columns = {name: values[places] for name, values in columns.items()}
@@ -45,14 +44,14 @@ class Row:
 
 
 def host_row(m: MicroBatch, plan_of: Callable[[list[int], Tensor, Tensor], Plan]) -> Row:
-    """The row of a micro-batch in host memory, without a copy of its arrays.
+    """The row of a micro-batch in host memory; shares the memory of its arrays.
 
-    `plan_of` gives the plan from the starts of the sequences, positions [N] and loss mask [N].
+    `plan_of` returns the plan for sequence starts, positions [N] and loss mask [N].
     """
     plan = plan_of(m.cu_seqlens.tolist(), torch.from_numpy(m.position_ids), torch.from_numpy(m.loss_mask))
     columns: dict[str, Any] = {name: getattr(m, name) for name in _COLUMNS}
     columns = {name: None if array is None else torch.from_numpy(array) for name, array in columns.items()}
     places = plan.places if plan.share.places is None else None
-    if places is None:  # the plan's are those of this rank's share
+    if places is None:  # the plan has only those of this rank's share
         places = columns["loss_mask"].nonzero()[:, 0]
     return Row(**columns, sequence_ids=torch.from_numpy(sequence_ids(m)), plan=plan, places=places)

@@ -1,8 +1,8 @@
 """Writes a checkpoint's shards in the training process itself.
 
-Megatron-Core forks a process for every file and collects their reports through a multiprocessing manager, a
-spawned process of some 290 MB that lives as long as the rank and outlives one that is killed. A synchronous save
-gains nothing by that, and a fork of a process with collectives' threads in it is a risk.
+Megatron-Core forks a process per file and collects their reports through a multiprocessing manager, a spawned
+process of about 290 MB that runs as long as the rank and survives a killed one. A synchronous save gains nothing by
+that, and forking a process with threads of collectives is a risk.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 
 @contextlib.contextmanager
 def writing_in_process() -> Iterator[None]:
-    """Inside the block a synchronous `dist_checkpointing.save` starts no process."""
+    """Context in which a synchronous `dist_checkpointing.save` starts no process."""
     kept_writer = FileSystemWriterAsync.write_preloaded_data_multiproc
     kept_queue = filesystem_async._results_queue
     FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write)
@@ -31,7 +31,7 @@ def writing_in_process() -> Iterator[None]:
 
 
 def _write(transforms: list[Any], use_msc: bool, rank: int, write_buckets: list[Any], results: Any) -> None:
-    """Stands in for write_preloaded_data_multiproc: the same files and the same report, one after another."""
+    """Replaces write_preloaded_data_multiproc: the same files and the same report, one file after another."""
     written: dict[int, Any] = {}
     for index, bucket in enumerate(write_buckets):
         report: queue.Queue[Any] = queue.Queue()

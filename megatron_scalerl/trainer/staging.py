@@ -1,12 +1,12 @@
-"""Host tensors on their way to the device: packed into one pinned buffer, sent by one copy that nobody waits for.
+"""Copies host tensors to the device: packed into one pinned buffer, in one asynchronous copy.
 
-A copy from pageable memory makes the host wait until the stream has come to it: one for every array of every
+A copy from pageable memory makes the host wait until the stream reaches it, once for every array of every
 micro-batch. Here a micro-batch is one copy, queued on the current stream before the kernels that read it.
 
-The pinned buffer comes from PyTorch's caching host allocator, which marks it with an event of the copying stream and
-hands it out again only after that event. So nothing here waits, and nothing may write into the buffer after the copy.
-The device tensors are views of one allocation; whoever reads them on another stream than the one current here has to
-make that stream wait and call `record_stream`. The trainer's schedules have one stream for compute.
+The pinned buffer comes from PyTorch's caching host allocator, which records an event of the copying stream and reuses
+the buffer only after that event. So nothing here waits, and nothing may write into the buffer after the copy. The
+device tensors are views of one allocation. To read them on a stream other than the current one, make that stream
+wait and call `record_stream`; the trainer's schedules compute on one stream.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch import Tensor
 T = TypeVar("T")
 
 ALIGNMENT = 256
-"""Bytes that each tensor's place in the buffer is a multiple of; attention kernels want 16."""
+"""Alignment (bytes) of each tensor in the buffer; attention kernels require 16."""
 
 
 def staged(tree: T, device: torch.device) -> T:
-    """`tree` with every host tensor in it on `device`; on a CPU `tree` itself, which costs nothing.
+    """`tree` with every host tensor in it on `device`; on a CPU `tree` itself.
 
-    A tree is a tensor, or a dataclass or tuple of trees; anything else in it stays as it is. What stands in it twice
-    is sent once and stands there twice again. On a device the call returns before the copy has happened.
+    A tree is a tensor, or a dataclass or tuple of trees; other values are unchanged. An object that occurs twice is
+    sent once and shared again. The call returns before the copy is done.
     """
     if device.type == "cpu":
         return tree
@@ -39,7 +39,7 @@ def staged(tree: T, device: torch.device) -> T:
 
 
 def _collect(tree: Any, tensors: dict[int, Tensor]) -> None:
-    """Every tensor of the tree once, by its id."""
+    """Adds every tensor of the tree to `tensors`, by its id."""
     if isinstance(tree, Tensor):
         assert tree.device.type == "cpu", tree.device
         tensors[id(tree)] = tree
@@ -54,7 +54,7 @@ def _parts(tree: Any) -> list[Any]:
 
 
 def _sent(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Copies on the device, by way of one pinned buffer."""
+    """Copies on the device, through one pinned buffer."""
     sizes = [tensor.numel() * tensor.itemsize for tensor in tensors]
     *starts, total = accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)
     host = _pinned(total)
@@ -73,7 +73,7 @@ def _pinned(size: int) -> Tensor:
 
 
 def _rebuilt(tree: Any, moved: dict[int, Any]) -> Any:
-    """The tree with what `moved` has for each id; dataclasses are added to it."""
+    """The tree with its objects replaced as `moved` maps their ids; dataclasses are added to `moved`."""
     if id(tree) in moved:
         return moved[id(tree)]
     if is_dataclass(tree) and not isinstance(tree, type):

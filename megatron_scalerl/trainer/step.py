@@ -1,10 +1,10 @@
-"""One optimiser step on a packed batch, through Megatron's own schedules with our loss passed in.
+"""One optimizer step on a packed batch, through Megatron's own schedules with our loss.
 
-The loss is a plain sum over the tokens of all micro-batches and ranks; every denominator is inside the token
+The loss is a plain sum over the tokens of all micro-batches and ranks; every denominator is part of the token
 weights. Megatron would divide twice: its schedule divides the loss in place by the number of micro-batches, its
-gradient buffers divide by the data-parallel size. The loss handed over is multiplied by both, so that gradients
-are those of the plain sum. With context parallelism the schedule multiplies by that size and the buffers divide by
-it, too: what is left is the sum of the ranks' gradients, each of its own tokens.
+gradient buffers divide by the data-parallel size. The loss passed to it is multiplied by both, so the gradients are
+those of the plain sum. With context parallelism the schedule multiplies by that size and the buffers divide by it:
+the result is the sum of the ranks' gradients, each from its own tokens.
 """
 
 from __future__ import annotations
@@ -24,27 +24,30 @@ from torch import Tensor
 
 from megatron_scalerl.batching.packing import pad_to, real_tokens, scoring_micro_batches
 from megatron_scalerl.distributed import device
-from megatron_scalerl.distributed.parallel import Parallel
+from megatron_scalerl.distributed.parallel import Parallel, unwrap
 from megatron_scalerl.losses import SEPARABLE, LossInputs, LossOutput, make_loss
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.sections import OptimizerSection
 from megatron_scalerl.trainer.agreement import agree, check_tokens
-from megatron_scalerl.trainer.model import build_policy, unwrap
+from megatron_scalerl.trainer.model import build_policy
 from megatron_scalerl.trainer.optimizer import build_optimizer
 from megatron_scalerl.trainer.pipeline import known_shapes
 from megatron_scalerl.trainer.row import Row, host_row
 from megatron_scalerl.trainer.staging import staged
-from megatron_scalerl.trainer.tally import Tally
+from megatron_scalerl.trainer.step_metrics import StepMetrics
 from megatron_scalerl.types import Batch, MicroBatch, StepReport
 
 Loss = Callable[[LossInputs], LossOutput]
 Schedule = Callable[[int], float]
 _MegatronLoss = tuple[Tensor, dict[str, Tensor]]
-"""Loss and what to log, as Megatron's schedules want them."""
+"""Loss and logged values, the result of a loss function of Megatron's schedules."""
 
 
 def constant_with_warmup(section: OptimizerSection) -> Schedule:
-    """Learning rate of a step (from 1): linear to `lr` over `warmup_steps`, then constant (the paper, section 2)."""
+    """Learning rate of a step (from 1): linear to `lr` over `warmup_steps`, then constant.
+
+    Source: Khatri et al. 2025, arXiv 2510.13786, section 2.
+    """
 
     def rate(step: int) -> float:
         return section.lr * min(1.0, step / section.warmup_steps) if section.warmup_steps else section.lr
@@ -53,11 +56,11 @@ def constant_with_warmup(section: OptimizerSection) -> Schedule:
 
 
 class Trainer:
-    """The policy, its optimiser and its loss on one rank. Every rank must call every method together.
+    """The policy, its optimizer and its loss on one rank. All ranks must call each method together.
 
-    `chunks` are the DDP-wrapped model chunks of this rank (one, but for interleaved pipelines). `temperature`
-    divides the logits before the log-probabilities that are trained, as it did when the engine sampled.
-    `loss_in_chunk`: the loss is a sum over tokens and is taken inside the projection, see `logits.api.token_loss`.
+    `chunks` are the DDP-wrapped model chunks of this rank (one, except in interleaved pipelines). `temperature`
+    divides the logits, as it does when the engine samples. `loss_in_chunk`: the loss is a sum over tokens and is
+    computed inside the projection, see `logits.api.token_loss`.
     """
 
     def __init__(
@@ -87,16 +90,16 @@ class Trainer:
         self._loss_in_chunk = loss_in_chunk
         self._config = get_model_config(chunks[0])
         self._config.finalize_model_grads_func = _finalize
-        # With calculate_per_token_loss the gradient buffers add up instead of averaging, over context-parallel ranks
-        # too, by whose number the schedule multiplies all the same.
+        # With calculate_per_token_loss the gradient buffers sum instead of averaging, also over context-parallel
+        # ranks, but the schedule still multiplies by their number.
         self._averaged_ranks = 1 / parallel.cp_size if self._config.calculate_per_token_loss else parallel.dp_size
         self._counts = parallel.is_last_stage and parallel.tp_rank == 0 and parallel.cp_rank == 0
 
     def step(self, batch: Batch) -> StepReport:
-        """Forward, backward and one optimiser step on this rank's batch.
+        """Forward, backward and one optimizer step on this rank's batch.
 
-        Raises ValueError for tokens outside the vocabulary, RuntimeError where ranks that have to hold the same batch
-        do not, and when loss or gradient norm is not finite; the weights are then spoilt.
+        Raises ValueError for tokens outside the vocabulary. Raises RuntimeError if ranks hold different batches that
+        must be equal, and if loss or gradient norm is not finite; the weights are then left in an invalid state.
         """
         begin = time.monotonic()
         self._check(batch.micro_batches, step=batch.step)
@@ -105,14 +108,14 @@ class Trainer:
         self.optimizer.zero_grad()
         rate = self._learning_rate(batch.step)
         for group in self.optimizer.param_groups:
-            # Megatron leaves both multipliers to its own scheduler; wd_mult is 0 for vectors.
+            # Megatron's own scheduler would apply both multipliers; wd_mult is 0 for vectors.
             group["lr"] = rate * group["lr_mult"]
             group["weight_decay"] = self._weight_decay * group["wd_mult"]
-        tally = Tally(self.parallel.device)
-        self._schedule(batch.micro_batches, partial(self._train_loss, tally, len(batch.micro_batches)), train=True)
+        running = StepMetrics(self.parallel.device)
+        self._schedule(batch.micro_batches, partial(self._train_loss, running, len(batch.micro_batches)), train=True)
         succeeded, grad_norm, _ = self.optimizer.step()
         device.synchronize()
-        metrics = tally.reduced(
+        metrics = running.reduced(
             counts=self._counts,
             tokens=real_tokens(batch) if self._counts else 0,
             seconds=time.monotonic() - begin,
@@ -156,39 +159,19 @@ class Trainer:
             dist.broadcast(values, last, group=self.parallel.groups.pp)
         return [part.tolist() for part in values.cpu().split(sizes)]
 
-    def greedy(self, token_ids: Sequence[int], count: int) -> list[int]:
-        """The `count` tokens that follow `token_ids` when the likeliest is taken each time; for parity checks.
-
-        Computes the whole sequence anew for every token, and needs a pipeline of one stage.
-        """
-        assert self.parallel.pp_size == 1, "greedy decoding runs on one pipeline stage"
-        model = unwrap(self.chunks[0])
-        model.eval()
-        ids = list(token_ids)
-        for _ in range(count):
-            place, size = self.parallel.device, len(ids)
-            logits = model.full_logits(
-                torch.tensor([ids], device=place),
-                torch.arange(size, device=place)[None],
-                torch.tensor([0, size], dtype=torch.int32, device=place),
-            )
-            assert logits is not None
-            ids.append(int(logits[-1].argmax()))
-        return ids[len(token_ids) :]
-
     def _train_loss(
-        self, tally: Tally, count: int, row: Row, output: Tensor | tuple[Tensor, Tensor]
+        self, metrics: StepMetrics, count: int, row: Row, output: Tensor | tuple[Tensor, Tensor]
     ) -> _MegatronLoss:
-        """Our sum over one of `count` micro-batches, times what Megatron will divide by."""
-        taken, pair = output if isinstance(output, tuple) else (None, output)
+        """The sum over one of `count` micro-batches, times what Megatron will divide by."""
+        in_chunk, pair = output if isinstance(output, tuple) else (None, output)
         inputs = row.loss_inputs(pair[0])
         result = self._loss(inputs)
-        tally.add(inputs, result, pair[1].detach(), row.staleness, row.places)
-        # A new tensor, since the schedule divides what it gets in place.
-        return (result.loss if taken is None else taken) * (count * self._averaged_ranks), {}
+        metrics.add(inputs, result, pair[1].detach(), row.staleness, row.places)
+        # A new tensor, since the schedule divides it in place.
+        return (result.loss if in_chunk is None else in_chunk) * (count * self._averaged_ranks), {}
 
     def _chunk_loss(self, row: Row, logprobs: Tensor, entropies: Tensor, places: Tensor) -> Tensor:
-        """Our sum over some of a row's tokens."""
+        """The sum over some of a row's tokens."""
         return self._loss(row.loss_inputs(logprobs, places)).loss
 
     def _schedule(
@@ -197,21 +180,19 @@ class Trainer:
         """Run the micro-batches through Megatron's schedule for this pipeline."""
         size = max(len(m.tokens) for m in micro_batches)
         if self.parallel.pp_size > 1 and not self._config.variable_seq_lengths:
-            # Stages exchange activations of one shape, which they agree on beforehand.
+            # Stages exchange activations of one fixed shape.
             micro_batches = [pad_to(m, size) for m in micro_batches]
 
         def forward(rows: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-            # On the host, while the device is busy with what was queued before.
+            # Prepared on the host while the device computes what was queued before.
             row = staged(host_row(next(rows), unwrap(model).plan), self.parallel.device)
             output = model(
-                row.tokens[None],
-                row.position_ids[None],
-                None,
+                row.tokens,
                 row.targets,
+                plan=row.plan,
                 temperature=self._temperature,
                 expert_choices=row.expert_choices,
                 loss=partial(self._chunk_loss, row) if train and self._loss_in_chunk else None,
-                plan=row.plan,
             )
             return output, partial(loss, row)
 
@@ -247,10 +228,10 @@ def make_trainer(
     learning_rate: Schedule | None = None,
     load_weights: bool = True,
 ) -> Trainer:
-    """The trainer that a recipe asks for, with the weights of its policy. Raises ValueError as its parts do.
+    """The trainer of a recipe, with the weights of its policy. Raises ValueError as `build_policy` does.
 
-    `loss` and `learning_rate` replace the recipe's; the warm start gives its own. Without `load_weights` the weights
-    are random, as Megatron initialises them, and of the policy's folder only config.json is read.
+    `loss` and `learning_rate` replace the recipe's; the warm start has its own. Without `load_weights` the weights
+    are random, as Megatron initializes them, and only config.json is read from the policy's folder.
     """
     chunks = build_policy(recipe.policy.path, recipe, parallel, load_weights=load_weights)
     section = recipe.loss
@@ -275,5 +256,5 @@ def make_trainer(
 
 
 def pad_multiple(parallel: Parallel) -> int:
-    """What micro-batch lengths must be a multiple of: the tensor-parallel size, for sequence parallelism."""
+    """Micro-batch lengths must be a multiple of it: the tensor-parallel size, for sequence parallelism."""
     return parallel.tp_size

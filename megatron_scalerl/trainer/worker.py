@@ -2,17 +2,18 @@
 
 Environment: from `TrainerClient.worker_env` RANK, WORLD_SIZE, MSRL_CONTROLLER, MSRL_RUN_ID, MSRL_INCARNATION and
 MSRL_SECRET; from the launcher MSRL_RECIPE (path of the resolved recipe) and, on several hosts, for rank 0
-MSRL_BIND_HOST (the address of its own at which the ranks meet); and where 60 s for an answer to the greeting do not
-fit, MSRL_GREETING_TIMEOUT_S.
+MSRL_BIND_HOST (its own address at which the ranks meet); optionally MSRL_GREETING_TIMEOUT_S.
 
-The rank greets the controller, is told where the ranks meet, builds its trainer, then obeys one command after
-another. An exception is sent as the last line of its traceback and ends the process with 1; a controller that has
-gone ends it with 3, at once and in the middle of a step, so that no orphan holds devices.
+The rank greets the controller, receives the rendezvous, builds its trainer, then executes one command after another.
+After an exception it sends the last line of the traceback and exits with 1. When the controller disconnects it exits
+with 3, at once, also in the middle of a step, so that no orphan holds devices.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import os
 import socket
 import sys
@@ -28,15 +29,18 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from megatron_scalerl.distributed.rendezvous import HostRendezvous, Rendezvous, address_of, listen_on, serve_store
+from megatron_scalerl.processes.logs import log_to_stderr
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import load_recipe
-from megatron_scalerl.trainer import wire
-from megatron_scalerl.weights.connection import Connection
+from megatron_scalerl.trainer import messages, sockets
+from megatron_scalerl.weights.connection import Connection, SendReport
+
+logger = logging.getLogger("megatron_scalerl.trainer.worker")  # also where this module is __main__
 
 GREETING_TIMEOUT_S = 60.0
-"""Seconds for the controller to answer a greeting; with a wrong secret it never does."""
+"""Seconds for the controller to answer a greeting. With a wrong secret it never does."""
 LEAVE_S = 10.0
-"""Seconds that the message of a failure may take on its way to the controller."""
+"""Seconds to deliver a failure message to the controller."""
 EXIT_FAILED = 1
 EXIT_ORPHAN = 3
 EXIT_REFUSED = 4
@@ -54,7 +58,7 @@ _VARIABLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings:
-    """What the launcher tells a rank."""
+    """The environment of a rank."""
 
     recipe_path: str
     endpoint: str
@@ -65,11 +69,11 @@ class WorkerSettings:
     world_size: int
     greeting_timeout_s: float = GREETING_TIMEOUT_S
     bind_host: str | None = None
-    """Address of this host at which rank 0 binds the store of the run; None: the ranks meet in a folder."""
+    """Address of this host at which rank 0 binds the run's store; None: the ranks meet in a folder."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "WorkerSettings":
-        """Read MSRL_* and RANK, WORLD_SIZE. Raises ValueError naming what is missing."""
+        """Read MSRL_*, RANK and WORLD_SIZE. Raises ValueError naming the missing variables."""
         missing = [name for name in _VARIABLES if not environment.get(name)]
         if missing:
             raise ValueError(f"environment: expected {', '.join(_VARIABLES)}, missing {', '.join(missing)}")
@@ -87,28 +91,28 @@ class WorkerSettings:
 
 
 class RefusedError(RuntimeError):
-    """The controller did not let this rank in."""
+    """The controller did not accept this rank."""
 
 
 class ControllerLink:
-    """The rank's socket to its controller. As a context it reports the exception that leaves it."""
+    """The rank's socket to its controller. As a context manager it reports an exception to the controller."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        wire.secure_client(self._socket, settings.secret)
+        sockets.secure_client(self._socket, settings.secret)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(settings.endpoint)
         self._leaving = threading.Event()
 
     def greet(self, bound: HostRendezvous | None = None) -> None:
-        """Join the run; `bound`: where this rank has bound the store.
+        """Join the run; `bound`: the address of the store, if this rank has bound it.
 
-        Raises RefusedError, with the controller's reason, if this rank is not wanted.
+        Raises RefusedError, with the controller's reason, if this rank is not accepted.
         """
         s = self._settings
-        hello = wire.Hello(
+        hello = messages.Hello(
             rank=s.rank, world_size=s.world_size, run_id=s.run_id, incarnation=s.incarnation, bound=bound
         )
         self.send(hello)
@@ -116,36 +120,36 @@ class ControllerLink:
             self._socket.setsockopt(zmq.LINGER, 0)
             raise RefusedError(
                 f"controller at {s.endpoint}: expected an answer within {s.greeting_timeout_s:g} s, found none "
-                "(gone, or MSRL_SECRET is another run's)"
+                "(it has exited, or MSRL_SECRET is another run's)"
             )
         answer = self.receive()
-        if isinstance(answer, wire.Refused):
+        if isinstance(answer, messages.Refused):
             raise RefusedError(f"controller at {s.endpoint} refused this rank: {answer.reason}")
-        assert isinstance(answer, wire.Welcome), answer
-        threading.Thread(target=self._exit_when_alone, name="controller-watch", daemon=True).start()
+        assert isinstance(answer, messages.Welcome), answer
+        threading.Thread(target=self._exit_on_disconnect, name="controller-watch", daemon=True).start()
 
     def leave(self) -> None:
-        """From now on the controller may close its end: this rank exits by itself."""
+        """Allow the controller to disconnect from now on: this rank exits by itself."""
         self._leaving.set()
 
     def send(self, message: Any) -> None:
-        self._socket.send(wire.encode(message))
+        self._socket.send(messages.encode(message))
 
-    def receive(self) -> wire.ToRank:
-        """The next message that asks for something."""
+    def receive(self) -> messages.ToRank:
+        """The next message other than a Ping."""
         while True:
-            message = wire.decode_for_rank(self._socket.recv())
-            if not isinstance(message, wire.Ping):
+            message = messages.decode_for_rank(self._socket.recv())
+            if not isinstance(message, messages.Ping):
                 return message
 
-    def _exit_when_alone(self) -> None:
-        # A thread of its own, because the main one computes for minutes without looking at its socket.
+    def _exit_on_disconnect(self) -> None:
+        # In a separate thread, because the main one computes for minutes without reading its socket.
         with contextlib.suppress(zmq.ContextTerminated):
             recv_monitor_message(self._monitor)
         if self._leaving.is_set():
             self._monitor.close(linger=0)
             return
-        print(f"trainer rank {self._settings.rank}: the controller has gone, exiting", file=sys.stderr, flush=True)
+        logger.error("the controller disconnected, exiting")
         os._exit(EXIT_ORPHAN)
 
     def __enter__(self) -> "ControllerLink":
@@ -157,13 +161,13 @@ class ControllerLink:
         if error is None or isinstance(error, RefusedError):
             return
         line = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-        self.send(wire.Failed(rank=self._settings.rank, error=line))
+        self.send(messages.Failed(rank=self._settings.rank, error=line))
 
     def exit_now(self, status: int) -> NoReturn:
-        """End the process without what an interpreter does at its end, once the controller has what was sent.
+        """End the process without the interpreter's cleanup, after messages to the controller are delivered.
 
-        Process groups wait in their destructors: for peers that wait in a collective, and with NCCL for a GPU that
-        may never answer.
+        Destructors of process groups wait: for peers inside a collective, and with NCCL for a GPU that may never
+        answer.
         """
         self._leaving.set()
         self._socket.close(linger=int(LEAVE_S * 1000))
@@ -174,10 +178,10 @@ class ControllerLink:
 
 
 class Worker:
-    """Answers commands with a trainer."""
+    """Executes the controller's commands on a trainer."""
 
     def __init__(self, recipe: Recipe, rendezvous: Rendezvous) -> None:
-        # Here, not at the top: a rank that is refused should not wait for torch and Megatron to load.
+        # Imported here: a rank that is refused should not wait for torch and Megatron to load.
         from megatron_scalerl.distributed.parallel import init_parallel
         from megatron_scalerl.trainer.step import make_trainer
         from megatron_scalerl.weights.source import MegatronWeightSource
@@ -188,11 +192,11 @@ class Worker:
         self.source = MegatronWeightSource(self.trainer.chunks, self.parallel)
         self._sender: Any = None
 
-    def info(self) -> wire.TrainerInfo:
-        """What the controller asks once."""
+    def info(self) -> messages.TrainerInfo:
+        """Facts for the controller, requested once."""
         manifest = self.source.manifest()
-        sizes = [_product(meta.shape) for meta in manifest]
-        return wire.TrainerInfo(
+        sizes = [math.prod(meta.shape) for meta in manifest]
+        return messages.TrainerInfo(
             world_size=self.parallel.world_size,
             dp_size=self.parallel.dp_size,
             parameters=sum(sizes),
@@ -204,25 +208,25 @@ class Worker:
             pad_multiple=self.trainer.pad_multiple,
         )
 
-    def run(self, command: wire.Command) -> Any:
-        """Carry out one command on this rank; the value is rank 0's answer."""
+    def run(self, command: messages.Command) -> Any:
+        """Execute one command on this rank; the value is rank 0's answer."""
+        from megatron_scalerl.trainer import checkpoint
+
         match command:
-            case wire.Step(batch=batch):
+            case messages.Step(batch=batch):
                 return self.trainer.step(batch)
-            case wire.Logprobs(token_ids=token_ids):
+            case messages.Logprobs(token_ids=token_ids):
                 return self.trainer.logprobs(token_ids)
-            case wire.Manifest():
+            case messages.DescribeWeights():
                 return self.source.manifest()
-            case wire.ConnectWeights(connection=connection):
+            case messages.ConnectWeights(connection=connection):
                 return self._connect(connection)
-            case wire.SendWeights(version=version):
+            case messages.SendWeights(version=version):
                 return self._send_weights(version)
-            case wire.Save(path=path, extra=extra):
-                return self._save(path, extra)
-            case wire.Load(path=path):
-                return self._load(path)
-            case wire.ExportHf(path=path):
-                return self._export(path)
+            case messages.Save(path=path, extra=extra):
+                return checkpoint.save(path, self.trainer, extra)
+            case messages.Load(path=path):
+                return checkpoint.load(path, self.trainer)
         raise AssertionError(f"unknown command {command}")
 
     def _connect(self, connection: Connection) -> None:
@@ -233,8 +237,8 @@ class Worker:
                 self._sender.close()
             self._sender = make_sender(connection)
 
-    def _send_weights(self, version: int) -> dict[str, Any] | None:
-        """Rank 0 sends; the others take part in gathering what it sends."""
+    def _send_weights(self, version: int) -> SendReport | None:
+        """Rank 0 sends; the others take part in gathering the weights."""
         manifest = self.source.manifest()
         if self.parallel.rank == 0:
             assert self._sender is not None, "connect_weights first"
@@ -243,70 +247,49 @@ class Worker:
             pass
         return None
 
-    def _save(self, path: str, extra: dict[str, Any]) -> None:
-        from megatron_scalerl.trainer.checkpoint import save
-
-        save(path, self.trainer, extra)
-
-    def _load(self, path: str) -> dict[str, Any]:
-        from megatron_scalerl.trainer.checkpoint import load
-
-        return load(path, self.trainer)
-
-    def _export(self, path: str) -> None:
-        from megatron_scalerl.weights.source import save_hf
-
-        save_hf(self.source, self.recipe.policy.path, path)
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
-
 
 def serve(link: ControllerLink, settings: WorkerSettings, listening: socket.socket | None = None) -> None:
-    """Build the trainer, then answer commands until Stop. `listening`: for the store, if it is this rank's."""
+    """Build the trainer, then execute commands until Stop. `listening`: the store's socket, if it is this rank's."""
     recipe = load_recipe(settings.recipe_path)
     from megatron_scalerl.distributed.parallel import shutdown_parallel
 
     meet = link.receive()
-    assert isinstance(meet, wire.Meet), meet
+    assert isinstance(meet, messages.Meet), meet
     store = None if listening is None else serve_store(listening)
     worker = Worker(recipe, meet.rendezvous)
-    link.send(wire.Ready(rank=settings.rank, dp_rank=worker.parallel.dp_rank, info=worker.info()))
+    link.send(messages.Ready(rank=settings.rank, dp_rank=worker.parallel.dp_rank, info=worker.info()))
     while True:
         command = link.receive()
-        assert not isinstance(command, wire.Welcome | wire.Meet | wire.Refused | wire.Ping), command
-        if isinstance(command, wire.Stop):
+        assert not isinstance(command, messages.Welcome | messages.Meet | messages.Refused | messages.Ping), command
+        if isinstance(command, messages.Stop):
             shutdown_parallel()
             del store
             link.leave()
-            link.send(wire.Done(call=command.call, rank=settings.rank, value=msgspec.Raw(wire.encode(None))))
+            link.send(messages.Done(call=command.call, rank=settings.rank, value=msgspec.Raw(messages.encode(None))))
             return
         value = worker.run(command)
         if settings.rank != 0:
             value = None
-        link.send(wire.Done(call=command.call, rank=settings.rank, value=msgspec.Raw(wire.encode(value))))
+        link.send(messages.Done(call=command.call, rank=settings.rank, value=msgspec.Raw(messages.encode(value))))
 
 
 def main() -> int:
-    """Run one rank; the exit status."""
+    """Run one rank. Returns the exit status."""
+    log_to_stderr()
     settings = WorkerSettings.from_environment(os.environ)
-    del os.environ["MSRL_SECRET"]  # what this rank may start has no use for it
+    del os.environ["MSRL_SECRET"]  # child processes do not need it
     listening = listen_on(settings.bind_host) if settings.bind_host and settings.rank == 0 else None
     link = ControllerLink(settings)
     try:
         link.greet(None if listening is None else address_of(listening))
     except RefusedError as error:
-        print(f"trainer rank {settings.rank}: {error}", file=sys.stderr)
+        logger.error("%s", error)
         return EXIT_REFUSED
     try:
         with link:
             serve(link, settings, listening)
     except BaseException:
-        traceback.print_exc()
+        logger.exception("failed, exiting")
         link.exit_now(EXIT_FAILED)
     return 0
 

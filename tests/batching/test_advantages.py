@@ -12,7 +12,7 @@ from megatron_scalerl.batching.advantages import samples_of
 from megatron_scalerl.batching.filters import drop_truncated, drop_zero_variance
 from megatron_scalerl.types import Score
 
-DEFAULTS = {"normalise": "batch", "truncated": "exclude", "zero_variance": True, "reduction": "prompt_mean"}
+DEFAULTS = {"normalize": "batch", "truncated": "exclude", "zero_variance": True, "reduction": "prompt_mean"}
 
 
 def plan(groups, **options):
@@ -28,20 +28,20 @@ MIXED = [group([1, 1, 1, -1]), group([1, -1], group_id=1)]
 STD = math.sqrt((0.25 * 3 + 2.25 + 1 + 1) / 6)
 
 
-def test_batch_normalisation_divides_by_one_population_std():
+def test_batch_normalization_divides_by_one_population_std():
     expected = [0.5 / STD] * 3 + [-1.5 / STD, 1 / STD, -1 / STD]
     assert advantages(MIXED) == pytest.approx(expected)
     assert plan(MIXED).stats["advantage_std"] == pytest.approx(STD)
 
 
-def test_prompt_normalisation_divides_by_each_groups_std():
+def test_prompt_normalization_divides_by_each_groups_std():
     spread = math.sqrt((0.25 * 3 + 2.25) / 4)
     expected = [0.5 / spread] * 3 + [-1.5 / spread, 1.0, -1.0]
-    assert advantages(MIXED, normalise="prompt") == pytest.approx(expected)
+    assert advantages(MIXED, normalize="prompt") == pytest.approx(expected)
 
 
-def test_no_normalisation_centres_only():
-    assert advantages(MIXED, normalise="none") == pytest.approx([0.5, 0.5, 0.5, -1.5, 1.0, -1.0])
+def test_no_normalization_centers_only():
+    assert advantages(MIXED, normalize="none") == pytest.approx([0.5, 0.5, 0.5, -1.5, 1.0, -1.0])
 
 
 def test_an_unknown_normalisation_is_refused():
@@ -64,7 +64,7 @@ def test_truncated_leave_loss_and_group_mean():
 
 def test_truncated_count_as_wrong_when_asked():
     groups = [group([1, -1, -1], truncated={2})]
-    result = plan(groups, truncated="wrong", normalise="none")
+    result = plan(groups, truncated="wrong", normalize="none")
     assert [s.advantage for s in result.samples] == pytest.approx([4 / 3, -2 / 3, -2 / 3])
     assert result.stats["truncated_dropped"] == 0
 
@@ -127,8 +127,8 @@ def test_nothing_left_is_an_empty_plan():
 
 
 def test_groups_of_one_are_zero_variance():
-    assert plan([group([1])], normalise="none").samples == ()
-    assert advantages([group([1])], normalise="none", zero_variance=False) == [0.0]
+    assert plan([group([1])], normalize="none").samples == ()
+    assert advantages([group([1])], normalize="none", zero_variance=False) == [0.0]
 
 
 def test_drop_truncated_keeps_pairs_together():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,14 +11,13 @@ from hypothesis import strategies as st
 from rollout_groups import rollout
 
 from megatron_scalerl.batching.packing import (
-    from_wire,
     pack,
     pad_to,
     real_tokens,
     scoring_micro_batches,
     sequence_ids,
-    to_wire,
 )
+from megatron_scalerl.trainer import messages
 from megatron_scalerl.types import Batch, ExpertChoices, MicroBatch, Sample
 
 COLUMNS = [f.name for f in fields(MicroBatch) if f.name not in ("cu_seqlens", "expert_choices")]
@@ -36,7 +34,7 @@ def pack_all(samples, **kw):
 
 def sent(batch: Batch) -> Batch:
     """What a trainer rank gets of a batch."""
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(batch, enc_hook=to_wire), type=Batch, dec_hook=from_wire)
+    return messages.decode_for_rank(messages.encode(messages.Step(call=1, batch=batch))).batch
 
 
 def test_one_sample_position_by_position():

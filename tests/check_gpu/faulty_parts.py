@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from megatron_scalerl.check_gpu.findings import Recorder
-from megatron_scalerl.check_gpu.setting import Setting
+from megatron_scalerl.check_gpu.part import PartSetting
 
 
 def trainer(setting, faulty):
@@ -77,4 +77,4 @@ def families(setting, faulty):
 
 if __name__ == "__main__":
     name, given, findings = sys.argv[1:]
-    {"trainer": trainer, "families": families}[name](Setting.from_json(given), Recorder("faulty", Path(findings)))
+    {"trainer": trainer, "families": families}[name](PartSetting.from_json(given), Recorder("faulty", Path(findings)))

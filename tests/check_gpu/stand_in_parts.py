@@ -9,19 +9,19 @@ import time
 from pathlib import Path
 
 from megatron_scalerl.check_gpu.findings import Recorder
-from megatron_scalerl.check_gpu.setting import Setting
+from megatron_scalerl.check_gpu.part import PartSetting
 
 
-def run(setting: Setting, record: Recorder) -> None:
+def run(setting: PartSetting, record: Recorder) -> None:
     globals()[setting.part](setting, record)
 
 
-def well(setting: Setting, record: Recorder) -> None:
+def well(setting: PartSetting, record: Recorder) -> None:
     record.holds("first", True)
     record.measured("second", 0.5, "share", at_most=1.0)
 
 
-def hang(setting: Setting, record: Recorder) -> None:
+def hang(setting: PartSetting, record: Recorder) -> None:
     """With a child in the same group, both deaf to SIGTERM."""
     ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     child = subprocess.Popen([sys.executable, "-c", ignore])
@@ -31,35 +31,45 @@ def hang(setting: Setting, record: Recorder) -> None:
     time.sleep(600)
 
 
-def crash(setting: Setting, record: Recorder) -> None:
+def crash(setting: PartSetting, record: Recorder) -> None:
     record.holds("first", True)
     print("CUDA error: an illegal memory access was encountered", flush=True)
     os.abort()
 
 
-def torn(setting: Setting, record: Recorder) -> None:
+def torn(setting: PartSetting, record: Recorder) -> None:
     record.holds("first", True)
     with open(setting.findings, "a") as file:
         file.write('{"check": "torn/second", "sta')
 
 
-def undeclared(setting: Setting, record: Recorder) -> None:
+def undeclared(setting: PartSetting, record: Recorder) -> None:
     well(setting, record)
     record.holds("third", True)
 
 
-def silent(setting: Setting, record: Recorder) -> None:
+def silent(setting: PartSetting, record: Recorder) -> None:
     record.holds("first", True)
 
 
-def raising(setting: Setting, record: Recorder) -> None:
+def raising(setting: PartSetting, record: Recorder) -> None:
     with record.guarded("first"):
         raise ValueError("expected one\nline")
     record.holds("second", True)
 
 
-def told(setting: Setting, record: Recorder) -> None:
+def told(setting: PartSetting, record: Recorder) -> None:
     """Says what environment it was given."""
     names = ("CUDA_VISIBLE_DEVICES", "MSRL_LAYERS", "HF_HUB_OFFLINE", "TRITON_CACHE_DIR", "VLLM_LOGGING_LEVEL")
     record.holds("first", True, "", {name: os.environ.get(name) for name in names})
     record.holds("second", True, "", {"on_gpu": setting.on_gpu, "gpus": setting.gpus, "limit_s": setting.limit_s})
+
+
+def dies(handle, send):
+    """Reader of a tensor, in another process: exits."""
+    os._exit(3)
+
+
+def refuses(handle, send):
+    """Reader of a tensor, in another process: raises as a driver that rejects the handle."""
+    raise RuntimeError("CUDA error: invalid resource handle")

@@ -39,8 +39,8 @@ def test_without_a_gpu_one_line_says_so_and_nothing_is_left(tmp_path):
         (["--only", ""], "--only: expected names of parts, found ''"),
         (["--combine", "absent.json"], "--combine: expected --out DIR"),
         (["--combine", "absent.json", "--out", "."], "--combine: absent.json: expected a report"),
-        (["--combine", "a", "--out", ".", "--quick"], "--combine: expected no --quick beside it"),
-        (["--list", "--rehearse"], "--list: expected no --rehearse beside it"),
+        (["--combine", "a", "--out", ".", "--quick"], "--combine: expected no --quick with it"),
+        (["--list", "--rehearse"], "--list: expected no --rehearse with it"),
         (["--rehearse", "--only", "wire", "--out", "/proc/x"], "--out: /proc/x: expected a folder"),
         (["--planner", "no/where.yaml"], "--planner: no/where.yaml: expected its folder to exist"),
         (["--planner", "p.yaml", "--rehearse"], "--planner: expected figures measured on a GPU, found --rehearse"),
@@ -58,7 +58,7 @@ def test_the_list_names_every_part_and_imports_no_torch(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["link", "open"])
-def test_a_folder_that_others_can_write_is_refused(tmp_path, kind):
+def test_a_folder_that_others_can_write_is_rejected(tmp_path, kind):
     """Compiled code is kept there and executed."""
     if kind == "link":
         (tmp_path / "real").mkdir(mode=0o700)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from stand_in_parts import dies, refuses
 
-from megatron_scalerl.check_gpu.deadline import Deadline
 from megatron_scalerl.check_gpu.findings import Recorder, read_findings
-from megatron_scalerl.check_gpu.layouts import case_for
+from megatron_scalerl.check_gpu.part import Deadline, PartSetting
 from megatron_scalerl.check_gpu.parts import environment, logits, parallel, wire
-from megatron_scalerl.check_gpu.setting import Setting
+from megatron_scalerl.check_gpu.parts.parallel import case_for
 from megatron_scalerl.check_gpu.table import PARALLEL, part_named
 from megatron_scalerl.distributed import rendezvous
 
@@ -30,7 +30,7 @@ def found(tmp_path):
 
 def setting(tmp_path, **changes):
     values = dict(part="part", module="m", on_gpu=False, size="toy", layers=None, limit_s=60.0, gpus=0)
-    return Setting(folder=str(tmp_path), findings=str(tmp_path / "findings.jsonl"), **{**values, **changes})
+    return PartSetting(folder=str(tmp_path), findings=str(tmp_path / "findings.jsonl"), **{**values, **changes})
 
 
 OURS = ["cuda", "triton", "torch"]
@@ -42,7 +42,7 @@ def line(name, status="measured", **figures):
     return {"contender": name, "status": status, "total_seconds": 1.0, "error": 1e-6, **figures}
 
 
-def test_a_benchmark_that_was_cut_off_keeps_what_it_had_said(record, tmp_path):
+def test_a_benchmark_that_was_killed_keeps_its_results(record, tmp_path):
     lines = [HEAD, line("cuda", **FIGURES), line("triton"), line("torch")]
     output = "\n".join(map(json.dumps, lines)) + '\n{"contender": "Liger", "sta'
     logits.report_benchmark(record, logits.whole_lines(output), "ended at its limit of 9 s", OURS)
@@ -62,7 +62,7 @@ def test_each_of_our_backends_has_to_be_measured(status, record, tmp_path):
     assert read_findings(tmp_path / "two.jsonl")[0].status == "passed"
 
 
-def test_the_benchmark_has_what_is_left_of_the_parts_time(record, tmp_path):
+def test_the_benchmark_has_the_remaining_time_of_the_part(record, tmp_path):
     class StandInDeadline:
         def left(self):
             return 0.3
@@ -70,22 +70,14 @@ def test_the_benchmark_has_what_is_left_of_the_parts_time(record, tmp_path):
     begun = time.monotonic()
     logits._benchmark(setting(tmp_path), record, StandInDeadline())
     assert time.monotonic() - begun < 5
-    assert found(tmp_path)["benchmark"].detail.startswith("ended at its limit of 0 s; 0 contenders measured")
-
-
-def dies(handle, say):
-    os._exit(3)
-
-
-def refuses(handle, say):
-    raise RuntimeError("CUDA error: invalid resource handle")
+    assert found(tmp_path)["benchmark"].detail.startswith("stopped at its time limit after 0 s; last log line: ")
 
 
 @pytest.mark.parametrize(
     "read, why",
     [(dies, "its process ended with exit code 3"), (refuses, "RuntimeError: CUDA error: invalid resource handle")],
 )
-def test_a_reader_that_dies_says_so_at_once(read, why, record, tmp_path):
+def test_a_reader_that_dies_is_reported_at_once(read, why, record, tmp_path):
     """Stand-ins for a driver that refuses a handle."""
     begun = time.monotonic()
     wire._shared(record, torch.device("cpu"), read)
@@ -144,7 +136,7 @@ def test_the_widths_of_a_gpu_and_of_families_are_the_same():
         ("bfloat16", 0.2, ["after the step", "bf16 log-probs, mean"]),
     ],
 )
-def test_layouts_in_bf16_may_be_apart_as_roundings_are(dtype, apart, failed):
+def test_layouts_in_bf16_may_differ_by_rounding(dtype, apart, failed):
     one = {"before": [-1.0, -2.0], "after": [-1.5, -2.5], "loss": 1.0, "grad_norm": 2.0}
     other = one | {key: [value + apart for value in one[key]] for key in ("before", "after")}
     judged = parallel.distances("llama", other, one, dtype, own=0.05)
@@ -152,7 +144,7 @@ def test_layouts_in_bf16_may_be_apart_as_roundings_are(dtype, apart, failed):
 
 
 @pytest.mark.parametrize("lacks", [None, "gcc", "Python.h", "c++"])
-def test_what_triton_compiles_with_is_looked_for(lacks, record, tmp_path, monkeypatch):
+def test_the_tools_that_triton_compiles_with_are_checked(lacks, record, tmp_path, monkeypatch):
     """Programs and header are stand-ins."""
     for name in ("gcc", "c++"):
         if name != lacks:

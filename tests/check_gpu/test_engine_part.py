@@ -1,4 +1,4 @@
-"""What the engine's checks see, and that each of them can fail."""
+"""Each of the engine's checks detects its faults."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import pytest
 import torch
 from aiohttp import web
 
-from megatron_scalerl.check_gpu import loop_settings
-from megatron_scalerl.check_gpu.deadline import Deadline, limited
-from megatron_scalerl.check_gpu.engine import checks, parity, update
+from megatron_scalerl.check_gpu import tiny_task
+from megatron_scalerl.check_gpu.commands import cause, serving_facts
+from megatron_scalerl.check_gpu.engine import checks, reference, update
 from megatron_scalerl.check_gpu.engine.decode_rate import check_decode_rate, rates, within_range
-from megatron_scalerl.check_gpu.engine.random_policy import Reference, write_dense
+from megatron_scalerl.check_gpu.engine.reference import Reference, write_dense
 from megatron_scalerl.check_gpu.engine.routed_experts import check_routed_experts, choice_faults
 from megatron_scalerl.check_gpu.engine.scene import engine_options, make_scene
 from megatron_scalerl.check_gpu.findings import Recorder, read_findings
-from megatron_scalerl.check_gpu.logs import cause, serving_facts
+from megatron_scalerl.check_gpu.part import Deadline, PartSetting, limited
 from megatron_scalerl.check_gpu.parts import engine, loop
-from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.check_gpu.table import part_named
 from megatron_scalerl.engine.client import SECRET_HEADER, EngineClient
 from megatron_scalerl.plan.counting import Parameters
 from megatron_scalerl.recipe.sections import EngineSection
 from megatron_scalerl.types import ExpertChoices, Rollout
+from megatron_scalerl.weights.connection import SendReport
 
 ROLLOUT = Rollout(
     token_ids=(7, 8, 9, 20, 5, 11, 12),
@@ -44,7 +44,7 @@ ROLLOUT = Rollout(
 def setting(folder, **changes):
     module = part_named("engine").module
     values = dict(part="engine", module=module, on_gpu=False, size="toy", layers=None, limit_s=100.0, gpus=0)
-    return Setting(**values | changes, folder=str(folder), findings=str(folder / "findings.jsonl"))
+    return PartSetting(**values | changes, folder=str(folder), findings=str(folder / "findings.jsonl"))
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ async def statuses(handler):
 
 
 @pytest.mark.parametrize(("leak", "found"), [("none", None), ("/pause", "POST /pause"), ("wrong", "(wrong secret)")])
-def test_an_engine_that_answers_without_the_secret_is_found(leak, found):
+def test_an_engine_that_answers_without_the_secret_is_detected(leak, found):
     async def stand_in(request):
         given = request.headers.getall(SECRET_HEADER, [])
         free = request.path in ("/health", leak) or given == ["abc"] or (leak == "wrong" and len(given) == 1)
@@ -85,7 +85,7 @@ def test_an_engine_that_answers_without_the_secret_is_found(leak, found):
 
 
 @pytest.mark.parametrize(("dtype", "faulty"), [(torch.float32, False), (torch.bfloat16, True)])
-def test_logits_on_bfloat16s_grid_are_found_in_the_answers(dtype, faulty):
+def test_logits_rounded_to_bfloat16_are_detected(dtype, faulty):
     generator = torch.Generator().manual_seed(0)
     hidden, head = torch.randn(64, 256, generator=generator), torch.randn(512, 256, generator=generator) * 0.2
     logits = (hidden @ head.T).to(dtype).float()
@@ -106,7 +106,7 @@ def test_logits_on_bfloat16s_grid_are_found_in_the_answers(dtype, faulty):
         ({"token_ids": (7, 5, 9, 20, 5, 11, 12)}, "expected interrupted False"),
     ],
 )
-def test_an_interruption_at_another_place_is_found(changes, fault):
+def test_an_interruption_at_another_position_is_detected(changes, fault):
     found = checks.interruption_faults(
         replace(ROLLOUT, **changes), phrase=(20, 5), think_end=(5,), ends=(2,), version=0, answer_tokens=2
     )
@@ -118,13 +118,13 @@ def test_an_interruption_at_another_place_is_found(changes, fault):
     [
         ({}, None),
         ({"later": 4}, "expected no tokens while paused, found 1"),
-        ({"said": False}, "/is_paused"),
-        ({"before": 7, "later": 7}, "expected a pause within 7 tokens"),
+        ({"reported": False}, "/is_paused"),
+        ({"before": 7, "later": 7}, "expected a pause before token 7"),
         ({"whole": 9}, "expected 9 tokens after the pause, found 7"),
     ],
 )
-def test_a_pause_that_does_not_hold_is_found(changes, fault):
-    values = dict(before=3, later=3, whole=7, said=True, rollout=ROLLOUT)
+def test_a_pause_that_does_not_pause_is_detected(changes, fault):
+    values = dict(before=3, later=3, whole=7, reported=True, rollout=ROLLOUT)
     found = checks.pause_faults(checks.Paused(**values | changes))
     assert (found == []) if fault is None else fault in found[0]
 
@@ -133,25 +133,25 @@ def test_the_bound_of_bfloat16_is_its_own_rounding_and_a_wrong_policy_exceeds_it
     generator = torch.Generator().manual_seed(0)
     ids = tuple(torch.randint(6, 512, (60,), generator=generator).tolist())
     rollout = replace(ROLLOUT, token_ids=ids, loss_mask=(True,) * 60)
-    reference = Reference(write_dense(tmp_path / "a", seed=0, dtype="bfloat16", toy=True))
+    policy = Reference(write_dense(tmp_path / "a", seed=0, dtype="bfloat16", toy=True))
     other = Reference(write_dense(tmp_path / "b", seed=1, dtype="bfloat16", toy=True))
-    bound = parity.bound_for("bfloat16", reference, [(1, 7)], [rollout])
-    exact = reference.logprobs((1, 7), ids)
+    bound = reference.bound_for("bfloat16", policy, [(1, 7)], [rollout])
+    exact = policy.logprobs((1, 7), ids)
     assert bound.statistic == "mean" and 0.005 < bound.nats < 0.2
-    assert parity.gap(exact, reference.rounded((1, 7), ids)).mean < bound.nats
-    assert parity.gap(exact, other.logprobs((1, 7), ids)).mean > 10 * bound.nats
-    assert parity.bound_for("float32", reference, [], []).nats == parity.EXACT
-    assert reference._rounded.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert reference.gap(exact, policy.rounded((1, 7), ids)).mean < bound.nats
+    assert reference.gap(exact, other.logprobs((1, 7), ids)).mean > 10 * bound.nats
+    assert reference.bound_for("float32", policy, [], []).nats == reference.EXACT
+    assert policy._rounded.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
     ("largest", "status"), [(0.01, "passed"), (0.2, "failed"), (0.6, "failed"), (float("nan"), "failed")]
 )
 def test_a_distance_is_judged_by_its_mean_and_its_largest(largest, status, tmp_path):
-    found = parity.gap([0.0, 0.0], [0.0, largest])
+    found = reference.gap([0.0, 0.0], [0.0, largest])
     record = Recorder("engine", tmp_path / "findings")
-    bound = parity.Bound(statistic="mean", nats=0.05, why="")
-    parity.record_gap(record, "trainer parity", found, bound, "", "bfloat16")
+    bound = reference.Bound(statistic="mean", nats=0.05, why="")
+    reference.record_gap(record, "trainer parity", found, bound, "", "bfloat16")
     assert [f.status for f in read_findings(tmp_path / "findings")] == [status]
 
 
@@ -199,7 +199,7 @@ class StandInTrainer:
         pass
 
     async def send_weights(self, version):
-        return {"digest": "sent", "bytes": 1, "seconds": 0.0}
+        return SendReport(digest="sent", bytes=1, seconds=0.0)
 
 
 def test_an_update_with_another_digest_fails_and_what_needs_it_is_not_run(scene, tmp_path, monkeypatch):
@@ -223,7 +223,7 @@ def test_an_engine_that_does_not_start_is_one_line_and_the_rest_is_not_run(scene
 
     async def fails(recipe, log):
         asked.append(recipe.engine.vllm.get("attention_backend"))
-        raise RuntimeError(f"engine-0 ended with 1 before it was up: ValueError: no kernel {len(asked)}")
+        raise RuntimeError(f"engine-0 exited with code 1 before it was up: ValueError: no kernel {len(asked)}")
 
     async def idle():
         await asyncio.sleep(60)
@@ -253,7 +253,7 @@ def test_a_backend_that_starts_where_vllms_choice_does_not_serves_the_rest(scene
     assert start.status == "failed"
     assert start.detail == "RuntimeError: nvcc was not found (it starts with attention_backend=TRITON_ATTN)"
     assert engine_options(on_gpu.setting)["attention_backend"] == "TRITON_ATTN"
-    assert "engine.vllm.attention_backend=TRITON_ATTN" in loop_settings.overrides(
+    assert "engine.vllm.attention_backend=TRITON_ATTN" in tiny_task.overrides(
         on_gpu.setting, tmp_path, loop.RUNS[0], policy=tmp_path, warm=True
     )
 
@@ -273,8 +273,12 @@ def test_an_engine_that_hangs_or_dies_fails_one_check_with_its_logs_error(second
     assert found.detail.endswith("engine.log: RuntimeError: illegal memory access")
 
 
-def test_the_cause_and_the_kernels_are_read_from_vllms_log():
-    at = "(EngineCore pid=77) {} 11-20 12:00:00 [core.py:9] "
+OUR_FORMAT = "(EngineCore pid=77) 2026-11-20 12:00:00,123 {:<7} engine-0 vllm.v1.core: "
+VLLMS_FORMAT = "(EngineCore pid=77) {} 11-20 12:00:00 [core.py:9] "
+
+
+@pytest.mark.parametrize("at", [OUR_FORMAT, VLLMS_FORMAT])
+def test_the_cause_and_the_kernels_are_read_from_vllms_log(at):
     lines = [
         at.format("INFO") + "Initializing a V1 LLM engine (v0.32.0) with config: x, enforce_eager=False, y",
         at.format("INFO") + "Using FLASH_ATTN attention backend out of potential backends: ['FLASH_ATTN'].",
@@ -294,7 +298,7 @@ def test_the_cause_and_the_kernels_are_read_from_vllms_log():
         "  trailing words",
     ]
     assert cause("\n".join(failed)) == "RuntimeError: nvcc was not found"
-    assert cause("a line\n\n") == "a line" and cause("") == "nothing in its log"
+    assert cause("a line\n\n") == "a line" and cause("") == "empty log"
 
 
 def test_experts_of_another_shape_are_found(scene):
@@ -320,8 +324,8 @@ def test_an_engine_that_could_not_finish_is_not_started(check, scene, tmp_path):
     """A start of 60 s does not fit into what is left of 70 s."""
     on_gpu = replace(scene, setting=replace(scene.setting, on_gpu=True))
     arguments = [on_gpu, Recorder("engine", tmp_path / "findings"), Deadline(70)]
-    meeting = [None] if check is check_routed_experts else []
-    asyncio.run(check(*arguments, *meeting, start_s=60.0))
+    rendezvous = [None] if check is check_routed_experts else []
+    asyncio.run(check(*arguments, *rendezvous, start_s=60.0))
     [found] = read_findings(tmp_path / "findings")
     assert found.status == "not run" and "an engine started in 60 s), found 62 s left" in found.detail
 
@@ -354,18 +358,18 @@ def test_a_second_call_does_not_read_the_logs_of_the_first(tmp_path):
     assert not list((tmp_path / "engine").glob("*.log"))
 
 
-def test_rates_that_no_plan_accepts_are_left_out(tmp_path):
+def test_rates_out_of_range_are_omitted(tmp_path):
     found = {"gpu": "h200", "engine_step_ms": 2.0, "hbm_efficiency": 1.2, "engine_overhead_gib": -0.5}
-    data, left_out = within_range(found)
+    data, omitted = within_range(found)
     assert data == {"gpu": "h200", "engine_step_ms": 2.0}
-    assert left_out == [
+    assert omitted == [
         "engine_overhead_gib: expected a number of at least 0, found -0.5",
         "hbm_efficiency: expected a number above 0 and at most 1, found 1.2",
     ]
 
 
-def test_rates_are_the_planners_step_model_turned_round():
-    parameters = Parameters(total=10**9, active=10**9, experts=0, embedding=10**8, head=10**8, carried=0)
+def test_rates_invert_the_planners_model_of_a_step():
+    parameters = Parameters(total=10**9, active=10**9, experts=0, embedding=10**8, head=10**8, passthrough=0)
     weights = 2 * 9 * 10**8 / 3.35e12 / 0.5
     found = rates(
         {1: 2e-3, 64: 3e-3},

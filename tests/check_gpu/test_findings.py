@@ -26,7 +26,7 @@ def test_a_bound_decides(record):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("bound", [{}, {"at_most": 1.0}, {"at_least": -1.0}])
-def test_what_is_not_finite_fails_every_bound(record, value, bound):
+def test_nonfinite_values_fail_every_bound(record, value, bound):
     record.measured("figure", value, "s", **bound)
     [finding] = found(record).values()
     assert finding.status == "failed" and finding.value is None and "finite" in finding.detail
@@ -39,7 +39,7 @@ def test_a_goal_is_missed_and_not_failed(record):
     assert [f.status for f in found(record).values()] == ["missed", "passed", "failed"]
 
 
-def test_what_json_has_not_is_null_in_the_data(record):
+def test_nonfinite_data_are_null_in_json(record):
     record.holds("check", True, data={"a": [float("nan"), (1, float("inf"))]})
     assert found(record)["part/check"].data == {"a": [None, [1, None]]}
 
@@ -58,7 +58,7 @@ def test_interrupts_are_not_swallowed(record):
         raise KeyboardInterrupt
 
 
-def test_a_torn_last_line_costs_that_line_alone(record):
+def test_a_truncated_last_line_is_ignored(record):
     record.holds("whole", True)
     with open(record._path, "a") as file:
         file.write('{"check": "part/torn", "st')

@@ -1,10 +1,9 @@
-"""docs/gpu.md says what the code says."""
+"""docs/gpu.md is consistent with the code."""
 
 import re
 from pathlib import Path
 
-from megatron_scalerl.check_gpu.rows import ROWS
-from megatron_scalerl.check_gpu.table import PARTS
+from megatron_scalerl.check_gpu.table import PARTS, ROWS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text(encoding="utf8")
 

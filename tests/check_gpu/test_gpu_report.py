@@ -8,9 +8,8 @@ import pytest
 from megatron_scalerl.check_gpu.findings import Finding
 from megatron_scalerl.check_gpu.page import PAGE, page
 from megatron_scalerl.check_gpu.report import NAME, Report, combined, put_aside, read_report, write_report
-from megatron_scalerl.check_gpu.rows import ROWS, verdicts
 from megatron_scalerl.check_gpu.runner import PartResult
-from megatron_scalerl.check_gpu.table import PARTS
+from megatron_scalerl.check_gpu.table import PARTS, ROWS, verdicts
 
 H100 = {"gpus": ["NVIDIA H100"], "driver": "580", "cuda_version": "13.0", "cpu": "c", "cores": 16, "python": "3.12"}
 DECLARED = {f"{part.name}/{check}" for part in PARTS for check in part.checks}
@@ -46,12 +45,12 @@ def test_a_row_is_proved_by_all_of_its_checks_and_nothing_less():
         assert not verdict({k: v for k, v in proved.items() if k != check}).proved
 
 
-def test_a_rehearsal_proves_nothing():
+def test_a_rehearsal_verifies_nothing():
     all_passed = [result(part.name, dict.fromkeys(part.checks, "passed")) for part in PARTS]
     assert all(row.proved for row in report(*all_passed).rows())
     rehearsed = [result(part.name, dict.fromkeys(part.checks, "passed"), machine={"gpus": []}) for part in PARTS]
     assert not any(row.proved for row in report(*rehearsed, size="toy", gpus=()).rows())
-    assert "proves nothing" in page(report(*rehearsed, size="toy", gpus=()))
+    assert "verifies nothing" in page(report(*rehearsed, size="toy", gpus=()))
 
 
 def test_a_report_comes_back_as_it_was_written(tmp_path):
@@ -64,14 +63,14 @@ def test_a_report_comes_back_as_it_was_written(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 1}', '{"format": 1, "parts": [{"a": 3}]}', "null"])
-def test_what_is_no_report_is_refused_in_one_line(tmp_path, content):
+def test_invalid_reports_are_rejected_in_one_line(tmp_path, content):
     path = tmp_path / NAME
     path.write_text(content)
     with pytest.raises(ValueError, match=f"^{path}: expected a report of check-gpu, found .*$"):
         read_report(path)
 
 
-def test_a_report_of_another_format_is_refused(tmp_path):
+def test_a_report_of_another_format_is_rejected(tmp_path):
     path = tmp_path / NAME
     path.write_text('{"format": 9}')
     with pytest.raises(ValueError, match="format: expected 1, found 9"):
@@ -147,7 +146,7 @@ def test_a_missed_target_is_no_failure_and_proves_nothing():
     assert not judged.proved and judged.failed == ("logits/GEMM share",)
 
 
-def test_the_home_folder_is_not_told(tmp_path, monkeypatch):
+def test_the_report_does_not_contain_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu-node-17")
     told = result("wire", {"digest": "passed"}, host=socket.gethostname())
@@ -157,7 +156,7 @@ def test_the_home_folder_is_not_told(tmp_path, monkeypatch):
     assert "~/x" in (tmp_path / PAGE).read_text()
 
 
-def test_a_report_of_something_else_is_put_aside_and_kept(tmp_path):
+def test_a_report_of_something_else_is_renamed_and_kept(tmp_path):
     for number in (1, 2):
         write_report(report(version=str(number)), tmp_path)
         assert read_report(put_aside(tmp_path)).version == str(number)
@@ -169,7 +168,7 @@ def test_a_report_of_something_else_is_put_aside_and_kept(tmp_path):
     ]
 
 
-def test_a_part_that_is_no_more_is_named_with_its_file(tmp_path):
+def test_an_unknown_part_is_reported_with_its_file(tmp_path):
     write_report(report(result("wire", {"digest": "passed"})), tmp_path)
     text = (tmp_path / NAME).read_text().replace('"name": "wire"', '"name": "wires"')
     (tmp_path / NAME).write_text(text)

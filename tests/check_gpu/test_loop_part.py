@@ -13,12 +13,12 @@ import psutil
 import pytest
 
 import megatron_scalerl
-from megatron_scalerl.check_gpu import loop_run, loop_settings
-from megatron_scalerl.check_gpu.deadline import MARGIN_S, Deadline
+from megatron_scalerl.check_gpu import commands, loop_run, tiny_task
+from megatron_scalerl.check_gpu.commands import GRACE_S, CommandResult
 from megatron_scalerl.check_gpu.findings import Recorder, read_findings
-from megatron_scalerl.check_gpu.loop_run import GRACE_S, Command, read_run
+from megatron_scalerl.check_gpu.loop_run import read_run
+from megatron_scalerl.check_gpu.part import MARGIN_S, Deadline, PartSetting
 from megatron_scalerl.check_gpu.parts import loop
-from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.check_gpu.table import part_named
 from megatron_scalerl.check_gpu.tiny_task import recipe_path
 from megatron_scalerl.recipe.file import load_recipe
@@ -29,7 +29,7 @@ EAGER, GRAPHS, MODEL = loop.RUNS
 def setting(folder, **changes):
     module = part_named("loop").module
     values = dict(part="loop", module=module, on_gpu=True, size="full", layers=None, limit_s=300.0, gpus=1)
-    return Setting(**values | changes, folder=str(folder), findings=str(folder / "findings.jsonl"))
+    return PartSetting(**values | changes, folder=str(folder), findings=str(folder / "findings.jsonl"))
 
 
 def write_run(folder, *, steps=10, mismatch=0.002, reward=0.1, pass_rate=0.4, later=1.0, graphs=True):
@@ -56,7 +56,7 @@ def write_run(folder, *, steps=10, mismatch=0.002, reward=0.1, pass_rate=0.4, la
 
 
 def judged(tmp_path, run=EAGER, *, code=0, output="", on_gpu=True, warm=True, **written):
-    found = read_run(write_run(tmp_path / "run", **written), Command(seconds=30.0, code=code, output=output))
+    found = read_run(write_run(tmp_path / "run", **written), CommandResult(seconds=30.0, code=code, output=output))
     record = Recorder("loop", tmp_path / "findings")
     loop._judge(setting(tmp_path, on_gpu=on_gpu), record, run, found, warm=warm)
     [finding] = read_findings(tmp_path / "findings")
@@ -81,8 +81,8 @@ def test_a_run_in_order_passes_with_its_figures(tmp_path):
         ({"reward": None}, "expected a finite reward"),
         ({"pass_rate": 0.0}, "expected held-out pass rates above 0, found [0.0, 0.0]"),
         ({"mismatch": None}, "expected a finite number"),
-        ({"code": 1, "output": "x\nmegatron_scalerl: engine-0 died"}, "code 1: megatron_scalerl: engine-0 died"),
-        ({"code": None, "output": "step 3\n"}, "ended after its 30 s; last line: step 3"),
+        ({"code": 1, "output": "x\nmegatron-scalerl: engine-0 died"}, "code 1: megatron-scalerl: engine-0 died"),
+        ({"code": None, "output": "step 3\n"}, "stopped at its time limit after 30 s; last log line: step 3"),
     ],
 )
 def test_what_is_wrong_with_a_run_fails_it(written, detail, tmp_path):
@@ -95,7 +95,7 @@ def test_what_is_wrong_with_a_run_fails_it(written, detail, tmp_path):
 def test_a_run_with_graphs_has_to_capture_them(graphs, on_gpu, status, tmp_path):
     found = judged(tmp_path, GRAPHS, graphs=graphs, on_gpu=on_gpu)
     assert found.status == status
-    assert ("expected CUDA graphs to be captured, found them on, no capture in its log" in found.detail) != graphs
+    assert ("expected captured CUDA graphs, found them on, no capture in its log" in found.detail) != graphs
 
 
 def test_all_limits_fit_into_the_part():
@@ -110,7 +110,7 @@ def test_all_limits_fit_into_the_part():
 
 def test_a_run_needs_what_an_eager_run_has_taken(tmp_path):
     """30 s, 20 of them in 10 steps."""
-    eager = read_run(write_run(tmp_path / "run"), Command(seconds=30.0, code=0, output=""))
+    eager = read_run(write_run(tmp_path / "run"), CommandResult(seconds=30.0, code=0, output=""))
     assert loop.needs(GRAPHS, {"eager": eager})[0] == pytest.approx(30.0 + GRAPHS.more_s)
     assert loop.needs(MODEL, {"eager": eager})[0] == pytest.approx(10.0 + 3 * 2.0)
     assert loop.needs(MODEL, {"eager": replace(eager, ended="code 1")})[0] == MODEL.limit_s
@@ -140,7 +140,7 @@ def test_without_a_warm_policy_no_pass_rate_is_asked_for_and_model_logits_have_n
 @pytest.mark.parametrize(("exact", "coarse", "status"), [(0.01, 0.02, "passed"), (0.02, 0.01, "failed")])
 def test_fp32_logits_have_to_come_closer_in_the_same_steps(exact, coarse, status, tmp_path):
     """What eager has after the third step, where the other run ends, does not count."""
-    done = Command(seconds=1.0, code=0, output="")
+    done = CommandResult(seconds=1.0, code=0, output="")
     runs = {
         name: read_run(write_run(tmp_path / name, mismatch=value, steps=steps, later=9.0), done)
         for name, value, steps in (("eager", exact, 10), ("model logits", coarse, 3))
@@ -156,8 +156,8 @@ def test_the_settings_of_every_run_are_a_recipe(size, warm, tmp_path):
     one = setting(tmp_path, size=size, on_gpu=size == "full")
     recipes = {}
     for run in loop.RUNS:
-        settings = loop_settings.overrides(one, tmp_path, run, policy=tmp_path / "policy", warm=warm)
-        loop_settings.check_overrides(recipe_path(), settings)
+        settings = tiny_task.overrides(one, tmp_path, run, policy=tmp_path / "policy", warm=warm)
+        tiny_task.check_overrides(recipe_path(), settings)
         recipes[run.check] = load_recipe(recipe_path(), settings)
     eager, graphs, model = (recipes[run.check] for run in loop.RUNS)
     assert (eager.policy.logits, graphs.policy.logits, model.policy.logits) == ("fp32", "fp32", "model")
@@ -171,7 +171,7 @@ def test_the_settings_of_every_run_are_a_recipe(size, warm, tmp_path):
 
 
 def test_a_mistake_in_the_settings_costs_no_run(tmp_path, monkeypatch):
-    wrong = loop_settings.Run(
+    wrong = tiny_task.Run(
         check="graphs", overrides=("engine.vllm.enforce_eagr=true",), steps=1, limit_s=1, on_cpu=False
     )
     monkeypatch.setattr(loop, "RUNS", (EAGER, wrong, MODEL))
@@ -198,14 +198,14 @@ def test_a_command_past_its_limit_is_ended_with_what_it_started(tmp_path, monkey
         "print('child', child.pid, flush=True)\ntime.sleep(60)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    started = loop_run.ChildProcess.start
+    started = commands.ChildProcess.start
 
     async def stand_in(name, argv, env, log):
         return await started(name, [sys.executable, "-m", "megatron_scalerl_stand_in"], env, log)
 
-    monkeypatch.setattr(loop_run.ChildProcess, "start", stand_in)
+    monkeypatch.setattr(commands.ChildProcess, "start", stand_in)
     done = asyncio.run(loop_run.command(["train"], tmp_path / "x.log", limit_s=2.0))
-    assert done.code is None and "last line: child" in done.why()
+    assert done.code is None and "last log line: child" in done.failure()
     child, deadline = int(done.output.split()[1]), time.monotonic() + 5
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline

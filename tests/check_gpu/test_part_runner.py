@@ -44,8 +44,8 @@ def test_a_crash_a_torn_line_and_a_raise_end_their_part_alone(tmp_path):
     assert statuses(found["torn"]) == ["passed", "not run"] and found["torn"].end == ""
     assert statuses(found["raising"]) == ["failed", "passed"]
     assert found["raising"].findings[0].detail == "ValueError: expected one line"
-    assert found["silent"].findings[1].detail == "the part did not report it"
-    assert found["undeclared"].end == "reported what is not declared: undeclared/third"
+    assert found["silent"].findings[1].detail == "not reported by the part"
+    assert found["undeclared"].end == "reported undeclared checks: undeclared/third"
     assert statuses(found["well"]) == ["passed", "passed"] and found["well"].end == ""
     assert PartResult.from_json(found["well"].to_json()) == found["well"]
 
@@ -53,7 +53,7 @@ def test_a_crash_a_torn_line_and_a_raise_end_their_part_alone(tmp_path):
 def test_a_hang_ends_at_its_limit_with_all_its_children(tmp_path):
     [result] = results([part("hang", rehearsal_s=3)], tmp_path)
     assert statuses(result) == ["passed", "not run"]
-    assert result.end == "ended at its limit of 3 s; last line of the log: about to hang"
+    assert result.end == "stopped at its time limit after 3 s; last log line: about to hang"
     assert gone(int((tmp_path / "scratch" / "child.pid").read_text()))
 
 
@@ -82,7 +82,7 @@ def gone(pid):
     return False
 
 
-def test_what_a_part_lacks_is_said_and_nothing_is_started(tmp_path):
+def test_a_missing_requirement_is_reported_and_nothing_is_started(tmp_path):
     cut = part("well", not_on_cpu="no CPU kernels")
     assert [f.detail for f in results([cut], tmp_path)[0].findings] == ["no CPU kernels"] * 2
     few = results([part("well", gpus=2)], tmp_path, Machine(gpus=("A",), no_gpu="", modules=(), details={}), "full")
@@ -104,7 +104,7 @@ def test_a_rehearsal_hides_gpus_and_a_check_shows_them(tmp_path, monkeypatch):
     assert shown.findings[1].data == {"on_gpu": True, "gpus": 2, "limit_s": pytest.approx(33, abs=10)}
 
 
-def test_what_is_compiled_at_run_time_stays_in_the_users_folder(tmp_path, monkeypatch):
+def test_kernel_caches_are_in_the_users_folder(tmp_path, monkeypatch):
     """And the layers are the part's, and vLLM logs what checks read, whatever the user has set for runs."""
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
     monkeypatch.setenv("MSRL_LAYERS", "te")
@@ -121,7 +121,7 @@ def test_a_group_that_outlives_its_kill_costs_no_findings(tmp_path, monkeypatch)
     async def stop(process, grace):
         raise RuntimeError(f"{process.name} still runs after SIGKILL")
 
-    monkeypatch.setattr("megatron_scalerl.check_gpu.runner.ChildProcess.stop", stop)
+    monkeypatch.setattr("megatron_scalerl.check_gpu.commands.ChildProcess.stop", stop)
     [found] = results([part("well")], tmp_path)
     assert statuses(found) == ["passed", "passed"] and found.end == "well still runs after SIGKILL"
 

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 from test_gpu_report import report, result
 
-from megatron_scalerl.check_gpu.planner import check_target, write_planner
-from megatron_scalerl.plan import command as plan
+from megatron_scalerl.__main__ import main
+from megatron_scalerl.check_gpu.report import check_target, write_planner
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "scalerl_llama3_8b.yaml"
 H100 = ("NVIDIA H100 80GB HBM3",)
@@ -27,7 +27,9 @@ def test_a_plan_takes_what_was_measured(tmp_path):
     path = tmp_path / "h100.yaml"
     write_planner(report(measured(dense_utilisation=0.2, runtime_gib=1.5), gpus=H100), path, console())
     out = tmp_path / "plan.json"
-    assert plan.main([str(RECIPE), "--gpus", "80", "--no-build", "--assumptions", str(path), "--json", str(out)]) == 0
+    assert (
+        main(["plan", str(RECIPE), "--gpus", "80", "--no-build", "--assumptions", str(path), "--json", str(out)]) == 0
+    )
     found = json.loads(out.read_text())["assumptions"]
     assert (found["dense_utilisation"]["value"], found["runtime_gib"]["value"]) == (0.2, 1.5)
     assert found["dense_utilisation"]["from"] == "file" and found["packing"]["from"] == "default"
@@ -49,13 +51,13 @@ def test_an_impossible_figure_is_left_out(tmp_path):
         (report(measured(dense_utilisation=0.2), gpus=(*H100, "NVIDIA H200")), "HBM3, NVIDIA H200"),
     ],
 )
-def test_what_no_plan_could_use_is_not_written(tmp_path, found, text):
+def test_unusable_constants_are_not_written(tmp_path, found, text):
     with pytest.raises(ValueError, match=text):
         write_planner(found, tmp_path / "p.yaml", console())
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_target_that_cannot_be_written_is_told_beforehand(tmp_path):
+def test_a_target_that_cannot_be_written_is_rejected_before_the_run(tmp_path):
     check_target(tmp_path / "p.yaml", rehearsed=False)
     with pytest.raises(ValueError, match="expected its folder to exist"):
         check_target(tmp_path / "no" / "p.yaml", rehearsed=False)

@@ -1,4 +1,4 @@
-"""The whole check at toy size on the CPU, as a user gives it. What cannot run there is listed here."""
+"""The whole check at toy size on the CPU, by its command. Checks that cannot run there are listed here."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The parts trainer, families and shapes at toy size: they report what they declare, and they can fail."""
+"""The parts trainer, families and shapes at toy size: they report their declared checks and detect faults."""
 
 import json
 import os
@@ -15,9 +15,9 @@ from megatron_scalerl.check_gpu import device_memory, step_checks
 from megatron_scalerl.check_gpu.cases import case_of
 from megatron_scalerl.check_gpu.device_memory import DeviceMemory, peak_since, used_by_driver
 from megatron_scalerl.check_gpu.findings import Recorder, read_findings
-from megatron_scalerl.check_gpu.outcome import Outcome
+from megatron_scalerl.check_gpu.part import PartSetting
 from megatron_scalerl.check_gpu.parts import families, shapes
-from megatron_scalerl.check_gpu.setting import Setting
+from megatron_scalerl.check_gpu.parts.trainer import Outcome
 from megatron_scalerl.check_gpu.shape_run import SHAPES, fitting, toy
 from megatron_scalerl.check_gpu.table import KINDS, part_named
 from megatron_scalerl.plan.hardware import GIB
@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 
 def setting(name, tmp_path):
     part = part_named(name)
-    return Setting(
+    return PartSetting(
         part=name,
         module=part.module,
         on_gpu=False,
@@ -62,7 +62,7 @@ def failed(findings):
 
 
 @pytest.mark.slow
-def test_the_trainer_part_reports_what_it_declares_and_feels_faults(tmp_path):
+def test_the_trainer_part_reports_its_checks_and_detects_faults(tmp_path):
     found, faulty = with_faults("trainer", setting("trainer", tmp_path), tmp_path)
     assert sorted(f.check for f in found) == sorted(declared("trainer"))
     assert {f.check: f.status for f in found if f.status != "passed"} == {"trainer/memory after steps": "measured"}
@@ -118,12 +118,12 @@ def over(distances):
         ({}, []),
     ],
 )
-def test_a_step_in_fp32_has_to_be_the_cpus(fault, felt):
+def test_a_step_in_fp32_must_equal_the_cpus(fault, felt):
     assert over(step_checks.compare_fp32(outcome(1, **fault), {"float32": outcome(1)})) == felt
 
 
 @pytest.mark.parametrize("scale, felt", [(1.0, []), (1.4, []), (2.0, ["logprobs", "gradient", "weights"])])
-def test_a_step_in_bf16_may_round_as_the_cpus_does(scale, felt):
+def test_a_step_in_bf16_may_differ_as_much_as_the_cpus(scale, felt):
     def rounded(seed, scale):
         rng = np.random.default_rng(seed)
         names = ("logprobs", "gradient", "weights")
@@ -135,7 +135,7 @@ def test_a_step_in_bf16_may_round_as_the_cpus_does(scale, felt):
 
 
 @pytest.mark.parametrize("leak, status", [(0, "passed"), (20_000, "failed")])
-def test_a_trainer_that_keeps_memory_is_felt(leak, status, tmp_path, monkeypatch):
+def test_a_memory_leak_in_the_trainer_is_detected(leak, status, tmp_path, monkeypatch):
     class StandInTrainer:
         kept = 0
 
@@ -212,7 +212,7 @@ def test_a_shape_that_dies_or_hangs_says_so_and_ends(tmp_path):
     wrong = replace(toy(SHAPES["8b"]), name="wrong", dtype="float33")
     began = time.monotonic()
     problem = shapes.run_process([wrong], tmp_path, given, 0.5)
-    assert problem.startswith("ended at its limit of 0 s") and time.monotonic() - began < 10
+    assert problem.startswith("stopped at its time limit after 0 s") and time.monotonic() - began < 10
     problem = shapes.run_process([wrong], tmp_path, given, 120)
     assert problem.startswith("exit code 1: ") and "float33" in (tmp_path / "wrong.log").read_text()
     path = tmp_path / "findings.jsonl"
@@ -230,7 +230,7 @@ def test_a_shape_that_dies_or_hangs_says_so_and_ends(tmp_path):
         ('test "$2" = GPU-3 && echo 1', "1", 2**20),
     ],
 )
-def test_what_others_hold_is_asked_of_the_driver(answer, rank, found, tmp_path, monkeypatch):
+def test_memory_of_other_processes_is_queried_from_the_driver(answer, rank, found, tmp_path, monkeypatch):
     """nvidia-smi is a stand-in that answers in its place."""
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\n{answer}\n")
@@ -243,7 +243,7 @@ def test_what_others_hold_is_asked_of_the_driver(answer, rank, found, tmp_path, 
     assert used_by_driver() is None
 
 
-def test_a_peak_on_a_gpu_has_the_runtime_in_it_and_not_what_others_hold(monkeypatch):
+def test_a_peak_on_a_gpu_includes_the_runtime_and_not_other_processes(monkeypatch):
     """5 GiB on the device: 1 of others, 3 of the allocator now (3.5 at its peak), so 1 of CUDA and NCCL."""
     now = DeviceMemory(
         allocated=2 * GIB,

@@ -22,7 +22,7 @@ FILES = (
     "metrics.jsonl",
     "validation.jsonl",
     "validation_by_prompt.jsonl",
-    "lives",
+    "attempts.jsonl",
 )
 
 

@@ -1,4 +1,4 @@
-"""The ledger charges devices x wall time, keeps roles and batches apart and survives a crash."""
+"""The ledger charges devices x wall time by role and batch, and survives a crash."""
 
 import json
 
@@ -7,10 +7,12 @@ import pytest
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.controller.ledger import Ledger
 from megatron_scalerl.controller.meter import Meter
+from megatron_scalerl.controller.run_folder import ResumePoint
+from megatron_scalerl.launch.fleet import Devices
 
 
 class StandInClock:
-    """Says what it is set to."""
+    """Returns the time that it is set to."""
 
     now = 0.0
 
@@ -30,13 +32,13 @@ def test_hours_by_role(tmp_path):
     ledger = open_ledger(tmp_path)
     charge(ledger, 1, seconds=1800, validation=16, engine=64, trainer=16)
     assert ledger.hours("trainer") == pytest.approx(8.0)
-    assert ledger.axis == pytest.approx(8.0 + 32.0)
+    assert ledger.hours("trainer", "engine") == pytest.approx(8.0 + 32.0)
     assert ledger.hours() == pytest.approx(48.0)
     ledger.close()
     assert open_ledger(tmp_path).hours() == pytest.approx(48.0)
 
 
-def test_a_batch_keeps_its_charges_over_a_restart(tmp_path):
+def test_a_batch_keeps_its_charges_after_a_restart(tmp_path):
     ledger = open_ledger(tmp_path)
     for batch in (1, 2, 3):
         charge(ledger, batch, phase="produce", engine=2, trainer=1)
@@ -48,14 +50,14 @@ def test_a_batch_keeps_its_charges_over_a_restart(tmp_path):
     assert [again.is_charged(n) for n in (1, 3, 4)] == [True, True, False]
 
 
-def test_what_a_crash_left_is_lost(tmp_path):
-    """A window whose last row is missing, and the time up to the last heartbeat."""
+def test_an_incomplete_window_and_heartbeats_are_lost(tmp_path):
+    """After a crash: a window whose last row is missing, and the time until the last heartbeat."""
     ledger = open_ledger(tmp_path)
     charge(ledger, 1, engine=2, trainer=1)
     charge(ledger, 2, engine=2)
     ledger.close()
     again = open_ledger(tmp_path)
-    assert again.axis == pytest.approx(3.0) and again.hours("lost") == pytest.approx(2.0)
+    assert again.hours("trainer", "engine") == pytest.approx(3.0) and again.hours("lost") == pytest.approx(2.0)
     assert not again.is_charged(2)
     for seconds in (600, 1200, 1800):
         again.heartbeat(batch=1, step=1, devices=3, seconds=seconds)
@@ -67,7 +69,7 @@ def test_what_a_crash_left_is_lost(tmp_path):
     assert not any("heartbeat" in r for r in read_jsonl(tmp_path / "ledger.jsonl"))
 
 
-def test_a_heartbeat_before_the_last_charge_is_part_of_it(tmp_path):
+def test_a_heartbeat_before_the_last_charge_is_included_in_it(tmp_path):
     ledger = open_ledger(tmp_path)
     ledger.heartbeat(batch=0, step=0, devices=3, seconds=1800)
     charge(ledger, 1, engine=2, trainer=1)
@@ -80,7 +82,11 @@ def test_a_first_window_without_its_end_is_lost_whole(tmp_path):
     charge(ledger, 1, engine=2, validation=1)
     ledger.close()
     again = open_ledger(tmp_path)
-    assert (again.axis, again.hours("validation"), again.hours("lost")) == (0, 0, pytest.approx(3.0))
+    assert (again.hours("trainer", "engine"), again.hours("validation"), again.hours("lost")) == (
+        0,
+        0,
+        pytest.approx(3.0),
+    )
 
 
 def test_time_lost_in_a_crash_belongs_to_the_attempt_of_the_last_charge(tmp_path):
@@ -119,7 +125,7 @@ def test_rows_are_exact_to_the_microsecond(tmp_path):
     assert (row["seconds"], row["devices"], heartbeat["heartbeat"]) == (1.234568, 0.666667, 2.345679)
 
 
-def test_a_file_of_the_first_version_is_read(tmp_path):
+def test_a_file_of_version_1_is_read(tmp_path):
     rows = [{"unit": "gpu_hours"}]
     for step in (1, 2):
         rows += [
@@ -128,7 +134,7 @@ def test_a_file_of_the_first_version_is_read(tmp_path):
         ]
     (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     ledger = open_ledger(tmp_path)
-    assert ledger.axis == pytest.approx(4.0) and ledger.hours("lost") == 0
+    assert ledger.hours("trainer", "engine") == pytest.approx(4.0) and ledger.hours("lost") == 0
     assert ledger.axis_at(1) == pytest.approx(2.0) and ledger.is_charged(2) and not ledger.is_charged(3)
     ledger.close()
     assert {row["phase"] for row in read_jsonl(tmp_path / "ledger.jsonl")[1:]} == {"train"}
@@ -144,12 +150,13 @@ def test_another_unit_is_refused(tmp_path):
 
 def test_a_validation_takes_its_share_of_the_window(tmp_path):
     clock = StandInClock()
-    meter = Meter(open_ledger(tmp_path), trainer_devices=2, engine_devices=6, batches=0, step=0, clock=clock)
+    devices = Devices(unit="gpu_hours", trainer=2, engine=6)
+    meter = Meter(open_ledger(tmp_path), devices, ResumePoint(), clock=clock)
     meter.count_training(300)
     meter.count_validation(100)
     meter.pinned_seconds = 900
     clock.now = 3600
-    done = meter.trained(0, 1)
+    done = meter.charge_train(0, 1)
     assert (done.seconds, done.tokens) == (3600, 400)
     # a quarter of the tokens and a quarter of the trainer's time
     assert meter.ledger.hours("engine") == pytest.approx(4.5)

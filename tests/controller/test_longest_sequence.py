@@ -1,4 +1,4 @@
-"""The longest sequence is reckoned once; capacity and context follow from it where the recipe is silent."""
+"""The longest sequence determines trainer capacity and context length where the recipe does not set them."""
 
 import math
 
@@ -41,7 +41,7 @@ def recipe(tiny, **sections):
 def test_the_papers_lengths_need_more_than_16384():
     r = Recipe.model_validate({"name": "r", "steps": 1, "policy": {"path": "p"}, "prompts": {"path": "q"}})
     assert r.longest_sequence(phrase_tokens=20) == 2048 + 12288 + 20 + 2048 + 1
-    # without a tokenizer at most one token a byte
+    # without a tokenizer: at most one token per byte
     assert r.longest_sequence() == 2048 + 12288 + len(PAPER_PHRASE + "</think>") + 2048 + 1
     assert r.trainer.micro_batch_tokens is None and r.micro_batch_tokens == 16512 == 129 * 128
 
@@ -64,7 +64,7 @@ def test_the_longest_completion_of_every_plan_fits(tiny):
     assert r.longest_sequence(len(phrase)) == r.prompts.max_prompt_tokens + plan.max_tokens
 
 
-def test_a_recipe_that_says_its_capacity_keeps_it(tiny):
+def test_a_capacity_in_the_recipe_is_kept(tiny):
     r = recipe(tiny, trainer={"micro_batch_tokens": 1000}, engine={"vllm": {"max_model_len": 99}})
     resolved = check_inputs(r).resolved(r)
     assert (resolved.micro_batch_tokens, resolved.trainer.micro_batch_tokens) == (1000, 1000)
@@ -82,21 +82,21 @@ def test_the_resolved_recipe_holds_the_numbers(tiny, tmp_path):
     assert load_recipe(file).micro_batch_tokens == 256
 
 
-def test_a_run_begun_with_another_default_goes_on_with_it(tiny, tmp_path):
-    silent = recipe(tiny, output_dir=str(tmp_path))
-    begun = silent.model_copy(update={"trainer": silent.trainer.model_copy(update={"micro_batch_tokens": 16384})})
-    RunFolder(check_inputs(begun).resolved(begun)).close()
-    resolved = check_inputs(silent).resolved(silent)
+def test_a_run_started_with_another_default_keeps_it(tiny, tmp_path):
+    unset = recipe(tiny, output_dir=str(tmp_path))
+    earlier = unset.model_copy(update={"trainer": unset.trainer.model_copy(update={"micro_batch_tokens": 16384})})
+    RunFolder(check_inputs(earlier).resolved(earlier)).close()
+    resolved = check_inputs(unset).resolved(unset)
     assert resolved.trainer.micro_batch_tokens == 16384
     RunFolder(resolved).close()  # the same run, not another recipe's
 
 
 def test_a_run_folder_that_cannot_be_read_is_one_line(tiny, tmp_path):
-    silent = recipe(tiny, output_dir=str(tmp_path))
+    unset = recipe(tiny, output_dir=str(tmp_path))
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "recipe.yaml").write_text("a: [1")
     with pytest.raises(ValueError, match=r"r/recipe.yaml: .*expected YAML") as error:
-        check_inputs(silent)
+        check_inputs(unset)
     assert "\n" not in str(error.value)
 
 

@@ -1,4 +1,4 @@
-"""Step records and validations: JSONL is the truth, and a restart drops the records that are made again."""
+"""Step records and validations: JSONL is authoritative; a restart drops the records that it will repeat."""
 
 import json
 import os
@@ -136,7 +136,7 @@ def test_tensorboard_has_what_the_records_have_after_a_restart(tmp_path):
     found = events(tmp_path)
     assert [(e.step, e.value) for e in found.Scalars("loss")] == [(1, 0.5), (2, 9.0)]
     assert [(e.step, e.value) for e in found.Scalars("validation/pass_rate")] == [(0, 0.25), (2, 0.25), (3, 0.25)]
-    assert len(list((tmp_path / "tensorboard").iterdir())) == 1, "for readers that take every file as it is"
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1, "some readers show every file"
 
 
 def test_only_finite_numbers_reach_tensorboard(tmp_path):

@@ -1,4 +1,4 @@
-"""Mistakes in what a run is given: one line with key or row, what was expected and found, nothing written."""
+"""User errors before a run starts: one line with key or row, expected and found; no file is written."""
 
 import json
 import shutil
@@ -46,7 +46,7 @@ def refusal(tiny, *more):
     return str(error.value)
 
 
-def test_a_good_recipe_passes_and_gets_its_context_length(tiny):
+def test_a_valid_recipe_passes_and_gets_its_context_length(tiny):
     inputs = check_inputs(recipe(tiny))
     # 32 prompt + 52 thinking + 2 forced + 4 answer + 1 forced end
     assert inputs.longest_sequence == 91
@@ -55,7 +55,7 @@ def test_a_good_recipe_passes_and_gets_its_context_length(tiny):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         ("none.jsonl", None, "none.jsonl"),
         ("empty.jsonl", "", "empty.jsonl"),
@@ -63,11 +63,11 @@ def test_a_good_recipe_passes_and_gets_its_context_length(tiny):
         ("column.jsonl", json.dumps({"question": "1", "answer": "2"}) + "\n", "question"),
     ],
 )
-def test_prompts_file(tiny, tmp_path, name, text, said):
+def test_prompts_file(tiny, tmp_path, name, text, message):
     path = tmp_path / name
     if text is not None:
         path.write_text(text)
-    assert said in refusal(tiny, f"prompts.path={path}")
+    assert message in refusal(tiny, f"prompts.path={path}")
 
 
 def test_too_long_prompts_are_skipped_counted_and_named(tiny, tmp_path):
@@ -78,7 +78,7 @@ def test_too_long_prompts_are_skipped_counted_and_named(tiny, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("policy.path=/nowhere", "policy.path: expected a Hugging Face folder with config.json, found /nowhere"),
         ("prompts.think_end=</done>", "think_end"),
@@ -89,15 +89,15 @@ def test_too_long_prompts_are_skipped_counted_and_named(tiny, tmp_path):
         ('engine.vllm.hf_overrides={"head_dtype": "model"}', "expected no head_dtype .set policy.logits."),
     ],
 )
-def test_settings_that_cannot_work(tiny, override, said):
+def test_settings_that_cannot_work(tiny, override, message):
     import re
 
-    assert re.search(said, refusal(tiny, override))
+    assert re.search(message, refusal(tiny, override))
 
 
 def test_no_held_out_prompts_but_validation(tiny):
-    said = refusal(tiny, "prompts.held_out_path=null", "prompts.held_out=0")
-    assert said.startswith("validation.every_steps: expected held-out prompts")
+    message = refusal(tiny, "prompts.held_out_path=null", "prompts.held_out=0")
+    assert message.startswith("validation.every_steps: expected held-out prompts")
 
 
 def test_vocabularies_that_disagree(tiny, tmp_path):
@@ -123,7 +123,7 @@ def test_an_unknown_verifier_leaves_no_folder(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_line_says_one_line_and_exits_with_2(tiny, tmp_path):
+def test_the_command_prints_one_line_and_exits_with_2(tiny, tmp_path):
     argv = ["-m", "megatron_scalerl", "train", "recipes/tiny_cpu.yaml", *settings(tiny, f"output_dir={tmp_path}")]
     done = subprocess.run(
         [sys.executable, *argv, "prompts.path=nowhere.jsonl"], cwd=ROOT, capture_output=True, text=True, timeout=300

@@ -1,4 +1,4 @@
-"""The probe compares log-probs of sampled tokens and refuses another version or other weights."""
+"""The probe compares log-probs of sampled tokens and rejects another version or other weights."""
 
 import asyncio
 

@@ -10,7 +10,7 @@ import yaml
 from megatron_scalerl.checkpoints import commit
 from megatron_scalerl.controller.run_folder import RunFolder, finished, resume_point
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.file import RecipeError
+from megatron_scalerl.recipe.file import RecipeError, load_run_recipe
 
 
 def recipe(tmp_path, **changes):
@@ -25,19 +25,46 @@ def recipe(tmp_path, **changes):
     return Recipe.model_validate(data)
 
 
-def test_lives_are_counted_and_keep_the_run_id(tmp_path):
+def test_attempts_are_counted_and_share_the_run_id(tmp_path):
     first = RunFolder(recipe(tmp_path))
     first.close()
     second = RunFolder(recipe(tmp_path, steps=9))
-    assert (first.run_id, first.incarnation) == (second.run_id, "local.0")
-    assert second.incarnation == "local.1"
-    assert yaml.safe_load(second.recipe_file.read_text())["steps"] == 9
+    assert (first.attempt.run_id, first.attempt.incarnation) == (second.attempt.run_id, "local.0")
+    assert second.attempt.incarnation == "local.1"
+    assert yaml.safe_load(second.attempt.recipe_file.read_text())["steps"] == 9
+
+
+def test_a_folder_of_an_earlier_version_keeps_its_run_id_and_count(tmp_path):
+    """It has its attempts in a file called `lives`."""
+    old = RunFolder(recipe(tmp_path))
+    old.close()
+    (old.path / "attempts.jsonl").rename(old.path / "lives")
+    for number in (1, 2):
+        folder = RunFolder(recipe(tmp_path))
+        assert (folder.attempt.run_id, folder.attempt.incarnation) == (old.attempt.run_id, f"local.{number}")
+        folder.close()
+    assert not (old.path / "lives").exists()
 
 
 def test_another_recipe_is_refused_by_its_key(tmp_path):
     RunFolder(recipe(tmp_path)).close()
     with pytest.raises(RecipeError, match=r"loss.name: 'cispo', found 'dapo'"):
         RunFolder(recipe(tmp_path, loss={"name": "dapo"}))
+
+
+def test_a_run_whose_recipe_has_an_old_key_resumes(tmp_path):
+    """Its value still counts: with another one, the recipe is another run's."""
+    prompt = recipe(tmp_path, advantages={"normalize": "prompt"})
+    folder = RunFolder(prompt)
+    folder.close()
+    text = folder.attempt.recipe_file.read_text()
+    assert "  normalize: prompt\n" in text
+    folder.attempt.recipe_file.write_text(text.replace("normalize:", "normalise:"))
+    assert load_run_recipe(prompt.run_dir) == prompt
+    with pytest.raises(RecipeError, match=r"advantages\.normalize: 'prompt', found 'batch'"):
+        RunFolder(recipe(tmp_path))
+    RunFolder(prompt).close()
+    assert folder.attempt.recipe_file.read_text() == text
 
 
 def test_a_folder_in_use_is_refused(tmp_path):
@@ -55,7 +82,7 @@ def test_a_folder_with_other_files_is_refused(tmp_path):
         RunFolder(recipe(tmp_path))
 
 
-def test_a_start_that_was_killed_before_the_recipe_was_written_leaves_a_usable_folder(tmp_path):
+def test_a_start_killed_before_the_recipe_was_written_leaves_a_usable_folder(tmp_path):
     """The lock is there, the folders may be, recipe.yaml is not."""
     target = tmp_path / "runs" / "r"
     for name in ("logs", "checkpoints"):
@@ -92,7 +119,7 @@ def test_a_recipe_written_before_a_key_existed_is_the_same_run(tmp_path):
         RunFolder(recipe(tmp_path))
 
 
-def test_nothing_is_left_to_do_in_a_finished_run(tmp_path):
+def test_a_finished_run_is_recognized(tmp_path):
     made = recipe(tmp_path, steps=3, validation={"every_steps": 2})
 
     def point():

@@ -22,7 +22,7 @@ def differing_parameters(jobs: list[Job]) -> list[dict[str, Any]]:
     from megatron.core import dist_checkpointing, parallel_state
 
     from megatron_scalerl.distributed.parallel import init_parallel
-    from megatron_scalerl.trainer.load import load_megatron
+    from megatron_scalerl.trainer.checkpoint import load_megatron
     from megatron_scalerl.trainer.model import build_policy
 
     found = []
@@ -52,20 +52,20 @@ def refusals(jobs: list[Job]) -> list[str]:
     from megatron.core import parallel_state
 
     from megatron_scalerl.distributed.parallel import init_parallel
-    from megatron_scalerl.trainer.load import load_megatron
+    from megatron_scalerl.trainer.checkpoint import load_megatron
     from megatron_scalerl.trainer.model import build_policy
 
-    said = []
+    refusals = []
     for hf_path, megatron_path, layout in jobs:
         settings = recipe(hf_path, int(os.environ["WORLD_SIZE"]), layout)
         chunks = build_policy(hf_path, settings, init_parallel(settings), load_weights=False)
         try:
             load_megatron([chunk.module for chunk in chunks], megatron_path)
         except ValueError as error:
-            said.append(str(error))
+            refusals.append(str(error))
         torch.distributed.barrier()
         parallel_state.destroy_model_parallel()
-    return said
+    return refusals
 
 
 def save_the_stock_way(jobs: list[Job]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from parity_ranks import recipe
+from policy_rows import arguments
 
 Probe = Callable[[str], Any]
 PROBES: dict[str, Probe] = {}
@@ -231,10 +232,10 @@ def _forward(path: str, **layout: Any) -> bool:
 
 
 def _row_through(chunks: list[Any]) -> torch.Tensor:
-    tokens = torch.arange(12)[None]
-    cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)
-    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
-    return chunks[0](tokens, positions, cu_seqlens, tokens[0])
+    tokens = torch.arange(12)
+    positions = torch.cat([torch.arange(5), torch.arange(7)])
+    row = {"tokens": tokens[None], "position_ids": positions[None], "targets": tokens}
+    return chunks[0](**arguments(chunks[0], row | {"cu_seqlens": torch.tensor([0, 5, 12])}))
 
 
 def _train(chunks: list[Any], optimizer: Any) -> None:

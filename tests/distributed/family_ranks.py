@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from parity_ranks import recipe
+from policy_rows import arguments, full_logits
 from random_policies import rows
+from safetensors.torch import save_file
 
 from megatron_scalerl.models.family import Family
 
 Job = tuple[str, str, dict[str, Any], str]
-"""Name, policy path, layout, folder to save into ("" for none)."""
+"""Name, policy path, layout, safetensors file to save into ("" for none)."""
 
 
 def logits_and_saved(jobs: list[Job]) -> dict[str, torch.Tensor]:
@@ -23,7 +25,7 @@ def logits_and_saved(jobs: list[Job]) -> dict[str, torch.Tensor]:
 
     from megatron_scalerl.distributed.parallel import init_parallel
     from megatron_scalerl.trainer.model import build_policy
-    from megatron_scalerl.weights.source import MegatronWeightSource, save_hf
+    from megatron_scalerl.weights.source import MegatronWeightSource
 
     found: dict[str, torch.Tensor] = {}
     for name, path, layout, out in jobs:
@@ -33,7 +35,10 @@ def logits_and_saved(jobs: list[Job]) -> dict[str, torch.Tensor]:
         for logits in _logits(chunks):
             found[name] = logits
         if out:
-            save_hf(MegatronWeightSource(chunks, parallel), path, out)
+            source = MegatronWeightSource(chunks, parallel)
+            gathered = {weight: tensor.clone() for weight, tensor in source.tensors()}
+            if parallel.rank == 0:
+                save_file(gathered, out)
         torch.distributed.barrier()
         parallel_state.destroy_model_parallel()
     return found
@@ -77,7 +82,7 @@ WITHOUT: dict[str, Callable[[Family], Family]] = {
     "llama4: shared expert": _option(moe_shared_expert_intermediate_size=None),
     "qwen3: query and key norm": _layers(qk_norm="none"),
     "qwen3: weights of that norm": _layers(qk_norm="weightless"),
-    "qwen3_moe: normalised probabilities": _option(moe_router_pre_softmax=True),
+    "qwen3_moe: normalized probabilities": _option(moe_router_pre_softmax=True),
     "qwen3_moe: two experts": _option(moe_router_topk=1, moe_router_pre_softmax=True),
     "qwen3_moe_tied: probabilities over all experts": _option(moe_router_pre_softmax=False),
     "qwen3_tied: YaRN's attention factor": _option(softmax_scale=None),
@@ -91,17 +96,14 @@ def _logits(chunks: list[Any]) -> list[torch.Tensor]:
     """One tensor on the last stage, nothing before it."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_scalerl.trainer.model import unwrap
-
     row = rows()[1]
-    inputs = (row["tokens"], row["position_ids"], row["cu_seqlens"])
     found: list[torch.Tensor] = []
 
     def forward(_: Any, model: Any) -> Any:
-        logits = unwrap(model).full_logits(*inputs) if unwrap(model).post_process else None
+        logits = full_logits(model, row)
         if logits is not None:
             found.append(logits)
-        return model(*inputs, row["targets"]), lambda output: (output.sum(), {})
+        return model(**arguments(model, row)), lambda output: (output.sum(), {})
 
     with torch.no_grad():
         get_forward_backward_func()(

@@ -9,6 +9,7 @@ import random_policies
 import torch
 import trainer_ranks
 from parity_ranks import recipe
+from policy_rows import arguments
 from random_policy import make_recipe
 
 
@@ -16,8 +17,8 @@ def gradients(jobs: list[tuple[str, str, dict[str, Any], bool | None, bool]]) ->
     """For each (name, policy path, layout, main_grad, loss in chunk): every main_grad after two micro-batches."""
     from megatron.core import parallel_state
 
-    from megatron_scalerl.distributed.parallel import init_parallel
-    from megatron_scalerl.trainer.model import build_policy, unwrap
+    from megatron_scalerl.distributed.parallel import init_parallel, unwrap
+    from megatron_scalerl.trainer.model import build_policy
 
     found = {}
     for name, path, layout, main_grad, in_chunk in jobs:
@@ -51,9 +52,7 @@ def _backward(chunks: list[Any], parallel: Any, in_chunk: bool) -> None:
         def of_chunk(logprobs: Any, entropies: Any, places: Any) -> Any:
             return -(logprobs * row["weights"][places]).sum()
 
-        output = model(
-            row["tokens"], row["position_ids"], row["cu_seqlens"], row["targets"], loss=of_chunk if in_chunk else None
-        )
+        output = model(**arguments(model, row), loss=of_chunk if in_chunk else None)
 
         def loss(output: Any) -> Any:
             value = output[0] if in_chunk else of_chunk(output[0], None, slice(None))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import policy_rows
 import torch
 from parity_ranks import recipe
 from random_policies import rows
@@ -15,7 +16,7 @@ def full_logits(jobs: list[tuple[str, str, dict[str, Any]]]) -> dict[str, torch.
     from megatron.core import parallel_state
 
     from megatron_scalerl.distributed.parallel import init_parallel
-    from megatron_scalerl.trainer.model import build_policy, unwrap
+    from megatron_scalerl.trainer.model import build_policy
 
     found: dict[str, Any] = {}
     for name, path, layout in jobs:
@@ -23,21 +24,20 @@ def full_logits(jobs: list[tuple[str, str, dict[str, Any]]]) -> dict[str, torch.
         parallel = init_parallel(settings)
         chunks = build_policy(path, settings, parallel)
         row = rows()[0]
-        inputs = (row["tokens"], row["position_ids"], row["cu_seqlens"])
         with torch.no_grad():
-            pair = chunks[0](*inputs, row["targets"])
-        found[name] = (unwrap(chunks[0]).full_logits(*inputs), pair)
+            pair = chunks[0](**policy_rows.arguments(chunks[0], row))
+        found[name] = (policy_rows.full_logits(chunks[0], row), pair)
         parallel_state.destroy_model_parallel()
     return found
 
 
 def save(jobs: list[tuple[str, str, dict[str, Any]]]) -> None:
-    """For (output folder, policy path, layout): loads, adds 1/8 to every weight, saves as a Hugging Face folder."""
+    """For (output folder, policy path, layout): loads, adds 1/8 to every weight, saves OUT.megatron."""
     from megatron.core import parallel_state
 
     from megatron_scalerl.distributed.parallel import init_parallel
+    from megatron_scalerl.trainer.checkpoint import save_policy
     from megatron_scalerl.trainer.model import build_policy
-    from megatron_scalerl.weights.source import MegatronWeightSource, save_hf
 
     for out, path, layout in jobs:
         settings = recipe(path, int(os.environ["WORLD_SIZE"]), layout)
@@ -46,5 +46,5 @@ def save(jobs: list[tuple[str, str, dict[str, Any]]]) -> None:
         with torch.no_grad():
             for parameter in chunks[0].parameters():
                 parameter.add_(0.125)
-        save_hf(MegatronWeightSource(chunks, parallel), path, out)
+        save_policy(f"{out}.megatron", chunks, parallel)
         parallel_state.destroy_model_parallel()

@@ -44,7 +44,7 @@ def many(cases: list[Case]) -> list[dict[str, torch.Tensor]]:
 
 
 def run(case: Case, group: Any = None) -> dict[str, torch.Tensor]:
-    """Log-probabilities, entropies and the gradients of a weighted sum; the head is cut over the group."""
+    """Log-probabilities, entropies and the gradients of a weighted sum; the head is sharded over the group."""
     from megatron_scalerl.logits import token_logprobs, token_loss
 
     h, w, y = problem(case.level, case.dtype)
@@ -77,7 +77,7 @@ def run(case: Case, group: Any = None) -> dict[str, torch.Tensor]:
     return dict(found, grad_h=hidden.grad, grad_w=weight.grad)
 
 
-MISTAKES = ("target", "share", "rows", "dtype", "mask", "workspace", "quantised", "temperature")
+MISTAKES = ("target", "share", "rows", "dtype", "mask", "workspace", "quantized", "temperature")
 
 
 def mistaken(names: tuple[str, ...]) -> dict[str, str]:
@@ -106,7 +106,7 @@ def _mistake(name: str, group: Any) -> str:
             "dtype": dict(weight=arguments["weight"].bfloat16(), hidden=h.bfloat16()),
             "mask": dict(loss_mask=torch.arange(TOKENS) != 3),
             "workspace": dict(workspace_mb=1e-5),
-            "quantised": dict(weight=arguments["weight"].to(torch.int8)),
+            "quantized": dict(weight=arguments["weight"].to(torch.int8)),
             "temperature": dict(temperature=0.5),
         }[name]
     try:

@@ -1,4 +1,4 @@
-"""What one rank of the parity tests does: build, one forward and backward pass, one optimiser step, export."""
+"""What one rank of the parity tests does: build, one forward and backward pass, one optimizer step, export."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import random_policies
 import torch
+from policy_rows import arguments
 
 from megatron_scalerl.recipe import Recipe
 
@@ -95,7 +96,7 @@ def _forward_backward(chunks: list[Any], parallel: Any, rows: list[Row]) -> tupl
 
     def forward(iterator: Iterator[Row], model: Any) -> Any:
         row = next(iterator)
-        output = model(row["tokens"], row["position_ids"], row["cu_seqlens"], row["targets"])
+        output = model(**arguments(model, row))
 
         def loss(output: torch.Tensor) -> Any:
             logprobs.append(output.detach().clone())

@@ -8,6 +8,7 @@ from typing import Any
 
 import parity_ranks
 import torch
+from policy_rows import arguments
 
 Row = dict[str, torch.Tensor]
 
@@ -40,7 +41,7 @@ def measure(path: str, layout: dict[str, Any], rows: list[Row]) -> dict[str, Any
     def forward(iterator: Iterator[Row], model: Any) -> Any:
         row = next(iterator)
         choices = row.get("expert_choices")
-        output = model(row["tokens"], row["position_ids"], row["cu_seqlens"], row["targets"], expert_choices=choices)
+        output = model(**arguments(model, row), expert_choices=choices)
 
         def loss(output: torch.Tensor) -> Any:
             logprobs.append(output[0].detach().clone())

@@ -1,4 +1,8 @@
-"""A converted checkpoint opens the stock way under every layout, and a stock one of any layout comes back."""
+"""A converted checkpoint loads in the usual way under every layout, and one of any layout converts back.
+
+Why this matters: converter and trainer must agree on the position of every weight in every shard; a swapped pair
+would still load. Not exercised: full-size checkpoints, network file systems.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from random_policies import make
 from runner import run_ranks
 from safetensors.torch import load_file
 
-from megatron_scalerl.convert.options import Options
+from megatron_scalerl.convert.conversion import Options
 from megatron_scalerl.convert.to_hf import to_hf
 from megatron_scalerl.convert.to_megatron import to_megatron
 from megatron_scalerl.convert.verify import verify
@@ -31,7 +35,7 @@ KINDS = ("llama", "llama_tied", "llama_biased", "qwen3_tied", "qwen3_moe", "qwen
 MOE = ("qwen3_moe", "llama4")
 ALONE = [(kind, {}) for kind in KINDS]
 BY_TWO = [
-    # one key-value head is not cut
+    # one key-value head cannot be sharded
     *((kind, {**TP2, **SP} if kind.startswith(MOE) else TP2) for kind in KINDS if kind != "qwen3_tied"),
     *((kind, PP2) for kind in KINDS),
     *((kind, EP2) for kind in MOE),
@@ -43,7 +47,7 @@ BY_FOUR = [("llama", {**TP2, **PP2}), ("llama4", {**TP2, **SP, **PP2, **EP2, **E
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Policies KIND.hf and their checkpoints KIND.megatron, with large parameters cut into several chunks."""
+    """Policies KIND.hf and their checkpoints KIND.megatron, with large parameters split into several chunks."""
     root = tmp_path_factory.mktemp("converted")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron_scalerl.convert.to_megatron.CHUNK_BYTES", 5000)
@@ -68,9 +72,9 @@ def test_every_rank_says_why_one_of_them_refuses(root: Path, tmp_path: Path) -> 
     folder = tmp_path / "megatron"
     shutil.copytree(root / "llama.megatron", folder)
     place(folder, first_key(folder, objects=False, containing="word_embeddings"), saved(Evil(tmp_path / "made")))
-    said = run_ranks(2, "convert_ranks:refusals", [(str(root / "llama.hf"), str(folder), PP2)])
-    assert said[0] == said[1] and not (tmp_path / "made").exists()
-    assert said[0][0].startswith(f"{folder}/__99_0.distcp: expected the tensor embedding.word_embeddings.weight at ")
+    both = run_ranks(2, "convert_ranks:refusals", [(str(root / "llama.hf"), str(folder), PP2)])
+    assert both[0] == both[1] and not (tmp_path / "made").exists()
+    assert both[0][0].startswith(f"{folder}/__99_0.distcp: expected the tensor embedding.word_embeddings.weight at ")
 
 
 @pytest.mark.parametrize(

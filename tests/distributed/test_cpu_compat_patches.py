@@ -1,6 +1,7 @@
-"""Every CPU patch is still needed by the installed Megatron-Core, and does its work.
+"""Every CPU patch is still needed by the installed Megatron-Core, and works.
 
-A patch whose line here fails in its first half is one that upstream has made unnecessary: remove it.
+Why this matters: a patch that upstream has made unnecessary hides upstream's behavior. If the first half of a test
+fails, remove the patch. Not exercised: GPUs, where only the patches of WITHOUT_TE apply.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The device seam on a machine without a GPU, and that nothing outside it says cuda."""
+"""Device selection on a machine without a GPU, and the environment of processes with one.
+
+Why this matters: a wrong variable is silent on a GPU (memory fragments, runs are not deterministic). Not exercised:
+a GPU; `check_gpu` does.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,7 @@ for asked in ("", "plain", "te"):
 
 
 def test_transformer_engine_can_be_left_out(tmp_path: Path) -> None:
-    """The package is an empty stand-in: only whether it is taken is asked."""
+    """The package is an empty stand-in: only its presence matters."""
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").touch()
     paths = os.pathsep.join([str(tmp_path), str(Path(megatron_scalerl.__file__).parent.parent)])
@@ -48,7 +52,7 @@ def test_transformer_engine_can_be_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", ["te", "TE"])
-def test_layers_that_cannot_be_had_are_refused_in_one_line(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_layers_are_refused_in_one_line(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "LAYERS", asked)
     monkeypatch.setattr(device, "_CAN_TE", False)
     with pytest.raises(ValueError, match=f"^MSRL_LAYERS: expected plain, or te where .* found '{asked}'$"):

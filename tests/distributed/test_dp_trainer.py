@@ -1,4 +1,9 @@
-"""One answer of the trainer however a batch is spread, with unequal loads and fillers; resumed too."""
+"""The trainer's step and reports do not depend on how a batch is distributed; a resumed run continues bit for bit.
+
+Why this matters: the loss is a sum with weights of the whole batch, and Megatron would divide it by micro-batches
+and ranks. Unequal loads, fillers and an idle rank show a wrong factor at once. Also, no rank may ask another for
+shapes or arguments once per micro-batch. Not exercised: more than two ranks, bf16, NCCL.
+"""
 
 from __future__ import annotations
 

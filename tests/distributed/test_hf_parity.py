@@ -1,4 +1,8 @@
-"""Log-probabilities follow from Hugging Face's logits, and the head is as precise as `policy.logits` says."""
+"""Log-probabilities follow from Hugging Face's logits, and the head has the precision of `policy.logits`.
+
+Why this matters: an fp32 head on one side only is worse than on neither (docs/logits.md). Not exercised: the
+engine's head (tests/e2e), fp32 accumulation on GPUs.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ import pytest
 import random_policies
 import torch
 from runner import run_ranks
+
+from megatron_scalerl.convert.to_hf import to_hf
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -87,6 +93,8 @@ def saved(policies: dict, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     root = tmp_path_factory.mktemp("saved")
     jobs = [(str(root / name), policies[name.split()[0]][0], layout) for name, layout in LAYOUTS.items()]
     run_ranks(2, "logit_precision_ranks:save", jobs)
+    for out, policy, _ in jobs:
+        to_hf(f"{out}.megatron", out, like=policy)
     return {name: str(root / name) for name in LAYOUTS}
 
 

@@ -1,4 +1,8 @@
-"""The logit projection cut over a tensor-parallel group: equal to one process, bitwise equal on all ranks."""
+"""The logit projection over a tensor-parallel group: equal to one process, bitwise equal on all ranks.
+
+Why this matters: ranks whose log-probabilities differ in one bit take different steps. Errors on one rank must be
+raised on all, or the others hang. Not exercised: NCCL, groups of more than four ranks, GPU backends.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +80,7 @@ EXPECTED = {
     "dtype": "dtype of weight: expected the same on all ranks",
     "mask": r"tokens with loss: expected the same on all ranks .*, found \[12, 11\]",
     "workspace": "rank 1 of 2 .*: workspace_mb: expected at least",
-    "quantised": "rank 1 of 2 .*: weight: expected a plain tensor .*, found torch.int8",
+    "quantized": "rank 1 of 2 .*: weight: expected a plain tensor .*, found torch.int8",
     "temperature": "temperature: expected the same on all ranks",
 }
 

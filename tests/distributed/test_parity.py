@@ -1,7 +1,11 @@
-"""One answer however the policy is cut: tensor, sequence, pipeline, expert and data parallel, packed or not.
+"""The same step under every parallel layout: tensor, sequence, pipeline, expert and data parallel, packed or not.
 
-The quantities compared are the loss, the gradient norm that the optimiser reports, every gradient in
-Hugging Face coordinates, and the exported weights before and after the step.
+Why this matters: a layout is a question of speed; a step that depends on it is a bug in sharding, packing or
+gradient reduction. Compared are the loss, the gradient norm that the optimizer reports, every gradient in Hugging
+Face coordinates, and the exported weights before and after the step.
+
+Not exercised: more than one step (test_dp_trainer), bits (different layouts sum in different orders), interleaved
+pipelines, NCCL.
 """
 
 from __future__ import annotations
@@ -16,17 +20,17 @@ from runner import run_ranks
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 PLAIN = dict(ddp=dict(use_distributed_optimizer=False))
-"""Gradients whole on every rank; the distributed optimiser keeps shards of them."""
+"""Gradients whole on every rank; the distributed optimizer keeps shards of them."""
 SP = dict(model=dict(sequence_parallel=True))
 TP2, PP2, EP2 = ({f"{kind}_model_parallel_size": 2} for kind in ("tensor", "pipeline", "expert"))
 
 TWO_RANKS = {
     "llama tp2": ("llama", {**PLAIN, **TP2}),
     "llama tp2 sp": ("llama", {**PLAIN, **TP2, **SP}),
-    "llama tp2 sp distributed optimiser": ("llama", {**TP2, **SP}),
+    "llama tp2 sp distributed optimizer": ("llama", {**TP2, **SP}),
     "llama pp2": ("llama", {**PLAIN, **PP2}),
     "llama dp2": ("llama", PLAIN),
-    "llama dp2 distributed optimiser": ("llama", {}),
+    "llama dp2 distributed optimizer": ("llama", {}),
     "llama dp2 overlapped": ("llama", dict(ddp=dict(overlap_grad_reduce=True, overlap_param_gather=True))),
     "llama_tied tp2": ("llama_tied", {**PLAIN, **TP2}),
     "llama_tied pp2": ("llama_tied", {**PLAIN, **PP2}),
@@ -39,7 +43,7 @@ TWO_RANKS = {
     "qwen3_moe pp2": ("qwen3_moe", {**PLAIN, **PP2}),
     "qwen3_moe tp2 sp": ("qwen3_moe", {**PLAIN, **TP2, **SP}),
     "llama4 ep2": ("llama4", {**PLAIN, **EP2}),
-    "llama4 ep2 distributed optimiser": ("llama4", EP2),
+    "llama4 ep2 distributed optimizer": ("llama4", EP2),
     "llama4 pp2": ("llama4", {**PLAIN, **PP2}),
     "llama4 tp2 sp": ("llama4", {**PLAIN, **TP2, **SP}),
 }
@@ -52,7 +56,7 @@ IN_BF16 = {
     "qwen3_moe": {**BF16, **EP2},
     "llama4": {**BF16, **EP2},
 }
-"""Layouts in bf16, with fp32 main weights in the distributed optimiser."""
+"""Layouts in bf16, with fp32 main weights in the distributed optimizer."""
 FOUR_RANKS = {
     "llama tp2 pp2 sp": ("llama", {**PLAIN, **TP2, **PP2, **SP}),
     "llama tp2 dp2": ("llama", {**PLAIN, **TP2}),
@@ -154,7 +158,7 @@ def test_recomputed_activations_give_the_same_step(kind: str, alone: dict[str, A
 
 
 def test_weights_are_read_after_the_background_gather(by_two: dict[str, Any], alone: dict[str, Any]) -> None:
-    """With overlap_param_gather the optimiser's new weights arrive late; an export must wait for them."""
+    """With overlap_param_gather the optimizer's new weights arrive late; an export must wait for them."""
     for name, expected in alone["llama"]["stepped"].items():
         assert (by_two["llama dp2 overlapped"]["stepped"][name] - expected).abs().max() < 1e-6, name
 

@@ -1,4 +1,8 @@
-"""Where processes meet: files that nobody else can reach, or a store on one interface; two real processes each."""
+"""Rendezvous of processes: files that only this user can read, or a store on one interface.
+
+Why this matters: a store has no authentication, so who can connect is decided here. Two real processes meet in each
+case, and their listening ports are inspected. Not exercised: two hosts, IPv6 routes, NCCL's sockets.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +90,7 @@ def test_two_processes_meet_at_a_store_that_one_of_them_binds_to_one_interface()
     del store
 
 
-def test_a_folder_is_private_fresh_and_gone_afterwards():
+def test_a_folder_is_private_fresh_and_deleted_afterwards():
     with private_folder() as first, private_folder() as second:
         assert first != second
         assert os.stat(first.folder).st_mode & 0o777 == 0o700

@@ -1,7 +1,8 @@
-"""Routers that take the engine's experts: what routing flips do to log-probabilities and gradients is gone.
+"""Routers with the engine's experts: the effect of routing flips on log-probabilities and gradients disappears.
 
-The policy has pairs of experts whose router rows differ by one unit in the last place, so that rounding decides.
-Hugging Face stands for the engine: its routers see one unit in the last place of noise.
+Why this matters: where two experts are nearly equal, rounding decides, and trainer and engine then differ by far more
+than rounding. The policy has pairs of experts whose router rows differ by one unit in the last place. Hugging Face
+plays the engine: its routers see noise of one unit in the last place. Not exercised: vLLM's own choices (tests/e2e).
 """
 
 from __future__ import annotations

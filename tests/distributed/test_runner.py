@@ -1,4 +1,7 @@
-"""The runner of the multi-process tests: results by rank, and failures that name the rank."""
+"""The runner of the multi-process tests: results by rank, and failures that name the rank.
+
+Why this matters: a runner that loses a rank's failure makes every distributed test pass.
+"""
 
 from __future__ import annotations
 

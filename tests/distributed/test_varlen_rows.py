@@ -1,7 +1,8 @@
-"""Packed rows as Transformer Engine gets them take the same step: Megatron's RoPE for them, chunks, temperature.
+"""Packed rows in Transformer Engine's format take the same step: Megatron's RoPE, chunks, attention temperature.
 
-A reference stands in for Transformer Engine's attention. What is shown is everything around it: the boundaries, the
-rotary angles that Megatron looks up, the query scale, and the order of tokens under context parallelism.
+Why this matters: this is the path of every GPU run. A reference replaces Transformer Engine's attention, so what is
+shown is everything around it: boundaries, the rotary angles that Megatron looks up, the query scale, and the order of
+tokens under context parallelism. Not exercised: Transformer Engine itself.
 """
 
 from __future__ import annotations

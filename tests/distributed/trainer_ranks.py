@@ -37,7 +37,7 @@ def trainer_of(settings: Any) -> Any:
 
 
 def release() -> None:
-    """Lets the next job of this world cut it anew."""
+    """Destroys the groups, so that the next job can create its own."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -72,7 +72,7 @@ def _step(trainer: Any, step: int, count: int = 6) -> Any:
 
 
 def train_and_save(policy: str, parallel: dict[str, int], path: str) -> dict[str, Any]:
-    """Two steps, a checkpoint, two more; the weights after them, and all optimiser state of this rank."""
+    """Two steps, a checkpoint, two more; the weights after them, and all optimizer state of this rank."""
     from megatron_scalerl.trainer.checkpoint import save
 
     trainer = trainer_of(recipe(policy, parallel))
@@ -102,7 +102,7 @@ def _rest(trainer: Any) -> dict[str, Any]:
 
 
 def _weights(trainer: Any) -> dict[str, Any]:
-    from megatron_scalerl.trainer.model import unwrap
+    from megatron_scalerl.distributed.parallel import unwrap
 
     return {name: p.detach().clone() for name, p in unwrap(trainer.chunks[0]).named_parameters()}
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 
-def greedy(recipe_path: str, policy: str, prompts: list[list[int]], count: int) -> list[list[int]]:
+def greedy_tokens(recipe_path: str, policy: str, prompts: list[list[int]], count: int) -> list[list[int]]:
     """The `count` likeliest tokens after each prompt, by Megatron."""
+    from policy_rows import greedy
+
     from megatron_scalerl.distributed.parallel import init_parallel
     from megatron_scalerl.recipe.file import load_recipe
     from megatron_scalerl.trainer.step import make_trainer
 
     recipe = load_recipe(recipe_path, [f"policy.path={policy}"])
     trainer = make_trainer(recipe, init_parallel(recipe))
-    return [trainer.greedy(prompt, count) for prompt in prompts]
+    return [greedy(trainer, prompt, count) for prompt in prompts]

@@ -58,7 +58,7 @@ class Run:
         """Wait for the controller; its exit code and its errors from the line that is its own."""
         self.children()
         _, err = self.process.communicate(timeout=120)
-        return self.process.returncode, err[err.rindex("megatron_scalerl: ") :].strip()
+        return self.process.returncode, err[err.rindex("megatron-scalerl: ") :].strip()
 
     def __enter__(self):
         return self
@@ -86,7 +86,7 @@ def test_a_signal_while_everything_starts(tiny_dense, tmp_path):
         run.process.send_signal(signal.SIGINT)
         code, line = run.end()
     assert code == 130
-    assert line == "megatron_scalerl: stopped by SIGINT; started again, the run goes on from its last checkpoint"
+    assert line == "megatron-scalerl: stopped by SIGINT; the same command resumes from the last checkpoint"
     assert gone(run.groups)
 
 
@@ -109,7 +109,7 @@ def test_a_stopped_run_goes_on_and_a_hung_engine_ends_it(tiny_dense, tmp_path):
         run.process.send_signal(signal.SIGTERM)
         code, line = run.end()
     assert code == 143
-    assert line == "megatron_scalerl: stopped by SIGTERM; started again, the run goes on from its last checkpoint"
+    assert line == "megatron-scalerl: stopped by SIGTERM; the same command resumes from the last checkpoint"
     assert gone(run.groups)
     with Run(tiny_dense, tmp_path, *more) as again:
         before = again.steps()

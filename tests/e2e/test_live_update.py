@@ -19,6 +19,7 @@ from megatron_scalerl.controller.preflight import check_inputs
 from megatron_scalerl.controller.run_folder import RunFolder
 from megatron_scalerl.controller.weight_sync import WeightSync
 from megatron_scalerl.engine.client import SamplingSpec
+from megatron_scalerl.export import export
 from megatron_scalerl.launch.local import local_launcher
 from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.types import RolloutGroup, Score
@@ -55,7 +56,7 @@ async def one_step(fleet, recipe, prompts, rollouts):
         for i in range(half)
     ]
     plan = samples_of(
-        groups, normalise="batch", truncated="wrong", zero_variance=True, reduction=recipe.loss.reduction
+        groups, normalize="batch", truncated="wrong", zero_variance=True, reduction=recipe.loss.reduction
     )
     batches = pack(
         plan.samples,
@@ -103,7 +104,8 @@ async def scenario(recipe, inputs, out):
             await sync.publish(1)
             after = await generate(engine, prompts, temperature=0.0)
             updated = await differences(fleet, prompts, after)
-            await fleet.trainer.export_hf(str(out))
+            await fleet.trainer.save(str(folder.checkpoint(1)), {})
+    assert export(recipe.run_dir, out) == 1
     assert not meeting.exists()
     return prompts, fresh, before, after, updated
 
@@ -123,7 +125,7 @@ def test_engine_equals_trainer_before_and_after_an_update(kind, request, tmp_pat
     assert [r.token_ids for r in before] != [r.token_ids for r in after], "the step changed what is likeliest"
     ours = run_ranks(
         1,
-        "e2e.greedy_ranks:greedy",
+        "e2e.greedy_ranks:greedy_tokens",
         str(tmp_path / "live" / "recipe.yaml"),
         str(out),
         [list(p.token_ids) for p in prompts],

@@ -1,6 +1,5 @@
 """Whole runs: real trainer ranks, a real engine, live weight updates, three steps each."""
 
-import json
 import shutil
 import time
 
@@ -73,8 +72,8 @@ def test_a_restart_replays_the_journal_to_the_same_bits(tiny_dense, tmp_path):
     start = load_file(tiny_dense / "policy" / "model.safetensors")
     assert not equal(start["lm_head.weight"], first["lm_head.weight"])
 
-    lives = [json.loads(line) for line in (again / "lives").read_text().splitlines()]
-    assert len(lives) == 2 and lives[0]["run_id"] == lives[1]["run_id"]
+    attempts = read_jsonl(again / "attempts.jsonl")
+    assert len(attempts) == 2 and attempts[0]["run_id"] == attempts[1]["run_id"]
     losses = [[r["loss"] for r in read_jsonl(f / "metrics.jsonl")] for f in (whole, again)]
     assert losses[0] == losses[1]
     journals = [(f / "journal.jsonl").read_text() for f in (whole, again)]
@@ -121,7 +120,7 @@ def test_a_killed_run_goes_on_and_a_finished_one_starts_nothing(tiny_dense, tmp_
     again = train(*settings)
     assert "nothing is left to do" in again.stdout
     assert {p.name: p.stat().st_mtime_ns for p in (folder / "logs").iterdir()} == began, "no process was started"
-    assert len(read_jsonl(folder / "lives")) == 2
+    assert len(read_jsonl(folder / "attempts.jsonl")) == 2
 
 
 def test_a_batch_with_nothing_left_makes_no_step(tiny_dense, tmp_path):

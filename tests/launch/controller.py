@@ -1,4 +1,4 @@
-"""A controller with stand-in children, for tests that end it from outside: `controller.py PIDS LOGS [GRACE_S]`."""
+"""A controller with stand-in children, for tests that stop it from outside: `controller.py PIDS LOGS [GRACE_S]`."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from stand_ins import stand_in
 
-from megatron_scalerl.processes.children import ChildProcess
+from megatron_scalerl.processes.child_process import ChildProcess
 from megatron_scalerl.processes.signals import Stopped, run_until_signal
 
 
@@ -22,7 +22,7 @@ async def run(pids, logs, grace_s):
         print("stopping", flush=True)
         for end in await asyncio.gather(*(child.stop(grace_s) for child in children), return_exceptions=True):
             assert end is None, end
-        print("stopped in order", flush=True)
+        print("stopped gracefully", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Stand-ins for the processes of a run: they start in an instant, and end only when they are made to."""
+"""Stand-ins for the processes of a run: they start quickly and run until they are killed."""
 
 import os
 import sys
@@ -19,16 +19,16 @@ with open(sys.argv[1], "a") as file:
 while True:
     time.sleep(60)
 """
-"""Ignores SIGTERM and has a child of its own that does too; argument: where to write its process id."""
+"""Ignores SIGTERM, as does its own child; argument: the file to append its process id to."""
 
 
 def stand_in(pids):
-    """The command line of a stand-in child that adds its process id to the file `pids`."""
+    """The command line of a stand-in child that appends its process id to the file `pids`."""
     return [sys.executable, "-c", STAND_IN_CHILD, str(pids)]
 
 
 def environment(**more):
-    """The environment in which a controller of these tests runs."""
+    """The environment of a controller in these tests."""
     return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'launch'}", **more}
 
 
@@ -56,7 +56,7 @@ def alive(groups):
 
 
 def gone(groups, timeout_s=10.0):
-    """True once no process of these groups is left; what is left is printed."""
+    """True once no process of these groups is left; otherwise the remaining ones are printed."""
     until = time.monotonic() + timeout_s
     while left := alive(groups):
         if time.monotonic() > until:

@@ -1,4 +1,4 @@
-"""The launcher ends every process, whatever fails on the way, and ends the run when one hangs."""
+"""The launcher stops every process, whatever fails meanwhile, and ends the run when one hangs."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ from megatron_scalerl.engine.client import EngineClient, SamplingSpec
 from megatron_scalerl.engine.watchdog import EngineDied, watch_progress
 from megatron_scalerl.launch import local
 from megatron_scalerl.launch.local import LocalLauncher
-from megatron_scalerl.processes.children import ChildProcess
+from megatron_scalerl.processes.child_process import ChildProcess
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.sections import EngineSection
 from megatron_scalerl.trainer.client import TrainerError
@@ -20,14 +20,14 @@ from megatron_scalerl.trainer.client import TrainerError
 
 @pytest.fixture
 def run():
-    """Runs a coroutine on the event loop that the launcher belongs to."""
+    """Runs a coroutine on the event loop of the launcher."""
     with asyncio.Runner() as runner:
         yield runner.run
 
 
 @pytest.fixture
 def launcher(tmp_path, run):
-    """A launcher that has started nothing, with one engine and one trainer rank to come."""
+    """A launcher that has not started anything, for one engine and one trainer rank."""
     recipe = Recipe(
         name="r",
         output_dir=str(tmp_path),
@@ -76,22 +76,22 @@ def test_a_failing_stop_of_the_trainer_leaves_no_child(launcher, run, tmp_path, 
     assert gone(run(scenario()), 2.0)
     lines = [record.getMessage() for record in caplog.records if record.name == local.__name__]
     assert len(lines) == 2
-    assert "the run is finished, but its trainer did not end in order" in lines[0] and "\n" not in lines[0]
+    assert "the run is finished, but its trainer did not stop gracefully" in lines[0] and "\n" not in lines[0]
     assert lines[1] == "engine-7 could not be stopped: cannot be stopped"
 
 
-def test_a_trainer_that_never_answers_its_stop_is_not_waited_for(launcher, run, monkeypatch, caplog):
+def test_a_trainer_that_never_answers_the_stop_command_does_not_block_the_end(launcher, run, monkeypatch, caplog):
     async def scenario():
-        monkeypatch.setattr(local, "_LEAVE_S", 0.2)
+        monkeypatch.setattr(local, "_TRAINER_STOP_S", 0.2)
         monkeypatch.setattr(launcher._client, "stop", asyncio.Event().wait)
         await asyncio.wait_for(launcher.stop(graceful=True), 20)
 
     run(scenario())
-    assert "its trainer did not end in order: no answer" in caplog.text
+    assert "its trainer did not stop gracefully: no answer" in caplog.text
 
 
 class StandInHungServer:
-    """Answers /health and its progress, and never finishes a generation nor makes a token."""
+    """Answers health and progress requests, and never generates a token."""
 
     async def __aenter__(self):
         app = web.Application()
@@ -118,7 +118,7 @@ class StandInHungServer:
         await asyncio.Event().wait()
 
 
-def test_a_hung_engine_ends_the_run_while_a_completion_is_waited_for(launcher, run):
+def test_a_hung_engine_ends_the_run_during_a_completion(launcher, run):
     settings = EngineSection(stall_timeout_s=0.5)
 
     class StandInHungEngine:
@@ -132,15 +132,15 @@ def test_a_hung_engine_ends_the_run_while_a_completion_is_waited_for(launcher, r
 
     async def scenario():
         async with StandInHungServer() as server, EngineClient(url=server.url, secret="s") as client:
-            launcher._watches = [asyncio.create_task(local._end_of(StandInHungEngine(client)))]
+            launcher._watches = [asyncio.create_task(StandInHungEngine(client).watch())]
             await launcher.while_alive(client.generate([1], sampling=SamplingSpec(max_tokens=4)))
 
     with pytest.raises(EngineDied, match=r"engine-0 produced no token for 0\.5\d* s with requests in flight"):
         run(asyncio.wait_for(scenario(), 30))
 
 
-def test_the_address_of_an_engine_is_taken_when_it_is_chosen(launcher):
-    """Nobody else can bind it between the choice and the start of the server, even with SO_REUSEADDR."""
+def test_the_address_of_an_engine_is_bound_when_it_is_chosen(launcher):
+    """No other process can bind it between the choice and the start of the server, even with SO_REUSEADDR."""
     import socket
 
     with socket.socket() as other:

@@ -1,4 +1,4 @@
-"""The limit on open files is raised to what a run needs, or refused in one line."""
+"""The limit on open files is raised to the need of a run, or the run is refused in one line."""
 
 import subprocess
 import sys
@@ -17,8 +17,8 @@ from megatron_scalerl.recipe import Recipe
 recipe = Recipe.model_validate_json(sys.argv[2])
 try:
     allow_open_files(recipe)
-except ValueError as mistake:
-    sys.exit(f"refused: {mistake}")
+except ValueError as error:
+    sys.exit(f"refused: {error}")
 child = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
 subprocess.run([sys.executable, "-c", child], check=True)
 """
@@ -43,12 +43,12 @@ def test_the_soft_limit_is_raised_for_the_children_too(recipe):
     assert (done.returncode, done.stdout.strip()) == (0, str(needed)), done.stderr
 
 
-def test_it_is_raised_beyond_the_need_where_it_may(recipe):
+def test_it_is_raised_beyond_the_need_if_allowed(recipe):
     done = limited(recipe, 4 * files_needed(recipe))
     assert (done.returncode, done.stdout.strip()) == (0, str(4 * files_needed(recipe))), done.stderr
 
 
-def test_a_hard_limit_below_it_is_one_clear_line(recipe):
+def test_a_hard_limit_below_the_need_is_refused_in_one_line(recipe):
     done = limited(recipe, 1024)
     line = (
         f"refused: open files: expected a hard limit of at least {files_needed(recipe)} for engine.count 4 x "

@@ -1,4 +1,4 @@
-"""Tests marked `gpu` are left out, and counted as left out, where PyTorch sees no GPU."""
+"""Tests marked `gpu` are deselected where PyTorch sees no GPU."""
 
 from __future__ import annotations
 

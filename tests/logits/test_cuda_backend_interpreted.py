@@ -21,7 +21,7 @@ from triton_interpreter import bf16_as_on_a_gpu, interpret
 from megatron_scalerl.logits import cuda_backend, fused_kernel, row_kernels, token_logprobs
 from megatron_scalerl.logits.api import token_loss
 from megatron_scalerl.logits.choice import choose_backend
-from megatron_scalerl.logits.cuda_backend import BACKEND, gradient_block, statistics_block
+from megatron_scalerl.logits.cuda_backend import CudaBackend, gradient_block, statistics_block
 from megatron_scalerl.logits.fused_kernel import Tiles
 from megatron_scalerl.logits.merge import merged, results
 from megatron_scalerl.logits.projection import Projection, TokenGradients
@@ -162,12 +162,12 @@ def test_a_narrow_gradient_is_rounded_once(workspace: int) -> None:
     """Parts and blocks are summed in fp32 beside a bf16 gradient and added to what it holds: 1/2 + sum, to bf16."""
     hidden, weight, targets = problem(torch.bfloat16)
     p = projection_of(hidden, weight, targets, grad_logits="bf16x2", workspace_bytes=workspace)
-    lse, logprob, entropy = results(BACKEND.statistics(p))
+    lse, logprob, entropy = results(CudaBackend().statistics(p))
     g = torch.linspace(-1.0, 2.0, TOKENS)
     given = TokenGradients(lse=lse, logprob=logprob, entropy=entropy, grad_logprob=g, grad_entropy=None)
     wide, narrow = torch.full((VOCAB, WIDTH), 0.5), torch.full((VOCAB, WIDTH), 0.5, dtype=torch.bfloat16)
     for grad_weight in (wide, narrow):
-        BACKEND.gradients(p, given, torch.zeros(TOKENS, WIDTH), grad_weight)
+        CudaBackend().gradients(p, given, torch.zeros(TOKENS, WIDTH), grad_weight)
     assert (narrow == wide.bfloat16()).float().mean() > 0.999 and (wide - 0.5).abs().max() > 0.1
 
 
@@ -197,12 +197,12 @@ def test_two_shards_give_what_one_does() -> None:
     shards = [replace(whole, weight=weight[:70]), replace(whole, weight=weight[70:], first=70)]
     outcome = []
     for parts in ([whole], shards):
-        lse, logprob, entropy = results(merged(torch.stack([BACKEND.statistics(p) for p in parts])))
+        lse, logprob, entropy = results(merged(torch.stack([CudaBackend().statistics(p) for p in parts])))
         g = torch.linspace(-1.0, 2.0, TOKENS)
         given = TokenGradients(lse=lse, logprob=logprob, entropy=entropy, grad_logprob=g, grad_entropy=g.flip(0))
         grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
         for p in parts:
-            BACKEND.gradients(p, given, grad_hidden, grad_weight[p.first : p.first + p.count])
+            CudaBackend().gradients(p, given, grad_hidden, grad_weight[p.first : p.first + p.count])
         outcome.append((logprob, entropy, grad_hidden, grad_weight))
     for one, two in zip(*outcome):
         assert (one - two).abs().max() < 2e-6 * max(1.0, one.abs().max().item())
@@ -286,7 +286,7 @@ def test_blocks_fit_into_every_workspace(
     hidden = torch.empty(1, width, dtype=torch.bfloat16).expand(tokens, -1)
     weight = torch.empty(1, width, dtype=torch.bfloat16).expand(columns, -1)
     p = projection_of(hidden, weight, torch.empty(0), grad_logits=mode, round_logits=rounded)
-    p = replace(p, workspace_bytes=int(BACKEND.workspace(p) * 2**room))
+    p = replace(p, workspace_bytes=int(CudaBackend().workspace(p) * 2**room))
     element = 2 if rounded else 4
     rows, cols = statistics_block(p)
     assert 1 <= rows <= tokens and 1 <= cols <= columns and rows * cols * element <= p.workspace_bytes

@@ -12,7 +12,7 @@ from megatron_scalerl.logits import fused_kernel, row_kernels
 from megatron_scalerl.logits.fused_kernel import Tiles, fused_statistics
 from megatron_scalerl.logits.merge import merged, results
 from megatron_scalerl.logits.projection import Projection
-from megatron_scalerl.logits.torch_backend import BACKEND
+from megatron_scalerl.logits.torch_backend import TorchBackend
 
 TILES = Tiles(tokens=16, columns=32, width=16, warps=4, stages=1, runs=2)
 
@@ -86,7 +86,7 @@ def test_bf16_operands_are_multiplied_exactly(monkeypatch: pytest.MonkeyPatch) -
 def test_model_logits_are_rounded_as_a_bf16_head_rounds_them(monkeypatch: pytest.MonkeyPatch) -> None:
     bf16_as_on_a_gpu(monkeypatch)
     p = replace(projection(20, 70, 16, torch.bfloat16), round_logits=True)
-    found, plain = results(fused_statistics(p, TILES)), results(BACKEND.statistics(p))
+    found, plain = results(fused_statistics(p, TILES)), results(TorchBackend().statistics(p))
     exact = results(fused_statistics(replace(p, round_logits=False), TILES))
     assert (found[1] - plain[1]).abs().max() < 1e-5 and (found[1] - exact[1]).abs().max() > 1e-3
 

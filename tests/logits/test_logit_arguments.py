@@ -14,8 +14,8 @@ from megatron_scalerl.logits import choice, chosen_backend, token_logprobs, toke
 from megatron_scalerl.logits.projection import Projection
 
 
-class Quantised(torch.Tensor):
-    """A head whose numbers are not those that it shows, as quantisation libraries make them."""
+class Quantized(torch.Tensor):
+    """A head whose numbers are not those that it shows, as quantization libraries make them."""
 
 
 def with_target(place: int, target: int, tokens: int = 7) -> torch.Tensor:
@@ -44,11 +44,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "temperatures": (dict(temperature=torch.ones(3)), r"expected temperature a number or \[7\], found \[3\]"),
     "temperature": (dict(temperature=0.0), "temperature: expected above 0, found 0.0"),
     "temperature nan": (dict(temperature=math.nan), r"temperature: expected above 0, found nan"),
-    "int8 head": (dict(weight=W.to(torch.int8)), "quantised head has no exact logits.*found torch.int8"),
+    "int8 head": (dict(weight=W.to(torch.int8)), "quantized head has no exact logits.*found torch.int8"),
     "uint8 head": (dict(weight=W.to(torch.uint8)), "found torch.uint8"),
     "fp8 head": (dict(weight=W.to(torch.float8_e4m3fn)), "found torch.float8_e4m3fn"),
     "fp16 head": (dict(weight=W.half()), "bfloat16, float32 or float64 .*found torch.float16"),
-    "head of a subclass": (dict(weight=W.as_subclass(Quantised)), "expected a plain tensor .*found Quantised"),
+    "head of a subclass": (dict(weight=W.as_subclass(Quantized)), "expected a plain tensor .*found Quantized"),
     "another type than hidden": (
         dict(weight=W.bfloat16()),
         "weight: expected torch.float32 on cpu, as hidden, found torch.bfloat16 on cpu",
@@ -103,15 +103,15 @@ def test_places_say_what_a_mask_says(in_chunks: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
-def test_places_stand_in_the_place_of_a_mask() -> None:
+def test_places_replace_a_mask() -> None:
     places = torch.arange(3)
-    with pytest.raises(ValueError, match=r"expected places \[C\] in int64 in the place of loss_mask, found beside"):
+    with pytest.raises(ValueError, match=r"expected places \[C\] in int64 instead of loss_mask, found beside"):
         token_logprobs(H, W, Y, places=places, loss_mask=torch.ones(7, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"expected places .*found \[3\] in torch.int32"):
         token_logprobs(H, W, Y, places=places.int())
 
 
-def test_what_a_caller_vouches_for_is_not_looked_at() -> None:
+def test_trusted_arguments_are_not_read() -> None:
     """On the meta device looking would be an error; shapes are still checked."""
     h, w, y, temperature = (x.to("meta") for x in (H, W, Y, torch.ones(7)))
     for places in (None, torch.arange(3, device="meta")):
@@ -142,40 +142,34 @@ class NeedsTheMoon:
         return 0
 
 
-def test_a_backend_that_cannot_run_here_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {name: choice._load(name) for name in choice.backend_names()}
-    monkeypatch.setattr(choice, "backend_names", lambda: ["moon", *found])
-    monkeypatch.setattr(choice, "_load", lambda name: NeedsTheMoon() if name == "moon" else found[name])
+def test_a_backend_that_cannot_run_here_names_what_it_requires(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "BACKENDS", {"moon": NeedsTheMoon, **choice.BACKENDS})
     with pytest.raises(ValueError, match=r"backend moon: expected a rocket, found .*torch.float32 on cpu"):
         token_logprobs(H, W, Y, backend="moon")
-    # On another device auto asks one after the other.
+    # On another device auto tries one after the other.
     assert choice.choose_backend("auto", torch.device("meta"), torch.float64).name == "torch"
 
 
-def test_a_backend_without_its_package_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = choice._load
+def test_a_backend_without_its_package_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_triton() -> choice.Backend:
+        raise ModuleNotFoundError("No module named 'triton'", name="triton")
 
-    def without_triton(name: str) -> choice.Backend:
-        if name != "torch":
-            raise ModuleNotFoundError("No module named 'triton'", name="triton")
-        return load(name)
-
-    monkeypatch.setattr(choice, "_load", without_triton)
+    for name in ("cuda", "triton"):
+        monkeypatch.setitem(choice.BACKENDS, name, without_triton)
     with pytest.raises(ValueError, match="backend triton: expected triton to be installed"):
         token_logprobs(H, W, Y, backend="triton")
     assert choice.choose_backend("auto", torch.device("meta"), torch.float32).name == "torch"
 
 
-def test_a_gpu_backend_on_a_cpu_asks_for_a_gpu() -> None:
-    gpu = [name for name in choice.backend_names() if name != "torch"]
-    assert gpu == ["cuda", "triton"]
-    for name in gpu:
+def test_a_gpu_backend_on_a_cpu_requires_a_gpu() -> None:
+    assert list(choice.BACKENDS) == ["cuda", "triton", "torch"]
+    for name in ("cuda", "triton"):
         with pytest.raises(ValueError, match=f"backend {name}: expected a CUDA GPU.*found .* on cpu"):
             token_logprobs(H, W, Y, backend=name)
 
 
-def test_the_choice_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "_said", set())
+def test_a_choice_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "_logged", set())
     with caplog.at_level(logging.INFO, logger=choice.logger.name):
         assert chosen_backend("cpu") == "torch"
         token_logprobs(H, W, Y)

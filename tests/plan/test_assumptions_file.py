@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from command_line import command
 
 from megatron_scalerl.plan.assumptions import Assumptions, described
 from megatron_scalerl.plan.assumptions_file import Measured, read_assumptions, write_assumptions
-from megatron_scalerl.plan.command import main
 
 ROOT = Path(__file__).parents[2]
+main = command("plan")
 H100 = "NVIDIA H100 80GB HBM3"
 RECIPE = [str(ROOT / "recipes" / "scalerl_llama3_8b.yaml"), "--gpus", "80", "--no-build"]
 
@@ -32,7 +33,7 @@ def planned(capsys, *argv):
     return json.loads(capsys.readouterr().out)
 
 
-def test_there_and_back(file):
+def test_round_trip(file):
     found = read_assumptions(file)
     assert (found.gpu, found.gpu_named, found.layers) == ("h100-80g", H100, "plain")
     assert found.written == str(yaml.safe_load(file.read_text())["written"]) != ""
@@ -101,14 +102,20 @@ GOOD = f"gpu: {H100}\nassumptions:\n  packing:\n    value: 0.8\n"
         (GOOD + "written: 2026-13-41\n", "expected YAML in UTF-8, found month must be"),
         (GOOD + "written: 7\n", "written: expected a date, found 7"),
         (GOOD + "layers: fused\n", "layers: expected te or plain, found 'fused'"),
-        (GOOD.replace(H100, "NVIDIA H100 PCIe"), "gpu: expected a GPU of the planner (gb200, h100-80g, h200), found"),
+        (
+            GOOD.replace(H100, "NVIDIA H100 PCIe"),
+            "gpu: expected a GPU that the planner supports (gb200, h100-80g, h200), found",
+        ),
         (GOOD.replace(f"gpu: {H100}\n", ""), "gpu: expected text, found nothing"),
         (GOOD + "gpu: x\n", "line 5: expected YAML, found the key gpu twice"),
         (GOOD + "  packing:\n    value: 0.7\n", "line 5: expected YAML, found the key packing twice"),
         (GOOD + "  ? [1]\n  : 2\n", "expected YAML, found"),
-        (GOOD.replace("packing", "paking"), "assumptions.paking, the nearest valid key is assumptions.packing"),
-        (GOOD.replace("gpu", "gpus", 1), "unknown key gpus, the nearest valid key is gpu"),
-        (GOOD.replace("value", "values"), "unknown key assumptions.packing.values, the nearest valid key is"),
+        (GOOD.replace("packing", "paking"), "found assumptions.paking; the nearest is assumptions.packing"),
+        (GOOD.replace("gpu", "gpus", 1), "expected a key of an assumptions file, found gpus; the nearest is gpu"),
+        (
+            GOOD.replace("value", "values"),
+            "found assumptions.packing.values; the nearest is assumptions.packing.value",
+        ),
         (f"gpu: {H100}\n", "assumptions: expected a mapping with dense_utilisation and other assumptions, found "),
         (f"gpu: {H100}\nassumptions: {{packing: 0.8}}\n", "assumptions.packing: expected a mapping with value, "),
         (f"gpu: {H100}\nassumptions: {{packing: {{source: us}}}}\n", "packing.value: expected a number, found none"),
@@ -135,18 +142,20 @@ def test_a_mistake_is_one_line_with_file_and_key(text, said, tmp_path, capsys):
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     assert main([*RECIPE, "--assumptions", str(path)]) == 2
     error = capsys.readouterr().err
-    assert f"{path}: " in error and said in error and error.count("\n") == 1 and error.startswith("plan: ")
+    assert (
+        f"{path}: " in error and said in error and error.count("\n") == 1 and error.startswith("megatron-scalerl: ")
+    )
 
 
 @pytest.mark.parametrize(
     ("values", "said"),
     [
         ({}, "expected at least one measured constant, found none"),
-        ({"dense_utilization": Measured(value=0.4)}, "the nearest valid key is assumptions.dense_utilisation"),
+        ({"dense_utilization": Measured(value=0.4)}, "the nearest is assumptions.dense_utilisation"),
         ({"packing": Measured(value=float("nan"))}, f"packing.value: expected {SHARE}, found nan"),
     ],
 )
-def test_nothing_is_written_that_cannot_be_read(values, said, tmp_path):
+def test_invalid_constants_are_not_written(values, said, tmp_path):
     with pytest.raises(ValueError, match=said):
         write_assumptions(tmp_path / "x.yaml", values, gpu=H100)
     assert not os.listdir(tmp_path)

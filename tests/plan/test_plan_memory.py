@@ -11,13 +11,11 @@ from megatron_scalerl.plan.activations import layer_bytes, recompute_of, shape_o
 from megatron_scalerl.plan.assumptions import Assumptions
 from megatron_scalerl.plan.counting import count, load_family
 from megatron_scalerl.plan.engine import engine_memory
-from megatron_scalerl.plan.hardware import GIB, GPUS
-from megatron_scalerl.plan.kernels import FUSED, PLAIN_ON_GPU, Kernels
-from megatron_scalerl.plan.layout import layout_of
+from megatron_scalerl.plan.hardware import FUSED, GIB, GPUS, PLAIN_ON_GPU, Kernels
 from megatron_scalerl.plan.lengths import Lengths
 from megatron_scalerl.plan.memory import trainer_memory
-from megatron_scalerl.plan.predict import predict_trainer
-from megatron_scalerl.plan.work import step_work
+from megatron_scalerl.plan.sharding import layout_of
+from megatron_scalerl.plan.work import predict_trainer, step_work
 from megatron_scalerl.recipe.file import load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -49,12 +47,12 @@ def test_fp32_weights_are_their_own_main_weights():
     assert (t["weights"], t["main weights (fp32)"], t["Adam moments"]) == (4 * n, 0, 8 * n)
 
 
-def test_experts_share_their_optimiser_over_fewer_ranks():
+def test_experts_share_their_optimizer_over_fewer_ranks():
     _, _, _, stages = plan_of(name="scalerl_llama4_scout_17bx16")
     assert terms(stages[0])["Adam moments"] == pytest.approx(8 * (1_393_295_360 / 12 + 3_019_898_880 / 3))
 
 
-def test_context_parallelism_halves_activations_and_shares_optimiser():
+def test_context_parallelism_halves_activations_and_shares_optimizer():
     _, _, _, [one] = plan_of(name="scalerl_llama3_8b_32k")
     _, _, _, [two] = plan_of("megatron.parallel.context_parallel_size=4", name="scalerl_llama3_8b_32k")
     assert terms(two)["saved activations"] == pytest.approx(terms(one)["saved activations"] / 2)
@@ -96,10 +94,10 @@ def test_plain_layers_on_a_gpu_keep_what_layers_and_device_say():
     )
     plain = terms(gpu)
     assert plain["saved activations"] == tokens * (32 * layer + (h * 2 + 4) + h * 2 + 8 + 8)
-    assert plain["gradients of the logits' inputs"] == terms(fused)["gradients of the logits' inputs"]
+    assert plain["logit input gradients"] == terms(fused)["logit input gradients"]
     loss = plain["CUDA, NCCL, fragmentation"] - 3 * GIB
     assert loss == pytest.approx(0.08 * moving(gpu)) and "runtime" not in plain
-    assert plain["clipping above that"] == 0 and "runtime" in terms(cpu)
+    assert plain["gradient clipping copy"] == 0 and "runtime" in terms(cpu)
 
 
 def moving(rank):
@@ -117,9 +115,9 @@ def test_clipping_may_be_the_peak_of_a_gpu_and_the_optimizer_is_not():
     ]
     _, _, _, [rank] = plan_of(*whole, kernels=PLAIN_ON_GPU)
     _, _, _, [fused] = plan_of(*whole)
-    assert terms(rank)["clipping above that"] + moving(rank) == 4 * 128_256 * 4096
+    assert terms(rank)["gradient clipping copy"] + moving(rank) == 4 * 128_256 * 4096
     assert 0 < moving(rank) < 4 * 128_256 * 4096
-    assert "clipping above that" not in terms(fused)
+    assert "gradient clipping copy" not in terms(fused)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +127,7 @@ def test_clipping_may_be_the_peak_of_a_gpu_and_the_optimizer_is_not():
         ("scalerl_llama3_8b_32k", [], "context_parallel_size: expected 1 with plain layers on a GPU .*, found 2"),
     ],
 )
-def test_attention_that_keeps_its_scores_is_not_counted(name, overrides, said):
+def test_attention_that_saves_its_scores_is_rejected(name, overrides, said):
     with pytest.raises(ValueError, match=said):
         plan_of(*overrides, name=name, kernels=PLAIN_ON_GPU)
 

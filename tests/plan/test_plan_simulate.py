@@ -8,13 +8,13 @@ import pytest
 from megatron_scalerl.plan.assumptions import Assumptions
 from megatron_scalerl.plan.engine import Decoding
 from megatron_scalerl.plan.lengths import Lengths, assumed_lengths
-from megatron_scalerl.plan.simulate import Setting, simulate
+from megatron_scalerl.plan.simulate import QueueSettings, simulate
 from megatron_scalerl.recipe import Recipe
 
 RNG = random.Random(3)
 SPREAD = Lengths(tuple(RNG.randint(100, 1900) for _ in range(4000)))
 SPEED = Decoding(fixed_seconds=0.01, per_completion_seconds=0.0, prefill_seconds=0.0, running=64)
-BASE = Setting(
+BASE = QueueSettings(
     groups_per_batch=4,
     group_size=4,
     max_staleness_steps=4,

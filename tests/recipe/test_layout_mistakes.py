@@ -7,9 +7,8 @@ import pytest
 
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.models import family, read_hf_config
-from megatron_scalerl.plan.command import main as plan
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.parallel_layout import check_cuts, sizes_of, stages_of
+from megatron_scalerl.recipe.parallel_layout import check_sharding, sizes_of, stages_of
 from megatron_scalerl.trainer.options import check_megatron
 
 SHARED = {
@@ -106,10 +105,26 @@ MISTAKES = {
     "zero": ("dense", [f"{TP}=0"], f"{TP}: expected a whole number of at least 1, found 0"),
     "null": ("dense", [f"{PP}=null"], f"{PP}: expected a whole number of at least 1, found None"),
     "text": ("dense", [f"{CP}=two"], f"{CP}: expected a whole number of at least 1, found 'two'"),
-    "unknown size": ("dense", [f"{P}tensor_parallel=2"], f"{P}tensor_parallel: .*nearest: "),
-    "unknown field": ("dense", [f"{M}layernorm_epsilom=1"], f"{M}layernorm_epsilom: unknown key .nearest: lay"),
-    "unknown in ddp": ("dense", ["megatron.ddp.overlap_grad_reduced=true"], "megatron.ddp.overlap_grad_reduced: unk"),
-    "unknown in optimizer": ("dense", ["megatron.optimizer.use_precise=true"], "megatron.optimizer.use_precise: unk"),
+    "unknown size": (
+        "dense",
+        [f"{P}tensor_parallel=2"],
+        "megatron.parallel: expected .*, found tensor_parallel; the nearest is tensor",
+    ),
+    "unknown field": (
+        "dense",
+        [f"{M}layernorm_epsilom=1"],
+        "found layernorm_epsilom; the nearest is layernorm_epsilon",
+    ),
+    "unknown in ddp": (
+        "dense",
+        ["megatron.ddp.overlap_grad_reduced=true"],
+        "megatron.ddp: expected .*, found overlap_grad_reduced; ",
+    ),
+    "unknown in optimizer": (
+        "dense",
+        ["megatron.optimizer.use_precise=true"],
+        "megatron.optimizer: expected .*, found use_precise; ",
+    ),
     "num_layers": ("dense", [f"{M}num_layers=5"], f"{M}num_layers: expected 6 as in config.json, found 5"),
     "Megatron's own": (
         "dense",
@@ -153,7 +168,7 @@ OF_THE_PLANNER = [n for n in MISTAKES if n.startswith(("layers", "first", "layou
 def test_the_planner_says_the_same(name, policies, capsys):
     policy, overrides, said = MISTAKES[name]
     argv = [str(policies / "recipe.yaml"), "--gpus", "13", "--no-build", "engine.count=1"]
-    assert plan([*argv, f"policy.path={policies / policy}", *overrides]) == 2
+    assert main(["plan", *argv, f"policy.path={policies / policy}", *overrides]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and re.search(said, error), error
 
@@ -202,7 +217,7 @@ def test_megatrons_own_uneven_splits_pass(name, policies):
     parallel, model, expected = SPLITS[name]
     r = recipe(policies, "dense", len(expected), parallel, **model)
     policy = family(read_hf_config(policies / "dense"))
-    check_cuts(policy, r)
+    check_sharding(policy, r)
     check_megatron(policy, r)
     assert [list(s) for s in stages_of(r.megatron.model, 6, sizes_of(r.megatron.parallel))] == expected
     if "layout" not in name:

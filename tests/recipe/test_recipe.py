@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.file import RecipeError, dump_recipe, load_recipe, valid_keys
+from megatron_scalerl.recipe.file import OLD_KEYS, RecipeError, dump_recipe, load_recipe, valid_keys
 from megatron_scalerl.recipe.sections import Section
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ def test_defaults_are_the_papers(path):
     assert (recipe.rollouts.groups_per_batch, recipe.rollouts.group_size) == (48, 16)
     assert recipe.rollouts.max_staleness_steps == 8
     assert (recipe.loss.name, recipe.loss.max_is_weight, recipe.loss.reduction) == ("cispo", 5.0, "prompt_mean")
-    assert recipe.advantages.normalise == "batch"
+    assert recipe.advantages.normalize == "batch"
     assert recipe.filters.zero_variance and recipe.curriculum.no_positive_resampling == 0.9
     assert recipe.policy.logits == "fp32"
     o = recipe.optimizer
@@ -48,14 +48,18 @@ def test_every_spelling_of_a_number_is_one(path, text):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("optimzer.lr=1", "unknown key optimzer, the nearest valid key is optimizer"),
-        ("rollouts.groupsize=3", "unknown key rollouts.groupsize, the nearest valid key is rollouts.group_size"),
-        ("max_staleness=3", "unknown key max_staleness, the nearest valid key is rollouts.max_staleness_steps"),
+        ("optimzer.lr=1", "expected a recipe key, found optimzer; the nearest is optimizer"),
+        ("rollouts.groupsize=3", "found rollouts.groupsize; the nearest is rollouts.group_size"),
+        ("max_staleness=3", "found max_staleness; the nearest is rollouts.max_staleness_steps"),
+        ("advantages.normalise=batch", "found advantages.normalise; it was renamed to advantages.normalize$"),
         ("steps=many", r"steps: input should be a valid integer, .* found 'many'"),
         ("loss.name=ppo", "loss.name: input should be 'cispo', 'dapo', 'grpo' or 'gspo', found 'ppo'"),
-        ("rollouts.group_size=1", "rollouts.group_size: expected at least 2 with advantages.normalise 'batch'"),
+        ("rollouts.group_size=1", "rollouts.group_size: expected at least 2 with advantages.normalize 'batch'"),
         ("rollouts.max_in_flight=8", "rollouts.max_in_flight: expected at least group_size 16, found 8"),
-        ("rollouts.top_p=0.9", r"rollouts: top_p: expected 1 \(the engine's log-probs .* of all tokens\), found 0.9"),
+        (
+            "rollouts.top_p=0.9",
+            r"rollouts: top_p: expected 1 \(the engine's log-probs .* over all tokens\), found 0.9",
+        ),
         ("rollouts.temperature=3", "rollouts.temperature: input should be less than or equal to 2, found 3"),
         ("rollouts.temperature=0", "rollouts.temperature: input should be greater than or equal to 0.01, found 0"),
         ("interruption.thinking_tokens=[5, 2]", r"expected 1 <= low <= high, found \[5, 2\]"),
@@ -94,6 +98,14 @@ def test_resolved_recipe_loads_to_an_equal_one(path, tmp_path):
     out = tmp_path / "resolved.yaml"
     out.write_text(dump_recipe(recipe))
     assert load_recipe(out) == recipe
+
+
+def test_every_old_key_has_a_valid_new_name_in_the_same_section_and_a_row_in_the_docs():
+    changes = (ROOT / "docs" / "changes.md").read_text()
+    for old, new in OLD_KEYS.items():
+        assert new in set(valid_keys()) and old not in set(valid_keys())
+        assert old.rpartition(".")[0] == new.rpartition(".")[0]
+        assert f"| `{old}` |" in changes
 
 
 def test_every_field_says_what_it_is():

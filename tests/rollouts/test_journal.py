@@ -1,4 +1,4 @@
-"""The journal survives a torn line and gives back exactly what was written."""
+"""The journal survives a torn line and returns exactly the groups that were written."""
 
 import pytest
 
@@ -46,19 +46,19 @@ def test_round_trip(tmp_path):
     write(tmp_path)
     history = read_history(tmp_path)
     assert [e["event"] for e in history.events] == ["admit"] * 3 + ["finish"] * 2 + ["batch"]
-    assert [e["group_id"] for e in history.to_issue_again({2})] == [1]
+    assert [e["group_id"] for e in history.to_reissue({2})] == [1]
     assert history.unbatched() == (2,)
     assert history.batches == (BatchRecord(batch=0, step=1, policy_version=0, group_ids=(0,)),)
     assert read_groups(tmp_path, history, [2, 0]) == {0: group(0), 2: group(2)}
 
 
-def test_torn_lines_are_cut_and_the_journal_goes_on(tmp_path):
+def test_torn_lines_are_removed_and_the_journal_continues(tmp_path):
     write(tmp_path, batches=())
     for name in ("journal.jsonl", "rollouts/groups-00000.jsonl"):
         path = tmp_path / name
         path.write_bytes(path.read_bytes()[:-9])
     history = read_history(tmp_path)
-    assert [e["group_id"] for e in history.to_issue_again({0})] == [1, 2]
+    assert [e["group_id"] for e in history.to_reissue({0})] == [1, 2]
     journal = Journal(tmp_path)
     journal.finish(group(2, correct=(True, True)))
     journal.close()
@@ -82,19 +82,19 @@ def test_a_missing_group_of_a_batch_is_named(tmp_path):
     history = read_history(tmp_path)
     assert read_batch(tmp_path, history, history.batches[0]) == [group(0)]
     (tmp_path / "rollouts/groups-00000.jsonl").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"groups-00000.jsonl: expected group 0 of batch 0, found no line"):
+    with pytest.raises(ValueError, match=r"groups-00000.jsonl: expected group 0 of batch 0, found none"):
         read_batch(tmp_path, history, history.batches[0])
 
 
-def test_a_finished_group_without_its_text_is_issued_again(tmp_path):
+def test_a_finished_group_missing_on_disk_is_reissued(tmp_path):
     write(tmp_path)
     history = read_history(tmp_path)
     (tmp_path / "rollouts/groups-00000.jsonl").unlink()
     ready = read_groups(tmp_path, history, history.unbatched())
-    assert ready == {} and [e["group_id"] for e in history.to_issue_again(ready)] == [1, 2]
+    assert ready == {} and [e["group_id"] for e in history.to_reissue(ready)] == [1, 2]
 
 
-def test_of_two_texts_of_a_group_the_later_counts(tmp_path):
+def test_of_two_lines_of_a_group_the_later_counts(tmp_path):
     write(tmp_path)
     journal = Journal(tmp_path)
     journal.finish(group(2, correct=(True, True)))

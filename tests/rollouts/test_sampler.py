@@ -1,4 +1,4 @@
-"""From draw to answer text: seeds and cuts are reproducible, the answer is what follows the closing tag."""
+"""From draw to answer text: seeds and cut points are reproducible, the answer follows the closing tag."""
 
 import dataclasses
 from pathlib import Path
@@ -43,7 +43,7 @@ def tiny():
     return build_tokenizer()
 
 
-def test_draws_depend_on_run_group_and_index_alone(tiny):
+def test_draws_depend_only_on_seed_group_and_index(tiny):
     s = sampler(tiny)
     assert s.draw(1, 2, 3) == s.draw(1, 2, 3)
     draws = [s.draw(1, group, index) for group in range(40) for index in range(16)]
@@ -71,7 +71,7 @@ def test_a_natural_end_leaves_the_rest_of_the_budget_or_the_answers_own(tiny):
     assert sampler(tiny)._spec(sampler(tiny).draw(1, 0, 0), 1).interruption.whole_budget == 56, "the default"
 
 
-def test_tokens_that_the_policys_folder_ends_with_are_asked_for_and_not_read_out(tiny, tmp_path):
+def test_end_tokens_of_the_policy_stop_the_engine_and_are_not_in_the_answer(tiny, tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 16]}')
     s = sampler(tiny, policy={"path": str(tmp_path)})
     for enabled in (True, False):

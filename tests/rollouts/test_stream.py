@@ -1,20 +1,20 @@
-"""The rollout stream against a stand-in engine with chosen durations: order, bounds, failures, restart."""
+"""The rollout stream with a stand-in engine of drawn durations: order, bounds, failures, restart."""
 
 import asyncio
 import random
 
 import pytest
 
-from megatron_scalerl.engine.client import EngineError
+from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.prompts.curriculum import Curriculum
-from megatron_scalerl.rollouts.gate import StalenessGate
+from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.journal import Journal, read_groups, read_history
 from megatron_scalerl.rollouts.stream import RolloutStream
 from megatron_scalerl.types import Prompt, Rollout, Score
 
 
 class StandInEngine:
-    """Counts what it is given and answers after a drawn time, with the version at the first token."""
+    """Counts completions in flight; each takes a drawn time and has the engine's version at the first token."""
 
     def __init__(self, seed=0, slowest_s=0.01, version=0):
         self.random = random.Random(seed)
@@ -60,18 +60,14 @@ def prompts(count):
     return [Prompt(prompt_id=f"p{i:03d}", text=str(i), answer="0", token_ids=(1,)) for i in range(count)]
 
 
-def make_stream(tmp_path, *, k=2, groups_per_batch=3, group_size=4, max_in_flight=8, engines=None, **settings):
-    engines = engines or [StandInEngine()]
-    curriculum = Curriculum(prompts(settings.get("prompts", 500)), 7, None, settings.get("max_epochs"))
+def make_stream(tmp_path, *, k=2, engines=None, **settings):
+    rollouts = {"groups_per_batch": 3, "group_size": 4, "max_in_flight": 8, "max_staleness_steps": k}
     return RolloutStream(
-        curriculum=curriculum,
-        engines=engines,
+        Recipe(name="r", steps=1, seed=1, policy={"path": "p"}, prompts={"path": "q"}, rollouts=rollouts),
+        curriculum=Curriculum(prompts(settings.get("prompts", 500)), 7, None, settings.get("max_epochs")),
+        engines=engines or [StandInEngine()],
         sampler=settings.get("sampler") or StandInSampler(),
         journal=Journal(tmp_path),
-        gate=StalenessGate(groups_per_batch=groups_per_batch, max_staleness_steps=k),
-        group_size=group_size,
-        max_in_flight=max_in_flight,
-        seed=1,
         next_group_id=settings.get("next_group_id", 0),
     )
 
@@ -141,7 +137,7 @@ def test_a_failing_completion_ends_the_stream_with_its_error(tmp_path):
 
 
 @pytest.mark.parametrize(("ahead", "accepted"), [(1, True), (2, False), (999999, False)])
-def test_a_version_that_nobody_has_published_ends_the_stream(tmp_path, ahead, accepted):
+def test_an_unpublished_version_ends_the_stream(tmp_path, ahead, accepted):
     async def run():
         stream = make_stream(tmp_path, engines=[StandInEngine(version=3 + ahead)])
         stream.start(3)
@@ -150,7 +146,7 @@ def test_a_version_that_nobody_has_published_ends_the_stream(tmp_path, ahead, ac
         finally:
             await stream.close()
 
-    if accepted:  # the update to it is under way
+    if accepted:  # its weight update is in progress
         assert asyncio.run(run())
         return
     with pytest.raises(EngineError, match=f"engine-0: policy versions: expected at most 4, found {3 + ahead}"):
@@ -158,7 +154,7 @@ def test_a_version_that_nobody_has_published_ends_the_stream(tmp_path, ahead, ac
     assert read_history(tmp_path).files == {}
 
 
-def test_a_dry_curriculum_ends_the_stream_with_its_reason(tmp_path):
+def test_an_exhausted_curriculum_ends_the_stream_with_its_reason(tmp_path):
     async def run():
         engine = StandInEngine()
         stream = make_stream(tmp_path, prompts=7, max_epochs=1, engines=[engine])
@@ -168,26 +164,26 @@ def test_a_dry_curriculum_ends_the_stream_with_its_reason(tmp_path):
             batches.append(await stream.next_batch())
             engine.version = version + 1
             await stream.trained(version + 1)
-        return batches, stream.dry
+        return batches, stream.exhausted
 
     batches, reason = asyncio.run(run())
     assert [b and len(b) for b in batches] == [3, 3, None]
     assert reason == "curriculum.max_epochs 1 reached"
 
 
-def test_unfinished_groups_are_issued_again_under_their_ids(tmp_path):
-    async def first_life():
+def test_unfinished_groups_are_reissued_under_their_ids(tmp_path):
+    async def first_attempt():
         stream = make_stream(tmp_path, engines=[StandInEngine(slowest_s=0.2)])
         stream.start(0)
         await stream.next_batch()
         await stream.close()
 
-    asyncio.run(first_life())
+    asyncio.run(first_attempt())
     history = read_history(tmp_path)
-    lost = [(e["group_id"], e["prompt_id"]) for e in history.to_issue_again(history.unbatched())]
-    assert lost, "something was in flight when the first life ended"
+    lost = [(e["group_id"], e["prompt_id"]) for e in history.to_reissue(history.unbatched())]
+    assert lost, "something was in flight when the first attempt ended"
 
-    async def second_life():
+    async def second_attempt():
         known = {p.prompt_id: p for p in prompts(500)}
         engine = StandInEngine(version=1)
         stream = make_stream(tmp_path, engines=[engine], next_group_id=len(history.files) + len(lost))
@@ -202,7 +198,7 @@ def test_unfinished_groups_are_issued_again_under_their_ids(tmp_path):
         await stream.close()
         return taken
 
-    taken = asyncio.run(second_life())
+    taken = asyncio.run(second_attempt())
     ids = [g.group_id for g in taken]
     assert len(ids) == len(set(ids)) == 12
     found = {g.group_id: g.prompt.prompt_id for g in taken}

@@ -1,13 +1,13 @@
-"""tools/plan.py: its recipes fit, its numbers are the printed ones, bad input is one line and exit 2."""
+"""`megatron-scalerl plan`: its recipes fit, its numbers are the printed ones, bad input is one line and exit 2."""
 
 import json
 from pathlib import Path
 
 import pytest
-
-from megatron_scalerl.plan.command import main
+from command_line import command
 
 ROOT = Path(__file__).parents[2]
+main = command("plan")
 GPUS = {
     "scalerl_llama3_8b": 80,
     "scalerl_llama3_8b_32k": 80,
@@ -101,7 +101,7 @@ def test_check_sees_an_engine_without_room(capsys):
         )
         == 2
     )
-    assert "engines have no room for one sequence of 16,466 tokens" in capsys.readouterr().err
+    assert "the KV cache of an engine cannot hold one sequence of 16,466 tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -109,9 +109,9 @@ def test_check_sees_an_engine_without_room(capsys):
     [
         (["recipes/none.yaml", "--gpus", "8"], "expected a recipe file, found nothing"),
         (["{r}", "--gpus", "80", "policy.path=models/none"], "expected config.json in"),
-        (["{r}", "--gpus", "80", "policy.pat=x"], "unknown key policy.pat"),
+        (["{r}", "--gpus", "80", "policy.pat=x"], "found policy.pat; the nearest is policy.path"),
         (["{r}", "--gpus", "1"], "--gpus: expected a number that splits"),
-        (["{r}", "--gpus", "80", "megatron.optimizer.optimizer_cpu_offload=true"], "does not count it"),
+        (["{r}", "--gpus", "80", "megatron.optimizer.optimizer_cpu_offload=true"], "does not support it"),
         (["{r}", "--gpus", "80", "megatron.parallel.tensor_model_parallel_size=3"], "expected a multiple of"),
         (["{r}", "--gpus", "80", "--json", "/nowhere/x.json"], "/nowhere/x.json: expected a usable path"),
     ],
@@ -120,7 +120,7 @@ def test_bad_input_is_one_line(argv, said, capsys):
     words = [word.format(r=recipe("scalerl_llama3_8b")) for word in argv]
     assert main([*words, "--no-build"]) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1 and error.startswith("plan: ")
+    assert said in error and error.count("\n") == 1 and error.startswith("megatron-scalerl: ")
 
 
 def test_a_number_that_is_none(capsys):

@@ -5,20 +5,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import command
 from rich.console import Console
 
-from megatron_scalerl import show_rollouts
+from megatron_scalerl.commands import show as tool
 from megatron_scalerl.rollouts.journal import BatchRecord, Journal
 from megatron_scalerl.tiny.tokenizer import save_tokenizer
 from megatron_scalerl.types import Prompt, Rollout, RolloutGroup, Score
 
+main = command("show")
 TOOL = Path(__file__).parents[2] / "tools" / "show_rollouts.py"
 PHRASE = "Okay, time is up. Let me stop thinking and formulate a final answer now. "
-
-
-@pytest.fixture
-def tool():
-    return show_rollouts
 
 
 def rollout(ids, versions, mask, **flags):
@@ -62,8 +59,8 @@ def run_dir(tmp_path_factory):
     return folder
 
 
-def test_the_newest_groups_first_completion_is_shown_without_arguments(tool, run_dir, capsys):
-    assert tool.main([str(run_dir)]) == 0
+def test_the_newest_groups_first_completion_is_shown_without_arguments(run_dir, capsys):
+    assert main([str(run_dir)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "group      2, epoch 0, in no batch yet, pass rate 1/2",
         "completion 0 of 2, 8 tokens, seed 11",
@@ -75,8 +72,8 @@ def test_the_newest_groups_first_completion_is_shown_without_arguments(tool, run
     ]
 
 
-def test_forced_tokens_and_versions_are_marked_without_colour(tool, run_dir, capsys):
-    assert tool.main([str(run_dir), "--step", "2", "--index", "1"]) == 0
+def test_forced_tokens_and_versions_are_marked_without_colour(run_dir, capsys):
+    assert main([str(run_dir), "--step", "2", "--index", "1"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "group      1, epoch 0, in the batch of step 2, pass rate 1/2"
     assert out[2:5] == [
@@ -87,7 +84,7 @@ def test_forced_tokens_and_versions_are_marked_without_colour(tool, run_dir, cap
     assert out[-1] == f"‹v3›7+‹v4›⟦{PHRASE}</think>⟧0<eos>"
 
 
-def test_forced_tokens_are_coloured_on_a_terminal(tool, run_dir):
+def test_forced_tokens_are_coloured_on_a_terminal(run_dir):
     console = Console(force_terminal=True, color_system="standard", soft_wrap=True)
     found = tool.find_group(run_dir, 1, None)
     with console.capture() as captured:
@@ -95,7 +92,7 @@ def test_forced_tokens_are_coloured_on_a_terminal(tool, run_dir):
     assert f"\x1b[1;33m⟦{PHRASE}</think>⟧\x1b[0m" in captured.get()
 
 
-def test_text_that_looks_like_markup_is_printed_as_it_is(tool):
+def test_text_that_looks_like_markup_is_printed_as_it_is():
     class BracketTokenizer:
         """Stands in for a tokenizer with brackets."""
 
@@ -106,7 +103,7 @@ def test_text_that_looks_like_markup_is_printed_as_it_is(tool):
     assert text.plain == "‹v1›[bold]x[/nothing]"
 
 
-def test_a_step_in_the_group_itself_needs_no_journal(tool, run_dir, tmp_path):
+def test_a_step_in_the_group_itself_needs_no_journal(run_dir, tmp_path):
     (tmp_path / "rollouts").mkdir()
     line = (run_dir / "rollouts" / "groups-00000.jsonl").read_text().splitlines()[0]
     torn = '{"group_id": 9, "ste'
@@ -123,8 +120,8 @@ def test_a_step_in_the_group_itself_needs_no_journal(tool, run_dir, tmp_path):
         (["--index", "2"], "--index: expected 0 to 1, found 2"),
     ],
 )
-def test_what_is_not_there_is_one_line(tool, run_dir, capsys, arguments, message):
-    assert tool.main([str(run_dir), *arguments]) == 2
+def test_what_is_not_there_is_one_line(run_dir, capsys, arguments, message):
+    assert main([str(run_dir), *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
@@ -133,18 +130,18 @@ def test_what_is_not_there_is_one_line(tool, run_dir, capsys, arguments, message
 def test_a_folder_that_is_no_run_is_one_line_and_exit_code_2(tmp_path):
     done = subprocess.run([sys.executable, TOOL, tmp_path], capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == f"{tmp_path}: expected a run's folder with rollouts in it, found none\n"
+    assert done.stderr == f"megatron-scalerl: {tmp_path}: expected a run folder with rollouts, found none\n"
 
 
-def test_an_interrupted_completion_can_be_asked_for(tool, run_dir, capsys):
-    assert tool.main([str(run_dir), "--interrupted"]) == 0
+def test_an_interrupted_completion_can_be_asked_for(run_dir, capsys):
+    assert main([str(run_dir), "--interrupted"]) == 0
     out = capsys.readouterr().out
     assert "completion 1 of 2" in out and "cut after 2 tokens, interrupted" in out
-    assert tool.main([str(run_dir), "--interrupted", "--index", "0"]) == 0
+    assert main([str(run_dir), "--interrupted", "--index", "0"]) == 0
     assert "completion 0 of 2" in capsys.readouterr().out
 
 
 def test_a_completion_does_not_steer_the_terminal():
-    assert show_rollouts.printable("a\x1b]52;c;eA==\x07b\x1b[2Jc\u202ed\n\te\u00e9") == (
+    assert tool.printable("a\x1b]52;c;eA==\x07b\x1b[2Jc\u202ed\n\te\u00e9") == (
         "a\\x1b]52;c;eA==\\x07b\\x1b[2Jc\\u202ed\n\te\u00e9"
     )

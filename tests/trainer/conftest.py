@@ -1,6 +1,6 @@
-"""One trainer process inside pytest: a world of one, cut once for the tests of this folder that ask for it.
+"""One trainer process inside pytest: a world of one, created once for the tests of this folder that request it.
 
-Tests marked `gpu` are left out, and counted as left out, where PyTorch sees no GPU.
+Tests marked `gpu` are deselected where PyTorch sees no GPU.
 """
 
 from __future__ import annotations

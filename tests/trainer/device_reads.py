@@ -1,4 +1,4 @@
-"""Counts what would make a GPU's host wait, while a step runs on a CPU."""
+"""Counts operations for which a GPU's host would wait, while a step runs on a CPU."""
 
 from __future__ import annotations
 

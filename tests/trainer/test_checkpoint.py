@@ -12,8 +12,8 @@ from random_policy import batches_of, random_samples
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_scalerl.checkpoints.commit import latest
+from megatron_scalerl.distributed.parallel import unwrap
 from megatron_scalerl.trainer.checkpoint import load, save
-from megatron_scalerl.trainer.model import unwrap
 
 MIXED = {"policy": {"dtype": "bfloat16"}, "optimizer": {"lr": 1e-2, "warmup_steps": 3}}
 
@@ -25,7 +25,7 @@ def steps(trainer, numbers):
 
 
 def state(trainer):
-    """Weights and everything the optimiser remembers, by name."""
+    """Weights and everything the optimizer remembers, by name."""
     found = {f"weight {n}": p.detach().clone() for n, p in unwrap(trainer.chunks[0]).named_parameters()}
     for i, optimizer in enumerate(trainer.optimizer.chained_optimizers):
         for j, group in enumerate(optimizer.optimizer.param_groups):
@@ -73,10 +73,10 @@ def test_generators_are_restored(new_trainer, tmp_path):
 def test_saving_again_replaces(new_trainer, tmp_path):
     trainer = new_trainer()
     steps(trainer, [1])
-    save(tmp_path / "step_000001", trainer, {"life": 1})
-    save(tmp_path / "step_000001", trainer, {"life": 2})
+    save(tmp_path / "step_000001", trainer, {"attempt": 1})
+    save(tmp_path / "step_000001", trainer, {"attempt": 2})
     assert latest(tmp_path) == tmp_path / "step_000001"
-    assert load(tmp_path / "step_000001", trainer) == {"life": 2}
+    assert load(tmp_path / "step_000001", trainer) == {"attempt": 2}
 
 
 def test_a_missing_shard_is_named_and_nothing_is_loaded(new_trainer, tmp_path):

@@ -1,6 +1,6 @@
 """What a GPU's host waits for, kept as lists: once for every micro-batch, once for every step.
 
-Two views, neither of them a GPU. A step on the CPU, in which every read is counted by who asked (real data, so
+Two views, neither of them a GPU. A step on the CPU, in which every read is counted by caller (real data, so
 experts and the optimizer take part); and forward and backward on the meta device, where a read is an error.
 docs/cuda.md has the same lists with what each costs on a GPU.
 """
@@ -20,10 +20,10 @@ from device_reads import DeviceReads
 from random_policy import batches_of, make_recipe, random_samples
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_scalerl.distributed.parallel import unwrap
 from megatron_scalerl.trainer import staging
 from megatron_scalerl.trainer import step as step_module
-from megatron_scalerl.trainer.model import unwrap
-from megatron_scalerl.trainer.tally import Tally
+from megatron_scalerl.trainer.step_metrics import StepMetrics
 from megatron_scalerl.types import Batch
 
 META = torch.device("meta")
@@ -33,14 +33,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "logits twice": {"trainer": {"loss_in_chunk": False}},
 }
 HOST_ONLY = {
-    "item megatron_scalerl/logits/torch_backend.py:_logits": "asked where the scale is a host tensor",
+    "item megatron_scalerl/logits/torch_backend.py:_logits": "only for a scale in host memory",
     "item megatron/core/optimizer/optimizer.py:step_with_ready_grads": "AdamW's own counters are host tensors",
 }
 """Found on a CPU, and no read of a device on a GPU."""
 A_STEP = {
     "item megatron/core/optimizer/clip_grads.py:get_grad_norm_fp32": 1,
     "item megatron/core/utils.py:local_multi_tensor_l2_norm": 1,
-    "tolist megatron_scalerl/trainer/tally.py:reduced": 1,
+    "tolist megatron_scalerl/trainer/step_metrics.py:reduced": 1,
 }
 EXPERTS = {
     "masked_select megatron/core/transformer/moe/moe_utils.py:permute": 2,
@@ -131,9 +131,9 @@ def test_forward_and_backward_run_where_a_read_is_an_error(
     [batch] = batches_of(random_samples(2), micro_batch_tokens=64)
     count = len(batch.micro_batches)
     assert count > 1
-    tally = Tally(META)
+    metrics = StepMetrics(META)
     with Copies() as copies:
-        trainer._schedule(batch.micro_batches, partial(trainer._train_loss, tally, count), train=True)
+        trainer._schedule(batch.micro_batches, partial(trainer._train_loss, metrics, count), train=True)
     assert (copies.queued, copies.waited) == (count, 0)
     gradients = [p.grad for p in unwrap(trainer.chunks[0]).parameters()]
     assert all(g is not None and g.device == META for g in gradients)
@@ -155,10 +155,10 @@ def test_pytorch_sees_no_wait_on_a_gpu(name: str, new_trainer: Callable) -> None
     trainer = new_trainer(policy={"dtype": "bfloat16"}, **SETTINGS[name])
     [batch] = batches_of(random_samples(2), micro_batch_tokens=64)
     trainer.step(batch)  # compiles kernels
-    tally = Tally(trainer.parallel.device)
+    metrics = StepMetrics(trainer.parallel.device)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        loss = partial(trainer._train_loss, tally, len(batch.micro_batches))
+        loss = partial(trainer._train_loss, metrics, len(batch.micro_batches))
         trainer._schedule(batch.micro_batches, loss, train=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")

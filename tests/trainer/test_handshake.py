@@ -1,4 +1,4 @@
-"""Who may join a run, and what may be said there: real worker processes and raw sockets against a real client."""
+"""Who may join a run, and which messages are valid: real worker processes and raw sockets against a real client."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import zmq
 import zmq.asyncio
 
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous, HostRendezvous
-from megatron_scalerl.trainer import wire, worker
+from megatron_scalerl.trainer import messages, sockets, worker
 from megatron_scalerl.trainer.client import TrainerClient, TrainerError
 
 pytestmark = pytest.mark.slow
@@ -81,7 +81,7 @@ def test_a_wrong_secret_gets_no_answer():
 
     status, line, failure = asyncio.run(scenario())
     assert status == worker.EXIT_REFUSED
-    assert "found none (gone, or MSRL_SECRET is another run's)" in line
+    assert "found none (it has exited, or MSRL_SECRET is another run's)" in line
     assert failure == ""
 
 
@@ -113,25 +113,25 @@ def test_missing_settings_are_named():
 
 
 class StandInRank:
-    """A rank's socket that says what a test wants; `keys` None: those of a rank of the run."""
+    """A rank's socket that sends what a test specifies; `keys` None: those of a rank of the run."""
 
     def __init__(self, trainer: TrainerClient, *, keys: tuple[bytes, bytes] | None = None) -> None:
         self._context = zmq.asyncio.Context()
         self.socket = self._context.socket(zmq.DEALER)
-        wire.secure_client(self.socket, "a secret")
+        sockets.secure_client(self.socket, "a secret")
         if keys is not None:
             self.socket.curve_publickey, self.socket.curve_secretkey = keys
         self.socket.connect(trainer.endpoint)
 
     async def hello(self, rank: int, **changes) -> None:
         values = {"rank": rank, "world_size": 2, "run_id": "run", "incarnation": "1.0"} | changes
-        await self.socket.send(wire.encode(wire.Hello(**values)))
+        await self.socket.send(messages.encode(messages.Hello(**values)))
 
     async def answer(self):
         """The next message but pings."""
         while True:
-            message = wire.decode_for_rank(await asyncio.wait_for(self.socket.recv(), 20))
-            if not isinstance(message, wire.Ping):
+            message = messages.decode_for_rank(await asyncio.wait_for(self.socket.recv(), 20))
+            if not isinstance(message, messages.Ping):
                 return message
 
     def __enter__(self) -> "StandInRank":
@@ -158,8 +158,8 @@ def conversation(scenario, *, world_size=2, rendezvous=WHERE):
     return asyncio.run(whole())
 
 
-def ready(rank: int, **changes) -> wire.Ready:
-    info = wire.TrainerInfo(
+def ready(rank: int, **changes) -> messages.Ready:
+    info = messages.TrainerInfo(
         world_size=2,
         dp_size=2,
         parameters=1,
@@ -170,7 +170,7 @@ def ready(rank: int, **changes) -> wire.Ready:
         logits="fp32",
         pad_multiple=1,
     )
-    return wire.Ready(**({"rank": rank, "dp_rank": rank, "info": info} | changes))
+    return messages.Ready(**({"rank": rank, "dp_rank": rank, "info": info} | changes))
 
 
 def test_the_controller_s_public_key_alone_opens_nothing():
@@ -178,7 +178,7 @@ def test_the_controller_s_public_key_alone_opens_nothing():
         with StandInRank(trainer, keys=zmq.curve_keypair()) as stranger, StandInRank(trainer) as ours:
             await stranger.hello(0)
             await ours.hello(0)
-            assert await ours.answer() == wire.Welcome()
+            assert await ours.answer() == messages.Welcome()
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(stranger.socket.recv(), 1)
 
@@ -204,7 +204,7 @@ HOSTILE = {
     "a huge length": [b"\xdd\xff\xff\xff\xff"],
     "two frames": [b"a", b"b"],
     "no frame of its own": [b"", b"", b""],
-    "a rank's message": [wire.encode(wire.Failed(rank=0, error="made up"))],
+    "a rank's message": [messages.encode(messages.Failed(rank=0, error="made up"))],
 }
 
 
@@ -214,28 +214,28 @@ def test_what_a_stranger_says_does_not_end_the_controller(frames):
         with StandInRank(trainer) as stranger, StandInRank(trainer) as ours:
             await stranger.socket.send_multipart(frames)
             await ours.hello(0)
-            assert await ours.answer() == wire.Welcome()
-            assert await ours.answer() == wire.Meet(rendezvous=WHERE)
+            assert await ours.answer() == messages.Welcome()
+            assert await ours.answer() == messages.Meet(rendezvous=WHERE)
             assert not start.done()
 
     conversation(scenario)
 
 
 @pytest.mark.parametrize(
-    ("said", "error"),
+    ("message", "error"),
     [
         ([b"\xc1"], r"^trainer rank 1: expected a message, found 1 bytes that are none"),
         ([b"a", b"b"], r"^trainer rank 1: expected a message in one frame, found 2"),
-        ([wire.encode(ready(0))], r"^trainer rank 1: expected its own messages, found one of rank 0"),
-        ([wire.encode(ready(1, dp_rank=2))], r"^trainer rank 1: expected a data-parallel rank under 2, found 2"),
+        ([messages.encode(ready(0))], r"^trainer rank 1: expected its own messages, found one of rank 0"),
+        ([messages.encode(ready(1, dp_rank=2))], r"^trainer rank 1: expected a data-parallel rank under 2, found 2"),
     ],
 )
-def test_a_rank_that_says_what_it_may_not_is_lost_and_named(said, error):
+def test_a_rank_with_an_invalid_message_is_named(message, error):
     async def scenario(trainer, start):
         with StandInRank(trainer) as rank:
             await rank.hello(1)
-            assert await rank.answer() == wire.Welcome()
-            await rank.socket.send_multipart(said)
+            assert await rank.answer() == messages.Welcome()
+            await rank.socket.send_multipart(message)
             with pytest.raises(TrainerError, match=error):
                 await start
 
@@ -246,13 +246,13 @@ def test_a_value_of_another_kind_is_the_trainer_s_failure_not_the_user_s():
     async def scenario(trainer, start):
         with StandInRank(trainer) as rank:
             await rank.hello(0, world_size=1)
-            await rank.socket.send(wire.encode(ready(0)))
+            await rank.socket.send(messages.encode(ready(0)))
             await start
             asking = asyncio.create_task(trainer.manifest())
             for _ in range(3):  # Welcome, Meet, Manifest
                 message = await rank.answer()
-            done = wire.Done(call=message.call, rank=0, value=msgspec.Raw(wire.encode("no manifest")))
-            await rank.socket.send(wire.encode(done))
+            done = messages.Done(call=message.call, rank=0, value=msgspec.Raw(messages.encode("no manifest")))
+            await rank.socket.send(messages.encode(done))
             with pytest.raises(TrainerError, match=r"^trainer rank 0: expected a message"):
                 await asking
 
@@ -265,7 +265,7 @@ def test_a_stop_without_an_answer_ends_in_time_and_closes(monkeypatch):
     async def scenario(trainer, start):
         with StandInRank(trainer) as rank:
             await rank.hello(0, world_size=1)
-            await rank.socket.send(wire.encode(ready(0)))
+            await rank.socket.send(messages.encode(ready(0)))
             await start
             pending = asyncio.create_task(trainer.manifest())  # a command that is never answered holds the line
             await asyncio.sleep(0)
@@ -293,7 +293,7 @@ def test_strangers_who_come_and_go_between_commands_hold_nothing_up():
         waiting = asyncio.create_task(trainer.wait_ready(timeout_s=60))
         with StandInRank(trainer) as rank:
             await rank.hello(0, world_size=1)
-            assert await rank.answer() == wire.Welcome()
+            assert await rank.answer() == messages.Welcome()
         closing = threading.Thread(target=trainer.close, daemon=True)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
@@ -312,7 +312,7 @@ def test_connections_that_are_left_open_do_not_hold_up_the_end():
                 strangers.enter_context(socket.create_connection((host, int(port)), timeout=5))
             with StandInRank(trainer) as rank:
                 await rank.hello(0, world_size=1)
-                assert await rank.answer() == wire.Welcome()
+                assert await rank.answer() == messages.Welcome()
             start.cancel()
             await asyncio.gather(start, return_exceptions=True)
             closing = threading.Thread(target=trainer.close, daemon=True)
@@ -324,8 +324,8 @@ def test_connections_that_are_left_open_do_not_hold_up_the_end():
 
 
 def test_pings_that_a_busy_rank_does_not_read_cost_it_nothing(monkeypatch):
-    monkeypatch.setattr(wire, "HEARTBEAT_MS", 200)
-    monkeypatch.setattr(wire, "HEARTBEAT_TIMEOUT_MS", 1_000)
+    monkeypatch.setattr(sockets, "HEARTBEAT_MS", 200)
+    monkeypatch.setattr(sockets, "HEARTBEAT_TIMEOUT_MS", 1_000)
     monkeypatch.setattr("megatron_scalerl.trainer.client.PROBE_INTERVAL_MS", 5)
 
     async def scenario(trainer, start):
@@ -333,9 +333,9 @@ def test_pings_that_a_busy_rank_does_not_read_cost_it_nothing(monkeypatch):
             await rank.hello(0, world_size=1)
             await asyncio.sleep(3)  # without reading: hundreds of pings, and three time-outs of the heartbeat
             assert not start.done()
-            await rank.socket.send(wire.encode(ready(0)))
+            await rank.socket.send(messages.encode(ready(0)))
             await start
-            assert await rank.answer() == wire.Welcome()
+            assert await rank.answer() == messages.Welcome()
 
     conversation(scenario, world_size=1)
 
@@ -346,31 +346,31 @@ def test_on_several_hosts_everybody_waits_for_the_address_that_rank_0_has_bound(
     async def scenario(trainer, start):
         with StandInRank(trainer) as other, StandInRank(trainer) as first:
             await other.hello(1, bound=HostRendezvous(host="127.0.0.1", port=1))  # not its place to say
-            assert await other.answer() == wire.Welcome()
+            assert await other.answer() == messages.Welcome()
             await first.hello(0)
             refused = await first.answer()
-            assert isinstance(refused, wire.Refused) and "MSRL_BIND_HOST" in refused.reason
+            assert isinstance(refused, messages.Refused) and "MSRL_BIND_HOST" in refused.reason
             await first.hello(0, bound=bound)
-            assert await first.answer() == wire.Welcome()
+            assert await first.answer() == messages.Welcome()
             for rank in (first, other):
-                assert await rank.answer() == wire.Meet(rendezvous=bound)
+                assert await rank.answer() == messages.Meet(rendezvous=bound)
             assert trainer.rendezvous == bound
 
     conversation(scenario, rendezvous=None)
 
 
-def test_a_rank_that_stands_still_is_lost_after_the_heartbeat_s_limit(monkeypatch):
-    monkeypatch.setattr(wire, "HEARTBEAT_MS", 300)  # in this process: the controller asks, the rank answers
-    monkeypatch.setattr(wire, "HEARTBEAT_TIMEOUT_MS", 1_000)
+def test_a_rank_that_hangs_is_lost_after_the_heartbeat_s_limit(monkeypatch):
+    monkeypatch.setattr(sockets, "HEARTBEAT_MS", 300)  # in this process: the controller asks, the rank answers
+    monkeypatch.setattr(sockets, "HEARTBEAT_TIMEOUT_MS", 1_000)
 
     async def scenario(trainer, start):
         env = environment(trainer, RANK="1", WORLD_SIZE="2", MSRL_RECIPE=str(RECIPE))
         process = await asyncio.create_subprocess_exec(*WORKER, env=env)
         try:
-            while 1 not in trainer._identities:  # then it waits to be told where rank 0 is
+            while 1 not in trainer._identities:  # then it waits for the address of rank 0
                 await asyncio.sleep(0.05)
             process.send_signal(signal.SIGSTOP)
-            with pytest.raises(TrainerError, match="trainer rank 1: the process has gone without a word"):
+            with pytest.raises(TrainerError, match="trainer rank 1: the process exited unexpectedly"):
                 await asyncio.wait_for(start, 30)
         finally:
             process.kill()
@@ -380,7 +380,7 @@ def test_a_rank_that_stands_still_is_lost_after_the_heartbeat_s_limit(monkeypatc
 
 
 def test_each_side_has_a_key_of_its_own_and_each_secret_its_own_pair():
-    keys = {wire._keys(secret, whose) for secret in ("a", "b") for whose in (wire._CONTROLLER, wire._RANKS)}
+    keys = {sockets._keys(secret, whose) for secret in ("a", "b") for whose in (sockets._CONTROLLER, sockets._RANKS)}
     assert len(keys) == 4 and len({public for public, _ in keys}) == 4
     with pytest.raises(ValueError, match="secret: expected a non-empty text"):
-        wire._keys("", wire._RANKS)
+        sockets._keys("", sockets._RANKS)

@@ -1,4 +1,4 @@
-"""A trainer resumes from its own checkpoints and starts from others', and runs nothing that stands in them."""
+"""A trainer resumes from its own checkpoints and starts from others', and executes nothing from them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def original(new_trainer, tmp_path_factory):
 
 @pytest.fixture
 def folder(original, tmp_path):
-    """The checkpoint, free to be spoiled."""
+    """The checkpoint, to be modified."""
     shutil.copytree(original, tmp_path / "step_000001")
     return tmp_path / "step_000001"
 
@@ -70,16 +70,16 @@ def refused(new_trainer, policy, folder, marker):
 def test_a_whole_metadata_that_calls(folder, marker, refused):
     (folder / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
     recommit(folder)
-    said = f"{folder}/.metadata: expected the metadata of a checkpoint, found the name posix.mkdir"
-    assert refused() == (said, said)
+    refusal = f"{folder}/.metadata: expected the metadata of a checkpoint, found the name posix.mkdir"
+    assert refused() == (refusal, refusal)
     with pytest.raises(ValueError, match=r"found the name posix\.mkdir"):
         check_checkpoint(folder)
 
 
 def test_a_good_metadata_with_a_call_beside(folder, marker, refused):
     edit_metadata(folder, lambda m: setattr(m, "planner_data", [Evil(marker)]))
-    said = f"{folder}/.metadata: expected the metadata of a checkpoint, found the name posix.mkdir"
-    assert refused() == (said, said)
+    refusal = f"{folder}/.metadata: expected the metadata of a checkpoint, found the name posix.mkdir"
+    assert refused() == (refusal, refusal)
 
 
 @pytest.mark.parametrize(
@@ -95,16 +95,16 @@ def test_a_common_file_that_calls(content, name, folder, marker, refused):
     """A start takes nothing from it, and does not open it."""
     (folder / "common.pt").write_bytes(saved(content(marker)))
     recommit(folder)
-    said = f"{folder}/common.pt: expected plain values at byte 0, found the name {name}"
-    assert refused() == (said, None)
+    refusal = f"{folder}/common.pt: expected plain values at byte 0, found the name {name}"
+    assert refused() == (refusal, None)
     with pytest.raises(ValueError, match=f"common.pt: expected plain values at byte 0, found the name {name}"):
         check_checkpoint(folder)
 
 
 def test_an_object_that_calls(folder, marker, refused):
     place(folder, first_key(folder, objects=True, containing="_extra_state"), saved([Evil(marker)]))
-    said = f"{folder}/__99_0.distcp: expected plain values at byte 0, found the name posix.mkdir"
-    assert refused() == (said, said)
+    refusal = f"{folder}/__99_0.distcp: expected plain values at byte 0, found the name posix.mkdir"
+    assert refused() == (refusal, refusal)
     with pytest.raises(ValueError, match=r"__99_0\.distcp: expected plain values at byte 0, found the name"):
         check_checkpoint(folder)
 
@@ -118,8 +118,8 @@ def test_an_extra_state_with_content(folder, refused):
     """What Transformer Engine would unpickle."""
     key = first_key(folder, objects=True, containing="_extra_state")
     place(folder, key, saved([torch.zeros(8, dtype=torch.uint8)]))
-    said = f"found content in {key.fqn} (of fp8 training? such states are pickles and are not opened)"
-    assert all(s == f"{folder}/__99_0.distcp: expected plain values at byte 0, {said}" for s in refused())
+    refusal = f"found content in {key.fqn} (of fp8 training? such states are pickles and are not opened)"
+    assert all(s == f"{folder}/__99_0.distcp: expected plain values at byte 0, {refusal}" for s in refused())
     with pytest.raises(ValueError, match="such states are pickles"):
         check_checkpoint(folder)
 
@@ -127,14 +127,14 @@ def test_an_extra_state_with_content(folder, refused):
 def test_a_tensor_that_calls(folder, marker, refused):
     index = first_key(folder, objects=False)
     place(folder, index, saved(Evil(marker)))
-    said = f"{folder}/__99_0.distcp: expected the tensor {index.fqn} at byte 0, found the name posix.mkdir"
-    assert refused() == (said, said)
+    refusal = f"{folder}/__99_0.distcp: expected the tensor {index.fqn} at byte 0, found the name posix.mkdir"
+    assert refused() == (refusal, refusal)
 
 
 def test_a_tensor_of_another_shape(folder, refused):
     index = first_key(folder, objects=False)
     place(folder, index, saved(torch.zeros(3)))
-    assert all(f"__99_0.distcp: {index.fqn}: expected shape [" in said for said in refused())
+    assert all(f"__99_0.distcp: {index.fqn}: expected shape [" in refusal for refusal in refused())
 
 
 @pytest.mark.parametrize(
@@ -150,8 +150,8 @@ def test_places_outside_the_folder_or_the_file(info, found, folder, refused):
     (folder.parent / "outside").write_bytes(b"x" * 20)
     index = first_key(folder, objects=False)
     edit_metadata(folder, lambda m: m.storage_data.__setitem__(index, _StorageInfo(*info)))
-    for said in refused():
-        assert any(part in said for part in found.split("|")), said
+    for refusal in refused():
+        assert any(part in refusal for part in found.split("|")), refusal
     with pytest.raises(ValueError):
         check_checkpoint(folder)
 
@@ -159,15 +159,15 @@ def test_places_outside_the_folder_or_the_file(info, found, folder, refused):
 def test_a_checkpoint_of_another_policy(folder, refused):
     index = first_key(folder, objects=False)
     edit_metadata(folder, lambda m: m.state_dict_metadata.pop(index.fqn) and None)
-    for said in refused():
-        assert said.startswith(f"{folder}: expected a checkpoint of this policy, found: ") and index.fqn in said
+    for refusal in refused():
+        assert refusal.startswith(f"{folder}: expected a checkpoint of this policy, found: ") and index.fqn in refusal
 
 
 def test_a_link_out_of_the_folder(folder, refused):
     shutil.move(folder / "__0_0.distcp", folder.parent / "elsewhere")
     (folder / "__0_0.distcp").symlink_to(folder.parent / "elsewhere")
-    said = f"{folder}/__0_0.distcp: expected a file, found a link (cp -RL makes a folder without links)"
-    assert refused() == (said, said)
+    refusal = f"{folder}/__0_0.distcp: expected a file, found a link (cp -RL makes a folder without links)"
+    assert refused() == (refusal, refusal)
     with pytest.raises(ValueError, match="found a link"):
         check_checkpoint(folder)
 

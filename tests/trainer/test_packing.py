@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_scalerl.trainer.layers.attention import SdpaCoreAttention
-from megatron_scalerl.trainer.layers.packing import SAME_BUCKET, cut, layout, packed_row
+from megatron_scalerl.trainer.layers.packing import SAME_BUCKET, layout, packed_row, split_into_chunks
 
 LENGTHS = [
     pytest.param([7, 1, 30, 29, 12, 3], id="mixed"),
@@ -58,7 +58,7 @@ def alone(q, k, v, starts: list[int]) -> torch.Tensor:
 def test_packed_attention_is_attention_on_each_sequence(lengths: list[int], chunk: int | None) -> None:
     tensors = qkv(sum(lengths))
     starts = starts_of(lengths)
-    pieces = starts if chunk is None else cut(starts, chunk)
+    pieces = starts if chunk is None else split_into_chunks(starts, chunk)
     found = attention(chunked=chunk is not None)(*tensors, None, packed_seq_params=row_of(lengths, chunk))
     expected = alone(*tensors, pieces)
     assert found.shape == (sum(lengths), 1, 48)
@@ -95,8 +95,8 @@ def test_buckets_hold_every_token_once_and_little_padding(lengths: list[int]) ->
     assert slots <= sum(lengths) / SAME_BUCKET
 
 
-def test_chunks_start_anew_in_every_sequence() -> None:
-    assert cut([0, 10, 14, 22], 4) == [0, 4, 8, 10, 14, 18, 22]
+def test_chunks_restart_in_every_sequence() -> None:
+    assert split_into_chunks([0, 10, 14, 22], 4) == [0, 4, 8, 10, 14, 18, 22]
     whole = row_of([10, 4, 8], chunk=16)
     assert whole.chunked is whole.layout
 

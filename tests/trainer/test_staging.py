@@ -82,7 +82,7 @@ def test_every_tensor_arrives_with_its_bits(one_copy: list[torch.Tensor]) -> Non
     assert (found.number, found.nothing, found.leaves[0].name) == (7, None, "leaf")
 
 
-def test_what_stands_there_twice_is_sent_once(one_copy: list[torch.Tensor]) -> None:
+def test_an_object_that_occurs_twice_is_sent_once(one_copy: list[torch.Tensor]) -> None:
     found = staged(tree(), META)
     assert found.again is found.values and found.leaves[0] is found.leaves[1]
     [buffer] = one_copy

@@ -1,4 +1,4 @@
-"""One optimiser step against a plain reference, and what must not change it."""
+"""One optimizer step against a plain reference, and what must not change it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import math
 
 import pytest
 import torch
+from policy_rows import greedy
 from random_policy import batches_of, random_samples
 from transformers import AutoModelForCausalLM
 
 from megatron_scalerl.batching.packing import filler_micro_batch
+from megatron_scalerl.distributed.parallel import unwrap
 from megatron_scalerl.recipe.sections import OptimizerSection
-from megatron_scalerl.trainer.model import unwrap
 from megatron_scalerl.trainer.step import constant_with_warmup
 from megatron_scalerl.types import Batch
 
@@ -159,7 +160,7 @@ def test_logprobs_and_greedy_tokens_are_those_of_hugging_face(new_trainer, polic
         torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=5e-5)
     prompt = list(lists[0][:8])
     out = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    assert trainer.greedy(prompt, 12) == out[0, 8:].tolist()
+    assert greedy(trainer, prompt, 12) == out[0, 8:].tolist()
 
 
 def test_scoring_leaves_training_alone(new_trainer):
@@ -172,7 +173,7 @@ def test_scoring_leaves_training_alone(new_trainer):
     assert all(torch.equal(w, theirs[n]) for n, w in weights(plain).items())
 
 
-def test_a_spoilt_loss_is_not_passed_over(new_trainer):
+def test_a_loss_that_is_not_finite_is_an_error(new_trainer):
     samples = random_samples(9, count=1)
     [batch] = batches_of(samples)
     batch.micro_batches[0].advantages[:] = float("nan")

@@ -1,4 +1,4 @@
-"""Trainer ranks as processes, driven by the client: every command, every way to be lost."""
+"""Trainer ranks as processes, driven by the client: every command, every way to fail."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from random_policy import batches_of, make_recipe, random_samples
 from transformers import AutoModelForCausalLM
 
+from megatron_scalerl.convert.to_hf import to_hf
 from megatron_scalerl.distributed.rendezvous import private_folder
 from megatron_scalerl.recipe.file import dump_recipe
 from megatron_scalerl.trainer.client import TrainerClient, TrainerError
@@ -88,7 +89,7 @@ async def receive_weights(client, version):
         return {name: tensor.clone() for name, tensor in receive(group, manifest, version, digests)}
 
     report, tensors = await asyncio.gather(client.send_weights(version), asyncio.to_thread(collect))
-    assert report["digest"] == combine(digests) and report["bytes"] > 0
+    assert report.digest == combine(digests) and report.bytes > 0
     return tensors, group
 
 
@@ -106,7 +107,7 @@ def check_doors(world):
 
 
 def run(scenario, *arguments, **keywords):
-    """The scenario's coroutine with a world that is gone afterwards."""
+    """The scenario's coroutine with a world that is closed afterwards."""
 
     async def whole():
         world = World(*arguments, **keywords)
@@ -142,7 +143,7 @@ def test_two_ranks_carry_out_every_command(tmp_path, policy):
         again = await world.client.step(batches_of(samples[2], step=3, dp_size=2))
         assert (again.loss, again.grad_norm) == (third.loss, third.grad_norm)
         assert await world.client.logprobs(probe) == scores
-        await world.client.export_hf(tmp_path / "exported")
+        await world.client.save(tmp_path / "step_000003", {})
         sent, group = await receive_weights(world.client, version=3)
         check_doors(world)
         group.close()
@@ -151,6 +152,7 @@ def test_two_ranks_carry_out_every_command(tmp_path, policy):
         return scores, sent
 
     scores, sent = run(scenario, tmp_path, policy, world_size=2)
+    to_hf(tmp_path / "step_000003", tmp_path / "exported", like=policy)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
     exported = model.state_dict()
     assert sent.keys() == exported.keys() and all(torch.equal(w, exported[n]) for n, w in sent.items())
@@ -190,14 +192,14 @@ def test_a_killed_rank_is_named_and_the_others_exit_with_their_controller(tmp_pa
         if busy:
             await asyncio.sleep(0)  # the commands are on their way
             world.processes[1].send_signal(signal.SIGKILL)
-        with pytest.raises(TrainerError, match=r"trainer rank 1: the process has gone without a word"):
+        with pytest.raises(TrainerError, match=r"trainer rank 1: the process exited unexpectedly"):
             await stepping
         world.client.close()
         return await world.exits()
 
     survivor, killed = run(scenario, tmp_path, policy, world_size=2, bind_host=bind_host)
     assert killed == -signal.SIGKILL
-    # Whichever it notices first: that its controller has gone, or that its peer has.
+    # It may notice first that its controller or that its peer has exited.
     assert survivor in (EXIT_ORPHAN, 1)
 
 

@@ -1,1 +1,1 @@
-"""What the part `engine` does: checks of vLLM engines, alone and with a trainer beside them."""
+"""The checks of the part `engine`: vLLM engines, alone and together with a trainer."""

@@ -1,4 +1,4 @@
-"""Checks of one engine, through its HTTP interface alone. Each judge returns what is wrong, [] if nothing is."""
+"""Checks of one engine through its HTTP interface. Functions named *_faults return what is wrong, [] if nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
 
@@ -42,12 +41,12 @@ GUARDED = (
 )
 _GRID = 2.0**10
 _GRID_LEAST = 0.15
-"""Mean distance of log-prob differences, in units of 2**-10, from whole numbers: 1/4 where logits are fp32, 0 where
-they stand on bfloat16's grid, which is that coarse or coarser from 1/4 on; half of the way and a little."""
+"""Lower bound of the mean distance of log-prob differences, in units of 2**-10, from whole numbers: it is 1/4 for
+fp32 logits and 0 for logits rounded to bfloat16, whose spacing is at least that from 1/4 on."""
 
 
 async def refused(client: EngineClient) -> dict[str, int]:
-    """Status by "METHOD PATH (secret)" of every guarded path, without a secret and with a wrong one."""
+    """HTTP status by "METHOD PATH (secret)" of every guarded path, without a secret and with wrong ones."""
     wrong = {
         "none": [],
         "wrong": [(SECRET_HEADER, client.secret[:-1] + "!")],
@@ -63,12 +62,12 @@ async def refused(client: EngineClient) -> dict[str, int]:
 
         await asyncio.gather(*(ask(m, path, kind) for m in ("GET", "POST") for path in GUARDED for kind in wrong))
         found["GET /health (no secret needed)"] = (await session.get(client.url + "/health")).status
-    await client.get("/v1/models")  # the right secret opens
+    await client.get("/v1/models")  # the right secret is accepted
     return found
 
 
 def open_paths(statuses: Mapping[str, int]) -> list[str]:
-    """What answered otherwise than 401 or 403, or /health than 200."""
+    """Requests that were not answered by 401 or 403, or /health not by 200."""
     return [
         f"{what}: {status}"
         for what, status in statuses.items()
@@ -77,7 +76,7 @@ def open_paths(statuses: Mapping[str, int]) -> list[str]:
 
 
 async def likeliest(client: EngineClient, prompt: Sequence[int], *, tokens: int) -> list[list[float]]:
-    """[tokens, 5] log-probs (nats) of the likeliest tokens at each step of one completion."""
+    """[tokens, 5] log-probs (nats) of the most likely tokens at each step of one completion."""
     params = WHOLE_DISTRIBUTION | {
         "max_tokens": tokens,
         "temperature": 1.0,
@@ -94,17 +93,17 @@ async def likeliest(client: EngineClient, prompt: Sequence[int], *, tokens: int)
 
 
 def off_grid(rows: Sequence[Sequence[float]]) -> float:
-    """Mean distance from whole numbers of the differences of log-probs in each row, in units of 2**-10."""
+    """Mean distance from whole numbers of log-prob differences within each row, in units of 2**-10."""
     scaled = [(row[0] - value) * _GRID for row in rows for value in row[1:] if value != row[0]]
     return statistics.fmean(abs(x - round(x)) for x in scaled) if scaled else 0.0
 
 
 def head_faults(head_dtype: str, rows: Sequence[Sequence[float]]) -> list[str]:
-    """Whether the engine's logits are fp32: what its worker found, and what its answers show."""
+    """Whether the engine's logits are fp32: the dtype reported by its worker, and the log-probs it returns."""
     found = off_grid(rows)
-    faults = [] if head_dtype == "float32" else [f"expected head float32, the engine's worker found {head_dtype}"]
+    faults = [] if head_dtype == "float32" else [f"expected head float32, found {head_dtype} in the engine's worker"]
     if found < _GRID_LEAST:
-        faults.append(f"expected log-probs off bfloat16's grid (mean distance 0.25), found {found:.3g}")
+        faults.append(f"expected log-probs not rounded to bfloat16 (mean distance 0.25), found {found:.3g}")
     return faults
 
 
@@ -117,10 +116,10 @@ def interruption_faults(
     version: int,
     answer_tokens: int,
 ) -> list[str]:
-    """What is wrong with a completion that was to be interrupted at `rollout.thinking_cut` (at least 1).
+    """Faults of a completion that should be interrupted at `rollout.thinking_cut` (at least 1).
 
-    phrase: tokens that are forced, the closing tag's at their end. think_end: tokens of that tag. ends: tokens that
-    end a sequence. answer_tokens: budget after the phrase.
+    phrase: forced tokens, closing tag included. think_end: tokens of that tag. ends: end-of-sequence tokens.
+    answer_tokens: budget after the phrase.
     """
     ids, cut = rollout.token_ids, rollout.thinking_cut
     thought = ids[:cut]
@@ -138,7 +137,7 @@ def interruption_faults(
         if tuple(ids[cut:end]) != tuple(phrase):
             faults.append(f"cut {cut}: expected the phrase {tuple(phrase)} there, found {tuple(ids[cut:end])}")
         elif rollout.loss_mask != mask:
-            faults.append(f"cut {cut}: expected loss on all but the phrase, found another mask")
+            faults.append(f"cut {cut}: expected a loss mask that excludes the phrase only, found another mask")
         elif len(ids) - end > answer_tokens:
             faults.append(f"cut {cut}: expected at most {answer_tokens} answer tokens, found {len(ids) - end}")
     return faults
@@ -146,23 +145,23 @@ def interruption_faults(
 
 @dataclass(frozen=True, kw_only=True)
 class Paused:
-    """What a pause did to a completion in flight. Produced by `pause`."""
+    """A pause during a running completion. Produced by `pause`."""
 
     before: int
-    """Tokens out of the engine when it said that it is paused."""
+    """Tokens generated when the engine reported that it is paused."""
     later: int
     """Half a second later."""
     whole: int
     """The completion's budget (tokens)."""
-    said: bool
-    """/is_paused"""
+    reported: bool
+    """Answer of /is_paused."""
     rollout: Rollout
 
 
 async def pause(client: EngineClient, prompt: Sequence[int], *, tokens: int, clear_cache: bool) -> Paused:
     """Pause in the middle of a completion of `tokens` tokens, wait, and resume.
 
-    Of an engine that is through before the pause reaches it, four times and sixteen times as many are asked for.
+    If the engine finishes before the pause arrives, repeat with four and with sixteen times as many tokens.
     """
     for budget in (tokens, 4 * tokens):
         found = await _pause_once(client, prompt, tokens=budget, clear_cache=clear_cache)
@@ -177,35 +176,30 @@ async def _pause_once(client: EngineClient, prompt: Sequence[int], *, tokens: in
     running = asyncio.create_task(client.generate(prompt, sampling=spec))
     await until(client, start + min(12, tokens // 10))
     await client.pause(clear_cache=clear_cache)
-    await asyncio.sleep(0.2)  # the step that was under way
+    await asyncio.sleep(0.2)  # lets the current step finish
     before = (await client.progress()).tokens - start
-    said = b"true" in await client.get("/is_paused")
+    reported = b"true" in await client.get("/is_paused")
     await asyncio.sleep(0.5)
     later = (await client.progress()).tokens - start
     await client.resume()
-    return Paused(before=before, later=later, whole=tokens, said=said, rollout=await running)
+    return Paused(before=before, later=later, whole=tokens, reported=reported, rollout=await running)
 
 
 async def until(client: EngineClient, tokens: int) -> None:
-    """Returns when the engine has made that many tokens since it started."""
+    """Wait until the engine has generated that many tokens since it started."""
     while (await client.progress()).tokens < tokens:
         await asyncio.sleep(0.005)
 
 
 def pause_faults(found: Paused) -> list[str]:
-    """What is wrong with a pause."""
-    faults = [] if found.said else ["/is_paused: expected true, found false"]
+    """Faults of a pause."""
+    faults = [] if found.reported else ["/is_paused: expected true, found false"]
     if found.later != found.before:
         faults.append(f"expected no tokens while paused, found {found.later - found.before}")
     if not 0 < found.before < found.whole:
-        faults.append(f"expected a pause within {found.whole} tokens, found it at {found.before}")
+        faults.append(f"expected a pause before token {found.whole}, found it at {found.before}")
     if len(found.rollout.token_ids) != found.whole:
         faults.append(f"expected {found.whole} tokens after the pause, found {len(found.rollout.token_ids)}")
     if not all(map(math.isfinite, found.rollout.rollout_logprobs)):
-        faults.append("expected finite log-probs, found others")
+        faults.append("expected finite log-probs, found nonfinite ones")
     return faults
-
-
-def summary(faults: Sequence[Any], fine: str) -> str:
-    """One line: the first faults, or that all is fine."""
-    return "; ".join(map(str, faults[:3])) + (f" (and {len(faults) - 3} more)" if len(faults) > 3 else "") or fine

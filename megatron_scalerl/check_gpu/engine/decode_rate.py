@@ -1,8 +1,8 @@
-"""Check `decode rate`: seconds of a decoding step of a tiny and of a 1B-shaped policy, for the planner's assumptions.
+"""Check `decode rate`: seconds per decode step of a tiny and of a 1B policy, for the planner's assumptions.
 
-Both engines decode under CUDA graphs, without torch.compile, whose time this part does not have. The planner's model
-of a step (`plan.engine`) is a fixed time and the weights at a share of the memory rate; the tiny policy gives the
-one, the difference to the large policy the other.
+Both engines use CUDA graphs but not torch.compile, for which this part has no time. In the planner's model
+(`plan.engine`) a step is a fixed time plus reading the weights at a share of the memory bandwidth: the tiny policy
+measures the former, the difference to the large policy the latter.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.check_gpu.deadline import Deadline
-from megatron_scalerl.check_gpu.device_memory import driver_says, used_by_driver
-from megatron_scalerl.check_gpu.engine.processes import Serving, serve
-from megatron_scalerl.check_gpu.engine.random_policy import write_config_only
-from megatron_scalerl.check_gpu.engine.scene import Scene, engine_options, recipe_of
+from megatron_scalerl.check_gpu.device_memory import used_by_driver
+from megatron_scalerl.check_gpu.engine.reference import write_config_only
+from megatron_scalerl.check_gpu.engine.scene import Scene, Serving, engine_options, recipe_of, serve
 from megatron_scalerl.check_gpu.findings import Recorder
+from megatron_scalerl.check_gpu.part import Deadline
+from megatron_scalerl.check_gpu.probe import nvidia_smi
 from megatron_scalerl.engine.client import EngineClient, SamplingSpec
 from megatron_scalerl.plan.assumptions import check_number, described
 from megatron_scalerl.plan.counting import Parameters, count, load_family
@@ -27,25 +27,23 @@ from megatron_scalerl.plan.hardware import GIB, GPUS, gpu_of_device
 CHECK = "decode rate"
 BATCHES = (1, 64)
 _RUN_S = 25.0
-"""Assumed of graph capture and of the measurements, beyond the start of an eager engine."""
+"""Assumed seconds of graph capture and measurements, in addition to the start of an eager engine."""
 _KV_BYTES = 4 * GIB
 _SHORT, _LONG = 16, 144
-"""Tokens of the two measurements whose difference is taken."""
+"""Tokens of the two measurements, whose difference counts."""
 _RELEASE_S = 5.0
-"""For the driver to take back the memory of an engine that has ended."""
+"""For the driver to release the memory of an engine that has exited."""
 
 
 async def check_decode_rate(scene: Scene, record: Recorder, deadline: Deadline, *, start_s: float) -> None:
-    """Raises RuntimeError where an engine does not start. Records CHECK otherwise.
+    """Record CHECK. Raises RuntimeError if an engine does not start.
 
-    start_s: what the start of an eager engine took here.
+    start_s: measured seconds of an eager engine's start.
     """
-    if not scene.setting.on_gpu:
-        record.not_run(CHECK, "a CPU's rate is not what the planner assumes of a GPU")
-        return
-    short = deadline.short_of(start_s + _RUN_S, f"an engine started in {start_s:.0f} s")
-    if short:
-        record.not_run(CHECK, short)
+    no_cpu = "a CPU's decode rate is not used by the planner"
+    obstacle = scene.obstacle(deadline, start_s + _RUN_S, start_s, on_cpu=no_cpu)
+    if obstacle:
+        record.not_run(CHECK, obstacle)
         return
     graphs: dict[str, Any] = {
         "enforce_eager": False,
@@ -89,14 +87,14 @@ async def _measure(record: Recorder, small: Serving, large: Serving, parameters:
     held = used_by_driver()
     await large.process.stop()
     freed = None if held is None else await _freed(held, 2 * parameters.total + _KV_BYTES)
-    gpu = gpu_of_device(driver_says("name") or "")
+    gpu = gpu_of_device(nvidia_smi("name") or "")
     found = rates(seconds["tiny"], seconds["1b"], parameters, gpu=gpu, freed_bytes=freed)
-    data, left_out = within_range(found)
+    data, omitted = within_range(found)
     rate = BATCHES[-1] / seconds["1b"][BATCHES[-1]]
     detail = (
         f"1B shape, bf16, {BATCHES[-1]} completions, CUDA graphs ({large.facts['cuda_graphs']}), no torch.compile; "
-        f"a step of one completion takes {seconds['1b'][1] * 1e3:.3g} ms, of a tiny policy "
-        f"{seconds['tiny'][1] * 1e3:.3g} ms" + "".join(f"; left out: {text}" for text in left_out)
+        f"one step takes {seconds['1b'][1] * 1e3:.3g} ms with one completion, "
+        f"{seconds['tiny'][1] * 1e3:.3g} ms with the tiny policy" + "".join(f"; omitted: {text}" for text in omitted)
     )
     record.measured(CHECK, rate, "tokens/s", detail=detail, data=data)
 
@@ -109,10 +107,10 @@ def rates(
     gpu: str | None,
     freed_bytes: int | None,
 ) -> dict[str, Any]:
-    """The planner's assumptions, by their names, as far as they can be had.
+    """Measured assumptions of the planner, by name.
 
-    tiny, large: seconds of a decoding step by batch. parameters: of the large policy. gpu: row of the planner's
-    table. freed_bytes: device memory that the large engine gave back when it ended.
+    tiny, large: seconds of a decode step by batch size. parameters: of the large policy. gpu: key of the planner's
+    table. freed_bytes: device memory released when the large engine exited.
     """
     read = 2 * (parameters.total - parameters.embedding)
     data: dict[str, Any] = {
@@ -133,20 +131,20 @@ def rates(
 
 
 def within_range(found: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """(`found` without the planner's assumptions that are out of their range, what was left out and why)."""
+    """(`found` without assumptions that are out of range, what was omitted and why)."""
     known = {field.name for field in described()}
-    data, left_out = dict(found), []
+    data, omitted = dict(found), []
     for name in known & found.keys():
         try:
             check_number(name, found[name])
         except ValueError as error:
-            left_out.append(f"{name}: {error}")
+            omitted.append(f"{name}: {error}")
             del data[name]
-    return data, sorted(left_out)
+    return data, sorted(omitted)
 
 
 async def step_seconds(client: EngineClient, batch: int) -> float:
-    """Seconds of one decoding step of `batch` completions, without their prefill."""
+    """Seconds per decode step with `batch` completions, prefill excluded."""
 
     async def timed(tokens: int) -> float:
         begin = time.perf_counter()
@@ -160,7 +158,7 @@ async def step_seconds(client: EngineClient, batch: int) -> float:
 
 
 async def _freed(held: int, expected: int) -> int | None:
-    """Bytes that the GPU has got back of `held`, as soon as there are `expected`, else after _RELEASE_S."""
+    """Bytes of `held` that the GPU has released: when `expected` is reached, otherwise after _RELEASE_S."""
     end = time.monotonic() + _RELEASE_S
     while True:
         used = used_by_driver()

@@ -1,4 +1,4 @@
-"""Check `routed experts`: vLLM's second model runner reports the experts of each token, the trainer replays them."""
+"""Check `routed experts`: vLLM's V2 model runner reports the experts of each token, the trainer replays them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_scalerl.batching.packing import pack
-from megatron_scalerl.check_gpu.deadline import Deadline
-from megatron_scalerl.check_gpu.engine.checks import summary
-from megatron_scalerl.check_gpu.engine.processes import Training, serve
-from megatron_scalerl.check_gpu.engine.random_policy import EXPERTS, LAYERS, write_experts
-from megatron_scalerl.check_gpu.engine.scene import Scene, engine_options, recipe_of
+from megatron_scalerl.check_gpu.engine.reference import EXPERTS, LAYERS, write_experts
+from megatron_scalerl.check_gpu.engine.scene import Scene, Training, engine_options, recipe_of, serve
 from megatron_scalerl.check_gpu.findings import Recorder
+from megatron_scalerl.check_gpu.part import Deadline
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous
 from megatron_scalerl.engine.client import EngineClient, SamplingSpec
 from megatron_scalerl.recipe import Recipe
@@ -22,14 +20,15 @@ from megatron_scalerl.types import Prompt, Rollout, Sample
 
 CHECK = "routed experts"
 _RUN_S = 20.0
-"""Assumed of eight completions and two training steps, once engine and trainer are up."""
+"""Assumed seconds of eight completions and two training steps after engine and trainer have started."""
 _SHARE = 0.7
-"""Largest share of the mismatch that may be left with the engine's experts. With transformers in bfloat16 in the
-engine's place and a trainer in fp32 it is 0.3: the nearly equal experts of this policy make the rest."""
+"""Bound of the mismatch with the engine's experts relative to that with the trainer's own. It is 0.3 with
+transformers in bfloat16 as the engine and a trainer in fp32; the nearly equal experts of this policy cause the
+rest."""
 
 
 def replay_recipe(scene: Scene, start_s: float) -> Recipe:
-    """A mixture of experts with routing replay, whose optimizer changes nothing."""
+    """A mixture of experts with routing replay and learning rate 0."""
     setting = scene.setting
     policy = write_experts(scene.folder / "experts", seed=2, dtype=scene.dtype)
     return recipe_of(
@@ -44,21 +43,19 @@ def replay_recipe(scene: Scene, start_s: float) -> Recipe:
 
 
 async def check_routed_experts(
-    scene: Scene, record: Recorder, deadline: Deadline, meeting: FolderRendezvous, *, start_s: float
+    scene: Scene, record: Recorder, deadline: Deadline, rendezvous: FolderRendezvous, *, start_s: float
 ) -> None:
-    """Raises RuntimeError where engine or trainer do not start. Records CHECK otherwise.
+    """Record CHECK. Raises RuntimeError if engine or trainer do not start.
 
-    start_s: what the start of an engine took here.
+    start_s: measured seconds of an engine's start.
     """
-    if not scene.setting.on_gpu:
-        record.not_run(CHECK, "vLLM for CPUs has the first model runner only, which does not report experts")
-        return
-    short = deadline.short_of(start_s + _RUN_S, f"an engine started in {start_s:.0f} s")
-    if short:
-        record.not_run(CHECK, short)
+    no_cpu = "vLLM for CPUs has only the V1 model runner, which does not report experts"
+    obstacle = scene.obstacle(deadline, start_s + _RUN_S, start_s, on_cpu=no_cpu)
+    if obstacle:
+        record.not_run(CHECK, obstacle)
         return
     recipe = replay_recipe(scene, deadline.left() - _RUN_S)
-    training = Training(recipe, scene.folder, "trainer-experts", meeting)
+    training = Training(recipe, scene.folder, "trainer-experts", rendezvous)
     trainer = asyncio.create_task(training.start())
     try:
         serving = await serve(recipe, scene.folder / "engine-experts.log", index=1)
@@ -66,14 +63,10 @@ async def check_routed_experts(
             prompts = scene.prompts[:8]
             rollouts = await expert_rollouts(serving.process.client, prompts)
             faults = choice_faults(
-                prompts,
-                rollouts,
-                layers=LAYERS,
-                topk=EXPERTS["num_experts_per_tok"],
-                experts=EXPERTS["num_experts"],
+                prompts, rollouts, layers=LAYERS, topk=EXPERTS["num_experts_per_tok"], experts=EXPERTS["num_experts"]
             )
             if faults:
-                record.holds(CHECK, False, summary(faults, ""))
+                record.faultless(CHECK, faults)
                 return
             await trainer
             await record_replay(record, training, prompts, rollouts)
@@ -86,7 +79,7 @@ async def check_routed_experts(
 
 
 async def expert_rollouts(client: EngineClient, prompts: Sequence[Prompt]) -> list[Rollout]:
-    """One completion of 100 tokens a prompt, with its experts."""
+    """One completion of 100 tokens per prompt, with its experts."""
     return await asyncio.gather(
         *(
             client.generate(p.token_ids, sampling=SamplingSpec(max_tokens=100, seed=i, ignore_eos=True))
@@ -98,7 +91,7 @@ async def expert_rollouts(client: EngineClient, prompts: Sequence[Prompt]) -> li
 def choice_faults(
     prompts: Sequence[Prompt], rollouts: Sequence[Rollout], *, layers: int, topk: int, experts: int
 ) -> list[str]:
-    """What is wrong with the experts that came with the completions."""
+    """Faults of the experts reported with the completions."""
     faults = []
     for number, (prompt, rollout) in enumerate(zip(prompts, rollouts)):
         found, tokens = rollout.expert_choices, len(prompt.token_ids) + len(rollout.token_ids) - 1
@@ -119,7 +112,7 @@ def choice_faults(
 async def record_replay(
     record: Recorder, training: Training, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
 ) -> None:
-    """One step with the engine's experts and one with the trainer's own; the weights stay as they are."""
+    """Record one step with the engine's experts and one with the trainer's own; the weights do not change."""
     replayed = await mismatch(training, prompts, rollouts)
     own = await mismatch(training, prompts, [replace(rollout, expert_choices=None) for rollout in rollouts])
     record.measured(

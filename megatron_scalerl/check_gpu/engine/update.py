@@ -1,17 +1,15 @@
-"""Checks of engine and trainer together: a live weight update, and what both compute after it."""
+"""Checks of engine and trainer together: a weight update during generation, and parity after it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 
-from megatron_scalerl.check_gpu.deadline import CHECK_S, limited
-from megatron_scalerl.check_gpu.engine.checks import summary, until
-from megatron_scalerl.check_gpu.engine.parity import bound_for, gap, record_gap, sampled
-from megatron_scalerl.check_gpu.engine.processes import Serving, Training
-from megatron_scalerl.check_gpu.engine.random_policy import Reference
-from megatron_scalerl.check_gpu.engine.scene import Scene
+from megatron_scalerl.check_gpu.engine.checks import until
+from megatron_scalerl.check_gpu.engine.reference import Reference, bound_for, gap, record_gap, sampled
+from megatron_scalerl.check_gpu.engine.scene import Scene, Serving, Training
 from megatron_scalerl.check_gpu.findings import Recorder
+from megatron_scalerl.check_gpu.part import CHECK_S, limited
 from megatron_scalerl.controller.probe import Probe
 from megatron_scalerl.controller.weight_sync import WeightSync, WeightUpdate
 from megatron_scalerl.engine.client import EngineClient, SamplingSpec
@@ -25,7 +23,7 @@ VERSION = 1
 async def check_update(
     scene: Scene, record: Recorder, serving: Serving, sampler: Sampler, training: Training
 ) -> None:
-    """`update`, `trainer parity` and `probe`; the trainer has other weights than the engine, and sends them."""
+    """Checks `update`, `trainer parity`, `probe`; the trainer sends weights that differ from the engine's."""
     client, log = serving.process.client, serving.process.log_path
     rollouts: list[Rollout] = []
     prompts = scene.prompts[:8]
@@ -37,13 +35,13 @@ async def check_update(
         )
         data = {"seconds_paused": update.seconds_paused, "seconds": update.seconds_total, "bytes": update.bytes}
         if faults:
-            record.holds("update", False, summary(faults, ""), data)
+            record.faultless("update", faults, data=data)
         else:
             record.measured("update", update.seconds_paused, "s paused", detail=text, data=data)
         rollouts = await _complete(client, prompts, tokens=40 if scene.setting.toy else 120)
     if not rollouts:
         for check in ("trainer parity", "probe"):
-            record.not_run(check, "the engine does not hold the trainer's weights")
+            record.not_run(check, "the engine does not have the trainer's weights")
         return
     bound = bound_for(scene.dtype, reference, [p.token_ids for p in prompts], rollouts)
     async with limited(record, "trainer parity", CHECK_S, log):
@@ -54,17 +52,14 @@ async def check_update(
         ]
         apart = {"trainer": gap(trainer, exact).mean, "engine": gap(engine, exact).mean}
         detail = (
-            f"{len(engine)} tokens; from transformers in fp32 the trainer is {apart['trainer']:.2g} and the engine "
-            f"{apart['engine']:.2g} away"
+            f"{len(engine)} tokens; mean difference from transformers in fp32: trainer {apart['trainer']:.2g}, "
+            f"engine {apart['engine']:.2g}"
         )
         record_gap(record, "trainer parity", gap(trainer, engine), bound, detail, scene.dtype, from_fp32=apart)
     async with limited(record, "probe", CHECK_S, log):
         assert training.client.info is not None
         fleet = Fleet(
-            trainer=training.client,
-            info=training.client.info,
-            engines=[client],
-            devices=Devices.of(scene.recipe),
+            trainer=training.client, info=training.client.info, engines=[client], devices=Devices.of(scene.recipe)
         )
         found = await Probe(scene.recipe, sampler, fleet, prompts).check(VERSION)
         record.holds(
@@ -76,7 +71,7 @@ async def check_update(
 
 
 async def _update(scene: Scene, client: EngineClient, training: Training) -> tuple[list[str], WeightUpdate, int]:
-    """(what is wrong, the update, the token at which it came) of an update into a completion that runs."""
+    """(faults, the update, the token at which it arrived) of an update during a completion."""
     tokens, prompt = (300 if scene.setting.toy else 2000), scene.prompts[0]
     fixed = [*prompt.token_ids, *range(6, 22)]
     sync = WeightSync(training.client, [client], scene.recipe)
@@ -96,13 +91,13 @@ async def _update(scene: Scene, client: EngineClient, training: Training) -> tup
             f"expected versions 0 and then {VERSION} in a running completion, found {sorted(set(versions))}"
         )
     if changed < 0.1:
-        faults.append(f"expected other log-probs after the update, found them {changed:.2g} nats away on average")
+        faults.append(f"expected different log-probs after the update, found a mean difference of {changed:.2g} nats")
     faults += await _after_update(scene, training, prompt, rollout, at)
     return faults, update, at
 
 
 async def _after_update(scene: Scene, training: Training, prompt: Prompt, rollout: Rollout, at: int) -> list[str]:
-    """Whether the tokens from index `at` on were computed with the new weights alone, their cache included."""
+    """Faults unless the tokens from index `at` on, KV cache included, were computed with the new weights only."""
     [scored] = await training.client.logprobs([[*prompt.token_ids, *rollout.token_ids]])
     new = scored[len(prompt.token_ids) - 1 :]
     reference = Reference(scene.other)
@@ -124,6 +119,6 @@ async def _complete(client: EngineClient, prompts: Sequence[Prompt], *, tokens: 
 
 
 async def _scored(training: Training, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[float]:
-    """The trainer's log-probs of all sampled tokens in turn."""
+    """The trainer's log-probs of all sampled tokens, concatenated."""
     rows = await training.client.logprobs([[*p.token_ids, *r.token_ids] for p, r in zip(prompts, rollouts)])
     return [v for p, r, row in zip(prompts, rollouts, rows) for v in sampled(r, row[len(p.token_ids) - 1 :])]

@@ -1,1 +1,1 @@
-"""One module per part. Each has `run(setting, record)`, which reports the checks that `check_gpu.table` declares."""
+"""One module per part, with `run(setting, record)`, which reports the checks declared in `check_gpu.table`."""

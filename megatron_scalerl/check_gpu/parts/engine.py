@@ -1,12 +1,11 @@
-"""Part engine: one real vLLM engine and one trainer rank beside it, on the same device.
+"""Part engine: a vLLM engine and a trainer rank on the same device.
 
     engine, policy A:   start, fp32 head, secret, pause, interruption
-    trainer, policy B:  sends its weights into a completion that runs: update, then trainer parity, probe
+    trainer, policy B:  sends its weights during a completion: update, then trainer parity, probe
     a second engine:    routed experts (GPUs only)
-    two more:           decode rate (GPUs only), last, in the time that is left
+    two more:           decode rate (GPUs only), last, in the remaining time
 
-A failure ends its own check. Without an engine, and for the checks that need it without a trainer, the rest is
-`not run`, with the reason.
+A failure affects its own check only. Without an engine or a trainer, the checks that require it are `not run`.
 """
 
 from __future__ import annotations
@@ -15,21 +14,18 @@ import asyncio
 import contextlib
 from pathlib import Path
 
-from megatron_scalerl.check_gpu.deadline import CHECK_S, Deadline, limited
 from megatron_scalerl.check_gpu.engine import checks
 from megatron_scalerl.check_gpu.engine.decode_rate import check_decode_rate
-from megatron_scalerl.check_gpu.engine.parity import bound_for, gap
-from megatron_scalerl.check_gpu.engine.processes import Serving, Training, serve
-from megatron_scalerl.check_gpu.engine.random_policy import Reference
+from megatron_scalerl.check_gpu.engine.reference import Reference, bound_for, gap
 from megatron_scalerl.check_gpu.engine.routed_experts import check_routed_experts
-from megatron_scalerl.check_gpu.engine.scene import ANSWER, Scene, make_scene
+from megatron_scalerl.check_gpu.engine.scene import ANSWER, Scene, Serving, Training, make_scene, serve
 from megatron_scalerl.check_gpu.engine.update import check_update
 from megatron_scalerl.check_gpu.findings import Recorder
-from megatron_scalerl.check_gpu.setting import Setting
+from megatron_scalerl.check_gpu.part import CHECK_S, Deadline, PartSetting, limited
 from megatron_scalerl.check_gpu.tiny_task import forget_backend, remember_backend
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous, private_folder
 from megatron_scalerl.prompts.end_tokens import end_token_ids
-from megatron_scalerl.rewards.verifier import VerifierPool
+from megatron_scalerl.rewards.pool import VerifierPool
 from megatron_scalerl.rollouts.sampler import VALIDATION_PRIORITY, Draw, Sampler, forced_ids
 from megatron_scalerl.types import Rollout
 
@@ -37,12 +33,12 @@ ALONE = ("fp32 head", "secret", "pause", "interruption")
 WITH_TRAINER = ("update", "trainer parity", "probe")
 LAST = ("routed experts", "decode rate")
 _FALLBACK = "TRITON_ATTN"
-"""The attention backend that needs neither FlashAttention nor FlashInfer nor a compiler."""
+"""An attention backend that requires neither FlashAttention nor FlashInfer nor a compiler."""
 _START_S = 100.0
-"""For one start, so that there is time for another."""
+"""Time limit of one start, which leaves time for another."""
 
 
-def run(setting: Setting, record: Recorder) -> None:
+def run(setting: PartSetting, record: Recorder) -> None:
     """All checks of the part."""
     deadline = Deadline(setting.limit_s)
     forget_backend(setting)
@@ -52,8 +48,8 @@ def run(setting: Setting, record: Recorder) -> None:
 
 async def _run(scene: Scene, record: Recorder, deadline: Deadline) -> None:
     async with contextlib.AsyncExitStack() as stack:
-        meeting = stack.enter_context(private_folder())
-        training = _training(scene, meeting)
+        rendezvous = stack.enter_context(private_folder())
+        training = _training(scene, rendezvous)
         stack.push_async_callback(training.stop)
         trainer = asyncio.create_task(training.start())
         stack.push_async_callback(_cancelled, trainer)
@@ -63,7 +59,9 @@ async def _run(scene: Scene, record: Recorder, deadline: Deadline) -> None:
                 record.not_run(check, "the engine did not start")
             return
         stack.push_async_callback(serving.process.stop)
-        experts = asyncio.create_task(check_routed_experts(scene, record, deadline, meeting, start_s=serving.seconds))
+        experts = asyncio.create_task(
+            check_routed_experts(scene, record, deadline, rendezvous, start_s=serving.seconds)
+        )
         stack.push_async_callback(_cancelled, experts)
         verifier = await stack.enter_async_context(VerifierPool(scene.recipe.rewards))
         sampler = Sampler(scene.recipe, scene.inputs.tokenizer, verifier)
@@ -75,10 +73,10 @@ async def _run(scene: Scene, record: Recorder, deadline: Deadline) -> None:
         await check_decode_rate(scene, record, deadline, start_s=serving.seconds)
 
 
-def _training(scene: Scene, meeting: FolderRendezvous) -> Training:
-    """The trainer rank, with the other policy."""
+def _training(scene: Scene, rendezvous: FolderRendezvous) -> Training:
+    """The trainer rank with the other policy."""
     policy = scene.recipe.policy.model_copy(update={"path": str(scene.other)})
-    return Training(scene.recipe.model_copy(update={"policy": policy}), scene.folder, "trainer", meeting)
+    return Training(scene.recipe.model_copy(update={"policy": policy}), scene.folder, "trainer", rendezvous)
 
 
 async def _cancelled(task: asyncio.Task[object]) -> None:
@@ -87,7 +85,7 @@ async def _cancelled(task: asyncio.Task[object]) -> None:
 
 
 async def _started(scene: Scene, record: Recorder, deadline: Deadline) -> Serving | None:
-    """The engine; on a GPU with another attention backend if vLLM's own choice does not start."""
+    """Start the engine; on a GPU with another attention backend if vLLM's default does not start."""
     first = ""
     for number, backend in enumerate((None, _FALLBACK) if scene.setting.on_gpu else (None,)):
         vllm = scene.recipe.engine.vllm | ({} if backend is None else {"attention_backend": backend})
@@ -116,25 +114,25 @@ async def _alone(scene: Scene, record: Recorder, serving: Serving, sampler: Samp
     async with limited(record, "fp32 head", CHECK_S, log):
         rows = await checks.likeliest(client, prompt, tokens=32)
         faults = checks.head_faults(serving.info.head_dtype, rows)
-        fine = f"its worker and {len(rows)} answers: log-probs {checks.off_grid(rows):.3g} off bfloat16's grid"
-        record.holds("fp32 head", not faults, checks.summary(faults, fine))
+        fine = f"fp32 in its worker; {len(rows)} log-probs are {checks.off_grid(rows):.3g} off bfloat16's grid"
+        record.faultless("fp32 head", faults, fine)
     async with limited(record, "secret", CHECK_S, log):
         statuses = await checks.refused(client)
         faults = checks.open_paths(statuses)
-        record.holds("secret", not faults, checks.summary(faults, f"{len(statuses) - 1} requests refused"))
+        record.faultless("secret", faults, f"{len(statuses) - 1} requests refused")
     async with limited(record, "pause", CHECK_S, log):
         tokens = 120 if scene.setting.toy else 240
         paused = [await checks.pause(client, prompt, tokens=tokens, clear_cache=clear) for clear in (False, True)]
         faults = [fault for found in paused for fault in checks.pause_faults(found)]
-        faults += _recomputed_wrongly(scene, prompt, [found.rollout for found in paused])
+        faults += _cache_faults(scene, prompt, [found.rollout for found in paused])
         at = " and ".join(str(found.before) for found in paused)
-        record.holds("pause", not faults, checks.summary(faults, f"at token {at}: cache kept, cache recomputed"))
+        record.faultless("pause", faults, f"at token {at}: KV cache kept, KV cache recomputed")
     async with limited(record, "interruption", CHECK_S, log):
         await _interruption(scene, record, serving, sampler)
 
 
-def _recomputed_wrongly(scene: Scene, prompt: tuple[int, ...], rollouts: list[Rollout]) -> list[str]:
-    """Whether the log-probs of completions that were paused are those of the policy on disk."""
+def _cache_faults(scene: Scene, prompt: tuple[int, ...], rollouts: list[Rollout]) -> list[str]:
+    """Faults if log-probs of paused completions differ from those of the policy on disk."""
     reference = Reference(Path(scene.recipe.policy.path))
     bound = bound_for(scene.dtype, reference, [prompt] * len(rollouts), rollouts)
     faults = []
@@ -142,7 +140,7 @@ def _recomputed_wrongly(scene: Scene, prompt: tuple[int, ...], rollouts: list[Ro
         found = gap(reference.logprobs(prompt, rollout.token_ids), rollout.rollout_logprobs)
         if not bound.of(found) <= bound.nats:
             faults.append(
-                f"cache {cache}: expected log-probs within {bound.nats:.2g} nats, found {bound.of(found):.2g}"
+                f"KV cache {cache}: expected log-probs within {bound.nats:.2g} nats, found {bound.of(found):.2g}"
             )
     return faults
 
@@ -170,8 +168,8 @@ async def _interruption(scene: Scene, record: Recorder, serving: Serving, sample
     forced = sum(rollout.interrupted for rollout, _ in done)
     if not forced:
         faults.append(f"expected some of {len(done)} completions to be interrupted, found none")
-    fine = f"{forced} of {len(done)} completions, the phrase at its position, without loss"
-    record.holds("interruption", not faults, checks.summary(faults, fine))
+    fine = f"{forced} of {len(done)} completions interrupted, with the phrase at its position and masked"
+    record.faultless("interruption", faults, fine)
 
 
 async def _with_trainer(
@@ -183,7 +181,7 @@ async def _with_trainer(
     trainer: asyncio.Task[object],
     deadline: Deadline,
 ) -> None:
-    """The trainer has started beside the engine and its checks: what it gets here is for one that is slower."""
+    """The trainer has been starting in parallel; the time limit is for one that is slower than the engine."""
     started = False
     async with limited(record, "trainer parity", deadline.left(CHECK_S), training.log):
         await trainer

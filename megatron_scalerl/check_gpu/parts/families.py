@@ -1,9 +1,8 @@
-"""Every family's trainer on this device against transformers in fp32 on the CPU: log-probabilities, and one step.
+"""Parts families-*: each family's trainer on this device compared with transformers in fp32 on the CPU.
 
-Plain layers are compared in fp32, closely, and in bf16; Transformer Engine's, which attend to packed sequences in
-bf16 only, in bf16. There the yardstick is transformers' own bf16: the rounding that nobody avoids. Weights are stored
-in bf16, so that both precisions start from the same numbers. Where bf16 makes a router choose another expert a token
-is far off on either side: mixtures of experts are judged by the median.
+Log-probs and one step are compared. Plain layers run in fp32, with a tight tolerance, and in bf16; Transformer
+Engine's layers in bf16 only, as they require for packed sequences. The tolerance in bf16 is relative to the bf16
+error of transformers. Weights are stored in bf16, so that both precisions start from the same weights.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ import numpy as np
 import torch
 
 from megatron_scalerl.check_gpu.cases import Case, batch_of, case_of, check_layers, samples
-from megatron_scalerl.check_gpu.distances import judge
 from megatron_scalerl.check_gpu.findings import Recorder
-from megatron_scalerl.check_gpu.setting import Setting
+from megatron_scalerl.check_gpu.part import PartSetting
 from megatron_scalerl.check_gpu.step_parity import (
     Step,
     bf16_distances,
@@ -35,11 +33,11 @@ from megatron_scalerl.distributed.parallel import Parallel, init_parallel, shutd
 from megatron_scalerl.trainer.step import make_trainer
 
 RECORD = "families-plain.json"
-"""In the scratch folder: what plain layers found in bf16."""
+"""In the scratch folder: results of plain layers in bf16."""
 
 
-def run(setting: Setting, record: Recorder) -> None:
-    """Report `checks` of the part."""
+def run(setting: PartSetting, record: Recorder) -> None:
+    """Report the part's checks."""
     plain = setting.layers != "te"
     check_layers(setting)
     bound_threads()
@@ -59,7 +57,7 @@ def run(setting: Setting, record: Recorder) -> None:
                 distances = fp32_distances(in_trainer(case, path, "float32", parallel), exact)
             found = in_trainer(case, path, "bfloat16", parallel)
             distances += bf16_distances(kind, found, exact, own)
-            judge(record, kind, distances)
+            record.compared(kind, distances)
             left[kind] = {
                 "logprobs": found.logprobs.tolist(),
                 "loss": found.loss,
@@ -75,7 +73,7 @@ def run(setting: Setting, record: Recorder) -> None:
 
 
 def in_trainer(case: Case, path: Path, dtype: str, parallel: Parallel) -> Step:
-    """The trainer's, on packed sequences; the engine's log-probabilities are its own, which makes all ratios 1."""
+    """The trainer's step on packed sequences; its own log-probs replace the engine's, so that all ratios are 1."""
     trainer = make_trainer(case.recipe(path, dtype), parallel)
     ids = case.token_ids()
     logprobs = trainer.logprobs(ids)
@@ -84,17 +82,17 @@ def in_trainer(case: Case, path: Path, dtype: str, parallel: Parallel) -> Step:
 
 
 def same_step(found: Mapping[str, Any], path: Path, record: Recorder) -> None:
-    """The step of these layers and of plain ones, which `path` has."""
+    """Compare the step of these layers with that of plain layers, stored in `path`."""
     plain = json.loads(path.read_text(encoding="utf8")) if path.exists() else {}
     for kind in KINDS:
         check = f"{kind} same step as plain"
         if kind not in found or kind not in plain:
             who = "families-plain" if kind not in plain else "this part"
-            record.not_run(check, f"{who} has left no result of {kind} in {path.parent}")
+            record.not_run(check, f"no result of {who} for {kind} in {path.parent}")
             continue
         with record.guarded(check):
             ours, theirs = (
                 Step(logprobs=np.asarray(step["logprobs"]), loss=step["loss"], grad_norm=step["grad_norm"])
                 for step in (found[kind], plain[kind])
             )
-            judge(record, check, two_bf16_distances(kind, ours, theirs, found[kind]["own"]))
+            record.compared(check, two_bf16_distances(kind, ours, theirs, found[kind]["own"]))

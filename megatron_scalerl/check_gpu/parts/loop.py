@@ -1,12 +1,12 @@
-"""Part loop: the tiny recipe end to end on one device: warm start, then ScaleRL runs, each as a user starts it.
+"""Part loop: the tiny recipe end to end on one device: a warm start, then ScaleRL runs, all by the command line.
 
     warm start     python -m megatron_scalerl sft
     eager          python -m megatron_scalerl train, fp32 logits, vLLM without CUDA graphs
     graphs         the same with torch.compile and CUDA graphs, vLLM's default (GPUs only)
     model logits   eager, with logits in the policy's own bfloat16 (GPUs only)
 
-Trainer and engine share the device; weights go over gloo. The overrides of all runs are checked before the first one
-starts, on CPUs too.
+Trainer and engine share the device; weights are sent over gloo. The overrides of all runs are validated before the
+first one starts, also on CPUs.
 """
 
 from __future__ import annotations
@@ -17,22 +17,27 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_scalerl.check_gpu.deadline import Deadline
-from megatron_scalerl.check_gpu.engine.checks import summary
+from megatron_scalerl.check_gpu.commands import CAPTURED, GRACE_S
 from megatron_scalerl.check_gpu.findings import Recorder
-from megatron_scalerl.check_gpu.logs import CAPTURED
-from megatron_scalerl.check_gpu.loop_run import GRACE_S, LoopRun, command, faults, read_run, sft_losses
-from megatron_scalerl.check_gpu.loop_settings import Run, check_overrides, common, overrides
-from megatron_scalerl.check_gpu.setting import Setting
-from megatron_scalerl.check_gpu.tiny_task import recipe_path, sft_steps, tiny_folder
+from megatron_scalerl.check_gpu.loop_run import LoopRun, command, faults, read_run, sft_losses
+from megatron_scalerl.check_gpu.part import Deadline, PartSetting
+from megatron_scalerl.check_gpu.tiny_task import (
+    Run,
+    check_overrides,
+    common,
+    overrides,
+    recipe_path,
+    sft_steps,
+    tiny_folder,
+)
 from megatron_scalerl.tiny.tokenizer import MODEL_VOCABULARY
 
 WARM_START, COMPARISON = "warm start", "mismatch fp32 below model"
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.01}
-"""Mean |trainer - engine log-prob| (nats) on tokens of the trained weights, with fp32 logits. On two CPU cores the
-same run in bfloat16 has 8e-4 after the same warm start (1.3e-3 with bfloat16 logits), in fp32 3e-7 after 30 steps."""
+"""Mean |trainer - engine log-prob| (nats) on tokens of staleness 0, with fp32 logits. On two CPU cores the same run
+has 8e-4 in bfloat16 after the same warm start (1.3e-3 with bfloat16 logits), and 3e-7 in fp32 after 30 steps."""
 WARM_LOSS = 1.0
-"""Nats a token that a whole warm start ends below; about 0.1 is left in the quit decision (the task's own noise)."""
+"""Bound of the final loss of a full warm start (nats per token); the task's own entropy is about 0.1."""
 
 
 RUNS = (
@@ -56,15 +61,15 @@ RUNS = (
     ),
 )
 WARM_START_S = 45.0
-"""Limit of the warm start on a GPU."""
+"""Time limit of the warm start on a GPU."""
 _NOT_ON_CPU = {
-    "graphs": "there are no CUDA graphs on a CPU",
-    "model logits": "the rehearsal is in fp32, where the two kinds of logits are one",
-    COMPARISON: "the rehearsal is in fp32, where the two kinds of logits are one",
+    "graphs": "CUDA graphs require a GPU",
+    "model logits": "the rehearsal is in fp32, where both kinds of logits are the same",
+    COMPARISON: "the rehearsal is in fp32, where both kinds of logits are the same",
 }
 
 
-def run(setting: Setting, record: Recorder) -> None:
+def run(setting: PartSetting, record: Recorder) -> None:
     """All checks of the part."""
     deadline = Deadline(setting.limit_s)
     try:
@@ -74,12 +79,12 @@ def run(setting: Setting, record: Recorder) -> None:
     except ValueError as error:
         record.holds(WARM_START, False, str(error))
         for check in (*(one.check for one in RUNS), COMPARISON):
-            record.not_run(check, "its settings cannot be used")
+            record.not_run(check, "invalid settings")
         return
     asyncio.run(_run(setting, record, deadline, recipe, tiny))
 
 
-async def _run(setting: Setting, record: Recorder, deadline: Deadline, recipe: Path, tiny: Path) -> None:
+async def _run(setting: PartSetting, record: Recorder, deadline: Deadline, recipe: Path, tiny: Path) -> None:
     folder = setting.scratch / "loop"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -89,7 +94,7 @@ async def _run(setting: Setting, record: Recorder, deadline: Deadline, recipe: P
         if not (setting.on_gpu or one.on_cpu):
             record.not_run(one.check, _NOT_ON_CPU[one.check])
             continue
-        short = deadline.short_of(*needs(one, done)) if setting.on_gpu else ""
+        short = deadline.too_short(*needs(one, done)) if setting.on_gpu else ""
         if short:
             record.not_run(one.check, short)
             continue
@@ -105,23 +110,23 @@ async def _run(setting: Setting, record: Recorder, deadline: Deadline, recipe: P
 
 
 def needs(one: Run, done: Mapping[str, LoopRun]) -> tuple[float, str]:
-    """(Seconds that a run needs, where the number comes from): from the time that an eager run has taken."""
+    """(estimated seconds of a run, basis of the estimate): scaled from the measured time of the eager run."""
     seconds = done["eager"].expected_seconds(one.steps) if "eager" in done else math.nan
     if not math.isfinite(seconds):
-        return one.limit_s, "no eager run to measure it from"
-    return seconds + one.more_s, f"from {done['eager'].seconds:.0f} s of the eager run"
+        return one.limit_s, "time limit, without an eager run to scale from"
+    return seconds + one.more_s, f"scaled from {done['eager'].seconds:.0f} s of the eager run"
 
 
 def run_limit(left_s: float, number: int) -> float:
-    """Seconds that the run RUNS[number] may take of `left_s`, so that every later one can have its own limit."""
+    """Time limit of RUNS[number] out of `left_s` that leaves every later run its own limit."""
     later = sum(one.limit_s + GRACE_S for one in RUNS[number + 1 :])
     return max(left_s - later - GRACE_S, min(left_s, RUNS[number].limit_s))
 
 
 async def _warm_start(
-    setting: Setting, record: Recorder, deadline: Deadline, recipe: Path, tiny: Path
+    setting: PartSetting, record: Recorder, deadline: Deadline, recipe: Path, tiny: Path
 ) -> Path | None:
-    """The policy that it made; None where there is none."""
+    """Folder of the resulting policy; None if there is none."""
     out = tiny / "policy"
     shutil.rmtree(out, ignore_errors=True)
     settings = [*common(setting, tiny), "name=sft", f"policy.path={tiny / 'base_policy'}"]
@@ -132,42 +137,42 @@ async def _warm_start(
     )
     losses, made = sft_losses(done.output), (out / "config.json").is_file()
     if done.code != 0 or not made or not losses:
-        record.holds(WARM_START, False, f"warm start {done.why() or 'left no policy or told no loss'}")
+        record.holds(WARM_START, False, f"warm start {done.failure() or 'left no policy or reported no loss'}")
         return out if made and done.code == 0 else None
     record.measured(
         WARM_START,
         losses[-1],
-        "nats a token",
+        "nats per token",
         at_most=math.log(MODEL_VOCABULARY) if setting.toy else WARM_LOSS,
-        detail=f"loss after {sft_steps(setting)} steps of 32 examples, {done.seconds:.0f} s with start",
+        detail=f"loss after {sft_steps(setting)} steps of 32 examples, {done.seconds:.0f} s including startup",
         data={"seconds": done.seconds, "losses": losses},
     )
     return out
 
 
-def _judge(setting: Setting, record: Recorder, one: Run, found: LoopRun, *, warm: bool) -> None:
+def _judge(setting: PartSetting, record: Recorder, one: Run, found: LoopRun, *, warm: bool) -> None:
     steps = 2 if setting.toy else one.steps
     wrong = faults(found, steps=steps, warm=warm and not setting.toy, validated=one.validates)
     if one.captures and setting.on_gpu and not found.facts["cuda_graphs"].startswith(CAPTURED):
-        wrong.append(f"expected CUDA graphs to be captured, found them {found.facts['cuda_graphs']}")
+        wrong.append(f"expected captured CUDA graphs, found them {found.facts['cuda_graphs']}")
     if wrong:
-        record.holds(one.check, False, summary(wrong, ""), found.data())
+        record.faultless(one.check, wrong, data=found.data())
         return
     rates = " to ".join(f"{rate:.3g}" for rate in found.pass_rates) or "not measured"
     detail = (
         f"mean |trainer - engine log-prob| of {found.mismatch_tokens:.0f} tokens, {found.steps} steps in "
-        f"{found.seconds:.0f} s with start; pass rate {rates}; "
+        f"{found.seconds:.0f} s including startup; pass rate {rates}; "
         f"attention {found.facts['attention_backend']}, CUDA graphs {found.facts['cuda_graphs']}"
     )
-    # bfloat16 logits have an error of their own, which the comparison shows; they get no bound
+    # bfloat16 logits have a larger error, which the comparison measures, and no bound
     bound = None if "policy.logits=model" in one.overrides else BOUNDS["bfloat16" if setting.on_gpu else "float32"]
     record.measured(one.check, found.mismatch, "nats", at_most=bound, detail=detail, data=found.data())
 
 
-def _compare(setting: Setting, record: Recorder, done: dict[str, LoopRun]) -> None:
-    """The mean distance with fp32 logits over that with the policy's own, in the same first steps.
+def _compare(setting: PartSetting, record: Recorder, done: dict[str, LoopRun]) -> None:
+    """The mean mismatch with fp32 logits over that with bfloat16 logits, in the same first steps.
 
-    Later the policy is another one, with other distances.
+    Mismatches of later steps are not comparable, because the policies differ.
     """
     if not setting.on_gpu:
         record.not_run(COMPARISON, _NOT_ON_CPU[COMPARISON])

@@ -1,30 +1,31 @@
-"""Two devices against one: the same step under every kind of parallelism, over NCCL on GPUs and gloo on CPUs.
+"""Part parallel: the same step on two devices under each kind of parallelism and on one, over NCCL or gloo.
 
-fp32 with plain layers: sums over ranks in another order. bf16 with Transformer Engine's: partial sums are rounded to
-8 bits before ranks add them, so two layouts are two bf16 results, bounded by what transformers' bf16 is from fp32.
+With plain layers in fp32 only the order of sums differs. With Transformer Engine in bf16 partial sums are rounded
+before ranks add them, so two layouts are two bf16 results, whose tolerance is relative to the bf16 error of
+transformers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from megatron_scalerl.check_gpu.deadline import Deadline
-from megatron_scalerl.check_gpu.distances import Distance, judge
-from megatron_scalerl.check_gpu.findings import Recorder
-from megatron_scalerl.check_gpu.layouts import case_for
+from megatron_scalerl.batching.packing import pack
+from megatron_scalerl.check_gpu.cases import Case, bare_recipe, case_of, samples
+from megatron_scalerl.check_gpu.findings import Distance, Recorder
 from megatron_scalerl.check_gpu.loop_run import command, faults, read_run
-from megatron_scalerl.check_gpu.loop_settings import Run, check_overrides, overrides
+from megatron_scalerl.check_gpu.part import Deadline, PartSetting
 from megatron_scalerl.check_gpu.ranks import run_ranks
-from megatron_scalerl.check_gpu.setting import Setting
 from megatron_scalerl.check_gpu.step_parity import (
     FP32_BOUND,
     TWO_ROUNDINGS,
@@ -38,39 +39,45 @@ from megatron_scalerl.check_gpu.step_parity import (
     without_ties,
 )
 from megatron_scalerl.check_gpu.table import PARALLEL, Layers
-from megatron_scalerl.check_gpu.tiny_task import recipe_path, tiny_folder
+from megatron_scalerl.check_gpu.tiny_task import Run, check_overrides, overrides, recipe_path, tiny_folder
+from megatron_scalerl.distributed.parallel import init_parallel, shutdown_parallel
+from megatron_scalerl.distributed.rendezvous import FolderRendezvous
+from megatron_scalerl.trainer.step import make_trainer, pad_multiple
 
 _KINDS = ("llama", "qwen3_moe")
-_OVER_NCCL = Run(
-    check="broadcast",
-    overrides=("engine.vllm.enforce_eager=true",),
-    steps=3,
-    limit_s=90,
-    on_cpu=False,
-)
+_OVER_NCCL = Run(check="broadcast", overrides=("engine.vllm.enforce_eager=true",), steps=3, limit_s=90, on_cpu=False)
+_CUTS: dict[str, dict[str, Any]] = {
+    "TP2": {"parallel": {"tensor_model_parallel_size": 2}, "model": {"sequence_parallel": True}},
+    "PP2": {"parallel": {"pipeline_model_parallel_size": 2}},
+    "EP2": {"parallel": {"expert_model_parallel_size": 2}},
+    "CP2": {"parallel": {"context_parallel_size": 2}},
+}
+"""Section `megatron` of a recipe by layout; DP2 and a single rank have none."""
+_LENGTHS = (59, 16, 128, 199, 63, 32, 89, 120)
+_MICRO_BATCH_TOKENS = 256
 _LAUNCH_S = 60.0
-"""Of one group of processes on GPUs, about 30 expected: imports, CUDA, NCCL, kernels compiled, two trainers."""
+"""Time limit of one group of processes on GPUs; about 30 s are expected for imports, CUDA, NCCL and kernels."""
 _LEAST_S = 15.0
-"""No group is started with less left: importing takes most of that."""
+"""No group is started with less time left: imports take most of that."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """One policy and the sequences that every layout sees. Produced by `_write`."""
+    """One policy and the sequences for all layouts. Produced by `_write`."""
 
     kind: str
     path: Path
     seed: int
-    """Of the sequences, which leave no router undecided."""
+    """Seed of the sequences, which have no ties of router logits."""
     own: float
-    """transformers' bf16 from its fp32, nats (`step_parity.typical`)."""
+    """bf16 error of transformers, nats (`step_parity.typical`)."""
 
     def run(self, layout: str) -> dict[str, Any]:
-        """For `layouts.measure`."""
+        """For `measure`."""
         return {"layout": layout, "kind": self.kind, "policy": str(self.path), "seed": self.seed}
 
 
-def run(setting: Setting, record: Recorder) -> None:
+def run(setting: PartSetting, record: Recorder) -> None:
     """Report the part's checks."""
     bound_threads()
     deadline = Deadline(setting.limit_s)
@@ -86,8 +93,8 @@ def run(setting: Setting, record: Recorder) -> None:
         _broadcast(setting, record, deadline)
 
 
-def _write(kind: str, setting: Setting) -> Policy:
-    """A random policy, in bf16 so that either precision starts from the same numbers."""
+def _write(kind: str, setting: PartSetting) -> Policy:
+    """A random policy in bf16, so that both precisions start from the same weights."""
     case, path = case_for(kind, toy=setting.toy), setting.scratch / "parallel" / kind
     case.write(path)
     case, exact = without_ties(case, path)
@@ -96,14 +103,14 @@ def _write(kind: str, setting: Setting) -> Policy:
 
 
 def _steps(
-    setting: Setting,
+    setting: PartSetting,
     record: Recorder,
     deadline: Deadline,
     policies: Mapping[str, Policy],
     layers: Layers,
     dtype: str,
 ) -> None:
-    """One rank alone, then two under each layout; on GPUs each layout in processes of its own, lest one hang all."""
+    """One rank, then two under each layout; on GPUs each layout has its own processes, in case one hangs."""
     suffix = " te" if layers == "te" else ""
     used = {name: policies["qwen3_moe" if name == "EP2" else "llama"] for name in PARALLEL}
 
@@ -113,7 +120,7 @@ def _steps(
             raise _NoTimeError(f"{max(0.0, left):.0f} s were left of the part's {setting.limit_s:.0f} s")
         return run_ranks(
             count,
-            "megatron_scalerl.check_gpu.layouts:measure",
+            "megatron_scalerl.check_gpu.parts.parallel:measure",
             {"dtype": dtype, "runs": runs, "toy": setting.toy},
             folder=setting.scratch / "parallel" / layers / name,
             timeout_s=min(left, _LAUNCH_S) if setting.on_gpu else left,
@@ -123,7 +130,7 @@ def _steps(
     try:
         alone = ranks(1, [policy.run(kind) for kind, policy in policies.items()], "alone")
     except RuntimeError as error:
-        _report_unmade(record, PARALLEL, suffix, error, "one rank alone: ")
+        _report_unmade(record, PARALLEL, suffix, error, "single rank: ")
         return
     for group in _groups(setting):
         try:
@@ -133,17 +140,17 @@ def _steps(
             continue
         for name in group:
             policy = used[name]
-            judge(record, name + suffix, distances(policy.kind, found[name], alone[policy.kind], dtype, policy.own))
+            record.compared(name + suffix, distances(policy.kind, found[name], alone[policy.kind], dtype, policy.own))
 
 
 class _NoTimeError(RuntimeError):
-    """Nothing was started."""
+    """Not enough time left to start."""
 
 
 def _report_unmade(
     record: Recorder, names: Sequence[str], suffix: str, error: RuntimeError, prefix: str = ""
 ) -> None:
-    """Layouts whose processes failed, or were not started."""
+    """Record layouts whose processes failed or were not started."""
     for name in names:
         if isinstance(error, _NoTimeError):
             record.not_run(name + suffix, f"{prefix}{error}")
@@ -151,18 +158,18 @@ def _report_unmade(
             record.holds(name + suffix, False, f"{prefix}{error}")
 
 
-def _groups(setting: Setting) -> Iterator[tuple[str, ...]]:
-    """Layouts that share processes."""
+def _groups(setting: PartSetting) -> Iterator[tuple[str, ...]]:
+    """Groups of layouts that share processes."""
     return ((name,) for name in PARALLEL) if setting.on_gpu else iter([PARALLEL])
 
 
 def distances(
     kind: str, found: Mapping[str, Any], alone: Mapping[str, Any], dtype: str, own: float
 ) -> list[Distance]:
-    """Of two ranks' step from that of one: log-probabilities before and after it, loss, gradient norm.
+    """Compare the step of two ranks with that of one: log-probs before and after it, loss, gradient norm.
 
-    `own`: transformers' bf16 from its fp32, nats. After the step a router may be undecided again: then a mixture is
-    judged by the median in fp32 too.
+    own: bf16 error of transformers, nats. After the step router logits may have ties again, so that mixtures of
+    experts are compared by the median in fp32 too.
     """
     ours, theirs = (
         Step(logprobs=np.asarray(each["before"]), loss=each["loss"], grad_norm=each["grad_norm"])
@@ -179,21 +186,70 @@ def distances(
     ]
 
 
-def _broadcast(setting: Setting, record: Recorder, deadline: Deadline) -> None:
-    """A short run with the trainer on one GPU and the engine on another: every update goes over NCCL."""
+def _broadcast(setting: PartSetting, record: Recorder, deadline: Deadline) -> None:
+    """A short run with trainer and engine on different GPUs: every weight update goes over NCCL."""
     recipe, tiny = recipe_path(), tiny_folder(setting)
     settings = overrides(setting, tiny, _OVER_NCCL, policy=tiny / "base_policy", warm=False, transport="nccl")
     check_overrides(recipe, settings)
     if not setting.on_gpu:
-        record.not_run("broadcast", "NCCL needs two GPUs; the part loop runs the same command over gloo")
+        record.not_run("broadcast", "NCCL requires two GPUs; the part loop runs the same command over gloo")
         return
     log = setting.scratch / "loop" / "train-broadcast.log"
     log.parent.mkdir(exist_ok=True)
-    shutil.rmtree(log.parent / _OVER_NCCL.check, ignore_errors=True)  # a run goes on where an earlier one ended
+    shutil.rmtree(log.parent / _OVER_NCCL.check, ignore_errors=True)  # a run resumes an earlier one
     limit = deadline.left(_OVER_NCCL.limit_s)
     done = asyncio.run(command(["train", str(recipe), *settings], log, limit_s=limit))
     found = read_run(log.parent / _OVER_NCCL.check, done)
     wrong = faults(found, steps=_OVER_NCCL.steps, warm=False)
-    said = f"{found.steps} updates in {found.seconds:.0f} s with start, mismatch {found.mismatch:.2g} nats"
-    text = "; ".join(wrong) or said
-    record.holds("broadcast", not wrong, text, found.data())
+    detail = f"{found.steps} updates in {found.seconds:.0f} s including startup, mismatch {found.mismatch:.2g} nats"
+    record.faultless("broadcast", wrong, detail, found.data())
+
+
+def case_for(kind: str, *, toy: bool) -> Case:
+    """The case of a family with several micro-batches for each data-parallel rank."""
+    return replace(case_of(kind, toy=toy), lengths=_LENGTHS, micro_batch_tokens=_MICRO_BATCH_TOKENS)
+
+
+def measure(job: Mapping[str, Any], rendezvous: FolderRendezvous) -> dict[str, Any]:
+    """Runs on each rank: log-probs, one step, log-probs again, for each layout of job["runs"].
+
+    A run has the keys of `Policy.run`; job["dtype"] is policy.dtype.
+    """
+    found = {}
+    for number, run in enumerate(job["runs"]):
+        if number:
+            shutdown_parallel(keep_world=True)
+        case = replace(case_for(run["kind"], toy=job["toy"]), seed=run["seed"])
+        found[run["layout"]] = _one(run["layout"], case, run["policy"], job["dtype"], rendezvous)
+    return found
+
+
+def _one(layout: str, case: Case, policy: str, dtype: str, rendezvous: FolderRendezvous) -> dict[str, Any]:
+    recipe = bare_recipe(
+        policy,
+        dtype,
+        case.micro_batch_tokens,
+        trainer={"world_size": int(os.environ["WORLD_SIZE"])},
+        # with a small eps AdamW's first update is the gradient's sign, which amplifies rounding errors
+        optimizer={"lr": 1e-3, "warmup_steps": 0, "eps": 1e-3},
+        megatron=_CUTS.get(layout, {}),
+    )
+    parallel = init_parallel(recipe, rendezvous)
+    trainer = make_trainer(recipe, parallel)
+    ids = case.token_ids()
+    before = trainer.logprobs(ids)
+    batches = pack(
+        samples(ids, before),  # all ratios are 1 on every rank
+        step=1,
+        dp_size=parallel.dp_size,
+        micro_batch_tokens=case.micro_batch_tokens,
+        pad_multiple=pad_multiple(parallel),
+        policy_version=0,
+    )
+    report = trainer.step(batches[parallel.dp_rank])
+    return {
+        "before": [float(value) for value in chain(*before)],
+        "after": [float(value) for value in chain(*trainer.logprobs(ids))],
+        "loss": report.loss,
+        "grad_norm": report.grad_norm,
+    }

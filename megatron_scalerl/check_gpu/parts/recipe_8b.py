@@ -1,30 +1,40 @@
-"""The 8B recipe as it stands, its trainer on eight GPUs (TP 2, sequence parallel, DP 4), with fewer layers.
+"""Part recipe-8b: the trainer of the 8B recipe on eight GPUs (TP 2, sequence parallel, DP 4), with fewer layers.
 
-Weights are random: only a config.json is written. A rehearsal takes two CPU ranks and tiny widths.
+Weights are random: only a config.json is written. A rehearsal uses two CPU ranks and toy widths.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import megatron_scalerl
-from megatron_scalerl.check_gpu import recipe_run
+from megatron_scalerl.batching.packing import pack
+from megatron_scalerl.check_gpu.cases import TOY, full_micro_batches
+from megatron_scalerl.check_gpu.device_memory import memory, peak_since, reset_peaks, used_by_driver
 from megatron_scalerl.check_gpu.findings import Recorder
-from megatron_scalerl.check_gpu.memory_report import report_memory
+from megatron_scalerl.check_gpu.part import PartSetting
+from megatron_scalerl.check_gpu.parts.shapes import report_memory
 from megatron_scalerl.check_gpu.ranks import run_ranks
-from megatron_scalerl.check_gpu.setting import Setting
-from megatron_scalerl.check_gpu.synthetic import TOY
 from megatron_scalerl.distributed import device
-from megatron_scalerl.plan.predict import predict_trainer
+from megatron_scalerl.distributed.parallel import init_parallel
+from megatron_scalerl.distributed.rendezvous import FolderRendezvous
+from megatron_scalerl.plan.work import predict_trainer
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.file import load_recipe
+from megatron_scalerl.trainer.step import make_trainer, pad_multiple
 
+STEPS = 4
+"""The first step allocates and compiles; the last one is reported."""
 LAYERS = 8
-"""Of the recipe's 32: enough to be a quarter of its work, and built in seconds."""
+"""Of the recipe's 32: a quarter of its work, built in seconds."""
 
 
-def run(setting: Setting, record: Recorder) -> None:
+def run(setting: PartSetting, record: Recorder) -> None:
     """Report the part's checks."""
     root = Path(megatron_scalerl.__file__).parent.parent / "recipes"
     folder = setting.scratch / "recipe-8b"
@@ -44,7 +54,7 @@ def run(setting: Setting, record: Recorder) -> None:
     with record.guarded("steps"):
         found = run_ranks(
             world,
-            "megatron_scalerl.check_gpu.recipe_run:measure",
+            "megatron_scalerl.check_gpu.parts.recipe_8b:measure",
             job,
             folder=folder / "ranks",
             timeout_s=0.9 * setting.limit_s,
@@ -55,9 +65,9 @@ def run(setting: Setting, record: Recorder) -> None:
     record.not_run("memory", "its steps failed")
 
 
-def _report(setting: Setting, record: Recorder, job: dict[str, Any], found: list[dict[str, Any]]) -> None:
-    """Both checks: the ranks agree on the loss, and the fullest rank takes the memory that the planner says."""
-    recipe = recipe_run.load(job)
+def _report(setting: PartSetting, record: Recorder, job: dict[str, Any], found: list[dict[str, Any]]) -> None:
+    """Both checks: the ranks agree on the loss, and the fullest rank's memory is as predicted."""
+    recipe = load(job)
     predicted = predict_trainer(
         recipe,
         job["policy"],
@@ -69,11 +79,43 @@ def _report(setting: Setting, record: Recorder, job: dict[str, Any], found: list
     seconds = max(answer["seconds"][-1] for answer in found)
     rate = found[0]["tokens"] / seconds
     flops = predicted.model_flops_per_token * rate / len(found)
-    text = f"{seconds:.3f} s a step of {found[0]['tokens']:,} tokens, {flops / 1e12:.4g} model TFLOP/s a rank"
+    text = f"{seconds:.3f} s per step of {found[0]['tokens']:,} tokens, {flops / 1e12:.4g} model TFLOP/s per rank"
     finite = all(math.isfinite(value) for loss in losses for value in loss)
     same = all(loss == losses[0] for loss in losses)
-    wrong = f"expected one finite loss a step on all ranks, found {losses}"
+    wrong = f"expected the same finite loss on all ranks in each step, found {losses}"
     record.holds("steps", finite and same, text if finite and same else wrong, {"ranks": found})
     fullest = max((answer["peak"] for answer in found), key=lambda peak: peak["total"])
     said = {"total_bytes": predicted.total_bytes, "terms": {term.name: term.bytes for term in predicted.terms}}
     report_memory(record, "memory", said, fullest, judged=setting.on_gpu, data={"parameters": predicted.parameters})
+
+
+def load(job: Mapping[str, Any]) -> Recipe:
+    """The job's recipe with its overrides and its policy folder."""
+    return load_recipe(job["recipe"], [*job["overrides"], f"policy.path={job['policy']}"])
+
+
+def measure(job: Mapping[str, Any], rendezvous: FolderRendezvous) -> dict[str, Any]:
+    """Runs on each rank: seconds and loss of each step, tokens of all ranks, this rank's `Peak` of device memory."""
+    before = used_by_driver() if device.HAVE_GPU else None  # first: CUDA context and NCCL count for this rank
+    recipe = load(job)
+    parallel = init_parallel(recipe, rendezvous)
+    reset_peaks()
+    before = before if device.HAVE_GPU else memory().used
+    trainer = make_trainer(recipe, parallel, load_weights=False)
+    size = recipe.micro_batch_tokens
+    vocab = json.loads(Path(job["policy"], "config.json").read_text())["vocab_size"]
+    batches = pack(
+        full_micro_batches(parallel.dp_size * job["micro_batches"], size, vocab),
+        step=1,
+        dp_size=parallel.dp_size,
+        micro_batch_tokens=size,
+        pad_multiple=pad_multiple(parallel),
+        policy_version=0,
+    )
+    reports = [trainer.step(replace(batches[parallel.dp_rank], step=step)) for step in range(1, STEPS + 1)]
+    return {
+        "seconds": [report.seconds for report in reports],
+        "losses": [report.loss for report in reports],
+        "tokens": reports[-1].tokens,
+        "peak": asdict(peak_since(before)),
+    }

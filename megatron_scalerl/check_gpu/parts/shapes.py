@@ -1,38 +1,41 @@
-"""Speed of full-width shapes, and their peak of memory against the planner's prediction.
+"""Parts shapes-*: speed of full-width shapes, and their peak memory compared with the planner's prediction.
 
-Each shape trains in a process of its own (`shape_run`) for clean peaks; a rehearsal puts all into one. This process
-imports no torch, so that it holds nothing on the GPU.
+Each shape trains in its own process (`shape_run`), so that peaks are not affected by earlier work; a rehearsal uses
+one process for all. This process imports no torch and allocates nothing on the GPU.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_scalerl.check_gpu.commands import run_command
 from megatron_scalerl.check_gpu.findings import Recorder
-from megatron_scalerl.check_gpu.logs import cause, last_line, read_log
-from megatron_scalerl.check_gpu.memory_report import report_memory
-from megatron_scalerl.check_gpu.own_group import ended_within, own_group
-from megatron_scalerl.check_gpu.setting import Setting
+from megatron_scalerl.check_gpu.part import PartSetting
 from megatron_scalerl.check_gpu.shape_run import SHAPES, SPARE, WARM_UP, Shape, toy
 from megatron_scalerl.plan.hardware import GIB, GPUS, gpu_of_device
 
 _LEAST_S = 30.0
-"""A shape is not begun with less time left: importing, building and the warm-up take about that."""
+"""A shape is not started with less time left: imports, build and warm-up take about that."""
 _MEASURE_SHARE = 0.7
-"""Of a process's time, after which it begins no further step."""
+"""Share of a process's time after which it starts no further step."""
+MEMORY_BOUND = 0.15
+"""Tolerance of predicted over measured, around 1."""
+_GRACE_S = 1.0
 _END_S = 3.0
-"""Of the part's time, kept for ending a shape's process."""
+"""Reserved from the part's time to stop a shape's process."""
 
 
-def run(setting: Setting, record: Recorder) -> None:
-    """Report `checks` of the part."""
+def run(setting: PartSetting, record: Recorder) -> None:
+    """Report the part's checks."""
     end = time.monotonic() + setting.limit_s - _END_S
     folder = setting.scratch / setting.part
     folder.mkdir(parents=True, exist_ok=True)
@@ -50,7 +53,7 @@ def run(setting: Setting, record: Recorder) -> None:
             for shape in group:
                 not_run(shape.name, f"{max(left, 0):.0f} s are left of the part's {setting.limit_s:g} s", record)
             continue
-        # a shape that hangs must not take the time of those after it
+        # leaves time for later shapes if this one hangs
         limit = left if setting.toy else left / (len(groups) - index) * (1.5 if index + 1 < len(groups) else 1)
         problem = run_process(group, folder, setting, limit)
         for shape in group:
@@ -58,8 +61,8 @@ def run(setting: Setting, record: Recorder) -> None:
             report(shape, json.loads(path.read_text("utf8")) if path.exists() else None, problem, setting, record)
 
 
-def run_process(shapes: Sequence[Shape], folder: Path, setting: Setting, limit: float) -> str:
-    """Run the shapes' process and end it, with all that it started, at `limit` seconds; how it failed, "" if not."""
+def run_process(shapes: Sequence[Shape], folder: Path, setting: PartSetting, limit: float) -> str:
+    """Run the shapes' process for at most `limit` seconds; returns how it failed, "" if it did not."""
     for shape in shapes:
         (folder / f"{shape.name}.json").unlink(missing_ok=True)
     asked = {
@@ -71,30 +74,26 @@ def run_process(shapes: Sequence[Shape], folder: Path, setting: Setting, limit: 
     log = folder / f"{shapes[0].name}.log"
     env = {"MSRL_LAYERS": setting.layers} if setting.layers and setting.on_gpu else {}
     argv = [sys.executable, "-m", "megatron_scalerl.check_gpu.shape_run", json.dumps(asked)]
-    with own_group(argv, log, env) as process:
-        code = ended_within(process, limit)
-    text = read_log(log)
-    print(text, file=sys.stderr, flush=True)
-    if code is None:
-        return f"ended at its limit of {limit:.0f} s; last line of its log: {last_line(text)}"
-    return f"exit code {code}: {cause(text)}" if code else ""
+    done = asyncio.run(run_command(argv, log, limit_s=limit, env=os.environ | env, grace_s=_GRACE_S))
+    print(done.output, file=sys.stderr, flush=True)
+    return done.failure()
 
 
 def not_run(name: str, why: str, record: Recorder) -> None:
-    """Both checks of a shape."""
+    """Record both checks of a shape as not run."""
     for figure in ("MFU", "memory"):
         record.not_run(f"{name} {figure}", why)
 
 
-def report(shape: Shape, found: dict[str, Any] | None, problem: str, setting: Setting, record: Recorder) -> None:
-    """Both checks of a shape from what its process left."""
+def report(shape: Shape, found: dict[str, Any] | None, problem: str, setting: PartSetting, record: Recorder) -> None:
+    """Record both checks of a shape from its process's result."""
     if found is None:
         for figure in ("MFU", "memory"):
-            record.holds(f"{shape.name} {figure}", False, problem or "its process left no result")
+            record.holds(f"{shape.name} {figure}", False, problem or "no result from its process")
         return
     if not found["fits"]:
         need, free = SPARE * found["predicted"]["total_bytes"] / GIB, found["free"] / GIB
-        why = f"one layer needs {need:.1f} GiB by the planner's prediction with a tenth to spare, {free:.1f} are free"
+        why = f"one layer needs {need:.1f} GiB (predicted, plus a tenth), {free:.1f} are free"
         not_run(shape.name, why, record)
         return
     with record.guarded(f"{shape.name} MFU"):
@@ -106,7 +105,7 @@ def report(shape: Shape, found: dict[str, Any] | None, problem: str, setting: Se
 
 
 def _report_speed(shape: Shape, found: dict[str, Any], record: Recorder) -> None:
-    """Model FLOP/s over the GPU's published bf16 peak; of an unknown GPU over a measured GEMM's."""
+    """Record model FLOP/s over the GPU's published bf16 peak; for other GPUs over a measured GEMM rate."""
     predicted = found["predicted"]
     step = statistics.median(found["seconds"][WARM_UP:])
     rate = found["tokens"] / step
@@ -131,18 +130,18 @@ def _report_speed(shape: Shape, found: dict[str, Any], record: Recorder) -> None
     record.measured(
         f"{shape.name} MFU",
         achieved / peak if peak else achieved / found["gemm_flops"],
-        f"of {GPUS[key].name}'s bf16 peak" if key else "of a measured GEMM's rate",
-        detail=f"{step:.3f} s a step of {found['tokens']:,} tokens, {rate:,.0f} tokens/s, {achieved / 1e12:.4g} "
+        f"of {GPUS[key].name}'s bf16 peak" if key else "of a measured GEMM rate",
+        detail=f"{step:.3f} s per step of {found['tokens']:,} tokens, {rate:,.0f} tokens/s, {achieved / 1e12:.4g} "
         f"model TFLOP/s, {achieved / found['gemm_flops']:.3f} of a GEMM{fewer}",
         data=data,
     )
 
 
 def planner_constants(shape: Shape, found: dict[str, Any], peak: float | None, rate: float) -> dict[str, float]:
-    """Fields of the planner's `Assumptions` that this shape measured; nothing but on a GPU in bf16.
+    """Fields of the planner's `Assumptions` measured by this shape; empty unless on a GPU in bf16.
 
-    `fragmentation` is what the allocator holds at its peak beyond what is allocated at its own, relative to what the
-    planner says comes and goes; `runtime_gib` is what the device holds beyond the allocator.
+    `fragmentation` is peak reserved minus peak allocated memory, relative to the planner's temporary memory;
+    `runtime_gib` is device memory outside the allocator.
     """
     if not found["gpu"] or shape.dtype != "bfloat16":
         return {}
@@ -151,7 +150,42 @@ def planner_constants(shape: Shape, found: dict[str, Any], peak: float | None, r
     constants = {"fragmentation": lost / found["predicted"]["moving_bytes"]}
     if peak_memory["others_known"]:
         constants["runtime_gib"] = peak_memory["runtime"] / GIB
-    utilisation = found["predicted"]["hardware_flops_per_token"] * rate / peak if peak else 0.0
-    if 0.0 < utilisation <= 1.0:
-        constants["dense_utilisation"] = utilisation
+    utilization = found["predicted"]["hardware_flops_per_token"] * rate / peak if peak else 0.0
+    if 0.0 < utilization <= 1.0:
+        constants["dense_utilisation"] = utilization
     return constants
+
+
+def report_memory(
+    record: Recorder,
+    check: str,
+    predicted: Mapping[str, Any],
+    peak: Mapping[str, Any],
+    *,
+    judged: bool,
+    data: Mapping[str, Any],
+) -> None:
+    """Record |predicted over measured - 1| of the peak memory.
+
+    predicted: "total_bytes" and "terms" (bytes by name). peak: fields of a `Peak`. judged: with a bound, on a GPU.
+    """
+    total, found = predicted["total_bytes"], peak["total"]
+    ratio = total / max(1, found)
+    others = "" if peak["others_known"] else "; memory of other processes on the GPU is unknown"
+    record.measured(
+        check,
+        abs(ratio - 1),
+        "relative error",
+        at_most=MEMORY_BOUND if judged else None,
+        goal=True,
+        detail=f"predicted {total / GIB:.3f} GiB, measured {found / GIB:.3f}, ratio {ratio:.3f}; "
+        f"allocated {peak['allocated'] / GIB:.3f}, reserved {peak['reserved'] / GIB:.3f}, "
+        f"beyond PyTorch {peak['runtime'] / GIB:.3f}{others}" + ("" if judged else "; no bound on a CPU"),
+        data={
+            "ratio": ratio,
+            "predicted_bytes": total,
+            "predicted_terms": predicted["terms"],
+            **{f"peak_{name}": value for name, value in peak.items()},
+            **data,
+        },
+    )

@@ -1,31 +1,47 @@
-"""What of the weight transport one device can show: digests, packing and sending, a tensor shared between processes.
+"""Part wire: the weight transport on one device: digests, packing, sending, a tensor shared between processes.
 
-NCCL refuses two ranks on one GPU, so nothing is received over it here; the part `parallel` does that with two.
+NCCL does not support two ranks on one GPU, so nothing is received over it; the part `parallel` does that with two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import reduce_tensor
 
 from megatron_scalerl.check_gpu.findings import Recorder
-from megatron_scalerl.check_gpu.setting import Setting
-from megatron_scalerl.check_gpu.wire_reader import handed, read_sum
+from megatron_scalerl.check_gpu.part import PartSetting
 from megatron_scalerl.checkpoints.manifest import ParamMeta
 from megatron_scalerl.distributed import device as seam
 from megatron_scalerl.distributed.rendezvous import private_folder, use_interface
-from megatron_scalerl.processes.isolated import FAILED, events
+from megatron_scalerl.processes.isolated import FAILED, SendEvent, events
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import digest
 from megatron_scalerl.weights.transport import make_sender
 
 _BUCKET_MIB = 64
 _ANSWER_S = 20.0
-"""For the other process to import torch, to open the handle and to answer; its death is noticed at once."""
+"""Time limit for the other process to import torch, open the handle and answer."""
+
+Handle = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
+"""How another process opens a tensor: a function of PyTorch and its arguments."""
 
 
-def run(setting: Setting, record: Recorder) -> None:
+def shared_handle(tensor: torch.Tensor) -> Handle:
+    """A handle of the tensor for one other process, valid while this one keeps the tensor. Raises driver errors."""
+    found: Handle = reduce_tensor(tensor)
+    return found
+
+
+def read_sum(handle: Handle, send: SendEvent) -> None:
+    """Runs in the other process: sends the sum of the tensor; `isolated.events` reports exceptions."""
+    rebuild, arguments = handle
+    send({"sum": float(rebuild(*arguments).double().sum())})
+
+
+def run(setting: PartSetting, record: Recorder) -> None:
     """Report the part's checks."""
     device = seam.device()
     with record.guarded("digest"):
@@ -37,7 +53,7 @@ def run(setting: Setting, record: Recorder) -> None:
 
 
 def _digest(record: Recorder, device: torch.device) -> None:
-    """Bytes of every length class of the digest: part of a chunk, one, several with a rest (8 MiB each)."""
+    """Digests of less than a chunk, one chunk, and several chunks with a remainder (8 MiB each)."""
     generator = torch.Generator().manual_seed(1)
     for size in (8, 8 << 20, (20 << 20) + 64):
         data = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
@@ -50,7 +66,7 @@ def _digest(record: Recorder, device: torch.device) -> None:
 
 
 def _send(record: Recorder, device: torch.device, *, matrices: int, width: int) -> None:
-    """Three updates to a group of one, as rank 0 sends them: header, packing, digest, broadcast."""
+    """Three updates sent by rank 0 to a group of one: header, packing, digest, broadcast."""
     generator = torch.Generator(device).manual_seed(2)
     tensors = {
         f"w{i}": torch.randn(width, width, device=device, dtype=torch.bfloat16, generator=generator)
@@ -58,7 +74,7 @@ def _send(record: Recorder, device: torch.device, *, matrices: int, width: int) 
     }
     manifest = tuple(ParamMeta(name=n, dtype="bfloat16", shape=tuple(t.shape)) for n, t in tensors.items())
     with private_folder() as rendezvous:
-        use_interface(rendezvous)  # before the first group: gloo and NCCL listen on loopback only
+        use_interface(rendezvous)  # before the first group, so that gloo and NCCL listen on loopback only
         sender = make_sender(
             Connection(
                 backend=seam.backend(),
@@ -71,14 +87,14 @@ def _send(record: Recorder, device: torch.device, *, matrices: int, width: int) 
         )
         reports = [sender.send(iter(tensors.items()), manifest, version) for version in (1, 2, 3)]
         sender.close()
-    same = len({report["digest"] for report in reports}) == 1
-    seconds = min(report["seconds"] for report in reports)
-    rate = reports[0]["bytes"] / 2**30 / seconds
+    same = len({report.digest for report in reports}) == 1
+    seconds = min(report.seconds for report in reports)
+    rate = reports[0].bytes / 2**30 / seconds
     digests = "equal" if same else "differ"
-    text = f"{seam.backend()}, {len(reports)} updates of {reports[0]['bytes']} bytes, digests {digests}"
+    text = f"{seam.backend()}, {len(reports)} updates of {reports[0].bytes} bytes, digests {digests}"
     if not same:
         return record.holds("send", False, text)
-    record.measured("send", rate, "GiB/s", detail=text, data={"seconds": [r["seconds"] for r in reports]})
+    record.measured("send", rate, "GiB/s", detail=text, data={"seconds": [r.seconds for r in reports]})
     return None
 
 
@@ -86,8 +102,8 @@ def _shared(record: Recorder, device: torch.device, read: Callable[..., None] = 
     """Another process reads a tensor of this one: a CUDA IPC handle on a GPU, shared memory on a CPU."""
     tensor = torch.arange(1 << 16, device=device, dtype=torch.float32)
     expected = float(tensor.double().sum())
-    told = list(events(read, handed(tensor), start="spawn", patience_s=_ANSWER_S))
-    found = next((event["sum"] for event in told if "sum" in event), None)
-    why = next((event[FAILED] for event in told if FAILED in event), "")
+    received = list(events(read, shared_handle(tensor), start="spawn", silence_timeout_s=_ANSWER_S))
+    found = next((event["sum"] for event in received if "sum" in event), None)
+    why = next((event[FAILED] for event in received if FAILED in event), "")
     text = f"{device.type}: expected the sum {expected:g}, found {found}"
     record.holds("tensor between processes", found == expected and not why, f"{text}; {why}" if why else text)

@@ -1,1 +1,1 @@
-"""Layers that enter Megatron-Core by ModuleSpec where Transformer Engine is absent."""
+"""Layers for Megatron-Core's ModuleSpecs, used without Transformer Engine."""

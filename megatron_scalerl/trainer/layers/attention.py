@@ -1,6 +1,6 @@
 """Causal self-attention by PyTorch's scaled_dot_product_attention, on packed rows and on plain batches.
 
-Beside it, Llama 4's chunks and query scale around Transformer Engine's attention.
+Also Llama 4's chunks and query scale around Transformer Engine's attention.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_scalerl.trainer.layers.packing import Layout, PackedRow
 
 
 def with_bias(linear: type) -> type:
-    """The linear layer with a bias; Megatron's attention output has one only where every other layer has."""
+    """The linear layer with a bias; Megatron's attention output has one only if every other layer has."""
 
     class WithBias(linear):  # type: ignore[misc]
         def __init__(self, *args: Any, bias: bool = False, **keywords: Any):
@@ -29,11 +29,11 @@ def with_bias(linear: type) -> type:
 
 
 def with_chunks(core: type, *, chunked: bool, query_scale: Any) -> type:
-    """A core attention for packed rows in Megatron's "thd" format, with what a Llama-4 layer adds to it.
+    """A core attention for packed rows in Megatron's "thd" format, extended by the features of Llama-4 layers.
 
-    `chunked`: it sees the row's chunks as sequences of their own (queries and keys have been rotated by their
-    positions in the whole sequences by then). `query_scale` maps positions [N] to a factor on the queries [N, heads,
-    d]. Read against Transformer Engine's class as Megatron-Core 0.16.1 wraps it, and not run with it.
+    `chunked`: the row's chunks are separate sequences for it (queries and keys are already rotated by their positions
+    in the whole sequences). `query_scale` maps positions [N] to a factor on the queries [N, heads, d]. Written for
+    Transformer Engine's class as Megatron-Core 0.16.1 wraps it, and not run with it.
     """
 
     class WithChunks(core):  # type: ignore[misc]
@@ -44,7 +44,7 @@ def with_chunks(core: type, *, chunked: bool, query_scale: Any) -> type:
             packed_seq_params: PackedRow | None = None,
             **keywords: Any,
         ) -> Tensor:
-            """[N, heads, d] queries and what else `core` takes."""
+            """[N, heads, d] queries and the other arguments of `core`."""
             assert packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
             if query_scale is not None:
                 scale = query_scale(packed_seq_params.position_ids)
@@ -58,12 +58,12 @@ def with_chunks(core: type, *, chunked: bool, query_scale: Any) -> type:
 class SdpaCoreAttention(torch.nn.Module):
     """Core attention for Megatron's SelfAttention; grouped queries, no attention bias, no dropout.
 
-    A packed row comes as one sequence [N, 1, heads, d] with a `PackedRow`: its sequences are gathered into a
-    few padded buckets, attended causally, and scattered back, so tokens never see another sequence.
-    Without a `PackedRow` the input is a plain batch [s, b, heads, d]. With context parallelism N are this rank's
-    tokens (`layers.context`): it gathers the keys and values of all ranks, and attends with its own queries.
-    `chunked` layers (Llama 4) attend inside chunks of the sequence; `query_scale` (Llama 4's layers
-    without RoPE) maps positions [N] to a factor on the queries.
+    A packed row is one sequence [N, 1, heads, d] with a `PackedRow`: its sequences are gathered into a few padded
+    buckets, attended causally, and scattered back, so tokens never see another sequence. Without a `PackedRow` the
+    input is a plain batch [s, b, heads, d]. With context parallelism N are this rank's tokens (`layers.context`): it
+    gathers the keys and values of all ranks, and attends with its own queries. `chunked` layers (Llama 4) attend
+    inside chunks of the sequence; `query_scale` (Llama 4's layers without RoPE) maps positions [N] to a factor on the
+    queries.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class SdpaCoreAttention(torch.nn.Module):
         assert attention_bias is None
         s, b, heads, d = query.shape
         split = packed_seq_params is not None and packed_seq_params.context is not None
-        assert split == (self.context_size > 1), "context parallelism cuts packed rows only"
+        assert split == (self.context_size > 1), "context parallelism splits packed rows only"
         if packed_seq_params is None:
             out = self._attend(query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3))
             return out.permute(2, 0, 1, 3).reshape(s, b, heads * d)
@@ -114,7 +114,7 @@ class SdpaCoreAttention(torch.nn.Module):
         if context is not None:
             return self._shared(q, k, v, context).reshape(s, 1, heads * d)
         layout = packed_seq_params.chunked if self.chunked else packed_seq_params.layout
-        assert layout is not None, "this row was laid out for Transformer Engine"
+        assert layout is not None, "this row has the layout of Transformer Engine"
         return self._packed(q, k, v, layout).reshape(s, 1, heads * d)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:

@@ -1,7 +1,7 @@
 """Context parallelism: which tokens of a packed row a rank computes, and which keys its queries see.
 
-Every sequence is padded to a multiple of 2 x size tokens and cut into as many chunks; rank r computes chunks r and
-2 x size - 1 - r, so that causal attention costs every rank the same. Megatron's RoPE for packed rows
+Every sequence is padded to a multiple of 2 x size tokens and split into as many chunks; rank r computes chunks r and
+2 x size - 1 - r, which balances causal attention. Megatron's RoPE for packed rows
 (megatron/core/models/common/embeddings/rope_utils.py:129) and Transformer Engine's attention for them
 (thd_get_partitioned_indices; read, not run) expect that order, and cu_seqlens of whole padded sequences.
 """
@@ -17,52 +17,52 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 PADDING = -1
-"""Place of a token that the given row does not have."""
+"""Index of a token that is padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Queries next to each other in a rank's share, and their keys: the queries are the last of them."""
+    """Consecutive queries of a rank's share, and their keys: the queries' positions are the last of the keys'."""
 
     queries: int
     start: int
-    """Place of the first key in the padded row."""
+    """Index of the first key in the padded row."""
     keys: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What attention needs beside a rank's own queries, keys and values."""
+    """Inputs of attention beside a rank's own queries, keys and values."""
 
     group: Any
     """The context-parallel process group."""
     order: Tensor
-    """[M] place of each token of the padded row among the shares of all ranks in turn."""
+    """[M] index of each token of the padded row in the concatenated shares of all ranks."""
     spans: tuple[Span, ...]
     """This rank's queries, in the order of its share."""
     chunked: tuple[Span, ...]
-    """The same where attention stays inside chunks."""
+    """The same with attention inside chunks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """A rank's tokens of a packed row of N tokens: n of the M that the row has with padding."""
+    """A rank's tokens of a packed row of N tokens: n of the padded row's M."""
 
     starts: list[int]
-    """[S+1] starts of the padded sequences, one that fills the row up among them; the last is M."""
+    """[S+1] starts of the padded sequences, including one of padding at the end; the last is M."""
     rank: int
     size: int
     group: Any
     length: int
-    """N"""
+    """N."""
     places: Tensor | None = None
-    """[n] place of each token in the given row, PADDING where there is none; None: the share is that row."""
+    """[n] index of each token in the given row, PADDING if there is none; None: the share is that row."""
     position_ids: Tensor | None = None
     """[n] position of each token in its sequence; None with `places`."""
     order: Tensor | None = None
     """See `Context.order`; None with `places`."""
     back: Tensor | None = None
-    """[N] place of each token of the given row among the shares of all ranks in turn; None with `places`."""
+    """[N] index of each token of the given row in the concatenated shares of all ranks; None with `places`."""
 
     def of_row(self, values: Tensor, fill: int = 0) -> Tensor:
         """[n, ...] of this rank from the given row's [N, ...]; padding is `fill`."""
@@ -75,8 +75,8 @@ class Share:
     def whole(self, values: Tensor) -> Tensor:
         """The given row's [N, ...], the same on all ranks, from each rank's [n, ...].
 
-        The gradient of a rank's part is that of its own result, not the sum over ranks: what is computed from the
-        whole row is computed on every rank.
+        The gradient of a rank's part is that of its own result, not the sum over ranks: every rank computes the same
+        from the whole row.
         """
         if self.back is None:
             return values
@@ -84,7 +84,7 @@ class Share:
         return gathered.index_select(0, self.back)
 
     def context(self, chunk: int | None) -> Context:
-        """For attention by `layers.attention`, with chunks of `chunk` tokens where a layer has them."""
+        """The `Context` of this rank, with chunks of `chunk` tokens for layers with chunked attention."""
         assert self.order is not None
         whole = spans(self.starts, rank=self.rank, size=self.size)
         chunked = whole if chunk is None else spans(self.starts, rank=self.rank, size=self.size, chunk=chunk)
@@ -92,13 +92,11 @@ class Share:
 
 
 def share_of(starts: list[int], *, rank: int, size: int, group: Any, divisor: int) -> Share:
-    """The share of context-parallel rank `rank` of `size` in a row of the sequences between `starts` ([S+1]).
+    """The share of context-parallel rank `rank` of `size` in a row with sequence starts `starts` ([S+1]).
 
-    Its tensors are in host memory.
-
-    Every rank's share has the same number of tokens, a multiple of `divisor`: the tensor-parallel size under
-    sequence parallelism. The row grows by less than 2 x size tokens a sequence, and by a sequence of its own at the
-    end, which is all that is padded without context parallelism.
+    Its tensors are in host memory. Every rank's share has the same number of tokens, a multiple of `divisor`: the
+    tensor-parallel size under sequence parallelism. The row grows by less than 2 x size tokens per sequence, and by a
+    sequence of padding at the end, which is the only padding without context parallelism.
     """
     lengths = [b - a for a, b in zip(starts, starts[1:])]
     padded, filler = _padded(lengths, size=size, divisor=divisor)
@@ -134,14 +132,14 @@ def share_length(starts: list[int], *, size: int, divisor: int) -> int:
 
 
 def _padded(lengths: list[int], *, size: int, divisor: int) -> tuple[list[int], int]:
-    """Lengths of the padded sequences, and of the one that fills the row up."""
+    """Lengths of the padded sequences, and of the sequence of padding at the end."""
     multiple = 2 * size if size > 1 else 1
     padded = [-(-length // multiple) * multiple for length in lengths]
     return padded, -sum(padded) % (multiple * divisor)
 
 
 def _tokens(starts: list[int], *, rank: int, size: int) -> Tensor:
-    """[n] places in the padded row of a rank's tokens."""
+    """[n] indices in the padded row of a rank's tokens."""
     if size == 1:
         return torch.arange(starts[-1])
     parts = []
@@ -152,7 +150,7 @@ def _tokens(starts: list[int], *, rank: int, size: int) -> Tensor:
 
 
 def spans(starts: list[int], *, rank: int, size: int, chunk: int | None = None) -> tuple[Span, ...]:
-    """The keys up to each of a rank's queries: of the sequence, or of its chunk of `chunk` tokens."""
+    """Spans of a rank's queries: each sees the keys before it in the sequence, or in its chunk of `chunk` tokens."""
     found = []
     for a, b in zip(starts, starts[1:]):
         part = (b - a) // (2 * size)

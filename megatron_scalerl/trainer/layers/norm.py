@@ -1,4 +1,4 @@
-"""RMS norms: one that knows sequence parallelism, and one without weights for queries and keys."""
+"""RMS norms: one for sequence parallelism, and one without weights for queries and keys."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from megatron.core.transformer import TransformerConfig
 class SequenceParallelRMSNorm(torch.nn.RMSNorm):
     """RMSNorm over the last dimension whose weight gradient is summed over the tensor-parallel group.
 
-    Megatron's own torch norm refuses sequence parallelism (transformer/torch_norm.py:32); the mark
-    `sequence_parallel` on the weight is what its gradient reduction looks for.
+    Megatron's own torch norm refuses sequence parallelism (transformer/torch_norm.py:32); its gradient reduction
+    checks the attribute `sequence_parallel` of the weight.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        mark: Any = self.weight
-        mark.sequence_parallel = config.sequence_parallel
+        weight: Any = self.weight
+        weight.sequence_parallel = config.sequence_parallel
 
 
 class HeadRMSNorm(torch.nn.Module):
     """Weightless RMS norm over each head, computed in fp32 (Llama 4's query and key norm).
 
-    Megatron's own (transformer/torch_norm.py:72) goes through torch.compile, which wants a C++ compiler.
+    Megatron's own (transformer/torch_norm.py:72) uses torch.compile, which requires a C++ compiler.
     """
 
     def __init__(self, hidden_size: int, eps: float = 1e-6, **_: Any):

@@ -1,6 +1,6 @@
-"""How the sequences of one packed row are laid out for attention; computed once per micro-batch, on the host.
+"""The layout of a packed row's sequences for attention; computed once per micro-batch, on the host.
 
-Everything here makes host tensors from numbers that the host has. `trainer.staging` sends them to the device.
+Everything here creates host tensors from host data. `trainer.staging` copies them to the device.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron_scalerl.trainer.layers.context import Context, Share
 
 SAME_BUCKET = 0.75
-"""A sequence shares a bucket with longer ones down to this share of the longest. Measured on 48 sequences of
-20 to 80 tokens: buckets beat one padded block 1.35 times and a loop over sequences 2.6 times; beyond four
-buckets nothing is gained."""
+"""A sequence shares a bucket with longer ones if it has at least this share of the longest one's tokens. Measured on
+48 sequences of 20 to 80 tokens: buckets are 1.35 times as fast as one padded block and 2.6 times as fast as a loop
+over sequences; more than four buckets gain nothing."""
 
 LONGEST_STEP = 64
-"""Transformer Engine is told the longest sequence rounded up to a multiple of this, as it rounds where it looks for
+"""The longest sequence is rounded up to a multiple of this for Transformer Engine, as it does when it computes it
 itself (attention/dot_product_attention/dot_product_attention.py:1130 of 2.11): kernels are chosen, and cuDNN's are
-planned, for a longest sequence, and each micro-batch has another."""
+planned, for a longest sequence, which differs between micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,57 +29,59 @@ class Bucket:
     """Sequences of similar length, padded to the longest of them."""
 
     sequences: int
+    """Number of sequences."""
     length: int
+    """Tokens of the longest."""
     gather: torch.Tensor
-    """[sequences * length] position in the row of each padded slot; padding slots read the sequence's last token."""
+    """[sequences * length] index in the row of each padded slot; padding slots read the sequence's last token."""
     valid: torch.Tensor
     """[tokens] slots that are not padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The buckets of one row, and the way back."""
+    """The buckets of one row, and the inverse permutation."""
 
     buckets: tuple[Bucket, ...]
     restore: torch.Tensor
-    """[N] place of each token of the row among the valid slots of all buckets in turn."""
+    """[N] index of each token of the row in the concatenated valid slots of all buckets."""
 
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """What attention needs to know of a packed row [1, N]; rides through Megatron as its packed_seq_params.
+    """A packed row [1, N] as attention sees it; passes through Megatron as its packed_seq_params.
 
-    `qkv_format` is "sbhd" for our attention, which keeps the row as one sequence of Megatron's and gets
-    rotary angles per token; "thd" for Transformer Engine's.
+    `qkv_format` is "sbhd" for our attention, for which the row is one sequence of Megatron's with rotary angles per
+    token; "thd" for Transformer Engine's.
     """
 
     position_ids: torch.Tensor | None = None
     """[N] position of each of this rank's tokens in its sequence."""
     longest: int = 0
-    """Tokens of the longest sequence, of which `max_seqlen_q` may be an upper bound. Megatron's RoPE without fusion
-    takes a table as long as the whole row for one with an entry per token, so tables have this length."""
+    """Tokens of the longest sequence; `max_seqlen_q` may be an upper bound. Megatron's RoPE without fusion takes
+    a table as long as the row for one with an entry per token, so tables have this length."""
     layout: Layout | None = None
     """Whole sequences; None with Transformer Engine or `context`."""
     chunked: Layout | None = None
-    """The same row cut further at multiples of the chunk, for layers with chunked attention."""
+    """The same row split further at multiples of the chunk, for layers with chunked attention."""
     context: Context | None = None
-    """In the place of both layouts with context parallelism, without Transformer Engine."""
+    """Replaces both layouts with context parallelism, without Transformer Engine."""
     in_chunks: PackedRow | None = None
-    """The row whose cu_seqlens are cut further, for chunked layers with Transformer Engine; None: no sequence is."""
+    """The row with sequences split into chunks, for chunked layers with Transformer Engine; None: no sequence is."""
     expert_choices: torch.Tensor | None = None
     """[N', L, K] experts of this rank's tokens, see `layers.routing`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How one row is computed on this rank. Produced by `trainer.model.PolicyModel.plan`."""
+    """How this rank computes one row. Produced by `trainer.model.PolicyModel.plan`."""
 
     share: Share
     """This rank's tokens of the row."""
     packed: PackedRow
-    """Its sequences, for attention."""
+    """The layout of the share for attention."""
     places: torch.Tensor | None
-    """[c] int64 places of the tokens with loss in this rank's share, ascending; None: all of them."""
+    """[c] int64 positions of the tokens with loss in this rank's share, ascending; None: all of them."""
 
 
 def layout(starts: list[int]) -> Layout:
@@ -109,8 +111,8 @@ def _bucket(spans: list[tuple[int, int]]) -> Bucket:
     return Bucket(sequences=len(spans), length=length, gather=gather.flatten(), valid=valid)
 
 
-def cut(starts: list[int], chunk: int) -> list[int]:
-    """`starts` with each sequence cut further every `chunk` tokens, which is what chunked attention sees."""
+def split_into_chunks(starts: list[int], chunk: int) -> list[int]:
+    """`starts` with each sequence split every `chunk` tokens, the boundaries of chunked attention."""
     out = [0]
     for a, b in zip(starts, starts[1:]):
         out.extend(range(a + chunk, b, chunk))
@@ -129,27 +131,27 @@ def packed_row(
     """The PackedRow of one row: `starts` (S+1 numbers) of whole sequences, `position_ids` [N] in host memory.
 
     `fused` is for Transformer Engine. With context parallelism `share` is this rank's, N its tokens, and the starts
-    are those of the padded sequences. Raises ValueError for chunks in sequences that Transformer Engine cuts itself.
+    are those of the padded sequences. Raises ValueError for chunks with Transformer Engine's context parallelism.
     """
     longest = max((b - a for a, b in zip(starts, starts[1:])), default=0)
-    cut_in = share.size if share else 1
-    assert starts[0] == 0 and starts[-1] == position_ids.numel() * cut_in, "the starts must cover the row"
+    ranks = share.size if share else 1
+    assert starts[0] == 0 and starts[-1] == position_ids.numel() * ranks, "the starts must cover the row"
     inner = chunk if chunk is not None and chunk < longest else None
-    if fused and inner and cut_in > 1:
+    if fused and inner and ranks > 1:
         raise ValueError(
             f"attention_chunk_size: expected at least the longest sequence ({longest} tokens) with Transformer "
-            f"Engine's context parallelism, which cuts whole sequences, found {chunk}"
+            f"Engine's context parallelism, which splits whole sequences, found {chunk}"
         )
-    step = math.lcm(LONGEST_STEP, 2 * cut_in) if fused else 1
+    step = math.lcm(LONGEST_STEP, 2 * ranks) if fused else 1
     row = _plain_row(starts, position_ids, -(-longest // step) * step, fused)
     row.longest = longest
     if fused:
-        row.in_chunks = _plain_row(cut(starts, inner), position_ids, inner, fused) if inner else None
-    elif share and cut_in > 1:
+        row.in_chunks = _plain_row(split_into_chunks(starts, inner), position_ids, inner, fused) if inner else None
+    elif share and ranks > 1:
         row.context = share.context(inner)
     else:
         row.layout = layout(starts)
-        row.chunked = layout(cut(starts, inner)) if inner else row.layout
+        row.chunked = layout(split_into_chunks(starts, inner)) if inner else row.layout
     return row
 
 

@@ -1,12 +1,12 @@
-"""Routing replay: the trainer's routers take the experts that the engine took.
+"""Routing replay: the trainer's routers use the experts that the engine chose.
 
-Two engines of arithmetic round differently, and a router whose two best experts are nearly equal then picks
-another one: the token's log-probability jumps by far more than rounding. With the engine's choices the trainer's
-routers only weigh, forward and backward, and the gradient still reaches them through the weights.
+Trainer and engine round differently, and a router with two nearly equal experts may then choose another one: the
+token's log-probability changes by far more than rounding. With the engine's choices the trainer's routers compute the
+experts' weights only, forward and backward, and still get their gradient through these.
 
-Megatron-Core's own RouterReplay keeps one set of choices for the whole process, and tells forward from
-recomputation by a switch; here they ride with the row (`PackedRow.expert_choices`), so that any pipeline schedule
-and the recomputation of whole layers find those of their own micro-batch.
+Megatron-Core's own RouterReplay keeps one set of choices per process, and distinguishes forward from recomputation by
+a flag. Here the choices are part of the row (`PackedRow.expert_choices`), so any pipeline schedule and the
+recomputation of whole layers use those of their own micro-batch.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
 UNKNOWN = -1
-"""Stands for a token whose experts the router shall choose itself; all K or none."""
+"""Choice of a token for which the router chooses itself; all K or none."""
 
 
 class ReplayedRouting(RouterReplay):
-    """Stands at one router and gives it the experts of the row that passes."""
+    """Replays the experts of the current row at one router."""
 
     def __init__(self, layer: int) -> None:
-        # Not Megatron's own: it would add this one to a list that lives as long as the process.
+        # Without super().__init__, which would append this object to a list of the process.
         self.layer = layer
         self.choices: torch.Tensor | None = None
 
     def before_layer(self, _module: torch.nn.Module, _args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Forward pre-hook of the transformer layer: takes this layer's choices off the row."""
+        """Forward pre-hook of the transformer layer: reads this layer's choices from the row."""
         choices = getattr(keywords.get("packed_seq_params"), "expert_choices", None)
         self.choices = None if choices is None else choices[:, self.layer]
 
@@ -43,7 +43,10 @@ class ReplayedRouting(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Callable[..., Any] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """([n, K] scores, [n, K] experts) of scores [n, E]: the row's experts, the router's own where unknown."""
+        """([n, K] scores, [n, K] experts) from scores [n, E]: the row's experts, the router's own where unknown.
+
+        Raises ValueError for choices of another shape.
+        """
         assert default_compute_topk is not None
         own, experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.choices is None:
@@ -58,7 +61,7 @@ class ReplayedRouting(RouterReplay):
 
 
 def install(decoder: Any) -> None:
-    """Puts a ReplayedRouting at every router of a decoder's layers; without choices nothing changes."""
+    """Installs a ReplayedRouting at every router of a decoder's layers; without choices nothing changes."""
     for layer in decoder.layers:
         router = getattr(layer.mlp, "router", None)
         if router is not None:
@@ -68,7 +71,7 @@ def install(decoder: Any) -> None:
 
 
 def check_replay(config: TransformerConfig, *, pipeline_size: int) -> None:
-    """ValueError for options under which a router would not see its row's choices."""
+    """Raises ValueError for options under which a router would not see its row's choices."""
     if config.num_moe_experts is None:
         raise ValueError("rollouts.routing_replay: expected a mixture-of-experts policy, found a dense one")
     if config.moe_router_fusion:
@@ -82,6 +85,6 @@ def check_replay(config: TransformerConfig, *, pipeline_size: int) -> None:
 
 
 def of_rank(choices: torch.Tensor, *, rank: int, size: int) -> torch.Tensor:
-    """[n / size, L, K] part of choices [n, L, K] that a tensor-parallel rank's routers see (size 1: all)."""
+    """[n / size, L, K], the part of choices [n, L, K] for the routers of a tensor-parallel rank (size 1: all)."""
     share = choices.shape[0] // size
     return choices[rank * share : (rank + 1) * share]

@@ -1,6 +1,6 @@
-"""The layers of a policy as Megatron's ModuleSpecs: Transformer Engine's where it is there, else ours.
+"""The layers of a policy as Megatron's ModuleSpecs: Transformer Engine's if available, else ours.
 
-The Transformer Engine half has been read against Megatron-Core 0.16.1 and not run.
+The Transformer Engine part is written against Megatron-Core 0.16.1 and has not been run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PlainSpecProvider(LocalSpecProvider):
     """Megatron's plain linear layers with our norm and our core attention."""
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
-        """Our RMSNorm; families with LayerNorm are not known."""
+        """Our RMSNorm; no supported family has LayerNorm."""
         return SequenceParallelRMSNorm
 
     def core_attention(self) -> type:
@@ -41,7 +41,7 @@ class PlainSpecProvider(LocalSpecProvider):
 
 
 def spec_provider() -> Any:
-    """The BackendSpecProvider of this machine."""
+    """The BackendSpecProvider for this machine."""
     if not HAVE_TE:
         return PlainSpecProvider()
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
@@ -52,7 +52,10 @@ def spec_provider() -> Any:
 def block_submodules(
     config: TransformerConfig, family: Family, *, pp_rank: int, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Specs of the layers of one model chunk, each in its family's style."""
+    """Specs of the layers of one model chunk, each in its family's style.
+
+    Raises ValueError if Megatron's number of layers differs from the family's.
+    """
     if config.num_layers != len(family.layers):
         raise ValueError(
             f"megatron.model.num_layers: expected {len(family.layers)} as in config.json, found {config.num_layers}"
@@ -89,8 +92,8 @@ def _layer_spec(config: TransformerConfig, family: Family, style: LayerStyle, pr
 
 _MOE_NAMES = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 _DENSE_NAMES = {**_MOE_NAMES, "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
-"""Distributed checkpoints call the norms as Transformer Engine does, so that either half reads the other's: where
-the linear layer that follows has the norm fused into it, as part of that layer."""
+"""Distributed checkpoints use Transformer Engine's names of the norms, so that either implementation reads the
+other's: a norm that it fuses into the following linear layer is part of that layer."""
 
 
 def _attention_spec(config: TransformerConfig, family: Family, style: LayerStyle, provider: Any) -> ModuleSpec:

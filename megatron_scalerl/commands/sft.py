@@ -1,0 +1,33 @@
+"""`megatron-scalerl sft RECIPE --out DIR`: supervised warm start of the recipe's policy."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from megatron_scalerl.commands.train import add_recipe, recipe_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+EPILOG = """example:
+  megatron-scalerl sft my_run.yaml sft.path=data/warm_start.jsonl --out models/warm
+
+Settings are those of the recipe's sft section; the examples have the columns prompt and completion."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.description = "Warm-start the recipe's policy by supervised training on examples."
+    parser.epilog = EPILOG
+    add_recipe(parser)
+    parser.add_argument("--out", required=True, metavar="DIR", help="Hugging Face folder to write")
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Train and write the policy. Raises ValueError for user errors."""
+    recipe = recipe_of(arguments)
+    from megatron_scalerl.sft import run_sft
+
+    run_sft(recipe, arguments.out)
+    return 0

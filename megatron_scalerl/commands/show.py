@@ -1,0 +1,208 @@
+"""`megatron-scalerl show RUN`: one completion of a run with its forced tokens and policy versions marked."""
+
+from __future__ import annotations
+
+import argparse
+import unicodedata
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+from rich.console import Console
+from rich.text import Text
+
+
+class Rollout(msgspec.Struct):
+    """The fields of a completion that select it."""
+
+    interrupted: bool
+
+
+class Head(msgspec.Struct):
+    """The fields of a group that select it."""
+
+    group_id: int
+    rollouts: list[Rollout]
+    step: int | None = None
+
+
+EPILOG = """examples:
+  megatron-scalerl show runs/my_run                        a completion of the newest group
+  megatron-scalerl show runs/my_run --step 12              of the first group that was trained in step 12
+  megatron-scalerl show runs/my_run --group 40 --index 3   the fourth completion of group 40
+  megatron-scalerl show runs/my_run --interrupted          the newest with interrupted thinking
+
+In the text, ⟦forced⟧ tokens were not sampled and carry no loss; ‹v7› marks where policy version 7 takes over."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.description = "Print one completion of a run with its forced tokens and policy versions marked."
+    parser.epilog = EPILOG
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run")
+    parser.add_argument("--group", type=int, metavar="ID", help="number of the group")
+    parser.add_argument("--index", type=int, metavar="I", help="completion within the group, from 0")
+    parser.add_argument("--interrupted", action="store_true", help="only completions with interrupted thinking")
+    parser.add_argument("--step", type=int, metavar="N", help="optimizer step that trained the group")
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Print one completion. Raises ValueError where the run has none that matches."""
+    group = find_group(arguments.run_dir, arguments.group, arguments.step, interrupted=arguments.interrupted)
+    index = choose(group["rollouts"], arguments.index, interrupted=arguments.interrupted)
+    show(console, group, index, load_tokenizer(arguments.run_dir))
+    return 0
+
+
+def choose(rollouts: Sequence[dict[str, Any]], index: int | None, *, interrupted: bool) -> int:
+    """The requested completion; without an index the first, or the first interrupted one."""
+    if index is None:
+        return next(i for i, r in enumerate(rollouts) if r["interrupted"] or not interrupted)
+    if not 0 <= index < len(rollouts):
+        raise ValueError(f"--index: expected 0 to {len(rollouts) - 1}, found {index}")
+    return index
+
+
+def find_group(run_dir: Path, group_id: int | None, step: int | None, *, interrupted: bool = False) -> dict[str, Any]:
+    """The requested group, with `step` filled in from the journal; the newest if neither id nor step is given.
+
+    Raises ValueError if the run has no such finished group.
+    """
+    trained_in = trained_steps(run_dir)
+    newest: tuple[int, bytes] | None = None
+    seen = 0
+    for path, line in group_lines(run_dir):
+        try:
+            head = msgspec.json.decode(line, type=Head)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{path}: expected groups as JSON lines, found {error}") from None
+        seen += 1
+        trained = head.step if head.step is not None else trained_in.get(head.group_id)
+        if group_id is not None and head.group_id != group_id:
+            continue
+        if step is not None and trained != step:
+            continue
+        if interrupted and not any(r.interrupted for r in head.rollouts):
+            continue
+        if newest is None or (step is None and head.group_id > newest[0]):
+            newest = (head.group_id, line)
+    if newest is None:
+        wanted = [f"group {group_id}"] * (group_id is not None) + [f"a group of step {step}"] * (step is not None)
+        wanted += ["an interrupted completion"] * interrupted
+        expected = " and ".join(wanted) or "finished groups"
+        raise ValueError(f"{run_dir}: expected {expected}, found none among {seen} finished groups")
+    group = msgspec.json.decode(newest[1])
+    if group.get("step") is None:
+        group["step"] = trained_in.get(newest[0])
+    return group
+
+
+def group_lines(run_dir: Path) -> Iterator[tuple[Path, bytes]]:
+    """Every complete line of RUN_DIR/rollouts/*.jsonl; a line being written has no line end yet."""
+    folder = run_dir / "rollouts"
+    if not folder.is_dir():
+        raise ValueError(f"{run_dir}: expected a run folder with rollouts, found none")
+    for path in sorted(folder.glob("*.jsonl")):
+        with path.open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    yield path, line
+
+
+def trained_steps(run_dir: Path) -> dict[int, int]:
+    """Group id -> optimizer step that trained it, from the run's journal if there is one."""
+    steps: dict[int, int] = {}
+    journal = run_dir / "journal.jsonl"
+    if not journal.is_file():
+        return steps
+    for line in journal.read_bytes().splitlines(keepends=True):
+        if line.endswith(b"\n"):
+            event = msgspec.json.decode(line)
+            if event["event"] == "batch":
+                steps.update(dict.fromkeys(event["group_ids"], event["step"]))
+    return steps
+
+
+def load_tokenizer(run_dir: Path) -> Any:
+    """The tokenizer of the run's policy, found through RUN_DIR/recipe.yaml."""
+    from transformers import AutoTokenizer  # slow: only once the completion is found
+
+    recipe = run_dir / "recipe.yaml"
+    if not recipe.is_file():
+        raise ValueError(f"{recipe}: expected the run's recipe, found nothing")
+    path = Path(yaml.safe_load(recipe.read_text(encoding="utf8"))["policy"]["path"])
+    if not path.is_dir():
+        raise ValueError(f"{recipe}: policy.path: expected a folder with a tokenizer, found {path}")
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+
+
+def show(console: Console, group: dict[str, Any], index: int, tokenizer: Any) -> None:
+    """Print the header, the prompt and the completion."""
+    rollout, score = group["rollouts"][index], group["scores"][index]
+    prompt = group["prompt"]
+    step = f"in the batch of step {group['step']}" if group["step"] is not None else "in no batch yet"
+    right = sum(each["correct"] for each in group["scores"])
+    lines = [
+        ("group", f"{group['group_id']}, epoch {group['epoch']}, {step}, pass rate {right}/{len(group['scores'])}"),
+        (
+            "completion",
+            f"{index} of {len(group['rollouts'])}, {len(rollout['token_ids'])} tokens, seed {rollout['seed']}",
+        ),
+        (
+            "reward",
+            f"{score['reward']:+g} ({score['reason'] or ('right' if score['correct'] else 'wrong')}), "
+            f"reference {printable(prompt['answer'])}",
+        ),
+        ("thinking", describe_thinking(rollout)),
+        ("versions", describe_versions(rollout["policy_versions"])),
+    ]
+    for name, value in lines:
+        console.print(Text.assemble((f"{name:<11}", "bold"), value))
+    console.print(Text.assemble(("prompt     ", "bold"), (decode(tokenizer, prompt["token_ids"]), "dim")))
+    console.print(marked_text(rollout, tokenizer))
+
+
+def describe_thinking(rollout: dict[str, Any]) -> str:
+    """One line on interruption point, interruption and truncation."""
+    cut = f"cut after {rollout['thinking_cut']} tokens" if rollout["thinking_cut"] else "no cut"
+    ended = "interrupted" if rollout["interrupted"] else "not interrupted"
+    return f"{cut}, {ended}, {'truncated' if rollout['truncated'] else 'not truncated'}"
+
+
+def describe_versions(versions: Sequence[int]) -> str:
+    """Spans of equal policy version with their tokens: `3 (tokens 0-11), 4 (tokens 12-20)`."""
+    spans = []
+    for version, tokens in groupby(range(len(versions)), key=lambda token: versions[token]):
+        first, *rest = tokens
+        spans.append(f"{version} (tokens {first}-{rest[-1] if rest else first})")
+    return ", ".join(spans)
+
+
+def marked_text(rollout: dict[str, Any], tokenizer: Any) -> Text:
+    """The completion, decoded span by span, since one token may be a part of a character."""
+    text = Text()
+    start_of_version = None
+    ids, versions, sampled = rollout["token_ids"], rollout["policy_versions"], rollout["loss_mask"]
+    for (version, is_sampled), tokens in groupby(
+        range(len(ids)), key=lambda token: (versions[token], sampled[token])
+    ):
+        if version != start_of_version:
+            text.append(f"‹v{version}›", style="cyan")
+            start_of_version = version
+        piece = decode(tokenizer, [ids[token] for token in tokens])
+        text.append(piece if is_sampled else f"⟦{piece}⟧", style="" if is_sampled else "bold yellow")
+    return text
+
+
+def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """The text with special tokens; control characters other than line ends and tabs are escaped."""
+    text = tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return printable(text)
+
+
+def printable(text: str) -> str:
+    """`text` with control characters escaped (`\\x1b`), so that it cannot send commands to a terminal."""
+    return "".join(c if c in "\n\t" or not unicodedata.category(c).startswith("C") else ascii(c)[1:-1] for c in text)

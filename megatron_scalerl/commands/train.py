@@ -1,0 +1,54 @@
+"""`megatron-scalerl train RECIPE`: run a recipe on this machine, or resume its run."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megatron_scalerl.recipe import Recipe
+
+EPILOG = """examples:
+  megatron-scalerl train my_run.yaml                                   start, or resume after an interruption
+  megatron-scalerl train my_run.yaml optimizer.lr=1e-6 engine.count=2  override settings
+
+A recipe states differences from the defaults in megatron_scalerl/recipe/sections.py. The run's folder is
+output_dir/name. A run that failed or was stopped resumes from its last checkpoint with the same command."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.description = "Run a recipe on this machine, or resume its run."
+    parser.epilog = EPILOG
+    add_recipe(parser)
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Run the recipe until it ends. Raises ValueError for user errors, RuntimeError and OSError for failures."""
+    from megatron_scalerl.recipe.input_files import check_prompts
+
+    recipe = recipe_of(arguments)
+    check_prompts(recipe)
+    from megatron_scalerl.controller.train import train
+
+    reason = train(recipe, console)
+    console.print(f"{recipe.run_dir}: {reason}", highlight=False)
+    return 0
+
+
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    """Add the recipe file and its overrides."""
+    parser.add_argument("recipe", metavar="RECIPE", help="recipe file (YAML)")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="settings that override the recipe's")
+
+
+def recipe_of(arguments: argparse.Namespace) -> Recipe:
+    """The recipe with its overrides. Raises ValueError for a bad recipe and where its policy does not exist."""
+    from megatron_scalerl.recipe.file import load_recipe
+    from megatron_scalerl.recipe.input_files import check_policy
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    check_policy(recipe)
+    return recipe

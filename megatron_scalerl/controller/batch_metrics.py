@@ -1,0 +1,34 @@
+"""Metrics of one batch of groups before filtering: rewards, lengths, staleness, shares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megatron_scalerl.types import RolloutGroup
+
+
+def batch_metrics(
+    groups: Sequence[RolloutGroup], stats: Mapping[str, float], policy_version: int
+) -> dict[str, float]:
+    """Scalars of the batch that `policy_version` trains on; `stats` are the counts of the filters.
+
+    `staleness_*` are optimizer steps since the oldest first token of each group.
+    """
+    rollouts = [r for g in groups for r in g.rollouts]
+    scores = [s for g in groups for s in g.scores]
+    staleness = [policy_version - g.first_token_version for g in groups]
+    count = len(rollouts)
+    return {
+        **{f"batch/{name}": value for name, value in stats.items()},
+        "reward": sum(s.reward for s in scores) / count,
+        "train_pass_rate": sum(s.correct for s in scores) / count,
+        "truncated_share": sum(r.truncated for r in rollouts) / count,
+        "interrupted_share": sum(r.interrupted for r in rollouts) / count,
+        "lost_completions": float(sum(g.lost_completions for g in groups)),
+        "verifier_failed_share": sum(s.reason in ("timeout", "memory", "crash", "error") for s in scores) / count,
+        "completion_tokens_mean": sum(len(r.token_ids) for r in rollouts) / count,
+        "staleness_mean": sum(staleness) / len(staleness),
+        "staleness_max": float(max(staleness)),
+        "mixed_version_share": sum(r.policy_versions[0] != r.policy_versions[-1] for r in rollouts) / count,
+        "epoch": float(max(g.epoch for g in groups)),
+    }

@@ -1,0 +1,75 @@
+"""The trainer's parallel layout, and what each rank holds under it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_scalerl.models.family import Family
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.parallel_layout import Stages, check_sharding, check_world, sizes_of, stages_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Parallel sizes of the trainer. Produced by `layout_of`."""
+
+    world_size: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    etp: int
+    """Tensor parallelism of the experts; Megatron's default is tp."""
+    chunks: int
+    """Model chunks per stage (virtual pipeline); 1 without."""
+    sequence_parallel: bool
+    distributed_optimizer: bool
+    stages: Stages
+    """Layers of each pipeline stage."""
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size."""
+        return self.world_size // (self.tp * self.pp * self.cp)
+
+    @property
+    def dense_shards(self) -> int:
+        """Ranks that shard the optimizer state of a weight outside the experts (data and context parallel)."""
+        return self.dp * self.cp if self.distributed_optimizer else 1
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that shard the optimizer state of an expert's weight."""
+        return self.world_size // (self.etp * self.ep * self.pp) if self.distributed_optimizer else 1
+
+    @property
+    def sp(self) -> int:
+        """Sequence-parallel size: norms and residuals are divided by it."""
+        return self.tp if self.sequence_parallel else 1
+
+    def layers_in_flight(self, stage: int, micro_batches: int) -> int:
+        """Layers x micro-batches whose activations a stage holds at once (1F1B; interleaved: its warm-up)."""
+        layers = len(self.stages[stage])
+        if self.chunks == 1:
+            return layers * min(self.pp - stage, micro_batches)
+        held = min((self.pp - stage - 1) * 2 + (self.chunks - 1) * self.pp + 1, micro_batches * self.chunks)
+        return -(-layers // self.chunks) * held
+
+
+def layout_of(recipe: Recipe, family: Family, world_size: int) -> Layout:
+    """The layout on `world_size` trainer ranks. Raises ValueError if the recipe's sizes do not fit."""
+    sizes = sizes_of(recipe.megatron.parallel)
+    check_world(sizes, world_size)
+    check_sharding(family, recipe)
+    return Layout(
+        world_size=world_size,
+        tp=sizes.tp,
+        pp=sizes.pp,
+        cp=sizes.cp,
+        ep=sizes.ep,
+        etp=sizes.etp,
+        chunks=sizes.chunks,
+        sequence_parallel=bool(recipe.megatron.model.get("sequence_parallel", False)),
+        distributed_optimizer=bool(recipe.megatron.ddp.get("use_distributed_optimizer", True)),
+        stages=stages_of(recipe.megatron.model, len(family.layers), sizes),
+    )

@@ -1,0 +1,144 @@
+"""Child processes of a run: each in a process group, with a log file; stopped as a group.
+
+A child dies with the controller, however that exits (`processes.parent_death`). The child's own children are in its
+process group, which `stop` and `kill` signal as a whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO, NoReturn
+
+from megatron_scalerl.processes.logs import NAME_VARIABLE
+from megatron_scalerl.processes.parent_death import tied_command
+
+logger = logging.getLogger(__name__)
+
+LOG_LINES = 15
+_TAIL_BYTES = 20_000
+
+_started: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
+
+
+class ProcessDied(RuntimeError):
+    """A process of the run exited unexpectedly; the message ends with the last lines of its log."""
+
+
+class ChildProcess:
+    """One child process with a log file that only its owner can read."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path) -> None:
+        self.name = name
+        self.log = log
+        self._process = process
+        _started.add(self)
+
+    @classmethod
+    async def start(
+        cls, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path, *, pass_fds: Sequence[int] = ()
+    ) -> ChildProcess:
+        """Start `argv`.
+
+        env: the complete environment but for the process name. log: stdout and stderr are appended to it.
+        pass_fds: inherited file descriptors. The child dies with the calling thread: call it from one that lives as
+        long as this process, preferably the main thread. Raises OSError.
+        """
+        with open_log(log) as output:
+            process = await asyncio.create_subprocess_exec(
+                *tied_command(list(argv)),
+                env={**env, NAME_VARIABLE: name},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=tuple(pass_fds),
+            )
+        logger.info("started %s, pid %d", name, process.pid)
+        return cls(name, process, log)
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is also the process group id."""
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """False once the exit of the process was noticed."""
+        return self._process.returncode is None
+
+    async def wait(self) -> int:
+        """Wait until the process has exited; its exit code, negative for a signal."""
+        return await self._process.wait()
+
+    async def watch(self) -> NoReturn:
+        """Wait until the process has exited, then raise ProcessDied, whatever the exit code."""
+        code = await self.wait()
+        raise ProcessDied(f"{self.name} exited with code {code}; {log_end(self.log)}")
+
+    async def stop(self, grace_s: float = 10.0) -> None:
+        """Send SIGTERM to the process group, and SIGKILL after `grace_s` seconds; may be called twice.
+
+        Raises RuntimeError if the process is still running after SIGKILL. Cancellation kills the group at once.
+        """
+        try:
+            for sig in (signal.SIGTERM, signal.SIGKILL):
+                if not signal_group(self.pid, sig):
+                    break
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.wait(), grace_s)
+        except asyncio.CancelledError:
+            self.kill()
+            raise
+        try:
+            await asyncio.wait_for(self.wait(), grace_s)
+        except TimeoutError:
+            raise RuntimeError(f"{self.name} (process {self.pid}) is still running after SIGKILL") from None
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process group; does not wait."""
+        signal_group(self.pid, signal.SIGKILL)
+
+
+def kill_all() -> None:
+    """Send SIGKILL to the process group of every `ChildProcess` that is still running; does not wait."""
+    for process in list(_started):
+        if process.running:
+            process.kill()
+
+
+def signal_group(pid: int, sig: int = signal.SIGKILL) -> bool:
+    """Send a signal to the process group led by `pid`; False if no process of the group is left."""
+    try:
+        os.killpg(pid, sig)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def open_log(path: Path) -> BinaryIO:
+    """The log file, opened for appending (binary). Only its owner can read it: a traceback may contain prompts."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    os.fchmod(fd, 0o600)  # it may exist from an earlier attempt
+    return os.fdopen(fd, "ab")
+
+
+def log_tail(path: Path) -> str:
+    """The last lines of a log, empty if there is no such file."""
+    if not path.exists():
+        return ""
+    with open(path, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-LOG_LINES:])
+
+
+def log_end(path: Path) -> str:
+    """The last lines of a log as the end of an error message."""
+    return f"the end of {path}:\n{log_tail(path)}"

@@ -1,0 +1,85 @@
+"""Logging of every process of a run: one format, one level, one log file per process.
+
+Trainer ranks and engines write to stderr, which is their file RUN/logs/NAME.log. The controller writes to
+RUN/logs/controller.log, and warnings to the terminal too. Only the owner can read the files. Nothing is logged that
+holds the secret of a run. This module imports nothing outside the standard library.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+LEVEL_VARIABLE = "MSRL_LOG_LEVEL"
+"""Environment variable, inherited by every process of a run: debug, info (default), warning or error."""
+NAME_VARIABLE = "MSRL_PROCESS_NAME"
+"""Environment variable with the name of a child process, such as trainer-3."""
+FORMAT = "%(asctime)s %(levelname)-7s %(process_name)s %(name)s: %(message)s"
+LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")}
+PACKAGE = __name__.partition(".")[0]
+
+
+def log_level() -> int:
+    """Level of the package's loggers. Raises ValueError for a value of MSRL_LOG_LEVEL that is no level."""
+    name = os.environ.get(LEVEL_VARIABLE, "info").lower()
+    if name not in LEVELS:
+        raise ValueError(f"{LEVEL_VARIABLE}: expected one of {', '.join(LEVELS)}, found {name!r}")
+    level: int = LEVELS[name]
+    return level
+
+
+def log_to_stderr(*others: str) -> None:
+    """Log to stderr for as long as this child process runs.
+
+    others: loggers of other packages that have handlers of their own, which get this format.
+    """
+    root = logging.getLogger()
+    if not root.handlers:
+        root.addHandler(logging.StreamHandler())
+    for logger in (root, *map(logging.getLogger, others)):
+        for handler in logger.handlers:
+            handler.setFormatter(_formatter(os.environ.get(NAME_VARIABLE, "main")))
+    logging.getLogger(PACKAGE).setLevel(log_level())
+
+
+@contextmanager
+def log_to_file(file: TextIO, process_name: str) -> Iterator[None]:
+    """Log to an open file within the block."""
+    with _handler(logging.StreamHandler(file), process_name, log_level()):
+        yield
+
+
+@contextmanager
+def log_to_terminal(process_name: str) -> Iterator[None]:
+    """Log to stderr within the block: warnings, or the level of MSRL_LOG_LEVEL where it is set.
+
+    Tracebacks are left out: the command prints one line about an error, and a run's log file has the traceback.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(lambda record: not record.exc_info)
+    level = log_level()
+    with _handler(handler, process_name, level if LEVEL_VARIABLE in os.environ else logging.WARNING):
+        yield
+
+
+@contextmanager
+def _handler(handler: logging.Handler, process_name: str, level: int) -> Iterator[None]:
+    handler.setFormatter(_formatter(process_name))
+    handler.setLevel(level)
+    package = logging.getLogger(PACKAGE)
+    before = package.level
+    package.setLevel(log_level())
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        package.setLevel(before)
+
+
+def _formatter(process_name: str) -> logging.Formatter:
+    return logging.Formatter(FORMAT, defaults={"process_name": process_name})

@@ -1,0 +1,63 @@
+"""Start a program that dies with its parent: `python -m megatron_scalerl.processes.parent_death PARENT_PID ARGV ...`
+
+The kernel's parent-death signal (Linux, PR_SET_PDEATHSIG) is set before exec, so it covers the program's imports,
+and it survives exec. The signal is SIGKILL, which also ends a program that hangs. The kernel ties it to the thread
+that started the process, so that thread must live as long as the child. A forked child does not inherit the
+setting, hence `tie_forked_children`.
+
+This module imports only the standard library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+_forking_pid = 0
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent exits. Exits at once if the parent is gone already.
+
+    parent_pid: the parent's own os.getpid(). Does nothing on systems other than Linux. Raises OSError.
+    """
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
+    if os.getppid() != parent_pid:  # the parent exited before the signal was set
+        os._exit(1)
+
+
+def tie_forked_children() -> None:
+    """From now on, every process forked from this one dies with it; so do their own forked children."""
+    os.register_at_fork(before=_remember_parent, after_in_child=_die_with_forking_process)
+
+
+def _remember_parent() -> None:
+    global _forking_pid
+    _forking_pid = os.getpid()
+
+
+def _die_with_forking_process() -> None:
+    die_with_parent(_forking_pid)
+
+
+def tied_command(argv: list[str]) -> list[str]:
+    """`argv` as a command line whose process dies with this one."""
+    return [sys.executable, "-m", "megatron_scalerl.processes.parent_death", str(os.getpid()), *argv]
+
+
+def main() -> None:
+    """Tie this process to its parent, then exec the program."""
+    die_with_parent(int(sys.argv[1]))
+    os.execvp(sys.argv[2], sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Encryption and liveness of the sockets between the controller and the trainer's ranks (ZeroMQ's CURVE).
+
+Two key pairs are derived from the run's secret, the controller's and the ranks'. A rank accepts only a server that
+holds the first, the controller only clients that hold the second, so neither public key grants access. CURVE's
+ephemeral keys make a recorded session useless, and every start of a run has a new secret.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+
+import zmq
+from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.utils import z85
+
+HEARTBEAT_MS = 5_000
+"""Interval of ZeroMQ's heartbeats (milliseconds). Its I/O thread sends them, also during a long step."""
+HEARTBEAT_TIMEOUT_MS = 60_000
+"""Silence after which a peer counts as disconnected (milliseconds). A closed connection is noticed at once."""
+MAX_QUEUED = 16
+"""Messages that may wait in the controller's socket, per rank and direction: there is one command at a time."""
+
+_ZAP_DOMAIN = b"megatron_scalerl"
+_CONTROLLER = b"megatron_scalerl trainer socket"
+_RANKS = b"megatron_scalerl trainer ranks"
+
+
+class CurveAuthenticator(AsyncioAuthenticator):
+    """Admits clients with the ranks' key to the server sockets of one context; needs a running event loop.
+
+    libzmq queries it for every connection, and refuses the connection without an answer.
+    """
+
+    def __init__(self, context: zmq.Context, secret: str) -> None:
+        super().__init__(context)
+        self._public = _keys(secret, _RANKS)[0]
+        self.configure_curve_callback(_ZAP_DOMAIN.decode(), credentials_provider=self)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether a client with this public key (Z85) is admitted."""
+        return hmac.compare_digest(key, self._public)
+
+
+def secure_server(socket: zmq.Socket, secret: str) -> None:
+    """Make `socket` the CURVE server of the run, with heartbeats; call before bind.
+
+    Its context must have a running CurveAuthenticator. Raises ValueError for an empty secret.
+    """
+    socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    socket.curve_server = True
+    socket.curve_publickey, socket.curve_secretkey = _keys(secret, _CONTROLLER)
+    _keep_alive(socket)
+
+
+def secure_client(socket: zmq.Socket, secret: str) -> None:
+    """Make `socket` a CURVE client of the run, with heartbeats; call before connect.
+
+    Raises ValueError for an empty secret.
+    """
+    socket.curve_serverkey = _keys(secret, _CONTROLLER)[0]
+    socket.curve_publickey, socket.curve_secretkey = _keys(secret, _RANKS)
+    _keep_alive(socket)
+    # The controller is the only peer. Its pings wait until a step is done, and a socket with a full queue would not
+    # read heartbeats either: it would take the controller for disconnected.
+    socket.setsockopt(zmq.RCVHWM, 0)
+
+
+def _keys(secret: str, whose: bytes) -> tuple[bytes, bytes]:
+    """Public and private key (Z85) of one side, the same for the same secret."""
+    if not secret:
+        raise ValueError("secret: expected a non-empty text, found an empty one")
+    private = z85.encode(hmac.new(secret.encode(), whose, hashlib.sha256).digest())
+    return zmq.curve_public(private), private
+
+
+def _keep_alive(socket: zmq.Socket) -> None:
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.LINGER, 2_000)
+    socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
+    socket.setsockopt(zmq.RCVHWM, MAX_QUEUED)

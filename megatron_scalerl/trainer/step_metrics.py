@@ -1,0 +1,219 @@
+"""The metrics of one optimizer step: accumulated on the device, reduced over all ranks once.
+
+Each metric is one of the types below, which knows its reduction and how its value follows from the reduced parts. A
+micro-batch adds to two vectors on the device, one for each reduction; the host reads them back once, at the end of
+the step. Nothing here takes part in the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from itertools import islice
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_scalerl.losses.inputs import LossInputs, LossOutput, log_ratio
+from megatron_scalerl.trainer.staging import staged
+
+SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
+Scalar = Any
+"""A 0-dimensional fp64 tensor on the device during the step, a float after the reduction."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Scalars that are reduced alike over micro-batches and ranks, and the value that follows from them."""
+
+    op: ClassVar[Any]
+    """SUM or MAX."""
+
+    @property
+    def parts(self) -> tuple[Scalar, ...]:
+        """The scalars, in the order of the fields."""
+        return tuple(vars(self).values())
+
+    def value(self) -> float:
+        """The metric's value, once its parts are reduced."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Sum(Metric):
+    """A total over micro-batches and ranks."""
+
+    op = SUM
+    total: Scalar
+
+    def value(self) -> float:
+        """The total."""
+        return self.total
+
+
+@dataclass(frozen=True)
+class Mean(Metric):
+    """A mean over all that was counted; 0 where nothing was."""
+
+    op = SUM
+    total: Scalar
+    count: Scalar
+
+    def value(self) -> float:
+        """total / count."""
+        return self.total / max(self.count, 1.0)
+
+
+@dataclass(frozen=True)
+class EffectiveSampleSize(Metric):
+    """Effective sample size of importance weights as a share of their number; 0 where there is none."""
+
+    op = SUM
+    total: Scalar
+    squares: Scalar
+    count: Scalar
+
+    def value(self) -> float:
+        """(sum of weights)^2 / (count x sum of squared weights)."""
+        return self.total**2 / (max(self.count, 1.0) * self.squares) if self.squares else 0.0
+
+
+@dataclass(frozen=True)
+class Max(Metric):
+    """A maximum over micro-batches and ranks of values that are not negative; 0 where there is none."""
+
+    op = MAX
+    largest: Scalar
+
+    def value(self) -> float:
+        """The maximum."""
+        return self.largest
+
+    @classmethod
+    def of(cls, values: Tensor) -> Max:
+        """The maximum of `values` [K], which may be empty."""
+        return cls(values.max() if values.numel() else values.new_zeros(()))
+
+
+Kinds = Mapping[str, type[Metric]]
+
+STALENESS_BUCKETS: tuple[tuple[str, int], ...] = (("0", 0), ("1", 1), ("2", 2), ("3_4", 4), ("5_8", 8))
+"""Name and largest staleness (optimizer steps) of each bucket; older tokens fall into `over_8`."""
+_BUCKETS = (*(name for name, _ in STALENESS_BUCKETS), "over_8")
+
+MICRO_BATCH_METRICS: Kinds = {
+    "loss": Sum,
+    "loss_tokens": Sum,
+    "entropy": Mean,
+    "mismatch_mean": Mean,
+    "mismatch_max": Max,
+    "kl_k3": Mean,
+    "capped_share": Mean,
+    "is_weight_mean": Mean,
+    "is_weight_max": Max,
+    "ess": EffectiveSampleSize,
+    "token_staleness_mean": Mean,
+    "token_staleness_max": Max,
+} | {
+    f"{name}_staleness_{bucket}": kind
+    for bucket in _BUCKETS
+    for name, kind in (("mismatch", Mean), ("loss_tokens", Sum))
+}
+STEP_METRICS: Kinds = {"tokens": Sum, "seconds": Max}
+"""What the host adds once."""
+
+
+class StepMetrics:
+    """The metrics of one step on one rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._vectors = {
+            op: torch.zeros(_length(MICRO_BATCH_METRICS, op), dtype=torch.float64, device=device) for op in (SUM, MAX)
+        }
+        self._edges = staged(torch.tensor([last for _, last in STALENESS_BUCKETS], dtype=torch.int32), device)
+
+    @torch.no_grad()
+    def add(self, inputs: LossInputs, output: LossOutput, entropy: Tensor, staleness: Tensor, places: Tensor) -> None:
+        """Add one micro-batch: `entropy` [N] nats, `staleness` [N] optimizer steps, -1 off the loss mask.
+
+        `places` [K] int64 holds the positions of the loss mask. To index by the mask itself the host would have to
+        wait for its count.
+        """
+        found = _of_micro_batch(inputs, output, entropy, staleness, places, self._edges)
+        self._vectors[SUM] += _flat(found, SUM)
+        torch.maximum(self._vectors[MAX], _flat(found, MAX), out=self._vectors[MAX])
+
+    def reduced(self, *, counts: bool, tokens: int, seconds: float) -> dict[str, float]:
+        """The metrics over all ranks of the world; every rank must call it, and gets the same.
+
+        `counts` is True on the one rank of each model replica that contributes to sums, so that no token counts
+        twice. `tokens` are those of that rank's batch, prompts included; `seconds` is this rank's wall time, of which
+        the maximum is returned. Buckets of staleness without tokens are left out.
+        """
+        kinds = {**MICRO_BATCH_METRICS, **STEP_METRICS}
+        metrics = _named(MICRO_BATCH_METRICS, self._vectors)
+        sums = self._vectors[SUM]
+        metrics["tokens"], metrics["seconds"] = Sum(sums.new_full((), tokens)), Max(sums.new_full((), seconds))
+        vectors = {op: _flat(metrics, op) for op in (SUM, MAX)}
+        if not counts:
+            vectors[SUM].zero_()
+        if dist.get_world_size() > 1:
+            for op, vector in vectors.items():
+                dist.all_reduce(vector, op=op)
+        read = torch.cat([vectors[SUM], vectors[MAX]]).tolist()
+        split = len(vectors[SUM])
+        values = {name: m.value() for name, m in _named(kinds, {SUM: read[:split], MAX: read[split:]}).items()}
+        for bucket in _BUCKETS:
+            if not values[f"loss_tokens_staleness_{bucket}"]:
+                del values[f"loss_tokens_staleness_{bucket}"], values[f"mismatch_staleness_{bucket}"]
+        return values
+
+
+def _of_micro_batch(
+    inputs: LossInputs, output: LossOutput, entropy: Tensor, staleness: Tensor, places: Tensor, edges: Tensor
+) -> dict[str, Metric]:
+    """The metrics MICRO_BATCH_METRICS."""
+    log_ratios = log_ratio(inputs).index_select(0, places).double()
+    mismatch = (inputs.trainer_logprobs - inputs.rollout_logprobs).index_select(0, places).abs().double()
+    weights = output.is_weights.index_select(0, places).double()
+    age = staleness.index_select(0, places)
+    tokens, weight = inputs.loss_mask.sum().double(), weights.sum()
+    found: dict[str, Metric] = {
+        "loss": Sum(output.loss.detach().double()),
+        "loss_tokens": Sum(tokens),
+        "entropy": Mean(entropy.index_select(0, places).sum(dtype=torch.float64), tokens),
+        "mismatch_mean": Mean(mismatch.sum(), tokens),
+        "mismatch_max": Max.of(mismatch),
+        "kl_k3": Mean((log_ratios.expm1() - log_ratios).sum(), tokens),
+        "capped_share": Mean(output.capped.index_select(0, places).sum().double(), tokens),
+        "is_weight_mean": Mean(weight, tokens),
+        "is_weight_max": Max.of(weights),
+        "ess": EffectiveSampleSize(weight, weights.square().sum(), tokens),
+        "token_staleness_mean": Mean(age.sum().double(), tokens),
+        "token_staleness_max": Max.of(age.double()),
+    }
+    bucket = torch.bucketize(age.int(), edges)
+    zeros = mismatch.new_zeros(len(_BUCKETS))
+    counts = zeros.index_add(0, bucket, torch.ones_like(mismatch))
+    for name, total, count in zip(_BUCKETS, zeros.index_add(0, bucket, mismatch), counts):
+        found[f"mismatch_staleness_{name}"] = Mean(total, count)
+        found[f"loss_tokens_staleness_{name}"] = Sum(count)
+    return found
+
+
+def _length(kinds: Kinds, op: Any) -> int:
+    """Number of parts with this reduction."""
+    return sum(len(fields(kind)) for kind in kinds.values() if kind.op == op)
+
+
+def _flat(metrics: Mapping[str, Metric], op: Any) -> Tensor:
+    """All parts with this reduction in one vector, in the order of the metrics."""
+    return torch.stack([part for metric in metrics.values() if metric.op == op for part in metric.parts])
+
+
+def _named(kinds: Kinds, vectors: Mapping[Any, Iterable[Scalar]]) -> dict[str, Metric]:
+    """The metrics whose parts `_flat` has put into the vectors."""
+    parts = {op: iter(vector) for op, vector in vectors.items()}
+    return {name: kind(*islice(parts[kind.op], len(fields(kind)))) for name, kind in kinds.items()}

@@ -1,0 +1,180 @@
+"""Decision, backtest and comparison of recipes."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_scalerl.fit.backtest import BacktestPoint, _settled_from, backtest
+from megatron_scalerl.fit.compare import compare
+from megatron_scalerl.fit.decide import decide
+from megatron_scalerl.fit.forecast import fit
+from megatron_scalerl.fit.inputs import Curve
+from megatron_scalerl.fit.published import published_run
+from megatron_scalerl.fit.sigmoid import sigmoid
+
+
+def run(*, asymptote=0.62, exponent=2.0, midpoint=0.3, n=24, name="run", noise=0.001, seed=0):
+    compute = np.linspace(1 / n, 1.0, n)
+    curve = sigmoid(compute, asymptote=asymptote, exponent=exponent, midpoint=midpoint, initial=0.4)
+    measured = curve + np.random.default_rng(seed).normal(0, noise, n)
+
+    def again(fixed=None):
+        return fit(compute, measured, initial=0.4, prompts=4000, generations=16, name=name, fixed_asymptote=fixed)
+
+    return again
+
+
+def test_go_on_while_the_curve_rises():
+    decision = decide(run(midpoint=0.8, asymptote=0.8)())
+    assert decision.verdict == "go on" and decision.probability > 0.95
+    assert decision.gain.lo > 0.03 and decision.gain.lo < decision.gain.value < decision.gain.hi
+    assert decision.gain_per_unit.value == pytest.approx(decision.gain.value / decision.budget)
+
+
+def test_stop_where_it_is_flat():
+    decision = decide(run(midpoint=0.05)())
+    assert decision.verdict == "stop" and decision.probability < 0.05
+    assert decision.gain.hi < 0.01
+
+
+def test_too_early_with_few_points():
+    assert decide(run(n=6)()).verdict == "too early to say"
+
+
+def test_a_falling_run_is_stopped():
+    series = published_run("DeepSeek-GRPO")
+    result = fit(series.compute, series.pass_rate, initial=series.initial, prompts=1000, generations=16)
+    decision = decide(result)
+    assert decision.verdict == "stop" and "instability" in decision.reason
+
+
+def test_gain_and_target_against_the_true_curve():
+    truth = {"asymptote": 0.62, "exponent": 2.0, "midpoint": 0.3, "initial": 0.4}
+    decision = decide(run(noise=0.0005)(), budget=1.0, target=0.61, worth=0.005)
+    true_gain = float(sigmoid(2.0, **truth) - sigmoid(1.0, **truth))
+    assert decision.gain.lo <= true_gain <= decision.gain.hi
+    # (0.61 - 0.4) / (0.62 - 0.61) = 21 = (C / 0.3)^2
+    assert decision.compute_to_target.lo <= 0.3 * 21**0.5 <= decision.compute_to_target.hi
+    # 0.95 * 0.62 = 0.589: (0.189 / 0.031)^(1/2) * 0.3
+    assert decision.compute_to_95_percent_of_asymptote.value == pytest.approx(0.3 * (0.189 / 0.031) ** 0.5, rel=0.08)
+    assert decide(run()(), target=0.9).compute_to_target.value == np.inf
+
+
+def test_the_budget_has_to_be_positive():
+    with pytest.raises(ValueError, match="budget: expected compute > 0"):
+        decide(run()(), budget=0.0)
+
+
+def curve_of(compute, pass_rate, *, initial=0.4, prompts=1000, generations=16):
+    return Curve(
+        name="run",
+        source=Path("published"),
+        compute=np.asarray(compute),
+        pass_rate=np.asarray(pass_rate),
+        initial=initial,
+        prompts=prompts,
+        generations=generations,
+    )
+
+
+def test_backtest_settles_and_narrows():
+    series = published_run("fig2_recipes/ScaleRL")
+    curve = curve_of(series.compute, series.pass_rate, initial=series.initial)
+    test = backtest(curve, max_prefixes=8, draws=500)
+    # 33 points: prefixes of 4 to 32, eight of these 29 evenly spread
+    assert [p.n_points for p in test.points] == [4, 8, 12, 16, 20, 24, 28, 32]
+    assert [p.compute for p in test.points] == series.compute[3:32:4].tolist()
+    assert (test.final_compute, test.final_pass_rate) == (series.compute[-1], series.pass_rate[-1])
+    assert test.settled_from is not None and test.settled_from <= 8000
+    assert test.points[0].hi - test.points[0].lo > 2 * (test.points[-1].hi - test.points[-1].lo)
+
+
+def test_a_prefix_is_fitted_alone():
+    """Later points, the forecast one included, do not reach it; each forecast is that of a fit of the prefix."""
+    series = published_run("fig2_recipes/ScaleRL")
+    test = backtest(curve_of(series.compute[:9], series.pass_rate[:9]), draws=200)
+    for end in (5, 7):
+        altered = series.pass_rate[:9].copy()
+        altered[end:] = 0.1
+        again = backtest(curve_of(series.compute[:9], altered), draws=200)
+        assert [p.n_points for p in test.points] == [4, 5, 6, 7, 8]
+        assert [a == b for a, b in zip(test.points, again.points)] == [n <= end for n in (4, 5, 6, 7, 8)]
+    point = test.points[2]
+    direct = fit(
+        series.compute[:6], series.pass_rate[:6], initial=0.4, prompts=1000, generations=16, draws=200
+    ).predict(series.compute[8:9])[0]
+    assert (point.forecast, point.lo, point.hi) == (direct.pass_rate, direct.lo, direct.hi)
+
+
+def test_backtest_counts_points_in_the_window_only():
+    compute, measured = np.arange(1.0, 11.0), np.linspace(0.42, 0.5, 10)
+    test = backtest(curve_of(compute, measured), fit_from=4.0, draws=100)
+    assert [(p.compute, p.n_points) for p in test.points] == [(7.0, 4), (8.0, 5), (9.0, 6)]
+    with pytest.raises(ValueError, match="run: expected at least 5 points for a backtest, found 4"):
+        backtest(curve_of(compute, measured), fit_from=7.0)
+
+
+def test_settled_from_is_the_start_of_the_last_run_of_right_forecasts():
+    def points(*forecasts):
+        return [
+            BacktestPoint(compute=float(n), n_points=n, forecast=value, lo=0, hi=1, asymptote=1)
+            for n, value in enumerate(forecasts, start=1)
+        ]
+
+    assert _settled_from(points(0.50, 0.60, 0.56, 0.61), 0.60) == 4.0
+    assert _settled_from(points(0.50, 0.60, 0.59, 0.61), 0.60) == 2.0
+    assert _settled_from(points(0.60, 0.50), 0.60) is None
+
+
+def test_comparison_separates_ceiling_from_efficiency():
+    runs = {
+        "base": run(name="base", exponent=1.8),
+        "faster": run(name="faster", exponent=2.4, midpoint=0.22, seed=1),
+        "higher": run(name="higher", asymptote=0.70, exponent=1.8, seed=2),
+        "same": run(name="same", exponent=1.8, seed=3),
+    }
+    comparison = compare([make() for make in runs.values()], lambda f, a: runs[f.name](a))
+    base, faster, higher, same = comparison.runs
+    assert [c.same_ceiling for c in comparison.runs] == [True, True, False, True]
+    within = [c.fit.asymptote for c in (base, faster, same)]
+    assert comparison.fixed_asymptote == pytest.approx(np.mean(within))
+    assert all(c.refit.asymptote == comparison.fixed_asymptote for c in (base, faster, same))
+    assert higher.refit is None and "moved the ceiling" in higher.summary and "higher" in higher.summary
+    assert faster.better_exponent > 0.95 and "more efficient" in faster.summary
+    assert 0.05 < same.better_exponent < 0.95 and "no clear difference" in same.summary
+    assert faster.to_reach.value < base.to_reach.value
+    assert "reference" in base.summary
+
+
+def test_comparison_reads_like_the_leave_one_out_table():
+    """Khatri et al. 2025, Fig. 4: all three runs share their ceiling; ScaleRL has the highest B there."""
+    fits, makers = [], {}
+    for name in ("fig8a_loo/ScaleRL", "LOO-prompt-lvl-adv-norm", "LOO-length-penalty"):
+        series = published_run(name)
+
+        def make(fixed=None, series=series, name=name):
+            seen = series.fitted
+            return fit(
+                series.compute[seen],
+                series.pass_rate[seen],
+                initial=series.initial,
+                method="paper",
+                prompts=1000,
+                generations=16,
+                name=name,
+                fixed_asymptote=fixed,
+            )
+
+        makers[name] = make
+        fits.append(make())
+    comparison = compare(fits, lambda f, a: makers[f.name](a))
+    assert all(c.same_ceiling for c in comparison.runs)
+    assert comparison.fixed_asymptote == pytest.approx(0.605, abs=0.01)
+    assert [c.refit.exponent for c in comparison.runs] == pytest.approx([2.01, 1.82, 1.75], abs=0.15)
+    assert comparison.runs[0].refit.exponent == max(c.refit.exponent for c in comparison.runs)
+
+
+def test_a_comparison_needs_two_runs():
+    with pytest.raises(ValueError, match="at least two runs"):
+        compare([run()()], lambda f, a: f)

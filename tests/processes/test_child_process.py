@@ -1,0 +1,174 @@
+"""No child outlives the process that started it, however and whenever that exits."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from launch.stand_ins import ROOT, environment, gone, pids_in, stand_in
+
+from megatron_scalerl.processes.child_process import ChildProcess, ProcessDied, log_tail
+
+CONTROLLER = ROOT / "tests" / "launch" / "controller.py"
+
+
+@pytest.fixture
+def controller(tmp_path):
+    """Starts a controller with two stand-in children; all of them are killed at the end."""
+    started = []
+
+    def start(*more):
+        process = subprocess.Popen(
+            [sys.executable, CONTROLLER, tmp_path / "pids", tmp_path / "logs", *map(str, more)],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+    for pid in pids_in(tmp_path / "pids", 0):
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def test_children_die_with_a_killed_controller(controller, tmp_path):
+    process = controller()
+    pids = pids_in(tmp_path / "pids", 2)
+    process.kill()
+    # a stand-in's own child is not tied to the controller and ignores all signals but SIGKILL: check the leaders only
+    assert gone_processes(pids)
+
+
+def test_a_child_that_has_not_started_to_run_dies_with_a_killed_controller(tmp_path):
+    """The parent dies as soon as the process exists, before the child's program runs."""
+    program = [sys.executable, "-c", f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).touch()"]
+    script = (
+        "import os, signal, subprocess, sys\n"
+        "from megatron_scalerl.processes.parent_death import tied_command\n"
+        "print(subprocess.Popen(tied_command(sys.argv[1:]), start_new_session=True).pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *program], env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert gone_processes([int(done.stdout)]) and not (tmp_path / "ran").exists()
+
+
+def test_a_program_whose_parent_has_exited_is_not_started(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    module = ["-m", "megatron_scalerl.processes.parent_death"]
+    argv = [sys.executable, *module, str(ended.pid), "touch", str(tmp_path / "ran")]
+    assert subprocess.run(argv, env=environment(), timeout=60).returncode == 1
+    assert not (tmp_path / "ran").exists()
+
+
+def test_forked_children_die_with_their_parent_and_theirs_with_them(tmp_path):
+    script = (
+        "import os, sys, time\n"
+        "from megatron_scalerl.processes.parent_death import tie_forked_children\n"
+        "tie_forked_children()\n"
+        "if os.fork() == 0:\n"
+        "    os.fork()\n"
+        "    open(sys.argv[1], 'a').write(f'{os.getpid()}\\n')\n"
+        "time.sleep(600)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script, tmp_path / "pids"], env=environment())
+    pids = pids_in(tmp_path / "pids", 2)
+    process.kill()
+    process.wait()
+    assert gone_processes(pids)
+
+
+def test_stop_kills_a_process_group_that_ignores_sigterm(tmp_path):
+    async def scenario():
+        child = await ChildProcess.start("child", stand_in(tmp_path / "pids"), environment(), tmp_path / "log")
+        pids_in(tmp_path / "pids", 1)
+        await child.stop(0.3)
+        await child.stop(0.3)
+        with pytest.raises(ProcessDied, match=r"child exited with code -9; the end of .*/log:"):
+            await child.watch()
+        return child.pid
+
+    assert gone({asyncio.run(scenario())}, 2.0)
+
+
+def test_a_cancelled_stop_leaves_nothing(tmp_path):
+    async def scenario():
+        child = await ChildProcess.start("child", stand_in(tmp_path / "pids"), environment(), tmp_path / "log")
+        pids_in(tmp_path / "pids", 1)
+        stop = asyncio.create_task(child.stop(600))
+        await asyncio.sleep(0.1)
+        stop.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stop
+        await child.wait()
+        return child.pid
+
+    assert gone({asyncio.run(scenario())}, 2.0)
+
+
+def test_a_log_is_readable_by_its_owner_alone(tmp_path):
+    (tmp_path / "old").touch(0o644)
+
+    async def scenario(name):
+        child = await ChildProcess.start("child", [sys.executable, "-c", "print(7)"], environment(), tmp_path / name)
+        assert await child.wait() == 0
+
+    for name in ("new", "old"):
+        asyncio.run(scenario(name))
+        assert log_tail(tmp_path / name) == "7"
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_the_controller_gracefully(controller, tmp_path, number):
+    process = controller()
+    groups = set(pids_in(tmp_path / "pids", 2))
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert out == "stopping\nstopped gracefully\n"
+    assert err.strip() == f"stopped by {number.name}; the same command resumes from the last checkpoint"
+    assert gone(groups, 2.0)
+
+
+def test_a_second_signal_kills_the_children_at_once(controller, tmp_path):
+    process = controller(600)  # grace period in seconds, much longer than the test
+    groups = set(pids_in(tmp_path / "pids", 2))
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "stopping\n"
+    for _ in range(3):
+        process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM and "stopped gracefully" in out
+    assert gone(groups, 2.0)
+
+
+def test_a_signal_while_the_children_start(controller, tmp_path):
+    process = controller()
+    pids_in(tmp_path / "pids", 1)  # the second may not exist yet
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert gone(set(pids_in(tmp_path / "pids", 1)), 2.0)
+
+
+def gone_processes(pids):
+    """True once none of these processes runs."""
+    import psutil
+
+    alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    _, left = psutil.wait_procs(alive, timeout=10)
+    return all(process.status() == psutil.STATUS_ZOMBIE for process in left)

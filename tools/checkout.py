@@ -1,0 +1,16 @@
+"""Makes the package of this checkout importable for the programs in this folder, whether it is installed or not."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron_scalerl.__main__ import main
+from megatron_scalerl.environment import explained
+
+__all__ = ["explained", "run"]
+
+
+def run(command):
+    """Run a command of `megatron-scalerl` with the arguments of this program, and exit."""
+    sys.exit(main([command, *sys.argv[1:]]))
