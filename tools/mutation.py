@@ -176,7 +176,7 @@ def run_part(part: dict[str, list[str]], config: dict[str, int], options: argpar
     for module in modules:
         for mutant in sample(module, seed=config["seed"], per_site=config["mutants_per_site"]):
             change = difference(mutant)
-            if options.survivors is not None and (str(module), change) not in options.survivors:
+            if options.survivors is not None and (str(module), mutant.line, change) not in options.survivors:
                 continue
             began = time.monotonic()
             module.write_text(mutant.source, encoding="utf8")
@@ -200,7 +200,9 @@ def main(options: argparse.Namespace) -> None:
     began = time.monotonic()
     if options.survivors:
         rows = [json.loads(line) for line in options.survivors.read_text().splitlines()]
-        options.survivors = [(row["module"], row["diff"]) for row in rows if row["outcome"] == "survived"]
+        options.survivors = [
+            (row["module"], row["line"], row["diff"]) for row in rows if row["outcome"] == "survived"
+        ]
     config = tomllib.loads((ROOT / "tools" / "mutation.toml").read_text(encoding="utf8"))
     for name in ["pytest", *config["preload"]]:  # once, before the forks
         importlib.import_module(name)

@@ -12,6 +12,7 @@ from rollout_groups import rollout
 
 from megatron_scalerl.batching.packing import (
     pack,
+    pad_to,
     real_tokens,
     scoring_micro_batches,
     sequence_ids,
@@ -181,6 +182,13 @@ def test_scoring_rows_carry_no_weight_no_advantage_and_no_age():
     for column in ("token_weights", "advantages", "rollout_logprobs"):
         assert getattr(row, column).tolist() == [0.0] * 4
     assert row.staleness.tolist() == [0, 0, -1, -1]
+
+
+def test_a_micro_batch_is_not_padded_to_fewer_positions():
+    [row] = scoring_micro_batches([(5, 6, 7)], micro_batch_tokens=6, pad_multiple=1)
+    assert pad_to(row, 3) is row
+    with pytest.raises(AssertionError):
+        pad_to(row, 2)
 
 
 def test_a_single_token_cannot_be_scored():

@@ -198,3 +198,9 @@ def test_nothing_starts_above_the_bound_either():
     for group in range(3):
         gate.restore(group, 0)
     assert not gate.may_start()
+
+
+@pytest.mark.parametrize(("groups_per_batch", "k"), [(0, 0), (0, -1), (1, -1)])
+def test_a_gate_without_a_batch_or_with_a_negative_bound_is_refused(groups_per_batch, k):
+    with pytest.raises(AssertionError):
+        StalenessGate(groups_per_batch=groups_per_batch, max_staleness_steps=k)
