@@ -47,8 +47,8 @@ def _summary(plan: Plan, built: str) -> Part:
     rows = [("parameters", f"{p.total:,}")]
     if p.experts:
         rows.append(("  active for a token", f"{p.active:,}, the embedding's {p.embedding:,} among them"))
-    if p.carried:
-        rows.append(("  with the vision tower", f"{p.total + p.carried:,}; not loaded, exports carry it through"))
+    if p.passthrough:
+        rows.append(("  with the vision tower", f"{p.total + p.passthrough:,}; not loaded, exports copy it"))
     origin = "as the recipe says" if plan.split_is_recipes else "chosen here"
     generate = f"{split.engines * each} generate in {split.engines} engines of {each}"
     rows += [

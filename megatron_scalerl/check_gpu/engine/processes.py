@@ -10,7 +10,8 @@ from pathlib import Path
 
 from megatron_scalerl.check_gpu.logs import cause, read_log, serving_facts
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous
-from megatron_scalerl.engine.process import EngineInfo, EngineProcess
+from megatron_scalerl.engine.answers import EngineInfo
+from megatron_scalerl.engine.process import EngineProcess
 from megatron_scalerl.launch.local import start_rank
 from megatron_scalerl.processes.child_process import ChildProcess
 from megatron_scalerl.recipe import Recipe
