@@ -1,6 +1,6 @@
-"""The closing report of a run: what it gained, what it cost, and how its first half forecast the second.
+"""The closing report of a run: its gain, its cost, and the forecast of its first part compared with the rest.
 
-Reads RUN/validation.jsonl, validation_by_prompt.jsonl, ledger.jsonl and recipe.yaml; imports no torch.
+Reads RUN/validation.jsonl, validation_by_prompt.jsonl, ledger.jsonl and recipe.yaml. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,14 +12,18 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
-from megatron_scalerl.fit.forecast import FitResult, fit
+from megatron_scalerl.fit.forecast import fit
+from megatron_scalerl.fit.formatting import unit_name
 from megatron_scalerl.fit.plot import plot_forecast
+from megatron_scalerl.fit.result import ForecastEvaluation
+from megatron_scalerl.fit.tables import Table
 from megatron_scalerl.recipe.file import read_run_recipe
 
 BOOTSTRAP_DRAWS = 10_000
+Rows = Sequence[dict[str, Any]]
+"""Rows of validation.jsonl."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,82 +31,78 @@ class Gain:
     """Held-out pass rate at the end minus the one at step 0, on the same prompts."""
 
     first: float
+    """Mean pass rate at step 0."""
     last: float
+    """Mean pass rate at `last_step`."""
     last_step: int
+    """Step of the last validation."""
     low: float
     """Lower end of the 95 % paired bootstrap interval over prompts."""
     high: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Meeting:
-    """How a forecast from the first part of a run met the rest."""
-
-    method: str
-    result: FitResult
-    rows: tuple[dict[str, Any], ...]
-    """The unseen validations, each with `forecast`, `lo`, `hi`."""
-
-    @property
-    def errors(self) -> np.ndarray:
-        """Measured minus forecast."""
-        return np.array([row["pass_rate"] - row["forecast"] for row in self.rows])
+    """Upper end of it."""
 
 
 def report(run_dir: str | Path, console: Console) -> None:
-    """Print the report and write RUN/forecast.png. Raises ValueError where a file is missing or too short."""
+    """Print the report and write RUN/forecast.png.
+
+    Raises ValueError for a missing, empty or invalid file, OSError if the figure cannot be written.
+    """
     run_dir = Path(run_dir)
     rows = read_rows(run_dir / "validation.jsonl")
     recipe = read_run_recipe(run_dir)
-    unit = str(read_rows(run_dir / "ledger.jsonl")[0]["unit"])
+    ledger = read_rows(run_dir / "ledger.jsonl")
+    unit = str(ledger[0]["unit"])
     _print_gain(console, gain(run_dir))
-    _print_ledger(console, run_dir, unit)
-    meetings = forecasts(rows, recipe["forecast"], name=recipe["name"], unit=unit)
-    if not meetings:
+    _print_ledger(console, ledger, unit)
+    fitted, unseen = split(rows, recipe["forecast"])
+    if not unseen:
         console.print("Too few validations for a forecast.", highlight=False)
         return
-    _print_meeting(console, meetings[0], unit)
-    for meeting in meetings:
-        errors = np.abs(meeting.errors)
-        inside = np.mean([row["lo"] <= row["pass_rate"] <= row["hi"] for row in meeting.rows])
+    evaluations = [
+        evaluate(rows[0], fitted, unseen, method=method, name=recipe["name"], unit=unit)
+        for method in ("robust", "paper")
+    ]
+    console.print(_table(evaluations[0], unseen).rich())
+    for evaluation in evaluations:
+        errors = np.abs(evaluation.errors)
         console.print(
-            f"{meeting.method}: error of the forecast mean {errors.mean():.3f}, max {errors.max():.3f}, "
-            f"last {meeting.errors[-1]:+.3f}; {inside:.0%} of the unseen points inside its 90 % interval",
+            f"{evaluation.fit.method}: error of the forecast mean {errors.mean():.3f}, max {errors.max():.3f}, "
+            f"last {evaluation.errors[-1]:+.3f}; {evaluation.covered.mean():.0%} of the unseen points inside its "
+            "90 % interval",
             highlight=False,
         )
-    path = plot(run_dir, meetings[0])
+    path = plot(run_dir, evaluations[0])
     console.print(f"picture: {path}", highlight=False)
 
 
-def forecasts(rows: Sequence[dict[str, Any]], section: dict[str, Any], *, name: str, unit: str) -> list[Meeting]:
-    """Fit the first part of the run, robustly and as the paper does, and predict the rest; [] if too short."""
-    start, later = rows[0], rows[1:]
-    last = rows[-1]["step"]
-    used = [r for r in later if r["step"] >= section["fit_from_steps"]]
-    seen = [r for r in used if r["step"] <= section["fit_until_share"] * last]
-    unseen = [r for r in used if r["step"] > section["fit_until_share"] * last]
-    if start["step"] != 0 or len(seen) < 3 or not unseen:
-        return []
-    meetings = []
-    for method in ("robust", "paper"):
-        result = fit(
-            [r["gpu_hours"] for r in seen],
-            [r["pass_rate"] for r in seen],
-            initial=start["pass_rate"],
-            method=method,
-            prompts=seen[0]["prompts"],
-            generations=seen[0]["generations"],
-            name=name,
-            unit=unit,
-        )
-        predictions = result.predict([r["gpu_hours"] for r in unseen])
-        met = tuple(r | {"forecast": p.pass_rate, "lo": p.lo, "hi": p.hi} for r, p in zip(unseen, predictions))
-        meetings.append(Meeting(method=method, result=result, rows=met))
-    return meetings
+def split(rows: Rows, section: dict[str, Any]) -> tuple[Rows, Rows]:
+    """(rows to fit, later rows to forecast) by the recipe's `forecast` section; empty if the run is too short."""
+    until = section["fit_until_share"] * rows[-1]["step"]
+    used = [row for row in rows[1:] if row["step"] >= section["fit_from_steps"]]
+    fitted, unseen = [r for r in used if r["step"] <= until], [r for r in used if r["step"] > until]
+    long_enough = rows[0]["step"] == 0 and len(fitted) >= 3
+    return (fitted, unseen) if long_enough else ([], [])
+
+
+def evaluate(
+    start: dict[str, Any], fitted: Rows, unseen: Rows, *, method: str, name: str, unit: str
+) -> ForecastEvaluation:
+    """Fit the rows of the first part and compare the forecast with the rest. start: the row of step 0."""
+    result = fit(
+        [row["gpu_hours"] for row in fitted],
+        [row["pass_rate"] for row in fitted],
+        initial=start["pass_rate"],
+        method=method,
+        prompts=fitted[0]["prompts"],
+        generations=fitted[0]["generations"],
+        name=name,
+        unit=unit,
+    )
+    return result.evaluate([row["gpu_hours"] for row in unseen], [row["pass_rate"] for row in unseen])
 
 
 def gain(run_dir: str | Path) -> Gain:
-    """The gain over step 0 with a paired bootstrap over held-out prompts."""
+    """The gain over step 0 with a paired bootstrap over held-out prompts. Raises ValueError as `read_rows`."""
     rows = read_rows(Path(run_dir) / "validation_by_prompt.jsonl")
     first, last = np.array(rows[0]["by_prompt"]), np.array(rows[-1]["by_prompt"])
     difference = last - first
@@ -111,20 +111,20 @@ def gain(run_dir: str | Path) -> Gain:
     return Gain(first=first.mean(), last=last.mean(), last_step=rows[-1]["step"], low=float(low), high=float(high))
 
 
-def plot(run_dir: str | Path, meeting: Meeting) -> Path:
-    """RUN/forecast.png: fitted points, curve, band, and the points that the fit did not see."""
-    unseen = ([r["gpu_hours"] for r in meeting.rows], [r["pass_rate"] for r in meeting.rows])
+def plot(run_dir: str | Path, evaluation: ForecastEvaluation) -> Path:
+    """Draw RUN/forecast.png: fitted points, curve, band, and the points that were not fitted. Raises OSError."""
+    compute = [prediction.compute for prediction in evaluation.predictions]
     return plot_forecast(
         Path(run_dir) / "forecast.png",
-        meeting.result,
-        unseen={meeting.result.name: unseen},
-        until=meeting.rows[-1]["gpu_hours"] * 1.15,
-        title=f"{meeting.result.name}: forecast from the first half of the run",
+        evaluation.fit,
+        unseen={evaluation.fit.name: (compute, evaluation.measured)},
+        until=compute[-1] * 1.15,
+        title=f"{evaluation.fit.name}: forecast from the first half of the run",
     )
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The lines of a run's JSONL file. Raises ValueError where it is missing or empty."""
+    """The rows of a run's JSONL file. Raises ValueError if it is missing, empty or invalid."""
     rows = read_jsonl(path)
     if not rows:
         raise ValueError(f"{path}: expected at least one line, found {'none' if path.exists() else 'no file'}")
@@ -140,29 +140,32 @@ def _print_gain(console: Console, found: Gain) -> None:
     )
 
 
-def _print_ledger(console: Console, run_dir: Path, unit: str) -> None:
+def _print_ledger(console: Console, ledger: Rows, unit: str) -> None:
     hours: dict[str, float] = {}
-    for row in read_rows(run_dir / "ledger.jsonl"):
-        if "role" in row:  # the others: the head, and heartbeats of a run under way
+    for row in ledger:
+        if "role" in row:  # not the header, nor the heartbeat of a running run
             hours[row["role"]] = hours.get(row["role"], 0.0) + row["hours"]
     total = sum(hours.values())
     parts = ", ".join(f"{role} {value:.4g} ({value / total:.0%})" for role, value in hours.items())
-    console.print(f"ledger, {unit.replace('_', '-')}: {total:.4g} held: {parts}", highlight=False)
+    console.print(f"ledger, {unit_name(unit)}: {total:.4g} held: {parts}", highlight=False)
 
 
-def _print_meeting(console: Console, meeting: Meeting, unit: str) -> None:
-    table = Table(title=f"Forecast from {meeting.result.n_points} validations against the rest", title_justify="left")
-    for column in ("step", unit.replace("_", "-"), "forecast", "90 % interval", "measured", "error", ""):
-        table.add_column(column, justify="right")
-    for row, error in zip(meeting.rows, meeting.errors):
-        outside = not row["lo"] <= row["pass_rate"] <= row["hi"]
-        table.add_row(
-            str(row["step"]),
-            f"{row['gpu_hours']:.4g}",
-            f"{row['forecast']:.3f}",
-            f"{row['lo']:.3f} - {row['hi']:.3f}",
-            f"{row['pass_rate']:.3f}",
-            f"{error:+.3f}",
-            "outside" if outside else "",
-        )
-    console.print(table)
+def _table(evaluation: ForecastEvaluation, unseen: Rows) -> Table:
+    cells = zip(unseen, evaluation.predictions, evaluation.errors, evaluation.covered)
+    return Table(
+        title=f"Forecast from {evaluation.fit.n_points} validations against the rest",
+        labeled=False,
+        columns=("step", unit_name(evaluation.fit.unit), "forecast", "90 % interval", "measured", "error", ""),
+        rows=tuple(
+            (
+                str(row["step"]),
+                f"{p.compute:.4g}",
+                f"{p.pass_rate:.3f}",
+                f"{p.lo:.3f} - {p.hi:.3f}",
+                f"{row['pass_rate']:.3f}",
+                f"{error:+.3f}",
+                "" if covered else "outside",
+            )
+            for row, p, error, covered in cells
+        ),
+    )

@@ -1,4 +1,4 @@
-"""The closing report on a written run: gain, ledger, and a forecast that is confronted with what it did not see."""
+"""The closing report on a synthetic run: gain, ledger, and the forecast compared with points that it did not fit."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from megatron_scalerl.fit.sigmoid import sigmoid
-from megatron_scalerl.report import forecasts, gain, report
+from megatron_scalerl.report import evaluate, gain, report, split
 
 HOURS = np.linspace(0.02, 0.4, 20)
 CURVE = sigmoid(HOURS, asymptote=0.8, exponent=1.8, midpoint=0.08, initial=0.4)
@@ -43,12 +43,30 @@ def write_run(folder, *, steps=20, noise=0.0):
 def test_a_noiseless_sigmoid_is_forecast(tmp_path):
     write_run(tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
-    found = forecasts(rows, {"fit_from_steps": 0, "fit_until_share": 0.5}, name="r", unit="device_hours")
-    assert [m.method for m in found] == ["robust", "paper"]
-    for meeting in found:
-        assert meeting.result.n_points == 10 and len(meeting.rows) == 10
-        assert max(r["gpu_hours"] for r in meeting.rows) == pytest.approx(0.4)
-        assert np.abs(meeting.errors).max() < 0.02
+    fitted, unseen = split(rows, {"fit_from_steps": 0, "fit_until_share": 0.5})
+    assert [r["step"] for r in fitted] == list(range(5, 55, 5))
+    assert [r["step"] for r in unseen] == list(range(55, 105, 5))
+    for method in ("robust", "paper"):
+        evaluation = evaluate(rows[0], fitted, unseen, method=method, name="r", unit="device_hours")
+        assert (evaluation.fit.method, evaluation.fit.n_points) == (method, 10)
+        assert evaluation.predictions[-1].compute == pytest.approx(0.4)
+        np.testing.assert_allclose(evaluation.measured, CURVE[10:])
+        assert np.abs(evaluation.errors).max() < 0.02
+        assert evaluation.covered.tolist() == [1.0] * 10
+
+
+@pytest.mark.parametrize(
+    ("section", "fitted", "unseen"),
+    [
+        ({"fit_from_steps": 20, "fit_until_share": 0.5}, 7, 10),
+        ({"fit_from_steps": 45, "fit_until_share": 0.5}, 0, 0),  # two points are too few
+        ({"fit_from_steps": 0, "fit_until_share": 1.0}, 20, 0),
+    ],
+)
+def test_the_recipe_selects_the_rows_to_fit(section, fitted, unseen):
+    rows = [{"step": 5 * n} for n in range(21)]
+    assert [len(part) for part in split(rows, section)] == [fitted, unseen]
+    assert split(rows[1:], section) == ([], [])  # no validation before training: no R_0
 
 
 def test_gain_is_paired(tmp_path):
@@ -61,7 +79,7 @@ def test_gain_is_paired(tmp_path):
     assert found.high - found.low < 0.2 * (CURVE[-1] - 0.4)
 
 
-def test_the_report_names_everything(tmp_path):
+def test_the_report_prints_gain_ledger_and_forecast(tmp_path):
     write_run(tmp_path, noise=0.01)
     console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
     report(tmp_path, console)
@@ -72,7 +90,7 @@ def test_the_report_names_everything(tmp_path):
     assert (tmp_path / "forecast.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_too_short_a_run_says_so(tmp_path):
+def test_too_short_a_run_has_no_forecast(tmp_path):
     write_run(tmp_path, steps=2)
     console = Console(record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     report(tmp_path, console)

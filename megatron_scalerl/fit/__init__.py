@@ -1,10 +1,12 @@
 """The forecast: fit a run's compute-performance curve, extrapolate it, decide. Imports no torch and no Megatron.
 
-inputs, tables          run folders and tables in
-sigmoid, forms          the curve, and others to compare it with
-forecast                fit(): the front door; prior and posterior behind "robust", paper behind "paper"
-checks                  warnings
+table_file, inputs      read tables and run folders
+sigmoid, forms          the curve, and other forms to compare it with
+forecast                fit(), the entry point; prior and posterior for "robust", paper for "paper"
+result, checks          what a fit returns, and its warnings
 decide, backtest, compare
-plot, plot_more, text, html, command    figures, tables, report, command line
-published, benchmark    the paper's curves, and how well each method forecasts them
+plot, plot_diagnostics, tables, json_output, html, formatting    figures, tables, JSON, the HTML report
+command                 the command line
+published               the paper's curves (data/README.md)
+study/                  how the prior was learned and the methods benchmarked; no user command imports it
 """

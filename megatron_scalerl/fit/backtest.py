@@ -1,4 +1,4 @@
-"""Back-test: what the forecast of the last point would have been, had one stopped at every earlier point."""
+"""Backtest: the forecast of a run's last point, made from every shorter prefix of the run."""
 
 from __future__ import annotations
 
@@ -7,70 +7,88 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_scalerl.fit.forecast import fit
+from megatron_scalerl.fit.formatting import short_number
 from megatron_scalerl.fit.inputs import Curve
-from megatron_scalerl.fit.published import SAME_ASYMPTOTE
 
-LEAST_POINTS = 4
+MARGIN = 0.02
+"""Error, in pass rate, up to which a forecast counts as right."""
+MIN_POINTS = 4
+"""Points of the shortest prefix."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hindsight:
-    """The forecast of the last point from one prefix of the run."""
+class BacktestPoint:
+    """The forecast of the run's last point from one prefix."""
 
     compute: float
-    """Where the prefix ends."""
+    """Compute at the end of the prefix, in the run's unit."""
     n_points: int
+    """Points fitted."""
     forecast: float
+    """Pass rate in [0, 1]."""
     lo: float
+    """Lower end of the 90 % interval of the last measured point."""
     hi: float
-    """90 % interval of the last measured point."""
+    """Upper end of it."""
     asymptote: float
+    """A of the prefix's fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Backtest:
-    """How the forecast of a run's last point moved as the run went on."""
+    """How the forecast of a run's last point changed as the run went on."""
 
     name: str
+    """The run."""
     final_compute: float
+    """Compute of the last point, in the run's unit."""
     final_pass_rate: float
-    """The last measured point, which no prefix contains."""
-    history: tuple[Hindsight, ...]
-    margin: float
+    """Measured pass rate of the last point. No prefix contains it."""
+    points: tuple[BacktestPoint, ...]
+    """One per prefix, shortest first."""
     settled_from: float | None
-    """Earliest compute from which every forecast stayed within the margin; None if it never did."""
+    """Smallest compute from which every forecast is right within `MARGIN`; None if the longest prefix's is not."""
+
+    def summary(self) -> str:
+        """From which compute on the forecast was right, in one sentence."""
+        measured = f"{self.final_pass_rate:.4f} at {short_number(self.final_compute)}"
+        if self.settled_from is None:
+            return f"{self.name}: the forecast of the last point ({measured}) never settled within {MARGIN:g}."
+        return (
+            f"{self.name}: from {short_number(self.settled_from)} on, the forecast of the last point ({measured}) "
+            f"stayed within {MARGIN:g}."
+        )
 
 
 def backtest(
     curve: Curve,
     *,
-    initial: float | None,
     method: str = "robust",
-    margin: float = SAME_ASYMPTOTE,
-    most: int | None = None,
+    max_prefixes: int | None = None,
     fit_from: float | None = None,
     seed: int = 0,
     draws: int = 1000,
 ) -> Backtest:
-    """Refit at every prefix of `curve` and forecast its last point from each.
+    """Fit every prefix of `curve` and forecast its last point from each.
 
-    most: at most that many prefixes, evenly spread; None for all. A prefix with too few points in the window
-    is left out. Raises ValueError if the run is too short for any.
+    max_prefixes: use at most this many prefixes, evenly spread; None for all. A prefix with fewer than
+                  `MIN_POINTS` points in the window is skipped.
+    Raises ValueError if the run is too short for any prefix.
     """
-    c, y = curve.compute, curve.pass_rate
+    c = curve.compute
     usable = np.flatnonzero(c >= (fit_from or 0.0))
-    ends = [int(n) for n in usable[LEAST_POINTS - 1 : -1] if c[n] < c[-1]]
+    ends = [int(n) for n in usable[MIN_POINTS - 1 : -1] if c[n] < c[-1]]
     if not ends:
-        need = f"expected at least {LEAST_POINTS + 1} points for a back-test"
-        raise ValueError(f"{curve.name}: {need}, found {len(usable)}")
-    if most is not None and len(ends) > most:
-        ends = [ends[i] for i in np.unique(np.linspace(0, len(ends) - 1, most).round().astype(int))]
-    history = []
+        expected = f"expected at least {MIN_POINTS + 1} points for a backtest"
+        raise ValueError(f"{curve.name}: {expected}, found {len(usable)}")
+    if max_prefixes is not None and len(ends) > max_prefixes:
+        ends = [ends[i] for i in np.unique(np.linspace(0, len(ends) - 1, max_prefixes).round().astype(int))]
+    points = []
     for end in ends:
         result = fit(
             c[: end + 1],
-            y[: end + 1],
-            initial=initial,
+            curve.pass_rate[: end + 1],
+            initial=curve.initial,
             method=method,
             prompts=curve.prompts,
             generations=curve.generations,
@@ -79,8 +97,8 @@ def backtest(
             draws=draws,
         )
         (forecast,) = result.predict([float(c[-1])])
-        history.append(
-            Hindsight(
+        points.append(
+            BacktestPoint(
                 compute=float(c[end]),
                 n_points=result.n_points,
                 forecast=forecast.pass_rate,
@@ -89,21 +107,20 @@ def backtest(
                 asymptote=result.asymptote,
             )
         )
-    final = float(y[-1])
+    final = float(curve.pass_rate[-1])
     return Backtest(
         name=curve.name,
         final_compute=float(c[-1]),
         final_pass_rate=final,
-        history=tuple(history),
-        margin=margin,
-        settled_from=_settled(history, final, margin),
+        points=tuple(points),
+        settled_from=_settled_from(points, final),
     )
 
 
-def _settled(history: list[Hindsight], final: float, margin: float) -> float | None:
+def _settled_from(points: list[BacktestPoint], final: float) -> float | None:
     settled = None
-    for point in reversed(history):
-        if abs(point.forecast - final) > margin:
+    for point in reversed(points):
+        if abs(point.forecast - final) > MARGIN:
             break
         settled = point.compute
     return settled

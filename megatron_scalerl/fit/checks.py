@@ -1,44 +1,47 @@
-"""Warnings of a fit: each is one sentence that says what was seen, where, and why it matters."""
+"""Warnings of a fit. Each is one sentence: what was found, where, and why it matters."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from megatron_scalerl.fit.formatting import short_number
 from megatron_scalerl.fit.paper import PaperFit
 from megatron_scalerl.fit.posterior import Posterior
-from megatron_scalerl.fit.prior import Bounds
+from megatron_scalerl.fit.prior import DEFAULT_BOUNDS
 from megatron_scalerl.fit.sigmoid import Array
-from megatron_scalerl.fit.wording import short_number
 
 FEW_POINTS = 8
+"""Fitted points below which a forecast is not trusted."""
 STEEP = 6.0
+"""B above which the curve is a step."""
 SMALL_DROP = 0.005
+"""Drop in pass rate that is ignored."""
 TRUNCATION_LIMIT = 0.10
-"""10-15 % truncated completions destabilise training (Khatri et al. 2025, A.15)."""
-EDGE_SHARE = 0.10
-"""Posterior mass within 1 % of an edge from which the edge, not the data, holds the parameter."""
+"""10-15 % truncated completions destabilize training (Khatri et al. 2025, A.15)."""
+EDGE_MASS = 0.10
+"""Posterior mass within 1 % of a bound above which the bound, not the data, determines the parameter."""
 
 
-def posterior_edges(posterior: Posterior, bounds: Bounds, *, fixed: bool) -> list[str]:
-    """Warn where the posterior leans on the box of the robust fit."""
-    notes = []
+def bound_warnings(posterior: Posterior, *, fixed: bool) -> list[str]:
+    """Warn where the posterior of the robust fit piles up at a bound. fixed: A is given and not checked."""
+    notes, bounds = [], DEFAULT_BOUNDS
     a = posterior.asymptote
     room = bounds.asymptote[1] - posterior.initial
-    if not fixed and np.mean(bounds.asymptote[1] - a < 0.02 * room) > EDGE_SHARE:
+    if not fixed and np.mean(bounds.asymptote[1] - a < 0.02 * room) > EDGE_MASS:
         notes.append(f"A reaches the edge of its range ({bounds.asymptote[1]:g}): the ceiling is not determined yet")
     if not fixed and np.mean(a - posterior.initial < 0.02 * room) > 0.5:
         notes.append("A lies at R_0: the run shows no gain to extrapolate")
     log_edges = np.log(bounds.midpoint)
     margin = 0.01 * (log_edges[1] - log_edges[0])
-    if np.mean(posterior.log_midpoint < log_edges[0] + margin) > EDGE_SHARE:
+    if np.mean(posterior.log_midpoint < log_edges[0] + margin) > EDGE_MASS:
         notes.append("C_mid reaches the low edge of its range: the rise happened before the first fitted point")
-    if np.mean(posterior.log_midpoint > log_edges[1] - margin) > EDGE_SHARE:
+    if np.mean(posterior.log_midpoint > log_edges[1] - margin) > EDGE_MASS:
         notes.append("C_mid reaches the high edge of its range: the rise has hardly begun")
     return notes
 
 
-def grid_edges(grid: PaperFit) -> list[str]:
-    """Warn where the paper's grid ends at the best cell."""
+def grid_warnings(grid: PaperFit) -> list[str]:
+    """Warn where the best cell lies on the edge of the paper's grid."""
     notes = []
     if grid.asymptote_on_edge:
         notes.append(f"A is on the edge of the paper's grid ({grid.asymptote:g}): the ceiling is not determined")
@@ -50,7 +53,10 @@ def grid_edges(grid: PaperFit) -> list[str]:
 def curve_warnings(
     compute: Array, pass_rate: Array, *, exponent: float, midpoint: float, posterior: Posterior
 ) -> list[str]:
-    """Warn about few points, a steep curve, a midpoint beyond the data and a falling tail."""
+    """Warn about few points, a steep curve, a midpoint beyond the data and a falling tail.
+
+    compute, pass_rate: [n] the fitted points.
+    """
     notes = []
     if below_initial(pass_rate, float(posterior.initial.mean())):
         notes.append("most points lie below R_0: the run lost what it started with, or R_0 is wrong")
@@ -71,25 +77,25 @@ def curve_warnings(
 
 
 def below_initial(pass_rate: Array, initial: float) -> bool:
-    """Whether most points lie clearly below R_0: the run lost what it started with, or R_0 is another run's."""
+    """Whether most points lie clearly below R_0: the run got worse, or R_0 belongs to another run."""
     return bool(np.mean(pass_rate < initial - SMALL_DROP) > 0.5)
 
 
-def truncation_warning(compute: Array, truncated: Array | None) -> list[str]:
-    """Warn where more than 10 % of the completions were truncated."""
+def truncation_warnings(compute: Array, truncated: Array | None) -> list[str]:
+    """Warn where more than 10 % of the completions were truncated. truncated: [n] shares, None if unknown."""
     if truncated is None or not np.any(truncated > TRUNCATION_LIMIT):
         return []
     first = int(np.flatnonzero(truncated > TRUNCATION_LIMIT)[0])
     most, where = 100 * np.nanmax(truncated), short_number(compute[first])
-    return [f"truncations reach {most:.0f} % (above 10 % first at {where}): 10-15 % destabilise training"]
+    return [f"truncations reach {most:.0f} % (above 10 % first at {where}): 10-15 % destabilize training"]
 
 
 def falling_tail(compute: Array, pass_rate: Array) -> tuple[float, float] | None:
-    """(compute of the peak, drop after it) where the last points lie clearly below an earlier peak.
+    """(compute of the peak, drop after it) where the last points lie clearly below an earlier peak, else None.
 
-    The peak is the highest mean of three neighbours (of an eighth of the points where there are many); the drop
-    to the mean of the points behind it counts when it exceeds 0.005 and 2.2 times its own noise, judged from the
-    second differences of the series. Among 1,000 saturated synthetic runs, 3 % were taken for falling.
+    The peak is the highest moving average over three points (an eighth of the points for a long run). The drop
+    to the mean of the points after it counts when it exceeds 0.005 and 2.2 times its own standard error, which is
+    estimated from the second differences of the series. False positives: 3 % of 1,000 saturated synthetic runs.
     """
     n = len(compute)
     if n < 6:
@@ -98,10 +104,10 @@ def falling_tail(compute: Array, pass_rate: Array) -> tuple[float, float] | None
     width = 2 * half + 1
     smooth = np.convolve(pass_rate, np.ones(width) / width, mode="valid")
     peak = int(np.argmax(smooth)) + half
-    behind = pass_rate[peak + half + 1 :]
-    if len(behind) < 2:
+    after = pass_rate[peak + half + 1 :]
+    if len(after) < 2:
         return None
     noise = float(np.std(np.diff(pass_rate, n=2)) / np.sqrt(6.0))
-    drop = float(smooth[peak - half] - behind.mean())
-    limit = 2.2 * noise * np.sqrt(1.0 / width + 1.0 / len(behind))
+    drop = float(smooth[peak - half] - after.mean())
+    limit = 2.2 * noise * np.sqrt(1.0 / width + 1.0 / len(after))
     return (float(compute[peak]), drop) if drop > max(limit, SMALL_DROP) else None

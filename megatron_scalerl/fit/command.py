@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +16,17 @@ if TYPE_CHECKING:
 
     from megatron_scalerl.fit.backtest import Backtest
     from megatron_scalerl.fit.compare import Comparison
-    from megatron_scalerl.fit.decide import Decision
-    from megatron_scalerl.fit.html import RunReport
     from megatron_scalerl.fit.inputs import Curve
-    from megatron_scalerl.fit.result import Array, FitResult, Prediction
+    from megatron_scalerl.fit.plot import Points
+    from megatron_scalerl.fit.result import FitResult
+    from megatron_scalerl.fit.tables import RunReport
 
 BACKTEST_PREFIXES = 20
-"""Prefixes in the report's back-test; --backtest prints all."""
+"""Prefixes in the HTML report's backtest; --backtest prints all."""
+MIN_POINTS_OF_FORMS = 6
+"""Fitted points from which the HTML report compares forms of the curve."""
+PIPE_WIDTH = 200
+"""Columns of a table that is not printed to a terminal."""
 
 
 EPILOG = """example:
@@ -57,43 +63,41 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--compare", action="store_true", help="compare the runs with the first one")
     p.add_argument("--reference", metavar="NAME", help="run that the others are compared with; default: the first")
     p.add_argument("--fixed-asymptote", type=float, metavar="X", help="hold A at X")
-    p.add_argument("--budget", type=float, metavar="C", help="further compute to judge; default: as much again")
+    p.add_argument("--budget", type=float, metavar="C", help="further compute to decide on; default: as much again")
     p.add_argument("--worth", type=float, metavar="X", help="gain that the budget has to buy; default 0.01")
-    p.add_argument("--target", type=float, metavar="X", help="pass rate whose compute is wanted")
+    p.add_argument("--target", type=float, metavar="X", help="pass rate whose compute is estimated")
     p.add_argument("--backtest", action="store_true", help="refit at every prefix of the run")
     p.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the intervals; default 0")
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Fit, print and write. Raises ValueError for bad input, OSError for a path that cannot be read or written."""
-    if options.plot or options.html:
-        importlib.import_module("matplotlib")  # a missing one is said before the work, not after it
-    from megatron_scalerl.fit import text
-    from megatron_scalerl.fit.decide import WORTH, decide
+    """Fit, print and write. Raises ValueError for invalid input, OSError for an unusable path."""
+    for package in (["matplotlib"] if options.plot or options.html else []) + (["jinja2"] if options.html else []):
+        importlib.import_module(package)  # a missing package is reported before the fit, not after it
+    from megatron_scalerl.fit.json_output import comparison_json, fit_json
 
-    curves = _reference_first(_named_apart(_read(options)), options.reference)
-    fits = [_fit(curve, options) for curve in curves]
-    asked = _computes(options.predict)
-    predictions = [f.predict(asked or [k * float(f.compute.max()) for k in (2, 5, 10)]) for f in fits]
-    worth = WORTH if options.worth is None else options.worth
-    decisions = [decide(f, budget=options.budget, worth=worth, target=options.target) for f in fits]
-    comparison = _comparison(curves, fits, options) if options.compare else None
-    out: dict[str, Any] = {"fits": [text.fit_json(*row) for row in zip(fits, predictions, decisions)]}
+    curves = _reference_first(_with_unique_names(_read(options)), options.reference)
+    runs = [_run_report(curve, options) for curve in curves]
+    comparison = _comparison(runs, options) if options.compare else None
+    out: dict[str, Any] = {"fits": [fit_json(r.fit, r.predictions, r.decision) for r in runs]}
     if comparison is not None:
-        out["comparison"] = text.comparison_json(comparison)
+        out["comparison"] = comparison_json(comparison)
+    text = json.dumps(out, indent=2, allow_nan=False) + "\n"
     if options.json == "-":
-        print(json.dumps(out, indent=2, allow_nan=False))
+        sys.stdout.write(text)
     else:
-        _print(curves, fits, predictions, decisions, comparison, options)
+        _print(runs, comparison, options)
         if options.json:
-            _write_json(Path(options.json), out)
+            Path(options.json).parent.mkdir(parents=True, exist_ok=True)
+            Path(options.json).write_text(text, encoding="utf-8")
     if options.plot or options.html:
-        _draw(curves, fits, predictions, decisions, comparison, options)
+        _draw(runs, comparison, options)
     return 0
 
 
 def _read(options: argparse.Namespace) -> list["Curve"]:
-    from megatron_scalerl.fit.inputs import Choice, read_curves
+    """The curves of all inputs, with the validation size and R_0 of the options where those are given."""
+    from megatron_scalerl.fit.inputs import ColumnOptions, read_curves
 
     series = []
     for pair in options.series:
@@ -101,27 +105,27 @@ def _read(options: argparse.Namespace) -> list["Curve"]:
         if not equals or not column:
             raise ValueError(f"--series: expected COL=VALUE, found {pair!r}")
         series.append((column, value))
-    choice = Choice(
+    columns = ColumnOptions(
         compute=options.compute,
         score=options.score,
         series=tuple(series),
         hours_per_step=options.hours_per_step,
     )
-    return [curve for path in options.inputs for curve in read_curves(path, choice)]
+    given = {"initial": options.r0, "prompts": options.prompts, "generations": options.generations}
+    given = {key: value for key, value in given.items() if value is not None}
+    return [replace(curve, **given) for path in options.inputs for curve in read_curves(path, columns)]
 
 
-def _named_apart(curves: list["Curve"]) -> list["Curve"]:
-    """Two runs of one name get their folder's name in front, or a number."""
-    from dataclasses import replace
-
+def _with_unique_names(curves: list["Curve"]) -> list["Curve"]:
+    """Prefix the names that two runs share with their folder's name, or number them."""
     names = [c.name for c in curves]
     out = []
     for index, curve in enumerate(curves):
         name = curve.name
         if names.count(name) > 1:
             parents = [c.source.resolve().parent.name for c in curves if c.name == name]
-            here = curve.source.resolve().parent.name
-            name = f"{here}/{name}" if parents.count(here) == 1 else f"{name} ({names[: index + 1].count(name)})"
+            parent = curve.source.resolve().parent.name
+            name = f"{parent}/{name}" if parents.count(parent) == 1 else f"{name} ({names[: index + 1].count(name)})"
         out.append(replace(curve, name=name))
     return out
 
@@ -133,25 +137,38 @@ def _reference_first(curves: list["Curve"], name: str | None) -> list["Curve"]:
     return sorted(curves, key=lambda curve: name is not None and curve.name != name)
 
 
-def _fit(curve: "Curve", options: argparse.Namespace, fixed_asymptote: float | None = None) -> "FitResult":
-    from dataclasses import replace
+def _run_report(curve: "Curve", options: argparse.Namespace) -> "RunReport":
+    from megatron_scalerl.fit.decide import WORTH, decide
+    from megatron_scalerl.fit.tables import RunReport
 
+    result = _fit(curve, options, options.fixed_asymptote)
+    computes = _computes(options.predict) or [k * float(result.compute.max()) for k in (2, 5, 10)]
+    worth = WORTH if options.worth is None else options.worth
+    return RunReport(
+        curve=curve,
+        fit=result,
+        predictions=tuple(result.predict(computes)),
+        decision=decide(result, budget=options.budget, worth=worth, target=options.target),
+    )
+
+
+def _fit(curve: "Curve", options: argparse.Namespace, fixed_asymptote: float | None) -> "FitResult":
     from megatron_scalerl.fit.forecast import fit
 
     try:
         result = fit(
             curve.compute,
             curve.pass_rate,
-            initial=options.r0 if options.r0 is not None else curve.initial,
+            initial=curve.initial,
             method=options.method,
-            prompts=options.prompts if options.prompts is not None else curve.prompts,
-            generations=options.generations if options.generations is not None else curve.generations,
+            prompts=curve.prompts,
+            generations=curve.generations,
             seed=options.seed,
             name=curve.name,
             unit=curve.unit,
             fit_from=options.fit_from,
             fit_until=options.fit_until,
-            fixed_asymptote=options.fixed_asymptote if fixed_asymptote is None else fixed_asymptote,
+            fixed_asymptote=fixed_asymptote,
             truncated_share=curve.truncated_share,
         )
     except ValueError as error:
@@ -171,80 +188,72 @@ def _computes(text: str | None) -> list[float]:
     return values
 
 
-def _comparison(curves: list["Curve"], fits: list["FitResult"], options: argparse.Namespace) -> "Comparison":
+def _comparison(runs: list["RunReport"], options: argparse.Namespace) -> "Comparison":
     from megatron_scalerl.fit.compare import compare
 
-    by_name = {curve.name: curve for curve in curves}
-    return compare(fits, lambda f, a: _fit(by_name[f.name], options, fixed_asymptote=a), pass_rate=options.target)
+    curves = {run.curve.name: run.curve for run in runs}
+    return compare([r.fit for r in runs], lambda f, a: _fit(curves[f.name], options, a), pass_rate=options.target)
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def _print(
-    curves: list["Curve"],
-    fits: list["FitResult"],
-    predictions: list[list["Prediction"]],
-    decisions: list["Decision"],
-    comparison: "Comparison | None",
-    options: argparse.Namespace,
-) -> None:
-    from megatron_scalerl.fit import text
-
-    print(text.parameters_table(fits), end="\n\n")
-    for curve, f, forecast, decision in zip(curves, fits, predictions, decisions):
-        print(text.predictions_table(f.name, forecast, f.unit))
-        unseen = _unseen(curve, options)
-        if unseen is not None and len(unseen[0]):
-            print(text.unseen_table(f, *unseen))
-        print(f"95 % of A at {text.reach(decision.to_asymptote)}")
-        if decision.to_target is not None:
-            print(f"{decision.target:g} at {text.reach(decision.to_target)}")
-        for warning in f.warnings:
-            print(f"warning: {warning}")
-        print(f"verdict: {decision.sentence()}", end="\n\n")
-    if options.backtest:
-        for curve in curves:
-            test = _backtest(curve, options, most=None)
-            print(text.backtest_table(test), text.settled_sentence(test), sep="\n", end="\n\n")
-    if comparison is not None:
-        print(text.comparison_table(comparison), *comparison.sentences(), sep="\n")
-
-
-def _backtest(curve: "Curve", options: argparse.Namespace, most: int | None) -> "Backtest":
-    from dataclasses import replace
-
+def _backtest(curve: "Curve", options: argparse.Namespace, max_prefixes: int | None) -> "Backtest":
     from megatron_scalerl.fit.backtest import backtest
 
-    sized = replace(
-        curve,
-        prompts=options.prompts if options.prompts is not None else curve.prompts,
-        generations=options.generations if options.generations is not None else curve.generations,
-    )
-    initial = options.r0 if options.r0 is not None else curve.initial
     return backtest(
-        sized, initial=initial, method=options.method, most=most, fit_from=options.fit_from, seed=options.seed
+        curve, method=options.method, max_prefixes=max_prefixes, fit_from=options.fit_from, seed=options.seed
     )
 
 
-def _draw(
-    curves: list["Curve"],
-    fits: list["FitResult"],
-    predictions: list[list["Prediction"]],
-    decisions: list["Decision"],
-    comparison: "Comparison | None",
-    options: argparse.Namespace,
-) -> None:
-    from megatron_scalerl.fit.html import Report, write_html
-    from megatron_scalerl.fit.plot import plot_forecast
-    from megatron_scalerl.fit.plot_more import plot_efficiency
+def _print(runs: list["RunReport"], comparison: "Comparison | None", options: argparse.Namespace) -> None:
+    from rich.console import Console
 
-    unseen = {c.name: _not_fitted(c, f) for c, f in zip(curves, fits)}
-    computes = [p.compute for row in predictions for p in row] if options.predict else []
-    until = max([2.0 * max(float(c.compute.max()) for c in curves), *computes])
-    figure = {"unseen": unseen, "until": until, "target": options.target}
+    from megatron_scalerl.fit import tables
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PIPE_WIDTH)
+
+    def show(table: tables.Table) -> None:
+        console.print(table.rich())
+
+    show(tables.parameters_table(runs))
+    show(tables.predictions_table(runs))
+    for each in runs:
+        later = each.curve.compute > (options.fit_until or float("inf"))
+        if later.any():
+            evaluation = each.fit.evaluate(each.curve.compute[later], each.curve.pass_rate[later])
+            show(tables.evaluation_table(evaluation))
+            inside = f"{evaluation.covered.sum():.0f} of {len(evaluation.covered)}"
+            error = abs(evaluation.errors).mean()
+            print(f"mean absolute error {error:.4f}; {inside} measurements inside their interval")
+    for each in runs:
+        if len(runs) > 1:
+            print(f"\n{each.fit.name}")
+        if each.decision.compute_to_target is not None:
+            print(f"{each.decision.target:g} at {tables.estimated_compute(each.decision.compute_to_target)}")
+        for warning in each.fit.warnings:
+            print(f"warning: {warning}")
+        print(f"verdict: {each.decision.sentence()}")
+    if options.backtest:
+        for each in runs:
+            test = _backtest(each.curve, options, max_prefixes=None)
+            show(tables.backtest_table(test))
+            print(test.summary())
+    if comparison is not None:
+        show(tables.comparison_table(comparison))
+        print(*(run.summary for run in comparison.runs), sep="\n")
+
+
+def _draw(runs: list["RunReport"], comparison: "Comparison | None", options: argparse.Namespace) -> None:
+    from megatron_scalerl.fit.plot import plot_forecast
+    from megatron_scalerl.fit.plot_diagnostics import plot_efficiency
+
+    fits = [run.fit for run in runs]
+    computes = [p.compute for run in runs for p in run.predictions] if options.predict else []
+    figure: dict[str, Any] = {
+        "unseen": {run.fit.name: _not_fitted(run) for run in runs},
+        "until": max([2.0 * max(float(run.curve.compute.max()) for run in runs), *computes]),
+        "target": options.target,
+    }
     if options.plot:
         path = Path(options.plot)
         plot_forecast(path, fits, **figure)
@@ -254,64 +263,36 @@ def _draw(
             plot_efficiency(path.with_name(f"{path.stem}_efficiency{path.suffix}"), comparison)
     if not options.html:
         return
+    from megatron_scalerl.fit.html import write_html
+
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        efficiency = None if comparison is None else plot_efficiency(scratch / "efficiency.svg", comparison)
-        runs = [
-            _run_report(scratch / f"backtest{n}.svg", c, f, p, d, options)
-            for n, (c, f, p, d) in enumerate(zip(curves, fits, predictions, decisions))
-        ]
-        title = f"Forecast of {fits[0].name}" if len(fits) == 1 else f"Forecast of {len(fits)} runs"
-        report = Report(
-            title=title,
-            runs=runs,
+        write_html(
+            options.html,
+            [_with_details(scratch / f"backtest{n}.svg", run, options) for n, run in enumerate(runs)],
             figure=plot_forecast(scratch / "forecast.svg", fits, **figure),
             comparison=comparison,
-            efficiency_figure=efficiency,
-            sources=list(dict.fromkeys(c.source.name for c in curves)),
+            efficiency_figure=plot_efficiency(scratch / "efficiency.svg", comparison) if comparison else None,
         )
-        write_html(options.html, report)
 
 
-def _unseen(curve: "Curve", options: argparse.Namespace) -> "tuple[Array, Array] | None":
-    if options.fit_until is None:
-        return None
-    later = curve.compute > options.fit_until
-    return curve.compute[later], curve.pass_rate[later]
-
-
-def _not_fitted(curve: "Curve", fit_result: "FitResult") -> "tuple[Array, Array]":
+def _not_fitted(run: "RunReport") -> "Points":
     import numpy as np
 
-    outside = ~np.isin(curve.compute, fit_result.compute)
-    return curve.compute[outside], curve.pass_rate[outside]
+    outside = ~np.isin(run.curve.compute, run.fit.compute)
+    return run.curve.compute[outside], run.curve.pass_rate[outside]
 
 
-def _run_report(
-    path: Path,
-    curve: "Curve",
-    fit_result: "FitResult",
-    predictions: list["Prediction"],
-    decision: "Decision",
-    options: argparse.Namespace,
-) -> "RunReport":
-    from megatron_scalerl.fit.backtest import LEAST_POINTS
+def _with_details(path: Path, run: "RunReport", options: argparse.Namespace) -> "RunReport":
+    """The run with its backtest, drawn to `path`, and the comparison of forms, if it has enough points."""
+    from megatron_scalerl.fit.backtest import MIN_POINTS
     from megatron_scalerl.fit.forms import compare_forms
-    from megatron_scalerl.fit.html import RunReport
-    from megatron_scalerl.fit.plot_more import plot_backtest
-    from megatron_scalerl.fit.text import settled_sentence
+    from megatron_scalerl.fit.plot_diagnostics import plot_backtest
 
-    figure, words = None, ""
-    if len(curve.compute) > LEAST_POINTS + 1:
-        test = _backtest(curve, options, most=BACKTEST_PREFIXES)
-        figure, words = plot_backtest(path, test, unit=curve.unit), settled_sentence(test)
-    enough = fit_result.n_points >= 6
-    forms = compare_forms(fit_result.compute, fit_result.pass_rate, initial=fit_result.initial) if enough else ()
-    return RunReport(
-        fit=fit_result,
-        predictions=predictions,
-        decision=decision,
-        forms=forms,
-        backtest_figure=figure,
-        backtest_words=words,
-    )
+    if len(run.curve.compute) > MIN_POINTS + 1:
+        test = _backtest(run.curve, options, max_prefixes=BACKTEST_PREFIXES)
+        run = replace(run, backtest=test, backtest_figure=plot_backtest(path, test, unit=run.curve.unit))
+    if run.fit.n_points >= MIN_POINTS_OF_FORMS:
+        forms = compare_forms(run.fit.compute, run.fit.pass_rate, initial=run.fit.initial)
+        run = replace(run, forms=tuple(forms))
+    return run

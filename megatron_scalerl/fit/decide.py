@@ -1,4 +1,4 @@
-"""Is it worth going on? What a budget of further compute is expected to buy, and a verdict with its reason."""
+"""Whether to continue a run: the gain that further compute is expected to buy, and a verdict with its reason."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from typing import Literal
 import numpy as np
 
 from megatron_scalerl.fit.checks import FEW_POINTS, below_initial, falling_tail
+from megatron_scalerl.fit.formatting import short_number, unit_name
 from megatron_scalerl.fit.result import TAIL, FitResult
 from megatron_scalerl.fit.sigmoid import Array, compute_to_reach
-from megatron_scalerl.fit.wording import short_number, unit_name
 
 WORTH = 0.01
-"""Gain in pass rate that a budget has to buy, unless told otherwise."""
-SURE, UNLIKELY = 0.8, 0.2
-"""Probability of that gain from which the verdict is to go on, and below which it is to stop."""
-NEARLY_THERE = 0.95
-"""Share of A whose compute is stated."""
+"""Default of the gain in pass rate that the budget has to buy."""
+LIKELY, UNLIKELY = 0.8, 0.2
+"""Probability of that gain at or above which the verdict is "go on", and at or below which it is "stop"."""
 
 Verdict = Literal["go on", "stop", "too early to say"]
 
@@ -27,20 +25,25 @@ class Estimate:
     """A number with its 90 % interval; inf where it is never reached."""
 
     value: float
+    """The point estimate."""
     lo: float
+    """5 % quantile."""
     hi: float
+    """95 % quantile."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What one run is expected to gain, and what to do."""
+    """What a run is expected to gain, and the verdict."""
 
     verdict: Verdict
+    """"go on", "stop" or "too early to say"."""
     reason: str
+    """Why, in one clause."""
     now: float
-    """Largest fitted compute."""
+    """Largest fitted compute, in the run's unit."""
     budget: float
-    """Further compute that the gain is for; as much again as was spent, unless told otherwise."""
+    """Further compute that the gain is for; default: as much again as was spent."""
     gain: Estimate
     """Gain in the true pass rate from `now` to `now + budget`."""
     gain_per_unit: Estimate
@@ -49,11 +52,11 @@ class Decision:
     """The gain that the budget has to buy."""
     probability: float
     """Probability that the gain exceeds `worth`."""
-    to_asymptote: Estimate
+    compute_to_95_percent_of_asymptote: Estimate
     """Compute at which 95 % of A is reached."""
     target: float | None
-    """A pass rate that was asked for."""
-    to_target: Estimate | None
+    """The pass rate of `compute_to_target`; None if none was given."""
+    compute_to_target: Estimate | None
     """Compute at which the target is reached; inf where the ceiling lies below it."""
 
     def sentence(self) -> str:
@@ -64,8 +67,9 @@ class Decision:
 def decide(
     fit: FitResult, *, budget: float | None = None, worth: float = WORTH, target: float | None = None
 ) -> Decision:
-    """Weigh `budget` further units of compute against a gain of `worth`.
+    """Weigh `budget` further units of compute against a gain of `worth` in pass rate.
 
+    target: a pass rate whose compute is estimated as well.
     Raises ValueError for a budget that is not positive.
     """
     now = float(fit.compute.max())
@@ -74,52 +78,40 @@ def decide(
         raise ValueError(f"budget: expected compute > 0, found {budget!r}")
     gains = gain_draws(fit, now, now + budget)
     probability = float(np.mean(gains > worth))
-    verdict, reason = _verdict(fit, now, budget, worth, probability, float(np.median(gains)))
-    posterior = fit.posterior
+    verdict, reason = _verdict(fit, budget, worth, probability, float(np.median(gains)))
+    parameters = fit.posterior.parameters
+    near_asymptote = compute_to_reach(0.95 * parameters["asymptote"], **parameters)
     return Decision(
         verdict=verdict,
         reason=reason,
         now=now,
         budget=budget,
-        gain=_estimate(gains),
-        gain_per_unit=_estimate(gains / budget),
+        gain=estimate(gains),
+        gain_per_unit=estimate(gains / budget),
         worth=worth,
         probability=probability,
-        to_asymptote=_estimate(_reach(fit, NEARLY_THERE * posterior.asymptote)),
+        compute_to_95_percent_of_asymptote=estimate(near_asymptote),
         target=target,
-        to_target=None if target is None else _estimate(_reach(fit, np.full_like(posterior.asymptote, target))),
+        compute_to_target=None if target is None else estimate(compute_to_reach(target, **parameters)),
     )
 
 
 def gain_draws(fit: FitResult, start: float, end: float) -> Array:
-    """[draws] gain in the true pass rate, wander included, between two computes."""
+    """[draws] gain in the true pass rate, discrepancy included, between two computes."""
     mean, variance = fit.posterior.true_pass_rate(np.array([start, end]))
     noise = np.random.default_rng([fit.posterior.seed, 2]).standard_normal(len(mean))
     return mean[:, 1] - mean[:, 0] + np.sqrt(variance[:, 1]) * noise
 
 
-def _reach(fit: FitResult, pass_rate: Array) -> Array:
-    posterior = fit.posterior
-    return compute_to_reach(
-        pass_rate,
-        asymptote=posterior.asymptote,
-        exponent=posterior.exponent,
-        midpoint=posterior.midpoint,
-        initial=posterior.initial,
-    )
+def estimate(draws: Array, *, value: float | None = None) -> Estimate:
+    """The 90 % interval of draws [n], which may be inf, around `value`; default: their median."""
+    lo, median, hi = np.quantile(draws, [TAIL, 0.5, 1.0 - TAIL], method="nearest")
+    return Estimate(value=float(median) if value is None else value, lo=float(lo), hi=float(hi))
 
 
-def _estimate(draws: Array) -> Estimate:
-    lo, value, hi = np.quantile(draws, [TAIL, 0.5, 1.0 - TAIL], method="nearest")
-    return Estimate(value=float(value), lo=float(lo), hi=float(hi))
-
-
-def _verdict(
-    fit: FitResult, now: float, budget: float, worth: float, probability: float, gain: float
-) -> tuple[Verdict, str]:
+def _verdict(fit: FitResult, budget: float, worth: float, probability: float, gain: float) -> tuple[Verdict, str]:
     chance = f"{100 * probability:.0f} %"
-    units = unit_name(fit.unit)
-    bought = f"{short_number(budget)} more {units} buy {gain:+.3f} in the median"
+    bought = f"{short_number(budget)} more {unit_name(fit.unit)} buy {gain:+.3f} in the median"
     fall = falling_tail(fit.compute, fit.pass_rate)
     if below_initial(fit.pass_rate, fit.initial):
         return "stop", f"most points lie below R_0 = {fit.initial:.3f}; check R_0 and the run before spending more"
@@ -130,7 +122,7 @@ def _verdict(
         )
     if fit.n_points < FEW_POINTS:
         return "too early to say", f"only {fit.n_points} points; measure at least {FEW_POINTS}"
-    if probability >= SURE:
+    if probability >= LIKELY:
         return "go on", f"{bought}, and more than {worth:g} with a probability of {chance}"
     if probability <= UNLIKELY:
         return "stop", f"{bought}, and more than {worth:g} with a probability of only {chance}"

@@ -1,21 +1,24 @@
-"""Other forms of the curve, to compare the sigmoid with: a power law and a line in log compute.
+"""Other forms of the curve to compare the sigmoid with: a power law and a line in log compute.
 
     power law   R(C) = A - D / C^B     for C >= C_0     (Khatri et al. 2025, A.4: eq. 1 far beyond C_mid)
     log-linear  R(C) = a + b log C
 
-Both are fitted by least squares. `compare_forms` judges all of them on the same window by the error of points
-that were held back, and by AICc.
+All are fitted by least squares. `compare_forms` scores them on the same points by the error on held-out points and
+by AICc.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from megatron_scalerl.fit.sigmoid import Array, sigmoid
+
+HELD_OUT = 0.3
+"""Share of the points, the last ones, that are predicted from the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +26,11 @@ class PowerLaw:
     """R(C) = asymptote - scale / C^exponent."""
 
     asymptote: float
-    """A; capped at 1.0, which a pass rate cannot pass."""
+    """A, at most 1.0."""
     scale: float
-    """D."""
+    """D >= 0."""
     exponent: float
-    """B."""
+    """B > 0."""
 
     def __call__(self, compute: Array) -> Array:
         return self.asymptote - self.scale * np.exp(-self.exponent * np.log(np.asarray(compute, dtype=float)))
@@ -38,7 +41,9 @@ class LogLinear:
     """R(C) = intercept + slope * log C."""
 
     intercept: float
+    """a, in pass rate."""
     slope: float
+    """b, in pass rate per unit of log C."""
 
     def __call__(self, compute: Array) -> Array:
         return self.intercept + self.slope * np.log(np.asarray(compute, dtype=float))
@@ -46,41 +51,41 @@ class LogLinear:
 
 @dataclass(frozen=True, kw_only=True)
 class LeastSquaresSigmoid:
-    """Eq. 1 with A, B and C_mid fitted together by least squares, R_0 fixed."""
+    """Eq. 1 with A, B and C_mid fitted jointly by least squares, R_0 fixed."""
 
     asymptote: float
+    """A."""
     exponent: float
+    """B."""
     midpoint: float
+    """C_mid, in the unit of compute."""
     initial: float
+    """R_0."""
 
     def __call__(self, compute: Array) -> Array:
-        return sigmoid(
-            compute,
-            asymptote=self.asymptote,
-            exponent=self.exponent,
-            midpoint=self.midpoint,
-            initial=self.initial,
-        )
+        return sigmoid(compute, **asdict(self))
 
 
 @dataclass(frozen=True, kw_only=True)
 class FormScore:
-    """How one form did on one run."""
+    """The scores of one form on one run."""
 
     form: str
+    """"sigmoid", "power law" or "log-linear"."""
     asymptote: float
     """The form's own A; nan for a form without one."""
     parameters: int
+    """Fitted parameters."""
     aicc: float
-    """Corrected Akaike criterion of the fit on the whole window; lower is better."""
-    held_back_error: float
-    """Mean absolute error, in pass rate, of the last points when the others alone were fitted; nan if too few."""
+    """Corrected Akaike information criterion of the fit to all points; lower is better."""
+    held_out_error: float
+    """Mean absolute error, in pass rate, on the last points when only the others are fitted; nan if too few."""
 
 
 def fit_power_law(compute: Array, pass_rate: Array) -> PowerLaw:
-    """Least squares of A - D / C^B with 0 < A <= 1 and D >= 0, over all the points given.
+    """Fit A - D / C^B with 0 < A <= 1 and D >= 0 to points [n] by least squares.
 
-    For a given B the curve is linear in (A, D), so B alone is searched: a table, then a bounded refinement.
+    For a given B the curve is linear in (A, D), so only B is searched: a table, then a bounded refinement.
     """
     from scipy.optimize import minimize_scalar
 
@@ -93,19 +98,19 @@ def fit_power_law(compute: Array, pass_rate: Array) -> PowerLaw:
     table = np.linspace(math.log(0.02), math.log(8.0), 120)
     costs = [solve(value)[0] for value in table]
     best = int(np.argmin(costs))
-    around = (table[max(best - 1, 0)], table[min(best + 1, len(table) - 1)])
-    log_b = minimize_scalar(lambda v: solve(v)[0], bounds=around, method="bounded").x
+    bracket = (table[max(best - 1, 0)], table[min(best + 1, len(table) - 1)])
+    log_b = minimize_scalar(lambda v: solve(v)[0], bounds=bracket, method="bounded").x
     _, asymptote, scale = solve(float(log_b))
     exponent = math.exp(float(log_b))
-    centre = float(np.exp(np.mean(np.log(compute))))
-    return PowerLaw(asymptote=asymptote, scale=scale * centre**exponent, exponent=exponent)
+    center = float(np.exp(np.mean(np.log(compute))))
+    return PowerLaw(asymptote=asymptote, scale=scale * center**exponent, exponent=exponent)
 
 
 def _linear_with_cap(basis: Array, pass_rate: Array) -> tuple[float, float, float]:
-    """(squares, A, D) of A - D * basis with A <= 1 and D >= 0."""
-    centred = basis - basis.mean()
-    denominator = max(float(centred @ centred), 1e-300)
-    scale = max(-float(centred @ pass_rate) / denominator, 0.0)
+    """(sum of squares, A, D) of the best A - D * basis with A <= 1 and D >= 0."""
+    centered = basis - basis.mean()
+    denominator = max(float(centered @ centered), 1e-300)
+    scale = max(-float(centered @ pass_rate) / denominator, 0.0)
     asymptote = float(pass_rate.mean() + scale * basis.mean())
     if asymptote > 1.0:
         asymptote = 1.0
@@ -115,13 +120,13 @@ def _linear_with_cap(basis: Array, pass_rate: Array) -> tuple[float, float, floa
 
 
 def fit_log_linear(compute: Array, pass_rate: Array) -> LogLinear:
-    """Least squares of a + b log C."""
+    """Fit a + b log C to points [n] by least squares."""
     slope, intercept = np.polyfit(np.log(compute), pass_rate, 1)
     return LogLinear(intercept=float(intercept), slope=float(slope))
 
 
 def fit_least_squares_sigmoid(compute: Array, pass_rate: Array, *, initial: float) -> LeastSquaresSigmoid:
-    """Least squares of eq. 1 over A in (R_0, 1], B in [0.1, 12] and C_mid, from several starts."""
+    """Fit eq. 1 to points [n] by least squares over A in (R_0, 1], B in [0.1, 12] and C_mid, from several starts."""
     from scipy.optimize import least_squares
 
     x = np.log(compute / compute.max())
@@ -138,14 +143,11 @@ def fit_least_squares_sigmoid(compute: Array, pass_rate: Array, *, initial: floa
     return LeastSquaresSigmoid(asymptote=float(a), exponent=float(np.exp(log_b)), midpoint=midpoint, initial=initial)
 
 
-def compare_forms(compute: Array, pass_rate: Array, *, initial: float, held_back: float = 0.3) -> list[FormScore]:
-    """Score sigmoid, power law and log-linear on the same points, best held-back error first.
-
-    held_back: share of the points, the last ones, that are predicted from the others.
-    """
+def compare_forms(compute: Array, pass_rate: Array, *, initial: float) -> list[FormScore]:
+    """Score sigmoid, power law and log-linear on the same points [n], lowest held-out error first."""
     order = np.argsort(compute, kind="stable")
     c, y = np.asarray(compute, dtype=float)[order], np.asarray(pass_rate, dtype=float)[order]
-    cut = len(c) - max(round(held_back * len(c)), 1)
+    cut = len(c) - max(round(HELD_OUT * len(c)), 1)
     forms: list[tuple[str, int, Callable[[Array, Array], Callable[[Array], Array]]]] = [
         ("sigmoid", 3, lambda a, b: fit_least_squares_sigmoid(a, b, initial=initial)),
         ("power law", 3, fit_power_law),
@@ -163,14 +165,17 @@ def compare_forms(compute: Array, pass_rate: Array, *, initial: float, held_back
                 asymptote=float(getattr(curve, "asymptote", math.nan)),
                 parameters=parameters,
                 aicc=aicc(y - curve(c), parameters),
-                held_back_error=error,
+                held_out_error=error,
             )
         )
-    return sorted(scores, key=lambda s: (math.isnan(s.held_back_error), s.held_back_error))
+    return sorted(scores, key=lambda s: (math.isnan(s.held_out_error), s.held_out_error))
 
 
 def aicc(residual: Array, parameters: int) -> float:
-    """Corrected Akaike criterion of a least-squares fit; the noise variance counts as one more parameter."""
+    """Corrected Akaike information criterion of a least-squares fit; inf if the points are too few.
+
+    parameters: of the curve; the noise variance counts as one more.
+    """
     n, k = len(residual), parameters + 1
     if n <= k + 1:
         return math.inf

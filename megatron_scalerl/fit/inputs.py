@@ -1,7 +1,7 @@
-"""From what a user names on the command line to checked points of runs, ready to fit.
+"""Read the inputs of the command line into the checked points of runs.
 
-An input is a run folder (its validation.jsonl and the unit of its ledger.jsonl) or a table file. Whatever
-cannot be right is refused in one line with file, row, expected and found; whatever was put right is noted.
+An input is a run folder (its validation.jsonl and the unit in its ledger.jsonl) or a table file. Invalid data is
+refused in one line with file, row, expected and found. Corrections, such as sorting, are noted.
 """
 
 from __future__ import annotations
@@ -11,18 +11,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_scalerl.fit.sigmoid import Array
-from megatron_scalerl.fit.tables import Table, read_table
+from megatron_scalerl.fit.table_file import TableFile, read_table
 
 COMPUTE_COLUMNS = ("gpu_hours", "device_hours", "compute", "gpu-hours", "hours", "flops")
+"""Names of a compute column, in order of preference, lower case."""
 IDENTITY_COLUMNS = ("run", "series", "name", "figure", "recipe", "experiment", "model")
-"""Columns that tell runs apart; rows that differ in one of them are one run only if the user says so."""
+"""Columns that identify a run. Rows that differ in one of them are noted when they are fitted as one run."""
 STEP_COLUMNS = ("step", "_step", "global_step", "steps", "trainer/global_step")
+"""Names of a step column."""
 SCORE_COLUMNS = ("pass_rate", "score", "mean@16", "validation/pass_rate", "val/pass_rate", "reward", "value")
+"""Names of a score column."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,58 +33,66 @@ class Curve:
     """The validation points of one run, checked, sorted by compute."""
 
     name: str
+    """The run: the folder's or file's name, or the value of --series."""
     source: Path
+    """The input."""
     compute: Array = field(repr=False)
     """[n] > 0, ascending."""
     pass_rate: Array = field(repr=False)
     """[n] in [0, 1]."""
     initial: float | None
-    """R_0 from a point at step 0 or compute 0; None where there is none."""
+    """R_0 from a point at step 0 or compute 0; None if there is none."""
     prompts: int | None
+    """Prompts of the validation set; None if not recorded."""
     generations: int | None
+    """Generations per prompt; None if not recorded."""
     truncated_share: Array | None = field(repr=False, default=None)
-    """[n] share of truncated completions, where recorded."""
+    """[n] share of truncated completions; None if not recorded."""
     unit: str = "gpu_hours"
+    """Unit of compute, as the ledger names it."""
     notes: tuple[str, ...] = ()
-    """What was put right on the way, one sentence each."""
+    """Corrections made while reading, one sentence each."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
-    """What the user said about the columns."""
+class ColumnOptions:
+    """The command line's options on columns and rows."""
 
     compute: str | None = None
+    """Compute column; None: by its name."""
     score: str | None = None
+    """Pass rate column; None: by its name."""
     series: tuple[tuple[str, str], ...] = ()
-    """(column, value) pairs that a row must match; value "*" makes one run of each value."""
+    """(column, value) pairs that a row must match; the value "*" makes one run of each value."""
     hours_per_step: float | None = None
-    """Turns a step column into compute: steps x a constant, as in Khatri et al. (2025)."""
+    """Hours per step: compute = steps x this constant, as in Khatri et al. (2025)."""
 
 
-def read_curves(path: str | Path, choice: Choice | None = None) -> list[Curve]:
-    """Read every run that `path` holds: one for a run folder, one or more for a table.
+def read_curves(path: str | Path, options: ColumnOptions | None = None) -> list[Curve]:
+    """Read every run in `path`: one for a run folder, one or more for a table.
 
-    Raises ValueError in one line for bad input.
+    Raises ValueError, one line, for invalid input.
     """
-    path, choice = Path(path), choice or Choice()
+    path, options = Path(path), options or ColumnOptions()
     if path.is_dir():
-        return [_read_run_folder(path, choice)]
+        return [_read_run_folder(path, options)]
     table = read_table(path)
-    if table.kind == "wandb" and choice.score is None:
+    if table.kind == "wandb" and options.score is None:
         columns = [c for c in table.columns[1:] if not c.endswith(("__MIN", "__MAX"))]
-        return [_curve(table, replace(choice, score=c), c.split(" - ")[0]) for c in columns]
-    selections = _selections(table, choice)
-    return [_curve(part, choice, name) for name, part in selections]
+        return [_curve(table, replace(options, score=c), c.split(" - ")[0]) for c in columns]
+    selections = _selections(table, options)
+    return [_curve(part, options, name) for name, part in selections]
 
 
-def _read_run_folder(path: Path, choice: Choice) -> Curve:
+def _read_run_folder(path: Path, options: ColumnOptions) -> Curve:
     file = path / "validation.jsonl"
     if not file.exists():
         raise ValueError(f"{path}: expected a run folder with validation.jsonl, found none")
     table = read_table(file)
+    # a step validated again after a resume: its last row counts
     latest = {row.get("step", number): (number, row) for number, row in table.rows}
     table = replace(table, rows=tuple(latest.values()))
-    curve = _curve(table, replace(choice, compute=choice.compute or "gpu_hours"), path.resolve().name)
+    curve = _curve(table, replace(options, compute=options.compute or "gpu_hours"), path.resolve().name)
     return replace(curve, unit=_ledger_unit(path / "ledger.jsonl"), source=path)
 
 
@@ -90,7 +101,7 @@ def _ledger_unit(path: Path) -> str:
         return "gpu_hours"
     with open(path, encoding="utf-8") as handle:
         head = handle.readline()
-    if not head.endswith("\n"):  # torn by a crash
+    if not head.endswith("\n"):  # truncated by a crash
         return "gpu_hours"
     try:
         return str(json.loads(head).get("unit", "gpu_hours"))
@@ -98,56 +109,51 @@ def _ledger_unit(path: Path) -> str:
         raise ValueError(f"{path}: row 1: expected a JSON object with the unit, found {head.strip()!r}") from None
 
 
-def _selections(table: Table, choice: Choice) -> list[tuple[str, Table]]:
-    if not choice.series:
+def _selections(table: TableFile, options: ColumnOptions) -> list[tuple[str, TableFile]]:
+    if not options.series:
         return [(table.path.stem, table)]
     groups: dict[tuple[str, ...], list[tuple[int, dict[str, Any]]]] = {}
-    for column, _ in choice.series:
-        _need(table, column, "--series")
+    for column, _ in options.series:
+        _column(table, column, (), "", "--series")
     for number, row in table.rows:
-        if all(value in ("*", str(row.get(column))) for column, value in choice.series):
-            groups.setdefault(tuple(str(row.get(column)) for column, _ in choice.series), []).append((number, row))
+        if all(value in ("*", str(row.get(column))) for column, value in options.series):
+            groups.setdefault(tuple(str(row.get(column)) for column, _ in options.series), []).append((number, row))
     if not groups:
-        column, value = choice.series[-1]
-        known = sorted({str(row.get(column)) for _, row in table.rows})[:8]
-        raise ValueError(f"{table.path}: expected rows with {column} = {value}, found {column} in {known}")
-    starred = [n for n, (_, value) in enumerate(choice.series) if value == "*"] or [len(choice.series) - 1]
+        column, value = options.series[-1]
+        values = sorted({str(row.get(column)) for _, row in table.rows})[:8]
+        raise ValueError(f"{table.path}: expected rows with {column} = {value}, found {column} in {values}")
+    starred = [n for n, (_, value) in enumerate(options.series) if value == "*"] or [len(options.series) - 1]
     return [("/".join(key[n] for n in starred), replace(table, rows=tuple(rows))) for key, rows in groups.items()]
 
 
-def _curve(table: Table, choice: Choice, name: str) -> Curve:
-    compute_column, scale, unit = _compute_column(table, choice)
-    score_column = choice.score or _guess(table, SCORE_COLUMNS, "a score", "--score")
-    _need(table, score_column, "--score")
-    points, notes = [], _mixed(table)
-    for number, row in table.rows:
-        if table.sparse and _blank(row.get(score_column)):
-            continue
-        c = _number(table, number, compute_column, row) * scale
-        y = _number(table, number, score_column, row)
-        if c < 0:
-            raise ValueError(f"{table.path}: row {number}: {compute_column}: expected compute >= 0, found {c:g}")
-        if not 0.0 <= y <= 1.0:
-            where = f"{table.path}: row {number}: {score_column}"
-            raise ValueError(f"{where}: expected a pass rate in [0, 1], found {y:g}")
-        points.append((c, y, row.get("step"), row))
-    if not points:
-        raise ValueError(f"{table.path}: expected rows with {score_column}, found none")
-    starts = [p for p in points if p[0] == 0 or (table.kind == "jsonl" and p[2] == 0)]
-    points = [p for p in points if p not in starts]
-    if any(a[0] > b[0] for a, b in zip(points, points[1:])):
+class _Point(NamedTuple):
+    compute: float
+    pass_rate: float
+    row: dict[str, Any]
+
+
+def _curve(table: TableFile, options: ColumnOptions, name: str) -> Curve:
+    compute_column, scale, unit = _compute_column(table, options)
+    score_column = _column(table, options.score, SCORE_COLUMNS, "a score", "--score")
+    points: list[_Point] = []
+    starts: list[_Point] = []
+    notes = _identity_notes(table)
+    for point in _points(table, compute_column, scale, score_column):
+        at_start = point.compute == 0 or (table.kind == "jsonl" and point.row.get("step") == 0)
+        (starts if at_start else points).append(point)
+    if any(a.compute > b.compute for a, b in zip(points, points[1:])):
         notes.append(f"{table.path.name}: rows were not sorted by {compute_column}; they were sorted")
-        points.sort(key=lambda p: p[0])
-    points, doubled = _without_copies(points)
-    notes += [f"{table.path.name}: {text}" for text in doubled]
+        points.sort(key=lambda p: p.compute)
+    points, duplicates = _without_duplicates(points)
+    notes += [f"{table.path.name}: {text}" for text in duplicates]
     if not points:
         raise ValueError(f"{table.path}: expected rows with {compute_column} > 0, found none")
     return Curve(
         name=name,
         source=table.path,
-        compute=np.array([p[0] for p in points]),
-        pass_rate=np.array([p[1] for p in points]),
-        initial=float(np.mean([p[1] for p in starts])) if starts else None,
+        compute=np.array([p.compute for p in points]),
+        pass_rate=np.array([p.pass_rate for p in points]),
+        initial=float(np.mean([p.pass_rate for p in starts])) if starts else None,
         prompts=_size(points, "prompts"),
         generations=_size(points, "generations"),
         truncated_share=_shares(points),
@@ -156,7 +162,25 @@ def _curve(table: Table, choice: Choice, name: str) -> Curve:
     )
 
 
-def _mixed(table: Table) -> list[str]:
+def _points(table: TableFile, compute_column: str, scale: float, score_column: str) -> list[_Point]:
+    points = []
+    for number, row in table.rows:
+        if table.sparse and _blank(row.get(score_column)):
+            continue
+        c = _number(table, number, compute_column, row) * scale
+        y = _number(table, number, score_column, row)
+        where = f"{table.path}: row {number}"
+        if c < 0:
+            raise ValueError(f"{where}: {compute_column}: expected compute >= 0, found {c:g}")
+        if not 0.0 <= y <= 1.0:
+            raise ValueError(f"{where}: {score_column}: expected a pass rate in [0, 1], found {y:g}")
+        points.append(_Point(c, y, row))
+    if not points:
+        raise ValueError(f"{table.path}: expected rows with {score_column}, found none")
+    return points
+
+
+def _identity_notes(table: TableFile) -> list[str]:
     notes = []
     for column in table.columns:
         values = {str(row.get(column)) for _, row in table.rows}
@@ -168,44 +192,34 @@ def _mixed(table: Table) -> list[str]:
     return notes
 
 
-def _compute_column(table: Table, choice: Choice) -> tuple[str, float, str]:
-    """(column, factor, unit): a compute column as it is, a step column times the hours of a step."""
-    if choice.compute is not None:
-        _need(table, choice.compute, "--compute")
-        column = choice.compute
-    elif table.kind in ("tensorboard", "wandb"):
+def _compute_column(table: TableFile, options: ColumnOptions) -> tuple[str, float, str]:
+    """(column, factor, unit): a compute column with factor 1, a step column with the hours per step."""
+    if options.compute is None and table.kind in ("tensorboard", "wandb"):
         column = "Step" if "Step" in table.columns else table.columns[0]
     else:
-        column = _guess(table, COMPUTE_COLUMNS + STEP_COLUMNS, "a compute", "--compute")
+        column = _column(table, options.compute, COMPUTE_COLUMNS + STEP_COLUMNS, "a compute", "--compute")
     if column.lower() not in STEP_COLUMNS:
         return column, 1.0, column if column.lower() in COMPUTE_COLUMNS else "gpu_hours"
-    if choice.hours_per_step is None:
+    if options.hours_per_step is None:
         return column, 1.0, "steps"
-    return column, choice.hours_per_step, "gpu_hours"
+    return column, options.hours_per_step, "gpu_hours"
 
 
-def _guess(table: Table, known: Sequence[str], what: str, option: str) -> str:
-    lowered = {name.lower(): name for name in table.columns}
-    for name in known:
-        if name in lowered:
-            return lowered[name]
-    raise ValueError(
-        f"{table.path}: row 1: expected {what} column (name it with {option}), found {', '.join(table.columns)}"
-    )
-
-
-def _need(table: Table, column: str, option: str) -> None:
-    if column not in table.columns:
-        raise ValueError(
-            f"{table.path}: row 1: expected column {column!r} ({option}), found {', '.join(table.columns)}"
-        )
+def _column(table: TableFile, name: str | None, known: Sequence[str], kind: str, option: str) -> str:
+    """The column called `name`; for None the first of the known names."""
+    lowered = {column.lower(): column for column in table.columns}
+    found = name if name is not None else next((lowered[key] for key in known if key in lowered), None)
+    if found in table.columns:
+        return found
+    expected = f"{kind} column (name it with {option})" if name is None else f"column {name!r} ({option})"
+    raise ValueError(f"{table.path}: row 1: expected {expected}, found {', '.join(table.columns)}")
 
 
 def _blank(value: Any) -> bool:
     return value is None or (isinstance(value, str) and not value.strip())
 
 
-def _number(table: Table, number: int, column: str, row: dict[str, Any]) -> float:
+def _number(table: TableFile, number: int, column: str, row: dict[str, Any]) -> float:
     value = row.get(column)
     try:
         parsed = math.nan if isinstance(value, bool) or value is None else float(value)
@@ -216,30 +230,23 @@ def _number(table: Table, number: int, column: str, row: dict[str, Any]) -> floa
     return parsed
 
 
-def _without_copies(points: list[tuple]) -> tuple[list[tuple], list[str]]:
-    kept, copies, seen = [], 0, set()
+def _without_duplicates(points: list[_Point]) -> tuple[list[_Point], list[str]]:
+    first: dict[tuple[float, float], _Point] = {}
     for point in points:
-        if point[:2] in seen:
-            copies += 1
-            continue
-        seen.add(point[:2])
-        kept.append(point)
-    notes = []
-    if copies:
+        first.setdefault((point.compute, point.pass_rate), point)
+    kept, notes = list(first.values()), []
+    if copies := len(points) - len(kept):
         notes.append(f"{copies} rows repeat another row's compute and pass rate; each was counted once")
-    again = len(kept) - len({point[0] for point in kept})
-    if again:
+    if again := len(kept) - len({point.compute for point in kept}):
         notes.append(f"{again} points share their compute with another one; both were kept as measurements")
     return kept, notes
 
 
-def _size(points: list[tuple], key: str) -> int | None:
-    values = [int(p[3][key]) for p in points if str(p[3].get(key, "")).strip().isdigit()]
+def _size(points: list[_Point], key: str) -> int | None:
+    values = [int(p.row[key]) for p in points if str(p.row.get(key, "")).strip().isdigit()]
     return int(np.median(values)) if len(values) == len(points) else None
 
 
-def _shares(points: list[tuple]) -> Array | None:
-    values = [p[3].get("truncated_share") for p in points]
-    if any(_blank(value) for value in values):
-        return None
-    return np.array([float(value) for value in values])
+def _shares(points: list[_Point]) -> Array | None:
+    values: list[Any] = [p.row.get("truncated_share") for p in points]
+    return None if any(map(_blank, values)) else np.array([float(value) for value in values])

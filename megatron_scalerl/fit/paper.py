@@ -1,11 +1,12 @@
 """The authors' fit: a grid over A and C_mid, only B fitted (Khatri et al. 2025, arXiv 2510.13786, A.5).
 
-For every (A, C_mid) of the grid, B is fitted by `scipy.optimize.curve_fit` from its default start, R_0 stays
-fixed, and the triple of least sum of squares is kept. Departures, neither of which changes the result:
-`curve_fit` runs only on the cells that a table of exponents shows to be within reach of the best one; and the
-C_mid grid is refined once around the best value. The printed grid (100 values on 100..40000) cannot produce
-the published C_mid; those lie on `linspace(100, 4000, 100)` and `linspace(4000, 40000, 100)`, so both are
-tried and the better one is kept.
+For every (A, C_mid) of the grid, B is fitted by `scipy.optimize.curve_fit` from its default start with R_0 fixed, and
+the triple with the smallest sum of squares is kept. Departures from the paper:
+
+* `curve_fit` runs only on the cells that are among the best in a table of exponents. This does not change the result.
+* The C_mid grid is refined once around the best value. This does not change the result.
+* The printed grid (100 values on 100..40000) cannot produce the published C_mid. Those lie on
+  `linspace(100, 4000, 100)` and `linspace(4000, 40000, 100)`, so both are tried and the better one is kept.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ import numpy as np
 from megatron_scalerl.fit.sigmoid import Array, gain_share
 
 FIT_FROM = 1500.0
-"""GPU-hours before which the authors leave points out: the first epoch rises almost linearly."""
+"""GPU-hours before which the authors exclude points: the first epoch rises almost linearly."""
 ASYMPTOTES = np.round(np.arange(0.450, 0.8001, 0.005), 3)
 """The grid over A."""
 MIDPOINTS = (np.linspace(100.0, 4000.0, 100), np.linspace(4000.0, 40000.0, 100))
 """The two grids over C_mid, in GPU-hours."""
 MIDPOINT_REFERENCE = 8000.0
-"""Fitted range, in GPU-hours, that those grids belong to; runs of another order rescale them by it."""
+"""Fitted range, in GPU-hours, that these grids belong to. They are rescaled for runs of another order."""
 _EXPONENTS = np.geomspace(0.1, 20.0, 120)
+"""The table of exponents."""
 _CANDIDATES = 60
+"""Cells of that table that `curve_fit` refines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,18 +38,26 @@ class PaperFit:
     """The best cell of the grid."""
 
     asymptote: float
+    """A."""
     exponent: float
+    """B."""
     midpoint: float
+    """C_mid, in the unit of compute."""
     squares: float
     """Sum of squared residuals, in pass rate squared."""
     asymptote_on_edge: bool
+    """Whether A is the lowest or the highest of the grid."""
     midpoint_on_edge: bool
+    """The same of C_mid."""
     midpoint_range: tuple[float, float]
     """Lowest and highest C_mid that was tried."""
 
 
 def fit_paper(compute: Array, pass_rate: Array, *, initial: float, fixed_asymptote: float | None = None) -> PaperFit:
-    """Fit (A, B, C_mid) to points [n] by the authors' procedure; R_0 = `initial` is held fixed."""
+    """Fit (A, B, C_mid) to points [n] by the authors' procedure; R_0 = `initial` is held fixed.
+
+    fixed_asymptote: the only A of the grid; None for the paper's.
+    """
     asymptotes = ASYMPTOTES if fixed_asymptote is None else np.array([fixed_asymptote])
     grids = _midpoint_grids(compute)
     best = min((_search(compute, pass_rate, initial, asymptotes, grid) for grid in grids), key=lambda c: c[0])
@@ -76,7 +87,7 @@ def _midpoint_grids(compute: Array) -> tuple[Array, ...]:
 def _search(
     compute: Array, pass_rate: Array, initial: float, asymptotes: Array, midpoints: Array
 ) -> tuple[float, float, float, float]:
-    """(squares, A, C_mid, B) of the best cell: `curve_fit` over B in the cells that can hold it."""
+    """(sum of squares, A, C_mid, B) of the best cell, B by `curve_fit`."""
     from scipy.optimize import OptimizeWarning, curve_fit
 
     squares = _table(compute, pass_rate, initial, asymptotes, midpoints)
@@ -89,7 +100,7 @@ def _search(
             warnings.simplefilter("ignore", OptimizeWarning)
             try:
                 (exponent,), _ = curve_fit(model, compute, pass_rate)
-            except RuntimeError:  # no convergence in this cell: the authors' grid skips it as well
+            except RuntimeError:  # no convergence in this cell
                 continue
         found = float(np.sum((model(compute, exponent) - pass_rate) ** 2))
         if found < best[0] and exponent > 0:
@@ -105,7 +116,7 @@ def _exponent_model(initial: float, asymptote: float, midpoint: float) -> Callab
 
 
 def _table(compute: Array, pass_rate: Array, initial: float, asymptotes: Array, midpoints: Array) -> Array:
-    """[A, C_mid] least sum of squares over a table of exponents: a quadratic in A for each (C_mid, B)."""
+    """[A, C_mid] smallest sum of squares over the table of exponents: a quadratic in A for each (C_mid, B)."""
     share = gain_share(compute, exponent=_EXPONENTS[:, None], midpoint=midpoints[:, None, None])
     rise = pass_rate - initial
     gain = (asymptotes - initial)[:, None, None]

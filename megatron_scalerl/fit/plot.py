@@ -1,7 +1,7 @@
 """Figures of a forecast: fitted points filled, unseen ones hollow, curve, 90 % band, asymptote, log compute.
 
-Drawn with matplotlib's object interface, so that no window system and no global state is touched. Colours are
-Okabe and Ito's, which colour-blind readers tell apart; every run has its own marker as well.
+Drawn with matplotlib's object interface: no display and no global state are needed. The colors are Okabe and Ito's,
+which color-blind readers can distinguish; every run has its own marker as well.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_scalerl.fit.formatting import short_number, unit_label
 from megatron_scalerl.fit.result import LEVEL, FitResult
 from megatron_scalerl.fit.sigmoid import Array
-from megatron_scalerl.fit.wording import short_number, unit_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 INK, GRID_INK = "#222222", "#d9d9d9"
 SIZE_INCHES, DOTS_PER_INCH = (8.0, 5.0), 200
 Points = tuple[Sequence[float] | Array, Sequence[float] | Array]
+"""(compute [n], pass rate [n])."""
 
 
 def plot_forecast(
@@ -38,9 +39,10 @@ def plot_forecast(
 ) -> Path:
     """Write one figure with every run's points, curve, 90 % band and asymptote; PNG or SVG by the suffix.
 
-    unseen: per run name, (compute, pass_rate) of points that were not fitted; drawn hollow.
+    unseen: by run name, points that were not fitted; drawn hollow.
     until:  compute up to which the curves are drawn; default: twice the largest compute shown.
     target: a pass rate to mark with a horizontal line.
+    Raises ValueError for another suffix, OSError if the file cannot be written.
     """
     runs = [fits] if isinstance(fits, FitResult) else list(fits)
     figure, axes = new_figure()
@@ -61,7 +63,7 @@ def plot_forecast(
 
 
 def _legend(figure: "Figure", axes: "Axes", *, alone: bool) -> None:
-    """One run: inside, lower right, where a saturating curve never is. Several: below, clear of the data."""
+    """One run: inside, lower right, where a saturating curve never is. Several: below the axes."""
     if alone:
         axes.legend(loc="lower right", frameon=False, fontsize=9)
         return
@@ -70,12 +72,12 @@ def _legend(figure: "Figure", axes: "Axes", *, alone: bool) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 
-def new_figure(rows: int = 1) -> tuple["Figure", "Axes"]:
-    """(figure, axes) in this package's style; close to nothing but the data."""
+def new_figure() -> tuple["Figure", "Axes"]:
+    """(figure, axes) in this package's style."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(SIZE_INCHES[0], SIZE_INCHES[1] * rows), dpi=DOTS_PER_INCH, layout="constrained")
+    figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     style(axes)
@@ -83,7 +85,7 @@ def new_figure(rows: int = 1) -> tuple["Figure", "Axes"]:
 
 
 def style(axes: "Axes") -> None:
-    """Light grid, no box, ink that is not quite black."""
+    """Light grid, no box, dark gray text."""
     axes.grid(True, which="major", color=GRID_INK, linewidth=0.6)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
@@ -92,7 +94,7 @@ def style(axes: "Axes") -> None:
 
 
 def save(figure: "Figure", path: str | Path) -> Path:
-    """Write `figure`; the suffix chooses PNG or SVG. Raises ValueError for another suffix."""
+    """Write `figure` as PNG or SVG, by the suffix. Raises ValueError for another suffix."""
     path = Path(path)
     if path.suffix not in (".png", ".svg"):
         raise ValueError(f"{path}: expected a file name that ends in .png or .svg, found {path.suffix!r}")
@@ -103,24 +105,24 @@ def save(figure: "Figure", path: str | Path) -> Path:
 
 
 def draw_run(axes: "Axes", run: FitResult, index: int, *, unseen: Points | None, until: float, alone: bool) -> None:
-    """Draw one run's band, curve, points and asymptote in the colour and marker of `index`."""
-    colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+    """Draw one run's band, curve, points and asymptote in the color and marker of `index`."""
+    color, marker = COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)]
     end = float(run.compute.max())
     past = np.geomspace(float(run.compute.min()) * 0.8, end, 120)
     future = np.geomspace(end, until, 120)
     forecast = run.predict(future)
     lo, mid, hi = (np.array([getattr(p, key) for p in forecast]) for key in ("lo", "pass_rate", "hi"))
-    axes.fill_between(future, _smooth(lo), _smooth(hi), color=colour, alpha=0.16, linewidth=0)
+    axes.fill_between(future, _smooth(lo), _smooth(hi), color=color, alpha=0.16, linewidth=0)
     name = f"{run.name}: A = {run.asymptote:.3f}" if not alone else "forecast"
-    axes.plot(past, run.curve(past), color=colour, linewidth=2.0, label="sigmoid" if alone else None)
-    axes.plot(future, mid, color=colour, linewidth=2.0, linestyle=(0, (4, 1.5)), label=name if alone else None)
+    axes.plot(past, run.curve(past), color=color, linewidth=2.0, label="sigmoid" if alone else None)
+    axes.plot(future, mid, color=color, linewidth=2.0, linestyle=(0, (4, 1.5)), label=name if alone else None)
     if not alone:
-        axes.plot([], [], marker, linestyle="-", color=colour, linewidth=2.0, markersize=4.5, label=name)
+        axes.plot([], [], marker, linestyle="-", color=color, linewidth=2.0, markersize=4.5, label=name)
     axes.plot(
         run.compute,
         run.pass_rate,
         marker,
-        color=colour,
+        color=color,
         markersize=4.5,
         linestyle="none",
         label=f"fitted, {run.n_points} points" if alone else None,
@@ -131,19 +133,19 @@ def draw_run(axes: "Axes", run: FitResult, index: int, *, unseen: Points | None,
             unseen[1],
             marker,
             markerfacecolor="white",
-            markeredgecolor=colour,
+            markeredgecolor=color,
             markersize=5.5,
             linestyle="none",
             label="not fitted" if alone else None,
         )
-    axes.axhline(run.asymptote, color=colour, linewidth=1.0, linestyle=(0, (6, 3)), alpha=0.8)
+    axes.axhline(run.asymptote, color=color, linewidth=1.0, linestyle=(0, (6, 3)), alpha=0.8)
     if alone:
         _name_asymptote(axes, run)
-        axes.fill_between([], [], [], color=colour, alpha=0.16, label=f"{LEVEL:.0%} interval of a measurement")
+        axes.fill_between([], [], [], color=color, alpha=0.16, label=f"{LEVEL:.0%} interval of a measurement")
 
 
 def _smooth(edge: Array) -> Array:
-    """Quantiles of draws are ragged; a running mean of five takes the sampling noise out of the band."""
+    """Moving average over five, against the sampling noise in quantiles of draws."""
     padded = np.pad(edge, 2, mode="edge")
     return np.convolve(padded, np.ones(5) / 5.0, mode="valid").astype(float)
 
@@ -162,7 +164,7 @@ def _name_asymptote(axes: "Axes", run: FitResult) -> None:
 
 
 def plain_ticks(axes: "Axes") -> None:
-    """Name 1, 2 and 5 of every decade, as people write them."""
+    """Label 1, 2 and 5 of every decade in short form."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))

@@ -1,10 +1,10 @@
-"""Posterior of a run's sigmoid by summing over a grid: no chain, no starting value, nothing to converge.
+"""Posterior of a run's sigmoid on a grid: no Markov chain, no starting value, no convergence to check.
 
-Given (B, C_mid) the sigmoid is linear in A, so the likelihood is a bell in A whose centre and width are known:
-only (log B, log C_mid) needs a grid, and A gets nodes of its own in every cell, where its bell is. The noise
-variance is integrated out in closed form (inverse-gamma prior); the discrepancy hypotheses are summed. The grid
-is laid again over the region that holds the mass until that region stops shrinking. The same data and seed give
-the same draws, bit for bit.
+Given (B, C_mid) the sigmoid is linear in A, so the likelihood in A is Gaussian with known mean and width: only
+(log B, log C_mid) needs a grid, and A gets its own nodes in every cell, around that mean. The noise variance is
+integrated out in closed form (inverse-gamma prior), and the hypotheses on the model discrepancy are summed (a
+Gaussian process on the residuals, after Kennedy and O'Hagan 2001). The grid is refined over the region that holds
+the mass until the region stops shrinking. The same data and seed give the same draws, bit for bit.
 """
 
 from __future__ import annotations
@@ -15,51 +15,56 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_scalerl.fit.prior import Bounds, Discrepancy, Prior
-from megatron_scalerl.fit.sigmoid import Array
+from megatron_scalerl.fit.prior import DEFAULT_BOUNDS, Bounds, Discrepancy, Prior
+from megatron_scalerl.fit.sigmoid import PARAMETERS, Array
 
 Index = NDArray[np.integer[Any]]
 
 COARSE, FINE = (24, 30), (56, 72)
-"""Nodes along B and C_mid: of the grids that find the region, and of the one that is drawn from."""
+"""Nodes along B and C_mid: of the grids that locate the mass, and of the one that is sampled."""
 ASYMPTOTE_NODES = 17
 REACH = 5.0
-"""Standard deviations of A on either side of its conditional best value that its nodes span."""
+"""Half of the range of A's nodes, in conditional standard deviations of A."""
 NEGLIGIBLE = 1e-5
-"""Marginal mass below which a node lies outside the region that the next grid covers."""
+"""Share of the marginal mass below which a node is left out of the next grid."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observations:
-    """The points of one fit. Compute is relative to `scale`, so that no unit reaches the posterior."""
+    """The points of one fit. Compute is relative to `scale`, so the posterior does not depend on its unit."""
 
     log_compute: Array
-    """[n] log(C / scale)."""
+    """[n] log(C / scale), ascending, at most 0."""
     pass_rate: Array
-    """[n]."""
+    """[n] in [0, 1]."""
     spread: Array
-    """[n] variance of each point as a multiple of the common noise variance; outliers count more."""
+    """[n] variance of each point as a multiple of the common noise variance; larger for outliers."""
     scale: float
     """Largest fitted compute, in the user's unit."""
     initials: tuple[float, ...]
-    """The values of R_0 that are averaged: one where it was given exactly."""
+    """Values of R_0 to average over: one if it is exact, three if it was measured, more if it is unknown."""
     initial_weights: tuple[float, ...]
     """Prior weight of each."""
     noise_variance: float
-    """Centre of the prior of the noise variance."""
+    """Center of the prior of the noise variance, in pass rate squared."""
     noise_shape: float
     """Shape of that inverse-gamma prior."""
-    wander_unit: float
-    """Mean p (1 - p) of the points over `noise_variance`: turns a wander's deviation into noise variances."""
+    discrepancy_unit: float
+    """Mean p (1 - p) of the points over `noise_variance`: converts a discrepancy's deviation to noise variances."""
+
+    @property
+    def compute(self) -> Array:
+        """[n] in the user's unit."""
+        return np.exp(self.log_compute) * self.scale
 
     def ratio(self, hypothesis: Discrepancy) -> float:
-        """Variance of the wander as a multiple of the variance of one measurement."""
-        return hypothesis.deviation**2 * self.wander_unit
+        """Variance of the discrepancy as a multiple of the variance of one measurement."""
+        return hypothesis.deviation**2 * self.discrepancy_unit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Posterior:
-    """Draws of the parameters of one run, and what a new measurement would read."""
+    """Draws of the parameters of one run, and the distribution of new measurements."""
 
     observations: Observations
     discrepancies: tuple[Discrepancy, ...]
@@ -82,18 +87,26 @@ class Posterior:
         """[draws] C_mid in the user's unit."""
         return np.exp(self.log_midpoint) * self.observations.scale
 
+    @property
+    def parameters(self) -> dict[str, Array]:
+        """[draws] each: the keyword arguments of `sigmoid.sigmoid`."""
+        return {key: getattr(self, key) for key in PARAMETERS}
+
     def curves(self, compute: Array) -> Array:
-        """[draws, len(compute)] the sigmoids themselves, without wander and noise."""
-        logit = self.exponent[:, None] * (self._log(compute)[None, :] - self.log_midpoint[:, None])
-        share = 1.0 / (1.0 + np.exp(-np.clip(logit, -700.0, 700.0)))
+        """[draws, len(compute)] the sigmoids, without discrepancy and noise."""
+        share = _gain_share(self._log(compute)[None, :], self.exponent[:, None], self.log_midpoint[:, None])
         return self.initial[:, None] + (self.asymptote - self.initial)[:, None] * share
 
+    def residuals(self) -> Array:
+        """[draws, n] measured points minus the sigmoids."""
+        return self.observations.pass_rate - self.curves(self.observations.compute)
+
     def true_pass_rate(self, compute: Array) -> tuple[Array, Array]:
-        """Mean and variance, both [draws, len(compute)], of the noise-free pass rate: sigmoid plus wander."""
+        """Mean and variance, both [draws, len(compute)], of the noise-free pass rate: sigmoid plus discrepancy."""
         obs, new = self.observations, self._log(compute)
         mean = self.curves(compute)
         variance = np.zeros_like(mean)
-        residual = obs.pass_rate - self.curves(np.exp(obs.log_compute) * obs.scale)
+        residual = self.residuals()
         for index, hypothesis in enumerate(self.discrepancies):
             rows = self.hypothesis == index
             if hypothesis.deviation == 0.0 or not rows.any():
@@ -105,19 +118,15 @@ class Posterior:
             variance[rows] = np.maximum(left, 0.0) * self.noise_variance[rows, None]
         return mean, variance
 
-    def measured(self, compute: Array, *, noise_factor: float = 1.0) -> tuple[Array, Array]:
-        """(centre [len(compute)], draws [draws, len(compute)]) of a new measurement at each compute.
-
-        noise_factor: variance of the new measurement relative to the fitted ones (their validation size over
-        the new one's).
-        """
+    def measured(self, compute: Array) -> tuple[Array, Array]:
+        """(center [len(compute)], draws [draws, len(compute)]) of a new measurement at each compute."""
         mean, variance = self.true_pass_rate(compute)
         noise = np.random.default_rng([self.seed, 1]).standard_normal(mean.shape)
-        spread = np.sqrt(variance + noise_factor * self.noise_variance[:, None])
+        spread = np.sqrt(variance + self.noise_variance[:, None])
         return np.clip(np.median(mean, axis=0), 0.0, 1.0), np.clip(mean + spread * noise, 0.0, 1.0)
 
     def weights(self) -> Array:
-        """[hypotheses] share of the draws that each discrepancy hypothesis holds."""
+        """[hypotheses] share of the draws under each discrepancy hypothesis."""
         return np.bincount(self.hypothesis, minlength=len(self.discrepancies)) / len(self.hypothesis)
 
     def _log(self, compute: Array) -> Array:
@@ -125,7 +134,7 @@ class Posterior:
 
 
 def correlation(left: Array, right: Array, hypothesis: Discrepancy) -> Array:
-    """[len(left), len(right)] correlation of the wander at two log computes."""
+    """[len(left), len(right)] correlation of the discrepancy at two log computes: exponential kernel."""
     return np.exp(-np.abs(left[:, None] - right[None, :]) / hypothesis.length)
 
 
@@ -139,21 +148,23 @@ def sample(
     observations: Observations,
     *,
     prior: Prior,
-    bounds: Bounds,
+    bounds: Bounds = DEFAULT_BOUNDS,
     fixed_asymptote: float | None = None,
     draws: int = 4000,
     seed: int = 0,
 ) -> Posterior:
-    """Draw from the posterior of (A, B, C_mid, R_0, noise, hypothesis) given the points."""
+    """Draw from the posterior of (A, B, C_mid, R_0, noise, hypothesis) given the points.
+
+    fixed_asymptote: A is held at this value. draws: their number.
+    """
     grid = _refined_grid(observations, prior, bounds, fixed_asymptote)
     rng = np.random.default_rng([seed, 0])
     flat = rng.choice(grid.mass.size, size=draws, p=grid.mass.ravel() / grid.mass.sum())
     start, hypothesis, i, j, k = np.unravel_index(flat, grid.mass.shape)
     log_b, log_m = _inside_cell(grid.log_b, i, rng), _inside_cell(grid.log_m, j, rng)
     initial = np.asarray(observations.initials)[start]
-    standing = (
-        grid.standing[start, hypothesis, i, j, k] + rng.uniform(-0.5, 0.5, draws) * grid.step[start, hypothesis, i, j]
-    )
+    jitter = rng.uniform(-0.5, 0.5, draws) * grid.step[start, hypothesis, i, j]
+    offset = grid.offset[start, hypothesis, i, j, k] + jitter
     posterior = Posterior(
         observations=observations,
         discrepancies=prior.discrepancies,
@@ -166,71 +177,72 @@ def sample(
         seed=seed,
     )
     if fixed_asymptote is None:
-        posterior = replace(posterior, asymptote=_asymptotes(posterior, standing, bounds))
+        posterior = replace(posterior, asymptote=_asymptotes(posterior, offset, bounds))
     shape = observations.noise_shape + len(observations.pass_rate) / 2
     scale = observations.noise_shape * observations.noise_variance + _misfit(posterior) / 2
     return replace(posterior, noise_variance=scale / rng.gamma(shape, size=draws))
 
 
-def hypothesis_evidence(observations: Observations, *, prior: Prior, bounds: Bounds) -> Array:
-    """[hypotheses] log marginal likelihood of the points under each of the prior's, up to one common constant."""
-    grid = _refined_grid(observations, prior, bounds, None)
+def hypothesis_evidence(observations: Observations, *, prior: Prior) -> Array:
+    """[hypotheses] log marginal likelihood of the points under each discrepancy hypothesis, up to one constant."""
+    grid = _refined_grid(observations, prior, DEFAULT_BOUNDS, None)
     weights = np.array([hypothesis.weight for hypothesis in prior.discrepancies])
     return np.log(np.maximum(grid.mass.sum(axis=(0, 2, 3, 4)), 1e-300)) - np.log(weights)
 
 
 def log_prior(posterior: Posterior, prior: Prior) -> Array:
-    """[draws] log density of `prior` at the draws, up to a constant; -inf where it lacks a draw's hypothesis."""
+    """[draws] log density of `prior` at the draws, up to a constant; -inf where it lacks the draw's hypothesis."""
     known = {(d.deviation, d.length): d.weight for d in prior.discrepancies}
     with np.errstate(divide="ignore"):
         weights = np.log([known.get((d.deviation, d.length), 0.0) for d in posterior.discrepancies])
     share = (posterior.asymptote - posterior.initial) / (1.0 - posterior.initial)
-    place = _log_normal(np.log(posterior.exponent), prior.log_exponent_mean, prior.log_exponent_sd)
-    place = place + _log_midpoint_prior(posterior.log_midpoint, prior) + _log_gain_prior(share, prior)
-    return place + weights[posterior.hypothesis]
+    density = _log_normal(np.log(posterior.exponent), prior.log_exponent_mean, prior.log_exponent_sd)
+    density = density + _log_midpoint_prior(posterior.log_midpoint, prior) + _log_gain_prior(share, prior)
+    return density + weights[posterior.hypothesis]
 
 
-def _asymptotes(posterior: Posterior, standing: Array, bounds: Bounds) -> Array:
-    """[draws] A that stands `standing` standard deviations from the best A of each draw's own (B, C_mid).
+def _asymptotes(posterior: Posterior, offset: Array, bounds: Bounds) -> Array:
+    """[draws] A at `offset` standard deviations from its mean given each draw's own (B, C_mid).
 
-    A draw lies anywhere in its cell, and the best A moves across the cell by more than its own width.
+    Not given the cell's (B, C_mid): across a cell the mean moves by more than the standard deviation.
     """
     obs = posterior.observations
-    logit = posterior.exponent[:, None] * (obs.log_compute - posterior.log_midpoint[:, None])
-    share = 1.0 / (1.0 + np.exp(-np.clip(logit, -700.0, 700.0)))
+    share = _gain_share(obs.log_compute, posterior.exponent[:, None], posterior.log_midpoint[:, None])
     gain, width = np.empty(len(share)), np.empty(len(share))
     for index, hypothesis in enumerate(posterior.discrepancies):
         rows = posterior.hypothesis == index
         white = _whitening(obs, hypothesis)[0]
         shares, rises = share[rows] @ white.T, (obs.pass_rate - posterior.initial[rows, None]) @ white.T
-        gain[rows], width[rows] = _bell(
+        gain[rows], width[rows] = _conditional_gain(
             (rises**2).sum(axis=1), (shares * rises).sum(axis=1), (shares**2).sum(axis=1), obs
         )
     low = np.maximum(bounds.asymptote[0], posterior.initial)
-    return np.clip(posterior.initial + gain + standing * width, low, bounds.asymptote[1])
+    return np.clip(posterior.initial + gain + offset * width, low, bounds.asymptote[1])
 
 
 def _misfit(posterior: Posterior) -> Array:
-    obs = posterior.observations
-    residual = obs.pass_rate - posterior.curves(np.exp(obs.log_compute) * obs.scale)
+    """[draws] squared Mahalanobis norm of the residuals, in units of the noise variance."""
+    residual = posterior.residuals()
     out = np.zeros(len(residual))
     for index, hypothesis in enumerate(posterior.discrepancies):
         rows = posterior.hypothesis == index
-        inverse = np.linalg.inv(covariance(obs, hypothesis))
+        inverse = np.linalg.inv(covariance(posterior.observations, hypothesis))
         out[rows] = ((residual[rows] @ inverse) * residual[rows]).sum(axis=1)
     return out
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Grid:
-    """The last grid. A's nodes differ from cell to cell, so they are kept relative to each cell's bell."""
+    """A grid with its mass. A's nodes differ between cells, so they are relative to each cell's conditional mean."""
 
     log_b: Array
+    """[B] log B of the nodes."""
     log_m: Array
+    """[C_mid] log(C_mid / scale) of the nodes."""
     mass: Array
     """[initials, hypotheses, B, C_mid, nodes of A] posterior mass."""
-    standing: Array
-    """Like mass: each node's distance from the cell's best A, in standard deviations."""
+    offset: Array
+    """Shape of `mass`: each node's distance from the cell's mean A, in standard deviations."""
     step: Array
     """[initials, hypotheses, B, C_mid] distance between two nodes of A, in standard deviations."""
 
@@ -246,10 +258,8 @@ def _refined_grid(obs: Observations, prior: Prior, bounds: Bounds, fixed_asympto
     for _ in range(8):
         grid = _grid(obs, prior, bounds, fixed_asymptote, _axes(box, COARSE))
         cells = grid.mass.sum(axis=(0, 1, 4))
-        smaller = [
-            _region(cells.sum(axis=1), grid.log_b, limits[0]),
-            _region(cells.sum(axis=0), grid.log_m, limits[1]),
-        ]
+        marginals = (cells.sum(axis=1), grid.log_b), (cells.sum(axis=0), grid.log_m)
+        smaller = [_region(*marginal, limit) for marginal, limit in zip(marginals, limits)]
         settled = all(np.ptp(new) > 0.7 * np.ptp(old) for new, old in zip(smaller, box))
         box = smaller
         if settled:
@@ -270,14 +280,14 @@ def _region(marginal: Array, nodes: Array, limit: Array) -> Array:
 def _grid(obs: Observations, prior: Prior, bounds: Bounds, fixed_asymptote: float | None, axes: list[Array]) -> _Grid:
     log_b, log_m = axes
     n, cells = len(obs.log_compute), (len(log_b), len(log_m))
-    logit = np.exp(log_b)[:, None, None] * (obs.log_compute - log_m[None, :, None])
-    share = (1.0 / (1.0 + np.exp(-np.clip(logit, -700.0, 700.0)))).reshape(-1, n)
-    place = _log_normal(log_b, prior.log_exponent_mean, prior.log_exponent_sd)[:, None]
-    place = place + _log_midpoint_prior(log_m, prior)[None, :]
+    share = _gain_share(obs.log_compute, np.exp(log_b)[:, None, None], log_m[None, :, None])
+    share = share.reshape(-1, n)
+    cell_prior = _log_normal(log_b, prior.log_exponent_mean, prior.log_exponent_sd)[:, None]
+    cell_prior = cell_prior + _log_midpoint_prior(log_m, prior)[None, :]
     nodes = ASYMPTOTE_NODES if fixed_asymptote is None else 1
     sizes = (len(obs.initials), len(prior.discrepancies), *cells)
-    log_mass, standing, step = np.empty((*sizes, nodes)), np.empty((*sizes, nodes)), np.empty(sizes)
-    shape, centre = obs.noise_shape + n / 2, obs.noise_shape * obs.noise_variance
+    log_mass, offset, step = np.empty((*sizes, nodes)), np.empty((*sizes, nodes)), np.empty(sizes)
+    shape, center = obs.noise_shape + n / 2, obs.noise_shape * obs.noise_variance
     for h, hypothesis in enumerate(prior.discrepancies):
         white, volume = _whitening(obs, hypothesis)
         shares = share @ white.T
@@ -285,27 +295,27 @@ def _grid(obs: Observations, prior: Prior, bounds: Bounds, fixed_asymptote: floa
         for r, initial in enumerate(obs.initials):
             rise = white @ (obs.pass_rate - initial)
             cross = (shares @ rise).reshape(cells)
-            best, width = _bell(rise @ rise, cross, square, obs)
+            best, width = _conditional_gain(rise @ rise, cross, square, obs)
             gain, step[r, h] = _gain_nodes(best, width, initial, bounds, fixed_asymptote)
             misfit = rise @ rise - 2.0 * cross[..., None] * gain + square[..., None] * gain**2
-            likelihood = volume - shape * np.log(centre + np.maximum(misfit, 0.0) / 2)
+            likelihood = volume - shape * np.log(center + np.maximum(misfit, 0.0) / 2)
             weight = np.log(hypothesis.weight * obs.initial_weights[r]) + np.log(step[r, h])[..., None]
             gain_prior = _log_gain_prior(gain / (1.0 - initial), prior)
-            log_mass[r, h] = likelihood + place[..., None] + weight + gain_prior
-            standing[r, h] = (gain - best[..., None]) / width[..., None]
+            log_mass[r, h] = likelihood + cell_prior[..., None] + weight + gain_prior
+            offset[r, h] = (gain - best[..., None]) / width[..., None]
             step[r, h] /= width
     mass = np.exp(log_mass - log_mass.max())
-    return _Grid(log_b=log_b, log_m=log_m, mass=mass, standing=standing, step=step)
+    return _Grid(log_b=log_b, log_m=log_m, mass=mass, offset=offset, step=step)
 
 
 def _whitening(obs: Observations, hypothesis: Discrepancy) -> tuple[Array, float]:
-    """(W, log det W): W turns residuals into independent ones of the noise's variance."""
+    """(W [n, n], log det W): W maps residuals to independent ones with the noise variance."""
     lower = np.linalg.cholesky(covariance(obs, hypothesis))
     return np.linalg.inv(lower), -float(np.log(np.diag(lower)).sum())
 
 
-def _bell(total: Array, cross: Array, square: Array, obs: Observations) -> tuple[Array, Array]:
-    """(best gain, its standard deviation) where the misfit is total - 2 cross gain + square gain^2."""
+def _conditional_gain(total: Array, cross: Array, square: Array, obs: Observations) -> tuple[Array, Array]:
+    """(mean, standard deviation) of the gain A - R_0 where the misfit is total - 2 cross gain + square gain^2."""
     square = np.maximum(square, 1e-12)
     best = cross / square
     left = np.maximum(total - cross * best, 0.0)
@@ -316,7 +326,7 @@ def _bell(total: Array, cross: Array, square: Array, obs: Observations) -> tuple
 def _gain_nodes(
     best: Array, width: Array, initial: float, bounds: Bounds, fixed_asymptote: float | None
 ) -> tuple[Array, Array]:
-    """([..., nodes] gains A - R_0 around each cell's best one and inside the bounds, [...] their distance)."""
+    """([..., nodes] gains A - R_0 around each cell's mean and inside the bounds, [...] their distance)."""
     if fixed_asymptote is not None:
         return np.full((*best.shape, 1), fixed_asymptote - initial), np.ones_like(best)
     low, high = max(bounds.asymptote[0] - initial, 0.0), bounds.asymptote[1] - initial
@@ -325,6 +335,12 @@ def _gain_nodes(
     right = np.clip(best + REACH * width, low + sliver, high)
     step = (right - left) / ASYMPTOTE_NODES
     return left[..., None] + step[..., None] * (np.arange(ASYMPTOTE_NODES) + 0.5), step
+
+
+def _gain_share(log_compute: Array, exponent: Array, log_midpoint: Array) -> Array:
+    """1 / (1 + (C_mid / C)^B), broadcast; the logit is clipped so that its exponential stays finite."""
+    logit = exponent * (log_compute - log_midpoint)
+    return 1.0 / (1.0 + np.exp(-np.clip(logit, -700.0, 700.0)))
 
 
 def _log_normal(x: Array, mean: float, sd: float) -> Array:
@@ -339,5 +355,4 @@ def _log_midpoint_prior(log_m: Array, prior: Prior) -> Array:
 
 def _log_gain_prior(share: Array, prior: Prior) -> Array:
     inside = np.clip(share, 1e-6, 1.0 - 1e-6)
-    density = (prior.gain_alpha - 1.0) * np.log(inside) + (prior.gain_beta - 1.0) * np.log1p(-inside)
-    return density
+    return (prior.gain_alpha - 1.0) * np.log(inside) + (prior.gain_beta - 1.0) * np.log1p(-inside)

@@ -1,8 +1,8 @@
-"""What the robust fit believes before it sees a run: weak, unit-free, and the same for every run.
+"""The prior of the robust fit: weak, unit-free, and the same for every run.
 
-No number here carries a compute unit: the midpoint is stated relative to the largest fitted compute, the
-asymptote as a share of the room above R_0, the discrepancy as a share of sqrt(p (1 - p)). The numbers of B, C_mid,
-the gain and the discrepancies are what `learning.learn()` learns from all published runs.
+No number here has a compute unit: the midpoint is relative to the largest fitted compute, the asymptote a share of
+the room above R_0, the discrepancy a share of sqrt(p (1 - p)). The values for B, C_mid, the gain and the
+discrepancies are the result of `study.learning.learn()` on all published runs.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Discrepancy:
-    """One hypothesis on how a run strays from its sigmoid: a smooth wander around it in log compute.
+    """One hypothesis on the model discrepancy: how a run deviates from its sigmoid, as a process in log compute.
 
-    Plateaus of epochs, a data change, a slow instability: the residuals of real runs are correlated along
-    the curve, and independent noise alone makes intervals far too narrow.
+    The residuals of real runs are correlated along the curve: plateaus of epochs, a data change, a slow instability.
+    With independent noise alone the intervals are far too narrow.
     """
 
     deviation: float
-    """Standard deviation of the wander as a share of sqrt(p (1 - p)); 0 is no wander. It belongs to the run: a
-    larger validation set makes it no smaller."""
+    """Standard deviation as a share of sqrt(p (1 - p)); 0 is no discrepancy. It is a property of the run: a larger
+    validation set does not reduce it."""
     length: float
-    """Correlation length in natural log of compute: 0.3 forgets about 1/e within 35 % more compute."""
+    """Correlation length in natural log of compute: with 0.3 the correlation drops to 1/e over 35 % more compute."""
     weight: float
     """Prior probability of this hypothesis, relative to the others."""
 
@@ -41,23 +41,24 @@ class Prior:
     log_midpoint_sd: float = 0.7
     """Standard deviation of log(C_mid / largest fitted compute)."""
     late_share: float = 0.1
-    """Probability that the run is only at its start, where C_mid may lie far beyond the fitted compute."""
+    """Probability of a late midpoint: the run is only at its start, C_mid may lie far beyond the fitted compute."""
     late_mean: float = math.log(3.0)
-    """Mean of log(C_mid / largest fitted compute) in that case."""
+    """Mean of log(C_mid / largest fitted compute) for a late midpoint."""
     late_sd: float = 1.2
-    """Standard deviation in that case."""
+    """Standard deviation for a late midpoint."""
     gain_alpha: float = 1.0
     """First Beta parameter of the share (A - R_0) / (1 - R_0)."""
     gain_beta: float = 2.0
-    """Second Beta parameter of that share; with 1 and 2 the density falls in a line to 0 at A = 1."""
+    """Second Beta parameter of that share; with 1 and 2 the density falls linearly to 0 at A = 1."""
     noise_shape: float = 8.0
-    """Shape of the inverse-gamma prior of the noise variance where the validation size is known."""
+    """Shape of the inverse-gamma prior of the noise variance for a known validation size."""
     noise_share: float = 0.5
-    """Centre of that prior as a share of p (1 - p) / (prompts x generations): prompts differ in difficulty."""
+    """Center of that prior as a share of p (1 - p) / (prompts x generations). Below 1 because prompts differ in
+    difficulty."""
     unknown_noise: float = 0.005
-    """Centre of the noise (standard deviation, in pass rate) where the validation size is unknown."""
+    """Center of the noise (standard deviation, in pass rate) for an unknown validation size."""
     unknown_noise_shape: float = 1.0
-    """Shape of the inverse-gamma prior in that case: much weaker."""
+    """Shape of the inverse-gamma prior for an unknown validation size: much weaker."""
     discrepancies: tuple[Discrepancy, ...] = (
         Discrepancy(deviation=0.0, length=0.5, weight=0.5),
         Discrepancy(deviation=0.01, length=0.5, weight=0.0270),
@@ -65,12 +66,12 @@ class Prior:
         Discrepancy(deviation=0.018, length=2.0, weight=0.0986),
         Discrepancy(deviation=0.03, length=2.0, weight=0.0648),
     )
-    """The hypotheses that are averaged, each by its posterior weight."""
+    """The hypotheses, averaged by their posterior weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Box that the parameters stay in; a fit on its edge is warned about."""
+    """The range of each parameter. A fit on its edge gets a warning."""
 
     asymptote: tuple[float, float] = (0.0, 1.0)
     """Lowest and highest A; the lower end is raised to R_0."""
@@ -80,6 +81,8 @@ class Bounds:
     """Lowest and highest C_mid, as multiples of the largest fitted compute."""
 
 
+DEFAULT_BOUNDS = Bounds()
+"""The bounds of `method="robust"`."""
 DEFAULT_PRIOR = Prior()
 """The prior of `method="robust"`."""
 
@@ -94,4 +97,4 @@ FLAT_PRIOR = Prior(
     unknown_noise_shape=0.5,
     discrepancies=(Discrepancy(deviation=0.0, length=1.0, weight=1.0),),
 )
-"""No opinion and independent noise: how sure the paper's least squares may be, at most."""
+"""Flat, with independent noise: its intervals are the narrowest that the paper's least squares justifies."""

@@ -13,8 +13,6 @@ from megatron_scalerl.fit.sigmoid import Array
 DATA = Path(__file__).parent / "data"
 PROMPTS, GENERATIONS = 1000, 16
 """Validation size of every published point: mean@16 on 1,000 held-out prompts."""
-SAME_ASYMPTOTE = 0.02
-"""Two asymptotes within this margin count as the same (three independent runs, appendix A.5)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +20,11 @@ class PublishedSeries:
     """One curve of one figure."""
 
     run: str
-    """The physical run; several series can be one run."""
+    """The physical run; several series can show one run."""
     figure: str
+    """The figure's name in points.csv."""
     series: str
+    """The curve's name in the legend."""
     compute: Array = field(repr=False)
     """[n] GPU-hours, ascending."""
     pass_rate: Array = field(repr=False)
@@ -32,17 +32,17 @@ class PublishedSeries:
     fitted: np.ndarray = field(repr=False)
     """[n] True where the authors fitted, False where they predicted."""
     initial: float
-    """R_0, recovered from the curve as drawn."""
+    """R_0, recovered from the drawn curve."""
     asymptote: float
-    """A of the legend."""
+    """A in the legend."""
     exponent: float
-    """B of the legend."""
+    """B in the legend."""
     midpoint: float
-    """C_mid: published where there is one, else of the curve as drawn."""
+    """C_mid in GPU-hours: as published, else recovered from the drawn curve."""
 
     @property
     def name(self) -> str:
-        """figure/series, unique."""
+        """figure/series; unique."""
         return f"{self.figure}/{self.series}"
 
     @property
@@ -52,7 +52,7 @@ class PublishedSeries:
 
 
 def published_series() -> list[PublishedSeries]:
-    """Every digitised series, in the order of the identity table."""
+    """Every digitized series, in the order of the identity table (data/runs.csv)."""
     points: dict[tuple[str, str], list[dict[str, str]]] = {}
     for row in _rows("points.csv"):
         points.setdefault((row["figure"], row["series"]), []).append(row)
@@ -81,7 +81,10 @@ def published_series() -> list[PublishedSeries]:
 
 
 def published_run(name: str) -> PublishedSeries:
-    """The series called `name` (figure/series, or a run's name: its longest series)."""
+    """The series called `name` (figure/series), or the longest series of the run called `name`.
+
+    Raises ValueError for an unknown name.
+    """
     found = [s for s in published_series() if name in (s.name, s.run)]
     if not found:
         raise ValueError(f"expected one of {sorted({s.run for s in published_series()})}, found {name!r}")

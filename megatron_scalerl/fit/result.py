@@ -1,4 +1,4 @@
-"""What a fit hands on: parameters with intervals, warnings in words, and forecasts."""
+"""The result of a fit: parameters with intervals, warnings, forecasts, and their evaluation on unseen points."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_scalerl.fit.posterior import Posterior
-from megatron_scalerl.fit.sigmoid import Array, sigmoid
+from megatron_scalerl.fit.sigmoid import PARAMETERS, Array, sigmoid
 
 LEVEL = 0.90
-"""Probability that every interval of this package is meant to hold."""
+"""Nominal coverage of every interval of this package."""
 TAIL = (1.0 - LEVEL) / 2.0
+"""Probability on either side of an interval."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,18 +21,18 @@ class Prediction:
     """Forecast of one measured validation pass rate."""
 
     compute: float
-    """Where on the compute axis, in the run's unit."""
+    """Training compute, in the run's unit."""
     pass_rate: float
-    """The forecast."""
+    """The forecast, in [0, 1]."""
     lo: float
-    """Lower end of the 90 % interval of a measured point of the same validation size."""
+    """Lower end of the 90 % interval of a measurement with the same validation size."""
     hi: float
     """Upper end of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitResult:
-    """One run's sigmoid (Khatri et al. 2025, eq. 1), how sure it is, and what was odd about the run."""
+    """One run's sigmoid (Khatri et al. 2025, eq. 1) with its uncertainty and warnings."""
 
     name: str
     """The run."""
@@ -48,47 +49,75 @@ class FitResult:
     intervals: Mapping[str, tuple[float, float]]
     """90 % interval of "asymptote", "exponent" and "midpoint"."""
     n_points: int
-    """Points fitted, after the window and after joining nothing: duplicates count."""
+    """Points fitted, inside the window. Points that share their compute count separately."""
     rmse: float
     """Root mean square of the fitted points around the sigmoid, in pass rate."""
     warnings: tuple[str, ...]
-    """One sentence for each thing that makes the forecast less trustworthy."""
+    """One sentence per reason to trust the forecast less."""
     compute: Array = field(repr=False)
     """[n_points] fitted compute."""
     pass_rate: Array = field(repr=False)
     """[n_points] fitted pass rates."""
     posterior: Posterior = field(repr=False, compare=False)
-    """Draws that the intervals come from."""
+    """The draws behind the intervals."""
     unit: str = "gpu_hours"
-    """Unit of the compute axis, as the ledger names it."""
+    """Unit of compute, as the ledger names it."""
+
+    @property
+    def parameters(self) -> dict[str, float]:
+        """The keyword arguments of `sigmoid.sigmoid`."""
+        return {key: getattr(self, key) for key in PARAMETERS}
 
     def curve(self, compute: Sequence[float] | Array) -> Array:
-        """The sigmoid at the fitted parameters, without the run's present wander."""
-        return sigmoid(
-            compute,
-            asymptote=self.asymptote,
-            exponent=self.exponent,
-            midpoint=self.midpoint,
-            initial=self.initial,
-        )
+        """The sigmoid at the fitted parameters, without the run's current discrepancy. Shape of `compute`.
 
-    def predict(self, compute: Sequence[float] | Array, *, noise_factor: float = 1.0) -> list[Prediction]:
-        """Forecast of a measured pass rate at each compute, with its 90 % interval.
-
-        noise_factor: variance of the new measurement relative to the fitted ones (2.0 for half the prompts).
         Raises ValueError for compute <= 0.
+        """
+        return sigmoid(compute, **self.parameters)
+
+    def predict(self, compute: Sequence[float] | Array) -> list[Prediction]:
+        """Forecast of a measured pass rate at each compute [n], with its 90 % interval.
+
+        The validation size is that of the fitted points. Raises ValueError for compute <= 0.
         """
         at = np.asarray(compute, dtype=float).reshape(-1)
         if at.size == 0:
             return []
         if not np.all(np.isfinite(at)) or np.any(at <= 0):
             raise ValueError(f"predict: expected compute > 0, found {at.tolist()}")
-        centre, draws = self.posterior.measured(at, noise_factor=noise_factor)
+        center, draws = self.posterior.measured(at)
         if self.method == "paper":
-            centre = self.curve(at)
+            center = self.curve(at)
         lo, hi = np.quantile(draws, [TAIL, 1.0 - TAIL], axis=0)
-        lo, hi = np.minimum(lo, centre), np.maximum(hi, centre)
+        lo, hi = np.minimum(lo, center), np.maximum(hi, center)
         return [
             Prediction(compute=float(c), pass_rate=float(p), lo=float(low), hi=float(high))
-            for c, p, low, high in zip(at, centre, lo, hi)
+            for c, p, low, high in zip(at, center, lo, hi)
         ]
+
+    def evaluate(self, compute: Sequence[float] | Array, pass_rate: Sequence[float] | Array) -> ForecastEvaluation:
+        """Compare the forecast with measured points [n]. Raises ValueError for compute <= 0."""
+        measured = np.asarray(pass_rate, dtype=float)
+        return ForecastEvaluation(fit=self, predictions=tuple(self.predict(compute)), measured=measured)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForecastEvaluation:
+    """A forecast compared with measured points that were not fitted."""
+
+    fit: FitResult
+    """The fit behind the forecast."""
+    predictions: tuple[Prediction, ...]
+    """One per measured point."""
+    measured: Array = field(repr=False)
+    """[n] measured pass rates in [0, 1]."""
+
+    @property
+    def errors(self) -> Array:
+        """[n] measured minus forecast pass rate."""
+        return self.measured - np.array([p.pass_rate for p in self.predictions])
+
+    @property
+    def covered(self) -> Array:
+        """[n] 1.0 where the measured point lies inside its 90 % interval, else 0.0."""
+        return np.array([float(p.lo <= y <= p.hi) for p, y in zip(self.predictions, self.measured)])

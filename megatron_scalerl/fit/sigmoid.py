@@ -2,8 +2,8 @@
 
     R(C) = R_0 + (A - R_0) / (1 + (C_mid / C)^B)
 
-Everything is written with the logistic function of `B * log(C / C_mid)`, so that no power of a compute is
-ever formed: any C > 0, from 1e-300 to 1e300, gives a finite value and finite derivatives.
+Everything uses the logistic function of `B * log(C / C_mid)`, never a power of a compute: any C > 0, from 1e-300 to
+1e300, gives a finite value and finite derivatives.
 """
 
 from __future__ import annotations
@@ -12,14 +12,21 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
+PARAMETERS = ("asymptote", "exponent", "midpoint", "initial")
+"""A, B, C_mid and R_0: the keyword arguments of `sigmoid`."""
 
 
 def gain_share(compute: ArrayLike, *, exponent: ArrayLike, midpoint: ArrayLike) -> Array:
-    """Share of the whole gain A - R_0 reached at `compute`: 1 / (1 + (C_mid/C)^B), in [0, 1].
+    """Share of the gain A - R_0 reached at `compute`: 1 / (1 + (C_mid/C)^B), in [0, 1]; arguments broadcast.
 
-    `compute` and `midpoint` share one unit (GPU-hours, or any other). Raises ValueError for compute <= 0.
+    `compute` and `midpoint` have the same unit. Raises ValueError for compute <= 0.
     """
-    return _logistic(_logit(compute, exponent, midpoint))
+    c = np.asarray(compute, dtype=float)
+    if np.any(~(c > 0)):
+        raise ValueError(f"compute: expected values > 0, found {float(np.min(c))!r}")
+    z = np.asarray(exponent, dtype=float) * (np.log(c) - np.log(np.asarray(midpoint, dtype=float)))
+    small = np.exp(-np.abs(z))
+    return np.where(z >= 0, 1.0 / (1.0 + small), small / (1.0 + small))
 
 
 def sigmoid(
@@ -30,7 +37,7 @@ def sigmoid(
     midpoint: ArrayLike,
     initial: ArrayLike,
 ) -> Array:
-    """Pass rate R(C) of a run after `compute` (Khatri et al. 2025, eq. 1); arguments broadcast.
+    """Pass rate R(C) after `compute` (Khatri et al. 2025, eq. 1); arguments broadcast.
 
     compute:   C > 0, training compute, in the unit of `midpoint`.
     asymptote: A, the pass rate at unlimited compute.
@@ -52,7 +59,7 @@ def compute_to_reach(
     midpoint: ArrayLike,
     initial: ArrayLike,
 ) -> Array:
-    """Compute C at which R(C) = `pass_rate`: the inverse of `sigmoid`.
+    """Compute C at which R(C) = `pass_rate`: the inverse of `sigmoid`, with the same arguments; they broadcast.
 
     inf where the pass rate is at or above the asymptote (never reached), 0 where it is at or below R_0.
     """
@@ -70,23 +77,10 @@ def efficiency_transform(
 ) -> Array:
     """F(R) = C_mid^B / ((A - R_0)/(R - R_0) - 1), which equals C^B on the curve; returned as log F.
 
-    log F against log C is a line of slope B (Khatri et al. 2025, caption of the leave-one-out figure).
-    nan where R lies outside (R_0, A): the transform does not exist there.
+    log F against log C is a line of slope B (Khatri et al. 2025, caption of the leave-one-out figure). Shape of
+    `pass_rate`; nan where R lies outside (R_0, A): the transform does not exist there.
     """
     r = np.asarray(pass_rate, dtype=float)
     inside = (r > initial) & (r < asymptote)
     share = np.where(inside, (r - initial) / (asymptote - initial), 0.5)
     return np.where(inside, exponent * np.log(midpoint) + np.log(share) - np.log1p(-share), np.nan)
-
-
-def _logit(compute: ArrayLike, exponent: ArrayLike, midpoint: ArrayLike) -> Array:
-    c = np.asarray(compute, dtype=float)
-    if np.any(~(c > 0)):
-        raise ValueError(f"compute: expected values > 0, found {float(np.min(c))!r}")
-    return np.asarray(exponent, dtype=float) * (np.log(c) - np.log(np.asarray(midpoint, dtype=float)))
-
-
-def _logistic(z: ArrayLike) -> Array:
-    z = np.asarray(z, dtype=float)
-    small = np.exp(-np.abs(z))
-    return np.where(z >= 0, 1.0 / (1.0 + small), small / (1.0 + small))

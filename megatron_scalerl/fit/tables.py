@@ -1,113 +1,195 @@
-"""Read a table of any shape that people export runs in: CSV, TSV, JSONL, a JSON list.
-
-Rows keep the number that a spreadsheet would show (the header is row 1), so that an error can name it.
-TensorBoard's CSV (`Wall time,Step,Value`) and JSON (`[[wall time, step, value], ...]`), and the CSV of a
-W&B chart (`Step`, then `RUN - METRIC` with its `__MIN` and `__MAX`) are recognised by their shape.
-"""
+"""The tables of a forecast. One model: rich renders it in the terminal, a template in the HTML report."""
 
 from __future__ import annotations
 
-import csv
-import json
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-TENSORBOARD = ("wall time", "step", "value")
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from megatron_scalerl.fit.backtest import Backtest
+from megatron_scalerl.fit.compare import Comparison
+from megatron_scalerl.fit.decide import Decision, Estimate
+from megatron_scalerl.fit.formatting import short_number, unit_name
+from megatron_scalerl.fit.forms import FormScore
+from megatron_scalerl.fit.inputs import Curve
+from megatron_scalerl.fit.result import FitResult, ForecastEvaluation, Prediction
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithInterval:
+    """A cell with a value and its 90 % interval, which HTML shows below it."""
+
+    value: str
+    """The value, formatted."""
+    interval: str
+    """The interval, formatted, with its brackets."""
+
+    def __str__(self) -> str:
+        return f"{self.value} {self.interval}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows of one file, still as text or JSON values."""
+    """Cells as text. Numbers are aligned right."""
 
-    path: Path
     columns: tuple[str, ...]
-    """Names of the columns, in the file's order."""
-    rows: tuple[tuple[int, dict[str, Any]], ...]
-    """(row number in the file, column -> value) for every row that holds something."""
-    sparse: bool
-    """Whether a row may lack a column (JSONL, W&B), and is then passed over instead of refused."""
-    kind: str
-    """"csv", "jsonl", "tensorboard" or "wandb"."""
+    """The header. HTML sets the part after an underscore as a subscript: C_mid."""
+    rows: tuple[tuple[str | WithInterval, ...], ...]
+    """One cell per column."""
+    title: str | None = None
+    """Line above the table in the terminal."""
+    labeled: bool = True
+    """Whether the first column is a label, aligned left."""
+
+    def rich(self) -> RichTable:
+        """The table for a `rich.console.Console`. Cells are literal text, not markup."""
+        table = RichTable(title=self.title and Text(self.title, style="table.title"), title_justify="left")
+        for index, column in enumerate(self.columns):
+            table.add_column(Text(column), justify="left" if self.labeled and index == 0 else "right")
+        for row in self.rows:
+            table.add_row(*(Text(str(cell)) for cell in row))
+        return table
 
 
-def read_table(path: Path) -> Table:
-    """Read `path` by its suffix and shape. Raises ValueError, one line, for what is not a table."""
-    if not path.exists():
-        raise ValueError(f"{path}: expected a run folder or a CSV, JSONL or JSON file, found nothing there")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: expected text in UTF-8, found byte {error.object[error.start]:#04x}") from None
-    if not text.strip():
-        raise ValueError(f"{path}: expected a header and rows, found an empty file")
-    if path.suffix in (".jsonl", ".ndjson"):
-        return _from_jsonl(path, text)
-    if path.suffix == ".json":
-        return _from_json(path, text)
-    return _from_csv(path, text)
+@dataclass(frozen=True, kw_only=True)
+class RunReport:
+    """Everything that is reported on one run."""
+
+    curve: Curve
+    """All points of the run."""
+    fit: FitResult
+    """The fit of those in the window."""
+    predictions: tuple[Prediction, ...]
+    """The forecast."""
+    decision: Decision
+    """The verdict."""
+    forms: tuple[FormScore, ...] = ()
+    """Other forms of the curve; HTML only."""
+    backtest: Backtest | None = None
+    """HTML only."""
+    backtest_figure: Path | None = None
+    """The figure of `backtest`."""
 
 
-def _from_csv(path: Path, text: str) -> Table:
-    first = text.splitlines()[0]
-    delimiter = max(",\t;", key=first.count)
-    lines = csv.reader(text.splitlines(), delimiter=delimiter)
-    header = tuple(name.strip() for name in next(lines))
-    if len(header) < 2:
-        raise ValueError(f"{path}: row 1: expected at least two columns, found one ({header[0]!r})")
-    rows = []
-    for number, cells in enumerate(lines, start=2):
-        if not any(cell.strip() for cell in cells):
-            continue
-        if len(cells) != len(header):
-            where = f"{path}: row {number}"
-            raise ValueError(f"{where}: expected {len(header)} cells as in the header, found {len(cells)}")
-        rows.append((number, {name: cell.strip() for name, cell in zip(header, cells)}))
-    if not rows:
-        raise ValueError(f"{path}: expected rows below the header, found none")
-    kind = _csv_kind(header)
-    return Table(path=path, columns=header, rows=tuple(rows), sparse=kind == "wandb", kind=kind)
+def parameters_table(runs: Sequence[RunReport]) -> Table:
+    """A, B, C_mid with their 90 % intervals, one run per row."""
+    return Table(
+        columns=("run", "A", "B", "C_mid", "R_0", "points", "rmse", "95 % of A at"),
+        rows=tuple(
+            (
+                run.fit.name,
+                _with_interval(run.fit.asymptote, run.fit.intervals["asymptote"], "{:.3f}".format),
+                _with_interval(run.fit.exponent, run.fit.intervals["exponent"], "{:.2f}".format),
+                _with_interval(run.fit.midpoint, run.fit.intervals["midpoint"], short_number),
+                f"{run.fit.initial:.3f}",
+                str(run.fit.n_points),
+                f"{run.fit.rmse:.4f}",
+                estimated_compute(run.decision.compute_to_95_percent_of_asymptote),
+            )
+            for run in runs
+        ),
+    )
 
 
-def _csv_kind(header: tuple[str, ...]) -> str:
-    lowered = tuple(name.lower() for name in header)
-    if lowered == TENSORBOARD:
-        return "tensorboard"
-    charted = [name for name in header[1:] if " - " in name]
-    return "wandb" if charted and len(charted) == len(header) - 1 else "csv"
+def predictions_table(runs: Sequence[RunReport]) -> Table:
+    """Forecast pass rates with the interval of a measurement."""
+    return Table(
+        columns=("run", unit_name(runs[0].fit.unit), "pass rate", "90 % interval"),
+        rows=tuple(
+            (run.fit.name, short_number(p.compute), f"{p.pass_rate:.4f}", _interval(p.lo, p.hi, "{:.4f}".format))
+            for run in runs
+            for p in run.predictions
+        ),
+    )
 
 
-def _from_jsonl(path: Path, text: str) -> Table:
-    rows: list[tuple[int, dict[str, Any]]] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            if rows and text.endswith(line):  # without its newline: being written, or torn by a crash
-                break
-            raise ValueError(f"{path}: row {number}: expected one JSON object, found {error.msg}") from None
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}: row {number}: expected one JSON object, found {type(row).__name__}")
-        rows.append((number, row))
-    columns = tuple(dict.fromkeys(name for _, row in rows for name in row))
-    return Table(path=path, columns=columns, rows=tuple(rows), sparse=True, kind="jsonl")
+def evaluation_table(evaluation: ForecastEvaluation) -> Table:
+    """Forecast against measurement for points that were not fitted."""
+    cells = zip(evaluation.predictions, evaluation.measured, evaluation.errors, evaluation.covered)
+    return Table(
+        title=f"{evaluation.fit.name}: points that were not fitted",
+        labeled=False,
+        columns=(unit_name(evaluation.fit.unit), "forecast", "90 % interval", "measured", "error", ""),
+        rows=tuple(
+            (
+                short_number(p.compute),
+                f"{p.pass_rate:.4f}",
+                _interval(p.lo, p.hi, "{:.4f}".format),
+                f"{measured:.4f}",
+                f"{error:+.4f}",
+                "" if covered else "outside",
+            )
+            for p, measured, error, covered in cells
+        ),
+    )
 
 
-def _from_json(path: Path, text: str) -> Table:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: row {error.lineno}: expected JSON, found {error.msg}") from None
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{path}: expected a JSON list of rows, found {type(value).__name__}")
-    if all(isinstance(row, list) and len(row) == 3 for row in value):
-        rows = [(n, dict(zip(("Wall time", "Step", "Value"), row))) for n, row in enumerate(value, start=1)]
-        columns = ("Wall time", "Step", "Value")
-        return Table(path=path, columns=columns, rows=tuple(rows), sparse=False, kind="tensorboard")
-    for number, row in enumerate(value, start=1):
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}: row {number}: expected an object, found {type(row).__name__}")
-    columns = tuple(dict.fromkeys(name for row in value for name in row))
-    return Table(path=path, columns=columns, rows=tuple(enumerate(value, start=1)), sparse=True, kind="jsonl")
+def comparison_table(comparison: Comparison) -> Table:
+    """The leave-one-out table of Khatri et al. (2025), Fig. 4, for these runs."""
+    fixed, pass_rate = f"{comparison.fixed_asymptote:.3f}", f"{comparison.pass_rate:.3f}"
+    return Table(
+        columns=("run", "C_mid", "B", "A", f"B at A = {fixed}", f"compute to {pass_rate}"),
+        rows=tuple(
+            (
+                run.fit.name,
+                short_number(run.fit.midpoint),
+                f"{run.fit.exponent:.2f}",
+                f"{run.fit.asymptote:.3f}",
+                "–" if run.refit is None else f"{run.refit.exponent:.2f}",
+                estimated_compute(run.to_reach),
+            )
+            for run in comparison.runs
+        ),
+    )
+
+
+def backtest_table(test: Backtest) -> Table:
+    """The forecast of the last point from every prefix."""
+    return Table(
+        labeled=False,
+        columns=("fitted up to", "points", "forecast", "90 % interval", "error", "A"),
+        rows=tuple(
+            (
+                short_number(point.compute),
+                str(point.n_points),
+                f"{point.forecast:.4f}",
+                _interval(point.lo, point.hi, "{:.4f}".format),
+                f"{point.forecast - test.final_pass_rate:+.4f}",
+                f"{point.asymptote:.3f}",
+            )
+            for point in test.points
+        ),
+    )
+
+
+def forms_table(forms: Sequence[FormScore]) -> Table:
+    """The scores of the sigmoid and of other forms on one run."""
+    return Table(
+        columns=("form", "A", "error of the last 30 %, held out", "AICc"),
+        rows=tuple(
+            (
+                score.form,
+                "–" if math.isnan(score.asymptote) else f"{score.asymptote:.3f}",
+                "–" if math.isnan(score.held_out_error) else f"{score.held_out_error:.4f}",
+                f"{score.aicc:.1f}",
+            )
+            for score in forms
+        ),
+    )
+
+
+def estimated_compute(estimate: Estimate) -> WithInterval:
+    """A compute with its interval; "never" where it is infinite."""
+    return _with_interval(estimate.value, (estimate.lo, estimate.hi), short_number)
+
+
+def _with_interval(value: float, interval: tuple[float, float], style: Callable[[float], str]) -> WithInterval:
+    return WithInterval(value=style(value), interval=_interval(*interval, style))
+
+
+def _interval(lo: float, hi: float, style: Callable[[float], str]) -> str:
+    return f"[{style(lo)}, {style(hi)}]"

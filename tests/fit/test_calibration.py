@@ -1,4 +1,4 @@
-"""Nominal coverage: over 200 synthetic runs, 90 % intervals hold parameters and new measurements at that rate."""
+"""Nominal coverage: 90 % intervals of parameters and new measurements over 200 synthetic runs."""
 
 import math
 
@@ -13,8 +13,8 @@ PARAMETERS = ("asymptote", "exponent", "midpoint")
 LATER = [1.5, 2.0, 4.0]
 
 
-def straight_run(rng, compute, size):
-    """(truth, measured) of a sigmoid with binomial noise: no wander, and narrower than the prior."""
+def run_without_discrepancy(rng, compute, size):
+    """(truth, measured) of a sigmoid with binomial noise, with parameters less spread than the prior."""
     truth = {
         "asymptote": rng.uniform(0.55, 0.9),
         "exponent": math.exp(rng.normal(math.log(1.9), 0.3)),
@@ -24,29 +24,29 @@ def straight_run(rng, compute, size):
 
 
 def run_from_the_prior(rng, compute, size):
-    """(truth, measured) of a run that is what the method believes: drawn from its prior, wander and R_0 included."""
+    """(truth, measured) of a run drawn from the prior of the method, discrepancy and R_0 included."""
     prior = DEFAULT_PRIOR
     initial = 0.4 + math.sqrt(prior.noise_share * 0.24 / size) * rng.standard_normal()
     late = rng.random() < prior.late_share
-    centre, spread = (prior.late_mean, prior.late_sd) if late else (prior.log_midpoint_mean, prior.log_midpoint_sd)
+    center, spread = (prior.late_mean, prior.late_sd) if late else (prior.log_midpoint_mean, prior.log_midpoint_sd)
     truth = {
         "asymptote": initial + (1.0 - initial) * rng.beta(prior.gain_alpha, prior.gain_beta),
         "exponent": math.exp(rng.normal(prior.log_exponent_mean, prior.log_exponent_sd)),
-        "midpoint": math.exp(rng.normal(centre, spread)),
+        "midpoint": math.exp(rng.normal(center, spread)),
     }
     curve = sigmoid(compute, initial=initial, **truth)
     weights = np.array([d.weight for d in prior.discrepancies])
-    wander = prior.discrepancies[rng.choice(len(weights), p=weights / weights.sum())]
+    discrepancy = prior.discrepancies[rng.choice(len(weights), p=weights / weights.sum())]
     x, variance = np.log(compute), curve * (1.0 - curve)
-    correlation = np.exp(-np.abs(x[:, None] - x) / wander.length) + 1e-9 * np.eye(len(x))
+    correlation = np.exp(-np.abs(x[:, None] - x) / discrepancy.length) + 1e-9 * np.eye(len(x))
     path = np.linalg.cholesky(correlation) @ rng.standard_normal(len(x))
     noise = prior.noise_share * variance / size * prior.noise_shape / rng.gamma(prior.noise_shape)
-    level = curve + wander.deviation * math.sqrt(variance[compute <= 1.0].mean()) * path
+    level = curve + discrepancy.deviation * math.sqrt(variance[compute <= 1.0].mean()) * path
     return truth, np.clip(level + np.sqrt(noise) * rng.standard_normal(len(x)), 0.0, 1.0)
 
 
 def coverage(draw, prompts, generations, seed, count=200):
-    """[6] share of runs whose interval holds A, B, C_mid, and the measurements at 1.5, 2 and 4."""
+    """[6] share of runs whose interval contains A, B, C_mid, and the measurements at 1.5, 2 and 4."""
     rng, hits = np.random.default_rng(seed), []
     for index in range(count):
         n = int(rng.integers(10, 31))
@@ -61,7 +61,7 @@ def coverage(draw, prompts, generations, seed, count=200):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draw", [straight_run, run_from_the_prior])
+@pytest.mark.parametrize("draw", [run_without_discrepancy, run_from_the_prior])
 @pytest.mark.parametrize(("prompts", "generations", "seed"), [(1000, 16, 7), (200, 4, 8)])
 def test_nominal_coverage_over_synthetic_runs(draw, prompts, generations, seed):
     rates = coverage(draw, prompts, generations, seed)

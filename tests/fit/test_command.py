@@ -1,4 +1,4 @@
-"""The command line, the figures and the report, as a user meets them."""
+"""The command line, the figures and the report."""
 
 import base64
 import json
@@ -12,9 +12,9 @@ import pytest
 from command_line import command
 
 from megatron_scalerl.fit.forecast import fit
+from megatron_scalerl.fit.formatting import short_number, unit_label
 from megatron_scalerl.fit.plot import draw_run, new_figure, plot_forecast
 from megatron_scalerl.fit.published import DATA, published_run
-from megatron_scalerl.fit.wording import short_number, unit_label
 
 ROOT = Path(__file__).resolve().parents[2]
 main = command("fit")
@@ -33,7 +33,7 @@ def test_json_to_standard_output_and_nothing_else(capsys):
     captured = capsys.readouterr()
     (found,) = json.loads(captured.out)["fits"]
     assert captured.err == ""
-    wanted = {
+    expected = {
         "name",
         "method",
         "asymptote",
@@ -47,7 +47,7 @@ def test_json_to_standard_output_and_nothing_else(capsys):
         "warnings",
         "verdict",
     }
-    assert wanted <= set(found)
+    assert expected <= set(found)
     assert (found["name"], found["method"], found["initial"], found["n_points"]) == ("ScaleRL", "robust", 0.4, 22)
     assert set(found["intervals"]) == {"asymptote", "exponent", "midpoint"}
     for key, (lo, hi) in found["intervals"].items():
@@ -68,7 +68,7 @@ def test_both_methods_and_a_fixed_asymptote(capsys):
     assert answers["paper"]["n_points"] == answers["robust"]["n_points"] - 2  # before 1.5k GPU-hours
 
 
-def test_terminal_shows_forecast_against_what_was_left_out(capsys):
+def test_terminal_shows_the_forecast_of_points_that_were_not_fitted(capsys):
     assert main([*SCALERL, "--fit-until", "8000", "--backtest"]) == 0
     out = capsys.readouterr().out
     assert "not fitted" in out and "mean absolute error 0.00" in out and "11 of 11 measurements" in out
@@ -89,7 +89,7 @@ def test_the_reference_comes_first(capsys):
     chosen = [*RECIPES, "--series", "series=*", "--compare", "--reference", "ScaleRL", "--json", "-"]
     assert main(chosen) == 0
     runs = json.loads(capsys.readouterr().out)["comparison"]["runs"]
-    assert [r["name"] for r in runs][:2] == ["ScaleRL", "DeepSeek-GRPO"] and "reference" in runs[0]["words"]
+    assert [r["name"] for r in runs][:2] == ["ScaleRL", "DeepSeek-GRPO"] and "reference" in runs[0]["summary"]
     assert main([*RECIPES, "--series", "series=*", "--reference", "None"]) == 2
 
 
@@ -105,12 +105,36 @@ def test_report_is_one_file_with_its_figures_inside(tmp_path):
     assert json.loads((tmp_path / "a.json").read_text())["fits"][0]["name"] == "ScaleRL"
 
 
-def test_a_name_cannot_break_the_report(tmp_path):
+def test_names_are_escaped_in_html(tmp_path):
     table = tmp_path / "t.csv"
     table.write_text("run,gpu_hours,pass_rate\n" + "".join(f"<b>x,{n},{0.4 + n / 50}\n" for n in range(1, 9)))
     page = tmp_path / "r.html"
     assert main([str(table), "--series", "run=<b>x", "--r0", "0.4", "--html", str(page)]) == 0
     assert "<b>x" not in page.read_text() and "&lt;b&gt;x" in page.read_text()
+
+
+def test_terminal_and_html_show_the_same_tables(tmp_path, capsys):
+    page = tmp_path / "report.html"
+    assert main([*RECIPES, "--series", "series=*", "--fit-until", "8000", "--compare", "--html", str(page)]) == 0
+    out, html = capsys.readouterr().out, page.read_text()
+    shown = [re.split(r"\s*[│┃]\s*", line)[1:-1] for line in out.splitlines() if line[:1] in "│┃"]
+    text = re.sub(r"</?su[bp]>", "", html)
+    for table in re.findall("<table>(.*?)</table>", text, re.DOTALL)[:3]:
+        header, *rows = re.findall("<tr>(.*?)</tr>", table, re.DOTALL)
+        assert [
+            cell.replace("Cmid", "C_mid").replace("R0", "R_0") for cell in re.findall("<th>(.*?)</th>", header)
+        ] in shown
+        cells = [re.findall("<td>(.*?)</td>", row, re.DOTALL) for row in rows]
+        assert len(cells) >= 5
+        for row in cells:
+            assert [re.sub("<.*?>", "", cell.replace("<br>", " ")) for cell in row] in shown
+
+
+def test_names_with_rich_markup_are_printed_literally(tmp_path, capsys):
+    table = tmp_path / "t.csv"
+    table.write_text("run,gpu_hours,pass_rate\n" + "".join(f"[red]x,{n},{0.4 + n / 50}\n" for n in range(1, 9)))
+    assert main([str(table), "--series", "run=*", "--r0", "0.4"]) == 0
+    assert "│ [red]x │" in capsys.readouterr().out
 
 
 def test_quickstart_run_folder(tmp_path, capsys):
@@ -164,14 +188,50 @@ def test_warnings_are_exit_code_0(capsys):
     assert json.loads(capsys.readouterr().out)["fits"][0]["warnings"]
 
 
-def test_import_and_help_touch_nothing_heavy():
-    code = (
-        "import sys; from megatron_scalerl.fit import command, forecast, plot; "
-        "print([m for m in ('torch', 'megatron', 'scipy', 'matplotlib', 'pydantic') if m in sys.modules])"
-    )
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert answer.stdout.strip() == "[]"
+def modules_after(code):
+    code += "; import sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    return set(done.stdout.split())
+
+
+def test_import_and_help_import_nothing_that_takes_time():
+    loaded = modules_after("from megatron_scalerl.fit import command, forecast, plot")
+    assert "megatron_scalerl.fit.forecast" in loaded
+    assert not loaded & {"torch", "megatron", "scipy", "matplotlib", "pydantic", "rich", "jinja2"}
     assert tool("--help").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "package"), [("--html", "jinja2"), ("--html", "matplotlib"), ("--plot", "matplotlib")]
+)
+def test_a_missing_package_is_reported_before_the_fit(option, package, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit) as end:
+        main([*SCALERL, option, str(tmp_path / "out.png")])
+    captured = capsys.readouterr()
+    assert (end.value.code, captured.out) == (2, "")
+    assert f"package '{package}' is not installed" in captured.err
+
+
+def test_users_do_not_import_the_studies(tmp_path):
+    """Neither a command nor a library function needs them."""
+    arguments = [
+        *SCALERL,
+        "--fit-until",
+        "8000",
+        "--json",
+        str(tmp_path / "a.json"),
+        "--html",
+        str(tmp_path / "a.html"),
+    ]
+    loaded = modules_after(
+        "from megatron_scalerl import report; from megatron_scalerl.fit import command; "
+        f"assert command.main({arguments!r}) == 0"
+    )
+    assert {"megatron_scalerl.fit.html", "megatron_scalerl.fit.forecast", "megatron_scalerl.report"} <= loaded
+    assert not [name for name in loaded if name.startswith("megatron_scalerl.fit.study")]
+    others = [path for path in (ROOT / "megatron_scalerl").rglob("*.py") if path.parent.name != "study"]
+    assert not [path.name for path in others if "fit.study" in path.read_text()]
 
 
 def test_figure_shows_fitted_filled_and_unseen_hollow(tmp_path):
@@ -195,14 +255,15 @@ def test_figure_shows_fitted_filled_and_unseen_hollow(tmp_path):
         plot_forecast(tmp_path / "one.gif", result)
 
 
-def test_numbers_as_people_write_them():
-    assert [short_number(v) for v in (0.05, 2.0, 500.0, 2000.0, 102206.0, 1.5e6)] == [
+def test_short_numbers_and_unit_names():
+    assert [short_number(v) for v in (0.05, 2.0, 500.0, 2000.0, 102206.0, 1.5e6, np.inf)] == [
         "0.05",
         "2",
         "500",
         "2k",
         "102k",
         "1.5M",
+        "never",
     ]
     assert unit_label("gpu_hours") == "training compute, GPU-hours"
     assert unit_label("device_hours") == "training compute, device-hours"

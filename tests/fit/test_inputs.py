@@ -1,11 +1,11 @@
-"""Run folders, tables and exports in; one line out for what is wrong."""
+"""Reading run folders, tables and exports; errors are one line."""
 
 import json
 
 import numpy as np
 import pytest
 
-from megatron_scalerl.fit.inputs import Choice, read_curves
+from megatron_scalerl.fit.inputs import ColumnOptions, read_curves
 
 
 def write(tmp_path, text, name="run.csv"):
@@ -46,7 +46,7 @@ def test_run_folder(tmp_path):
     np.testing.assert_allclose(curve.compute, [0.11, 0.21])
     np.testing.assert_allclose(curve.pass_rate, [0.45, 0.50])
     np.testing.assert_allclose(curve.truncated_share, [0.02, 0.02])
-    (total,) = read_curves(folder, Choice(compute="gpu_hours_total"))
+    (total,) = read_curves(folder, ColumnOptions(compute="gpu_hours_total"))
     np.testing.assert_allclose(total.compute, [0.145, 0.27])
 
 
@@ -65,35 +65,35 @@ def test_a_step_validated_again_after_a_resume_counts_once_with_its_last_value(t
 
 def test_named_columns_and_series(tmp_path):
     path = write(tmp_path, "who,cost,good\na,1,0.4\na,2,0.5\nb,1,0.3\nb,3,0.6\n")
-    choice = Choice(compute="cost", score="good", series=(("who", "b"),))
-    (curve,) = read_curves(path, choice)
+    options = ColumnOptions(compute="cost", score="good", series=(("who", "b"),))
+    (curve,) = read_curves(path, options)
     assert curve.name == "b" and curve.compute.tolist() == [1, 3] and curve.pass_rate.tolist() == [0.3, 0.6]
-    both = read_curves(path, Choice(compute="cost", score="good", series=(("who", "*"),)))
+    both = read_curves(path, ColumnOptions(compute="cost", score="good", series=(("who", "*"),)))
     assert [c.name for c in both] == ["a", "b"]
 
 
-def test_several_runs_in_one_table_are_not_joined_in_silence(tmp_path):
+def test_several_runs_in_one_table_are_noted(tmp_path):
     path = write(tmp_path, "run,gpu_hours,pass_rate\na,1,0.4\nb,2,0.5\n")
     assert "rows of 2 different run were fitted as one" in read_curves(path)[0].notes[0]
-    assert read_curves(path, Choice(series=(("run", "b"),)))[0].notes == ()
+    assert read_curves(path, ColumnOptions(series=(("run", "b"),)))[0].notes == ()
 
 
 def test_steps_times_hours_per_step(tmp_path):
     path = write(tmp_path, "step,pass_rate\n0,0.4\n100,0.45\n200,0.5\n")
-    (curve,) = read_curves(path, Choice(hours_per_step=2.57))
+    (curve,) = read_curves(path, ColumnOptions(hours_per_step=2.57))
     assert curve.compute.tolist() == [257.0, 514.0] and curve.initial == 0.4 and curve.unit == "gpu_hours"
     assert read_curves(path)[0].unit == "steps"
 
 
 def test_tensorboard_exports(tmp_path):
     path = write(tmp_path, "Wall time,Step,Value\n1700000000.1,10,0.42\n1700000100.5,20,0.47\n")
-    (curve,) = read_curves(path, Choice(hours_per_step=0.5))
+    (curve,) = read_curves(path, ColumnOptions(hours_per_step=0.5))
     assert curve.compute.tolist() == [5.0, 10.0] and curve.pass_rate.tolist() == [0.42, 0.47]
     path = write(tmp_path, "[[1700000000.1, 10, 0.42], [1700000100.5, 20, 0.47]]", "run.json")
     assert read_curves(path)[0].pass_rate.tolist() == [0.42, 0.47]
 
 
-def test_wandb_chart_export_holds_a_run_per_column(tmp_path):
+def test_wandb_chart_export_has_a_run_per_column(tmp_path):
     path = write(
         tmp_path,
         '"Step","base - pass_rate","base - pass_rate__MIN","base - pass_rate__MAX","new - pass_rate"\n'
@@ -104,18 +104,18 @@ def test_wandb_chart_export_holds_a_run_per_column(tmp_path):
     assert (new.name, new.compute.tolist(), new.pass_rate.tolist()) == ("new", [20, 30], [0.47, 0.50])
 
 
-def test_rows_of_a_metrics_log_without_the_score_are_passed_over(tmp_path):
+def test_rows_of_a_metrics_log_without_the_score_are_skipped(tmp_path):
     path = write(tmp_path, '{"gpu_hours": 1, "loss": 2}\n{"gpu_hours": 2, "pass_rate": 0.5}\n', "metrics.jsonl")
     assert read_curves(path)[0].compute.tolist() == [2.0]
 
 
-def test_unsorted_is_sorted_and_said(tmp_path):
+def test_unsorted_rows_are_sorted_with_a_note(tmp_path):
     (curve,) = read_curves(write(tmp_path, "gpu_hours,pass_rate\n3,0.5\n1,0.4\n2,0.45\n"))
     assert curve.compute.tolist() == [1, 2, 3] and curve.pass_rate.tolist() == [0.4, 0.45, 0.5]
     assert "sorted" in curve.notes[0]
 
 
-def test_duplicates_are_said(tmp_path):
+def test_duplicates_are_noted(tmp_path):
     (curve,) = read_curves(write(tmp_path, "gpu_hours,pass_rate\n1,0.4\n1,0.4\n2,0.45\n2,0.46\n"))
     assert curve.compute.tolist() == [1, 2, 2]
     assert "1 rows repeat" in curve.notes[0] and "1 points share" in curve.notes[1]
@@ -164,6 +164,6 @@ def test_missing_inputs(tmp_path):
         read_curves(tmp_path)
     path = write(tmp_path, "who,gpu_hours,pass_rate\na,1,0.4\n")
     with pytest.raises(ValueError, match="expected rows with who = b, found who in"):
-        read_curves(path, Choice(series=(("who", "b"),)))
+        read_curves(path, ColumnOptions(series=(("who", "b"),)))
     with pytest.raises(ValueError, match=r"expected column 'cost' \(--compute\)"):
-        read_curves(path, Choice(compute="cost"))
+        read_curves(path, ColumnOptions(compute="cost"))

@@ -1,4 +1,4 @@
-"""What the prior learns from runs, and that a left-out run teaches it nothing."""
+"""Learning the prior from runs: what is learned, and that a left-out run contributes nothing."""
 
 import math
 from dataclasses import replace
@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_scalerl.fit import learning
 from megatron_scalerl.fit.forecast import fit, observe
 from megatron_scalerl.fit.posterior import hypothesis_evidence, log_prior
-from megatron_scalerl.fit.prior import DEFAULT_PRIOR, Bounds, Discrepancy
+from megatron_scalerl.fit.prior import DEFAULT_PRIOR, Discrepancy
 from megatron_scalerl.fit.published import published_series
+from megatron_scalerl.fit.study import learning
 
 FEW = ("MiniMax", "LOO-length-penalty", "GSPO", "token-avg")
 TWO = (
@@ -19,45 +19,45 @@ TWO = (
 )
 
 
-def forget():
-    for cached in ("setting_score", "_discrepancies", "wander_evidence", "_tasks", "_reference"):
+def clear_caches():
+    for cached in ("setting_score", "_discrepancies", "discrepancy_evidence", "_tasks", "_reference"):
         getattr(learning, cached).cache_clear()
 
 
 @pytest.fixture
-def taught_by(monkeypatch):
-    """Learn from these series, with few draws; afterwards from the published ones again."""
+def learned_from(monkeypatch):
+    """Learn from the given series, with few draws; restores the published ones afterwards."""
 
     def learn_from(series, without):
-        forget()
+        clear_caches()
         monkeypatch.setattr(learning, "published_series", lambda: series)
         monkeypatch.setattr(learning, "REFERENCE_DRAWS", 1000)
         prior = learning.learn(without, TWO)
         return prior, [learning.setting_score(s, frozenset(without)) for s in TWO]
 
     yield learn_from
-    forget()
+    clear_caches()
 
 
 @pytest.mark.slow
-def test_neither_points_nor_legend_of_a_left_out_run_reach_its_prior(taught_by):
+def test_points_and_legend_of_a_left_out_run_do_not_reach_its_prior(learned_from):
     few = [s for s in published_series() if s.run in FEW]
-    spoilt = [
+    altered = [
         replace(s, exponent=9.0, midpoint=9.0 * s.midpoint, pass_rate=s.pass_rate[::-1].copy())
         if s.run == "MiniMax"
         else s
         for s in few
     ]
-    honest = taught_by(few, ("MiniMax",))
-    assert taught_by(spoilt, ("MiniMax",)) == honest
-    assert taught_by([s for s in few if s.run != "MiniMax"], ()) == honest
-    assert taught_by(spoilt, ()) != taught_by(few, ())
+    expected = learned_from(few, ("MiniMax",))
+    assert learned_from(altered, ("MiniMax",)) == expected
+    assert learned_from([s for s in few if s.run != "MiniMax"], ()) == expected
+    assert learned_from(altered, ()) != learned_from(few, ())
 
 
-def test_figures_of_one_run_have_one_vote(taught_by):
+def test_a_run_in_two_figures_counts_once(learned_from):
     few = [s for s in published_series() if s.run in FEW]
     twice = [*few, replace(few[0], figure="again")]
-    once, doubled = (taught_by(series, ())[0] for series in (few, twice))
+    once, doubled = (learned_from(series, ())[0] for series in (few, twice))
     assert doubled.log_exponent_mean == once.log_exponent_mean
     assert [d.weight for d in doubled.discrepancies] == pytest.approx([d.weight for d in once.discrepancies])
 
@@ -69,33 +69,33 @@ def test_location_and_spread_of_the_exponent_by_hand():
         by_run.setdefault(s.run, []).append(math.log(s.exponent))
     values = sorted(np.mean(v) for v in by_run.values())
     assert len(values) == 26
-    centre = (values[12] + values[13]) / 2
-    deviations = sorted(abs(v - centre) for v in values)
-    assert prior.log_exponent_mean == pytest.approx(centre)
+    center = (values[12] + values[13]) / 2
+    deviations = sorted(abs(v - center) for v in values)
+    assert prior.log_exponent_mean == pytest.approx(center)
     assert prior.log_exponent_sd == pytest.approx(1.5 * 1.4826 * (deviations[12] + deviations[13]) / 2)
     assert sum(d.weight for d in prior.discrepancies) == pytest.approx(1.0)
     assert prior.discrepancies[0] == Discrepancy(deviation=0.0, length=0.5, weight=0.5)
 
 
-def test_wander_belongs_to_the_run_and_not_to_the_validation_set():
+def test_discrepancy_is_a_property_of_the_run_not_of_the_validation_set():
     compute, level = np.linspace(0.1, 1.0, 10), np.full(10, 0.5)
-    wander = Discrepancy(deviation=0.02, length=1.0, weight=1.0)
+    discrepancy = Discrepancy(deviation=0.02, length=1.0, weight=1.0)
     for size, expected in ((1000, 0.02**2 / (0.5 / 16000)), (50, 0.02**2 / (0.5 / 800))):
         obs = observe(compute, level, 0.4, prompts=size, generations=16, prior=DEFAULT_PRIOR)
-        assert obs.ratio(wander) == pytest.approx(expected)
+        assert obs.ratio(discrepancy) == pytest.approx(expected)
 
 
-def test_evidence_tells_a_run_that_wanders_from_one_that_does_not():
+def test_evidence_distinguishes_a_run_with_discrepancy_from_one_without():
     compute = np.linspace(0.02, 1.0, 50)
     rng = np.random.default_rng(0)
     straight = 0.4 + 0.2 / (1.0 + (0.3 / compute) ** 2) + rng.normal(0.0, 0.0028, 50)
     waving = straight + 0.01 * np.sin(4.0 * np.log(compute))
-    hypotheses = (learning.WANDERS[0], Discrepancy(deviation=0.02, length=1.0, weight=3.0))
+    hypotheses = (learning.HYPOTHESES[0], Discrepancy(deviation=0.02, length=1.0, weight=3.0))
     prior = replace(DEFAULT_PRIOR, discrepancies=hypotheses)
     gains = []
     for measured in (straight, waving):
         obs = observe(compute, measured, 0.4, prompts=1000, generations=16, prior=prior)
-        none, some = hypothesis_evidence(obs, prior=prior, bounds=Bounds())
+        none, some = hypothesis_evidence(obs, prior=prior)
         gains.append(some - none)
     assert gains[0] < -3.0 and gains[1] > 10.0
 
@@ -115,7 +115,7 @@ def test_reweighted_draws_are_draws_from_the_other_prior():
 
 
 @pytest.mark.slow
-def test_the_shipped_prior_is_what_all_runs_teach():
+def test_the_shipped_prior_is_learned_from_all_runs():
     learned = learning.learn()
     for key in ("log_exponent_mean", "log_exponent_sd", "log_midpoint_mean"):
         assert getattr(DEFAULT_PRIOR, key) == pytest.approx(getattr(learned, key), abs=1e-3)

@@ -26,7 +26,7 @@ def test_recovers_the_legends():
     assert len(far) / len(differences) <= 0.10
 
 
-def test_exact_curve_gives_back_its_parameters():
+def test_parameters_of_an_exact_curve_are_recovered():
     compute = np.linspace(1500, 9000, 20)
     midpoint = float(MIDPOINTS[0][62])
     curve = sigmoid(compute, asymptote=0.605, exponent=1.8, midpoint=midpoint, initial=0.4)
@@ -52,7 +52,7 @@ def test_large_midpoints_come_from_the_second_grid():
     assert 9900 <= found.midpoint <= 10950
 
 
-def test_window_leaves_out_the_first_1500_gpu_hours():
+def test_window_excludes_the_first_1500_gpu_hours():
     run = published_run("fig2_recipes/ScaleRL")
     result = fit(run.compute, run.pass_rate, initial=run.initial, method="paper", draws=300)
     assert result.n_points == np.count_nonzero(run.compute >= 1500) == 31
@@ -60,7 +60,7 @@ def test_window_leaves_out_the_first_1500_gpu_hours():
     assert whole.n_points == 33
 
 
-def test_asymptote_on_the_edge_is_said():
+def test_asymptote_on_the_edge_is_a_warning():
     compute = np.linspace(2000, 6000, 10)
     curve = sigmoid(compute, asymptote=0.95, exponent=1.5, midpoint=6000, initial=0.4)
     result = fit(compute, curve, initial=0.4, method="paper", draws=300)
@@ -92,13 +92,13 @@ def test_power_law_needs_the_right_window(low, high, asymptote, margin):
     assert law.asymptote == pytest.approx(asymptote, abs=margin)
 
 
-def test_power_law_gives_back_its_parameters():
+def test_parameters_of_an_exact_power_law_are_recovered():
     compute = np.geomspace(1e3, 1e5, 15)
     law = fit_power_law(compute, 0.7 - 12.0 / compute**0.6)
     assert (law.asymptote, law.scale, law.exponent) == pytest.approx((0.7, 12.0, 0.6), rel=1e-3)
 
 
-def test_model_comparison_prefers_the_form_that_made_the_data():
+def test_model_comparison_prefers_the_form_that_generated_the_data():
     compute = np.geomspace(300, 30000, 24)
     curve = sigmoid(compute, asymptote=0.6, exponent=2.0, midpoint=2500, initial=0.4)
     noisy = curve + np.random.default_rng(1).normal(0, 0.002, len(compute))

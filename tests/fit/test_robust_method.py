@@ -1,4 +1,4 @@
-"""The robust fit: invariances, recovery, honesty about what is not known."""
+"""The robust fit: invariances, recovery, uncertainty."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def synthetic(n=24, *, asymptote=0.62, exponent=1.8, midpoint=0.3, initial=0.4, 
     return compute, np.random.default_rng(seed).binomial(size, truth) / size
 
 
-def test_the_unit_of_compute_reaches_nothing_but_the_midpoint():
+def test_the_unit_of_compute_changes_only_the_midpoint():
     compute, measured = synthetic()
     hours = fit(compute * 0.3, measured, initial=0.4, prompts=1000, generations=16)
     large = fit(compute * 1e5, measured, initial=0.4, prompts=1000, generations=16)
@@ -43,7 +43,7 @@ def test_same_seed_same_draws_other_seed_nearly_the_same():
     assert other.asymptote == pytest.approx(one.asymptote, abs=0.004)
 
 
-def test_many_exact_points_leave_no_doubt():
+def test_many_exact_points_determine_the_parameters():
     compute = np.linspace(0.02, 1.0, 60)
     curve = sigmoid(compute, asymptote=0.62, exponent=1.8, midpoint=0.12, initial=0.4)
     result = fit(compute, curve, initial=0.4, prompts=10**6, generations=100)
@@ -61,11 +61,11 @@ def test_a_larger_validation_set_narrows_the_forecast():
     assert width[0] > 1.5 * width[1]
 
 
-def test_one_wild_point_hardly_moves_the_forecast():
+def test_one_outlier_hardly_moves_the_forecast():
     compute, measured = synthetic()
-    wild = measured.copy()
-    wild[15] -= 0.10
-    before, after = (fit(compute, y, initial=0.4, prompts=1000, generations=16) for y in (measured, wild))
+    outlying = measured.copy()
+    outlying[15] -= 0.10
+    before, after = (fit(compute, y, initial=0.4, prompts=1000, generations=16) for y in (measured, outlying))
     moved = abs(before.predict([2.0])[0].pass_rate - after.predict([2.0])[0].pass_rate)
     assert moved < 0.01
     assert after.posterior.observations.spread[15] > 10 * np.median(after.posterior.observations.spread)
@@ -78,7 +78,7 @@ def test_fixed_asymptote_is_held_and_moves_the_exponent():
     assert low.exponent > high.exponent
 
 
-def test_missing_r0_is_assumed_and_said():
+def test_missing_r0_is_averaged_over_with_a_warning():
     compute, measured = synthetic()
     unknown = fit(compute, measured, initial=None, prompts=1000, generations=16)
     known = fit(compute, measured, initial=0.4, prompts=1000, generations=16)
@@ -90,7 +90,7 @@ def test_missing_r0_is_assumed_and_said():
 
 
 @pytest.mark.parametrize("series", [s for s in published_series() if s.predicted], ids=lambda s: s.name)
-def test_fitted_until_4k_no_ceiling_is_claimed_that_proves_wrong(series):
+def test_fitted_until_4k_the_interval_of_the_ceiling_contains_the_final_one(series):
     early = series.compute <= 4000
     if np.count_nonzero(early) < 3:
         early = series.compute <= 8000
@@ -109,7 +109,7 @@ def test_an_early_stop_is_wider_than_a_late_one():
     assert widths[0] > 3 * widths[1] > 3 * widths[2]
 
 
-def test_few_points_and_no_curvature_are_said():
+def test_few_points_and_no_curvature_are_warnings():
     compute, measured = synthetic(n=5, midpoint=4.0, asymptote=0.9)
     result = fit(compute, measured, initial=0.4, prompts=1000, generations=16)
     assert any("only 5 points" in warning for warning in result.warnings)
@@ -138,7 +138,7 @@ def test_a_long_noisy_rising_run_does_not_fall():
 @pytest.mark.parametrize(
     ("level", "method"), [(0.0, "robust"), (0.3, "robust"), (1.0, "robust"), (0.0, "paper"), (0.3, "paper")]
 )
-def test_degenerate_runs_are_fitted_without_a_numerical_complaint(level, method):
+def test_degenerate_runs_are_fitted_without_numerical_errors(level, method):
     with np.errstate(all="raise", under="ignore"):
         flat = np.full(10, level)
         result = fit(np.arange(1.0, 11.0), flat, initial=None, method=method, prompts=200, generations=4)
@@ -146,12 +146,12 @@ def test_degenerate_runs_are_fitted_without_a_numerical_complaint(level, method)
     assert result.warnings
 
 
-def test_points_below_r0_are_said():
+def test_points_below_r0_are_a_warning():
     result = fit(np.arange(1.0, 11.0), np.full(10, 0.3), initial=0.4)
     assert any("below R_0" in warning for warning in result.warnings)
 
 
-def test_truncations_above_ten_percent_are_said():
+def test_truncations_above_ten_percent_are_a_warning():
     compute, measured = synthetic(n=10)
     shares = np.linspace(0.0, 0.18, 10)
     result = fit(compute, measured, initial=0.4, truncated_share=shares)
@@ -175,7 +175,7 @@ def test_truncations_above_ten_percent_are_said():
         ({"prompts": 0, "generations": 4}, "prompts: expected a whole number >= 1"),
     ],
 )
-def test_what_cannot_be_fitted_is_refused_in_one_line(change, message):
+def test_invalid_input_is_one_line(change, message):
     arguments = {"compute": [1.0, 2.0, 3.0], "pass_rate": [0.5, 0.55, 0.58], "initial": 0.4, **change}
     with pytest.raises(ValueError, match=message) as caught:
         fit(**arguments)

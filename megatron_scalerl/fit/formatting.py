@@ -1,10 +1,12 @@
-"""How numbers and units are written for people."""
+"""Numbers and units as text."""
 
 from __future__ import annotations
 
 
 def short_number(value: float) -> str:
-    """A compute as people write it: 0.05, 2, 500, 2k, 100k, 1.5M."""
+    """A compute in short form: 0.05, 2, 500, 2k, 100k, 1.5M; "never" for inf."""
+    if value == float("inf"):
+        return "never"
     for limit, suffix in ((1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
             return f"{value / limit:.3g}{suffix}"
@@ -12,10 +14,10 @@ def short_number(value: float) -> str:
 
 
 def unit_label(unit: str) -> str:
-    """Axis label of a compute unit as the ledger names it."""
+    """Axis label of a compute unit, given as the ledger names it."""
     return "training steps" if unit == "steps" else "training compute, " + unit_name(unit)
 
 
 def unit_name(unit: str) -> str:
-    """A unit as people write it."""
+    """Display name of a compute unit, given as the ledger names it."""
     return {"gpu_hours": "GPU-hours", "device_hours": "device-hours"}.get(unit, unit.replace("_", " "))

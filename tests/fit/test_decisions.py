@@ -1,9 +1,11 @@
-"""Decision, back-test and comparison of recipes."""
+"""Decision, backtest and comparison of recipes."""
+
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron_scalerl.fit.backtest import Hindsight, _settled, backtest
+from megatron_scalerl.fit.backtest import BacktestPoint, _settled_from, backtest
 from megatron_scalerl.fit.compare import compare
 from megatron_scalerl.fit.decide import decide
 from megatron_scalerl.fit.forecast import fit
@@ -53,10 +55,10 @@ def test_gain_and_target_against_the_true_curve():
     true_gain = float(sigmoid(2.0, **truth) - sigmoid(1.0, **truth))
     assert decision.gain.lo <= true_gain <= decision.gain.hi
     # (0.61 - 0.4) / (0.62 - 0.61) = 21 = (C / 0.3)^2
-    assert decision.to_target.lo <= 0.3 * 21**0.5 <= decision.to_target.hi
+    assert decision.compute_to_target.lo <= 0.3 * 21**0.5 <= decision.compute_to_target.hi
     # 0.95 * 0.62 = 0.589: (0.189 / 0.031)^(1/2) * 0.3
-    assert decision.to_asymptote.value == pytest.approx(0.3 * (0.189 / 0.031) ** 0.5, rel=0.08)
-    assert decide(run()(), target=0.9).to_target.value == np.inf
+    assert decision.compute_to_95_percent_of_asymptote.value == pytest.approx(0.3 * (0.189 / 0.031) ** 0.5, rel=0.08)
+    assert decide(run()(), target=0.9).compute_to_target.value == np.inf
 
 
 def test_the_budget_has_to_be_positive():
@@ -64,48 +66,65 @@ def test_the_budget_has_to_be_positive():
         decide(run()(), budget=0.0)
 
 
-def test_backtest_settles_and_no_prefix_holds_the_last_point():
-    series = published_run("fig2_recipes/ScaleRL")
-    curve = Curve(
-        name="ScaleRL",
-        source="published",
-        compute=series.compute,
-        pass_rate=series.pass_rate,
-        initial=None,
-        prompts=1000,
-        generations=16,
+def curve_of(compute, pass_rate, *, initial=0.4, prompts=1000, generations=16):
+    return Curve(
+        name="run",
+        source=Path("published"),
+        compute=np.asarray(compute),
+        pass_rate=np.asarray(pass_rate),
+        initial=initial,
+        prompts=prompts,
+        generations=generations,
     )
-    test = backtest(curve, initial=series.initial, most=8, draws=500)
-    assert len(test.history) == 8 and test.final_pass_rate == series.pass_rate[-1]
-    assert all(h.compute < series.compute[-1] for h in test.history)
-    assert [h.n_points for h in test.history] == sorted(h.n_points for h in test.history)
+
+
+def test_backtest_settles_and_narrows():
+    series = published_run("fig2_recipes/ScaleRL")
+    curve = curve_of(series.compute, series.pass_rate, initial=series.initial)
+    test = backtest(curve, max_prefixes=8, draws=500)
+    # 33 points: prefixes of 4 to 32, eight of these 29 evenly spread
+    assert [p.n_points for p in test.points] == [4, 8, 12, 16, 20, 24, 28, 32]
+    assert [p.compute for p in test.points] == series.compute[3:32:4].tolist()
+    assert (test.final_compute, test.final_pass_rate) == (series.compute[-1], series.pass_rate[-1])
     assert test.settled_from is not None and test.settled_from <= 8000
-    assert test.history[0].hi - test.history[0].lo > 2 * (test.history[-1].hi - test.history[-1].lo)
-    with pytest.raises(ValueError, match="expected at least 5 points"):
-        backtest(
-            Curve(
-                name="x",
-                source="y",
-                compute=series.compute[:4],
-                pass_rate=series.pass_rate[:4],
-                initial=None,
-                prompts=None,
-                generations=None,
-            ),
-            initial=0.4,
-        )
+    assert test.points[0].hi - test.points[0].lo > 2 * (test.points[-1].hi - test.points[-1].lo)
 
 
-def test_settled_is_the_start_of_the_last_unbroken_stretch():
-    def history(*forecasts):
+def test_a_prefix_is_fitted_alone():
+    """Later points, the forecast one included, do not reach it; each forecast is that of a fit of the prefix."""
+    series = published_run("fig2_recipes/ScaleRL")
+    test = backtest(curve_of(series.compute[:9], series.pass_rate[:9]), draws=200)
+    for end in (5, 7):
+        altered = series.pass_rate[:9].copy()
+        altered[end:] = 0.1
+        again = backtest(curve_of(series.compute[:9], altered), draws=200)
+        assert [p.n_points for p in test.points] == [4, 5, 6, 7, 8]
+        assert [a == b for a, b in zip(test.points, again.points)] == [n <= end for n in (4, 5, 6, 7, 8)]
+    point = test.points[2]
+    direct = fit(
+        series.compute[:6], series.pass_rate[:6], initial=0.4, prompts=1000, generations=16, draws=200
+    ).predict(series.compute[8:9])[0]
+    assert (point.forecast, point.lo, point.hi) == (direct.pass_rate, direct.lo, direct.hi)
+
+
+def test_backtest_counts_points_in_the_window_only():
+    compute, measured = np.arange(1.0, 11.0), np.linspace(0.42, 0.5, 10)
+    test = backtest(curve_of(compute, measured), fit_from=4.0, draws=100)
+    assert [(p.compute, p.n_points) for p in test.points] == [(7.0, 4), (8.0, 5), (9.0, 6)]
+    with pytest.raises(ValueError, match="run: expected at least 5 points for a backtest, found 4"):
+        backtest(curve_of(compute, measured), fit_from=7.0)
+
+
+def test_settled_from_is_the_start_of_the_last_run_of_right_forecasts():
+    def points(*forecasts):
         return [
-            Hindsight(compute=float(n), n_points=n, forecast=value, lo=0, hi=1, asymptote=1)
+            BacktestPoint(compute=float(n), n_points=n, forecast=value, lo=0, hi=1, asymptote=1)
             for n, value in enumerate(forecasts, start=1)
         ]
 
-    assert _settled(history(0.50, 0.60, 0.56, 0.61), 0.60, 0.02) == 4.0
-    assert _settled(history(0.50, 0.60, 0.59, 0.61), 0.60, 0.02) == 2.0
-    assert _settled(history(0.60, 0.50), 0.60, 0.02) is None
+    assert _settled_from(points(0.50, 0.60, 0.56, 0.61), 0.60) == 4.0
+    assert _settled_from(points(0.50, 0.60, 0.59, 0.61), 0.60) == 2.0
+    assert _settled_from(points(0.60, 0.50), 0.60) is None
 
 
 def test_comparison_separates_ceiling_from_efficiency():
@@ -116,16 +135,16 @@ def test_comparison_separates_ceiling_from_efficiency():
         "same": run(name="same", exponent=1.8, seed=3),
     }
     comparison = compare([make() for make in runs.values()], lambda f, a: runs[f.name](a))
-    base, faster, higher, same = comparison.contenders
-    assert [c.same_ceiling for c in comparison.contenders] == [True, True, False, True]
+    base, faster, higher, same = comparison.runs
+    assert [c.same_ceiling for c in comparison.runs] == [True, True, False, True]
     within = [c.fit.asymptote for c in (base, faster, same)]
     assert comparison.fixed_asymptote == pytest.approx(np.mean(within))
     assert all(c.refit.asymptote == comparison.fixed_asymptote for c in (base, faster, same))
-    assert higher.refit is None and "moved the ceiling" in higher.words and "higher" in higher.words
-    assert faster.better_exponent > 0.95 and "more efficient" in faster.words
-    assert 0.05 < same.better_exponent < 0.95 and "no clear difference" in same.words
+    assert higher.refit is None and "moved the ceiling" in higher.summary and "higher" in higher.summary
+    assert faster.better_exponent > 0.95 and "more efficient" in faster.summary
+    assert 0.05 < same.better_exponent < 0.95 and "no clear difference" in same.summary
     assert faster.to_reach.value < base.to_reach.value
-    assert "reference" in base.words and len(comparison.sentences()) == 4
+    assert "reference" in base.summary
 
 
 def test_comparison_reads_like_the_leave_one_out_table():
@@ -150,10 +169,10 @@ def test_comparison_reads_like_the_leave_one_out_table():
         makers[name] = make
         fits.append(make())
     comparison = compare(fits, lambda f, a: makers[f.name](a))
-    assert all(c.same_ceiling for c in comparison.contenders)
+    assert all(c.same_ceiling for c in comparison.runs)
     assert comparison.fixed_asymptote == pytest.approx(0.605, abs=0.01)
-    assert [c.refit.exponent for c in comparison.contenders] == pytest.approx([2.01, 1.82, 1.75], abs=0.15)
-    assert comparison.contenders[0].refit.exponent == max(c.refit.exponent for c in comparison.contenders)
+    assert [c.refit.exponent for c in comparison.runs] == pytest.approx([2.01, 1.82, 1.75], abs=0.15)
+    assert comparison.runs[0].refit.exponent == max(c.refit.exponent for c in comparison.runs)
 
 
 def test_a_comparison_needs_two_runs():
