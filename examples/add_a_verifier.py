@@ -1,6 +1,6 @@
-"""A verifier of one's own: the answer must be a JSON list of the reference's numbers, in any order.
+"""A custom verifier: the answer must be a JSON list of the reference's numbers, in any order.
 
-Name it in a recipe, from the folder that holds this file:
+Set it in a recipe and start the run in the folder of this file:
 
     rewards:
       verifier: add_a_verifier:same_numbers
@@ -16,29 +16,29 @@ import json
 from typing import Any
 
 from megatron_scalerl.recipe.sections import RewardsSection
-from megatron_scalerl.rewards.verifier import VerifierPool
+from megatron_scalerl.rewards.pool import VerifierPool
 from megatron_scalerl.types import Prompt, Rollout
 
 
 def same_numbers(answer_text: str, reference: str, extra: dict[str, Any]) -> bool | float:
-    """The verdict on one completion.
+    """The score of one completion.
 
-    `answer_text` is what the policy wrote after thinking, `reference` the prompt's answer column, `extra` the
-    other columns of its row. True earns the reward `rewards.correct`, False `rewards.incorrect`; a float is
-    the reward itself. An exception, a crash and a check beyond its limits (`cpu_s`, `timeout_s`, `memory_mb`)
-    count as wrong. The same three arguments are judged once.
+    `answer_text` is the completion's text after thinking, `reference` the prompt's answer column, `extra` the other
+    columns of its row. True gives the reward `rewards.correct`, False `rewards.incorrect`; a float is the reward
+    itself. An exception, a crash and a check that exceeds its limits (`cpu_s`, `timeout_s`, `memory_mb`) count as
+    wrong. Identical arguments are checked once.
     """
     numbers = json.loads(answer_text)
     if sorted(numbers) != sorted(json.loads(reference)):
         return False
-    # The row may ask for the order too; then the right numbers in the wrong order earn a part.
+    # If the row requires the order too, the right numbers in the wrong order get a partial reward.
     if extra.get("ordered") and numbers != json.loads(reference):
         return 0.5
     return True
 
 
 async def main() -> None:
-    """Score five answers to one prompt and print what became of them."""
+    """Score five answers to one prompt and print their rewards."""
     prompt = Prompt(
         prompt_id="example", text="Roots of x^2 - 3x + 2?", answer="[1, 2]", token_ids=(), extra={"ordered": True}
     )

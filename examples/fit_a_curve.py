@@ -2,7 +2,7 @@
 
     python examples/fit_a_curve.py [figure.png]
 
-The run is ScaleRL-8B at batch 768, digitised from Khatri et al. (2025, arXiv 2510.13786), Fig. 2.
+The run is ScaleRL-8B at batch 768, digitized from Khatri et al. (2025, arXiv 2510.13786), Fig. 2.
 """
 
 import sys

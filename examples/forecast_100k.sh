@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Forecast a 100,000 GPU-hour run from its first half, and compare with what was measured.
+# Forecast a 100,000 GPU-hour run from its first half, and compare it with the measured second half.
 #
 #   examples/forecast_100k.sh [FOLDER]
 #
-# The run is the 8B model at batch 2048 of Khatri et al. (2025, arXiv 2510.13786), Fig. 1a, digitised. Prints every
+# The run is the 8B model at batch 2048 of Khatri et al. (2025, arXiv 2510.13786), Fig. 1a, digitized. Prints every
 # point beyond 50k GPU-hours, forecast against measured; writes forecast_100k.{png,svg,html} to FOLDER (default: .).
 # Runs with PYTHON, else the project's .venv, else python.
 set -euo pipefail

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The product's main job, small, on a machine without a GPU: installs everything, makes a tiny base policy, trains it
-# with the ScaleRL recipe (Megatron-Core trainer, vLLM engine, weights broadcast while completions are being
-# generated), and shows how a forecast from the first half of the run met the second.
+# The main workflow at a small scale, on a machine without a GPU: installs everything, creates a tiny base policy, trains
+# it with the ScaleRL recipe (Megatron-Core trainer, vLLM engine, weights broadcast while completions are being
+# generated), and compares a forecast from the first half of the run with the second half.
 #
 #   examples/quickstart.sh [--seed N] [--smoke]
 #
-# --smoke does every step of it in small: a weak policy, six optimiser steps.
+# --smoke runs every step at the smallest scale: a weak policy, six optimizer steps.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 seed=1

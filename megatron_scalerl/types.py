@@ -21,7 +21,7 @@ class CompletionLost(RuntimeError):
     """One completion is unusable for a reason other than the policy; `reason` gives it in one word.
 
     It is left out of its group and counted; the rest of the group is kept. Raised by `engine.client` (an answer
-    without log-probabilities: `no_logprobs`) and by `rewards.verifier` (no process to score it: `verifier_lost`).
+    without log-probabilities: `no_logprobs`) and by `rewards.pool` (no process to score it: `verifier_lost`).
     """
 
     def __init__(self, message: str, *, reason: str) -> None:
@@ -108,7 +108,7 @@ class ExpertChoices:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """A verifier's verdict on one completion. Produced by `rewards.verifier`.
+    """The score of one completion. Produced by `rewards.pool`.
 
     Example:
         >>> score = Score(correct=True, reward=1.0)

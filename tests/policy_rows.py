@@ -15,7 +15,7 @@ Row = dict[str, Tensor]
 
 def arguments(model: Any, row: Row) -> dict[str, Any]:
     """Keywords of the forward pass of a (wrapped) PolicyModel for a row in host memory."""
-    from megatron_scalerl.trainer.model import unwrap
+    from megatron_scalerl.distributed.parallel import unwrap
 
     plan = unwrap(model).plan(row["cu_seqlens"].tolist(), row["position_ids"][0], None)
     return {"tokens": row["tokens"][0], "targets": row["targets"], "plan": plan}
@@ -24,7 +24,7 @@ def arguments(model: Any, row: Row) -> dict[str, Any]:
 @torch.no_grad()
 def full_logits(model: Any, row: Row) -> Tensor | None:
     """[N, vocab] fp32 logits of the whole vocabulary on every rank; None before the last stage."""
-    from megatron_scalerl.trainer.model import unwrap
+    from megatron_scalerl.distributed.parallel import unwrap
 
     policy = unwrap(model)
     given = arguments(policy, row)

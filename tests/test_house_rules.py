@@ -25,11 +25,10 @@ VLLM = {
 }
 
 OWN_STATE = {
-    "convert/blob.py",
     "engine/weight_receiver.py",
     "plan/lengths.py",
     "plan/simulate.py",
-    "rewards/verifier.py",
+    "rewards/pool.py",
     "safe_load/index.py",
     "safe_load/pickles.py",
     "safe_load/values.py",

@@ -121,10 +121,10 @@ def test_the_same_seed_gives_the_same_policy(tiny, tmp_path):
     ("content", "message"),
     [
         ("", "expected at least one warm-start example, found an empty file"),
-        ('{"prompt": "1+1=", "completion": "2"}\n{"prompt"', r"line 2: expected JSON"),
-        ('{"prompt": "1+1="}\n', "line 1: expected a text in column 'completion', found none"),
-        ('{"prompt": 3, "completion": "2"}\n', "line 1: expected a text in column 'prompt', found none"),
-        (b'{"prompt": "\xff", "completion": "2"}\n', "line 1: expected JSON, found 'utf-8' codec"),
+        ('{"prompt": "1+1=", "completion": "2"}\n{"prompt"', r"line 2: expected a JSON object, found"),
+        ('{"prompt": "1+1="}\n', "line 1: expected the column 'completion', found prompt"),
+        ('{"prompt": 3, "completion": "2"}\n', "line 1: expected a text in column 'prompt', found 3"),
+        (b'{"prompt": "\xff", "completion": "2"}\n', "line 1: expected UTF-8, found invalid start byte"),
     ],
 )
 def test_bad_examples_are_named(tiny, tmp_path, content, message):

@@ -50,8 +50,8 @@ with explained():
     import numpy as np
     from rich.console import Console
 
-    from megatron_scalerl.convert.hf_folder import INDEX
-    from megatron_scalerl.convert.options import Options
+    from megatron_scalerl.checkpoints.hf_folder import INDEX
+    from megatron_scalerl.convert.conversion import Options
 
 # The rest of the package comes where it is used: workers import this file again, and need no torch.
 

@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all, whenever a process or a machine stops."""
+"""Files and folders that appear under their name whole or not at all, whenever a process or a machine stops."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_durably(path: Path, content: bytes, *, private: bool = False) -> None:
-    """Write a file under another name, sync it, rename it, and sync its folder.
+    """Write a file under a temporary name, sync it, rename it, and sync its folder.
 
     private: only its owner may read it (mode 0600).
     """
@@ -22,8 +22,16 @@ def write_durably(path: Path, content: bytes, *, private: bool = False) -> None:
     sync(path.parent)
 
 
+def publish_folder(folder: Path, name: Path) -> None:
+    """Rename a folder whose files are synced, and sync its own folders and the parent of the new name."""
+    for inner in {file.parent for file in folder.rglob("*")}:
+        sync(inner)
+    folder.rename(name)
+    sync(name.parent)
+
+
 def sync(path: Path) -> None:
-    """The content of a file, or the names in a folder, are on the disk when this returns."""
+    """Return once the content of a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

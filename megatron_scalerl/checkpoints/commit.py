@@ -1,8 +1,8 @@
-"""Which checkpoint folders count: the COMMIT file, its check, the newest one, and the pruning of old ones.
+"""Committed checkpoint folders: writing and checking the COMMIT file, finding the newest, pruning old ones.
 
 A checkpoint is a folder `step_000123` whose COMMIT file, written last and by rename, lists every other file with
-its size, and the digests of the small ones. What it vouches for was on the disk before it. A folder without it was
-interrupted while being written and is no checkpoint. Imports no torch: the controller reads checkpoints' names too.
+its size, and the digests of the small ones. These files are on the disk before COMMIT is. A folder without COMMIT was
+interrupted while it was written and is not a checkpoint. Imports no torch, because the controller imports it too.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.checkpoints.atomic_io import sync, write_durably
+from megatron_scalerl.checkpoints.plain_files import is_file_name
 
 COMMIT = "COMMIT"
 DIGEST_BYTES = 16 << 20
-"""Files up to this size are committed with their SHA-256: metadata, common state, the controller's state."""
+"""Files up to this size are committed with their SHA-256: metadata, common state, controller state."""
 _COMMIT_LIMIT = 64 << 20
-"""Bytes of a COMMIT."""
+"""Bytes of a COMMIT file."""
 _STEP = re.compile(r"step_(\d+)")
 
 
 def checkpoint_path(folder: str | Path, step: int) -> Path:
-    """Where the checkpoint of `step` lies under `folder`."""
+    """The folder of the checkpoint of `step` under `folder`."""
     return Path(folder) / f"step_{step:06d}"
 
 
 def write_commit(path: str | Path, facts: Mapping[str, Any]) -> None:
-    """Commit the folder `path` as it is: sync its files, list them in COMMIT with their sizes, and add `facts`."""
+    """Commit the folder `path`: sync its files, list them in COMMIT with their sizes, and add `facts`."""
     path = Path(path)
     inside = [p for p in sorted(path.rglob("*")) if p != path / COMMIT]
     for item in [*inside, path, path.parent]:
@@ -46,10 +47,10 @@ def write_commit(path: str | Path, facts: Mapping[str, Any]) -> None:
 
 
 def read_commit(path: str | Path) -> dict[str, Any]:
-    """The facts of a committed checkpoint, after checking that every file of it is there in full.
+    """The content of COMMIT, after checking that every file of the checkpoint is complete.
 
-    Raises ValueError, naming the file, for a folder that is missing or not committed and for a file that is
-    missing or has another size or, where it is small, another content.
+    Raises ValueError, naming the file, for a folder that is missing or not committed, and for a file that is missing
+    or has another size or, if it is small, another content.
     """
     path = Path(path)
     commit = path / COMMIT
@@ -70,7 +71,7 @@ def read_commit(path: str | Path) -> dict[str, Any]:
 
 
 def _facts(commit: Path) -> dict[str, Any]:
-    """What the file says, its fields of the types that `write_commit` gives them."""
+    """The content of the file, whose fields have the types that `write_commit` gives them."""
     expected = f"{commit}: expected JSON with the checkpoint's files"
     if (size := commit.stat().st_size) > _COMMIT_LIMIT:
         raise ValueError(f"{expected}, at most {_COMMIT_LIMIT} bytes, found {size}")
@@ -98,13 +99,12 @@ def _facts(commit: Path) -> dict[str, Any]:
 
 
 def _check_name(name: str, expected: str) -> None:
-    parts = name.split("/")
-    if len(name) > 4000 or not name.isprintable() or any(p in ("", ".", "..") or len(p) > 255 for p in parts):
+    if len(name) > 4000 or not all(is_file_name(part) for part in name.split("/")):
         raise ValueError(f"{expected}, found the name {name[:100]!a}")
 
 
 def _shown(value: object) -> str:
-    """A number, or the type of what may be long or nested."""
+    """A number, or the type of a value that may be long or nested."""
     return str(value)[:100] if type(value) in (int, float) else f"a {type(value).__name__}"
 
 
@@ -130,10 +130,10 @@ def latest(folder: str | Path) -> Path | None:
 
 
 def latest_whole(folder: str | Path, check: Callable[[Path], object] = read_commit) -> tuple[Path | None, list[str]]:
-    """The newest committed checkpoint that `check` accepts, and a line about each newer one that it does not.
+    """The newest committed checkpoint that `check` accepts, and one line about each newer one that it rejects.
 
-    `check` raises ValueError or OSError naming what is wrong. (None, []) where nothing was committed yet. Raises
-    RuntimeError where no checkpoint is whole.
+    `check` raises ValueError or OSError naming what is wrong. (None, []) if nothing was committed yet. Raises
+    RuntimeError if every checkpoint is damaged.
     """
     damaged: list[str] = []
     for _, path in reversed(committed(folder)):
@@ -151,21 +151,21 @@ def latest_whole(folder: str | Path, check: Callable[[Path], object] = read_comm
 def prune(folder: str | Path, keep: int, *, newest: int) -> list[Path]:
     """Delete all but the `keep` newest committed checkpoints up to step `newest`, and those never committed.
 
-    newest: step of the checkpoint that was just written. Later ones, which a start found damaged, count for nothing
-    and stay until their step is written again. Only for the run's own controller, while no checkpoint is being
-    written. Returns what was deleted.
+    newest: step of the checkpoint that was just written. Later ones were found damaged at the start: they do not
+    count, and stay until their step is written again. Only for the run's own controller, while no checkpoint is being
+    written. Returns the deleted folders.
     """
     assert keep >= 1, keep
     found = committed(folder)
     kept = [path for step, path in found if step <= newest][-keep:] + [path for step, path in found if step > newest]
-    gone = [path for path in sorted(Path(folder).glob("step_*")) if _STEP.fullmatch(path.name) and path not in kept]
-    for path in gone:
+    deleted = [p for p in sorted(Path(folder).glob("step_*")) if _STEP.fullmatch(p.name) and p not in kept]
+    for path in deleted:
         discard(path)
-    return gone
+    return deleted
 
 
 def discard(path: str | Path) -> None:
-    """Delete a checkpoint folder, its COMMIT first, so that a broken-off deletion leaves no checkpoint."""
+    """Delete a checkpoint folder, its COMMIT first, so that an interrupted deletion leaves no checkpoint."""
     path = Path(path)
     (path / COMMIT).unlink(missing_ok=True)
     if path.exists():

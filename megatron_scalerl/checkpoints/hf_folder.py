@@ -1,91 +1,209 @@
-"""Hugging Face folders: slices read from safetensors."""
+"""Hugging Face folders: safetensors headers, checked, and tensors read through memory maps.
+
+Importing this module does not import torch, so that the converter's workers start at once and stay small.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from safetensors import safe_open
+import numpy as np
 
-from megatron_scalerl.models import Family, family, read_hf_config
-from megatron_scalerl.models.family import Index
+from megatron_scalerl.checkpoints.plain_files import MappedFile, check_name
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_scalerl.models.family import Family, Index
 
 INDEX = "model.safetensors.index.json"
+ITEM_BYTES = {
+    **dict.fromkeys(("I64", "U64", "F64"), 8),
+    **dict.fromkeys(("I32", "U32", "F32"), 4),
+    **dict.fromkeys(("I16", "U16", "BF16", "F16"), 2),
+    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+}
+"""safetensors' name of a type -> bytes of one element."""
+_TORCH_FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_MAX_HEADER = 100 << 20
+"""Bytes; safetensors' own limit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HfTensor:
+    """One tensor of a safetensors file."""
+
+    name: str
+    file: str
+    dtype: str
+    """safetensors' name of the type: BF16, F32 ..."""
+    shape: tuple[int, ...]
+    offset: int
+    """First byte in the file."""
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """One safetensors file."""
+
+    file: str
+    metadata: Mapping[str, str] | None
+    """The header's __metadata__."""
+    tensors: tuple[str, ...]
+    """Names in the order of their bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HfFolder:
+    """The tensors of a folder and their distribution over files. Produced by `open_folder`."""
+
+    path: Path
+    tensors: Mapping[str, HfTensor]
+    shards: tuple[Shard, ...]
+    index_metadata: Mapping[str, Any] | None
+    """The index file's metadata, None for a folder without an index."""
+
+
+def open_folder(path: str | Path) -> HfFolder:
+    """Reads the headers of all safetensors files in a folder.
+
+    Raises ValueError if there are none, a file is missing or its size differs from its header's, a header cannot be
+    read, the index names a tensor that its file lacks, or two files hold the same tensor.
+    """
+    path = Path(path)
+    index = path / INDEX
+    index_metadata, placed = _read_index(index) if index.is_file() else (None, None)
+    files = sorted(set(placed.values()) if placed is not None else (f.name for f in path.glob("*.safetensors")))
+    if not files:
+        raise ValueError(f"{path}: expected *.safetensors, found none")
+    tensors: dict[str, HfTensor] = {}
+    shards = []
+    for file in files:
+        if not (path / file).is_file():
+            raise ValueError(f"{path / file}: expected the shard that the index names, found no file")
+        metadata, found = read_header(path / file)
+        for tensor in found:
+            if tensor.name in tensors:
+                other = tensors[tensor.name].file
+                raise ValueError(f"{path / file}: {tensor.name}: expected once, found in {other} too")
+            tensors[tensor.name] = tensor
+        shards.append(Shard(file=file, metadata=metadata, tensors=tuple(tensor.name for tensor in found)))
+    for name, file in (placed or {}).items():
+        if name not in tensors or tensors[name].file != file:
+            raise ValueError(f"{index}: expected only tensors that exist, found {name}, which {file} does not hold")
+    return HfFolder(path=path, tensors=tensors, shards=tuple(shards), index_metadata=index_metadata)
+
+
+def _read_index(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    try:
+        content = json.loads(path.read_text(encoding="utf8"))
+        entries: dict[str, str] = content["weight_map"]
+        if not isinstance(entries, dict):
+            raise TypeError("a weight_map that is not a dictionary")
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: expected JSON with a weight_map, found {error!r}") from None
+    for file in entries.values():
+        check_name(path, file)
+    return content.get("metadata") or {}, entries
+
+
+def read_header(path: Path) -> tuple[Mapping[str, str] | None, list[HfTensor]]:
+    """(metadata, tensors in the order of their bytes) of a safetensors file, checked against its size."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little") if size >= 8 else _MAX_HEADER + 1
+        text = file.read(length) if length <= _MAX_HEADER else b""
+    try:
+        header: dict[str, Any] = json.loads(text)
+    except ValueError:
+        raise ValueError(f"{path}: expected a safetensors file, found no readable header in {size} bytes") from None
+    try:
+        metadata = header.pop("__metadata__", None)
+        found = [_tensor(path, name, entry, 8 + length) for name, entry in header.items()]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: expected a safetensors file, found a header with {error!r}") from None
+    found.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
+    end = max((t.offset + t.nbytes for t in found), default=8 + length)
+    if size != end:
+        raise ValueError(f"{path}: expected {end} bytes as its header says, found {size} (truncated?)")
+    return metadata, found
+
+
+def _tensor(path: Path, name: str, entry: dict[str, Any], start: int) -> HfTensor:
+    dtype, shape, (low, high) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"{path}: {name}: expected one of {', '.join(sorted(ITEM_BYTES))}, found {dtype}")
+    if high - low != prod(shape) * ITEM_BYTES[dtype]:
+        raise ValueError(f"{path}: {name}: expected {prod(shape) * ITEM_BYTES[dtype]} bytes, found {high - low}")
+    return HfTensor(name=name, file=path.name, dtype=dtype, shape=shape, offset=start + low, nbytes=high - low)
 
 
 class HfReader:
-    """Reads rectangles of the tensors in a Hugging Face folder.
+    """Reads the tensors of a folder from memory-mapped files."""
 
-    Raises ValueError for a folder without safetensors and for an index that names a missing file.
-    """
+    def __init__(self, folder: HfFolder):
+        self.folder = folder
+        self._files: dict[str, MappedFile] = {}
 
-    def __init__(self, hf_path: str | Path):
-        self.path = Path(hf_path)
-        self._open: dict[Path, Any] = {}
-        self._file_of = self._files()
+    def bits(self, name: str) -> np.ndarray:
+        """[tensor's shape] its bits as unsigned integers, read-only and not copied."""
+        tensor = self.folder.tensors[name]
+        size = ITEM_BYTES[tensor.dtype]
+        file = self._file(tensor.file)
+        return file.array(tensor.offset, tensor.nbytes // size, np.dtype(f"u{size}")).reshape(tensor.shape)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All tensors of the folder."""
-        return tuple(self._file_of)
+    def raw(self, name: str) -> np.ndarray:
+        """[bytes of the tensor] as uint8, read-only and not copied."""
+        tensor = self.folder.tensors[name]
+        return self._file(tensor.file).array(tensor.offset, tensor.nbytes, np.dtype(np.uint8))
 
     def read(self, name: str, index: tuple[Index, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """The rectangle `index` of tensor `name`, whose full shape must be `shape`."""
-        if name not in self._file_of:
-            raise ValueError(f"{self.path}: expected tensor {name}, found none of that name")
-        view = self._file(self._file_of[name]).get_slice(name)
-        if tuple(view.get_shape()) != tuple(shape):
-            raise ValueError(f"{self.path}: {name}: expected shape {list(shape)}, found {view.get_shape()}")
-        ranges = tuple(slice(i, i + 1) if isinstance(i, int) else i for i in index)
-        dropped = tuple(dim for dim, i in enumerate(index) if isinstance(i, int))
-        return view[ranges].squeeze(dropped)
+        """A copy of `tensor[index]`; an int in `index` drops its dimension.
 
-    def _file(self, path: Path) -> Any:
-        if path not in self._open:
-            self._open[path] = safe_open(path, framework="pt")
-        return self._open[path]
+        shape: full shape that the tensor must have. Raises ValueError if it is missing, has another shape, or is not
+        of a float type.
+        """
+        import torch
 
-    def _files(self) -> dict[str, Path]:
-        index = self.path / INDEX
-        if index.is_file():
-            entries = json.loads(index.read_text())["weight_map"]
-            for file in sorted(set(entries.values())):
-                if not (self.path / file).is_file():
-                    raise ValueError(f"{index}: expected file {file}, found none")
-            return {name: self.path / file for name, file in entries.items()}
-        files = sorted(self.path.glob("*.safetensors"))
-        if not files:
-            raise ValueError(f"{self.path}: expected *.safetensors, found none")
-        return {name: file for file in files for name in self._file(file).keys()}  # noqa: SIM118
+        tensor = self.folder.tensors.get(name)
+        if tensor is None:
+            raise ValueError(f"{self.folder.path}: expected tensor {name}, found none of that name")
+        where = f"{self.folder.path / tensor.file}: {name}"
+        if tensor.shape != tuple(shape):
+            raise ValueError(f"{where}: expected shape {list(shape)}, found {list(tensor.shape)}")
+        if tensor.dtype not in _TORCH_FLOATS:
+            raise ValueError(f"{where}: expected one of {', '.join(_TORCH_FLOATS)}, found {tensor.dtype}")
+        bits = torch.from_numpy(self.bits(name)[index].copy())
+        return bits.view(getattr(torch, _TORCH_FLOATS[tensor.dtype]))
 
+    def prefetch(self, name: str) -> None:
+        """Start reading a tensor that is needed soon."""
+        tensor = self.folder.tensors[name]
+        self._file(tensor.file).prefetch(tensor.offset, tensor.nbytes)
 
-def add_generation_keys(folder: Path, keys: Mapping[str, Any]) -> None:
-    """Puts `keys` (`Family.generation_config`) into a folder's generation_config.json.
+    def release(self, name: str) -> None:
+        """Unmap a tensor that is no longer needed."""
+        tensor = self.folder.tensors[name]
+        self._file(tensor.file).release(tensor.offset, tensor.nbytes)
 
-    A folder without one gets one that keeps the special tokens of config.json: readers then look there no more.
-    """
-    if not keys:
-        return
-    path = folder / "generation_config.json"
-    if path.is_file():
-        found = json.loads(path.read_text())
-        # transformers ignores keys that it does not know where this one is set
-        found.pop("_from_model_config", None)
-    else:
-        config = json.loads((folder / "config.json").read_text())
-        text = config.get("text_config") or config
-        special = ("bos_token_id", "eos_token_id", "pad_token_id")
-        found = {key: text[key] for key in special if text.get(key) is not None}
-    path.write_text(json.dumps({**found, **keys}, indent=2) + "\n")
+    def _file(self, file: str) -> MappedFile:
+        if file not in self._files:
+            self._files[file] = MappedFile(self.folder.path / file)
+        return self._files[file]
 
 
 def family_of_folder(hf_path: str | Path) -> Family:
-    """The Family of a Hugging Face folder, in the layout that its tensors have; without any, the usual one.
+    """The Family of a Hugging Face folder, in the layout of its tensors; without tensors, in the usual layout.
 
     Raises ValueError.
     """
+    from megatron_scalerl.models import family, read_hf_config
+
     stored = any(Path(hf_path).glob("*.safetensors"))
-    return family(read_hf_config(hf_path), HfReader(hf_path).names if stored else ())
+    return family(read_hf_config(hf_path), open_folder(hf_path).tensors if stored else ())

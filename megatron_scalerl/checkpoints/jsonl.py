@@ -1,8 +1,8 @@
 """Append-only JSON Lines files that survive a crash at any byte: one writer, one recovery, one reader.
 
-Every file of a run that grows (journal, groups, ledger, metrics, validations, attempts) is written by `JsonlWriter`
-and read by `read_jsonl`. A row is one line, written by one system call where the system takes it whole. What a crash
-can leave behind is a last line without its newline: it is kept if it is a whole JSON object, else cut off.
+Every growing file of a run (journal, groups, ledger, metrics, validations, attempts) is written by `JsonlWriter` and
+read by `read_jsonl`. A row is one line, written by one system call if the system accepts all of it. A crash can leave
+a last line without its newline: it is kept if it is a complete JSON object, else truncated.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class JsonlWriter:
         self._encoder = msgspec.json.Encoder()
 
     def append(self, *rows: Any) -> None:
-        """Append rows (JSON objects: mappings, dataclasses, structs) with one write. Not finite numbers become null.
+        """Append rows (JSON objects: mappings, dataclasses, structs) with one write. NaN and Inf become null.
 
-        Raises OSError naming the file; nothing of the rows is left in it then.
+        Raises OSError naming the file; no part of the rows is left in it then.
         """
         data = b"".join(self._encoder.encode(row) + b"\n" for row in rows)
         start = os.fstat(self._fd).st_size
@@ -54,7 +54,7 @@ class JsonlWriter:
             raise OSError(error.errno, os.strerror(error.errno or 0), str(self.path)) from None
 
     def sync(self) -> None:
-        """Return when every row is on the disk."""
+        """Return once every row is on the disk."""
         os.fsync(self._fd)
 
     def close(self) -> None:
@@ -65,9 +65,9 @@ class JsonlWriter:
 
 
 def recover(path: str | Path) -> None:
-    """Make the file end with a whole line: a last line without newline gets it, or is cut off if it is torn.
+    """Make the file end with a complete line: a last line without newline gets one, or is truncated if it is torn.
 
-    A file that is not there stays so.
+    A missing file is not created.
     """
     path = Path(path)
     if not path.exists():
@@ -92,7 +92,7 @@ def recover(path: str | Path) -> None:
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """Every whole row of a JSONL file; a torn last line is left out, a missing file is an empty one.
+    """Every complete row of a JSONL file; a torn last line is skipped, a missing file reads as empty.
 
     Raises ValueError naming file and line for any other line that is not a JSON object.
     """
@@ -115,7 +115,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
 
 
 def rewrite(path: str | Path, rows: Iterable[Any], *, private: bool = False) -> None:
-    """Replace the file's rows, as a whole or not at all."""
+    """Replace all rows of the file, atomically."""
     write_durably(Path(path), b"".join(msgspec.json.encode(row) + b"\n" for row in rows), private=private)
 
 

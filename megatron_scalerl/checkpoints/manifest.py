@@ -1,8 +1,8 @@
-"""What is on the wire at a weight update: which parameters, in which order, packed into which buckets.
+"""The manifest of a weight update: which parameters are sent, in which order, packed into which buckets.
 
-Trainer and engines agree on one manifest when they connect; an update then carries bytes only. Names and
-shapes are those of the Hugging Face checkpoint, ordered layer by layer, because the engine keeps a layer's
-parts until the layer is whole.
+Trainer and engines agree on one manifest when they connect; an update then sends bytes only. Names and shapes are
+those of the Hugging Face checkpoint, ordered layer by layer, because the engine buffers the parts of a layer until
+the layer is complete.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from math import prod
 
 BUCKET_MIB = 64
 ALIGNMENT = 16
-"""Every parameter starts at a multiple of this many bytes of its bucket, so that it can be viewed in its type."""
+"""Every parameter starts at a multiple of this many bytes in its bucket, so that it can be viewed in its type."""
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1, "bool": 1}
 
@@ -38,7 +38,7 @@ class ParamMeta:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """Where one parameter lies in its bucket."""
+    """The place of one parameter in its bucket."""
 
     meta: ParamMeta
     offset: int
@@ -47,11 +47,11 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """Parameters that are sent as one piece."""
+    """Parameters that are sent as one buffer."""
 
     slots: tuple[Slot, ...]
     nbytes: int
-    """Size of the piece, padding included; a multiple of the alignment."""
+    """Size of the buffer, padding included; a multiple of the alignment."""
 
 
 Manifest = tuple[ParamMeta, ...]
@@ -60,7 +60,7 @@ Manifest = tuple[ParamMeta, ...]
 def manifest_of(items: Iterable[tuple[str, str, Iterable[int]]]) -> Manifest:
     """A manifest from (name, dtype, shape) in the order of sending.
 
-    Raises ValueError for an empty manifest, a name that comes twice, and a type that cannot be sent.
+    Raises ValueError for an empty manifest, a duplicate name, and a type that cannot be sent.
     """
     manifest = tuple(ParamMeta(name=n, dtype=d, shape=tuple(s)) for n, d, s in items)
     if not manifest:
@@ -91,7 +91,7 @@ def from_json(text: str) -> Manifest:
 
 
 def buckets(manifest: Manifest, bucket_mib: int = BUCKET_MIB) -> Iterator[Bucket]:
-    """Pack the manifest in its order; a parameter larger than a bucket gets one of its own."""
+    """Pack the manifest in its order; a parameter larger than a bucket gets its own."""
     limit, offset = bucket_mib << 20, 0
     slots: list[Slot] = []
     for meta in manifest:

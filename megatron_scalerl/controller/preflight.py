@@ -15,7 +15,8 @@ from megatron_scalerl.engine.options import check_options
 from megatron_scalerl.engine.process import bind_server
 from megatron_scalerl.launch.fleet import engine_gpus
 from megatron_scalerl.models import family, read_hf_config
-from megatron_scalerl.prompts.dataset import PromptSet, check_think_tags, check_vocabulary, load_prompts
+from megatron_scalerl.prompts.dataset import PromptSet, load_prompts
+from megatron_scalerl.prompts.rendering import check_think_tags, check_vocabulary
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import read_run_recipe
 from megatron_scalerl.recipe.input_files import check_policy, check_prompts

@@ -30,7 +30,7 @@ from megatron_scalerl.launch.local import local_launcher
 from megatron_scalerl.launch.open_files import allow_open_files
 from megatron_scalerl.processes.signals import run_until_signal
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.rewards.verifier import VerifierPool
+from megatron_scalerl.rewards.pool import VerifierPool
 from megatron_scalerl.rollouts.journal import read_history
 from megatron_scalerl.rollouts.sampler import Sampler
 
@@ -69,7 +69,7 @@ async def _in_folder(
     start = resume_point(folder.path)
     for line in start.damaged:
         console.print(f"resuming from step {start.step}: {line}", highlight=False)
-    logger.info("run %s, attempt %s, from step %d", folder.run_id, folder.incarnation, start.step)
+    logger.info("run %s, attempt %s, from step %d", folder.attempt.run_id, folder.attempt.incarnation, start.step)
     history = read_history(folder.path)
     check_history(folder.path, history, start)
     sampler = Sampler(recipe, inputs.tokenizer, verifier)

@@ -25,7 +25,8 @@ from typing import Any
 import msgspec
 
 from megatron_scalerl.checkpoints.manifest import to_json
-from megatron_scalerl.engine.client import EngineClient, EngineError
+from megatron_scalerl.engine.answers import EngineError
+from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer.client import TrainerClient
 from megatron_scalerl.weights.connection import Connection
@@ -101,7 +102,7 @@ class WeightSync:
         label = {"weight_version": str(version)}
         await self._all("finish", lambda engine: engine.post("/finish_weight_update", label))
         for engine, info in zip(self._engines, await self._all("verify", lambda engine: engine.info())):
-            expected, found = (str(version), report["digest"]), (info.weight_version, info.weight_digest)
+            expected, found = (str(version), report.digest), (info.weight_version, info.weight_digest)
             if expected != found:
                 raise WeightUpdateError(f"{engine.name}: verify: expected version, digest {expected}, found {found}")
         resumed = time.perf_counter()
@@ -110,8 +111,8 @@ class WeightSync:
             version=version,
             seconds_paused=resumed - paused,
             seconds_total=time.perf_counter() - begin,
-            bytes=report["bytes"],
-            digest=report["digest"],
+            bytes=report.bytes,
+            digest=report.digest,
         )
 
     async def _all(self, phase: str, call: EngineCall, trainer: Awaitable[Any] | None = None) -> list[Any]:

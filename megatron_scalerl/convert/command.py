@@ -8,11 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_scalerl.convert.arrays import TORCH_NAMES
-from megatron_scalerl.convert.options import Options, Summary
-
-_DTYPES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
-
+from megatron_scalerl.convert.assembly import HF_NAMES
+from megatron_scalerl.convert.conversion import Options, Summary
 
 EPILOG = """examples:
   megatron-scalerl convert to-megatron models/my_policy models/my_policy.megatron --verify
@@ -76,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     same.set_defaults(convert=_verify)
     for command in (there, back, same):
         command.add_argument("--processes", type=int, default=2, metavar="N", help="workers (default: 2)")
-        command.add_argument("--dtype", choices=list(_DTYPES), help="type of the policy's weights (default: as is)")
+        command.add_argument("--dtype", choices=list(HF_NAMES), help="type of the policy's weights (default: as is)")
 
 
 def _options(arguments: argparse.Namespace, console: Console) -> Options:
@@ -84,7 +81,7 @@ def _options(arguments: argparse.Namespace, console: Console) -> Options:
         raise ValueError(f"--processes: expected 1 or more, found {arguments.processes}")
     return Options(
         processes=arguments.processes,
-        dtype=_DTYPES.get(arguments.dtype),
+        dtype=HF_NAMES.get(arguments.dtype),
         verify=getattr(arguments, "verify", False),
         allow_nonfinite=getattr(arguments, "allow_nonfinite", False),
         console=console,

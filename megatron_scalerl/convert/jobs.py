@@ -1,87 +1,89 @@
-"""What worker processes do: write a file of Megatron's checkpoint, write part of a safetensors file, compare.
+"""What worker processes do: write a file of Megatron's checkpoint, write part of a safetensors file, or compare.
 
-Jobs can be pickled and name everything that they need. Each reads its tensors once from the disk, computes the
-checksum that the manifest keeps, looks for NaN and Inf, and holds no more than a few bands in memory of its own.
+A job can be pickled and names everything that it needs. It reads each of its tensors once from the disk, computes the
+checksum for the conversion record, looks for NaN and Inf, and holds only a few bands in memory of its own.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
 
-from megatron_scalerl.convert.arrays import RAW, has_nonfinite
-from megatron_scalerl.convert.blob import write_blob
-from megatron_scalerl.convert.dist_reader import DistArrays, Held
-from megatron_scalerl.convert.hf_folder import HfArrays, HfFolder
-from megatron_scalerl.convert.layout import Address
-from megatron_scalerl.convert.pieces import BAND_BYTES, Origin, Recipe, band, bands
+from megatron_scalerl.checkpoints.hf_folder import HfFolder, HfReader
+from megatron_scalerl.convert.assembly import BAND_BYTES, RAW, Assembly, Origin, band, bands, has_nonfinite
+from megatron_scalerl.convert.dist_reader import Address, DistReader, StoredParameter
+from megatron_scalerl.convert.torch_archive import append_tensor
 
-Record = dict[str, Any]
-"""What a finished job leaves behind, as JSON."""
+T = TypeVar("T")
+
+JobResult = dict[str, Any]
+"""What a finished job reports, as JSON data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFiles:
-    """Where tensors are read from; can be pickled."""
+    """The files that tensors are read from; can be pickled."""
 
     hugging_face: HfFolder | None = None
     megatron: Path | None = None
-    held: Mapping[str, Held] | None = None
+    parameters: Mapping[str, StoredParameter] | None = None
+    """The parameters to read from the Megatron checkpoint."""
 
 
 class OpenSources:
     """Arrays of the source files, by origin."""
 
     def __init__(self, files: SourceFiles):
-        self._hf = HfArrays(files.hugging_face) if files.hugging_face else None
-        self._dist = DistArrays(files.megatron, files.held or {}) if files.megatron else None
+        self._hf = HfReader(files.hugging_face) if files.hugging_face else None
+        self._dist = DistReader(files.megatron, files.parameters or {}) if files.megatron else None
 
     def array(self, origin: Origin, name: str) -> np.ndarray:
         """The bits of a whole tensor or chunk."""
         if origin == "megatron":
             assert self._dist is not None
-            return self._dist.array(name)
+            return self._dist.bits(name)
         assert self._hf is not None
-        return self._hf.raw(name) if origin == "bytes" else self._hf.array(name)
+        return self._hf.raw(name) if origin == "bytes" else self._hf.bits(name)
 
-    def read_ahead(self, recipe: Recipe) -> None:
-        """Ask for what a recipe needs soon."""
-        for arrays, name in self._used(recipe):
-            arrays.read_ahead(name)
+    def prefetch(self, *groups: Iterable[Assembly]) -> None:
+        """Start reading what assemblies need soon."""
+        for reader, name in self._used(assembly for group in groups for assembly in group):
+            reader.prefetch(name)
 
-    def let_go(self, recipe: Recipe) -> None:
-        """Give back what a recipe has used."""
-        for arrays, name in self._used(recipe):
-            arrays.let_go(name)
+    def release(self, *assemblies: Assembly) -> None:
+        """Unmap what assemblies have used."""
+        for reader, name in self._used(assemblies):
+            reader.release(name)
 
-    def _used(self, recipe: Recipe) -> Iterator[tuple[Any, str]]:
-        for origin, name in dict.fromkeys((part.origin, part.source) for part in recipe.parts):
-            yield (self._dist if origin == "megatron" else self._hf), name
+    def _used(self, assemblies: Iterable[Assembly]) -> Iterator[tuple[Any, str]]:
+        for assembly in assemblies:
+            for origin, name in dict.fromkeys((part.origin, part.source) for part in assembly.parts):
+                yield (self._dist if origin == "megatron" else self._hf), name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What a job is run with."""
+    """What a job runs with."""
 
     sources: Sequence[OpenSources]
     folder: Path
     """The work folder."""
     allow_nonfinite: bool
     report: Callable[[int], None]
-    """Told the bytes of every band that is done."""
+    """Called with the bytes of every band that is done."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Blob:
+class OutputChunk:
     """Rows `start` to `stop` of a parameter, one chunk of the checkpoint."""
 
-    recipe: Recipe
+    assembly: Assembly
     address: Address
     start: int
     stop: int
@@ -89,22 +91,22 @@ class Blob:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape without leading axes."""
-        return (self.stop - self.start, *self.recipe.shape[1:])
+        return (self.stop - self.start, *self.assembly.shape[1:])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """Hugging Face tensors and the parameters that are made of them and nothing else."""
+    """Hugging Face tensors, and the parameters that are assembled from these tensors alone."""
 
-    tensors: tuple[Recipe, ...]
-    blobs: tuple[Blob, ...]
-    copies: tuple[tuple[Recipe, str], ...] = ()
+    tensors: tuple[Assembly, ...]
+    chunks: tuple[OutputChunk, ...]
+    copies: tuple[tuple[Assembly, str], ...] = ()
     """Tensors that must equal another one of the unit."""
 
     @property
     def nbytes(self) -> int:
         """Bytes to write."""
-        return sum(recipe.nbytes for recipe in self.tensors)
+        return sum(assembly.nbytes for assembly in self.tensors)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,26 +126,25 @@ class CheckpointJob:
         """Bytes to write."""
         return sum(unit.nbytes for unit in self.units)
 
-    def run(self, context: Context) -> Record:
+    def run(self, context: Context) -> JobResult:
         """Returns the chunks with their places in the file, and the checksums of the Hugging Face tensors."""
         sources = context.sources[0]
-        chunks: list[Record] = []
+        chunks: list[JobResult] = []
         checksums: dict[str, str] = {}
-        _ahead(sources, self.units[0].tensors)
+        sources.prefetch(self.units[0].tensors)
         with (context.folder / self.file).open("wb", buffering=1 << 16) as file:
             for number, unit in enumerate(self.units):
-                _ahead(sources, *(u.tensors for u in self.units[number + 1 : number + 2]))
+                sources.prefetch(*(u.tensors for u in self.units[number + 1 : number + 2]))
                 checksums |= _checksums_of_unit(unit, context)
-                for blob in unit.blobs:
-                    chunks.append(_write_chunk(file, blob, context))
-                for recipe in unit.tensors:
-                    sources.let_go(recipe)
-            _settle(file)
+                for chunk in unit.chunks:
+                    chunks.append(_write_chunk(file, chunk, context))
+                sources.release(*unit.tensors)
+            _flush_to_disk(file)
         return {"file": self.file, "chunks": chunks, "checksums": checksums}
 
 
 def _checksums_of_unit(unit: Unit, context: Context) -> dict[str, str]:
-    found = {recipe.name: _checksum(recipe, context) for recipe in unit.tensors}
+    found = {assembly.name: _checksum(assembly, context) for assembly in unit.tensors}
     for copy, original in unit.copies:
         found[copy.name] = _checksum(copy, context)
         if found[copy.name] != found[original]:
@@ -151,48 +152,49 @@ def _checksums_of_unit(unit: Unit, context: Context) -> dict[str, str]:
     return found
 
 
-def _checksum(recipe: Recipe, context: Context) -> str:
+def _checksum(assembly: Assembly, context: Context) -> str:
     state = xxhash.xxh3_64()
-    for rows in bands(recipe, context.sources[0]):
-        _check_finite(recipe, rows, context)
+    for rows in _checked_bands(assembly, context):
         state.update(rows.reshape(-1).data)
     return state.hexdigest()
 
 
-def _check_finite(recipe: Recipe, rows: np.ndarray, context: Context) -> None:
-    if recipe.dtype != RAW and not context.allow_nonfinite and has_nonfinite(rows, recipe.dtype):
-        raise ValueError(f"{recipe.name}: expected finite weights, found NaN or Inf (--allow-nonfinite lets them by)")
+def _checked_bands(assembly: Assembly, context: Context) -> Iterator[np.ndarray]:
+    check = assembly.dtype != RAW and not context.allow_nonfinite
+    for rows in bands(assembly, context.sources[0]):
+        if check and has_nonfinite(rows, assembly.dtype):
+            raise ValueError(
+                f"{assembly.name}: expected finite weights, found NaN or Inf (--allow-nonfinite accepts them)"
+            )
+        yield rows
 
 
-def _write_chunk(file: Any, blob: Blob, context: Context) -> Record:
-    def told() -> Iterator[np.ndarray]:
-        for rows in bands(blob.recipe, context.sources[0], blob.start, blob.stop):
+def _write_chunk(file: Any, chunk: OutputChunk, context: Context) -> JobResult:
+    def reported() -> Iterator[np.ndarray]:
+        for rows in bands(chunk.assembly, context.sources[0], chunk.start, chunk.stop):
             yield rows
             context.report(rows.nbytes)
 
     start = file.tell()
-    lead = blob.address.offset
-    shape = (*(1 for _ in lead), *blob.shape)
-    length = write_blob(file, blob.recipe.dtype, shape, told())
-    size = [*blob.address.sizes, *blob.recipe.shape]
-    offset = [*lead, blob.start, *(0 for _ in blob.shape[1:])]
+    dtype, lead = chunk.assembly.dtype, chunk.address.offset
+    shape = (*(1 for _ in lead), *chunk.shape)
     return dict(
-        key=blob.address.key,
-        size=size,
-        dtype=blob.recipe.dtype,
-        offset=offset,
+        key=chunk.address.key,
+        size=[*chunk.address.sizes, *chunk.assembly.shape],
+        dtype=dtype,
+        offset=[*lead, chunk.start, *(0 for _ in chunk.shape[1:])],
         shape=list(shape),
         start=start,
-        length=length,
+        length=append_tensor(file, dtype, shape, reported()),
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SafetensorsJob:
-    """Write tensors into a safetensors file that is there already, in full size and with its header."""
+    """Write tensors into a safetensors file that exists in its full size, with its header."""
 
     file: str
-    tensors: tuple[tuple[Recipe, int], ...]
+    tensors: tuple[tuple[Assembly, int], ...]
     """(tensor, its first byte in the file)"""
     expected: Mapping[str, str]
     """Checksums that tensors must have."""
@@ -205,36 +207,35 @@ class SafetensorsJob:
     @property
     def nbytes(self) -> int:
         """Bytes to write."""
-        return sum(recipe.nbytes for recipe, _ in self.tensors)
+        return sum(assembly.nbytes for assembly, _ in self.tensors)
 
-    def run(self, context: Context) -> Record:
+    def run(self, context: Context) -> JobResult:
         """Returns the tensors' checksums."""
         checksums: dict[str, str] = {}
         sources = context.sources[0]
-        _ahead(sources, [self.tensors[0][0]])
+        sources.prefetch([self.tensors[0][0]])
         with (context.folder / self.file).open("r+b", buffering=0) as file:
-            for number, (recipe, offset) in enumerate(self.tensors):
-                _ahead(sources, *([r] for r, _ in self.tensors[number + 1 : number + 2]))
-                checksums[recipe.name] = _write_tensor(file, recipe, offset, context)
-                self._compare(recipe.name, checksums[recipe.name])
-                sources.let_go(recipe)
-            _settle(file)
+            for number, (assembly, offset) in enumerate(self.tensors):
+                sources.prefetch(following for following, _ in self.tensors[number + 1 : number + 2])
+                checksums[assembly.name] = _write_tensor(file, assembly, offset, context)
+                self._compare(assembly.name, checksums[assembly.name])
+                sources.release(assembly)
+            _flush_to_disk(file)
         return {"file": self.file, "checksums": checksums}
 
     def _compare(self, name: str, found: str) -> None:
         expected = self.expected.get(name, found)
         if found != expected:
-            raise ValueError(f"{name}: expected checksum {expected} as the manifest says, found {found} (damaged?)")
+            raise ValueError(f"{name}: expected checksum {expected} as recorded, found {found} (damaged?)")
 
 
-def _write_tensor(file: Any, recipe: Recipe, offset: int, context: Context) -> str:
+def _write_tensor(file: Any, assembly: Assembly, offset: int, context: Context) -> str:
     file.seek(offset)
     state = xxhash.xxh3_64()
-    for rows in bands(recipe, context.sources[0]):
-        _check_finite(recipe, rows, context)
+    for rows in _checked_bands(assembly, context):
         data = rows.reshape(-1).view(np.uint8).data
         state.update(data)
-        while data:  # an unbuffered file may take less than it is given
+        while data:  # an unbuffered file may write fewer bytes than given
             data = data[file.write(data) :]
         context.report(rows.nbytes)
     return state.hexdigest()
@@ -245,20 +246,20 @@ class CompareJob:
     """Compare tensors of two sources bit for bit."""
 
     name: str
-    pairs: tuple[tuple[Recipe, Recipe], ...]
+    pairs: tuple[tuple[Assembly, Assembly], ...]
     """The same tensor from the first and from the second source; shapes and types are equal."""
 
     @property
     def nbytes(self) -> int:
         """Bytes to compare."""
-        return sum(recipe.nbytes for recipe, _ in self.pairs)
+        return sum(assembly.nbytes for assembly, _ in self.pairs)
 
-    def run(self, context: Context) -> Record:
+    def run(self, context: Context) -> JobResult:
         """Returns the names of tensors that differ."""
         return {"different": [first.name for first, second in self.pairs if not _equal(first, second, context)]}
 
 
-def _equal(first: Recipe, second: Recipe, context: Context) -> bool:
+def _equal(first: Assembly, second: Assembly, context: Context) -> bool:
     assert (first.shape, first.dtype) == (second.shape, second.dtype), first.name
     one, other = context.sources
     step = max(1, BAND_BYTES // max(1, first.row_bytes))
@@ -268,21 +269,31 @@ def _equal(first: Recipe, second: Recipe, context: Context) -> bool:
         rows = band(first, one, start, stop)
         equal = equal and np.array_equal(rows, band(second, other, start, stop))
         context.report(rows.nbytes)
-    one.let_go(first)
-    other.let_go(second)
+    one.release(first)
+    other.release(second)
     return equal
 
 
-def _ahead(sources: OpenSources, *groups: Sequence[Recipe]) -> None:
-    for recipe in (recipe for group in groups for recipe in group):
-        sources.read_ahead(recipe)
-
-
-def _settle(file: Any) -> None:
-    """On the disk, and out of the page cache, so that a comparison reads the disk."""
+def _flush_to_disk(file: Any) -> None:
+    """Sync the file and drop it from the page cache, so that a comparison reads the disk."""
     file.flush()
     os.fsync(file.fileno())
     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 Job = CheckpointJob | SafetensorsJob | CompareJob
+
+
+def grouped(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[tuple[T, ...]]:
+    """The items in order, in groups of at most `limit` bytes; a larger item is alone."""
+    group: list[T] = []
+    total = 0
+    for item in items:
+        nbytes = size(item)
+        if group and total + nbytes > limit:
+            yield tuple(group)
+            group, total = [], 0
+        group.append(item)
+        total += nbytes
+    if group:
+        yield tuple(group)

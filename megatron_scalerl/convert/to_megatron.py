@@ -2,101 +2,121 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import io
+import json
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.checkpoints.commit import write_commit
-from megatron_scalerl.convert import manifest as manifests
-from megatron_scalerl.convert.dist_writer import finish_checkpoint
-from megatron_scalerl.convert.hf_folder import HfFolder, open_folder
-from megatron_scalerl.convert.jobs import Blob, CheckpointJob, Job, SourceFiles, Unit
-from megatron_scalerl.convert.layout import extra_states, place_of
-from megatron_scalerl.convert.manifest import Manifest
-from megatron_scalerl.convert.options import Options, Summary, progress
-from megatron_scalerl.convert.safetensors_plan import ShardPlan, fill_jobs, plan_shard
-from megatron_scalerl.convert.side_files import SIDE_FOLDER, copy_side_files, policy_config, source_marks
+from megatron_scalerl.checkpoints.hf_folder import HfFolder, HfTensor, open_folder
+from megatron_scalerl.convert.assembly import TORCH_NAMES
+from megatron_scalerl.convert.conversion import Options, Summary, convert
+from megatron_scalerl.convert.dist_reader import addresses, extra_states
+from megatron_scalerl.convert.hf_writer import SafetensorsFile, copy_side_files, fill_jobs, plan_file
+from megatron_scalerl.convert.jobs import CheckpointJob, JobResult, OutputChunk, SourceFiles, Unit, grouped
 from megatron_scalerl.convert.verify import compare
-from megatron_scalerl.convert.views import CARRIED, folder_view, megatron_view, raw_tensor
-from megatron_scalerl.convert.weight_map import (
-    Names,
-    checked_names,
-    folder_recipe,
-    only_dtype,
-    parameter_recipe,
+from megatron_scalerl.convert.views import (
+    PASSTHROUGH_FILE,
+    SIDE_FOLDER,
+    folder_view,
+    layout_of,
+    megatron_view,
+    policy_config,
+    raw_tensor,
+    source_state,
+    with_checksums,
+    write_record,
 )
-from megatron_scalerl.convert.work_folder import WorkFolder, work_folder
-from megatron_scalerl.convert.workers import run_jobs
+from megatron_scalerl.convert.weight_map import folder_assembly, only_dtype, parameter_assembly
 from megatron_scalerl.models import family as family_of
 from megatron_scalerl.models.family import Family, Rule
+from megatron_scalerl.safe_load.index import FORMAT_FILE, METADATA
+from megatron_scalerl.safe_load.values import COMMON
 
 CHUNK_BYTES = 128 << 20
-"""Larger parameters are cut into chunks of whole rows: the stock load holds a chunk at a time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    folder: HfFolder
-    family: Family
-    names: Names
-    jobs: tuple[Job, ...]
-    carried: tuple[ShardPlan, ...]
-    nbytes: int
+"""Larger parameters are split into chunks of whole rows: the stock load holds a chunk at a time."""
+_FORMAT = dict(
+    sharded_backend="torch_dist", sharded_backend_version=1, common_backend="torch", common_backend_version=1
+)
 
 
 def to_megatron(hf_path: str | Path, out: str | Path, options: Options | None = None) -> Summary:
-    """Convert a Hugging Face folder. Memory of a process is a few bands of a tensor, however large the model.
+    """Convert a Hugging Face folder. A process needs memory for a few bands of a tensor, however large the model.
 
-    Raises ValueError, and leaves nothing at `out`, for every mistake in the folder, a full disk, an `out` that
-    exists, weights that are not finite, and a comparison that fails.
+    Raises ValueError, and leaves nothing at `out`, for an invalid folder, a full disk, an existing `out`, weights
+    that are not finite, and a comparison that fails.
     """
     options = options or Options()
     hf_path = Path(hf_path)
-    plan = _plan(hf_path, options)
-    files = SourceFiles(hugging_face=plan.folder)
-    with work_folder(out, _fingerprint(plan, options), nbytes=plan.nbytes, done_bytes=_done(plan.jobs)) as work:
-        resumed = _done(plan.jobs)(work.records)
-        for shard in plan.carried:
-            shard.create(work.path)
-        with progress(options, "to Megatron", plan.nbytes, resumed) as moved:
-            run_jobs(
-                work.left(plan.jobs),
-                [files],
-                folder=work.path,
-                processes=options.processes,
-                allow_nonfinite=options.allow_nonfinite,
-                on_bytes=moved,
-                on_done=work.keep,
-            )
-        _finish(work, plan, options)
-        if options.verify:
-            compare(folder_view(plan.folder), megatron_view(work.path), options)
-        work.publish()
-    return Summary(
-        tensors=len(plan.folder.tensors), nbytes=plan.nbytes, resumed_bytes=resumed, verified=options.verify
-    )
-
-
-def _plan(hf_path: Path, options: Options) -> _Plan:
     config = policy_config(hf_path)
     folder = open_folder(hf_path)
     family = family_of(config, folder.tensors)
-    names = checked_names(folder, family)
-    units = list(_units(folder, family, names, options.dtype))
-    carried = _carried(folder, names)
-    total = sum(unit.nbytes for unit in units) + sum(recipe.nbytes for s in carried for recipe, _ in s.tensors)
-    job_bytes = options.bytes_of_a_job(total)
-    jobs: list[Job] = [
-        CheckpointJob(file=f"__0_{number}.distcp", units=tuple(group))
-        for number, group in enumerate(_grouped(units, job_bytes))
-    ]
-    jobs += fill_jobs(carried, job_bytes, {})
-    return _Plan(folder=folder, family=family, names=names, jobs=tuple(jobs), carried=carried, nbytes=total)
+    layout = layout_of(folder, family)
+    units = list(_units(folder, family, layout.copies, options.dtype))
+    passthrough = _passthrough(folder, layout.passthrough)
+    nbytes = sum(unit.nbytes for unit in units) + sum(a.nbytes for file in passthrough for a, _ in file.tensors)
+    groups = grouped(units, lambda unit: unit.nbytes, options.bytes_of_a_job(nbytes))
+    files = [CheckpointJob(file=f"__0_{number}.distcp", units=group) for number, group in enumerate(groups)]
+
+    def prepare(work: Path) -> None:
+        for file in passthrough:
+            file.create(work)
+
+    def finish(work: Path, results: dict[str, JobResult]) -> None:
+        write_metadata(work, [results[job.name] for job in files], extra_states(family))
+        copy_side_files(hf_path, work / SIDE_FOLDER)
+        tensors = {
+            name: t if name in layout.passthrough else _as(t, options.dtype) for name, t in folder.tensors.items()
+        }
+        write_record(work, with_checksums(layout, tensors, results.values()))
+        write_commit(work, {"converted_from": hf_path.name, "family": family.name})
+        if options.verify:
+            compare(folder_view(folder), megatron_view(work), options)
+
+    resumed = convert(
+        out,
+        [*files, *fill_jobs(passthrough, options.bytes_of_a_job(nbytes), {})],
+        SourceFiles(hugging_face=folder),
+        options,
+        title="to Megatron",
+        plan=dict(
+            direction="to-megatron",
+            dtype=options.dtype,
+            allow_nonfinite=options.allow_nonfinite,
+            source=source_state(hf_path, ["config.json", *(shard.file for shard in folder.shards)]),
+        ),
+        prepare=prepare,
+        finish=finish,
+    )
+    return Summary(tensors=len(folder.tensors), nbytes=nbytes, resumed_bytes=resumed, verified=options.verify)
 
 
-def _units(folder: HfFolder, family: Family, names: Names, dtype: str | None) -> Iterable[Unit]:
+def _as(tensor: HfTensor, dtype: str | None) -> HfTensor:
+    return replace(tensor, dtype=dtype or tensor.dtype)
+
+
+def _passthrough(folder: HfFolder, names: Iterable[str]) -> list[SafetensorsFile]:
+    """The file of tensors outside the policy, if there are any."""
+    tensors = {name: raw_tensor(folder, name) for name in names}
+    return [plan_file(f"{SIDE_FOLDER}/{PASSTHROUGH_FILE}", {"format": "pt"}, tensors)] if tensors else []
+
+
+def _units(folder: HfFolder, family: Family, copies: Mapping[str, str], dtype: str | None) -> Iterable[Unit]:
     rules: dict[tuple[str, ...], list[Rule]] = {}
     for rule in family.rules:
         if rule.exported:
@@ -104,79 +124,56 @@ def _units(folder: HfFolder, family: Family, names: Names, dtype: str | None) ->
     owned = [name for group in rules for name in group]
     assert len(owned) == len(set(owned)), "a Hugging Face tensor in two groups of rules"
     for group, members in rules.items():
-        copies = [(folder_recipe(folder, copy, dtype), of) for copy, of in names.copies.items() if of in group]
         yield Unit(
-            tensors=tuple(folder_recipe(folder, name, dtype) for name in group),
-            blobs=tuple(blob for rule in members for blob in _blobs(rule, folder, family, dtype)),
-            copies=tuple(copies),
+            tensors=tuple(folder_assembly(folder, name, dtype) for name in group),
+            chunks=tuple(chunk for rule in members for chunk in _chunks(rule, folder, family, dtype)),
+            copies=tuple((folder_assembly(folder, copy, dtype), of) for copy, of in copies.items() if of in group),
         )
 
 
-def _blobs(rule: Rule, folder: HfFolder, family: Family, dtype: str | None) -> Iterable[Blob]:
+def _chunks(rule: Rule, folder: HfFolder, family: Family, dtype: str | None) -> Iterable[OutputChunk]:
     kinds = {folder.tensors[name].dtype for name in rule.hf_shapes}
     source = only_dtype(kinds, f"{folder.path}: {', '.join(rule.hf_shapes)}")
-    recipe = parameter_recipe(rule, source, dtype or source)
-    address = place_of(rule, family).written
-    rows = max(1, CHUNK_BYTES // recipe.row_bytes)
-    for start in range(0, recipe.shape[0], rows):
-        yield Blob(recipe=recipe, address=address, start=start, stop=min(start + rows, recipe.shape[0]))
+    assembly = parameter_assembly(rule, source, dtype or source)
+    address = addresses(rule, family)[0]
+    rows = max(1, CHUNK_BYTES // assembly.row_bytes)
+    for start in range(0, assembly.shape[0], rows):
+        yield OutputChunk(assembly=assembly, address=address, start=start, stop=min(start + rows, assembly.shape[0]))
 
 
-def _carried(folder: HfFolder, names: Names) -> tuple[ShardPlan, ...]:
-    if not names.carried:
-        return ()
-    tensors = {name: raw_tensor(folder, name) for name in names.carried}
-    return (plan_shard(f"{SIDE_FOLDER}/{CARRIED}", {"format": "pt"}, tensors),)
+def write_metadata(folder: Path, results: Sequence[JobResult], extra_states: Iterable[str]) -> None:
+    """Write .metadata, metadata.json, common.pt and one file that all the empty objects share.
+
+    `results` are those of the checkpoint's jobs.
+    """
+    metadata = Metadata(state_dict_metadata={}, storage_data={}, storage_meta=StorageMeta(), planner_data=None)
+    metadata.version = CURRENT_DCP_VERSION
+    for result in results:
+        for chunk in result["chunks"]:
+            _add_chunk(metadata, result["file"], chunk)
+    file, content = f"__0_{len(results)}.distcp", _saved([None])
+    write_durably(folder / file, content)
+    for key in extra_states:
+        metadata.state_dict_metadata[key] = BytesStorageMetadata()
+        metadata.storage_data[MetadataIndex(key)] = _StorageInfo(file, 0, len(content))
+    write_durably(folder / COMMON, _saved({}))
+    write_durably(folder / METADATA, pickle.dumps(metadata))
+    write_durably(folder / FORMAT_FILE, json.dumps(_FORMAT).encode())
 
 
-def _grouped(units: Sequence[Unit], job_bytes: int) -> Iterable[list[Unit]]:
-    group: list[Unit] = []
-    size = 0
-    for unit in units:
-        if group and size + unit.nbytes > job_bytes:
-            yield group
-            group, size = [], 0
-        group.append(unit)
-        size += unit.nbytes
-    if group:
-        yield group
+def _add_chunk(metadata: Metadata, file: str, chunk: JobResult) -> None:
+    key, offset = chunk["key"], torch.Size(chunk["offset"])
+    if key not in metadata.state_dict_metadata:
+        properties = TensorProperties(dtype=getattr(torch, TORCH_NAMES[chunk["dtype"]]))
+        empty = TensorStorageMetadata(properties=properties, size=torch.Size(chunk["size"]), chunks=[])
+        metadata.state_dict_metadata[key] = empty
+    entry = metadata.state_dict_metadata[key]
+    assert isinstance(entry, TensorStorageMetadata)
+    entry.chunks.append(ChunkStorageMetadata(offsets=offset, sizes=torch.Size(chunk["shape"])))
+    metadata.storage_data[MetadataIndex(key, offset)] = _StorageInfo(file, chunk["start"], chunk["length"])
 
 
-def _done(jobs: Sequence[Job]) -> Any:
-    return lambda records: sum(job.nbytes for job in jobs if job.name in records)
-
-
-def _fingerprint(plan: _Plan, options: Options) -> dict[str, Any]:
-    """Equal where an earlier conversion's files can be kept."""
-    return dict(
-        direction="to-megatron",
-        dtype=options.dtype,
-        allow_nonfinite=options.allow_nonfinite,
-        source=source_marks(plan.folder.path, ["config.json", *(shard.file for shard in plan.folder.shards)]),
-        jobs=[(job.name, job.nbytes) for job in plan.jobs],
-    )
-
-
-def _finish(work: WorkFolder, plan: _Plan, options: Options) -> None:
-    records = [work.records[job.name] for job in plan.jobs]
-    checkpoint = [r for job, r in zip(plan.jobs, records) if isinstance(job, CheckpointJob)]
-    finish_checkpoint(work.path, checkpoint, extra_states(plan.family))
-    copy_side_files(plan.folder.path, work.path / SIDE_FOLDER)
-    write_durably(work.path / manifests.FILE, manifests.to_bytes(_manifest(plan, options, records)))
-    write_commit(work.path, {"converted_from": plan.folder.path.name, "family": plan.family.name})
-
-
-def _manifest(plan: _Plan, options: Options, records: Sequence[Any]) -> Manifest:
-    found = manifests.checksums(records)
-    tensors = {}
-    for name, stored in plan.folder.tensors.items():
-        kept = name in plan.names.carried
-        dtype = stored.dtype if kept else options.dtype or stored.dtype
-        tensors[name] = dict(dtype=dtype, shape=list(stored.shape), checksum=found[name])
-    return Manifest(
-        tensors=tensors,
-        shards=plan.folder.shards,
-        index_metadata=plan.folder.index_metadata,
-        copies=plan.names.copies,
-        carried=plan.names.carried,
-    )
+def _saved(value: object) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()

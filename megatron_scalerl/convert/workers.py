@@ -1,7 +1,7 @@
-"""Runs jobs in several processes and brings back what each left behind.
+"""Runs jobs in several processes and collects their results.
 
-One pipe per worker carries its progress and records to the first process, which alone reads them; a worker that
-is ahead waits in its pipe. The first failure ends all. Workers die with the process that started them.
+One pipe per worker carries its progress and results to the first process, the only reader; a worker that is ahead
+blocks on its pipe. The first failure ends all workers. They exit with the process that started them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.convert.jobs import Context, Job, OpenSources, Record, SourceFiles
+from megatron_scalerl.convert.jobs import Context, Job, JobResult, OpenSources, SourceFiles
 from megatron_scalerl.processes.parent_death import die_with_parent
 
 OnBytes = Callable[[int], None]
-OnDone = Callable[[Job, Record], None]
+OnDone = Callable[[Job, JobResult], None]
 
 
 def run_jobs(
@@ -34,12 +34,12 @@ def run_jobs(
 ) -> None:
     """Runs every job once; `on_done` is called in this process as each is finished.
 
-    Raises ValueError for what is wrong with the data or cannot be written, RuntimeError where a worker was killed.
+    Raises ValueError for invalid data and for files that cannot be written, RuntimeError if a worker was killed.
     """
     shares = [share for share in _balanced(jobs, processes) if share]
     if len(shares) <= 1:
-        for job, record in _run_share(shares[0] if shares else [], sources, folder, allow_nonfinite, on_bytes):
-            on_done(job, record)
+        for job, result in _run_share(shares[0] if shares else [], sources, folder, allow_nonfinite, on_bytes):
+            on_done(job, result)
         return
     by_name = {job.name: job for job in jobs}
     with _started(shares, sources, folder, allow_nonfinite) as pipes:
@@ -51,7 +51,7 @@ def run_jobs(
                     on_bytes(content[0])
                 elif kind == "done":
                     on_done(by_name[content[0]], content[1])
-                elif kind == "mistake":
+                elif kind == "error":
                     raise ValueError(content[0])
                 else:
                     del pipes[pipe]
@@ -61,12 +61,12 @@ def _message(pipe: Connection, worker: int) -> tuple[Any, ...]:
     try:
         message: tuple[Any, ...] = pipe.recv()
     except EOFError:
-        raise RuntimeError(f"conversion: worker {worker} ended before its work was done") from None
+        raise RuntimeError(f"conversion: worker {worker} exited before its work was done") from None
     return message
 
 
 def _balanced(jobs: Sequence[Job], processes: int) -> list[list[Job]]:
-    """Largest first to whoever has least; each share then in the given order, which is that of the files."""
+    """Largest first to the least loaded worker; each share then in the given order, which is that of the files."""
     shares: list[list[Job]] = [[] for _ in range(max(1, processes))]
     loads = [0] * len(shares)
     for job in sorted(jobs, key=lambda job: -job.nbytes):
@@ -81,7 +81,7 @@ def _balanced(jobs: Sequence[Job], processes: int) -> list[list[Job]]:
 def _started(
     shares: Sequence[Sequence[Job]], sources: Sequence[SourceFiles], folder: Path, allow_nonfinite: bool
 ) -> Iterator[dict[Connection, int]]:
-    # Not forked: threads and memory of the first process stay where they are.
+    # Spawned, not forked: a fork would inherit the first process's threads and memory.
     context = multiprocessing.get_context("spawn")
     pipes: dict[Connection, int] = {}
     processes = []
@@ -97,7 +97,7 @@ def _started(
         yield pipes
     finally:
         for process in processes:
-            if pipes:  # not all are through: something failed
+            if pipes:  # some have not finished: there was a failure
                 process.kill()
             process.join()
 
@@ -113,10 +113,10 @@ def _worker(
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends its workers
     try:
-        for job, record in _run_share(share, sources, folder, allow_nonfinite, lambda n: pipe.send(("bytes", n))):
-            pipe.send(("done", job.name, record))
-    except ValueError as mistake:
-        pipe.send(("mistake", str(mistake)))
+        for job, result in _run_share(share, sources, folder, allow_nonfinite, lambda n: pipe.send(("bytes", n))):
+            pipe.send(("done", job.name, result))
+    except ValueError as error:
+        pipe.send(("error", str(error)))
     else:
         pipe.send(("end",))
 
@@ -127,12 +127,12 @@ def _run_share(
     folder: Path,
     allow_nonfinite: bool,
     report: OnBytes,
-) -> Iterator[tuple[Job, Record]]:
+) -> Iterator[tuple[Job, JobResult]]:
     opened = [OpenSources(files) for files in sources]
     context = Context(sources=opened, folder=folder, allow_nonfinite=allow_nonfinite, report=report)
     for job in share:
         try:
-            record = job.run(context)
-        except OSError as error:  # a full disk, a limit on the size of files, a disk that fails
+            result = job.run(context)
+        except OSError as error:  # a full disk, a limit on the size of files, a failing disk
             raise ValueError(f"{job.name}: expected to be written in full, found: {error.strerror}") from None
-        yield job, record
+        yield job, result

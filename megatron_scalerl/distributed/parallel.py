@@ -151,3 +151,10 @@ def _coordinates(groups: ProcessGroupCollection) -> dict[str, int]:
         group = getattr(groups, name)
         found[f"{short}_rank"], found[f"{short}_size"] = group.rank(), group.size()
     return found
+
+
+def unwrap(chunk: Any) -> Any:
+    """The GPTModel inside the wrappers of a model chunk (DistributedDataParallel, Float16Module)."""
+    while not hasattr(chunk, "decoder"):
+        chunk = chunk.module
+    return chunk

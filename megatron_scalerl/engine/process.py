@@ -1,9 +1,9 @@
-"""One engine: vLLM's HTTP server as a process of ours, started, watched and stopped whole.
+"""Starts, watches and stops one vLLM server process. Runs in the controller.
 
-The parent binds the server's address and hands over the listening socket (`engine.server`), so that a free
-port stays ours from the moment it is chosen. The server tells that it is up through a pipe (`engine.vllm_plugin`),
-its end is awaited, its progress watched (`engine.watchdog`), and its output goes to a log file whose last lines
-are shown when it dies. It leads a process group of its own, so that stopping it takes its core and its workers along.
+The controller binds the server's address and passes the listening socket on (`engine.server`), so that nobody takes
+a free port between its choice and its use. The server reports through a pipe that it is up (`engine.vllm_plugin`).
+Its exit is awaited, its progress watched (`engine.watchdog`), and its output goes to a log file whose last lines are
+part of the error when it dies. It leads its own process group, so that its core and its workers stop with it.
 """
 
 from __future__ import annotations
@@ -17,38 +17,20 @@ from typing import Any, NoReturn
 
 import tenacity
 
-from megatron_scalerl.engine.client import (
-    SECRET_HEADER,
-    EngineClient,
-    EngineError,
-    EngineInfo,
-    SamplingSpec,
-    check_engine,
-    logprobs_mode,
-)
+from megatron_scalerl.engine.answers import EngineError, EngineInfo
+from megatron_scalerl.engine.client import EngineClient
+from megatron_scalerl.engine.numerics import check_engine
 from megatron_scalerl.engine.options import engine_arguments, engine_command, engine_environment
 from megatron_scalerl.engine.watchdog import EngineDied, watch_progress
 from megatron_scalerl.processes.child_process import ChildProcess, log_end
 from megatron_scalerl.recipe import Recipe
-
-__all__ = [
-    "SECRET_HEADER",
-    "EngineClient",
-    "EngineDied",
-    "EngineError",
-    "EngineInfo",
-    "EngineProcess",
-    "SamplingSpec",
-    "check_engine",
-    "logprobs_mode",
-]
 
 _STOP_S = 20.0
 _BACKLOG = 2048
 
 
 class EngineProcess:
-    """One vLLM server. `start`, then `client`; `watch` returns never or raises; `stop` whenever."""
+    """One vLLM server. `start` it, then use `client`; `watch` never returns; `stop` may be called at any time."""
 
     def __init__(
         self,
@@ -62,8 +44,7 @@ class EngineProcess:
     ) -> None:
         """index: number of the engine from 0. transport: gloo or nccl. devices: its CUDA_VISIBLE_DEVICES.
 
-        Holds the server's address from here on. Raises ValueError for an option that vLLM does not know and for a
-        port in use.
+        Binds the server's address. Raises ValueError for an option that vLLM does not know and for a port in use.
         """
         engine = recipe.engine
         self._recipe, self._secret = recipe, secret
@@ -79,15 +60,15 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """The server's process, which leads its group."""
+        """Process id of the server, also the id of its process group."""
         assert self._process is not None, "started"
         return self._process.pid
 
     async def start(self, *, version: int = 0) -> EngineInfo:
         """Start the server, wait until it answers, label its weights with `version`, and check it.
 
-        Raises EngineDied if it ends or takes longer than engine.start_timeout_s, EngineError and ValueError if it
-        does not compute what the recipe asks for (see `check_engine`). It is stopped then.
+        Raises EngineDied if it exits or takes longer than engine.start_timeout_s, EngineError and ValueError if it
+        does not compute what the recipe says (see `check_engine`). It is stopped first.
         """
         assert self._process is None, "an engine starts once"
         limit = self._recipe.engine.start_timeout_s
@@ -107,14 +88,14 @@ class EngineProcess:
         return info
 
     async def watch(self) -> NoReturn:
-        """Runs as long as the server lives, answers and, with requests in flight, makes tokens. Raises EngineDied."""
+        """Wait until the server exits, stops answering or, with requests in flight, stalls. Raises EngineDied."""
         assert self._process is not None, "started"
         exit_code = asyncio.create_task(self._process.wait())
         progress = asyncio.create_task(watch_progress(self.client, self._recipe.engine))
         try:
             await asyncio.wait({exit_code, progress}, return_when=asyncio.FIRST_COMPLETED)
             if exit_code.done():
-                raise self._died(f"ended with {exit_code.result()}")
+                raise self._died(f"exited with code {exit_code.result()}")
             progress.result()
         except EngineDied as died:
             if exit_code.done():
@@ -126,14 +107,14 @@ class EngineProcess:
             await asyncio.gather(exit_code, progress, return_exceptions=True)
 
     async def stop(self) -> None:
-        """End the server with all its processes, after some seconds by force. May be called twice."""
+        """Terminate the server with all its processes, after some seconds by SIGKILL. May be called twice."""
         self._socket.close()
         await self.client.close()
         if self._process is not None:
             await self._process.stop(_STOP_S)
 
     async def _launch(self) -> int:
-        """Start the process; returns the end of the pipe on which it says that it is up."""
+        """Start the process; returns the read end of the pipe on which it reports that it is up."""
         read, write = os.pipe()
         listening = self._socket.fileno()
         env = engine_environment(
@@ -148,11 +129,11 @@ class EngineProcess:
             raise
         finally:
             os.close(write)
-            self._socket.close()  # the server alone listens now: when it ends, connections are refused
+            self._socket.close()  # the server alone listens now: once it exits, connections are refused
         return read
 
     async def _ready(self, read: int) -> None:
-        """Wait for the plugin's byte or the end of the process."""
+        """Wait for the plugin's byte or the exit of the process."""
         assert self._process is not None
         loop = asyncio.get_running_loop()
         up: asyncio.Future[bytes] = loop.create_future()
@@ -166,8 +147,8 @@ class EngineProcess:
         try:
             either: set[asyncio.Future[Any]] = {up, exit_code}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not up.done() or not up.result():  # the pipe's other end went away: it is about to end
-                raise self._died(f"ended with {await exit_code} before it was up")
+            if not up.done() or not up.result():  # the write end was closed: the process is about to exit
+                raise self._died(f"exited with code {await exit_code} before it was up")
         finally:
             loop.remove_reader(read)
             os.close(read)
@@ -175,7 +156,7 @@ class EngineProcess:
             await asyncio.gather(exit_code, return_exceptions=True)
 
     async def _first_answer(self) -> None:
-        """The plugin reports an instant before the server accepts."""
+        """Wait for the first response: the plugin reports shortly before the server accepts connections."""
         async for attempt in tenacity.AsyncRetrying(
             stop=tenacity.stop_after_delay(60),
             wait=tenacity.wait_exponential(0.02, max=1),

@@ -1,10 +1,10 @@
-"""The process of one engine: vLLM's OpenAI server on a socket that its parent has bound.
+"""Main of one engine's server process: vLLM's OpenAI server on a socket that the controller has bound.
 
     MSRL_LISTEN_FD=3 MSRL_READY_FD=4 MSRL_SECRET=... python -m megatron_scalerl.engine.server --model ...
 
-The arguments are vLLM's own. vLLM's own entry points bind the address themselves (a free port would be probed,
-given back and perhaps lost), and `vllm serve` needs a distribution of the name vllm. The imports of vLLM stand
-inside the functions: where vLLM spawns its core, that process imports this module again.
+The arguments are vLLM's own. vLLM's entry points bind the address themselves (a free port would be probed, released
+and perhaps lost), and `vllm serve` requires a distribution named vllm. vLLM is imported inside the functions: where
+vLLM spawns its core, that process imports this module again.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ async def _serve(arguments: Namespace, sock: socket.socket) -> None:
     from vllm.utils.system_utils import decorate_logs, set_ulimit
 
     decorate_logs("APIServer", skip_if_decorated=True)
-    signal.signal(signal.SIGTERM, _leave)  # until vLLM's server, once it runs, puts its own in place
+    signal.signal(signal.SIGTERM, _interrupt)  # until vLLM's server installs its own handler
     validate_api_server_args(arguments)
     set_ulimit()
     await run_server_worker(f"http://{arguments.host}:{arguments.port}", sock, arguments)
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
+def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 

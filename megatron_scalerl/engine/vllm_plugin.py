@@ -1,20 +1,20 @@
-"""What runs inside vLLM: found by its entry point `vllm.general_plugins`, in every one of its processes.
+"""The plugin that vLLM loads in all its processes, by its entry point `vllm.general_plugins`.
 
-- `register`: names our weight-transfer backends; imports nothing heavy.
-- `SecretMiddleware` (--middleware): every path but /health demands the run's secret. vLLM's own --api-key
-  leaves /collective_rpc, /pause and /update_weights open. It answers /msrl/progress itself.
-- `ForcedTokens` (--logits-processors): forced interruption, see `engine.interruption`.
-- `WorkerExtension` (--worker-extension-cls): answers what the engine really computes.
+- `register`, in every process: registers our weight-transfer backends; imports nothing heavy.
+- `SecretMiddleware` (--middleware), in the server: every path but /health requires the run's secret. vLLM's own
+  --api-key leaves /collective_rpc, /pause and /update_weights open. It serves /msrl/progress itself.
+- `ForcedTokens` (--logits-processors), in the workers: forced interruption, see `engine.interruption`.
+- `WorkerExtension` (--worker-extension-cls), in the workers: reports what the engine actually computes.
 """
 
 from __future__ import annotations
 
 import hmac
-import json
 import multiprocessing
 import os
 from typing import Any
 
+import msgspec
 import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
@@ -30,7 +30,7 @@ BACKENDS = {"msrl_gloo": "GlooReceiver", "msrl_nccl": "NcclReceiver"}
 
 
 def register() -> None:
-    """Name our weight-transfer backends to vLLM. Calling it again changes nothing."""
+    """Register our weight-transfer backends with vLLM and tie this process to its parent. Idempotent."""
     if NAME_VARIABLE in os.environ:  # an engine of a run
         log_to_stderr("vllm")
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
@@ -39,18 +39,18 @@ def register() -> None:
         if name not in Factory._registry:
             Factory.register_engine(name, "megatron_scalerl.engine.weight_receiver", receiver)
     if torch.cpu._is_amx_tile_supported():
-        # vLLM's bfloat16 attention uses these registers without asking the kernel for them (illegal instruction)
+        # vLLM's bfloat16 attention uses AMX tiles without requesting them from the kernel (illegal instruction)
         torch.cpu._init_amx()
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None and os.environ.get("MSRL_DIE_WITH_PARENT") == "1":
         # the server itself is tied to the controller and forked processes to their parent (`processes.parent_death`);
-        # a core or worker that is spawned ties itself here, one of a fork server to that server
+        # a spawned core or worker ties itself here, to the fork server where one started it
         forkserver = multiprocessing.get_start_method(allow_none=True) == "forkserver"
         die_with_parent(os.getppid() if forkserver else parent.pid)
 
 
 class SecretMiddleware:
-    """Refuses every HTTP and WebSocket request without the run's secret; tells the parent that the server is up."""
+    """Refuses HTTP and WebSocket requests without the run's secret; reports to the parent that the server is up."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -64,7 +64,7 @@ class SecretMiddleware:
         elif not self._allowed(scope):
             await _refuse(scope["type"], send)
         elif scope["type"] == "http" and scope["path"] == PROGRESS_PATH:
-            from megatron_scalerl.engine.vllm_progress import progress  # for the server's process alone
+            from megatron_scalerl.engine.vllm_progress import progress  # in the server process only
 
             await _answer(send, 200, progress(scope["app"].state.engine_client))
         else:
@@ -84,10 +84,10 @@ async def _refuse(kind: str, send: Any) -> None:
         await send({"type": "websocket.close", "code": 1008})
 
 
-async def _answer(send: Any, status: int, content: dict[str, Any]) -> None:
+async def _answer(send: Any, status: int, content: Any) -> None:
     headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(content).encode()})
+    await send({"type": "http.response.body", "body": msgspec.json.encode(content)})
 
 
 def _reporting(send: Any) -> Any:
@@ -104,10 +104,10 @@ def _reporting(send: Any) -> Any:
 
 
 class ForcedTokens(LogitsProcessor):
-    """Forced interruption on vLLM's batch: requests that carry a plan, by their row.
+    """Forced interruption on vLLM's batch: the requests that carry a plan, by row.
 
-    vLLM hands over each request's own list of output tokens, which grows as it is sampled; the state is read
-    from it when the logits are there, so that preemption, pause and asynchronous scheduling change nothing.
+    vLLM passes each request's own list of output tokens, which grows as tokens are sampled. It is read when the
+    logits are computed, so that preemption, pause and asynchronous scheduling change nothing.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
@@ -116,19 +116,19 @@ class ForcedTokens(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raises ValueError for a broken plan; the server answers 400."""
+        """Raises ValueError for an invalid plan; the server responds with 400."""
         Plan.from_extra_args(sampling_params.extra_args)
 
     def is_argmax_invariant(self) -> bool:
-        """A forced token is forced on greedy requests too."""
+        """False: tokens are forced on greedy requests too."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow requests that come, go and change rows."""
+        """Follow requests that are added, removed and moved."""
         process_dict_updates(self._rows, batch_update, _start)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """logits: [batch, vocabulary]; a row whose next token is forced keeps that token only."""
+        """logits: [batch, vocabulary]; in a row whose next token is forced, every other token becomes -inf."""
         rows, tokens = [], []
         for row, (forcing, output) in self._rows.items():
             token = forcing.next_token(output)
@@ -148,12 +148,12 @@ def _start(params: SamplingParams, _: Any, output: list[int]) -> tuple[Forcing, 
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to its worker; called through /collective_rpc."""
+    """Methods that vLLM adds to its workers; called through /collective_rpc."""
 
     def msrl_info(self) -> dict[str, Any]:
         """The fields of `EngineInfo` that a worker knows."""
         config = self.model_config  # type: ignore[attr-defined]
-        if not hasattr(self, "_msrl_head"):  # once: a broken update leaves a model that cannot be probed
+        if not hasattr(self, "_msrl_head"):  # once: a failed update leaves a model that cannot be probed
             self._msrl_head = _probe_head(self.model_runner.get_model(), config)  # type: ignore[attr-defined]
         vocab_size, head_dtype = self._msrl_head
         receiver = self.weight_transfer_engine  # type: ignore[attr-defined]
@@ -170,17 +170,17 @@ class WorkerExtension:
 
 
 def _attention_temperature(model: torch.nn.Module) -> bool | None:
-    """Whether Llama 4's layers without RoPE scale their queries; None where there is no such layer."""
+    """Whether Llama 4's layers without RoPE scale their queries; None without such layers."""
     found = {bool(layer.attn_temperature_tuning) for layer in model.modules() if getattr(layer, "nope", False)}
     return None if not found else found == {True}
 
 
 @torch.inference_mode()
 def _probe_head(model: Any, config: Any) -> tuple[int, str]:
-    """(rows of the logits, precision they were computed in), found on the logits of two made-up hidden states.
+    """(rows of the logits, precision they were computed in), measured on the logits of two synthetic hidden states.
 
-    Logits computed in bfloat16 stand on its grid of 8 significant bits even after a cast to float32; of
-    thousands computed in float32 practically none does.
+    Logits computed in bfloat16 have 8 significant bits even after a cast to float32; of thousands computed in
+    float32 practically none has.
     """
     width = config.get_hidden_size()
     device = next(model.parameters()).device
@@ -189,5 +189,5 @@ def _probe_head(model: Any, config: Any) -> tuple[int, str]:
     if logits is None:  # a tensor-parallel rank that gets no logits
         return config.get_vocab_size(), str(config.head_dtype).removeprefix("torch.")
     exact = logits.float()
-    coarse = bool((exact == exact.bfloat16().float()).all())
-    return logits.shape[-1], "bfloat16" if coarse else "float32"
+    rounded = bool((exact == exact.bfloat16().float()).all())
+    return logits.shape[-1], "bfloat16" if rounded else "float32"

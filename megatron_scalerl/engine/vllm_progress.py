@@ -1,9 +1,8 @@
-"""Counts tokens in vLLM's server process, where they come in from the engine's cores.
+"""Counts tokens in vLLM's server process, where it receives them from the engine's cores.
 
-`python -m megatron_scalerl.engine.server` is one server process with one or more cores (data parallel
-ranks), each a process of its own, also where VLLM_ENABLE_V1_MULTIPROCESSING is 0. The count needs neither vLLM's
-statistics, which are switched off because they cost a seventh of the throughput, nor an answer of a core, which may
-hang.
+`python -m megatron_scalerl.engine.server` is one server process with one or more cores (data-parallel ranks), each a
+process of its own, even where VLLM_ENABLE_V1_MULTIPROCESSING is 0. Counting needs neither vLLM's statistics, which
+are disabled because they cost a seventh of the throughput, nor a response from a core, which may hang.
 """
 
 from __future__ import annotations
@@ -13,12 +12,14 @@ from typing import Any
 
 from vllm.v1.engine.core_client import AsyncMPClient
 
+from megatron_scalerl.engine.answers import CoreProgress, EngineProgress
+
 _tokens: Counter[int] = Counter()
-"""Data-parallel rank of a core -> tokens that came from it."""
+"""Data-parallel rank of a core -> tokens received from it."""
 
 
 def count_tokens() -> None:
-    """Count from now on; call it once, before the engine is built."""
+    """Start counting; call it once, before the engine is built."""
     take = AsyncMPClient.get_output_async
 
     async def counted(client: AsyncMPClient) -> Any:
@@ -29,8 +30,8 @@ def count_tokens() -> None:
     setattr(AsyncMPClient, "get_output_async", counted)  # noqa: B010
 
 
-def progress(engine: Any) -> dict[str, Any]:
-    """The fields of `EngineProgress`. engine: vLLM's AsyncLLM, as the server holds it."""
+def progress(engine: Any) -> EngineProgress:
+    """Progress of the cores. engine: the server's AsyncLLM."""
     client = engine.engine_core
     assert isinstance(client, AsyncMPClient), f"expected cores behind sockets, found {type(client).__name__}"
     ranks = client.engine_ranks_managed
@@ -41,10 +42,8 @@ def progress(engine: Any) -> dict[str, Any]:
         identity = of_request.get(request_id)
         rank = ranks[0] if identity is None else int.from_bytes(identity, "little")
         (waiting if state.is_prefilling else decoding)[rank] += 1
-    return {
-        "cores": [
-            {"core": rank, "tokens": _tokens[rank], "waiting": waiting[rank], "decoding": decoding[rank]}
-            for rank in ranks
-        ],
-        "dead": bool(engine.errored),
-    }
+    cores = (
+        CoreProgress(core=rank, tokens=_tokens[rank], waiting=waiting[rank], decoding=decoding[rank])
+        for rank in ranks
+    )
+    return EngineProgress(cores=tuple(cores), dead=bool(engine.errored))

@@ -1,8 +1,8 @@
-"""Finds an engine that hangs: requests in flight, and no token for too long.
+"""Detects an engine that hangs: requests in flight, and no token for too long. Runs in the controller.
 
-What is watched is the token count of each engine core, which the server's front end keeps (`engine.vllm_plugin`):
-a core that hangs cannot delay the answer. No limit applies to a completion as a whole. Time in which the engine is
-paused does not count, nor does time in which the controller itself did not run (a suspended job).
+It polls the token count of each engine core, which the server process keeps (`engine.vllm_progress`): a hanging core
+cannot delay the response. No limit applies to a completion as a whole. Time in which the engine is paused does not
+count, nor does time in which the controller itself did not run (a suspended job).
 """
 
 from __future__ import annotations
@@ -16,57 +16,58 @@ from megatron_scalerl.engine.answers import CoreProgress, EngineError
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.recipe.sections import EngineSection
 
-_LOOKS = 20
-"""Looks within one limit."""
-_LONGEST_WAIT_S = 5.0
-"""Between two looks."""
+_POLLS = 20
+"""Polls within `stall_timeout_s`."""
+_MAX_INTERVAL_S = 5.0
+"""Longest time between two polls."""
 
 
 class EngineDied(RuntimeError):
-    """The server ended, fell silent or produces no more tokens; the message names the engine."""
+    """The server exited, does not respond or produces no tokens; the message names the engine."""
 
 
 class StallClock:
-    """How long each core of an engine has had work and produced nothing."""
+    """Measures how long each core of an engine has had requests and produced no token."""
 
     def __init__(self, settings: EngineSection) -> None:
         self._limit_s = settings.stall_timeout_s
         self._first_token_limit_s = max(settings.stall_timeout_s, settings.first_token_timeout_s)
         self._tokens: dict[int, int] = {}
-        self._silent_s: dict[int, float] = {}
+        self._stalled_s: dict[int, float] = {}
 
-    def look(self, cores: Sequence[CoreProgress], *, in_flight: int, paused: bool, passed_s: float) -> str | None:
-        """What is wrong, or None.
+    def update(self, cores: Sequence[CoreProgress], *, in_flight: int, paused: bool, elapsed_s: float) -> str | None:
+        """Add one poll; returns a description of the stall, or None.
 
-        in_flight: requests that the client waits for. paused: whether the engine is. passed_s: seconds since the
-        last look.
+        in_flight: requests that the client is waiting for. paused: whether the engine is paused. elapsed_s: seconds
+        since the last poll.
         """
-        # what the client waits for and no core has is stuck in the server
+        # requests that the client is waiting for and no core has are stuck in the server
         stuck = in_flight > 0 and not any(core.waiting or core.decoding for core in cores)
         for core in cores:
             busy = stuck or core.waiting + core.decoding > 0
-            moved = core.tokens != self._tokens.get(core.core)
+            advanced = core.tokens != self._tokens.get(core.core)
             self._tokens[core.core] = core.tokens
-            silent = 0.0 if moved or paused or not busy else self._silent_s.get(core.core, 0.0) + passed_s
-            self._silent_s[core.core] = silent
+            idle = advanced or paused or not busy
+            stalled_s = 0.0 if idle else self._stalled_s.get(core.core, 0.0) + elapsed_s
+            self._stalled_s[core.core] = stalled_s
             key = "stall_timeout_s" if core.decoding else "first_token_timeout_s"
             limit = self._limit_s if core.decoding else self._first_token_limit_s
-            if silent >= limit:
+            if stalled_s >= limit:
                 return (
-                    f"produced no token for {silent:.3g} s with requests in flight (core {core.core}: "
+                    f"produced no token for {stalled_s:.3g} s with requests in flight (core {core.core}: "
                     f"{core.decoding} decoding, {core.waiting} without a token; engine.{key})"
                 )
         return None
 
 
 async def watch_progress(client: EngineClient, settings: EngineSection) -> NoReturn:
-    """Look at one engine's progress for ever. Raises EngineDied, naming it, once it hangs or does not answer."""
+    """Poll one engine's progress forever. Raises EngineDied, naming it, once it hangs or does not respond."""
     limit = settings.stall_timeout_s
-    wait = min(limit / _LOOKS, _LONGEST_WAIT_S)
+    interval = min(limit / _POLLS, _MAX_INTERVAL_S)
     clock = StallClock(settings)
-    looked = answered = time.monotonic()
+    polled = answered = time.monotonic()
     while True:
-        await asyncio.sleep(wait)
+        await asyncio.sleep(interval)
         try:
             async with asyncio.timeout(limit):
                 progress = await client.progress()
@@ -79,8 +80,8 @@ async def watch_progress(client: EngineClient, settings: EngineSection) -> NoRet
         if progress.dead:
             raise EngineDied(f"{client.name} lost a core")
         answered = time.monotonic()
-        # after a pause of this process the engine is given the time of one look, not all that has passed
-        passed, looked = min(answered - looked, limit / 4), answered
-        wrong = clock.look(progress.cores, in_flight=client.in_flight, paused=client.paused, passed_s=passed)
-        if wrong is not None:
-            raise EngineDied(f"{client.name} {wrong}")
+        # where this process was suspended, that time does not count against the engine
+        elapsed, polled = min(answered - polled, limit / 4), answered
+        stall = clock.update(progress.cores, in_flight=client.in_flight, paused=client.paused, elapsed_s=elapsed)
+        if stall is not None:
+            raise EngineDied(f"{client.name} {stall}")

@@ -1,12 +1,12 @@
-"""The engine's end of a weight update: vLLM's weight-transfer protocol over our wire.
+"""Receives weight updates in vLLM's workers: vLLM's weight-transfer protocol over our broadcast group.
 
-    init_weight_transfer_engine   join the group, learn the manifest
-    start_weight_update           vLLM's layerwise reload takes the parameters off
+    init_weight_transfer_engine   join the group, get the manifest
+    start_weight_update           vLLM's layerwise reload moves the parameters to the meta device
     update_weights                receive, check every bucket, load
-    finish_weight_update          vLLM's layerwise reload puts the new parameters in their old places
+    finish_weight_update          vLLM's layerwise reload copies the new parameters to their old addresses
 
-An update that breaks leaves the parameters half loaded. The next `start` takes that back first, so that a
-whole later update is loaded as if the broken one had never begun; until then the model must not run.
+A failed update leaves the parameters partly loaded. The next `start` discards that state first, so that a later
+update is loaded as if the failed one had never begun; until then the model must not run.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from megatron_scalerl.weights.transport.nccl import NcclGroup
 
 @dataclass
 class ConnectInfo(WeightTransferInitInfo):
-    """Body of /init_weight_transfer_engine, a path that demands the run's secret."""
+    """Body of /init_weight_transfer_engine, a path that requires the run's secret."""
 
     connection: dict[str, Any]
-    """A `transport.Connection` as JSON data."""
+    """A `Connection` as JSON data."""
     rank_offset: int
     """Rank of this engine's first worker in the group."""
     manifest: str
-    """What will be sent (`manifest.to_json`)."""
+    """Parameters that will be sent, in order (`manifest.to_json`)."""
 
 
 @dataclass
@@ -50,10 +50,11 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """Body of /update_weights."""
 
     version: int
+    """Policy version of the weights."""
 
 
 class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
-    """One worker's end over gloo."""
+    """One worker's receiver over gloo."""
 
     init_info_cls = ConnectInfo
     update_info_cls = UpdateInfo
@@ -67,7 +68,7 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         self._copies: dict[str, list[str]] = {}
 
     def init_transfer_engine(self, init_info: ConnectInfo) -> None:
-        """Join the sender's group, leaving an earlier one. Raises ValueError for a broken connection."""
+        """Join the sender's group, leaving an earlier one. Raises ValueError for an invalid connection."""
         self.shutdown()
         connection = msgspec.convert(init_info.connection, Connection)
         self._manifest = from_json(init_info.manifest)
@@ -76,24 +77,24 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         self._group = self.group_cls(connection, rank)
 
     def start_weight_update(self) -> None:
-        """Take the parameters off the model; the state of a failed update is discarded first."""
-        self._abandon()
+        """Prepare the model for new parameters; discards the state of a failed update first."""
+        self._discard_failed_update()
         self._copies = self._tied()
         if self.device.type == "cpu":
-            self._forget_expert_kernels()
+            self._reset_expert_kernels()
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive and load one whole update.
 
-        The base class then synchronises an accelerator, which a CPU build of torch refuses.
+        Overridden because the base class synchronizes an accelerator, which a CPU build of torch refuses.
         """
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Every name of the manifest once, every parameter of the policy from it. Raises RuntimeError."""
+        """Load the manifest's tensors. Raises RuntimeError unless each is loaded once and every parameter is set."""
         group, model = self._group, cast(Any, self.model)
         if group is None:
             raise RuntimeError("weight update: expected a connection to the trainer, found none")
@@ -115,14 +116,14 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
                 raise RuntimeError(f"weight update: expected {len(self._manifest)} parameters, took {len(taken)}")
             if loaded is not None and (missing := sorted(expected - loaded)):
                 raise RuntimeError(f"weight update: expected every parameter of the model, missing {missing[:3]}")
-            self._refuse_gaps()
+            self._refuse_partial_layers()
         except BaseException:
             self.shutdown()
             raise
         self.digest = combine(digests)
 
     def finish_weight_update(self) -> None:
-        """Put the new parameters in place."""
+        """Copy the new parameters to their final addresses."""
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
@@ -132,10 +133,10 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
             self._group = None
 
     def _tied(self) -> dict[str, list[str]]:
-        """Parameter -> other names of the same one: a head that is tied to the embedding.
+        """Parameter -> its other names, as of a head that is tied to the embedding.
 
-        A layerwise reload takes them apart, and on CPUs each packs weights of its own: both are loaded, and then
-        put back into the one place that they share.
+        A layerwise reload separates them, and on CPUs each packs weights of its own: both are loaded, and then
+        copied to the address that they share.
         """
         first: dict[int, str] = {}
         found: dict[str, list[str]] = {}
@@ -147,8 +148,8 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
                     found.setdefault(original, []).append(name)
         return found
 
-    def _refuse_gaps(self) -> None:
-        """A fused layer of which only a part came would keep its old rest without a word."""
+    def _refuse_partial_layers(self) -> None:
+        """A fused layer that was received in part would silently keep its old values elsewhere."""
         for name, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
             if info.can_load() and 0 < info.load_numel < self._loadable(layer, info.load_numel_total or 0):
@@ -158,26 +159,26 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
 
     @staticmethod
     def _loadable(layer: torch.nn.Module, total: int) -> int:
-        """Values a checkpoint holds for a layer: vLLM pads vocabularies beyond it."""
+        """Values that a checkpoint has for a layer: without the padding of vocabularies."""
         indices = getattr(layer, "shard_indices", None)
         if indices is None:
             return total
         rows = indices.num_org_elements + indices.num_added_elements
         return total * rows // indices.num_elements_padded
 
-    def _forget_expert_kernels(self) -> None:
-        """Have vLLM set up its expert kernels anew.
+    def _reset_expert_kernels(self) -> None:
+        """Make vLLM set up its expert kernels again.
 
         vLLM 0.32.0 packs expert weights for the CPU only where a layer has no kernel yet
-        (UnquantizedFusedMoEMethod._setup_kernel): an update would put unpacked weights in the packed ones' place.
-        On GPUs that step does nothing, and captured graphs need the kernels to stay.
+        (UnquantizedFusedMoEMethod._setup_kernel): an update would replace packed weights by unpacked ones. On GPUs
+        nothing is packed, and captured graphs require the kernels to stay.
         """
         for layer in self.model.modules():
             method: Any = getattr(layer, "quant_method", None)
             if getattr(method, "moe_kernel", None) is not None:
                 method.moe_kernel = None
 
-    def _abandon(self) -> None:
+    def _discard_failed_update(self) -> None:
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
@@ -187,6 +188,6 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
 
 
 class NcclReceiver(GlooReceiver):
-    """One worker's end over NCCL."""
+    """One worker's receiver over NCCL."""
 
     group_cls = NcclGroup

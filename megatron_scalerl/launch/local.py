@@ -20,7 +20,8 @@ from typing import Any, NoReturn, TypeVar
 
 from megatron_scalerl.distributed.device import environment
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous, private_folder
-from megatron_scalerl.engine.process import EngineInfo, EngineProcess
+from megatron_scalerl.engine.answers import EngineInfo
+from megatron_scalerl.engine.process import EngineProcess
 from megatron_scalerl.launch.fleet import Attempt, Devices, Fleet, engine_gpus
 from megatron_scalerl.processes.child_process import ChildProcess
 from megatron_scalerl.recipe import Recipe

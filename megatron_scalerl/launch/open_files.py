@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.rewards.verifier import default_workers
+from megatron_scalerl.rewards.pool import default_workers
 
 PER_COMPLETION = 2
 """Connections per slot: a validation may be in flight on every engine beside the training completions."""

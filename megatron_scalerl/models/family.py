@@ -3,7 +3,7 @@
 A `Rule` joins one Megatron parameter to Hugging Face tensors by rectangular pieces. Loading copies each
 piece from the checkpoint into this rank's shard, saving copies it back: the same table, so that Hugging Face
 -> Megatron -> Hugging Face is exact. Names of Megatron parameters count layers and experts globally and are
-those of Megatron's plain layers; `weights.source` knows what Transformer Engine calls them.
+those of Megatron's plain layers; `checkpoints.megatron_names` has Transformer Engine's other names.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class Family:
     rules: tuple[Rule, ...]
     """In layer order: embedding, layers, final norm, head."""
     attention_chunk_size: int | None = None
-    carried: tuple[str, ...] = ()
-    """Prefixes of tensors outside the policy (a vision tower) that saving copies from the source folder."""
+    passthrough: tuple[str, ...] = ()
+    """Prefixes of tensors outside the policy (a vision tower) that an export copies from the source folder."""
     query_scale: Callable[[torch.Tensor], torch.Tensor] | None = field(default=None)
     """[N] positions -> [N] factor on the queries of layers without RoPE."""
     attention_bias: bool = False

@@ -31,10 +31,10 @@ def family(config: Any) -> Family:
     """
     text = getattr(config, "text_config", None) or config
     prefix, head = "model.", "lm_head.weight"
-    carried: tuple[str, ...] = ()
+    passthrough: tuple[str, ...] = ()
     if text is not config:
         prefix, head = "language_model.model.", "language_model.lm_head.weight"
-        carried = VISION
+        passthrough = VISION
     require(text, "attention_bias", False)
     require(text, "hidden_act", "silu")
     require(text, "num_experts_per_tok", 1)
@@ -55,7 +55,7 @@ def family(config: Any) -> Family:
         inv_freq=rope.inv_freq,
         layers=styles,
         rules=_rules(text, styles, prefix, head),
-        carried=carried,
+        passthrough=passthrough,
         attention_chunk_size=text.attention_chunk_size,
         query_scale=_query_scale(text) if text.attn_temperature_tuning else None,
         # vLLM reads this there and otherwise decides by its max_model_len (vllm/model_executor/models/llama4.py).

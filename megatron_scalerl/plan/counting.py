@@ -32,7 +32,7 @@ class Parameters:
     embedding: int
     head: int
     """In the logit projection; tied embeddings share the weights of `embedding`, counted once in `total`."""
-    carried: int
+    passthrough: int
     """In the vision tower and its projector, which a run does not load."""
 
 
@@ -71,7 +71,7 @@ def count(family: Family, config: Any = None) -> Parameters:
         experts=experts,
         embedding=first,
         head=next(elements(r) for r in family.rules if r.megatron == "output_layer.weight"),
-        carried=_carried(family, config) if config is not None and family.carried else 0,
+        passthrough=_passthrough(family, config) if config is not None and family.passthrough else 0,
     )
 
 
@@ -109,13 +109,13 @@ def _rules_of_stage(family: Family, layout: Layout, stage: int) -> Iterator[Rule
             yield rule
 
 
-def _carried(family: Family, config: Any) -> int:
+def _passthrough(family: Family, config: Any) -> int:
     """Parameters outside the policy, from transformers' own modules on the meta device, with one text layer."""
-    return _carried_of(config.to_json_string(), family.carried)
+    return _passthrough_of(config.to_json_string(), family.passthrough)
 
 
 @cache
-def _carried_of(config_json: str, prefixes: tuple[str, ...]) -> int:
+def _passthrough_of(config_json: str, prefixes: tuple[str, ...]) -> int:
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 

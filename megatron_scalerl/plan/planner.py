@@ -194,6 +194,7 @@ def _search(
 
 def as_numbers(plan: RunPlan) -> dict[str, Any]:
     """The plan for --json: every number in the printed tables, sizes in bytes and times in seconds."""
+    parameters = plan.parameters
     return {
         "recipe": plan.recipe.name,
         "gpus": plan.gpus,
@@ -201,7 +202,7 @@ def as_numbers(plan: RunPlan) -> dict[str, Any]:
         "config": plan.config,
         "fits": not plan.problems(),
         "problems": plan.problems(),
-        "parameters": asdict(plan.parameters) | {"with_carried": plan.parameters.total + plan.parameters.carried},
+        "parameters": asdict(parameters) | {"with_passthrough": parameters.total + parameters.passthrough},
         "split": asdict(plan.split) | {"devices_per_engine": plan.engine.devices, "of_recipe": plan.split_is_recipes},
         "layout": asdict(plan.layout)
         | {

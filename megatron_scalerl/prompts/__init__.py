@@ -1,0 +1,1 @@
+"""Prompts: files, rendering, end tokens, the curriculum, and the examples of the warm start."""

@@ -1,9 +1,8 @@
-"""Which prompt comes next: shuffled epochs, without prompts that the policy already solves.
+"""Order of prompts: shuffled epochs, without prompts that the policy already solves.
 
-No-positive-resampling (Khatri et al. 2025, arXiv 2510.13786, section 3.2): a prompt whose pass rate reached 0.9
-is removed for good from the epochs after its visit. Silent in the paper and chosen here: the pass rate is
-that of the prompt's latest scored group, and it is looked at when the prompt is drawn, so that a group scored
-after the epoch began still counts.
+No-positive-resampling (Khatri et al. 2025, arXiv 2510.13786, section 3.2): a prompt whose pass rate reached 0.9 is
+removed permanently from later epochs. Choices where the paper is silent: the pass rate is that of the prompt's latest
+scored group, and it is checked when the prompt is drawn, so that a group scored after the epoch began still counts.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from megatron_scalerl.types import Prompt
 
 
 class CurriculumDry(Exception):
-    """No prompt is left to draw; the text says why."""
+    """No prompt is left to draw; the message gives the reason."""
 
 
 class Curriculum:
     """Draws training prompts epoch by epoch.
 
-    The order of an epoch depends on the set of prompts, the seed and the epoch's number alone, so that neither
-    the file's order nor what was scored so far moves a prompt. `no_positive_resampling` is the pass rate from
-    which on a prompt is removed (None: never), `max_epochs` the number of passes (None: no limit).
+    The order of an epoch depends on the set of prompts, the seed and the epoch's number alone, not on the order of
+    the file or on scores. `no_positive_resampling` is the least pass rate at which a prompt is removed (None:
+    never), `max_epochs` the number of epochs (None: no limit).
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class Curriculum:
 
     @property
     def removed(self) -> int:
-        """Prompts removed so far; a solved prompt is removed when its turn comes again."""
+        """Number of prompts removed so far; a solved prompt is removed when it would be drawn again."""
         return len(self._removed)
 
     @property
@@ -56,7 +55,7 @@ class Curriculum:
         return self._epoch
 
     def draw(self) -> tuple[Prompt, int]:
-        """The next prompt and its epoch, from 0. Raises CurriculumDry, again and again, when none is left."""
+        """The next prompt and its epoch, from 0. Raises CurriculumDry, at every call, when none is left."""
         while True:
             if self._position == len(self._order):
                 self._begin_next_epoch()
@@ -67,7 +66,7 @@ class Curriculum:
             return self._prompts[identity], self._epoch
 
     def observe(self, prompt_id: str, pass_rate: float) -> None:
-        """Record the group of this prompt that was scored last; truncated completions count as wrong."""
+        """Record the pass rate of this prompt's latest scored group; truncated completions count as wrong."""
         assert prompt_id in self._prompts, prompt_id
         assert 0.0 <= pass_rate <= 1.0, pass_rate
         self._latest[prompt_id] = pass_rate
@@ -85,7 +84,7 @@ class Curriculum:
         self._order = self._order_of(self._epoch)
 
     def _is_removed(self, identity: str) -> bool:
-        """The check at draw time; once removed, a prompt stays removed whatever is scored later."""
+        """Checked at draw time; a removed prompt stays removed whatever is scored later."""
         if self._threshold is not None and self._latest.get(identity, -1.0) >= self._threshold:
             self._removed.add(identity)
         return identity in self._removed

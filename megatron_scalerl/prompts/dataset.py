@@ -1,7 +1,7 @@
 """Loads prompts: rows of a file become rendered `Prompt`s, some of them held out for validation.
 
-The split depends on the texts alone: the order of the rows and their other columns do not matter. What was
-left out (duplicates, too long prompts) is counted and named in a `PromptReport`.
+The split depends on the texts alone, not on the order of the rows or on other columns. Skipped rows (duplicates,
+prompts that are too long) are counted in a `PromptReport`.
 """
 
 from __future__ import annotations
@@ -14,52 +14,36 @@ from typing import Any
 
 import msgspec
 
-from megatron_scalerl.prompts.rendering import PromptRenderer, ThinkTokens, check_think_tags, check_vocabulary
-from megatron_scalerl.prompts.sources import Row, read_rows
+from megatron_scalerl.prompts.rendering import PromptRenderer
+from megatron_scalerl.prompts.sources import Row, listing, read_rows, refuse_surrogates
 from megatron_scalerl.recipe.sections import PromptsSection
 from megatron_scalerl.types import Prompt
-
-__all__ = [
-    "PromptReport",
-    "PromptSet",
-    "ThinkTokens",
-    "check_think_tags",
-    "check_vocabulary",
-    "load_prompts",
-    "prompt_id",
-]
-
-NAMED = 10
-"""Too long prompts that a report names; the others it counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptReport:
-    """What became of the rows."""
+    """Counts of kept and skipped rows."""
 
     rows: int
-    """Rows read, of both files where held-out prompts have their own."""
+    """Rows read; of both files if held-out prompts have their own."""
     training: int
     held_out: int
     duplicates: int
-    """Rows with the text and answer of an earlier row."""
+    """Rows whose text and answer equal those of an earlier row."""
     leaked: int
-    """Training rows left out because their text is in the file of held-out prompts."""
+    """Training rows skipped because their text is in the file of held-out prompts."""
     too_long: tuple[str, ...]
     """One entry for each skipped prompt: file, line, tokens found and allowed."""
 
     def lines(self) -> list[str]:
-        """The report for people, one line for each kind of row that was left out."""
+        """The report as text, one line for each reason to skip rows."""
         lines = [f"prompts: {self.rows} rows, {self.training} to train on, {self.held_out} held out"]
         if self.duplicates:
-            lines.append(f"prompts: {self.duplicates} duplicates left out")
+            lines.append(f"prompts: {self.duplicates} duplicates skipped")
         if self.leaked:
-            lines.append(f"prompts: {self.leaked} training rows left out whose text is held out")
+            lines.append(f"prompts: {self.leaked} training rows skipped whose text is held out")
         if self.too_long:
-            lines.append(f"prompts: {len(self.too_long)} too long and skipped:")
-            lines += [f"  {entry}" for entry in self.too_long[:NAMED]]
-        if len(self.too_long) > NAMED:
-            lines.append(f"  and {len(self.too_long) - NAMED} more")
+            lines += [f"prompts: {len(self.too_long)} too long and skipped:", *listing(self.too_long)]
         return lines
 
 
@@ -70,21 +54,21 @@ class PromptSet:
     training: tuple[Prompt, ...]
     """In the order of the file."""
     held_out: tuple[Prompt, ...]
-    """In the order of their hashes, so that the first n are the same after the file was reordered."""
+    """In the order of their hashes, so that the first n do not depend on the order of the file."""
     report: PromptReport
 
 
 def prompt_id(text: str, answer: str) -> str:
-    """Stable identity of a prompt: 16 hexadecimal digits of the SHA-256 of problem and reference answer."""
+    """Stable id of a prompt: 16 hexadecimal digits of the SHA-256 of problem and reference answer."""
     return hashlib.sha256(json.dumps([text, answer]).encode()).hexdigest()[:16]
 
 
 def load_prompts(tokenizer: Any, prompts: PromptsSection) -> PromptSet:
-    """Read, render and split the prompts that the recipe's section names.
+    """Read, render and split the prompts of the recipe's section.
 
-    `tokenizer` is a Hugging Face tokenizer. Held out are the prompts of `held_out_path`, or else the
-    `held_out` prompts of `path` whose texts have the smallest hashes; below 1, `held_out` is a share of all
-    possible texts. Raises ValueError, in one line, for a mistake in a file or if nothing is left to train on.
+    `tokenizer` is a Hugging Face tokenizer. Held out are the prompts of `held_out_path`, or else the `held_out`
+    prompts of `path` whose texts have the smallest hashes; below 1, `held_out` is a share of all possible texts.
+    Raises ValueError, in one line, for an invalid file or if no training prompt is left.
     """
     loader = _Loader(tokenizer, prompts)
     found = loader.load(prompts.path)
@@ -114,9 +98,9 @@ def load_prompts(tokenizer: Any, prompts: PromptsSection) -> PromptSet:
 
 
 def split_held_out(prompts: Sequence[Prompt], held_out: int | float) -> tuple[list[Prompt], list[Prompt]]:
-    """(training, held out): by number the texts with the smallest hashes, below 1 a share of all hashes.
+    """(training, held out): the `held_out` texts with the smallest hashes; below 1, a share of the range of hashes.
 
-    Prompts of one text stay together. A share keeps every decision when prompts are added later.
+    Prompts with the same text stay together. A share does not move existing prompts when prompts are added later.
     """
     if 0 < held_out < 1:
         chosen = {prompt.text for prompt in prompts if _text_hash(prompt.text) < held_out * 2**256}
@@ -131,7 +115,7 @@ def _text_hash(text: str) -> int:
 
 
 class _Loader:
-    """Reads files into prompts and counts what it leaves out."""
+    """Reads files into prompts and counts skipped rows."""
 
     def __init__(self, tokenizer: Any, prompts: PromptsSection) -> None:
         self._renderer = PromptRenderer(tokenizer, prompts)
@@ -178,7 +162,7 @@ class _Loader:
 
 
 def _check_extra(row: Row, extra: Mapping[str, Any]) -> None:
-    """Other columns go into the journal: a value that it cannot hold is refused before the run, not in it."""
+    """Other columns go into the journal: a value that JSON cannot represent is refused before the run starts."""
     for name, value in extra.items():
         try:
             msgspec.json.encode({name: value})
@@ -192,6 +176,5 @@ def _as_text(row: Row, column: str) -> str:
         found = "nothing" if value is None else f"a {type(value).__name__}"
         raise ValueError(f"{row.where}: expected a text or a number in {column!r}, found {found}")
     text = str(value)
-    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError(f"{row.where}: expected a text in {column!r}, found half of a surrogate pair")
+    refuse_surrogates(row.where, column, text)
     return text

@@ -1,8 +1,8 @@
-"""Which tokens end a completion: the tokenizer's end of sequence, and those that the policy's folder adds.
+"""Tokens that end a completion: the tokenizer's end of sequence, and those of the policy's folder.
 
 Instruction-tuned policies end their turns with other tokens than the tokenizer's: Llama 3's generation_config.json
-names three. vLLM stops at all of them (vllm/v1/engine/input_processor.py), so warm start, requests and verifier
-have to know them too.
+lists three. vLLM stops at all of them (vllm/v1/engine/input_processor.py), so warm start, requests and verifier must
+use them too.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 
 def end_token_ids(policy: str | Path, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end a completion, the tokenizer's own first; that one is forced where a budget ends.
+    """Tokens that end a completion. The tokenizer's own is first; it is forced at the end of a budget.
 
     policy: Hugging Face folder; its generation_config.json is read, or config.json where there is none. Raises
     ValueError for a tokenizer without an end-of-sequence token, for entries that are not token ids, and for ids
-    outside of the policy's vocabulary.
+    outside the policy's vocabulary.
     """
     eos = tokenizer.eos_token_id
     if not isinstance(eos, int):
@@ -25,7 +25,7 @@ def end_token_ids(policy: str | Path, tokenizer: Any) -> tuple[int, ...]:
     config_file = Path(policy) / "config.json"
     generation_file = config_file.with_name("generation_config.json")
     config = _read(config_file)
-    text = config.get("text_config") or config
+    text = text_config(policy)
     if generation_file.is_file():
         file, found = generation_file, _read(generation_file).get("eos_token_id")
     else:
@@ -37,6 +37,12 @@ def end_token_ids(policy: str | Path, tokenizer: Any) -> tuple[int, ...]:
     if isinstance(rows, int) and any(i >= rows for i in ids):
         raise ValueError(f"{file}: eos_token_id: expected ids below vocab_size {rows} of config.json, found {found}")
     return (eos, *sorted(set(ids) - {eos}))
+
+
+def text_config(policy: str | Path) -> dict[str, Any]:
+    """config.json of the policy's folder, its part for the text model if there is one; empty without a file."""
+    config = _read(Path(policy) / "config.json")
+    return config.get("text_config") or config
 
 
 def _read(file: Path) -> dict[str, Any]:

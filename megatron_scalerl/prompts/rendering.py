@@ -1,19 +1,18 @@
-"""Turns a problem into the tokens that the engine gets, and checks what the tokenizer must be able to do."""
+"""Renders a problem as the tokens that are sent to the engine, and checks that the tokenizer supports it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_scalerl.recipe.sections import PromptsSection
 
 CHUNK = 1024
-"""Problems that are tokenised in one call."""
+"""Problems that are tokenized in one call."""
 
 
 class PromptRenderer:
-    """Renders problems by one recipe: template, chat template, think prefill, first token.
+    """Renders problems as the recipe says: template, chat template, think prefill, first token.
 
     `tokenizer` is a Hugging Face tokenizer. Raises ValueError for a template without `{prompt}` and for
     `prompts.chat_template` with a tokenizer that has none.
@@ -31,12 +30,12 @@ class PromptRenderer:
 
     def text(self, problem: str) -> str:
         """The rendered prompt, which ends with the think prefill."""
-        # Not str.format: templates for mathematics hold braces of their own, as in \boxed{}.
+        # Not str.format: templates for mathematics contain braces, as in \boxed{}.
         text = self._prompts.prompt_template.replace("{prompt}", problem)
         if self._prompts.chat_template:
             message = {"role": "user", "content": text}
             text = self._tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
-        # Some chat templates open the thinking themselves.
+        # Some chat templates add the opening tag themselves.
         if text.rstrip().endswith(self._prompts.think_start):
             return text
         return text + self._prompts.think_start
@@ -46,7 +45,7 @@ class PromptRenderer:
         rendered: list[tuple[int, ...]] = []
         for start in range(0, len(problems), CHUNK):
             texts = [self.text(problem) for problem in problems[start : start + CHUNK]]
-            # No special tokens: some tokenizers would close the prompt with an end-of-sequence token.
+            # No special tokens: some tokenizers would append an end-of-sequence token.
             encoded = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
             rendered.extend(self._with_bos(ids) for ids in encoded)
         return rendered
@@ -58,30 +57,20 @@ class PromptRenderer:
         return (bos, *ids)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ThinkTokens:
-    """Tokens of the think tags, each taken by itself; empty for an empty text."""
+def check_think_tags(tokenizer: Any, start: str, end: str) -> None:
+    """Check that each think tag decodes to itself; it may be several tokens.
 
-    start_ids: tuple[int, ...]
-    end_ids: tuple[int, ...]
-
-
-def check_think_tags(tokenizer: Any, start: str, end: str) -> ThinkTokens:
-    """Encode the think tags; each may take several tokens but must decode to itself.
-
-    Blanks around a tag may differ, since tokenizers move them. The forced phrase, whose blanks may not, is
-    `rollouts.interruption.plan_ids`'s. Raises ValueError for an empty closing tag and for a text that does not
-    survive.
+    Whitespace around a tag may differ, since tokenizers move it. The forced phrase, whose whitespace may not differ,
+    is checked by `engine.interruption.plan_ids`. Raises ValueError for an empty closing tag and for a text that does
+    not decode to itself.
     """
     if not end.strip():
         raise ValueError("prompts.think_end: expected a tag that closes thinking, found an empty one")
-    ids = {}
     for key, text in (("prompts.think_start", start), ("prompts.think_end", end)):
-        ids[key] = _encode(tokenizer, text)
-        decoded = _decode(tokenizer, ids[key])
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        decoded = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if decoded.strip() != text.strip():
             raise ValueError(f"{key}: expected a text that survives encode and decode, found {text!r} -> {decoded!r}")
-    return ThinkTokens(start_ids=ids["prompts.think_start"], end_ids=ids["prompts.think_end"])
 
 
 def check_vocabulary(tokenizer: Any, model_vocabulary: int) -> None:
@@ -92,11 +81,3 @@ def check_vocabulary(tokenizer: Any, model_vocabulary: int) -> None:
             f"policy: expected a vocabulary of at least {needed}, the tokenizer's, found {model_vocabulary} in "
             "the model"
         )
-
-
-def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
-    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else ()
-
-
-def _decode(tokenizer: Any, ids: Iterable[int]) -> str:
-    return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)

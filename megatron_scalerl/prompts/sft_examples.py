@@ -1,50 +1,43 @@
-"""The warm start's examples: rows of a file as tokens, with the forced phrase left out of the loss.
+"""Examples for the warm start: rows of a file as tokens, with the forced phrase excluded from the loss.
 
-The phrase is looked for in the text and its tokens by their character offsets. Looked for among the tokens it is
-missed: byte-pair vocabularies merge its first and last characters with what stands beside it. A token that holds a
-part of the phrase and a part of its neighbour is left out of the loss too, since the policy would be taught to begin
-the phrase by itself.
+The phrase is searched in the text, and its tokens are found by their character offsets. A search among the tokens
+would miss it: byte-pair vocabularies merge its first and last characters with their neighbors. A token with a part
+of the phrase and a part of its neighbor is excluded from the loss too, or else the policy would learn to begin the
+phrase itself.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from megatron_scalerl.prompts.end_tokens import end_token_ids
+from megatron_scalerl.prompts.end_tokens import end_token_ids, text_config
 from megatron_scalerl.prompts.rendering import PromptRenderer, check_think_tags
+from megatron_scalerl.prompts.sources import Row, listing, read_json_lines, refuse_surrogates
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.types import Rollout
-
-NAMED = 10
-"""Too long rows that a report names; the others it counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Examples:
-    """What a warm start trains on."""
+    """The training data of a warm start."""
 
     samples: tuple[tuple[tuple[int, ...], Rollout], ...]
-    """[rows kept] tokens of the prompt, and the completion as a rollout whose loss mask leaves out forced tokens."""
+    """[rows kept] tokens of the prompt, and the completion as a rollout whose loss mask excludes forced tokens."""
     too_long: tuple[str, ...]
     """One entry for each skipped row: file, line, tokens found and allowed."""
 
     def lines(self) -> list[str]:
-        """What was skipped, for people."""
+        """The skipped rows as text."""
         if not self.too_long:
             return []
-        more = len(self.too_long) - NAMED
-        return [
-            f"sft: {len(self.samples)} examples, {len(self.too_long)} too long and skipped (sft.too_long):",
-            *(f"  {entry}" for entry in self.too_long[:NAMED]),
-            *([f"  and {more} more"] if more > 0 else []),
-        ]
+        head = f"sft: {len(self.samples)} examples, {len(self.too_long)} too long and skipped (sft.too_long):"
+        return [head, *listing(self.too_long)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,13 +49,13 @@ class _Row:
 
 
 def read_examples(recipe: Recipe, tokenizer: Any) -> Examples:
-    """Read, render and encode the rows that `sft.path` names.
+    """Read, render and encode the rows of `sft.path`.
 
     Raises ValueError, naming file and line, for a file that is missing or empty, a line that is not JSON, a row
-    without `prompt` or `completion`, one whose completion goes on after an end of sequence (with sft.add_eos), one
-    that holds the forced phrase without the closing tag, and, unless sft.too_long is skip, one that is too long.
+    without `prompt` or `completion`, one whose completion continues after an end of sequence (with sft.add_eos), one
+    that contains the forced phrase without the closing tag, and, unless sft.too_long is skip, one that is too long.
     """
-    rows = list(_rows(recipe.sft.path))
+    rows = _rows(recipe.sft.path)
     check_think_tags(tokenizer, recipe.prompts.think_start, recipe.prompts.think_end)
     prompts = PromptRenderer(tokenizer, recipe.prompts).token_ids([row.prompt for row in rows])
     completions = tokenizer([row.completion for row in rows], add_special_tokens=False)["input_ids"]
@@ -92,13 +85,13 @@ class _ForcedPhrase:
         self._tokenizer = tokenizer
         phrase, tag = recipe.interruption.phrase, recipe.prompts.think_end
         self._phrase, self._tag = phrase.strip(), tag
-        # data of another hand may differ in the blanks before the tag
+        # data from other sources may differ in the whitespace before the tag
         blanks = re.escape(phrase[: len(phrase) - len(phrase.lstrip())])
         self._pattern = re.compile(f"(?:{blanks})?{re.escape(self._phrase)}\\s*{re.escape(tag)}")
         self._encoder: Tokenizer | None = None
 
     def loss_mask(self, row: _Row, ids: Sequence[int]) -> list[bool]:
-        """[T] False for every token that holds a character of phrase or tag. Raises ValueError, naming the line."""
+        """[T] False for every token with a character of phrase or tag. Raises ValueError, naming the line."""
         if not self._phrase or self._phrase not in row.completion:
             return [True] * len(ids)
         spans = [match.span() for match in self._pattern.finditer(row.completion)]
@@ -114,14 +107,14 @@ class _ForcedPhrase:
         return mask
 
     def _offsets(self, row: _Row, ids: Sequence[int]) -> list[tuple[int, int]]:
-        """[T] first character of each token and the one after its last, blanks included."""
+        """[T] (first character, last character + 1) of each token, whitespace included."""
         if not getattr(self._tokenizer, "is_fast", False):
             raise ValueError(
-                f"{row.where}: expected a fast tokenizer (tokenizer.json), which says where the forced phrase's "
-                f"tokens stand, found {type(self._tokenizer).__name__}"
+                f"{row.where}: expected a fast tokenizer (tokenizer.json), which gives the character offsets of the "
+                f"forced phrase's tokens, found {type(self._tokenizer).__name__}"
             )
         if self._encoder is None:
-            # without the post-processor, which in byte-level vocabularies takes blanks out of the offsets
+            # without the post-processor, which excludes whitespace from the offsets in byte-level vocabularies
             self._encoder = Tokenizer.from_str(self._tokenizer.backend_tokenizer.to_str())
             self._encoder.post_processor = None
             self._encoder.no_padding()
@@ -135,7 +128,7 @@ class _ForcedPhrase:
 def _ended(
     row: _Row, ids: tuple[int, ...], mask: list[bool], ends: tuple[int, ...]
 ) -> tuple[tuple[int, ...], list[bool]]:
-    """Tokens and mask with the end of sequence appended where none stands; `ends` empty: as they are."""
+    """Tokens and mask with the end of sequence appended where it is missing; `ends` empty: unchanged."""
     if not ends:
         return ids, mask
     at = next((i for i, token in enumerate(ids) if token in ends), len(ids))
@@ -148,42 +141,35 @@ def _ended(
 
 
 def _longest(recipe: Recipe) -> tuple[str, int]:
-    """(what limits a row, tokens of prompt and completion together)."""
+    """(setting that limits a row, most tokens of prompt and completion together)."""
     limits = [("trainer.micro_batch_tokens", recipe.micro_batch_tokens)]
-    file = Path(recipe.policy.path) / "config.json"
-    config = json.loads(file.read_text(encoding="utf8")) if file.is_file() else {}
-    context = (config.get("text_config") or config).get("max_position_embeddings")
+    context = text_config(recipe.policy.path).get("max_position_embeddings")
     if isinstance(context, int):
         limits.append(("max_position_embeddings of the policy", context))
     return min(limits, key=lambda limit: limit[1])
 
 
-def _rows(path: str | None) -> Iterator[_Row]:
+def _rows(path: str | None) -> list[_Row]:
     if path is None:
         raise ValueError("sft.path: expected a .jsonl file with the columns prompt and completion, found null")
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"{file}: expected a .jsonl file of warm-start examples, found none")
-    count = 0
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            yield _row(line, f"{file}: line {number}")
-            count += 1
-    if not count:
+    rows = [
+        _Row(where=row.where, prompt=_text(row, "prompt"), completion=_text(row, "completion"))
+        for row in read_json_lines(file, ("prompt", "completion"))
+    ]
+    if not rows:
         raise ValueError(f"{file}: expected at least one warm-start example, found an empty file")
+    return rows
 
 
-def _row(line: bytes, where: str) -> _Row:
-    try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{where}: expected JSON, found {error}") from None
-    for column in ("prompt", "completion"):
-        if not isinstance(row, dict) or not isinstance(row.get(column), str) or not row[column]:
-            raise ValueError(f"{where}: expected a text in column {column!r}, found none")
-        if any("\ud800" <= character <= "\udfff" for character in row[column]):
-            raise ValueError(f"{where}: expected a text in column {column!r}, found half of a surrogate pair")
-    return _Row(where=where, prompt=row["prompt"], completion=row["completion"])
+def _text(row: Row, column: str) -> str:
+    text = row.values[column]
+    if not isinstance(text, str) or not text:
+        raise ValueError(f"{row.where}: expected a text in column {column!r}, found {text!r}")
+    refuse_surrogates(row.where, column, text)
+    return text
 
 
 def _as_rollout(ids: tuple[int, ...], mask: Sequence[bool]) -> Rollout:

@@ -12,12 +12,14 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+LISTED = 10
+"""Skipped rows that a report lists one by one."""
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 PARQUET = (".parquet",)
 SHARD_NAME = re.compile(r"^(?P<split>.+)-\d+-of-\d+$")
 """`train-00000-of-00002` belongs to the split `train`, as on the Hugging Face hub."""
 SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev")
-"""Files of these names are splits; files of other names are parts of `train`."""
+"""Files with these names are splits; all other files are parts of `train`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +27,7 @@ class Row:
     """One row of a prompts file."""
 
     where: str
-    """File and line (from 1) or row (from 1), as the head of an error message."""
+    """File and line (from 1) or row (from 1), for error messages."""
     values: dict[str, Any]
     """Value of each column."""
 
@@ -33,9 +35,9 @@ class Row:
 def read_rows(path: str | Path, columns: Sequence[str], split: str | None = None) -> Iterator[Row]:
     """The rows of a .jsonl or .parquet file, or of a folder.
 
-    A folder was written by `datasets.save_to_disk` or holds .parquet and .jsonl files; `split` chooses among
-    several splits. Raises ValueError, in one line, for a missing path, a file of another kind, a broken line
-    or file, several splits without a choice, and a row without one of `columns`.
+    A folder was written by `datasets.save_to_disk` or contains .parquet and .jsonl files; `split` selects one of
+    several splits. Raises ValueError, in one line, for a missing path, a file of another type, an invalid line or
+    file, several splits without a selection, and a row without one of `columns`.
     """
     path = Path(path)
     if path.is_dir():
@@ -48,7 +50,7 @@ def read_rows(path: str | Path, columns: Sequence[str], split: str | None = None
 
 def _read_file(path: Path, columns: Sequence[str]) -> Iterator[Row]:
     if path.suffix in JSON_LINES:
-        yield from _read_json_lines(path, columns)
+        yield from read_json_lines(path, columns)
     elif path.suffix in PARQUET:
         yield from _read_parquet(path, columns)
     else:
@@ -56,7 +58,8 @@ def _read_file(path: Path, columns: Sequence[str]) -> Iterator[Row]:
         raise ValueError(f"{path}: expected a file ending in {kinds}, found {path.suffix or 'no ending'!r}")
 
 
-def _read_json_lines(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+def read_json_lines(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+    """The rows of a .jsonl file; blank lines are skipped. Raises ValueError with file and line."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -140,3 +143,15 @@ def _require(where: str, found: Iterable[str], columns: Sequence[str]) -> None:
         if column not in found:
             names = ", ".join(found) or "no columns"
             raise ValueError(f"{where}: expected the column {column!r}, found {names}")
+
+
+def refuse_surrogates(where: str, column: str, text: str) -> None:
+    """Raise ValueError for half of a surrogate pair, which JSON allows and no tokenizer can encode."""
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError(f"{where}: expected a text in column {column!r}, found half of a surrogate pair")
+
+
+def listing(rows: Sequence[str]) -> list[str]:
+    """Report lines for skipped rows: the first LISTED one by one, and the number of the others."""
+    more = [f"  and {len(rows) - LISTED} more"] if len(rows) > LISTED else []
+    return [f"  {row}" for row in rows[:LISTED]] + more

@@ -1,14 +1,14 @@
-"""What one check may use of its worker process: processor time, memory, files. Applied inside the worker (Linux).
+"""Resource limits of one check: processor time, memory, files. Applied inside the worker process (Linux).
 
-A check that runs into a limit is wrong by its own doing, so each limit must be recognizable from outside:
+A check that exceeds a limit makes its answer wrong, so the pool must be able to tell the limits apart:
 
     processor time  a timer of the process (ITIMER_PROF, exact, starts at 0 for every check) ends it by SIGPROF
     memory          an allocation fails: Python raises MemoryError, a C library aborts (SIGABRT)
-    files           writing fails with OSError, which is the verifier's own error
+    files           writing fails with OSError, an error of the verifier
 
-The number of processes (RLIMIT_NPROC) has no limit: the kernel counts all processes and threads of the user, those of
-trainer and engines included, so that any number would be wrong. None of this is a sandbox: a verifier runs with
-the rights of its user.
+The number of processes (RLIMIT_NPROC) is not limited: the kernel counts all processes and threads of the user,
+including trainer and engines, so that no number fits. This is not a sandbox: a verifier runs with the rights of its
+user.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Limits:
     """The limits of one check, from the recipe's `rewards`."""
 
     cpu_s: float
-    """Processor seconds of the worker, all its threads, its children not included."""
+    """Processor seconds of the worker with all its threads, without its child processes."""
     memory_mb: int | None
-    """Address space in MiB on top of what the worker held when the check began; None: no limit."""
+    """Address space in MiB on top of the worker's at the begin of the check; None: no limit."""
     file_mb: int
-    """Size in MiB of any file that is written."""
+    """Size in MiB of each written file."""
 
 
 def address_space() -> int:
-    """Bytes of address space that this process holds; 0 where it cannot be read."""
+    """Address space of this process in bytes; 0 where it cannot be read."""
     try:
         pages = Path("/proc/self/statm").read_text().split()[0]
     except OSError:
@@ -48,7 +48,7 @@ def address_space() -> int:
 
 
 def limit_process(limits: Limits) -> None:
-    """The limits that hold for the lifetime of the worker: no core dumps, small files, few of them."""
+    """Apply the limits for the lifetime of the worker: no core dumps, small files, few open files."""
     _lower(resource.RLIMIT_CORE, 0)
     _lower(resource.RLIMIT_FSIZE, limits.file_mb * MIB)
     _lower(resource.RLIMIT_NOFILE, OPEN_FILES)
@@ -56,10 +56,10 @@ def limit_process(limits: Limits) -> None:
 
 @contextmanager
 def limited_check(limits: Limits) -> Iterator[None]:
-    """Processor time and memory for the code inside; afterwards the worker's own work is free of both."""
+    """Limit processor time and memory inside the block."""
     memory = None if limits.memory_mb is None or sys.platform != "linux" else limits.memory_mb * MIB
     if memory is not None:
-        _set_soft(resource.RLIMIT_AS, address_space() + memory)
+        _lower(resource.RLIMIT_AS, address_space() + memory, soft_only=True)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
     try:
@@ -67,21 +67,12 @@ def limited_check(limits: Limits) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         if memory is not None:
-            _set_soft(resource.RLIMIT_AS, resource.getrlimit(resource.RLIMIT_AS)[1])
+            hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+            resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 
 
-def _set_soft(kind: int, value: int) -> None:
-    """The soft limit alone, never above the hard one, which the host may have set lower."""
+def _lower(kind: int, value: int, *, soft_only: bool = False) -> None:
+    """Set a limit, never above the hard one, which the host may have set lower."""
     hard = resource.getrlimit(kind)[1]
-    resource.setrlimit(kind, (_smaller(value, hard), hard))
-
-
-def _lower(kind: int, value: int) -> None:
-    low = _smaller(value, resource.getrlimit(kind)[1])
-    resource.setrlimit(kind, (low, low))
-
-
-def _smaller(value: int, hard: int) -> int:
-    if hard == resource.RLIM_INFINITY:
-        return value
-    return hard if value == resource.RLIM_INFINITY else min(value, hard)
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (value, hard if soft_only else value))

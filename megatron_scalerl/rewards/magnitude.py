@@ -1,10 +1,9 @@
-"""Refuses answers too large to be written out, by proof: 9^(9^9) cannot equal 7, and need not be evaluated to say so.
+"""Refuses huge numbers without evaluating them, by proof: 9^(9^9) cannot equal 7.
 
-math-verify compares numbers by evaluating them exactly. For a power or factorial of more than about 10^7 digits
-this exceeds every limit, and one answer burns all of its processor time. Here the binary logarithm of absolute values
-is bounded from the parsed expressions instead. An answer is refused only if one of its values is proven to
-be above MUCH and above every value of the reference. Where a bound is not known, nothing is said, and a reference
-that is as large itself is compared as ever.
+math-verify compares numbers by evaluating them exactly. A power or factorial of more than about 10^7 digits exceeds
+every limit, and one answer uses up all of its processor time. Here the binary logarithm of absolute values is bounded
+from the parsed expressions instead. An answer is refused only if one of its values is proven to be above HUGE and
+above every value of the reference. Without a known bound, or with a reference that is as large, math-verify compares.
 """
 
 from __future__ import annotations
@@ -15,32 +14,32 @@ from typing import Any
 
 import sympy
 
-MUCH = 2.0**20
-"""Bits from which on a value counts as too large to be written out: 315,653 decimal digits."""
+HUGE = 2.0**20
+"""Bits of the smallest value that may be refused: 315,653 decimal digits."""
 MARGIN = 1.0 + 1e-6
-"""Factor between two bounds that are compared, above the rounding of floats."""
+"""Factor between two compared bounds; more than the rounding error of floats."""
 ROUNDING = 1e-9
-"""More than the error of a float's binary logarithm."""
-MOST = 2.0**1000
-"""No lower bound is above it, so that all of them are finite; an upper bound may be infinite."""
+"""More than the rounding error of a float's binary logarithm."""
+CAP = 2.0**1000
+"""Lower bounds are capped here, so that all of them are finite; an upper bound may be infinite."""
 
 
 def proven_unequal(expected: list[Any], found: list[Any]) -> bool:
-    """True if the answer is proven larger than the reference; both are what math-verify's `parse` gives."""
+    """True if the answer is proven larger than the reference; both are results of math-verify's `parse`."""
     if not (expected and found):
         return False
     gold, answer = expected[0], found[0]
     if isinstance(gold, sympy.Eq) and isinstance(answer, sympy.Eq):
         return False  # 9^(9^9) x = 9^(9^9) may mean x = 1
     largest = max((_at_least(value) or 0.0 for value in _values(answer)), default=0.0)
-    if largest < MUCH:
+    if largest < HUGE:
         return False
     bounds = [_at_most(value) for value in _values(gold)]
     return bool(bounds) and all(bound is not None and bound * MARGIN + 1 < largest for bound in bounds)
 
 
 def _values(expression: Any) -> list[Any]:
-    """What is compared one by one: the elements of a collection, of an equation its right side, or the number."""
+    """The compared values: the elements of a collection, the right side of an equation, or the number itself."""
     if isinstance(expression, sympy.Eq):
         return _values(expression.rhs)
     if isinstance(expression, sympy.Interval):
@@ -62,12 +61,12 @@ def _at_least(x: Any) -> float | None:
         base, exponent = _at_least(x.base), _at_least(x.exp)
         if base is None or exponent is None or base < 0 or not _positive(x.exp):
             return None
-        return min(base * min(_exp2(exponent), MOST), MOST)
+        return min(base * min(_exp2(exponent), CAP), CAP)
     if isinstance(x, sympy.factorial):
         n = _at_least(x.args[0])
         if n is None or n < 2 or not _positive(x.args[0]):
             return None
-        return min(min(_exp2(n - 1), MOST) * (n - 1), MOST)  # n! >= (n/2)^(n/2)
+        return min(min(_exp2(n - 1), CAP) * (n - 1), CAP)  # n! >= (n/2)^(n/2)
     if isinstance(x, sympy.Mul):
         return _sum(_at_least(factor) for factor in x.args)
     if isinstance(x, sympy.Add):
@@ -76,7 +75,7 @@ def _at_least(x: Any) -> float | None:
 
 
 def _sum_at_least(terms: tuple[Any, ...]) -> float | None:
-    """Of log2 |a + b + ...|: where one term is twice all others together, half of that term remains."""
+    """A lower bound of log2 |a + b + ...|: if one term is twice all others together, half of it remains."""
     lows = [_at_least(term) for term in terms]
     first = max(range(len(terms)), key=lambda i: -math.inf if (low := lows[i]) is None else low)
     low = lows[first]
@@ -117,7 +116,7 @@ def _power_at_most(x: sympy.Pow) -> float | None:
 
 
 def _sum_at_most(terms: Iterable[Any]) -> float | None:
-    """Of log2 |a + b + ...|."""
+    """An upper bound of log2 |a + b + ...|."""
     bounds = [_at_most(term) for term in terms]
     known = [bound for bound in bounds if bound is not None]
     if len(known) < len(bounds):
@@ -126,7 +125,7 @@ def _sum_at_most(terms: Iterable[Any]) -> float | None:
 
 
 def _log2(x: Any) -> tuple[float, float] | None:
-    """Bounds of log2 |x| for a number other than 0 that is written out."""
+    """Bounds of log2 |x| for an explicit number other than 0."""
     if isinstance(x, sympy.Rational) and x.p:
         top, bottom = abs(x.p).bit_length(), x.q.bit_length()
         low, high = top - 1.0 - bottom, top - (bottom - 1.0)
@@ -135,7 +134,7 @@ def _log2(x: Any) -> tuple[float, float] | None:
         low, high = exponent + bits - 1.0, float(exponent + bits)
     else:
         return None
-    if low > -1000 and high < 1000:  # a float holds it
+    if low > -1000 and high < 1000:  # x is within the range of floats
         log = math.log2(abs(float(x)))
         return log - ROUNDING, log + ROUNDING
     return low, high
@@ -170,5 +169,5 @@ def _sum(bounds: Iterable[float | None]) -> float | None:
 
 
 def _exp2(x: float) -> float:
-    """2^x, infinite where a float cannot hold it."""
+    """2^x, infinite beyond the range of floats."""
     return 2.0**x if x < 1023 else math.inf

@@ -1,10 +1,10 @@
 """The verifier `math`: math-verify on the text after thinking.
 
-From text to code there is no way. math-verify hands text to sympy's `parse_expr`, which evaluates Python, in one
-place: for a match of its regular expression for plain arithmetic, of digits, blanks and `.+-*/^()×÷` alone, in which
-no name can be written. (Digits of other scripts are names to Python 3.12, which sympy quotes as Symbols.) Everything
-else goes through a grammar (latex2sympy2), whose names become sympy Symbols and Functions.
-tests/rewards/test_math_attacks.py watches what Python compiles.
+No text is ever executed as code. math-verify passes text to sympy's `parse_expr`, which evaluates Python, in one
+place only: for a match of its regular expression for plain arithmetic, of digits, spaces and `.+-*/^()×÷`, which
+cannot form a name. (Python 3.12 treats digits of other scripts as names, which sympy quotes as Symbols.) All other
+text is parsed by a grammar (latex2sympy2), whose names become sympy Symbols and Functions.
+tests/rewards/test_math_attacks.py checks what Python compiles.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import re
 from typing import Any
 
 TAIL = 10_000
-"""Characters at the end of an answer without a box in which its last expression is looked for."""
+"""In an answer without a box, the last expression is searched in this many characters at its end."""
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-"""A brace, or what is escaped: such a brace groups nothing."""
+"""A brace or an escaped character: an escaped brace does not group."""
 _FORMULA_START = ("$", "\\(", "\\[")
 _TO_FORMULA_END = re.compile(r"[^\n$]+?(?=\$|\\\)|\\\])")
 _WORD = re.compile(r"(?:(?!\\\)|\\\])[^\s$])+")
@@ -25,7 +25,7 @@ _PERCENT = re.compile(r"\s*(?:\$|\\\)|\\\])\s*(\\?%|[Pp]ercent(?:age)?|[Pp]ct)")
 
 
 def extract_answer(text: str, think_end: str) -> str | None:
-    """The text after the first closing think tag, or None if thinking never ended."""
+    """The text after the first closing think tag, or None if thinking did not end."""
     _, tag, answer = text.partition(think_end)
     return answer if tag else None
 
@@ -33,8 +33,8 @@ def extract_answer(text: str, think_end: str) -> str | None:
 def last_box(text: str) -> str | None:
     """The last \\boxed or \\fbox of a text as "\\boxed{content}", or None if there is none.
 
-    A box within a box belongs to it, and one that is never closed is none. A box without braces holds the rest of its
-    formula if it begins it, else the next word. A percent sign behind the formula that holds the box stays.
+    A nested box is part of the outer one, and an unclosed one does not count. A box without braces contains the rest
+    of its formula if it begins it, else the next word. A percent sign after the formula with the box is kept.
     """
     closing = _closing_braces(text)
     content, end = None, 0
@@ -56,7 +56,7 @@ def last_box(text: str) -> str | None:
 
 
 def _closing_braces(text: str) -> dict[int, int]:
-    """Position of the closing brace for each opening one that has one."""
+    """Position of each opening brace that is closed -> position of its closing brace."""
     closing: dict[int, int] = {}
     opened: list[int] = []
     for brace in _BRACE.finditer(text):
@@ -70,15 +70,15 @@ def _closing_braces(text: str) -> dict[int, int]:
 def verify_math(answer_text: str, reference: str, extra: dict[str, Any]) -> bool:
     """True if the last \\boxed{} of the answer, or its last expression or formula, equals the reference.
 
-    A box counts before all else, and only the last one: "\\boxed{3}, no, \\boxed{5}" answers 5, and a set of
-    solutions belongs into one box. Without a box it is what math-verify finds in the last TAIL characters. The
-    reference may be a bare number or expression, LaTeX with or without dollars, or hold a \\boxed{}.
+    The last box has precedence: the answer "\\boxed{3}, no, \\boxed{5}" is 5, and a set of solutions must be in one
+    box. Without a box the answer is what math-verify finds in the last TAIL characters. The reference may be a bare
+    number or expression, LaTeX with or without dollars, or contain a \\boxed{}.
 
-    math-verify's own time limits are off, since they need signals: the pool kills what takes too long. Numbers too
-    large to be written out are not evaluated if they are proven to differ (magnitude.py).
+    math-verify's own time limits are off, since they use signals: the pool kills a check that takes too long. Huge
+    numbers are not evaluated if they are proven to differ (magnitude.py).
     """
     del extra
-    # Imported here: both take sympy along, which only the verifier processes need.
+    # Imported here: both import sympy, which only the verifier processes need.
     from math_verify import parse, verify
 
     from megatron_scalerl.rewards.magnitude import proven_unequal
@@ -90,7 +90,7 @@ def verify_math(answer_text: str, reference: str, extra: dict[str, Any]) -> bool
 
 
 def warm_up() -> None:
-    """Load grammars and caches, so that the first completion's time limit does not pay for them."""
-    # math-verify warns once that its limits are off, which is our intention.
+    """Load grammars and fill caches, so that this does not count against the first check's time limit."""
+    # math-verify warns once that its time limits are off, which is intended.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     assert verify_math("\\boxed{\\frac{1}{2}}", "0.5", {})

@@ -1,12 +1,12 @@
 """A verifier process: `python -m megatron_scalerl.rewards.worker`, started and killed by the pool.
 
-It imports the verifier, says so, and then checks answers: a request of several numbered checks comes in as one
-frame (8 bytes of length, then a pickle). Every check gives two JSON lines, one when it begins and its verdict as
-soon as it is known, so that the pool can time each check and knows at any moment which one this process is on.
-It imports no torch and no transformers.
+It imports the verifier, reports that it is ready, and then checks answers: several numbered checks arrive as one
+frame (8 bytes of length, then a pickle). Every check produces two JSON lines, one when it begins and one with its
+result, so that the pool can time each check and knows which one is running. It imports neither torch nor
+transformers.
 
-Only the verifier itself may raise or exceed its limits (limits.py). Answers are data here: they come out of a pickle
-that the pool wrote and are handed over as str. What goes back is JSON with the number of the check.
+Only the verifier itself may raise or exceed its limits (limits.py). Answers are data: they come from a pickle that
+the pool wrote and are passed on as str. Replies are JSON with the number of the check.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from megatron_scalerl.rewards.limits import MIB, Limits, address_space, limit_pr
 
 FRAME = struct.Struct("!Q")
 RETIRE_GROWTH = 2.0
-"""A worker that holds this many times `memory_mb` more than after loading its verifier is replaced: checks leak."""
+"""A worker that grew by this many times `memory_mb` since it loaded its verifier is replaced: checks may leak."""
 Verifier = Callable[[str, str, dict[str, Any]], Any]
 
 
 def load_verifier(spec: str) -> Verifier:
-    """The function that `math` or `module:function` names. Raises ValueError in one line if it cannot be used."""
+    """The function for `math` or `module:function`. Raises ValueError, in one line, if it cannot be used."""
     if spec == "math":
         from megatron_scalerl.rewards import math
 
@@ -68,28 +68,28 @@ def _check_signature(head: str, name: str, verifier: Verifier) -> None:
         raise ValueError(f"{head}: expected a function (answer_text, reference, extra), found {found}") from None
 
 
-def verdict(verifier: Verifier, check: bytes, limits: Limits) -> dict[str, Any]:
-    """Run one check within its limits; `value` is a bool or a finite float.
+def run_check(verifier: Verifier, check: bytes, limits: Limits) -> dict[str, Any]:
+    """Run one check within its limits: {"value": a bool or a finite float}.
 
-    Instead of it: `memory` True if the memory limit was met, or `error`, a traceback.
+    Or {"memory": True} if the memory limit was exceeded, or {"error": a traceback}.
     """
     try:
         with limited_check(limits):
             value = verifier(*pickle.loads(check))
-        value = value.item() if hasattr(value, "item") else value  # numpy's own bools and floats
+        value = value.item() if hasattr(value, "item") else value  # numpy scalars
         if not isinstance(value, bool):
             value = float(value)
             if value - value != 0.0:
                 raise ValueError(f"expected a bool or a finite float, found {value}")
     except MemoryError:
         return {"memory": True}
-    except Exception:  # around the user's verifier on model output; the pool counts it
+    except Exception:  # the user's verifier on model output; the pool counts it
         return {"error": traceback.format_exc()[-4000:]}
     return {"value": value}
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    """Say whether the verifier loaded, then answer requests until the pool closes the pipe."""
+    """Report whether the verifier loaded, then serve requests until the pool closes the pipe."""
     setup = pickle.loads(_read_frame(requests) or b"")
     sys.path.extend(entry for entry in setup["sys_path"] if entry not in sys.path)
     try:
@@ -104,7 +104,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     while (frame := _read_frame(requests)) is not None:
         for serial, check in pickle.loads(frame):
             _reply(replies, {"began": serial})
-            outcome = verdict(verifier, check, limits)
+            outcome = run_check(verifier, check, limits)
             retire = _has_grown(loaded, limits)
             _reply(replies, {"serial": serial, "retire": retire, **outcome})
             if retire:
@@ -130,7 +130,7 @@ def _reply(replies: BinaryIO, message: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Keep the pipes to the pool, and give the verifier harmless ones for its own prints and reads."""
+    """Move the pool's pipes away from stdin and stdout, which the verifier may use for its own input and output."""
     die_with_parent(int(sys.argv[1]))
     requests = os.fdopen(os.dup(0), "rb")
     replies = os.fdopen(os.dup(1), "wb")

@@ -15,7 +15,7 @@ from megatron_scalerl.engine.interruption import Plan, draw_cut, plan_ids, tag_v
 from megatron_scalerl.prompts.end_tokens import end_token_ids
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rewards.math import extract_answer
-from megatron_scalerl.rewards.verifier import VerifierPool
+from megatron_scalerl.rewards.pool import VerifierPool
 from megatron_scalerl.types import Prompt, Rollout, Score
 
 TRAINING_PRIORITY, VALIDATION_PRIORITY = 1, 0

@@ -29,7 +29,8 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from megatron_scalerl.engine.client import EngineClient, EngineError
+from megatron_scalerl.engine.answers import EngineError
+from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.prompts.curriculum import Curriculum, CurriculumDry
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.gate import StalenessGate

@@ -1,6 +1,6 @@
-"""Opens Megatron's `torch_dist` checkpoints without running what their pickles say.
+"""Opens Megatron's `torch_dist` checkpoints without unpickling them.
 
-Parts of a checkpoint are pickles, and a pickle is a program. Here each is decoded (`pickles`) with a list of the
-names that it may use (`index`, `values`); a name stands for a function of ours, and nothing is imported or called
-on a file's behalf. `check` says whether a folder would open, `megatron` opens it through Megatron's own load.
+Parts of a checkpoint are pickles, and a pickle is a program. Here each is decoded (`pickles`) with an allowlist of
+names (`index`, `values`). A name maps to one of our functions; nothing is imported or called on behalf of a file.
+`check` tests whether a folder would open, `megatron` opens it through Megatron's own load.
 """

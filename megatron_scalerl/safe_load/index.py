@@ -1,6 +1,6 @@
-"""What a checkpoint's `.metadata` says: which tensors and objects it holds, and where their bytes are.
+"""The index of a checkpoint, from its `.metadata`: its tensors and objects, and the byte ranges that hold them.
 
-torch pickles its own classes there. Each name stands for a record here, whose fields are then checked one by one.
+torch pickles its own classes there. Here each class maps to a plain record, whose fields are then checked one by one.
 Imports no torch.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.safe_load.files import PlainFile, check_name
+from megatron_scalerl.checkpoints.plain_files import PlainFile, check_name
 from megatron_scalerl.safe_load.pickles import Built, Maker, Refused, decode, empty, printable
 
 METADATA = ".metadata"
@@ -28,12 +28,12 @@ DTYPES = frozenset(
     ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16", "int8"]
     + ["uint8", "uint16", "uint32", "uint64", "bool"]
 )
-"""torch's names of the types that a checkpoint's tensors may have."""
+"""torch's names of the types that tensors of a checkpoint may have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Where bytes are: `length` of them from byte `start` of a file of the folder."""
+class ByteRange:
+    """`length` bytes from byte `start` on, of a file in the folder."""
 
     file: str
     start: int
@@ -41,10 +41,11 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Chunk(Place):
-    """A rectangle of a checkpoint's tensor and where its bytes are."""
+class Chunk(ByteRange):
+    """A rectangle of a tensor, and the bytes that hold it."""
 
     offset: tuple[int, ...]
+    """Position in the tensor, in elements of each axis."""
     shape: tuple[int, ...]
 
 
@@ -64,33 +65,33 @@ class CheckpointIndex:
 
     path: Path
     tensors: Mapping[str, StoredTensor]
-    objects: Mapping[str, Place]
-    """Values that are no tensors, each an archive of torch.save."""
+    objects: Mapping[str, ByteRange]
+    """Values other than tensors, each an archive of torch.save."""
 
-    def check_files(self, places: Iterable[Place]) -> None:
-        """Raises ValueError where a file is missing, is a link, or is too short for `places`, or where these overlap.
+    def check_files(self, ranges: Iterable[ByteRange]) -> None:
+        """Raises ValueError if a file is missing, is a link or is too short for its ranges, or if ranges overlap.
 
-        Many objects in the same bytes would be decoded as many times.
+        Overlaps are refused because many objects in the same bytes would be decoded as many times.
         """
         spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        for place in places:
-            spans[place.file].append((place.start, place.start + place.length))
-        for name, held in spans.items():
-            end = max(end for _, end in held)
-            held.sort()
+        for item in ranges:
+            spans[item.file].append((item.start, item.start + item.length))
+        for name, found in spans.items():
+            end = max(end for _, end in found)
+            found.sort()
             with PlainFile(self.path, name) as file:
                 if file.size < end:
                     raise ValueError(f"{file.path}: expected at least {end} bytes, found {file.size} (truncated?)")
-            for (_, before), (start, _) in zip(held, held[1:]):
+            for (_, before), (start, _) in zip(found, found[1:]):
                 if start < before:
                     raise ValueError(f"{file.path}: expected parts that do not overlap, found two at byte {start}")
 
 
 def read_index(path: str | Path) -> CheckpointIndex:
-    """The index of the `torch_dist` checkpoint at `path`; of its files only metadata.json and .metadata are read.
+    """The index of the `torch_dist` checkpoint at `path`, read from metadata.json and .metadata alone.
 
-    Raises ValueError for a folder of another format, and for a .metadata that holds a name which torch does not
-    write there, or what does not fit together.
+    Raises ValueError for a folder of another format, and for a .metadata that holds a name outside the allowlist or
+    is not consistent.
     """
     path = Path(path)
     if not (path / FORMAT_FILE).is_file() or not (path / METADATA).is_file():
@@ -110,7 +111,7 @@ def _check_format(path: Path) -> None:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
-        raise ValueError(f"{path / FORMAT_FILE}: expected JSON, found none that can be read") from None
+        raise ValueError(f"{path / FORMAT_FILE}: expected JSON, found none that can be parsed") from None
     backend = found.get("sharded_backend") if isinstance(found, dict) else None
     if backend != "torch_dist":
         said = printable(repr(backend)) if type(backend) in (str, type(None)) else f"a {type(backend).__name__}"
@@ -118,7 +119,7 @@ def _check_format(path: Path) -> None:
 
 
 class Record(Built):
-    """An object of torch's in `.metadata`: the name of its class and the state that it was given."""
+    """An object of one of torch's classes in `.metadata`: the name of the class, and the object's state."""
 
     __slots__ = ("kind", "state")
 
@@ -138,7 +139,7 @@ class _Dtype:
 
 def _record(kind: str) -> Callable[..., Record]:
     def make(*arguments: Any) -> Record:
-        """Enumerations and paths are made of arguments; none of these is asked for."""
+        """Enumerations and paths have arguments; none of these is used."""
         return Record(kind)
 
     return make
@@ -150,9 +151,9 @@ def _size(numbers: Any = ()) -> tuple[int, ...]:
 
 def _numbers(what: str, found: Any) -> tuple[int, ...]:
     if type(found) is not tuple or len(found) > _AXES:
-        raise Refused(f"{what} that is no tuple of sizes")
+        raise Refused(f"{what} that is not a tuple of sizes")
     if any(type(n) is not int or not 0 <= n < _SIZES for n in found):
-        raise Refused(f"{what} that is no tuple of sizes")
+        raise Refused(f"{what} that is not a tuple of sizes")
     return found
 
 
@@ -169,10 +170,10 @@ _RECORDS = [
     (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
     (f"{_DCP}.metadata", "MetadataIndex"),
     (f"{_DCP}.filesystem", "_StorageInfo"),
-    # Where torch had them before 2.3.
+    # Their modules before torch 2.3.
     (_OLD, "TensorProperties"),
     (_OLD, "MEM_FORMAT_ENCODING"),
-    # Megatron-Core's own index, and the plans of the ranks that wrote it, which it keeps for its next save.
+    # Megatron-Core's own index, and the writing ranks' plans, which it keeps for its next save.
     (_MCORE, "MCoreMetadata"),
     (_MCORE, "MCoreSavePlan"),
     (f"{_DCP}.planner", "SavePlan"),
@@ -181,7 +182,7 @@ _RECORDS = [
     (f"{_DCP}.planner", "TensorWriteData"),
     (f"{_DCP}.planner", "BytesIOWriteData"),
     (f"{_DCP}.filesystem", "_StoragePrefix"),
-    # Where the checkpoint was first written.
+    # The path that the checkpoint was first written to.
     (f"{_DCP}.metadata", "StorageMeta"),
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),
@@ -193,11 +194,11 @@ _NAMES: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): Maker("_get_layout", _record("layout")),
     ("collections", "OrderedDict"): Maker("OrderedDict", empty),
 }
-"""Every name that may stand in a `.metadata`."""
+"""Every name that a `.metadata` may use."""
 
 
 def _field(record: Any, kind: str, name: str, types: type | tuple[type, ...]) -> Any:
-    """A field of a record, of one of the types; None where it is not set."""
+    """A field of a record, of one of the types; None if it is not set."""
     if type(record) is not Record or record.kind not in (kind, f"MCore{kind}") or type(record.state) is not dict:
         raise Refused(f"{_named(record)} in place of a {kind}")
     value = record.state.get(name)
@@ -214,57 +215,57 @@ def _named(value: Any) -> str:
 def _index(path: Path, metadata: Any) -> CheckpointIndex:
     described = _field(metadata, "Metadata", "state_dict_metadata", dict) or {}
     placed = _field(metadata, "Metadata", "storage_data", dict) or {}
-    places: dict[tuple[str, str], Place] = {}
+    ranges: dict[tuple[str, str], ByteRange] = {}
     hashes: set[tuple[str, int]] = set()
     for index, info in placed.items():
         key, offset = _field(index, "MetadataIndex", "fqn", str), _field(index, "MetadataIndex", "offset", tuple)
         _check_key(key)
         at = None if offset is None else _numbers("an offset", offset)
-        places[key, str(at)] = _place(path, info)
+        ranges[key, str(at)] = _byte_range(path, info)
         hashes.add((key, hash(at)))
-    if len(hashes) < len(places):
-        raise Refused("offsets that were made to have one hash")
+    if len(hashes) < len(ranges):
+        raise Refused("offsets with the same hash")
     tensors: dict[str, StoredTensor] = {}
-    objects: dict[str, Place] = {}
+    objects: dict[str, ByteRange] = {}
     for key, entry in described.items():
         _check_key(key)
         if type(entry) is Record and entry.kind == "BytesStorageMetadata":
-            objects[key] = _taken(places, key, None)
+            objects[key] = _take(ranges, key, None)
         else:
-            tensors[key] = _tensor(key, entry, places)
+            tensors[key] = _tensor(key, entry, ranges)
     return CheckpointIndex(path=path, tensors=tensors, objects=objects)
 
 
 def _check_key(key: object) -> None:
     if type(key) is not str:
-        raise Refused(f"a key that is no text: {_named(key)}")
+        raise Refused(f"a key that is not text: {_named(key)}")
     if len(key) > _KEY_LIMIT or not key.isprintable():
-        raise Refused(f"a key that is no text of one line: {printable(key)!r}")
+        raise Refused(f"a key that is not one line of text: {printable(key)!r}")
 
 
-def _place(path: Path, info: Any) -> Place:
+def _byte_range(path: Path, info: Any) -> ByteRange:
     file = _field(info, "_StorageInfo", "relative_path", str)
     check_name(path / METADATA, file)
     start, length = (_field(info, "_StorageInfo", name, int) for name in ("offset", "length"))
-    _numbers("a place", (start, length))
+    _numbers("a byte range", (start, length))
     if _field(info, "_StorageInfo", "transform_descriptors", (list, tuple)):
-        raise Refused("bytes that were transformed (compressed?) as they were written")
-    return Place(file=file, start=start, length=length)
+        raise Refused("bytes that were transformed (compressed?) when written")
+    return ByteRange(file=file, start=start, length=length)
 
 
-def _taken(places: dict[tuple[str, str], Place], key: str, offset: tuple[int, ...] | None) -> Place:
-    """A place, which nothing else has then: a pickle can name one part of a tensor, or one tensor, very often.
+def _take(ranges: dict[tuple[str, str], ByteRange], key: str, offset: tuple[int, ...] | None) -> ByteRange:
+    """Take a byte range out of `ranges`, so that it has one user: a pickle can name the same part very often.
 
-    Offsets are looked up as text, whose hash nobody can foresee; `_index` compares those that they have as numbers,
-    which torch uses.
+    Offsets are looked up as text, whose hashes are randomized and so cannot be made to collide. torch looks them up
+    as numbers: `_index` refuses those whose hashes are equal.
     """
-    place = places.pop((key, str(offset)), None)
-    if place is None:
-        raise Refused(f"{key} at {offset} without a place in a file")
-    return place
+    found = ranges.pop((key, str(offset)), None)
+    if found is None:
+        raise Refused(f"{key} at {offset} without a byte range")
+    return found
 
 
-def _tensor(key: str, entry: Any, places: dict[tuple[str, str], Place]) -> StoredTensor:
+def _tensor(key: str, entry: Any, ranges: dict[tuple[str, str], ByteRange]) -> StoredTensor:
     kind = "TensorStorageMetadata"
     shape = _numbers("a shape", _field(entry, kind, "size", tuple))
     properties = _field(entry, kind, "properties", Record)
@@ -275,8 +276,8 @@ def _tensor(key: str, entry: Any, places: dict[tuple[str, str], Place]) -> Store
     for chunk in _field(entry, kind, "chunks", list) or ():
         offset, sizes = (_field(chunk, "ChunkStorageMetadata", name, tuple) for name in ("offsets", "sizes"))
         _check_inside(key, shape, _numbers("an offset", offset), _numbers("a shape", sizes))
-        place = _taken(places, key, offset)
-        chunks.append(Chunk(offset=offset, shape=sizes, file=place.file, start=place.start, length=place.length))
+        at = _take(ranges, key, offset)
+        chunks.append(Chunk(offset=offset, shape=sizes, file=at.file, start=at.start, length=at.length))
     return StoredTensor(dtype=state[0].name, shape=shape, chunks=tuple(chunks))
 
 

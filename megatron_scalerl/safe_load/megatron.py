@@ -1,8 +1,8 @@
-"""Megatron's own load of a checkpoint, its pickles decoded here: the same planning and resharding, other readers.
+"""Megatron's own load of a checkpoint, with readers that decode pickles: the same planning and resharding.
 
-`dist_checkpointing.load` takes strategies. Ours reads common.pt as plain values, or not at all; for the rest it
-gives Megatron's strategy, in place of torch's FileSystemReader, a reader that decodes. What is checked is what is
-used: every byte is read once.
+`dist_checkpointing.load` takes strategies. Ours reads common.pt as plain values, or not at all. For everything else
+it runs Megatron's strategy with our reader instead of torch's FileSystemReader. Every byte is read once, so the bytes
+that are checked are the bytes that are used.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from megatron_scalerl.checkpoints.plain_files import PlainFile
 from megatron_scalerl.safe_load.archive import Archive, open_archive
-from megatron_scalerl.safe_load.files import PlainFile
-from megatron_scalerl.safe_load.index import CheckpointIndex, Chunk, Place, StoredTensor, read_index
+from megatron_scalerl.safe_load.index import ByteRange, CheckpointIndex, Chunk, StoredTensor, read_index
 from megatron_scalerl.safe_load.pickles import printable
 from megatron_scalerl.safe_load.values import COMMON, TensorBits, read_object, read_tensor, read_value
 
@@ -43,16 +43,16 @@ from megatron_scalerl.safe_load.values import COMMON, TensorBits, read_object, r
 def load(wanted: dict[str, Any], path: str | Path, *, common: bool) -> dict[str, Any]:
     """`dist_checkpointing.load(wanted, path)` without unpickling. Every rank must call it.
 
-    With `common` the result also has what Megatron saved once for all ranks, which must be plain values; without,
-    common.pt is not opened. Raises ValueError, on every rank, for a folder of another format, one that lacks what
-    is wanted, and for whatever a part of it holds that is not known.
+    With `common` the result also has the state that Megatron saves once for all ranks, which must be plain values;
+    without, common.pt is not opened. Raises ValueError, on every rank, for a folder of another format, one that lacks
+    a part of `wanted`, and for a part with content that is not allowed.
     """
     index = read_index(path)
     try:
         found: dict[str, Any] = dist_checkpointing.load(
             wanted, str(path), sharded_strategy=_Sharded(index), common_strategy=_Common(read=common)
         )
-    except CheckpointException as failed:  # what torch's planner makes of the first failure of any rank
+    except CheckpointException as failed:  # torch's planner raises it for the first failure of any rank
         raise _first_failure(index, failed) from None
     return found
 
@@ -65,7 +65,7 @@ def _first_failure(index: CheckpointIndex, failed: CheckpointException) -> BaseE
 
 
 class _Common(LoadCommonStrategy):
-    """Reads common.pt as plain values, or leaves it closed."""
+    """Reads common.pt as plain values, or does not open it."""
 
     def __init__(self, *, read: bool):
         self._read = read
@@ -83,10 +83,10 @@ class _Common(LoadCommonStrategy):
         raise NotImplementedError("the sharded strategy loads objects")
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Any: what is not plain values is refused."""
+        """Accepts any: everything but plain values is refused."""
 
     def check_version_compatibility(self, loaded_version: int) -> None:
-        """Any."""
+        """Accepts any."""
 
 
 class _Sharded(torch_strategies.TorchDistLoadShardedStrategy):
@@ -103,7 +103,7 @@ class _Sharded(torch_strategies.TorchDistLoadShardedStrategy):
 
 @contextlib.contextmanager
 def _read_with(reader: StorageReader) -> Iterator[None]:
-    """Inside the block Megatron's strategy (strategies/torch.py:787) gets `reader` for its FileSystemReader."""
+    """Inside the block Megatron's strategy (strategies/torch.py:787) uses `reader`, not its FileSystemReader."""
     kept = torch_strategies._get_filesystem_reader
     torch_strategies._get_filesystem_reader = lambda *_, **__: reader
     try:
@@ -113,18 +113,18 @@ def _read_with(reader: StorageReader) -> Iterator[None]:
 
 
 class _Reader(StorageReader):
-    """Reads the items of a plan from the files of a checkpoint."""
+    """Reads the items of a load plan from the files of a checkpoint."""
 
     def __init__(self, index: CheckpointIndex):
         self._index = index
-        self._places: dict[MetadataIndex, Place] = {}
-        self._metadata = Metadata(state_dict_metadata={}, storage_data=self._places)
+        self._ranges: dict[MetadataIndex, ByteRange] = {}
+        self._metadata = Metadata(state_dict_metadata={}, storage_data=self._ranges)
         for key, tensor in index.tensors.items():
             self._metadata.state_dict_metadata[key] = _described(tensor)
-            self._places |= {MetadataIndex(key, torch.Size(c.offset)): c for c in tensor.chunks}
-        for key, place in index.objects.items():
+            self._ranges |= {MetadataIndex(key, torch.Size(c.offset)): c for c in tensor.chunks}
+        for key, item in index.objects.items():
             self._metadata.state_dict_metadata[key] = BytesStorageMetadata()
-            self._places[MetadataIndex(key)] = place
+            self._ranges[MetadataIndex(key)] = item
 
     def read_metadata(self) -> Metadata:
         return self._metadata
@@ -132,25 +132,25 @@ class _Reader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
         by_file: dict[str, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
-            by_file[self._places[item.storage_index].file].append(item)
+            by_file[self._ranges[item.storage_index].file].append(item)
         for name, items in by_file.items():
             with PlainFile(self._index.path, name) as file:
-                for item in sorted(items, key=lambda item: self._places[item.storage_index].start):
+                for item in sorted(items, key=lambda item: self._ranges[item.storage_index].start):
                     self._read(file, item, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     def _read(self, file: PlainFile, item: ReadItem, planner: Any) -> None:
-        place, key = self._places[item.storage_index], item.storage_index.fqn
+        stored, key = self._ranges[item.storage_index], item.storage_index.fqn
         if item.type == LoadItemType.BYTE_IO:
-            _set(planner, item.dest_index.fqn, read_object(file, key, place, _Tensors()))
+            _set(planner, item.dest_index.fqn, read_object(file, key, stored, _Tensors()))
             return
-        with open_archive(file, place.start, place.length, f"the tensor {key}") as archive:
+        with open_archive(file, stored.start, stored.length, f"the tensor {key}") as archive:
             tensor = _Tensors()(read_tensor(archive), archive)
-        assert isinstance(place, Chunk)
-        if tuple(tensor.shape) != place.shape:
-            raise ValueError(f"{file.path}: {key}: expected shape {list(place.shape)}, found {list(tensor.shape)}")
+        assert isinstance(stored, Chunk)
+        if tuple(tensor.shape) != stored.shape:
+            raise ValueError(f"{file.path}: {key}: expected shape {list(stored.shape)}, found {list(tensor.shape)}")
         for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths)):
             tensor = tensor.narrow(axis, start, length)
         target = planner.resolve_tensor(item).detach()
@@ -158,10 +158,10 @@ class _Reader(StorageReader):
         planner.commit_tensor(item, target)
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing is kept from one load to the next."""
+        """Keeps no state between loads."""
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any) -> None:
-        """Everything is known from the index."""
+        """The index has everything already."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -183,7 +183,7 @@ def _described(tensor: StoredTensor) -> TensorStorageMetadata:
 
 
 def _set(planner: Any, key: str, value: list[Any]) -> None:
-    """What the planner's load_bytes does after its torch.load."""
+    """Stores an object as the planner's load_bytes does after its torch.load."""
     if planner.flatten_state_dict:
         set_element(planner.original_state_dict, planner.mappings[key], value)
     else:
@@ -191,7 +191,7 @@ def _set(planner: Any, key: str, value: list[Any]) -> None:
 
 
 class _Tensors:
-    """Makes the tensors of one archive, on the CPU; those of one storage share it."""
+    """Builds the tensors of one archive, on the CPU; tensors of one storage share it."""
 
     def __init__(self) -> None:
         self._storages: dict[str, torch.Tensor] = {}

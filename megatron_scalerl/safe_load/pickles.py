@@ -1,11 +1,11 @@
-"""Decodes pickles as data: nothing is imported, and only functions of ours are called.
+"""Decodes pickles as data: nothing is imported, and only our own functions are called.
 
-Python's own unpickler imports every name that it finds and calls what it imported. This decoder knows the opcodes
-that plain values and records need; a name is looked up, as the exact pair (module, name), among those that the
-caller gives, and stands for a function of ours. Memory and time stay in proportion to the pickle: no opcode makes
-more than a few hundred bytes for each byte that the pickle has, copies are counted, and dictionaries' keys and the
-depth of tuples, whose hash is recursive, are bounded. Lists, dictionaries and records may hold themselves: a decoded
-value is never compared, printed or walked without a bound. Imports no torch.
+Python's own unpickler imports every name that it finds, and calls what it imported. This decoder implements only the
+opcodes that plain values and records need. It looks a name up, as the exact pair (module, name), in the caller's
+allowlist, which maps it to one of our functions. Memory and time are linear in the size of the pickle: no opcode
+allocates more than a few hundred bytes per byte of the pickle, copied bytes are counted, and dictionary keys and the
+depth of tuples, whose hash is recursive, are bounded. Lists, dictionaries and records may contain themselves: never
+compare, print or traverse a decoded value without a bound. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 
 
 class Refused(ValueError):
-    """What a pickle holds that is not opened. The message continues "found ..."."""
+    """Content of a pickle that is not allowed. The message continues "found ..."."""
 
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """What a name stands for that a pickle may call: a function of ours, which checks its arguments.
+    """A function of ours that a pickle may call by name; it checks its arguments.
 
-    It raises TypeError or ValueError for what it does not take.
+    It raises TypeError or ValueError for invalid ones.
     """
 
     name: str
@@ -33,50 +33,50 @@ class Maker:
 
 
 class Built:
-    """A value that a pickle may give a state to, after it was made. It is compared and hashed by identity."""
+    """A value whose state a pickle may set after construction. It is compared and hashed by identity."""
 
     __slots__ = ()
 
     def set_state(self, state: Any) -> int:
-        """Take the state; returns the bytes copied from it. Raises TypeError or ValueError where it does not fit."""
+        """Set the state; returns the bytes copied from it. Raises TypeError or ValueError for an invalid state."""
         raise NotImplementedError
 
 
 Names = Mapping[tuple[str, str], Any]
-"""(module, name) -> a Maker, or the constant that the name stands for."""
+"""The allowlist: (module, name) -> a Maker, or the constant that the name stands for."""
 Stored = Callable[[Any], Any]
-"""From a persistent id, which torch uses for the bytes of a tensor, to what it stands for."""
+"""Resolves a persistent id, which torch uses for the bytes of a tensor."""
 
 _ARGUMENTS = 256
-"""Arguments of a call; a path has one for each of its parts."""
+"""Arguments of a call; a path has one per component."""
 _TUPLES = 16
-"""Tuples inside of one another."""
+"""Nesting depth of tuples."""
 _TEXT_KEY = 4096
-"""Characters of a dictionary's key."""
+"""Characters of a dictionary key."""
 _NUMBER_KEYS = range(1 << 17)
-"""Integers that may be a dictionary's keys. Python's hashes of others can be made to collide, at a cost that grows
-with the square of their number; those of text are random."""
+"""Integers that may be dictionary keys. Hashes of others can be made to collide, at a cost that is quadratic in
+their number; hashes of text are randomized."""
 _COPIES = 4
 _COPIES_AT_LEAST = 1 << 16
-"""Bytes that calls and states may copy: so many for each byte of the pickle, or so many at least. A pickle of
-protocol 2 has an array's bits as text, of which bytes are made, of which the array is made."""
+"""Bytes that calls and states may copy: this many per byte of the pickle, and at least that many. A pickle of
+protocol 2 stores an array's bits as text, from which bytes are made, from which the array is made."""
 
 
 def printable(text: str) -> str:
-    """Text of a file as it may stand in a message: one line, at most 200 characters, none that steers a terminal."""
+    """Text of a file, made safe for a message: one line, at most 200 characters, no control characters."""
     return text[:200] if text.isprintable() else ascii(text)[1:-1][:200]
 
 
 def empty() -> dict[Any, Any]:
-    """What collections.OrderedDict stands for: made without arguments, its items are set later."""
+    """Stands for collections.OrderedDict: called without arguments, its items are set later."""
     return {}
 
 
 def decode(data: bytes, names: Names, stored: Stored | None = None) -> Any:
-    """The value of the pickle `data`. Raises Refused for a name, an opcode or a call that is not known.
+    """The value of the pickle `data`. Raises Refused for a name, an opcode or a call that is not allowed.
 
-    Dictionaries may have text, small numbers and Built values as keys, nothing that is costly to hash. The value may
-    hold itself, and a part may stand in many places.
+    Dictionary keys may be text, small numbers and Built values, which are cheap to hash. The value may contain
+    itself, and a part of it may occur in many places.
     """
     decoder = _Decoder(data, names, stored)
     try:
@@ -95,12 +95,12 @@ class _Decoder:
         self.names, self.stored = names, stored
         self.stack: list[Any] = []
         self.outer: list[list[Any]] = []
-        """The stacks below the marks."""
+        """The stacks below the current mark."""
         self.memo: list[Any] = []
         self.depths: dict[int, int] = {}
-        """id -> depth of the tuples that hold tuples."""
+        """id -> depth, of tuples that contain tuples."""
         self.deep: list[tuple[Any, ...]] = []
-        """These tuples, kept so that no other object gets the id of one."""
+        """Keeps these tuples alive, so that no other object gets one of their ids."""
         self.copies_left = max(_COPIES_AT_LEAST, _COPIES * len(data))
 
     def run(self) -> Any:
@@ -136,12 +136,12 @@ class _Decoder:
         return self.data[start : self.at - 1].decode("utf8")
 
     def marked(self) -> list[Any]:
-        """What was pushed since the last mark."""
+        """The items pushed since the last mark."""
         items, self.stack = self.stack, self.outer.pop()
         return items
 
     def tuple_of(self, items: list[Any]) -> tuple[Any, ...]:
-        """The items as a tuple. Raises Refused for tuples nested deeper than any that a checkpoint has."""
+        """The items as a tuple. Raises Refused for tuples nested deeper than in any checkpoint."""
         made = tuple(items)
         if tuple in map(type, items):
             depth = 1 + max([self.depths.get(id(item), 1) for item in items if type(item) is tuple])
@@ -151,25 +151,25 @@ class _Decoder:
             self.deep.append(made)
         return made
 
-    def remember(self, place: int) -> None:
+    def memoize(self, index: int) -> None:
         """Put the top of the stack into the memo, which pickles fill in order."""
-        if place < len(self.memo):
-            self.memo[place] = self.stack[-1]
-        elif place == len(self.memo):
+        if index < len(self.memo):
+            self.memo[index] = self.stack[-1]
+        elif index == len(self.memo):
             self.memo.append(self.stack[-1])
         else:
-            raise IndexError(place)
+            raise IndexError(index)
 
     def copied(self, size: int) -> None:
-        """Count bytes that were copied. Raises Refused where a part was copied over and over."""
+        """Count copied bytes. Raises Refused if a part was copied over and over."""
         self.copies_left -= size
         if self.copies_left < 0:
             raise Refused(f"parts copied over and over (at byte {self.at})")
 
     def named(self, module: str, name: str) -> Any:
-        """What a name stands for."""
+        """The allowlist's entry of a name."""
         if type(module) is not str or type(name) is not str:
-            raise Refused("a name that is no text")
+            raise Refused("a name that is not text")
         try:
             return self.names[module, name]
         except KeyError:
@@ -198,7 +198,7 @@ def _handles(opcode: bytes) -> Callable[[Callable[[_Decoder], None]], Callable[[
 
 def _pushes(opcode: bytes, value: Callable[[_Decoder], Any]) -> None:
     def push(decoder: _Decoder) -> None:
-        # Evaluated first: taking up a mark changes the stack.
+        # Evaluated first: `marked` replaces the stack.
         found = value(decoder)
         decoder.stack.append(found)
 
@@ -268,12 +268,12 @@ def _memoize(decoder: _Decoder) -> None:
 
 @_handles(pickle.BINPUT)
 def _binput(decoder: _Decoder) -> None:
-    decoder.remember(decoder.number(_U8))
+    decoder.memoize(decoder.number(_U8))
 
 
 @_handles(pickle.LONG_BINPUT)
 def _long_binput(decoder: _Decoder) -> None:
-    decoder.remember(decoder.number(_U32))
+    decoder.memoize(decoder.number(_U32))
 
 
 @_handles(pickle.STACK_GLOBAL)
@@ -374,7 +374,7 @@ def _binpersid(decoder: _Decoder) -> None:
 
 
 _OTHER = TypeError, ValueError, OverflowError
-"""What functions raise for arguments that they do not take."""
+"""What functions raise for invalid arguments."""
 
 
 def _other(name: str, error: Exception) -> Refused:

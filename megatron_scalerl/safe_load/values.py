@@ -1,7 +1,7 @@
-"""Plain values as `torch.save` writes them: numbers, text, lists, dictionaries, arrays and tensors.
+"""Plain values in `torch.save`'s format: numbers, text, lists, dictionaries, arrays and tensors.
 
-That is all that a run's own checkpoint keeps beside its weights: settings of the optimizer, states of random
-generators. Tensors are described, not made, so that no torch is needed to check a value.
+A run's own checkpoint holds nothing else beside its weights: settings of the optimizer, states of random number
+generators. Tensors are described, not built, so that checking a value needs no torch.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 import numpy as np
 
 from megatron_scalerl.safe_load.archive import Archive, Bytes, open_archive
-from megatron_scalerl.safe_load.index import Place
+from megatron_scalerl.safe_load.index import ByteRange
 from megatron_scalerl.safe_load.pickles import Built, Maker, Names, Refused, empty
 
 COMMON = "common.pt"
-"""What Megatron saves once for all ranks."""
+"""State that Megatron saves once for all ranks."""
 _DEPTH = 32
 _ITEMS = 1 << 20
 _ITEMS_PER_BYTE = 4
 _ITEMS_AT_LEAST = 4096
-"""Items that a value may have, those of a part that stands in several places counted there again: so many for each
-byte of its archive, at most `_ITEMS`."""
+"""Items that a value may have, parts that occur several times counted each time: this many per byte of its archive,
+at least `_ITEMS_AT_LEAST`, at most `_ITEMS`."""
 _TENSOR_ITEMS = 16
-"""What a tensor counts for: torch's object takes as much memory."""
+"""Items that a tensor counts as: torch's object takes as much memory."""
 _SIZES = 1 << 62
 _EXTRA_STATE = "_extra_state"
 _FP8 = "content in {key} (of fp8 training? such states are pickles and are not opened)"
@@ -43,9 +43,9 @@ STORAGES = {
     "ByteStorage": ("uint8", 1),
     "BoolStorage": ("bool", 1),
 }
-"""torch's class of a tensor's bytes -> its name of the type, bytes of an element."""
+"""torch's storage class -> torch's name of the type, bytes of one element."""
 _ARRAYS = frozenset(["b1", "i1", "u1", "i2", "u2", "f2", "i4", "u4", "f4", "i8", "u8", "f8"])
-"""Types of numpy arrays; "O", whose elements are pickled objects, is none of them."""
+"""Types of numpy arrays; not "O", whose elements are pickled objects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class _Storage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorBits:
-    """A tensor of an archive: `archive.place(entry)` says where its bits are."""
+    """A tensor of an archive; `archive.place(entry)` locates its bits."""
 
     dtype: str
     """torch's name of the type."""
@@ -74,7 +74,7 @@ class TensorBits:
     """In elements."""
 
     def place_in(self, archive: Archive) -> int:
-        """First byte of the entry in the file. Raises Refused where the entry has another size than it must."""
+        """First byte of the entry in the file. Raises Refused if the entry has the wrong size."""
         start, size = archive.place(self.entry)
         if size != self.count * self.itemsize:
             raise Refused(f"{self.entry} of {size} bytes, not {self.count * self.itemsize}")
@@ -84,7 +84,7 @@ class TensorBits:
 def _stored(pid: Any) -> _Storage:
     """torch's persistent id: ("storage", class, entry, device, count)."""
     if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage" or type(pid[1]) is not _Storage:
-        raise TypeError("a persistent id that is no storage")
+        raise TypeError("a persistent id that is not a storage")
     entry, count = pid[2], pid[4]
     if type(entry) is not str or len(entry) > 20 or not entry.isdigit() or type(count) is not int:
         raise TypeError("a storage without a number")
@@ -94,12 +94,12 @@ def _stored(pid: Any) -> _Storage:
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> TensorBits:
-    """torch._utils._rebuild_tensor_v2; gradients and hooks are left out."""
+    """Stands for torch._utils._rebuild_tensor_v2; gradients and hooks are ignored."""
     if type(storage) is not _Storage or type(shape) is not tuple or type(strides) is not tuple:
-        raise TypeError("no sizes")
+        raise TypeError("invalid sizes")
     sizes = (offset, *shape, *strides)
     if len(sizes) > 2 * _DEPTH + 1 or any(type(n) is not int or not 0 <= n < _SIZES for n in sizes):
-        raise TypeError("no sizes")
+        raise TypeError("invalid sizes")
     last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     if prod(shape) and not (last < storage.count and prod(shape) <= storage.count):
         raise ValueError(f"shape {list(shape)}, strides {list(strides)} in {storage.count} elements")
@@ -115,7 +115,7 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Ten
 
 
 class _ArrayType(Built):
-    """numpy.dtype: its code, and then a state whose second item is the order of bytes."""
+    """Stands for numpy.dtype: a type code, then a state whose second item is the byte order."""
 
     __slots__ = ("code",)
 
@@ -126,14 +126,14 @@ class _ArrayType(Built):
 
     def set_state(self, state: Any) -> int:
         if type(state) is not tuple or len(state) < 2 or type(state[1]) is not str:
-            raise TypeError("no state of a type")
+            raise TypeError("an invalid state of a type")
         if state[1] not in ("<", "|") or any(state[2:5]):
-            raise TypeError("another order of bytes, or fields")
+            raise TypeError("another byte order, or fields")
         return 0
 
 
 class _Array(Built):
-    """numpy.ndarray: made empty, and then given (version, shape, type, in Fortran's order?, bits)."""
+    """Stands for numpy.ndarray: created empty, then set to (version, shape, type, Fortran order?, bits)."""
 
     __slots__ = ("array",)
 
@@ -142,34 +142,34 @@ class _Array(Built):
 
     def set_state(self, state: Any) -> int:
         if type(state) is not tuple:
-            raise TypeError("no array")
+            raise TypeError("an invalid array")
         _, shape, kind, fortran, bits = state
         if type(shape) is not tuple or type(kind) is not _ArrayType or type(bits) is not bytes:
-            raise TypeError("no array")
+            raise TypeError("an invalid array")
         if len(shape) > _DEPTH or any(type(n) is not int for n in shape):
-            raise TypeError("no shape of an array")
+            raise TypeError("an invalid shape of an array")
         flat = np.frombuffer(bits, np.dtype(kind.code).newbyteorder("<")).copy()
         self.array = flat.reshape(shape, order="F" if fortran is True else "C")
         return len(bits)
 
 
 def _text_bytes(text: Any, encoding: Any) -> bytes:
-    """_codecs.encode, which is how pickles of protocol 2 say bytes."""
+    """Stands for _codecs.encode, which is how pickles of protocol 2 spell bytes."""
     if type(text) is not str or type(encoding) is not str or encoding != "latin1":
-        raise TypeError("no bytes")
+        raise TypeError("invalid bytes")
     return text.encode("latin1")
 
 
 TENSOR_NAMES: Names = {
     ("torch._utils", "_rebuild_tensor_v2"): Maker("_rebuild_tensor_v2", _tensor),
     **{("torch", name): _Storage(*kind) for name, kind in STORAGES.items()},
-    # Hooks of the tensor, always empty.
+    # The tensor's hooks, always empty.
     ("collections", "OrderedDict"): Maker("OrderedDict", empty),
 }
-"""Every name that may stand in the archive of a tensor."""
+"""Every name that the archive of a tensor may use."""
 VALUE_NAMES: Names = {
     **TENSOR_NAMES,
-    # numpy's generator has its state in an array. The module's name is the one of numpy 2, then of numpy 1.
+    # numpy's random number generator keeps its state in an array. Module names of numpy 2 and of numpy 1.
     ("numpy._core.multiarray", "_reconstruct"): Maker("_reconstruct", _Array),
     ("numpy.core.multiarray", "_reconstruct"): Maker("_reconstruct", _Array),
     ("numpy", "ndarray"): None,
@@ -177,29 +177,29 @@ VALUE_NAMES: Names = {
     ("_codecs", "encode"): Maker("_codecs.encode", _text_bytes),
     ("__builtin__", "bytes"): Maker("bytes", lambda: b""),
 }
-"""Every name that may stand in the archive of another value."""
+"""Every name that the archive of another value may use."""
 
 
 Make = Callable[[TensorBits, Archive], Any]
-"""Makes a tensor from its description, and the archive that its bits are in."""
+"""Builds a tensor from its description and the archive that holds its bits."""
 
 
 def read_value(file: Bytes, start: int, length: int, make: Make) -> Any:
-    """The plain value in the archive of `length` bytes from byte `start` on; `make` makes its tensors.
+    """The plain value in the archive of `length` bytes from byte `start` on; `make` builds its tensors.
 
     Raises ValueError, naming the file, for anything else.
     """
     with open_archive(file, start, length, "plain values") as archive:
         found = archive.decode(VALUE_NAMES, _stored)
         items = min(_ITEMS, max(_ITEMS_AT_LEAST, _ITEMS_PER_BYTE * length))
-        return _Settled(archive, make, items).value(found, 0)
+        return _PlainCopy(archive, make, items).value(found, 0)
 
 
-def read_object(file: Bytes, key: str, place: Place, make: Make) -> list[Any]:
-    """The object `key` of a checkpoint: Megatron keeps a list, one item for each time that a rank saves it.
+def read_object(file: Bytes, key: str, stored: ByteRange, make: Make) -> list[Any]:
+    """The object `key` of a checkpoint: Megatron stores a list with one item per save by a rank.
 
-    Raises ValueError, naming the file, for what is no list of plain values, and for a module's extra state that is
-    not empty: Transformer Engine unpickles those.
+    Raises ValueError, naming the file, for anything but a list of plain values, and for a module's extra state that
+    is not empty: Transformer Engine unpickles those.
     """
     extra = _EXTRA_STATE in key
 
@@ -208,16 +208,16 @@ def read_object(file: Bytes, key: str, place: Place, make: Make) -> list[Any]:
             raise Refused(_FP8.format(key=key))
         return make(bits, archive)
 
-    items = read_value(file, place.start, place.length, checked)
+    items = read_value(file, stored.start, stored.length, checked)
     if type(items) is not list:
         raise ValueError(f"{file.path}: {key}: expected a list, found a {type(items).__name__}")
     if extra and any(isinstance(item, _PLAIN) for item in items):
-        raise ValueError(f"{file.path}: expected plain values at byte {place.start}, found {_FP8.format(key=key)}")
+        raise ValueError(f"{file.path}: expected plain values at byte {stored.start}, found {_FP8.format(key=key)}")
     return items
 
 
 def describe(bits: TensorBits, archive: Archive) -> TensorBits:
-    """Makes no tensor; raises Refused where its bits are not where they must be."""
+    """Builds no tensor; raises Refused if its bits are missing or have the wrong size."""
     bits.place_in(archive)
     return bits
 
@@ -226,18 +226,18 @@ def read_tensor(archive: Archive) -> TensorBits:
     """The one tensor of an archive. Raises Refused for anything else."""
     found = archive.decode(TENSOR_NAMES, _stored)
     if type(found) is not TensorBits:
-        raise Refused(f"a {type(found).__name__} that is no tensor")
+        raise Refused(f"a {type(found).__name__} that is not a tensor")
     return found
 
 
-class _Settled:
-    """Copies a decoded value, so that it holds plain things only, and no list or dictionary in two places."""
+class _PlainCopy:
+    """Copies a decoded value, so that it holds plain values only, and no list or dictionary occurs twice."""
 
     def __init__(self, archive: Archive, make: Make, items: int):
         self._archive, self._make, self._items, self._left = archive, make, items, items
 
     def value(self, found: Any, depth: int) -> Any:
-        """A copy of `found`. Raises Refused for one that is nested too deeply or holds itself over and over."""
+        """A copy of `found`. Raises Refused if it is nested too deeply or contains too many items."""
         self._left -= _TENSOR_ITEMS if type(found) is TensorBits else 1
         if depth > _DEPTH or self._left < 0:
             raise Refused(f"values nested more than {_DEPTH} deep, or more than {self._items} of them")

@@ -1,1 +1,1 @@
-"""The tiny verifiable-reasoning task, its tokenizer and its untrained policies, for one machine without a GPU."""
+"""A tiny verifiable-reasoning task, its tokenizer and untrained policies, for one machine without a GPU."""

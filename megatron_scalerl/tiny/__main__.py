@@ -9,7 +9,7 @@ from megatron_scalerl.tiny.build import TinyArguments, build
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse the command line; 0 when the folder is there, 2 with one line on standard error when refused."""
+    """Write the folder; returns the exit code: 2, with one line on standard error, if the arguments are refused."""
     parser = argparse.ArgumentParser(prog="python -m megatron_scalerl.tiny", description=__doc__)
     parser.add_argument("out_dir", metavar="OUT_DIR")
     parser.add_argument("--seed", type=int, required=True)
@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"{out_dir}: {'written' if written else 'already there'}")
+    print(f"{out_dir}: {'written' if written else 'already exists'}")
     return 0
 
 

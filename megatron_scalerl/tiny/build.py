@@ -14,29 +14,29 @@ from megatron_scalerl.tiny.task import prompt_rows, warm_start_rows
 
 MANIFEST = "tiny.json"
 FORMAT = 2
-"""Raised when the same arguments would give other files."""
+"""Incremented when the same arguments produce other files."""
 FILES = ("base_policy/config.json", "prompts.jsonl", "held_out.jsonl", "sft.jsonl")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TinyArguments:
-    """What the folder's content depends on."""
+    """Arguments that determine the folder's content."""
 
     seed: int
     moe: bool = False
-    """True: the Llama-4-style mixture of experts instead of the dense Llama."""
+    """True: a Llama-4-style mixture of experts instead of a dense Llama."""
     train_prompts: int = 4000
     held_out: int = 200
     sft_examples: int = 28800
-    """Warm-start examples; the default fills 900 steps of 32."""
+    """Warm-start examples; the default is 900 steps of 32."""
 
 
 def build(out_dir: str | Path, arguments: TinyArguments) -> bool:
-    """Write the folder whole or not at all; False if it is there already, made by equal arguments.
+    """Write the folder atomically; False if it exists already, written with equal arguments.
 
-    Writes base_policy/ (Hugging Face folder), prompts.jsonl and held_out.jsonl (prompt, answer, level),
-    sft.jsonl (prompt, completion, level) and the manifest tiny.json. Raises ValueError for a count below 1
-    and for a folder that holds anything else.
+    Writes base_policy/ (Hugging Face folder), prompts.jsonl and held_out.jsonl (prompt, answer, level), sft.jsonl
+    (prompt, completion, level) and the manifest tiny.json. Raises ValueError for a count below 1 and for a folder
+    with any other content.
     """
     out_dir = Path(out_dir)
     for name in ("train_prompts", "held_out", "sft_examples"):
@@ -44,7 +44,7 @@ def build(out_dir: str | Path, arguments: TinyArguments) -> bool:
         if count < 1:
             raise ValueError(f"--{name.replace('_', '-')}: expected at least 1, found {count}")
     manifest = {"format": FORMAT, **asdict(arguments)}
-    if _is_made(out_dir, manifest):
+    if _exists(out_dir, manifest):
         return False
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.partial-", dir=out_dir.parent))
@@ -58,8 +58,8 @@ def build(out_dir: str | Path, arguments: TinyArguments) -> bool:
     return True
 
 
-def _is_made(out_dir: Path, manifest: dict[str, Any]) -> bool:
-    """True if the folder was made by the same arguments; ValueError if something else lies there."""
+def _exists(out_dir: Path, manifest: dict[str, Any]) -> bool:
+    """True if the folder was written with the same arguments. Raises ValueError for any other content."""
     if not out_dir.exists() or (out_dir.is_dir() and not any(out_dir.iterdir())):
         return False
     try:
@@ -69,8 +69,8 @@ def _is_made(out_dir: Path, manifest: dict[str, Any]) -> bool:
     different = [key for key in manifest if found.get(key) != manifest[key]]
     if different:
         expected = ", ".join(f"{key} {manifest[key]}" for key in different)
-        there = ", ".join(f"{key} {found.get(key)}" for key in different)
-        raise ValueError(f"{out_dir}: expected a folder made with {expected}, found one made with {there}")
+        actual = ", ".join(f"{key} {found.get(key)}" for key in different)
+        raise ValueError(f"{out_dir}: expected a folder written with {expected}, found one written with {actual}")
     missing = [name for name in FILES if not (out_dir / name).is_file()]
     if missing:
         raise ValueError(f"{out_dir}: expected {', '.join(FILES)}, found no {missing[0]}")
@@ -78,7 +78,7 @@ def _is_made(out_dir: Path, manifest: dict[str, Any]) -> bool:
 
 
 def _write(folder: Path, arguments: TinyArguments) -> None:
-    # Imported here: a folder that is there already is recognised without loading torch.
+    # Imported here: an existing folder is recognized without importing torch.
     from megatron_scalerl.tiny.policy import make_llama, make_llama4
 
     make = make_llama4 if arguments.moe else make_llama

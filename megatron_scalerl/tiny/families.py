@@ -1,6 +1,6 @@
-"""Random policies of every family as Hugging Face folders: what parity checks compare.
+"""Random policies of every family as Hugging Face folders, for parity checks.
 
-Their weights are large, so that logits reach 5 to 20 and a fault of any layer is felt.
+Their weights are large, so that logits reach 5 to 20 and an error in any layer changes them visibly.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def _llama(**settings: Any) -> Any:
 
 
 def _qwen3(**settings: Any) -> Any:
-    """Heads of 24, where hidden size / heads is 16."""
+    """head_dim is 24, where hidden size / heads is 16."""
     from transformers import Qwen3Config
 
     return Qwen3Config(**{**_SHARED, "head_dim": 24, **settings})
 
 
 def _qwen3_moe(**settings: Any) -> Any:
-    """Two of four experts for every token."""
+    """Two of four experts per token."""
     from transformers import Qwen3MoeConfig
 
     experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, head_dim=24)
@@ -61,7 +61,7 @@ def _qwen3_moe(**settings: Any) -> Any:
 
 
 def llama4_text(**settings: Any) -> Any:
-    """A Llama4TextConfig: layer 3 without RoPE; chunks and temperature steps shorter than the sequences."""
+    """A Llama4TextConfig: layer 3 without RoPE; chunks and temperature intervals shorter than the sequences."""
     from transformers import Llama4TextConfig
 
     moe = dict(intermediate_size=64, intermediate_size_mlp=96, head_dim=16, num_local_experts=4)
@@ -103,9 +103,9 @@ KINDS: dict[str, Callable[..., Any]] = {
     "llama4_tied": partial(llama4_text, interleave_moe_layer_step=2, tie_word_embeddings=True),
     "llama4_multimodal": _llama4_multimodal,
 }
-"""Kind -> config, whose keywords win. Layers mix dense and experts in every way; one key-value head in qwen3_tied."""
-QUIET = ("llama_biased",)
-"""Kinds with smaller weights in the layers: Hugging Face's own fp32 is 1e-4 away from fp64 without."""
+"""Kind -> maker of its config. Covers all mixes of dense and MoE layers; one KV head in qwen3_tied."""
+SMALL_WEIGHTS = ("llama_biased",)
+"""Kinds with smaller weights in the layers; else the fp32 error of transformers itself is 1e-4."""
 FUSED = ("qwen3_moe_tied",)
 """Kinds that are saved in transformers' in-memory layout: a layer's experts in one tensor."""
 
@@ -119,11 +119,11 @@ def make(
     init: Callable[[Any], None] | None = None,
     **settings: Any,
 ) -> Any:
-    """Makes and saves the policy `kind` of KINDS, its config changed by `settings`; returns transformers' model.
+    """Create and save the policy `kind` of KINDS, its config changed by `settings`; returns transformers' model.
 
-    `std` is that of matrices; widths far above the default want less. `init` writes the parameters of the fp32 model
-    in their place. Rotary frequencies of the returned model are rounded to `dtype`, those of one loaded from the
-    folder are not.
+    `std` is the standard deviation of matrices; much larger widths require less. `init` initializes the parameters of
+    the fp32 model instead. Rotary frequencies of the returned model are rounded to `dtype`, those of a model loaded
+    from the folder are not.
     """
     from transformers import AutoModelForCausalLM, Llama4ForConditionalGeneration
     from transformers.utils.logging import disable_progress_bar
@@ -135,7 +135,7 @@ def make(
     model: Any = Llama4ForConditionalGeneration(config) if whole else AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         if init is None:
-            _large_weights(model, std=std, layers_std=std / 2 if kind in QUIET else std)
+            _large_weights(model, std=std, layers_std=std / 2 if kind in SMALL_WEIGHTS else std)
         else:
             init(model)
     model = model.to(dtype).eval()

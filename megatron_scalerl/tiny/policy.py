@@ -1,4 +1,4 @@
-"""Tiny untrained policies as normal Hugging Face folders: a Llama and a Llama-4-style mixture of experts."""
+"""Tiny untrained policies as Hugging Face folders: a Llama and a Llama-4-style mixture of experts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from transformers.utils.logging import disable_progress_bar
 from megatron_scalerl.tiny.tokenizer import BOS_ID, EOS_ID, MODEL_VOCABULARY, PAD_ID, save_tokenizer
 
 INIT_STD = 0.02
-"""Standard deviation of every matrix; those that write to the residual stream get 1/sqrt(2 layers) of it."""
+"""Standard deviation of matrices; those that write to the residual stream are scaled by 1/sqrt(2 layers)."""
 CONTEXT = 512
-"""Positions (tokens); the longest prompt and completion of the task take about 85."""
+"""Positions (tokens); the longest prompt and completion of the task are about 85 tokens."""
 COMMON: dict[str, Any] = {
     "vocab_size": MODEL_VOCABULARY,
     "num_hidden_layers": 3,
@@ -48,9 +48,9 @@ def make_llama(path: str | Path, seed: int) -> None:
 def make_llama4(path: str | Path, seed: int) -> None:
     """Write a Llama-4-style text policy (fp32) with tokenizer into folder `path`.
 
-    Every layer routes each token to one of 4 experts by a sigmoid router and to a shared expert besides;
-    queries and keys are normalised. RoPE in all three layers, since Llama-4 leaves it out in every fourth
-    only; attention chunks are longer than the context and attention temperature is off.
+    Every layer routes each token to one of 4 experts by a sigmoid router, in addition to a shared expert; queries and
+    keys are normalized. RoPE in all three layers, since Llama 4 omits it in every fourth only; attention chunks are
+    longer than the context and attention temperature is off.
     """
     config = Llama4TextConfig(
         **COMMON,
@@ -72,7 +72,7 @@ def make_llama4(path: str | Path, seed: int) -> None:
 
 def _save(model: PreTrainedModel, path: str | Path, seed: int) -> None:
     model = model.float()
-    _initialise(model, seed)
+    _initialize(model, seed)
     model.generation_config = GenerationConfig(
         bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID, do_sample=True, temperature=1.0
     )
@@ -82,8 +82,8 @@ def _save(model: PreTrainedModel, path: str | Path, seed: int) -> None:
 
 
 @torch.no_grad()
-def _initialise(model: PreTrainedModel, seed: int) -> None:
-    """Draw every matrix from N(0, 0.02) with one generator, in the order of the names; norms are 1."""
+def _initialize(model: PreTrainedModel, seed: int) -> None:
+    """Draw every matrix from a normal distribution with one generator, in the order of the names; norms are 1."""
     generator = torch.Generator().manual_seed(seed)
     residual_std = INIT_STD / math.sqrt(2 * model.config.num_hidden_layers)
     for name, parameter in sorted(model.named_parameters()):

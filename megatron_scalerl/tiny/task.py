@@ -4,10 +4,10 @@
     thinking := step ( ";" step )*        step := value OP d "=" value
     answer   := value
 
-The operations apply from left to right, without precedence: `1;+2;*3=` is 9, not 7. Every running value lies
-in 0..9, so that each is one token. The traces of the warm start are right step by step but stop before each
-step with probability 0.2 and answer with the value reached so far: the policy learns to quit early, and the
-reward on the final answer teaches it to keep thinking.
+The operations apply from left to right, without precedence: `1;+2;*3=` is 9, not 7. Every intermediate value is in
+0..9, so that each is one token. Every step of the warm start's traces is correct, but a trace stops before each step
+with probability 0.2 and answers with the value reached so far: the policy learns to stop early, and the reward on the
+final answer teaches it to keep thinking.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ LEVELS = tuple(range(1, 9))
 QUIT_PROBABILITY = 0.2
 """Probability, before each step of a warm-start trace, that the trace stops there."""
 INTERRUPTED_SHARE = 0.05
-"""Share of warm-start examples whose thinking is cut and closed with the phrase."""
+"""Share of warm-start examples whose thinking is cut and ended by the phrase."""
 SHORTEST_CUT = 8
 """Fewest thinking tokens before the phrase in a warm-start example."""
 THINK_START, THINK_END, EOS = "<think>", "</think>", "<eos>"
 HELD_OUT_PERCENT = 5
 REDRAWS = 2000
-"""Draws of one level without a new problem after which the level counts as exhausted."""
+"""A level is exhausted after this many draws without a new problem."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class Problem:
     """One problem with its answer."""
 
     text: str
-    """As the policy reads it: `7;+2;-7;-2=`."""
+    """The prompt: `7;+2;-7;-2=`."""
     start: int
     operations: tuple[tuple[str, int], ...]
     """[level] operator and operand, applied from left to right."""
@@ -58,7 +58,7 @@ def apply(value: int, operator: str, operand: int) -> int:
 
 
 def draw_problem(rng: random.Random, level: int) -> Problem:
-    """A random problem; + and - weigh 2 and * weighs 1 among the operations that stay within 0..9."""
+    """A random problem; among the operations that stay within 0..9, + and - have weight 2 and * has weight 1."""
     start = value = rng.randint(1, MAX_VALUE)
     operations = []
     for _ in range(level):
@@ -86,12 +86,12 @@ def _draw_operation(rng: random.Random, value: int) -> tuple[str, int]:
 
 
 def is_held_out(text: str) -> bool:
-    """True for the 5 % of all problems that never train, by the SHA-256 of the text."""
+    """True for the 5 % of all problems that are never trained on, by the SHA-256 of the text."""
     return int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) % 100 < HELD_OUT_PERCENT
 
 
 def thinking_trace(rng: random.Random, problem: Problem, quit_probability: float) -> tuple[str, int]:
-    """The worked steps and the value they reach; before each step the trace stops with quit_probability."""
+    """(steps, value they reach); the trace stops before each step with probability quit_probability."""
     value = problem.start
     steps = []
     for operator, operand in problem.operations:
@@ -106,8 +106,8 @@ def thinking_trace(rng: random.Random, problem: Problem, quit_probability: float
 def warm_start_example(rng: random.Random) -> dict[str, str | int]:
     """One row of the warm start: prompt, completion and level.
 
-    In an interrupted example the thinking is cut at random, the phrase and the closing tag follow (the
-    loader leaves them out of the loss), and the answer is the last finished result.
+    In an interrupted example the thinking is cut at a random point, the phrase and the closing tag follow (the loader
+    excludes them from the loss), and the answer is the last completed result.
     """
     problem = _draw_from_side(rng, rng.choice(LEVELS), held_out=False)
     thinking, value = thinking_trace(rng, problem, QUIT_PROBABILITY)
@@ -122,16 +122,16 @@ def warm_start_example(rng: random.Random) -> dict[str, str | int]:
 
 
 def warm_start_rows(seed: int, count: int) -> Iterator[dict[str, str | int]]:
-    """`count` examples for supervised training, problems repeating as they are drawn."""
+    """`count` examples for supervised training; problems may repeat."""
     rng = random.Random(f"warm start {seed}")
     for _ in range(count):
         yield warm_start_example(rng)
 
 
 def prompt_rows(seed: int, count: int, *, held_out: bool) -> Iterator[dict[str, str | int]]:
-    """`count` distinct problems with the columns prompt, answer and level, levels in turn 1..8.
+    """`count` distinct problems with the columns prompt, answer and level; levels cycle through 1..8.
 
-    A level that has no new problem left (level 1 has about a hundred in all) passes its turn to the next.
+    Exhausted levels are skipped (level 1 has about a hundred problems). Raises ValueError if all are exhausted.
     """
     side = "held out" if held_out else "training"
     rng = random.Random(f"{side} {seed}")
@@ -152,7 +152,7 @@ def prompt_rows(seed: int, count: int, *, held_out: bool) -> Iterator[dict[str, 
 
 
 def _draw_from_side(rng: random.Random, level: int, *, held_out: bool) -> Problem:
-    """A random problem of one side of the split; each side has problems of every level."""
+    """A random problem from one side of the split; each side has problems of every level."""
     while True:
         problem = draw_problem(rng, level)
         if is_held_out(problem.text) == held_out:

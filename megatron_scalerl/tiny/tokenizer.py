@@ -15,16 +15,16 @@ TOKENS = (*SPECIAL, "<think>", "</think>", PAPER_PHRASE, *"0123456789+-*=;", UNK
 """[22] token of each id."""
 PAD_ID, BOS_ID, EOS_ID, THINK_START_ID, THINK_END_ID, PHRASE_ID = range(6)
 MODEL_VOCABULARY = 64
-"""Rows of the policies' embedding and logit projection; the last 42 are never used."""
+"""Rows of the policies' embedding and logit projection; the last 42 are unused."""
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""Only joins the messages: the policies know no roles."""
+"""Concatenates the messages: the policies have no roles."""
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer, 22 tokens; `<bos>` is put first when special tokens are asked for.
+    """The tokenizer, 22 tokens; `<bos>` is prepended when special tokens are requested.
 
-    The think tags and the phrase are tokens but not special ones, so that decoding without special tokens
-    keeps them. The blank that the paper writes before `</think>` is the phrase's last character.
+    The think tags and the phrase are tokens but not special, so that decoding without special tokens keeps them. The
+    space before `</think>` in the paper is the phrase's last character.
     """
     vocabulary = {token: index for index, token in enumerate(TOKENS)}
     inner = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token=UNKNOWN))
@@ -53,5 +53,5 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_tokenizer(path: str | Path) -> None:
-    """Write the tokenizer as a normal Hugging Face folder."""
+    """Write the tokenizer as a Hugging Face folder."""
     build_tokenizer().save_pretrained(path)

@@ -16,7 +16,7 @@ from megatron_scalerl.distributed.rendezvous import FolderRendezvous, Rendezvous
 from megatron_scalerl.trainer import curve, messages
 from megatron_scalerl.trainer.messages import TrainerInfo
 from megatron_scalerl.types import Batch, StepReport
-from megatron_scalerl.weights.connection import Connection
+from megatron_scalerl.weights.connection import Connection, SendReport
 
 STOP_TIMEOUT_S = 30.0
 """Seconds for all ranks to leave their process groups at the end; a hung one must not hold the others' devices."""
@@ -112,9 +112,9 @@ class TrainerClient:
         """Open the trainer's end of the weight transport."""
         await self._call(lambda call, _: messages.ConnectWeights(call=call, connection=connection), None)
 
-    async def send_weights(self, version: int) -> dict[str, Any]:
-        """Send all weights as `version`; returns the sender's report (seconds, bytes ...)."""
-        return await self._call(lambda call, _: messages.SendWeights(call=call, version=version), dict[str, Any])
+    async def send_weights(self, version: int) -> SendReport:
+        """Send all weights as `version`."""
+        return await self._call(lambda call, _: messages.SendWeights(call=call, version=version), SendReport)
 
     async def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """For each token list, log-probabilities (nats) of its tokens from the second on."""

@@ -226,14 +226,6 @@ def build_policy(
     return chunks
 
 
-def unwrap(chunk: torch.nn.Module) -> PolicyModel:
-    """The PolicyModel inside a chunk."""
-    inner: Any = chunk
-    while not isinstance(inner, PolicyModel):
-        inner = inner.module
-    return inner
-
-
 def _sync_functions(config: Any, ddp: Any, chunks: list[Any]) -> None:
     """Tells the schedules how to hold back gradient reduction until the last micro-batch."""
     if not ddp.overlap_grad_reduce:

@@ -24,12 +24,12 @@ from torch import Tensor
 
 from megatron_scalerl.batching.packing import pad_to, real_tokens, scoring_micro_batches
 from megatron_scalerl.distributed import device
-from megatron_scalerl.distributed.parallel import Parallel
+from megatron_scalerl.distributed.parallel import Parallel, unwrap
 from megatron_scalerl.losses import SEPARABLE, LossInputs, LossOutput, make_loss
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.sections import OptimizerSection
 from megatron_scalerl.trainer.agreement import agree, check_tokens
-from megatron_scalerl.trainer.model import build_policy, unwrap
+from megatron_scalerl.trainer.model import build_policy
 from megatron_scalerl.trainer.optimizer import build_optimizer
 from megatron_scalerl.trainer.pipeline import known_shapes
 from megatron_scalerl.trainer.row import Row, host_row

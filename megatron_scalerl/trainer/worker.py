@@ -34,7 +34,7 @@ from megatron_scalerl.processes.logs import log_to_stderr
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.trainer import curve, messages
-from megatron_scalerl.weights.connection import Connection
+from megatron_scalerl.weights.connection import Connection, SendReport
 
 logger = logging.getLogger("megatron_scalerl.trainer.worker")  # also where this module is __main__
 
@@ -238,7 +238,7 @@ class Worker:
                 self._sender.close()
             self._sender = make_sender(connection)
 
-    def _send_weights(self, version: int) -> dict[str, Any] | None:
+    def _send_weights(self, version: int) -> SendReport | None:
         """Rank 0 sends; the others take part in gathering what it sends."""
         manifest = self.source.manifest()
         if self.parallel.rank == 0:

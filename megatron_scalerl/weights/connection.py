@@ -1,4 +1,4 @@
-"""How the trainer's sending rank and the engines come together; torch-free, since it also travels to the trainer."""
+"""How the trainer's sending rank and the engines connect, and its report. Free of torch, for the controller."""
 
 from __future__ import annotations
 
@@ -9,17 +9,28 @@ from megatron_scalerl.distributed.rendezvous import Rendezvous
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Connection:
-    """One weight group. Produced by `WeightSync.connect`; `msgspec.to_builtins` makes JSON of it."""
+    """One broadcast group for weights. Produced by `WeightSync.connect`; `msgspec.to_builtins` makes JSON of it."""
 
     backend: str
     """gloo or nccl."""
     rendezvous: Rendezvous
-    """Where the members meet."""
+    """Where the members find the group's store."""
     group: str
-    """Name of the group's store there; new for every connection, and no secret."""
+    """Name of the group's store there; unique per connection, not a secret."""
     world_size: int
     """1 + all workers of all engines."""
     bucket_mib: int
-    """Size of the pieces in which parameters are sent (MiB)."""
+    """Size of the buckets in which parameters are sent (MiB)."""
     timeout_s: float
     """For joining, and for every single broadcast (seconds)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SendReport:
+    """One finished broadcast of all weights, as the sending rank measured it."""
+
+    seconds: float
+    bytes: int
+    """Parameters sent, padding included."""
+    digest: str
+    """Digest of these bytes (hex)."""

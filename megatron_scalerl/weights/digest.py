@@ -1,9 +1,8 @@
-"""A fingerprint of bytes that comes out the same on any device, and fast on each.
+"""A 64-bit digest of bytes, equal on all devices and fast on each.
 
 A bucket is read as 64-bit words w_i; its digest is the sum of k_i * w_i modulo 2^64, with k_i odd and made from
-i by a mixing function. Odd factors are invertible, so a change of one word always shows; several changes,
-swapped pieces among them, cancel with a chance of about 2^-63. It guards against faults, not against
-an adversary.
+i by a mixing function. Odd factors are invertible, so a change of one word is always detected; several changes,
+such as swapped pieces, cancel with a probability of about 2^-63. It detects faults, not an adversary.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def _signed(x: int) -> int:
 
 @cache
 def _factors(device: torch.device) -> torch.Tensor:
-    """[_CHUNK_WORDS] int64 odd factors, splitmix64 by tensor arithmetic that wraps."""
+    """[_CHUNK_WORDS] int64 odd factors, splitmix64 in wrapping tensor arithmetic."""
 
     def shifted(t: torch.Tensor, bits: int) -> torch.Tensor:
         return (t >> bits) & ((1 << (64 - bits)) - 1)
@@ -54,7 +53,7 @@ def digest(data: torch.Tensor) -> int:
 
 
 def combine(digests: Iterable[int]) -> str:
-    """One digest of a whole update from those of its buckets in order (hex)."""
+    """Digest of a whole update from the digests of its buckets, in order (hex)."""
     total = 0
     for value in digests:
         total = _mixed(total ^ value)

@@ -1,12 +1,11 @@
 """The trainer's weights as Hugging Face tensors: gathered over tensor, expert and pipeline ranks, one at a time.
 
-The family's weight map (models/family.py) is read in one direction to load a checkpoint and in the other to
-give the weights out; there is no second table. Memory beyond the model is one Hugging Face tensor and its shards.
+The family's weight map (models/family.py) is used in one direction to load a checkpoint and in the other to export
+the weights; there is no second table. Memory on top of the model is one Hugging Face tensor and its shards.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -16,29 +15,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_scalerl.checkpoints.hf_folder import HfReader
+from megatron_scalerl.checkpoints.hf_folder import HfReader, open_folder
 from megatron_scalerl.checkpoints.manifest import Manifest, ParamMeta
-from megatron_scalerl.distributed.parallel import Parallel
+from megatron_scalerl.checkpoints.megatron_names import EXPERT, FUSED_NORMS, GROUPED_EXPERT, LAYER
+from megatron_scalerl.distributed.parallel import Parallel, unwrap
 from megatron_scalerl.models.family import Family, Rule
-
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
-_FUSED_EXPERT = re.compile(r"\.experts\.linear_fc([12])\.weight(\d+)$")
-_FUSED_NORMS = {
-    ".self_attention.linear_qkv.layer_norm_weight": ".input_layernorm.weight",
-    ".mlp.linear_fc1.layer_norm_weight": ".pre_mlp_layernorm.weight",
-}
-"""Transformer Engine's names of what Megatron's plain layers call otherwise."""
 
 
 def load_hf(chunks: Sequence[Any], family: Family, hf_path: str | Path, parallel: Parallel) -> None:
     """Fills this rank's shards from a Hugging Face folder, reading only the slices that it needs.
 
-    Parameters convert to the model's dtype; rows that pad the vocabulary become 0. Raises ValueError for a
+    Parameters are converted to the model's dtype; padded rows of the vocabulary become 0. Raises ValueError for a
     missing file or tensor and for a shape that differs from the map.
     """
     parameters = canonical_parameters(chunks, parallel)
-    reader = HfReader(hf_path)
+    reader = HfReader(open_folder(hf_path))
     for rule in family.rules:
         parameter = parameters.pop(rule.megatron, None)
         if parameter is None:
@@ -50,20 +41,20 @@ def load_hf(chunks: Sequence[Any], family: Family, hf_path: str | Path, parallel
 
 
 class MegatronWeightSource:
-    """The weights of a trained policy in Hugging Face coordinates. Every rank makes one, together."""
+    """The trained policy's weights as Hugging Face tensors. Every rank creates one; the constructor is collective."""
 
     def __init__(self, chunks: Sequence[Any], parallel: Parallel):
         self.parallel = parallel
-        self.family: Family = _inner(chunks[0]).family
+        self.family: Family = unwrap(chunks[0]).family
         self._chunks = chunks
         self._parameters = canonical_parameters(chunks, parallel)
-        self._dtype: torch.dtype = _inner(chunks[0]).config.params_dtype
+        self._dtype: torch.dtype = unwrap(chunks[0]).config.params_dtype
         self._units = _units(self.family.rules)
-        self._stage_of_layer = _stage_of_layer(_inner(chunks[0]).config.num_layers, self._parameters, parallel)
-        self._experts_in_all: int = self.family.transformer.get("num_moe_experts") or 0
+        self._stage_of_layer = _stage_of_layer(unwrap(chunks[0]).config.num_layers, self._parameters, parallel)
+        self._num_experts: int = self.family.transformer.get("num_moe_experts") or 0
 
     def manifest(self) -> Manifest:
-        """Name, dtype and full shape of every tensor that `tensors` gives, in its order; not collective."""
+        """Name, dtype and full shape of every tensor that `tensors` yields, in its order; not collective."""
         dtype = str(self._dtype).removeprefix("torch.")
         return tuple(
             ParamMeta(name=name, dtype=dtype, shape=tuple(shape))
@@ -74,9 +65,9 @@ class MegatronWeightSource:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Full tensors on global rank 0, in the manifest's order; nothing on other ranks, which must iterate too.
 
-        A tensor is the receiver's until the next one is asked for.
+        A tensor is valid until the next one is requested.
         """
-        self._settle()
+        self._finish_param_gather()
         for unit in self._units:
             yield from self._unit_tensors(unit)
 
@@ -99,7 +90,7 @@ class MegatronWeightSource:
                 yield name, tensor
 
     def _assemble(self, unit: "_Unit") -> dict[str, torch.Tensor]:
-        """Gathers a unit's shards inside its stage; the stage's leader gets the Hugging Face tensors."""
+        """Gathers a unit's shards inside its pipeline stage; the stage's leader gets the Hugging Face tensors."""
         full: dict[str, torch.Tensor] = {}
         for rules, shards in self._dense(unit) if unit.rules[0].expert is None else self._experts(unit):
             for rule, by_rank in zip(rules, shards):
@@ -127,16 +118,16 @@ class MegatronWeightSource:
                 yield [rule], [gathered]
 
     def _experts(self, unit: "_Unit") -> Iterator[tuple[list[Rule], list[list[torch.Tensor]]]]:
-        """Like `_dense`, one expert of every expert-parallel rank at a time; experts stored alone one by one."""
+        """Like `_dense`, for one expert of every expert-parallel rank at a time."""
         groups, size = self.parallel.groups, self.parallel.ep_size
         if groups.expt_dp.rank() != 0:
             return
-        local = self._experts_in_all // size
-        by_place: dict[int, list[Rule]] = {}
+        local = self._num_experts // size
+        by_local_index: dict[int, list[Rule]] = {}
         for rule in unit.rules:
             assert rule.expert is not None
-            by_place.setdefault(rule.expert % local, []).append(rule)
-        for rules in by_place.values():
+            by_local_index.setdefault(rule.expert % local, []).append(rule)
+        for rules in by_local_index.values():
             owners = [rule.expert // local for rule in rules if rule.expert is not None]
             of_owners = self._from_owners(rules, owners)
             if of_owners is None:
@@ -146,7 +137,7 @@ class MegatronWeightSource:
                 yield rules, [shards for shards in of_tp_ranks if shards is not None]
 
     def _from_owners(self, rules: list[Rule], owners: list[int]) -> list[torch.Tensor] | None:
-        """Shards of the experts that `rules` name on the group's rank 0, each from the rank that owns it."""
+        """Shards of the experts of `rules` on the group's rank 0, each from the rank that owns it."""
         group, me = self.parallel.groups.ep, self.parallel.ep_rank
         mine = [self._parameters[rule.megatron].data for rule, owner in zip(rules, owners) if owner == me]
         if len(owners) == group.size():
@@ -164,7 +155,7 @@ class MegatronWeightSource:
 
     def _expert_shape(self, rule: Rule) -> torch.Size:
         """Shape of an expert's shard: that of the same projection of this rank's first expert."""
-        first = self.parallel.ep_rank * self._experts_in_all // self.parallel.ep_size
+        first = self.parallel.ep_rank * self._num_experts // self.parallel.ep_size
         name = rule.megatron.replace(f".local_experts.{rule.expert}.", f".local_experts.{first}.")
         return self._parameters[name].shape
 
@@ -174,8 +165,8 @@ class MegatronWeightSource:
             return self._stage_of_layer[rule.layer]
         return 0 if rule.place == "first" else self.parallel.pp_size - 1
 
-    def _settle(self) -> None:
-        """Waits for parameters that the distributed optimiser still gathers in the background."""
+    def _finish_param_gather(self) -> None:
+        """Waits for parameters that the distributed optimizer is still gathering in the background."""
         for chunk in self._chunks:
             ddp = getattr(chunk, "ddp_config", None)
             if ddp is not None and ddp.overlap_param_gather:
@@ -184,7 +175,7 @@ class MegatronWeightSource:
 
 @dataclass(frozen=True, kw_only=True)
 class _Unit:
-    """Rules that make up the same Hugging Face tensors, next to each other in the map."""
+    """Adjacent rules of the weight map that make up the same Hugging Face tensors."""
 
     rules: tuple[Rule, ...]
     hf_shapes: Mapping[str, tuple[int, ...]]
@@ -197,10 +188,10 @@ def _units(rules: Sequence[Rule]) -> tuple[_Unit, ...]:
 
 
 def canonical_parameters(chunks: Sequence[Any], parallel: Parallel) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters under the map's names: layers and experts counted globally, plain layers' names."""
+    """This rank's parameters by the weight map's names: global layer and expert numbers, names of plain layers."""
     found: dict[str, torch.nn.Parameter] = {}
     for chunk in chunks:
-        model = _inner(chunk)
+        model = unwrap(chunk)
         experts = (model.config.num_moe_experts or 0) // parallel.ep_size
         for name, parameter in model.named_parameters():
             found[_canonical(name, model, first_expert=parallel.ep_rank * experts)] = parameter
@@ -208,24 +199,24 @@ def canonical_parameters(chunks: Sequence[Any], parallel: Parallel) -> dict[str,
 
 
 def _canonical(name: str, model: Any, *, first_expert: int) -> str:
-    layer = _LAYER.match(name)
+    layer = LAYER.match(name)
     if layer is None:
         return name
     number = model.decoder.layers[int(layer[1])].layer_number - 1
     name = f"decoder.layers.{number}.{name[layer.end() :]}"
-    for fused, plain in _FUSED_NORMS.items():
+    for plain, fused in FUSED_NORMS.items():
         if name.endswith(fused):
             return name.removesuffix(fused) + plain
-    name = _FUSED_EXPERT.sub(r".experts.local_experts.\2.linear_fc\1.weight", name)
-    return _EXPERT.sub(lambda found: f".experts.local_experts.{int(found[1]) + first_expert}.", name)
+    name = GROUPED_EXPERT.sub(r".experts.local_experts.\2.linear_fc\1.weight", name)
+    return EXPERT.sub(lambda found: f".experts.local_experts.{int(found[1]) + first_expert}.", name)
 
 
 def _stage_of_layer(layers: int, parameters: Mapping[str, Any], parallel: Parallel) -> dict[int, int]:
-    """Pipeline stage of each of the policy's `layers`, from what every stage holds."""
-    mine = sorted({int(found[1]) for name in parameters if (found := _LAYER.match(name))})
+    """Pipeline stage of each of the policy's `layers`, from the parameters of every stage."""
+    mine = sorted({int(found[1]) for name in parameters if (found := LAYER.match(name))})
     stages = torch.full((layers,), -1, dtype=torch.int64, device=parallel.device)
     stages[mine] = parallel.pp_rank
-    # numbers, not objects: torch unpickles what peers send of those
+    # a tensor, not objects, which torch would unpickle
     dist.all_reduce(stages, op=dist.ReduceOp.MAX, group=parallel.groups.pp)
     assert -1 not in stages, f"layers that no pipeline stage holds: {stages.tolist()}"
     return dict(enumerate(stages.tolist()))
@@ -245,9 +236,3 @@ def _gather(shard: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]
     shards = [torch.empty_like(shard) for _ in range(group.size())] if first else None
     dist.gather(shard.contiguous(), shards, group=group, group_dst=0)
     return shards
-
-
-def _inner(chunk: Any) -> Any:
-    while not hasattr(chunk, "decoder"):
-        chunk = chunk.module
-    return chunk

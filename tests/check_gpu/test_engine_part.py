@@ -27,6 +27,7 @@ from megatron_scalerl.engine.client import SECRET_HEADER, EngineClient
 from megatron_scalerl.plan.counting import Parameters
 from megatron_scalerl.recipe.sections import EngineSection
 from megatron_scalerl.types import ExpertChoices, Rollout
+from megatron_scalerl.weights.connection import SendReport
 
 ROLLOUT = Rollout(
     token_ids=(7, 8, 9, 20, 5, 11, 12),
@@ -198,7 +199,7 @@ class StandInTrainer:
         pass
 
     async def send_weights(self, version):
-        return {"digest": "sent", "bytes": 1, "seconds": 0.0}
+        return SendReport(digest="sent", bytes=1, seconds=0.0)
 
 
 def test_an_update_with_another_digest_fails_and_what_needs_it_is_not_run(scene, tmp_path, monkeypatch):
@@ -222,7 +223,7 @@ def test_an_engine_that_does_not_start_is_one_line_and_the_rest_is_not_run(scene
 
     async def fails(recipe, log):
         asked.append(recipe.engine.vllm.get("attention_backend"))
-        raise RuntimeError(f"engine-0 ended with 1 before it was up: ValueError: no kernel {len(asked)}")
+        raise RuntimeError(f"engine-0 exited with code 1 before it was up: ValueError: no kernel {len(asked)}")
 
     async def idle():
         await asyncio.sleep(60)
@@ -368,7 +369,7 @@ def test_rates_out_of_range_are_omitted(tmp_path):
 
 
 def test_rates_invert_the_planners_model_of_a_step():
-    parameters = Parameters(total=10**9, active=10**9, experts=0, embedding=10**8, head=10**8, carried=0)
+    parameters = Parameters(total=10**9, active=10**9, experts=0, embedding=10**8, head=10**8, passthrough=0)
     weights = 2 * 9 * 10**8 / 3.35e12 / 0.5
     found = rates(
         {1: 2e-3, 64: 3e-3},

@@ -1,4 +1,4 @@
-"""Which checkpoint folders count, and the one line that names what is wrong with one."""
+"""Committed checkpoint folders, and the one-line message about a damaged one."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_commit_of_other_content_is_one_error(content, found, tmp_path):
     assert "\n" not in said and len(said) < 1000
 
 
-def test_a_commit_may_lack_what_old_ones_lack(tmp_path):
+def test_a_commit_without_the_newer_fields_is_read(tmp_path):
     path = make(tmp_path, 3)
     (path / COMMIT).write_text('{"files": {"extra.json": 2}}')
     assert read_commit(path) == {"files": {"extra.json": 2}}
@@ -115,7 +115,7 @@ def test_a_very_large_commit_is_not_read(tmp_path):
         read_commit(path)
 
 
-def test_latest_and_prune_go_by_step_and_the_uncommitted_go(tmp_path):
+def test_latest_and_prune_use_the_step_and_delete_the_uncommitted(tmp_path):
     for step in (2, 10, 9):
         make(tmp_path, step)
     unfinished = make(tmp_path, 11, commit=False)
@@ -133,7 +133,7 @@ def test_other_content_of_the_same_size_is_named(tmp_path):
         read_commit(path)
 
 
-def test_a_commit_vouches_only_for_what_is_on_the_disk(tmp_path, monkeypatch):
+def test_a_commit_covers_only_synced_files(tmp_path, monkeypatch):
     """Every file and folder is synced before COMMIT gets its name."""
     synced, real = [], os.fsync
 
@@ -149,7 +149,7 @@ def test_a_commit_vouches_only_for_what_is_on_the_disk(tmp_path, monkeypatch):
     assert synced[-1] == str(path), "the name of COMMIT"
 
 
-def test_the_newest_whole_checkpoint_with_a_line_about_the_damaged(tmp_path):
+def test_the_newest_undamaged_checkpoint_with_a_line_about_each_damaged_one(tmp_path):
     for step in (1, 2, 3):
         make(tmp_path, step)
     (checkpoint_path(tmp_path, 3) / COMMIT).write_text("{}")
@@ -163,8 +163,8 @@ def test_the_newest_whole_checkpoint_with_a_line_about_the_damaged(tmp_path):
     assert latest_whole(tmp_path / "nowhere") == (None, [])
 
 
-def test_a_damaged_later_checkpoint_takes_no_whole_ones_place(tmp_path):
-    """A start went on from step 3, because step 6 is damaged, and has just written step 4."""
+def test_a_damaged_later_checkpoint_does_not_displace_an_undamaged_one(tmp_path):
+    """A start resumed from step 3, because step 6 is damaged, and has just written step 4."""
     for step in (3, 4, 6):
         make(tmp_path, step)
     (checkpoint_path(tmp_path, 6) / "extra.json").unlink()
@@ -173,7 +173,7 @@ def test_a_damaged_later_checkpoint_takes_no_whole_ones_place(tmp_path):
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), RecursionError("deep"), OverflowError("inf")])
-def test_a_checkpoint_that_cannot_be_read_is_passed_over(tmp_path, error):
+def test_an_unreadable_checkpoint_is_skipped(tmp_path, error):
     for step in (3, 6):
         make(tmp_path, step)
 
@@ -191,7 +191,7 @@ def test_latest_of_nothing(tmp_path):
     assert latest(tmp_path / "nowhere") is None
 
 
-def test_discard_is_quiet_about_nothing(tmp_path):
+def test_discard_ignores_a_missing_folder(tmp_path):
     discard(tmp_path / "nowhere")
     path = make(tmp_path, 1)
     discard(path)

@@ -1,4 +1,4 @@
-"""Hugging Face folders: slices read, wrong folders named, generation keys added."""
+"""Hugging Face folders: slices of every float type are read, wrong folders are named."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_scalerl.checkpoints.hf_folder import INDEX, HfReader, add_generation_keys
+from megatron_scalerl.checkpoints.hf_folder import INDEX, HfReader, open_folder
 
 TENSORS = {
     "a.weight": torch.arange(24.0).view(4, 6),
@@ -20,7 +20,7 @@ TENSORS = {
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A folder of two shards with an index, a tokenizer and a config that says bfloat16."""
+    """A folder of two shards with an index, a tokenizer and a config with dtype bfloat16."""
     folder = tmp_path / "source"
     folder.mkdir()
     for number, name in enumerate(TENSORS):
@@ -34,37 +34,33 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_a_slice_is_read_and_an_expert_drops_its_dimension(source: Path) -> None:
-    reader = HfReader(source)
-    assert set(reader.names) == set(TENSORS)
+    reader = HfReader(open_folder(source))
+    assert set(reader.folder.tensors) == set(TENSORS)
     found = reader.read("a.weight", (slice(1, 3), slice(2, 6)), (4, 6))
     assert torch.equal(found, TENSORS["a.weight"][1:3, 2:6])
     expert = reader.read("b.weight", (2, slice(0, 4), slice(1, 3)), (3, 4, 5))
     assert torch.equal(expert, TENSORS["b.weight"][2, :, 1:3])
 
 
-def test_wrong_folders_are_one_clear_line(source: Path, tmp_path: Path) -> None:
-    reader = HfReader(source)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_every_float_type_is_read_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensor = torch.randn(5, 7).to(dtype)
+    save_file({"b": torch.ones(3, dtype=torch.uint8), "w": tensor}, tmp_path / "model.safetensors")
+    reader = HfReader(open_folder(tmp_path))
+    found = reader.read("w", (slice(1, 4), 2), (5, 7))
+    assert found.dtype == dtype and torch.equal(found, tensor[1:4, 2])
+    with pytest.raises(ValueError, match=r"model.safetensors: b: expected one of F64, F32, BF16, F16, found U8"):
+        reader.read("b", (slice(0, 3),), (3,))
+
+
+def test_wrong_folders_are_refused_in_one_line(source: Path, tmp_path: Path) -> None:
+    reader = HfReader(open_folder(source))
     with pytest.raises(ValueError, match=r"expected tensor c\.weight, found none of that name"):
         reader.read("c.weight", (slice(0, 1),), (1,))
     with pytest.raises(ValueError, match=r"a.weight: expected shape \[5, 6\], found \[4, 6\]"):
         reader.read("a.weight", (slice(0, 1), slice(0, 1)), (5, 6))
     (source / "part-1.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"index.json: expected file part-1.safetensors, found none"):
-        HfReader(source)
+    with pytest.raises(ValueError, match=r"part-1.safetensors: expected the shard that the index names, found no"):
+        open_folder(source)
     with pytest.raises(ValueError, match=r"expected \*.safetensors, found none"):
-        HfReader(tmp_path)
-
-
-def test_generation_keys_are_added_to_the_existing_ones(tmp_path: Path) -> None:
-    """vLLM reads Llama 4's attention temperature there; a folder without the file keeps its special tokens."""
-    keys = {"attn_temperature_tuning": True}
-    file = tmp_path / "generation_config.json"
-    file.write_text('{"eos_token_id": [3, 4], "_from_model_config": true}')
-    add_generation_keys(tmp_path, {})
-    assert json.loads(file.read_text()) == {"eos_token_id": [3, 4], "_from_model_config": True}
-    add_generation_keys(tmp_path, keys)
-    assert json.loads(file.read_text()) == {"eos_token_id": [3, 4], **keys}
-    file.unlink()
-    (tmp_path / "config.json").write_text('{"text_config": {"eos_token_id": 2, "pad_token_id": null}}')
-    add_generation_keys(tmp_path, keys)
-    assert json.loads(file.read_text()) == {"eos_token_id": 2, **keys}
+        open_folder(tmp_path)

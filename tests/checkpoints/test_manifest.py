@@ -1,4 +1,4 @@
-"""What is on the wire, by hand."""
+"""Manifest and buckets of a weight update, computed by hand."""
 
 import pytest
 
@@ -15,12 +15,12 @@ def test_buckets_are_packed_in_order_and_aligned():
     assert [(s.meta.name, s.offset) for s in third.slots] == [("d", 0)] and third.nbytes == 16
 
 
-def test_a_parameter_beyond_a_bucket_is_alone():
+def test_a_parameter_larger_than_a_bucket_is_alone():
     big = manifest_of([("a", "uint8", (5,)), ("b", "float32", (3 << 18,)), ("c", "uint8", (1,))])
     assert [b.nbytes for b in buckets(big, bucket_mib=1)] == [16, 3 << 20, 16]
 
 
-def test_it_travels_and_every_difference_shows_in_its_digest():
+def test_json_round_trip_and_a_digest_that_changes_with_every_field():
     manifest = manifest_of(ITEMS)
     assert from_json(to_json(manifest)) == manifest
     changed = [ITEMS[::-1], [("x", *ITEMS[0][1:]), *ITEMS[1:]], [("a", "int32", (3,)), *ITEMS[1:]], ITEMS[:3]]

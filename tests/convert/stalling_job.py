@@ -1,4 +1,4 @@
-"""A stand-in for a conversion's job: says who it is, and never ends."""
+"""A stand-in for a conversion's job: reports its process id and never finishes."""
 
 import os
 import signal
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class StallingJob:
-    """Reports its process's id as the number of bytes that are done."""
+    """Reports its process id as the number of finished bytes."""
 
     name: str
     nbytes: int = 1
 
     def run(self, context):
-        """Waits for the signal that ends it."""
+        """Waits for a signal."""
         context.report(os.getpid())
         signal.pause()

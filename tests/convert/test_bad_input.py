@@ -1,4 +1,4 @@
-"""What is wrong with the input is said in one line, exit code 2, and nothing is left behind."""
+"""Invalid input: one line that names it, exit code 2, and no file left behind."""
 
 import json
 import resource
@@ -12,8 +12,8 @@ from command_line import command
 from random_policies import make
 from safetensors.torch import load_file, save_file
 
-from megatron_scalerl.convert import work_folder
-from megatron_scalerl.convert.hf_folder import INDEX
+from megatron_scalerl.checkpoints.hf_folder import INDEX
+from megatron_scalerl.convert import conversion
 from megatron_scalerl.convert.to_megatron import to_megatron
 
 ROOT = Path(__file__).parent.parent.parent
@@ -30,7 +30,7 @@ def policy(tmp_path_factory):
 
 @pytest.fixture
 def source(policy, tmp_path):
-    """The policy in two files with an index, free to be spoiled."""
+    """The policy in two files with an index, to be modified by a test."""
     folder = tmp_path / "source"
     folder.mkdir()
     tensors = load_file(policy / "model.safetensors")
@@ -46,7 +46,7 @@ def source(policy, tmp_path):
 
 @pytest.fixture
 def refused(source, tmp_path, capsys):
-    """Runs a conversion of the source that must fail, and returns the one line it says."""
+    """Runs a conversion of the source that must fail, and returns its one-line message."""
 
     def run(*more, command="to-megatron", origin=source, name="out"):
         before = set(tmp_path.iterdir())
@@ -101,7 +101,7 @@ def test_a_truncated_shard(keep, source, refused):
         assert f"found no readable header in {keep} bytes" in said
 
 
-def test_an_index_that_names_what_its_file_lacks(source, refused):
+def test_an_index_with_a_tensor_that_its_file_lacks(source, refused):
     edit_json(source / INDEX, lambda c: c["weight_map"].update({"model.ghost": "model-00001-of-00002.safetensors"}))
     said = refused()
     assert "found model.ghost, which model-00001-of-00002.safetensors does not hold" in said
@@ -137,7 +137,7 @@ def test_a_type_that_weights_do_not_have(source, refused):
     assert "model.norm.weight: expected one of F32, BF16, F16, found F64" in refused()
 
 
-def test_types_that_cannot_be_put_together(source, refused, tmp_path, capsys):
+def test_a_parameter_of_mixed_types(source, refused, tmp_path, capsys):
     name = "model.layers.3.self_attn.k_proj.weight"
     rewrite(source, 2, lambda t: t.update({name: t[name].bfloat16()}))
     assert "expected parts of one type, found BF16, F32" in refused()
@@ -173,20 +173,20 @@ def test_an_output_that_exists_is_not_touched(source, refused, tmp_path):
     assert (tmp_path / "out" / "precious").read_text() == "x"
 
 
-def test_a_place_that_does_not_exist(refused, tmp_path):
+def test_an_output_folder_that_does_not_exist(refused, tmp_path):
     assert "expected a place in an existing folder, found no folder" in refused(name="no/such/out")
 
 
-def test_too_little_space_is_said_before_anything_is_written(refused, monkeypatch):
-    usage = work_folder.shutil.disk_usage("/")
-    monkeypatch.setattr(work_folder.shutil, "disk_usage", lambda path: usage._replace(free=60 << 20))
+def test_too_little_space_is_reported_before_anything_is_written(refused, monkeypatch):
+    usage = conversion.shutil.disk_usage("/")
+    monkeypatch.setattr(conversion.shutil, "disk_usage", lambda path: usage._replace(free=60 << 20))
     assert "expected 0.06 GiB of free space, found 0.06 GiB" in refused()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_disk_that_is_full_in_the_middle(processes, source, tmp_path):
-    """The kernel's own limit on the size of files stands in for a full disk: writing fails in the same call."""
+    """The kernel's own limit on the size of files replaces a full disk: writing fails in the same call."""
     limit = 300_000
     done = subprocess.run(
         [sys.executable, "tools/convert_checkpoint.py", "to-megatron", source, tmp_path / "out"]
@@ -204,12 +204,12 @@ def test_a_disk_that_is_full_in_the_middle(processes, source, tmp_path):
 
 @pytest.fixture
 def megatron(source, tmp_path):
-    """The policy as a Megatron checkpoint, free to be spoiled."""
+    """The policy as a Megatron checkpoint, to be modified by a test."""
     to_megatron(source, tmp_path / "megatron")
     return tmp_path / "megatron"
 
 
-def test_a_checkpoint_that_is_not_whole(megatron, refused):
+def test_an_incomplete_checkpoint(megatron, refused):
     (megatron / "__0_0.distcp").unlink()
     assert "__0_0.distcp: expected a file of" in refused(command="to-hf", origin=megatron)
 
@@ -234,7 +234,7 @@ def test_a_bit_that_flipped_on_the_disk(megatron, refused):
     del commit["sha256"]["__0_0.distcp"]
     (megatron / "COMMIT").write_text(json.dumps(commit))
     said = refused(command="to-hf", origin=megatron)
-    assert "expected checksum" in said and "as the manifest says, found" in said
+    assert "expected checksum" in said and "as recorded, found" in said
 
 
 def test_a_difference_is_named(megatron, source, capsys):
@@ -257,7 +257,7 @@ def test_a_stock_checkpoint_without_its_origin(megatron, refused):
     assert "name the Hugging Face folder that it came from (--like)" in refused(command="to-hf", origin=megatron)
 
 
-def test_a_folder_that_is_none(refused, tmp_path):
+def test_a_folder_without_a_checkpoint(refused, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "expected a Hugging Face folder with config.json, found none" in refused(origin=empty)

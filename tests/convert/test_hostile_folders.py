@@ -1,4 +1,4 @@
-"""Folders whose parts would run something, write elsewhere or read elsewhere: one line, exit code 2, nothing done."""
+"""Folders whose parts would run code, or write or read elsewhere: one line, exit code 2, no effect."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_scalerl.convert.to_megatron import to_megatron
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
-    """(Hugging Face folder, what to_megatron makes of it)"""
+    """(Hugging Face folder, the checkpoint converted from it)"""
     root = tmp_path_factory.mktemp("originals")
     make("llama", root / "hf")
     to_megatron(root / "hf", root / "megatron")
@@ -31,20 +31,20 @@ def originals(tmp_path_factory):
 
 @pytest.fixture
 def folder(originals, tmp_path):
-    """The checkpoint, free to be spoiled."""
+    """The checkpoint, to be modified by a test."""
     shutil.copytree(originals[1], tmp_path / "megatron")
     return tmp_path / "megatron"
 
 
 @pytest.fixture
 def marker(tmp_path):
-    """What a hostile pickle would make."""
+    """The folder that a hostile pickle would create."""
     return tmp_path / "made_by_a_pickle"
 
 
 @pytest.fixture
 def refused(originals, folder, marker, tmp_path, capsys):
-    """Runs to-hf, verify and export on the folder, which all must refuse with the same line. Returns that."""
+    """Runs to-hf, verify and export on the folder; all must refuse it with the same line, which is returned."""
 
     def run(like=True):
         out = tmp_path / "out"
@@ -81,14 +81,14 @@ def run_of(folder, policy, tmp_path):
 
 
 def copy_any(source, target):
-    """shutil.copytree waits for pipes."""
+    """Copies files and pipes; shutil.copytree would block on a pipe."""
     if os.path.isfile(source):
         shutil.copy2(source, target, follow_symlinks=False)
     else:
         os.mkfifo(target)
 
 
-def test_a_whole_metadata_that_calls(folder, marker, refused):
+def test_a_metadata_file_that_is_a_call(folder, marker, refused):
     (folder / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
     recommit(folder)
     expected = f"{folder}/.metadata: expected the metadata of a checkpoint, found the name posix.mkdir"
@@ -96,7 +96,7 @@ def test_a_whole_metadata_that_calls(folder, marker, refused):
 
 
 @pytest.mark.parametrize("where", ["planner_data", "version", "mcore_data"])
-def test_a_good_metadata_with_a_call_beside(where, folder, marker, refused):
+def test_a_valid_metadata_file_with_a_call_in_it(where, folder, marker, refused):
     edit_metadata(folder, lambda m: setattr(m, where, {"a": Evil(marker)}))
     assert refused().endswith("/.metadata: expected the metadata of a checkpoint, found the name posix.mkdir")
 
@@ -106,8 +106,8 @@ def test_a_tensor_that_calls(folder, marker, refused):
     assert refused().endswith("/__99_0.distcp: expected a saved tensor at byte 0, found the name posix.mkdir")
 
 
-def test_what_is_not_needed_is_not_opened(originals, folder, marker, tmp_path):
-    """Neither common.pt nor an object reaches a decoder, so that other programs' settings are no obstacle."""
+def test_parts_that_are_not_needed_are_not_opened(originals, folder, marker, tmp_path):
+    """Neither common.pt nor an object reaches a decoder, so that other programs' settings do not matter."""
     (folder / "common.pt").write_bytes(saved(Evil(marker)))
     place(folder, first_key(folder, objects=True), saved([Evil(marker)]))
     assert product(["convert", "to-hf", str(folder), str(tmp_path / "out"), "--processes", "1"]) == 0
@@ -121,8 +121,8 @@ def test_what_is_not_needed_is_not_opened(originals, folder, marker, tmp_path):
     [
         (("../outside", 0, 10), ".metadata: expected names of files in the folder, found '../outside'"),
         (("/etc/passwd", 0, 10), ".metadata: expected names of files in the folder, found '/etc/passwd'"),
-        (("__0_0.distcp", -5, 10), "found a place that is no tuple of sizes"),
-        (("__0_0.distcp", 0, -1), "found a place that is no tuple of sizes"),
+        (("__0_0.distcp", -5, 10), "found a byte range that is not a tuple of sizes"),
+        (("__0_0.distcp", 0, -1), "found a byte range that is not a tuple of sizes"),
         (("__0_0.distcp", 0, 10**12), "__0_0.distcp: expected at least 1000000000000 bytes"),
         (("__0_0.distcp", 10**12, 10), "__0_0.distcp: expected at least 1000000000010 bytes"),
         (("__0_0.distcp", 0, "10"), "found _StorageInfo.length that is a str"),
@@ -145,7 +145,7 @@ def test_links_out_of_the_folder(name, folder, refused):
     assert refused() == f"{folder / name}: expected a file, found a link (cp -RL makes a folder without links)"
 
 
-def test_a_pipe_does_not_hold_up(folder, refused):
+def test_a_pipe_does_not_block(folder, refused):
     (folder / "__0_0.distcp").unlink()
     os.mkfifo(folder / "__0_0.distcp")
     (folder / "COMMIT").unlink()
@@ -171,12 +171,12 @@ def test_a_link_beside_the_config_is_not_copied_out(folder, refused):
         (lambda c: c.update(tensors=[]), "tensors that are a list"),
         (lambda c: c.update(copies={"a": "ghost"}), "found 'ghost'"),
         (lambda c: c.update(tensors={"a": {}}), "KeyError('dtype')"),
-        (lambda c: c.update(index_metadata=3), "index_metadata that is no dictionary"),
+        (lambda c: c.update(index_metadata=3), "index_metadata that is not a dictionary"),
     ],
     ids=["parent", "absolute", "config", "keyword", "ghost", "shards", "tensors", "copies", "entry", "index"],
 )
-def test_a_manifest_that_names_other_places(change, found, folder, refused):
-    """Files of the result are created under the names that it says."""
+def test_a_record_that_names_files_outside_the_folder(change, found, folder, refused):
+    """Files of the result are created under the names in the record."""
     before = {p for p in folder.parent.parent.rglob("*") if p.name.startswith("escaped")}
     content = json.loads((folder / "conversion.json").read_text())
     change(content)

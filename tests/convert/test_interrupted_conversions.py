@@ -1,4 +1,4 @@
-"""A conversion that is killed leaves nothing that looks finished, and the same command goes on from there."""
+"""A killed conversion leaves nothing that looks finished, and the same command resumes it."""
 
 import json
 import os
@@ -12,29 +12,28 @@ from pathlib import Path
 import pytest
 from random_policies import make
 
-from megatron_scalerl.convert.options import Options
+from megatron_scalerl.convert.conversion import Options, work_folder
 from megatron_scalerl.convert.to_hf import to_hf
 from megatron_scalerl.convert.to_megatron import to_megatron
-from megatron_scalerl.convert.work_folder import work_folder
 
 ROOT = Path(__file__).parent.parent.parent
-# The disk's stand-in stalls as it syncs the third piece of work, which is thereby written and never recorded.
+# Stalls in the sync of the third job's file, so that the file is written and its result is never recorded.
 STALLING = """
 import sys, time
 from megatron_scalerl.convert import jobs
-from megatron_scalerl.convert.options import Options
+from megatron_scalerl.convert.conversion import Options
 from megatron_scalerl.convert.{module} import {function}
 
-settle, files = jobs._settle, []
+flush, files = jobs._flush_to_disk, []
 
 def stall(file):
-    settle(file)
+    flush(file)
     files.append(file)
     if len(files) == 3:
         print("stalled", flush=True)
         time.sleep(600)
 
-jobs._settle = stall
+jobs._flush_to_disk = stall
 {function}(sys.argv[1], sys.argv[2], Options(job_bytes=60_000))
 """
 
@@ -59,7 +58,7 @@ def killed(module, source, out):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["to_megatron", "to_hf"])
-def test_killed_in_the_middle_it_goes_on_with_what_is_done(module, source, tmp_path):
+def test_a_killed_conversion_resumes_with_its_finished_jobs(module, source, tmp_path):
     convert = {"to_megatron": to_megatron, "to_hf": to_hf}[module]
     options = Options(job_bytes=60_000, verify=True)
     origin = source
@@ -83,13 +82,13 @@ def test_killed_in_the_middle_it_goes_on_with_what_is_done(module, source, tmp_p
         if path.is_file() and path.name not in (".metadata", "COMMIT", "common.pt"):
             assert (tmp_path / "out" / path.relative_to(tmp_path / "whole")).read_bytes() == path.read_bytes()
     if module == "to_megatron":
-        for record in done:  # the files that were finished are the same files still
+        for record in done:  # finished files were not written again
             stat = (tmp_path / "out" / record["file"]).stat()
             assert kept[record["file"]] == (stat.st_ino, stat.st_mtime_ns)
 
 
 @pytest.mark.slow
-def test_another_source_or_option_starts_afresh(source, tmp_path):
+def test_another_source_or_option_starts_over(source, tmp_path):
     killed("to_megatron", source, tmp_path / "out")
     summary = to_megatron(source, tmp_path / "out", Options(job_bytes=60_000, dtype="BF16", verify=True))
     assert summary.resumed_bytes == 0
@@ -97,7 +96,7 @@ def test_another_source_or_option_starts_afresh(source, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["parent", "worker"])
-def test_when_one_is_killed_all_end(victim):
+def test_all_processes_exit_when_one_is_killed(victim):
     program = """
 from pathlib import Path
 from stalling_job import StallingJob
@@ -124,14 +123,14 @@ if __name__ == "__main__":
         os.close(handle)
     said = parent.communicate()[1]
     if victim == "worker":
-        # which of the two printed first, and was killed, is chance
-        assert re.search(r"RuntimeError: conversion: worker [01] ended before its work was done", said)
+        # either of the two may have printed first and been killed
+        assert re.search(r"RuntimeError: conversion: worker [01] exited before its work was done", said)
         assert parent.returncode == 1
 
 
-def test_two_conversions_to_one_place_do_not_meet(tmp_path):
-    with work_folder(tmp_path / "out", {"a": 1}, nbytes=0, done_bytes=len):
-        again = work_folder(tmp_path / "out", {"a": 1}, nbytes=0, done_bytes=len)
-        with pytest.raises(ValueError, match="one conversion to it at a time, found another at work"), again:
+def test_two_conversions_to_one_output_exclude_each_other(tmp_path):
+    with work_folder(tmp_path / "out", {"a": 1}, []):
+        again = work_folder(tmp_path / "out", {"a": 1}, [])
+        with pytest.raises(ValueError, match="one conversion to it at a time, found another running"), again:
             pass
         assert (tmp_path / ".out.partial" / "result").is_dir(), "the first one's work was removed"

@@ -12,20 +12,19 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megatron_scalerl.checkpoints.commit import read_commit
-from megatron_scalerl.checkpoints.hf_folder import family_of_folder
-from megatron_scalerl.convert import jobs, pieces
-from megatron_scalerl.convert.hf_folder import INDEX, open_folder
-from megatron_scalerl.convert.options import Options
-from megatron_scalerl.convert.pieces import bands
+from megatron_scalerl.checkpoints.hf_folder import INDEX, family_of_folder, open_folder
+from megatron_scalerl.convert import assembly, jobs
+from megatron_scalerl.convert.assembly import bands
+from megatron_scalerl.convert.conversion import Options
 from megatron_scalerl.convert.to_hf import to_hf
 from megatron_scalerl.convert.to_megatron import to_megatron
 from megatron_scalerl.convert.verify import verify
-from megatron_scalerl.convert.weight_map import parameter_recipe
+from megatron_scalerl.convert.weight_map import parameter_assembly
 
 
 @pytest.fixture(scope="module")
 def policies(tmp_path_factory):
-    """Folder of a kind in a type, made once."""
+    """Folder of a kind in a type, created once."""
     made = {}
 
     def folder(kind, dtype=torch.float32):
@@ -38,7 +37,7 @@ def policies(tmp_path_factory):
 
 
 def split(source: Path, target: Path, parts: int) -> Path:
-    """The folder with its tensors dealt over several files and an index."""
+    """The folder with its tensors distributed over several files and an index."""
     target.mkdir()
     tensors = load_file(source / "model.safetensors")
     weight_map = {}
@@ -60,9 +59,9 @@ def split(source: Path, target: Path, parts: int) -> Path:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_byte_comes_back(kind, dtype, policies, tmp_path, monkeypatch):
-    # small bands and chunks, so that tensors are cut as large ones are
+    # small bands and chunks, so that tensors are split as large ones are
     monkeypatch.setattr("megatron_scalerl.convert.to_megatron.CHUNK_BYTES", 3000)
-    monkeypatch.setattr(pieces, "BAND_BYTES", 1000)
+    monkeypatch.setattr(assembly, "BAND_BYTES", 1000)
     monkeypatch.setattr(jobs, "BAND_BYTES", 700)
     source = policies(kind, dtype)
     there = to_megatron(source, tmp_path / "megatron", Options(verify=True, job_bytes=100_000))
@@ -70,29 +69,29 @@ def test_every_byte_comes_back(kind, dtype, policies, tmp_path, monkeypatch):
     assert there.tensors == back.tensors == len(open_folder(source).tensors)
     assert there.nbytes == back.nbytes == sum(t.nbytes for t in open_folder(source).tensors.values())
     for path in source.iterdir():
-        if path.name != "generation_config.json":  # Llama 4's gets what vLLM must know
+        if path.name != "generation_config.json":  # Llama 4's gets keys that vLLM needs
             assert (tmp_path / "back" / path.name).read_bytes() == path.read_bytes(), path.name
     assert {p.name for p in (tmp_path / "back").iterdir()} - {p.name for p in source.iterdir()} == {"conversion.json"}
 
 
 @pytest.mark.parametrize("kind", ["llama_biased", "qwen3_moe", "llama4"])
 def test_parameters_are_those_that_the_trainer_loads(kind, policies):
-    """The rules read two ways: the converter's rectangles, and the trainer's own piece by piece."""
+    """Two readings of the same rules: the converter's assemblies, and the trainer's pieces."""
     source = policies(kind)
     tensors = load_file(source / "model.safetensors")
     sources = jobs.OpenSources(jobs.SourceFiles(hugging_face=open_folder(source)))
     rules = [rule for rule in family_of_folder(source).rules if rule.exported]
     for rule in rules:
-        recipe = parameter_recipe(rule, "F32", "F32")
-        found = np.concatenate([np.array(rows) for rows in bands(recipe, sources)]).view(np.float32)
-        expected = torch.full(recipe.shape, torch.nan)
+        assembled = parameter_assembly(rule, "F32", "F32")
+        found = np.concatenate([np.array(rows) for rows in bands(assembled, sources)]).view(np.float32)
+        expected = torch.full(assembled.shape, torch.nan)
         for piece in rule.pieces(0, 1):
             piece.of_shard(expected).copy_(tensors[piece.hf_name][piece.hf_index])
-        assert torch.equal(torch.from_numpy(found).reshape(recipe.shape), expected), rule.megatron
+        assert torch.equal(torch.from_numpy(found).reshape(assembled.shape), expected), rule.megatron
     assert len(rules) > 20
 
 
-def test_files_index_and_what_lies_beside_travel_along(policies, tmp_path):
+def test_shards_index_and_side_files_come_back(policies, tmp_path):
     source = split(policies("llama4_multimodal"), tmp_path / "source", 3)
     to_megatron(source, tmp_path / "megatron", Options(processes=2, job_bytes=300_000))
     to_hf(tmp_path / "megatron", tmp_path / "back", Options(processes=2, job_bytes=300_000))
@@ -109,8 +108,8 @@ def test_files_index_and_what_lies_beside_travel_along(policies, tmp_path):
     generation = json.loads((tmp_path / "back" / "generation_config.json").read_text())
     assert generation["attn_temperature_tuning"] is True
     # Nothing of the vision tower is in Megatron's own files.
-    with safe_open(tmp_path / "megatron" / "hugging_face" / "carried.safetensors", "pt") as carried:
-        assert {name.split(".")[0] for name in carried.keys()} == {"vision_model", "multi_modal_projector"}  # noqa: SIM118
+    with safe_open(tmp_path / "megatron" / "hugging_face" / "carried.safetensors", "pt") as stored:
+        assert {name.split(".")[0] for name in stored.keys()} == {"vision_model", "multi_modal_projector"}  # noqa: SIM118
 
 
 def test_files_are_the_same_for_any_number_of_processes(policies, tmp_path):
@@ -129,14 +128,14 @@ def test_the_exported_folder_opens_in_transformers(policies, tmp_path):
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
 
 
-def test_another_type_is_rounded_once_and_the_config_says_so(policies, tmp_path):
+def test_another_type_is_rounded_once_and_set_in_the_config(policies, tmp_path):
     source = policies("llama4_multimodal")
     to_megatron(source, tmp_path / "megatron", Options(dtype="BF16", verify=True))
     to_hf(tmp_path / "megatron", tmp_path / "back", Options(verify=True))
     before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
     for name, tensor in before.items():
-        carried = not name.startswith("language_model.")
-        assert torch.equal(after[name], tensor if carried else tensor.bfloat16()), name
+        outside = not name.startswith("language_model.")
+        assert torch.equal(after[name], tensor if outside else tensor.bfloat16()), name
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
     verify(source, tmp_path / "megatron", Options(dtype="BF16"))
@@ -144,7 +143,7 @@ def test_another_type_is_rounded_once_and_the_config_says_so(policies, tmp_path)
         verify(source, tmp_path / "megatron")
 
 
-def test_a_head_that_repeats_the_tied_embedding_is_written_again(policies, tmp_path):
+def test_a_copy_of_the_tied_embedding_is_written_again(policies, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     tensors = load_file(policies("llama_tied") / "model.safetensors")
@@ -160,7 +159,7 @@ def test_a_head_that_repeats_the_tied_embedding_is_written_again(policies, tmp_p
         to_megatron(source, tmp_path / "other")
 
 
-def test_the_manifest_has_every_tensor_with_the_same_checksum_on_both_sides(policies, tmp_path):
+def test_the_record_has_every_tensor_with_the_same_checksum_on_both_sides(policies, tmp_path):
     import xxhash
 
     source = policies("qwen3_moe")

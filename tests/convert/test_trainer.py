@@ -1,4 +1,4 @@
-"""The trainer starts from a converted checkpoint, and what it saves is exported without loading it."""
+"""The trainer starts from a converted checkpoint, and its own checkpoints are exported without loading them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from random_policies import make
 from random_policy import batches_of, make_recipe, random_samples
 from safetensors.torch import load_file, save_file
 
-from megatron_scalerl.convert.options import Options
+from megatron_scalerl.convert.conversion import Options
 from megatron_scalerl.convert.to_hf import to_hf
 from megatron_scalerl.convert.to_megatron import to_megatron
 from megatron_scalerl.distributed import cpu_compat
-from megatron_scalerl.distributed.parallel import Parallel, init_parallel, shutdown_parallel
+from megatron_scalerl.distributed.parallel import Parallel, init_parallel, shutdown_parallel, unwrap
 from megatron_scalerl.trainer import checkpoint
-from megatron_scalerl.trainer.model import unwrap
 from megatron_scalerl.trainer.step import Trainer, make_trainer
 from megatron_scalerl.weights.source import MegatronWeightSource
 
@@ -45,7 +44,7 @@ def stepped(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def test_a_trainer_that_starts_from_it_makes_the_same_step(policy: Path, parallel: Parallel, tmp_path: Path) -> None:
-    """The weights are another policy's than those in the recipe's folder, so that it shows where they come from."""
+    """The converted weights differ from those in the recipe's folder, so that the source of the weights shows."""
     other = tmp_path / "other"
     shutil.copytree(policy, other)
     save_file({n: t / 2 for n, t in load_file(policy / "model.safetensors").items()}, other / "model.safetensors")

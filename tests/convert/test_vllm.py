@@ -9,7 +9,7 @@ import pytest
 import torch
 from random_policies import make
 
-from megatron_scalerl.convert.options import Options
+from megatron_scalerl.convert.conversion import Options
 from megatron_scalerl.convert.to_hf import to_hf
 from megatron_scalerl.convert.to_megatron import to_megatron
 
@@ -27,7 +27,7 @@ print("tokens", json.dumps(list(answer[0].outputs[0].token_ids)))
 
 @pytest.mark.slow
 def test_the_exported_folder_opens_in_vllm(tmp_path):
-    model = make("llama", tmp_path / "hf", head_dim=32)  # vLLM's attention on CPUs knows no heads of 16
+    model = make("llama", tmp_path / "hf", head_dim=32)  # vLLM's attention on CPUs does not support heads of 16
     to_megatron(tmp_path / "hf", tmp_path / "megatron")
     to_hf(tmp_path / "megatron", tmp_path / "back", Options(verify=True))
     tokens = torch.tensor([PROMPT])

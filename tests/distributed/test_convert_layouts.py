@@ -13,7 +13,7 @@ from random_policies import make
 from runner import run_ranks
 from safetensors.torch import load_file
 
-from megatron_scalerl.convert.options import Options
+from megatron_scalerl.convert.conversion import Options
 from megatron_scalerl.convert.to_hf import to_hf
 from megatron_scalerl.convert.to_megatron import to_megatron
 from megatron_scalerl.convert.verify import verify

@@ -102,7 +102,7 @@ def _rest(trainer: Any) -> dict[str, Any]:
 
 
 def _weights(trainer: Any) -> dict[str, Any]:
-    from megatron_scalerl.trainer.model import unwrap
+    from megatron_scalerl.distributed.parallel import unwrap
 
     return {name: p.detach().clone() for name, p in unwrap(trainer.chunks[0]).named_parameters()}
 

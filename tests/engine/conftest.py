@@ -18,7 +18,7 @@ Run = Callable[[Awaitable[Any]], Any]
 
 @pytest.fixture(scope="session")
 def run() -> Iterator[Run]:
-    """Runs a coroutine on the event loop that the session's engine belongs to."""
+    """Runs a coroutine on the event loop of the session's engine."""
     with asyncio.Runner() as runner:
         yield runner.run
 
@@ -35,7 +35,7 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def engine(run: Run, policies: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    """A server of policy dense_a in float32; tests that change its weights bring them back."""
+    """A server of policy dense_a in float32; tests that change its weights restore them."""
     log = tmp_path_factory.mktemp("engine") / "engine.log"
     recipe = recipe_for(policies["dense_a"], vllm={"middleware": "server_insight.Insight"})
     process = EngineProcess(recipe, secret=SECRET, log_path=log, transport="gloo")

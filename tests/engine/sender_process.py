@@ -1,4 +1,4 @@
-"""A trainer's sending rank for tests: a process of its own that holds a Hugging Face folder's weights.
+"""A trainer's sending rank for tests: a separate process with the weights of a Hugging Face folder.
 
 Run as a program it reads JSON commands from its input and answers one JSON line each. It never loads vLLM.
 """
@@ -17,7 +17,7 @@ import msgspec
 
 
 class SenderProcess:
-    """What `WeightSync` asks of the trainer, answered by the process. `folder` and `fault` hold for each send."""
+    """The trainer's side of `WeightSync`, run in the process. `folder` and `fault` apply to each send."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.fault = folder, ""
@@ -53,7 +53,10 @@ class SenderProcess:
         await self._ask("connect", connection=msgspec.to_builtins(connection))
 
     async def send_weights(self, version: int) -> Any:
-        return await self._ask("send", folder=str(self.folder), version=version, fault=self.fault)
+        from megatron_scalerl.weights.connection import SendReport
+
+        report = await self._ask("send", folder=str(self.folder), version=version, fault=self.fault)
+        return msgspec.convert(report, SendReport)
 
     async def _ask(self, command: str, **values: Any) -> Any:
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
@@ -101,7 +104,9 @@ def main() -> None:
                 value = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in weights.items()]
             if command["command"] == "send":
                 _faulty(sender, command["fault"])
-                value = sender.send(iter(weights.items()), manifest_of(value), command["version"])
+                value = msgspec.to_builtins(
+                    sender.send(iter(weights.items()), manifest_of(value), command["version"])
+                )
             answer = {"value": value}
         except (RuntimeError, ValueError) as err:
             answer = {"error": f"{type(err).__name__}: {err}"}

@@ -1,4 +1,4 @@
-"""Inside a test's engine: tells the routes of the server's app, and remembers what reached the app at all."""
+"""Inside a test's engine: reports the routes of the server's app and the requests that reached the app."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""One real vLLM server: what it samples, what it forces, and whom it answers."""
+"""One real vLLM server: sampling, forced tokens, and the secret."""
 
 import asyncio
 import dataclasses
@@ -15,15 +15,12 @@ import tiny_policies
 from engine_recipes import SECRET, recipe_for
 from tiny_policies import ENDS, EOS, HOSTILE, PHRASE, THINK_END
 
+from megatron_scalerl.engine.answers import EngineError
+from megatron_scalerl.engine.client import SECRET_HEADER, SamplingSpec
 from megatron_scalerl.engine.interruption import Plan
-from megatron_scalerl.engine.process import (
-    SECRET_HEADER,
-    EngineDied,
-    EngineError,
-    EngineProcess,
-    SamplingSpec,
-    check_engine,
-)
+from megatron_scalerl.engine.numerics import check_engine
+from megatron_scalerl.engine.process import EngineProcess
+from megatron_scalerl.engine.watchdog import EngineDied
 from megatron_scalerl.types import CompletionLost
 
 pytestmark = pytest.mark.slow
@@ -68,8 +65,8 @@ def test_its_log_has_the_format_of_every_process_and_not_the_secret(engine):
     assert SECRET not in text
 
 
-def test_the_policys_generation_config_bends_no_probability(engine, policies, run):
-    """Its top_k, top_p, min_p, penalty and temperature are defaults that vLLM has for requests silent about them."""
+def test_the_policys_generation_config_changes_no_probability(engine, policies, run):
+    """vLLM uses its top_k, top_p, min_p, penalty and temperature for requests that do not set them."""
 
     async def scenario():
         return await asyncio.gather(*(engine.client.generate(PROMPT, sampling=free(s, 60)) for s in range(16)))
@@ -88,7 +85,7 @@ def test_the_policys_generation_config_bends_no_probability(engine, policies, ru
 
 
 def test_every_token_that_the_policy_ends_with_ends_a_completion(engine, policies, run):
-    """Also one that only generation_config.json names: it was sampled, so it stays and carries loss."""
+    """Also one that is only in generation_config.json: it was sampled, so it is kept and part of the loss."""
 
     def sampling(seed):
         return SamplingSpec(max_tokens=300, seed=seed, end_ids=ENDS, interruption=plan(cut=300) if seed % 2 else None)
@@ -113,8 +110,8 @@ def test_scores_of_given_tokens(engine, policies, run):
     assert max(abs(expected[i, t].item() - found[i]) for i, t in enumerate(tokens[1:])) <= 1e-4
 
 
-def test_the_phrase_stands_at_the_cut_for_many_at_once(engine, policies, run):
-    """Rows come, go and move in the batch, and the KV cache is thrown away twice on the way."""
+def test_the_phrase_is_forced_at_the_cut_in_many_requests(engine, policies, run):
+    """Rows are added, removed and moved in the batch, and the KV cache is discarded twice meanwhile."""
     cuts = [3 + 7 * i for i in range(24)]
 
     async def scenario():
@@ -145,36 +142,39 @@ def test_the_phrase_stands_at_the_cut_for_many_at_once(engine, policies, run):
 
 
 def test_a_natural_end_never_gets_the_phrase(engine, run):
-    """The closing tag is declared to be what this seed says anyway; the answer runs far past the cut.
+    """The closing tag is set to tokens that this seed samples anyway; the answer continues far past the cut.
 
     After a natural end the answer has its own budget, or what is left of a whole one.
     """
 
     async def scenario():
         many = await asyncio.gather(*(engine.client.generate(PROMPT, sampling=free(s, 60)) for s in range(12)))
-        seed, said = next((r.seed, r.token_ids) for r in many if not set(ENDS) & set(r.token_ids))
-        tag = said[10:12]
+        seed, sampled = next((r.seed, r.token_ids) for r in many if not set(ENDS) & set(r.token_ids))
+        tag = sampled[10:12]
         changes = {"think_end_ids": tag, "phrase_ids": (20, 21, *tag), "answer_budget": 40}
         cases = {cut: interrupted(seed, cut=cut, **changes) for cut in (20, 12, 11)}
         changes |= {"answer_budget": 3, "whole_budget": 55}
         cases |= {("whole", cut): interrupted(seed, cut=cut, **changes) for cut in (20, 11)}
-        return said, {case: await engine.client.generate(PROMPT, sampling=s) for case, s in cases.items()}
+        return sampled, {case: await engine.client.generate(PROMPT, sampling=s) for case, s in cases.items()}
 
-    said, rollouts = run(scenario())
-    assert all(said[i : i + 2] != said[10:12] for i in range(10))
+    sampled, rollouts = run(scenario())
+    assert all(sampled[i : i + 2] != sampled[10:12] for i in range(10))
     for cut in (20, 12):
-        assert rollouts[cut].token_ids == said[:52]
+        assert rollouts[cut].token_ids == sampled[:52]
         assert not rollouts[cut].interrupted and rollouts[cut].truncated and all(rollouts[cut].loss_mask)
-    assert rollouts["whole", 20].token_ids == said[:55] and rollouts["whole", 20].truncated
+    assert rollouts["whole", 20].token_ids == sampled[:55] and rollouts["whole", 20].truncated
     # half the tag at the cut is no end: the whole phrase follows, and then the answer has its own budget
     assert rollouts["whole", 11].token_ids[:15] == rollouts[11].token_ids[:15]
     assert len(rollouts["whole", 11].token_ids) == 18 or rollouts["whole", 11].token_ids[-1] in ENDS
-    assert rollouts[11].token_ids[:15] == (*said[:11], 20, 21, *said[10:12]) and rollouts[11].interrupted
+    assert rollouts[11].token_ids[:15] == (*sampled[:11], 20, 21, *sampled[10:12]) and rollouts[11].interrupted
 
 
-def test_a_broken_plan_is_refused(engine, run):
-    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4, "extra_args": {"msrl_cut": 3}}}
-    with pytest.raises(EngineError, match=r"400 .*expected a whole interruption plan"):
+def test_an_invalid_plan_is_refused(engine, run):
+    body = {
+        "token_ids": PROMPT,
+        "sampling_params": {"max_tokens": 4, "extra_args": {"msrl_interruption": {"cut": 3}}},
+    }
+    with pytest.raises(EngineError, match=r"400 .*expected an interruption plan"):
         run(engine.client.post("/inference/v1/generate", body))
 
 
@@ -182,18 +182,18 @@ METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
 
 
 async def insight(engine):
-    """What the server itself says: its routes, and the requests that reached its app."""
+    """The server's routes, and the requests that reached its app."""
     return json.loads(await engine.client.get(server_insight.PATH))
 
 
 async def refused(session, engine, method, path, headers):
-    """The status of a request whose body, said to have 64 bytes, never comes: nothing waits for it."""
+    """The status of a request whose body, announced as 64 bytes, never arrives: nothing waits for it."""
     url, headers = engine.client.url + path, [*headers, ("Content-Length", "64"), ("Connection", "close")]
     async with session.request(method, url, headers=headers, skip_auto_headers=["Content-Type"]) as response:
         return response.status
 
 
-def test_every_route_demands_the_secret(engine, run):
+def test_every_route_requires_the_secret(engine, run):
     """Every route of the server's own app by every method, and some that it does not have."""
 
     async def scenario():
@@ -227,7 +227,7 @@ def test_every_route_demands_the_secret(engine, run):
     assert after == before, "no refused request reached the app"
 
 
-def test_only_the_whole_secret_once_opens(engine, run):
+def test_only_the_exact_secret_given_once_is_accepted(engine, run):
     wrong = [
         [],
         [(SECRET_HEADER, "")],
@@ -252,7 +252,7 @@ def test_only_the_whole_secret_once_opens(engine, run):
     assert b"false" in run(engine.client.get("/is_paused"))
 
 
-def test_tokens_are_counted_without_asking_the_core(engine, run):
+def test_tokens_are_counted_without_a_request_to_the_core(engine, run):
     async def scenario():
         before = await engine.client.progress()
         await engine.client.generate(PROMPT, sampling=free(0, 40))
@@ -285,7 +285,7 @@ def test_a_cancelled_completion_is_aborted(engine, run):
     assert run(scenario()) == b'{"status":"aborted","aborted":0}'
 
 
-def test_a_port_in_use_is_one_clear_line(engine, policies, tmp_path):
+def test_a_port_in_use_is_refused_in_one_line(engine, policies, tmp_path):
     recipe = recipe_for(policies["dense_a"], engine={"port": engine.port})
     line = rf"engine\.port: expected a free port, found 127\.0\.0\.1:{engine.port} in use"
     with pytest.raises(ValueError, match=line):
@@ -293,7 +293,7 @@ def test_a_port_in_use_is_one_clear_line(engine, policies, tmp_path):
 
 
 async def broken_weights_lose_completions(engine, policy):
-    """A policy of NaN: vLLM writes -9999 for what it cannot compute."""
+    """A policy of NaN: vLLM reports -9999 for what it cannot compute."""
     await engine.client.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(policy)}})
     for _ in range(2):
         with pytest.raises(CompletionLost, match=r"token 0: expected a log-prob.*found -9999") as lost:
@@ -304,7 +304,7 @@ async def broken_weights_lose_completions(engine, policy):
 
 
 async def a_hung_core_is_noticed(engine):
-    """The core stands still, the server's /health stays green, and a completion that waits is not waited for."""
+    """The core hangs, the server's /health still succeeds, and a pending completion does not delay the error."""
     watching = asyncio.create_task(engine.watch())
     answer = asyncio.create_task(engine.client.generate(PROMPT, sampling=free(0, 1900)))
     while not (await engine.client.progress()).cores[0].decoding:
@@ -320,7 +320,7 @@ async def a_hung_core_is_noticed(engine):
     answer.cancel()
 
 
-def test_precision_is_asked_of_the_engine_and_its_death_is_noticed(policies, run, tmp_path):
+def test_precision_is_measured_in_the_engine_and_its_death_is_noticed(policies, run, tmp_path):
     limits = {"stall_timeout_s": 3, "max_lost_in_a_row": 3}
     both = {
         logits: recipe_for(policies["dense_a"], policy={"dtype": "bfloat16", "logits": logits}, engine=limits)
@@ -342,7 +342,7 @@ def test_precision_is_asked_of_the_engine_and_its_death_is_noticed(policies, run
             os.kill(victim.pid, signal.SIGKILL)
             with pytest.raises(EngineError, match="engine-0: POST /inference/v1/generate"):
                 await answer
-            with pytest.raises(EngineDied, match=r"engine-0 \(port \d+\) ended with -9"):
+            with pytest.raises(EngineDied, match=r"engine-0 \(port \d+\) exited with code -9"):
                 await watching
             await broken_weights_lose_completions(engines["fp32"], broken)
             await a_hung_core_is_noticed(engines["fp32"])
@@ -364,8 +364,8 @@ def test_precision_is_asked_of_the_engine_and_its_death_is_noticed(policies, run
         check_engine(dataclasses.replace(infos["fp32"], max_model_len=100), both["fp32"])
 
 
-def test_an_engine_that_cannot_start_shows_why(policies, run, tmp_path):
+def test_an_engine_that_cannot_start_reports_the_reason(policies, run, tmp_path):
     recipe = recipe_for(policies["dense_a"], vllm={"quantization": "fp9"})
     process = EngineProcess(recipe, secret=SECRET, log_path=tmp_path / "log", transport="gloo")
-    with pytest.raises(EngineDied, match=r"(?s)ended with \d+ before it was up; the end of .*fp9"):
+    with pytest.raises(EngineDied, match=r"(?s)exited with code \d+ before it was up; the end of .*fp9"):
         run(process.start())

@@ -1,4 +1,4 @@
-"""An engine's answer as a rollout, and what is refused in it."""
+"""An engine's responses as rollouts, and which responses are refused."""
 
 import asyncio
 import base64
@@ -11,9 +11,10 @@ import pytest
 from aiohttp import web
 from engine_recipes import recipe_for
 
-from megatron_scalerl.engine.answers import _Choice, rollout_of
-from megatron_scalerl.engine.client import EngineClient, EngineError, EngineInfo, SamplingSpec, check_engine
+from megatron_scalerl.engine.answers import EngineError, EngineInfo, _Choice, rollout_of
+from megatron_scalerl.engine.client import EngineClient, SamplingSpec
 from megatron_scalerl.engine.interruption import Plan
+from megatron_scalerl.engine.numerics import check_engine
 from megatron_scalerl.recipe.sections import EngineSection
 from megatron_scalerl.types import CompletionLost
 
@@ -43,7 +44,7 @@ def experts(array):
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
-def test_expert_choices_come_over_in_their_own_width(dtype):
+def test_expert_choices_keep_their_width(dtype):
     array = np.arange(24, dtype=dtype).reshape(4, 3, 2)
     found = rollout(routed_experts=experts(array)).expert_choices
     assert (found.layers, found.topk, found.width) == (3, 2, np.dtype(dtype).itemsize)
@@ -57,20 +58,20 @@ def test_another_array_is_refused(array):
 
 
 def header(text):
-    """A .npy array of which there is only this header."""
+    """A .npy array that consists of this header only."""
     raw = text.encode()
     return base64.b64encode(b"\x93NUMPY\x01\x00" + len(raw).to_bytes(2, "little") + raw).decode()
 
 
 @pytest.mark.parametrize("shape", [(2**44, 1, 1), (2**62, 2, 2), (3, 1, 1)])
-def test_a_shape_without_its_data_is_refused_before_room_is_made_for_it(shape):
+def test_a_shape_without_its_data_is_refused_before_memory_is_allocated(shape):
     text = header(f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}}}\n")
     with pytest.raises(EngineError, match=r"engine-4: /generate: routed_experts: expected .* for shape .* found 0"):
         rollout(routed_experts=text)
 
 
 @pytest.mark.parametrize("text", ["(", "-" * 9000 + "1", "{'descr': [], 'fortran_order': 0, 'shape': 3}", "\0", "{"])
-def test_a_header_that_is_none_is_refused(text):
+def test_an_invalid_header_is_refused(text):
     with pytest.raises(EngineError, match=r"routed_experts: expected a base64 \.npy array"):
         rollout(routed_experts=header(text))
 
@@ -96,7 +97,7 @@ def test_a_sampled_token_without_a_log_probability_loses_the_completion(value, a
     assert lost.value.reason == "no_logprobs"
 
 
-def test_what_vllm_writes_for_a_forced_token_is_not_looked_at():
+def test_the_log_probability_of_a_forced_token_is_ignored():
     found = rollout(PLAN, logprobs=(-0.5, -9999.0, -9999.0, 9e-4), token_ids=(5, 8, 9, 6))
     assert found.loss_mask == (True, False, False, True)
     assert found.rollout_logprobs == (-0.5, 0.0, 0.0, 9e-4)
@@ -119,13 +120,13 @@ def test_what_vllm_writes_for_a_forced_token_is_not_looked_at():
         ({"plan": PLAN}, "expected the forced phrase, found"),
     ],
 )
-def test_an_answer_that_cannot_be_used_names_the_engine(changes, line):
+def test_the_error_for_an_invalid_response_names_the_engine(changes, line):
     with pytest.raises(EngineError, match=f"engine-4: /generate: .*{line}"):
         rollout(**changes)
 
 
 class StandInServer:
-    """Gives prepared bytes to each request, the same for every path where there is one for all."""
+    """Responds with prepared bytes, by path, or with the same bytes on every path."""
 
     def __init__(self, *bodies):
         self._bodies = list(bodies)
@@ -176,19 +177,19 @@ BROKEN = [WHOLE[:-20], b"{}", b"[1", b'{"results": 3}', b"\xff\xfe", b'{"choices
 
 @pytest.mark.parametrize("body", BROKEN)
 @pytest.mark.parametrize("path", ASKED)
-def test_a_torn_or_foreign_answer_is_the_engine_s_fault(path, body):
+def test_a_truncated_or_unexpected_response_is_an_engine_error(path, body):
     with pytest.raises(EngineError, match=f"engine-4: {path.split()[0]}"):
         asked(ASKED[path], body)
 
 
 @pytest.mark.parametrize("token", [-5, 2**31, 10**15, 10**30])
-def test_a_token_that_is_none_is_the_engine_s_fault(token):
+def test_an_invalid_token_is_an_engine_error(token):
     with pytest.raises(EngineError, match="engine-4: /inference/v1/generate"):
         asked(generate, answer(token_ids=(5, token)))
 
 
 @pytest.mark.parametrize("results", [[], [3], [{}], [{"vocab_size": "many"}]])
-def test_what_a_worker_says_of_itself_is_checked(results):
+def test_the_workers_reports_are_checked(results):
     with pytest.raises(EngineError, match="engine-4"):
         asked(ASKED["/collective_rpc info"], {"results": results}, {"world_size": 1}, {"weight_version": "0"})
 
@@ -199,7 +200,7 @@ def test_a_prompt_token_without_a_log_probability_is_an_error(row):
         asked(lambda client: client.score([1, 2]), {**answer(), "prompt_logprobs": [None, row]})
 
 
-def test_many_lost_completions_in_a_row_end_the_run_and_a_good_one_begins_anew():
+def test_many_lost_completions_in_a_row_end_the_run_and_a_good_one_resets_the_count():
     lost, good = answer(logprobs=(-9999.0, -1.0)), answer()
 
     async def ask(client):
@@ -218,7 +219,7 @@ def test_many_lost_completions_in_a_row_end_the_run_and_a_good_one_begins_anew()
     assert last.startswith("engine-4: 3 completions in a row without usable log-probabilities (engine.max_lost_in")
 
 
-def test_check_engine_tells_the_user_s_mistake_from_vllm_s(tmp_path):
+def test_check_engine_distinguishes_user_errors_from_vllm_s(tmp_path):
     info = {
         "vocab_size": 8,
         "dtype": "float32",

@@ -51,7 +51,7 @@ def test_what_the_recipe_decides(tmp_path):
     assert value(plain, "--middleware").endswith("SecretMiddleware")
 
 
-def test_one_s_own_middleware_stands_behind_the_secret(tmp_path):
+def test_the_users_middleware_runs_after_the_secret_check(tmp_path):
     """vLLM makes the last one of the list the outermost."""
     found = arguments(tmp_path, {"middleware": ["mine.First", "mine.Second"]})
     given = [found[at + 1] for at, flag in enumerate(found) if flag == "--middleware"]
@@ -106,7 +106,7 @@ def test_what_changes_sampling_is_refused_with_its_reason(name):
     with pytest.raises(ValueError) as error:
         check_options({name: 1})
     text = str(error.value)
-    assert text.startswith(f"engine.vllm.{name}: expected options that leave sampling as the trainer has it, found")
+    assert text.startswith(f"engine.vllm.{name}: expected options that do not change sampling, found")
     assert text.endswith(engine_options.CHANGES_SAMPLING[name]) and "\n" not in text
 
 
@@ -121,12 +121,12 @@ def test_what_changes_sampling_is_refused_with_its_reason(name):
         {"speculative_config": None},
     ],
 )
-def test_what_leaves_the_rule_of_sampling_alone_passes(options):
+def test_options_that_do_not_change_sampling_pass(options):
     check_options(options)
 
 
-def test_every_option_of_vllm_that_says_how_to_sample_is_in_the_table():
-    """By name: a new version of vLLM with a new such option fails here until somebody has looked at it."""
+def test_every_sampling_option_of_vllm_is_in_the_table():
+    """By name: a new version of vLLM with a new such option fails here until it is reviewed."""
     telling = re.compile(r"sampl|logit|logprob|penalt|top_?[kp]|min_p|spec|watermark|generation_config|diffusion")
     looked_at = {
         "enable_batch_sharded_sampling",
@@ -174,7 +174,7 @@ def test_every_field_of_a_request_that_shapes_a_completion_is_sent_or_refused():
 
 
 def test_an_installed_logits_processor_is_refused(tmp_path, monkeypatch):
-    """A real distribution on the path, as pip would leave it: vLLM loads its entry point into every engine."""
+    """A real distribution on the path, as pip installs it: vLLM loads its entry point into every engine."""
     folder = tmp_path / "meddler-1.0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: meddler\nVersion: 1.0\n")
@@ -188,7 +188,7 @@ def test_an_installed_logits_processor_is_refused(tmp_path, monkeypatch):
 REPLAY = {"rollouts": {"routing_replay": True, "kv_cache": "recompute"}, "interruption": {"enabled": False}}
 
 
-def test_expert_choices_are_asked_of_the_runner_that_reports_them(tmp_path, monkeypatch):
+def test_expert_choices_select_the_model_runner_that_reports_them(tmp_path, monkeypatch):
     monkeypatch.setattr(engine_options, "on_cpu", lambda: False)
     found = arguments(tmp_path, **REPLAY)
     assert "--enable-return-routed-experts" in found and "--enable-prefix-caching" in found
@@ -198,7 +198,7 @@ def test_expert_choices_are_asked_of_the_runner_that_reports_them(tmp_path, monk
 
 
 def test_no_expert_choices_on_cpus_nor_without_their_conditions(tmp_path):
-    with pytest.raises(ValueError, match=r"routing_replay: expected vLLM for GPUs.* found the build for CPUs"):
+    with pytest.raises(ValueError, match=r"routing_replay: expected vLLM for GPUs.* found the CPU build"):
         arguments(tmp_path, **REPLAY)
     for part, found in (("rollouts", "false and keep"), ("interruption", "true and recompute")):
         other = {**REPLAY, part: {"routing_replay": True} if part == "rollouts" else {}}

@@ -42,7 +42,7 @@ def test_the_forced_tokens_are_the_papers_text_and_close_thinking(kind):
     assert plan.ends_thinking(ids, len(ids))
 
 
-def test_blank_and_tag_are_cut_as_in_a_warm_start():
+def test_space_and_tag_are_tokenized_as_in_a_warm_start():
     tokenizer = byte_level()
     ids, end = forced(tokenizer)
     assert list(ids) == tokenizer.encode(PAPER_TEXT, add_special_tokens=False)
@@ -52,12 +52,12 @@ def test_blank_and_tag_are_cut_as_in_a_warm_start():
 
 @pytest.mark.parametrize("phrase", ["Time is up.", "Time is up.\n\n", "\nTime  is up. ", ""])
 @pytest.mark.parametrize("kind", ["byte level", "special tag", "tag that takes blanks along"])
-def test_every_phrase_keeps_its_blanks(kind, phrase):
+def test_every_phrase_keeps_its_whitespace(kind, phrase):
     tokenizer = TOKENIZERS[kind]()
     assert decoded(tokenizer, forced(tokenizer, phrase)[0]) == f"{phrase}</think>"
 
 
-def test_a_phrase_that_a_vocabulary_cannot_write_is_refused():
+def test_a_phrase_that_a_vocabulary_cannot_encode_is_refused():
     tokenizer = build_tokenizer()
     with pytest.raises(ValueError, match=r"interruption\.phrase: expected a text that survives .*found '<unk>"):
         forced(tokenizer, "Stop now.")

@@ -26,12 +26,12 @@ def plan(**changes) -> Plan:
 
 
 def grow(plan: Plan, wishes, limit: int = 200) -> tuple[list[int], list[bool]]:
-    """What the engine makes of a policy that wants to say `wishes`: (tokens, forced)."""
+    """The completion of a policy that would sample `wishes`, with interruption: (tokens, forced)."""
     forcing, tokens, forced = Forcing(plan), [], []
     for wish in wishes:
-        want = forcing.next_token(tokens)
-        forced.append(want is not None)
-        tokens.append(wish if want is None else want)
+        forced_token = forcing.next_token(tokens)
+        forced.append(forced_token is not None)
+        tokens.append(wish if forced_token is None else forced_token)
         if tokens[-1] == plan.eos_id or len(tokens) == limit:
             break
     return tokens, forced
@@ -56,7 +56,7 @@ def grow(plan: Plan, wishes, limit: int = 200) -> tuple[list[int], list[bool]]:
         ([A, EOS], [A, EOS], "TT", False, False, None),
         # the policy says the phrase by itself before the cut: it is its own token, and ends nothing
         ([5, A, A, A, A, B, EOS], [5, A, A, 5, END, B, EOS], "TTTFFTT", True, False, 5),
-        # phrase and tag said by the policy itself before the cut: a natural end, no second phrase
+        # phrase and tag sampled by the policy itself before the cut: a natural end, no second phrase
         ([5, END, B, EOS], [5, END, B, EOS], "TTTT", False, False, 2),
     ],
 )
@@ -68,7 +68,7 @@ def test_by_hand(wishes, tokens, mask, interrupted, truncated, answer_start):
     assert (tags.interrupted, tags.truncated, tags.answer_start) == (interrupted, truncated, answer_start)
 
 
-def test_a_tag_half_written_at_the_cut_is_not_an_end():
+def test_a_partial_tag_at_the_cut_is_not_an_end():
     two = plan(cut=2, think_end_ids=(A, B), phrase_ids=(B, 5, A, B))
     # token 1 is the tag's first half, and the phrase begins with its second: the whole phrase still follows
     tokens, forced = grow(two, [5, A, B, B, B, B, EOS])
@@ -84,7 +84,7 @@ def test_overlapping_tag_is_found():
 
 
 class _Pieces:
-    """A byte-pair vocabulary in which the tag's ends merge with what stands beside them."""
+    """A byte-pair vocabulary in which the tag's ends merge with their neighbors."""
 
     pieces = ("</", "think", ">", ">\n\n", ".</", "thinks", "x", "<", "</s>")
 
@@ -95,7 +95,7 @@ class _Pieces:
         return [self.pieces[i] for i in ids]
 
 
-def test_a_tag_that_merges_with_its_neighbours_ends_thinking():
+def test_a_tag_that_merges_with_its_neighbors_ends_thinking():
     first, last = tag_variants(_Pieces(), (0, 1, 2))
     assert (first, last) == ({4}, {3})
     assert tag_variants(_Pieces(), (1, 5)) == (frozenset(), frozenset())  # words stay words
@@ -103,12 +103,12 @@ def test_a_tag_that_merges_with_its_neighbours_ends_thinking():
     assert tag_variants(_Pieces(), (8,)) == tag_variants(_Pieces(), (2,)) == (frozenset(), frozenset())
     merged = plan(cut=9, phrase_ids=(6, 0, 1, 2), think_end_ids=(0, 1, 2), eos_id=99)
     merged = dataclasses.replace(merged, think_end_first=first, think_end_last=last)
-    for said in ([6, 4, 1, 3], [0, 1, 3], [6, 4, 1, 2], [0, 1, 2]):
-        tokens, forced = grow(merged, said + [6] * 20, 30)
-        assert tokens == [*said, 6, 6, 99] and not any(forced[:-1])
-        assert tag(tokens, merged).answer_start == len(said)
-    for said in ([4, 5, 3], [3, 1, 3], [4, 1, 4]):
-        assert tag(grow(merged, said + [6] * 20, 30)[0], merged).interrupted
+    for sampled in ([6, 4, 1, 3], [0, 1, 3], [6, 4, 1, 2], [0, 1, 2]):
+        tokens, forced = grow(merged, sampled + [6] * 20, 30)
+        assert tokens == [*sampled, 6, 6, 99] and not any(forced[:-1])
+        assert tag(tokens, merged).answer_start == len(sampled)
+    for sampled in ([4, 5, 3], [3, 1, 3], [4, 1, 4]):
+        assert tag(grow(merged, sampled + [6] * 20, 30)[0], merged).interrupted
     assert Plan.from_extra_args(merged.to_extra_args()) == merged
 
 
@@ -157,12 +157,12 @@ def test_a_completion_the_engine_did_not_interrupt_is_refused():
         tag([A, END, B, B, B], plan())
 
 
-def test_plan_travels_and_is_checked():
+def test_a_plan_survives_json_and_is_checked():
     assert Plan.from_extra_args(plan().to_extra_args()) == plan()
     assert Plan.from_extra_args(None) is None and Plan.from_extra_args({"other": 1}) is None
     assert Plan.from_extra_args(plan(whole_budget=9).to_extra_args()) == plan(whole_budget=9)
-    with pytest.raises(ValueError, match="expected a whole interruption plan"):
-        Plan.from_extra_args({"msrl_cut": 3})
+    with pytest.raises(ValueError, match="expected an interruption plan"):
+        Plan.from_extra_args({"msrl_interruption": {"cut": 3}})
     with pytest.raises(ValueError, match="end with those of the closing tag"):
         plan(phrase_ids=(5,))
     with pytest.raises(ValueError, match="whole budget of at least cut \\+ answer budget, 5, found 4"):
@@ -192,7 +192,7 @@ def test_a_natural_end_leaves_the_rest_of_the_whole_budget(wishes, tokens, trunc
             tag([*tokens, B, B], whole)
 
 
-def test_cuts_are_uniform_reproducible_and_their_own():
+def test_cuts_are_uniform_reproducible_and_independent():
     cuts = [draw_cut(1, group, index, 44, 52) for group in range(300) for index in range(16)]
     assert cuts == [draw_cut(1, group, index, 44, 52) for group in range(300) for index in range(16)]
     counts = [cuts.count(n) for n in range(44, 53)]
@@ -277,7 +277,7 @@ def test_engine_and_controller_agree_on_ten_thousand_completions():
 
 
 def agree(rules, wishes, limit):
-    """Hold what the engine forced and what the controller says was forced to each other, and both to the budgets."""
+    """Compare the tokens that the engine forced with those that the controller finds, and both with the budgets."""
     tokens, forced = grow(rules, wishes, limit)
     tags = tag(tokens, rules)
     assert tags.loss_mask == tuple(not f for f in forced[: tags.kept_length])
@@ -285,9 +285,9 @@ def agree(rules, wishes, limit):
     assert all(forced[tags.kept_length :]) and tokens[tags.kept_length :] in ([], [EOS])
     assert len(tokens) <= rules.max_tokens
     assert tags.interrupted == any(forced[: tags.kept_length])
-    # the phrase stands at the cut or nowhere
+    # the phrase is forced at the cut or nowhere
     assert not tags.interrupted or forced.index(True) == rules.cut
-    # reading it anew at every step (a resumed request) gives the same as reading on
+    # reading all tokens again at every step (a resumed request) gives the same as reading new ones only
     assert [Forcing(rules).next_token(tokens[:n]) is not None for n in range(len(tokens))] == forced
     if tags.answer_start is not None:
         natural = not tags.interrupted and rules.whole_budget is not None

@@ -6,8 +6,8 @@ import time
 import pytest
 from aiohttp import web
 
-from megatron_scalerl.engine.answers import CoreProgress
-from megatron_scalerl.engine.client import EngineClient, EngineError, SamplingSpec
+from megatron_scalerl.engine.answers import CoreProgress, EngineError
+from megatron_scalerl.engine.client import EngineClient, SamplingSpec
 from megatron_scalerl.engine.watchdog import EngineDied, StallClock, watch_progress
 from megatron_scalerl.recipe.sections import EngineSection
 
@@ -19,10 +19,10 @@ def core(tokens, waiting=0, decoding=1, number=0):
 
 
 def seconds_until_death(looks, *, in_flight=1, settings=SETTINGS, every_s=1.0):
-    """Feed a clock one look a second; the seconds after which it reports a stall, and its words."""
+    """Poll a clock once a second; the seconds after which it reports a stall, and its message."""
     clock = StallClock(settings)
     for number, (cores, paused) in enumerate(looks):
-        wrong = clock.look(cores, in_flight=in_flight, paused=paused, passed_s=every_s)
+        wrong = clock.update(cores, in_flight=in_flight, paused=paused, elapsed_s=every_s)
         if wrong is not None:
             return number * every_s, wrong
     return None, None
@@ -33,11 +33,11 @@ def test_no_token_for_the_limit():
     assert after == 10 and "no token for 10 s with requests in flight (core 0: 1 decoding, 0 without" in words
 
 
-def test_slow_progress_is_no_stall():
+def test_slow_progress_is_not_a_stall():
     assert seconds_until_death([([core(i // 9)], False) for i in range(1000)]) == (None, None)
 
 
-def test_an_idle_engine_is_no_stall():
+def test_an_idle_engine_is_not_a_stall():
     assert seconds_until_death([([core(5, decoding=0)], False)] * 1000, in_flight=0) == (None, None)
 
 
@@ -48,7 +48,7 @@ def test_paused_time_does_not_count():
     assert seconds_until_death(looks + [([core(5)], False)] * 100)[0] == len(looks) - 1 + 10
 
 
-def test_a_prompt_is_given_longer_while_nothing_else_could_progress():
+def test_prefill_has_a_longer_limit_while_nothing_is_decoding():
     waiting = [([core(5, waiting=3, decoding=0)], False)]
     after, words = seconds_until_death(waiting * 100)
     assert after == 30 and "engine.first_token_timeout_s" in words
@@ -58,7 +58,7 @@ def test_a_prompt_is_given_longer_while_nothing_else_could_progress():
     assert seconds_until_death(waiting * 100, settings=short)[0] == 10
 
 
-def test_a_core_cannot_hide_behind_another():
+def test_a_stalled_core_is_noticed_beside_one_that_progresses():
     looks = [([core(i), core(7, number=1)], False) for i in range(100)]
     after, words = seconds_until_death(looks)
     assert after == 10 and "core 1: 1 decoding" in words
@@ -71,7 +71,7 @@ def test_requests_that_never_reach_a_core_are_stuck():
 
 
 class StandInServer:
-    """Its /health is green; what it says of its progress, and how fast it says it, is the test's."""
+    """Its /health succeeds; the test sets the progress that it reports, and the delay."""
 
     def __init__(self):
         self.tokens, self.decoding, self.waiting = 0, 1, 0
@@ -109,7 +109,7 @@ class StandInServer:
 
 
 async def watched(server, seconds, *, stall=0.4, first=2.0, during=None):
-    """Watch the stand-in with a completion in flight: the error that came, and after how long."""
+    """Watch the stand-in with a completion in flight: (error, seconds until it was raised)."""
     settings = EngineSection(stall_timeout_s=stall, first_token_timeout_s=first)
     began = time.monotonic()
     request = asyncio.create_task(server.client.generate([1], sampling=SamplingSpec(max_tokens=4)))
@@ -131,13 +131,13 @@ def in_server(scenario):
     return asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_a_green_server_whose_core_hangs_is_named():
+def test_a_healthy_server_whose_core_hangs_is_reported():
     died, after = in_server(lambda server: watched(server, 20))
     assert isinstance(died, EngineDied) and str(died).startswith("engine-3 produced no token for 0.4")
     assert after >= 0.4
 
 
-def test_a_server_that_answers_nothing_is_named():
+def test_a_server_that_does_not_respond_is_reported():
     async def scenario(server):
         server.silent = True
         return await watched(server, 20)
@@ -146,7 +146,7 @@ def test_a_server_that_answers_nothing_is_named():
     assert isinstance(died, EngineDied) and "engine-3 gave no answer within 0.4 s" in str(died)
 
 
-def test_a_server_that_has_lost_its_core_is_named():
+def test_a_server_that_has_lost_its_core_is_reported():
     async def scenario(server):
         server.dead = True
         return await watched(server, 20)
@@ -155,7 +155,7 @@ def test_a_server_that_has_lost_its_core_is_named():
 
 
 @pytest.mark.slow
-def test_slow_tokens_a_pause_and_a_long_prompt_are_lived_through():
+def test_slow_tokens_a_pause_and_a_long_prompt_are_not_stalls():
     async def slow(server):
         async def tokens():
             while True:
@@ -176,7 +176,7 @@ def test_slow_tokens_a_pause_and_a_long_prompt_are_lived_through():
         assert in_server(scenario)[0] is None
 
 
-def test_the_limit_holds_again_once_the_engine_has_resumed():
+def test_the_limit_applies_again_after_resume():
     async def scenario(server):
         await server.client.pause(clear_cache=False)
         await server.client.resume()
@@ -185,7 +185,7 @@ def test_the_limit_holds_again_once_the_engine_has_resumed():
     assert isinstance(in_server(scenario)[0], EngineDied)
 
 
-def test_progress_is_exposed_and_an_answer_that_is_none_is_refused():
+def test_progress_is_parsed_and_an_invalid_response_is_refused():
     async def scenario(server):
         server.tokens = 7
         progress = await server.client.progress()

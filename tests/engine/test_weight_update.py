@@ -1,4 +1,4 @@
-"""Live weight updates into a real engine, proved by what it then says."""
+"""Live weight updates into a real engine, verified by what it then generates."""
 
 import asyncio
 import os
@@ -11,7 +11,8 @@ from engine_recipes import SECRET, recipe_for
 from sender_process import SenderProcess
 
 from megatron_scalerl.controller.weight_sync import WeightSync, WeightUpdateError
-from megatron_scalerl.engine.process import EngineProcess, SamplingSpec
+from megatron_scalerl.engine.client import SamplingSpec
+from megatron_scalerl.engine.process import EngineProcess
 
 pytestmark = pytest.mark.slow
 
@@ -93,7 +94,7 @@ def test_an_update_in_flight(engine, policies, run, kv_cache):
 
 @torch.no_grad()
 def kept_cache_error(old, new, rollout, switch):
-    """Largest error against the new weights reading the keys and values that the old ones left."""
+    """Largest error against the new weights with the KV cache of the old ones."""
     tokens = list(rollout.token_ids)
     full, cut = torch.tensor([PROMPT + tokens]), len(PROMPT) + switch - 1
     cache = old(full[:, :cut], use_cache=True).past_key_values
@@ -104,7 +105,7 @@ def kept_cache_error(old, new, rollout, switch):
 
 
 @pytest.mark.parametrize(("fault", "reason"), [("flip", "expected digest"), ("die", "trainer: update")])
-def test_a_failed_update_raises_and_can_be_made_good(engine, policies, run, fault, reason):
+def test_a_failed_update_raises_and_a_later_one_succeeds(engine, policies, run, fault, reason):
     recipe = recipe_for(policies["dense_a"])
 
     async def scenario():

@@ -14,9 +14,9 @@ from transformers.models.llama4 import Llama4TextConfig
 
 VOCAB, EOS = 128, 2
 ENDS = (EOS, 3)
-"""What ends a completion of the dense policies: the tokenizer's token, and one of their generation_config.json."""
+"""Tokens that end a completion of the dense policies: the tokenizer's, and one of their generation_config.json."""
 THINK_END = (5, 6, 7)
-"""The closing tag of these policies: three tokens, which a random policy practically never says in a row."""
+"""The closing tag of these policies: three tokens, which a random policy practically never samples in a row."""
 PHRASE = (20, 21, 22, *THINK_END)
 HOSTILE = {
     "do_sample": True,
@@ -28,7 +28,7 @@ HOSTILE = {
     "max_new_tokens": 7,
     "eos_token_id": list(ENDS),
 }
-"""The dense policies' generation_config.json: defaults that no rollout may take over, but for what ends it."""
+"""The dense policies' generation_config.json: defaults that no rollout may use, except for the end tokens."""
 
 _SHARED: dict[str, Any] = {
     "vocab_size": VOCAB,

@@ -181,7 +181,7 @@ def test_a_vision_model_carries_its_tower() -> None:
     from transformers import Llama4Config
 
     found = family(Llama4Config(text_config=Llama4TextConfig(**LLAMA4)))
-    assert found.carried == ("vision_model.", "multi_modal_projector.")
+    assert found.passthrough == ("vision_model.", "multi_modal_projector.")
     assert found.rules[0].hf_shapes == {"language_model.model.embed_tokens.weight": (37, 24)}
 
 

@@ -23,7 +23,7 @@ def recipe_of(name, *overrides):
 
 def test_llama_3_1_8b_has_its_published_number():
     p = count(*load_family(CONFIGS / "Llama-3.1-8B"))
-    assert (p.total, p.active, p.experts, p.carried) == (8_030_261_248, 8_030_261_248, 0, 0)
+    assert (p.total, p.active, p.experts, p.passthrough) == (8_030_261_248, 8_030_261_248, 0, 0)
     assert p.embedding == p.head == 128_256 * 4_096
 
 
@@ -32,7 +32,7 @@ def test_scout_total_active_and_vision():
     assert p.total == 107_769_861_120
     assert p.active == 17_172_894_720
     assert p.experts == 48 * 16 * 3 * 5_120 * 8_192
-    assert p.total + p.carried == 108_641_793_536  # the published checkpoint
+    assert p.total + p.passthrough == 108_641_793_536  # the published checkpoint
 
 
 def test_ranks_add_up_to_the_whole():

@@ -1,4 +1,4 @@
-"""The curriculum: every prompt once an epoch, solved ones never again, the same after a restart."""
+"""The curriculum: every prompt once per epoch, solved ones never again, the same after a restart."""
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +16,7 @@ def draw_ids(curriculum, count):
     return [curriculum.draw()[0].prompt_id for _ in range(count)]
 
 
-def test_every_epoch_is_another_shuffle_of_all_prompts():
+def test_every_epoch_is_a_different_shuffle_of_all_prompts():
     curriculum = Curriculum(prompts(50), 1, None)
     draws = [curriculum.draw() for _ in range(150)]
     assert [epoch for _, epoch in draws] == [0] * 50 + [1] * 50 + [2] * 50
@@ -44,7 +44,7 @@ def test_at_the_threshold_a_prompt_is_removed_and_below_it_is_not():
     assert curriculum.removed == 1
 
 
-def test_without_a_threshold_solved_prompts_come_again():
+def test_without_a_threshold_solved_prompts_are_drawn_again():
     curriculum = Curriculum(prompts(2), 1, None)
     for identity in draw_ids(curriculum, 2):
         curriculum.observe(identity, 1.0)
@@ -60,7 +60,7 @@ def test_a_group_scored_after_the_epoch_began_counts_at_the_draw():
     assert draw_ids(curriculum, 1) == [rest[1]]
 
 
-def test_the_latest_scored_group_decides_and_removal_is_for_good():
+def test_the_latest_scored_group_decides_and_removal_is_permanent():
     curriculum = Curriculum(prompts(2), 1, 0.9)
     draw_ids(curriculum, 2)
     curriculum.observe("id0", 1.0)
@@ -72,7 +72,7 @@ def test_the_latest_scored_group_decides_and_removal_is_for_good():
     assert draw_ids(curriculum, 3) == ["id1"] * 3
 
 
-def test_truncated_completions_count_as_wrong_in_what_is_observed():
+def test_truncated_completions_count_as_wrong():
     """15 of 16 completions truncated and 1 right is 1/16, not 1/1."""
     right = Score(correct=True, reward=1.0)
     truncated = Score(correct=False, reward=-1.0, reason="truncated")
@@ -91,7 +91,7 @@ def test_truncated_completions_count_as_wrong_in_what_is_observed():
     assert curriculum.draw() == (prompt, 1)
 
 
-def test_a_dry_curriculum_says_why_and_stays_dry():
+def test_a_dry_curriculum_gives_the_reason_and_stays_dry():
     curriculum = Curriculum(prompts(3), 1, 0.9)
     for identity in draw_ids(curriculum, 3):
         curriculum.observe(identity, 1.0)
@@ -159,8 +159,8 @@ def test_a_replay_of_draws_and_scores_restores_the_curriculum(count, threshold, 
 
 @settings(max_examples=200, deadline=None)
 @given(count=st.integers(1, 6), events=EVENTS)
-def test_no_draw_hands_out_a_prompt_whose_latest_group_was_solved(count, events):
-    """A model of one line checks every draw; and no prompt comes twice in an epoch."""
+def test_no_draw_returns_a_prompt_whose_latest_group_was_solved(count, events):
+    """Every draw agrees with a one-line model, and no prompt is drawn twice in an epoch."""
     curriculum = Curriculum(prompts(count), 1, 0.9)
     latest, drawn = {}, []
     for event in events:

@@ -1,4 +1,4 @@
-"""What ends a completion: the tokenizer's token, and those of the policy's folder."""
+"""Tokens that end a completion: the tokenizer's token, and those of the policy's folder."""
 
 import json
 
@@ -40,12 +40,12 @@ def test_the_tokenizers_first_then_the_folders(tmp_path, files, more):
         ("{", "expected JSON, found"),
     ],
 )
-def test_what_is_no_token_id_is_named(tmp_path, content, line):
+def test_an_invalid_token_id_is_refused(tmp_path, content, line):
     with pytest.raises(ValueError, match=f"generation_config.json: {line}"):
         end_token_ids(write(tmp_path, generation_config=content), build_tokenizer())
 
 
-def test_an_end_outside_of_the_vocabulary_is_named(tmp_path):
+def test_an_end_token_outside_the_vocabulary_is_refused(tmp_path):
     write(tmp_path, generation_config={"eos_token_id": [2, 64]}, config={"vocab_size": 64})
     with pytest.raises(ValueError, match=r"generation_config.json: .*ids below vocab_size 64 .*found \[2, 64\]"):
         end_token_ids(tmp_path, build_tokenizer())

@@ -1,4 +1,4 @@
-"""Prompts files become the same prompts whatever their format, and every mistake in one is a line that says where."""
+"""Prompts do not depend on the file format, and every error in a file is one line with its location."""
 
 import json
 import random
@@ -122,7 +122,7 @@ def test_a_tokenizer_without_chat_template_and_a_template_without_prompt_are_ref
         load_prompts(bare, section(path, prompt_template="Q:"))
 
 
-def test_duplicates_and_long_prompts_are_left_out_counted_and_named(tokenizer, tmp_path):
+def test_duplicates_and_long_prompts_are_skipped_and_counted(tokenizer, tmp_path):
     rows = [ROWS[0], ROWS[1], ROWS[0], {"prompt": "3;+1;-1;+1=", "answer": "4"}]
     path = write_jsonl(tmp_path / "p.jsonl", rows)
     prompts = load_prompts(tokenizer, section(path, max_prompt_tokens=10))
@@ -130,7 +130,7 @@ def test_duplicates_and_long_prompts_are_left_out_counted_and_named(tokenizer, t
     assert prompts.report.duplicates == 1
     assert prompts.report.too_long == (f"{path}: line 4: 13 tokens, at most 10 allowed",)
     assert prompts.report.lines()[1:] == [
-        "prompts: 1 duplicates left out",
+        "prompts: 1 duplicates skipped",
         "prompts: 1 too long and skipped:",
         f"  {path}: line 4: 13 tokens, at most 10 allowed",
     ]
@@ -164,7 +164,7 @@ def test_a_number_takes_the_smallest_hashes_and_keeps_one_text_together(tokenize
     assert len({p.text for p in four}) == 4
 
 
-def test_a_file_of_held_out_prompts_takes_its_texts_out_of_training(tokenizer, tmp_path):
+def test_texts_of_the_held_out_file_are_not_trained_on(tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "p.jsonl", ROWS)
     held_out = write_jsonl(tmp_path / "h.jsonl", [{"prompt": "7;+2=", "answer": "09"}])
     prompts = load_prompts(tokenizer, section(path, held_out_path=held_out, held_out=1000))
@@ -203,7 +203,7 @@ BROKEN_FILES = {
 
 
 @pytest.mark.parametrize("case", BROKEN_FILES)
-def test_a_broken_file_is_one_line_that_says_where(case, tokenizer, tmp_path):
+def test_an_invalid_file_is_one_line_with_its_location(case, tokenizer, tmp_path):
     name, content, message = BROKEN_FILES[case]
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message) as caught:

@@ -1,4 +1,4 @@
-"""Rows of a warm start as tokens: what is left out of the loss, how a completion ends, what is too long."""
+"""Warm-start rows as tokens: what is excluded from the loss, how a completion ends, what is too long."""
 
 import json
 
@@ -24,7 +24,7 @@ def examples(folder, completions, tokenizer, sft=None, **sections):
 
 
 def spans(tokenizer, ids):
-    """[T] characters of each token of a byte-level vocabulary, counted up from the pieces themselves."""
+    """[T] character offsets of each token of a byte-level vocabulary, computed from the pieces."""
     at, found = 0, []
     for token in ids:
         width = len(tokenizer.convert_ids_to_tokens(token))
@@ -67,7 +67,7 @@ def test_other_rows_and_other_vocabularies(tmp_path):
         assert dropped[0] == 0 and all(abs(n - width * k) <= k for k, n in enumerate(dropped)), dropped
 
 
-def test_a_phrase_of_ones_own_with_its_blanks(tmp_path):
+def test_a_custom_phrase_with_its_whitespace(tmp_path):
     tokenizer = byte_level()
     [(_, rollout)] = examples(
         tmp_path, ["so it is.\n\nTime is up. </think>6"], tokenizer, interruption={"phrase": "\n\nTime is up. "}
@@ -84,7 +84,7 @@ def test_a_phrase_without_its_tag_is_an_error_that_names_the_line(tmp_path):
 
 
 class _NoOffsets(PreTrainedTokenizer):
-    """A tokenizer of one token a character, in Python."""
+    """A tokenizer with one token per character, in Python."""
 
     vocab_size = 128
 
@@ -111,7 +111,7 @@ def test_a_slow_tokenizer_is_refused_only_where_it_matters(tmp_path):
         examples(tmp_path, ["6", f"4{PAPER_TEXT}6"], slow)
 
 
-def test_an_end_of_sequence_is_appended_where_none_stands(tmp_path):
+def test_an_end_of_sequence_is_appended_where_it_is_missing(tmp_path):
     tokenizer = byte_level()
     eos, eot = tokenizer.convert_tokens_to_ids(["<eos>", "<eot>"])
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [eos, eot]}))
@@ -159,6 +159,6 @@ def test_too_long_rows_are_refused_or_skipped_and_counted(tmp_path, limited_by):
         examples(tmp_path, texts[2:], tokenizer, {"too_long": "skip"}, **sections)
 
 
-def test_texts_that_are_no_texts(tmp_path):
+def test_columns_that_are_not_texts(tmp_path):
     with pytest.raises(ValueError, match="line 1: expected a text in column 'completion', found half of a surrogate"):
         examples(tmp_path, ["6\ud83d"], build_tokenizer())

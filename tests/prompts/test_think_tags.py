@@ -1,10 +1,10 @@
-"""Think tags may take several tokens, but tokenizer and model must agree on them."""
+"""Think tags may be several tokens but must decode to themselves; the model needs a row per token."""
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_scalerl.prompts.dataset import check_think_tags, check_vocabulary
+from megatron_scalerl.prompts.rendering import check_think_tags, check_vocabulary
 from megatron_scalerl.tiny.tokenizer import build_tokenizer
 
 
@@ -18,15 +18,9 @@ def character_tokenizer(characters):
     return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
 
 
-def test_tags_of_one_token():
-    tokens = check_think_tags(build_tokenizer(), "<think>", "</think>")
-    assert (tokens.start_ids, tokens.end_ids) == ((3,), (4,))
-
-
-def test_tags_of_several_tokens_are_fine():
-    tokens = check_think_tags(character_tokenizer("<>/think"), "<think>", "</think>")
-    assert len(tokens.start_ids) == 7
-    assert tokens.end_ids == (0, 2, 3, 4, 5, 6, 7, 1)
+def test_tags_of_one_token_and_of_several_are_accepted():
+    check_think_tags(build_tokenizer(), "<think>", "</think>")
+    check_think_tags(character_tokenizer("<>/think"), "<think>", "</think>")
 
 
 def test_tags_that_do_not_survive_are_refused():
@@ -37,13 +31,13 @@ def test_tags_that_do_not_survive_are_refused():
         check_think_tags(lossy, "<Think>", "<think>")
 
 
-def test_only_the_closing_tag_is_needed():
-    assert check_think_tags(build_tokenizer(), "", "</think>").start_ids == ()
+def test_only_the_closing_tag_is_required():
+    check_think_tags(build_tokenizer(), "", "</think>")
     with pytest.raises(ValueError, match=r"prompts\.think_end: expected a tag that closes thinking"):
         check_think_tags(build_tokenizer(), "<think>", "")
 
 
-def test_a_padded_model_vocabulary_is_fine_and_a_small_one_is_not():
+def test_a_padded_model_vocabulary_is_accepted_and_a_small_one_is_not():
     tokenizer = build_tokenizer()
     check_vocabulary(tokenizer, 64)
     check_vocabulary(tokenizer, 22)

@@ -1,4 +1,4 @@
-"""What a check may use: processor time, memory, files; and what of the controller's environment reaches it."""
+"""Limits of a check: processor time, memory, files; and the environment variables that it inherits."""
 
 import asyncio
 import resource
@@ -8,7 +8,7 @@ from verifier_pools import RIGHT, WRONG, pool_of, prompt, rollout, run_pool, wro
 
 from megatron_scalerl.recipe.sections import RewardsSection
 from megatron_scalerl.rewards.limits import OPEN_FILES
-from megatron_scalerl.rewards.verifier import VerifierPool
+from megatron_scalerl.rewards.pool import VerifierPool
 
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK", "MSRL_SECRET", "GITHUB_TOKEN")
 
@@ -25,7 +25,7 @@ def run(main, function, **rewards):
     return asyncio.run(in_pool())
 
 
-def test_processor_time_is_limited_and_the_verdict_kept():
+def test_processor_time_is_limited_and_the_score_cached():
     async def main(pool):
         scores = [await ask(pool, text) for text in ("spin 1", "7", "spin 1")]
         return scores, pool.counters
@@ -35,7 +35,7 @@ def test_processor_time_is_limited_and_the_verdict_kept():
     assert counters == {"checks": 3, "correct": 1, "timeout": 2, "repeated": 1, "restarts": 1}
 
 
-def test_processor_time_starts_anew_for_every_check():
+def test_every_check_has_its_own_processor_time():
     async def main(pool):
         return [await ask(pool, str(n), cpu_s=0.3) for n in range(5, 10)], pool.counters
 
@@ -45,7 +45,7 @@ def test_processor_time_starts_anew_for_every_check():
 
 
 @pytest.mark.parametrize("use", [{"mb": 3000}, {"pieces_mb": 3000}])
-def test_an_answer_that_needs_too_much_memory_is_wrong_and_its_process_goes_on(use):
+def test_an_answer_that_needs_too_much_memory_is_wrong_and_its_process_survives(use):
     async def main(pool):
         return [await ask(pool, "7", **use), await ask(pool, "7", mb=50)], pool.counters
 
@@ -69,8 +69,8 @@ def test_without_a_limit_a_check_may_use_more():
     assert run(main, "hungry", memory_mb=None) == RIGHT
 
 
-def test_checks_that_leak_do_not_take_memory_from_those_behind():
-    """Each keeps 60 of the 100 MiB that it may use; the process is replaced before it grows without end."""
+def test_checks_that_leak_do_not_take_memory_from_later_ones():
+    """Each keeps 60 of the 100 MiB that it may use; the process is replaced before it grows further."""
 
     async def main(pool):
         return [await ask(pool, str(n), kept_mb=60) for n in range(9)], pool.counters
@@ -104,7 +104,7 @@ def test_the_limits_of_the_controller_stay_as_they_are():
 
 
 def test_the_math_verifier_starts_small():
-    """The docstring of rewards.memory_mb names its size, about 60 MiB; torch or numpy in it would show."""
+    """The docstring of rewards.memory_mb states its size, about 60 MiB; importing torch or numpy would exceed it."""
 
     async def main():
         async with VerifierPool(RewardsSection(workers=1)) as pool:
@@ -127,7 +127,7 @@ def test_no_secret_of_the_environment_reaches_a_verifier_unless_it_is_named(pass
     assert run(main, "sees", environment=passed) == {*passed, "LC_TIME"}
 
 
-def test_a_variable_that_is_not_set_is_named_at_the_start(monkeypatch):
+def test_a_variable_that_is_not_set_is_refused_at_the_start(monkeypatch):
     monkeypatch.delenv("JUDGE_URL", raising=False)
     with pytest.raises(ValueError, match=r"rewards\.environment: expected 'JUDGE_URL' to be set"):
         asyncio.run(pool_of("same", environment=["JUDGE_URL"]).start())

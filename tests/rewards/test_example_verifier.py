@@ -1,4 +1,4 @@
-"""The example of a user's own verifier runs and scores as its text says."""
+"""The example of a custom verifier runs and scores as documented."""
 
 import subprocess
 import sys

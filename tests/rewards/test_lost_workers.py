@@ -1,4 +1,4 @@
-"""Verifier processes that are lost: which check is charged, what is done again, and when the pool gives up."""
+"""Verifier processes that die: which check counts as the cause, which are repeated, and when the pool gives up."""
 
 import asyncio
 import errno
@@ -10,7 +10,7 @@ import sys
 import pytest
 from verifier_pools import RIGHT, WRONG, pool_of, prompt, rollout, run_pool, wrong
 
-from megatron_scalerl.rewards import verifier
+from megatron_scalerl.rewards import pool as verifier_pool
 from megatron_scalerl.types import CompletionLost
 
 
@@ -32,19 +32,19 @@ class StandInSpawn:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-    monkeypatch.setattr(verifier, "START_PAUSE_S", 0.01)
-    monkeypatch.setattr(verifier, "ROUND_PAUSE_S", 0.01)
+    monkeypatch.setattr(verifier_pool, "START_PAUSE_S", 0.01)
+    monkeypatch.setattr(verifier_pool, "ROUND_PAUSE_S", 0.01)
 
 
 @pytest.mark.parametrize("fault", ["exit", "segfault", "kill", "quit"])
-def test_an_answer_that_takes_two_processes_along_is_wrong_and_charged_alone(fault):
+def test_an_answer_that_crashes_two_processes_is_wrong_and_no_other_is(fault):
     scores, counters = run_pool("faulty", ["7", fault, "8", "9"])
     assert scores == [RIGHT, wrong("crash"), WRONG, WRONG]
     assert counters == {"checks": 4, "correct": 1, "crash": 1, "restarts": 2}
 
 
 @pytest.mark.parametrize("kills", [1, 2])
-def test_a_process_killed_from_outside_costs_its_check_one_of_two_tries(kills, tmp_path):
+def test_a_process_killed_from_outside_uses_one_of_two_tries(kills, tmp_path):
     extra = {"says": str(tmp_path / "says"), "waits": str(tmp_path / "waits")}
     for path in extra.values():
         os.mkfifo(path)
@@ -69,8 +69,8 @@ def test_a_process_killed_from_outside_costs_its_check_one_of_two_tries(kills, t
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_under_any_schedule_of_deaths_each_check_is_charged_with_its_own(seed, tmp_path):
-    """Every run of a check leaves a folder: a check that kills no process runs exactly once."""
+def test_under_any_schedule_of_deaths_each_check_counts_its_own(seed, tmp_path):
+    """Every run of a check creates a folder: a check that kills no process runs exactly once."""
     draw = random.Random(seed)
     answers = [(f"{draw.choice('78')} of {n}", draw.choice([0, 0, 0, 1, 2])) for n in range(24)]
 
@@ -81,9 +81,9 @@ def test_under_any_schedule_of_deaths_each_check_is_charged_with_its_own(seed, t
             return await asyncio.gather(*calls), pool.counters
 
     scores, counters = asyncio.run(main())
-    verdicts = [RIGHT if text[0] == "7" else WRONG for text, _ in answers]
+    alone = [RIGHT if text[0] == "7" else WRONG for text, _ in answers]
     assert scores == [
-        wrong("crash") if deaths == 2 else verdict for verdict, (_, deaths) in zip(verdicts, answers, strict=True)
+        wrong("crash") if deaths == 2 else score for score, (_, deaths) in zip(alone, answers, strict=True)
     ]
     runs = sorted(f"{text} {run}" for text, deaths in answers for run in range(1, min(deaths + 1, 2) + 1))
     assert sorted(os.listdir(tmp_path)) == runs
@@ -92,7 +92,7 @@ def test_under_any_schedule_of_deaths_each_check_is_charged_with_its_own(seed, t
     assert 0 <= sum(deaths for _, deaths in answers) - counters["restarts"] <= 2
 
 
-def test_a_process_that_stands_still_before_a_check_is_replaced_at_nobodys_charge():
+def test_a_process_that_hangs_before_a_check_is_replaced_and_no_answer_is_wrong():
     async def main():
         async with pool_of("same", timeout_s=1.5) as pool:
             os.kill(pool._processes[0]._process.pid, signal.SIGSTOP)
@@ -103,7 +103,7 @@ def test_a_process_that_stands_still_before_a_check_is_replaced_at_nobodys_charg
     assert counters == {"checks": 1, "correct": 1, "restarts": 1}
 
 
-def test_what_a_verifier_left_running_in_another_session_holds_nothing_up(tmp_path):
+def test_a_surviving_child_in_another_session_delays_nothing(tmp_path):
     async def main():
         async with pool_of("faulty", timeout_s=2.0) as pool:
             answers = [f"escape {tmp_path}", "7", *(["8" * 100_000] * 3)]  # more than a pipe holds
@@ -118,7 +118,7 @@ def test_what_a_verifier_left_running_in_another_session_holds_nothing_up(tmp_pa
     assert scores == [wrong("timeout"), RIGHT, WRONG, WRONG, WRONG]
 
 
-def test_a_line_that_answers_no_check_is_not_a_verdict():
+def test_a_line_for_no_check_is_not_a_result():
     scores, counters = run_pool("forging", ["7"])
     assert scores == [wrong("crash")]
     assert counters["crash"] == 1
@@ -132,14 +132,14 @@ def test_a_start_that_fails_for_a_while_costs_nothing(error, monkeypatch, tmp_pa
     assert counters == {"checks": 1, "correct": 1, "restarts": 1}
 
 
-def test_a_process_that_cannot_be_replaced_loses_the_check_in_hand_and_no_other(monkeypatch):
+def test_a_process_that_cannot_be_replaced_loses_the_current_check_and_no_other(monkeypatch):
     StandInSpawn(monkeypatch, None, None, for_ever=errno.ENOMEM)
 
     async def main():
         async with pool_of("faulty", workers=2) as pool:
             calls = [pool.score(text, prompt(), rollout()) for text in ("exit", *map(str, range(40)))]
             results = await asyncio.gather(*calls, return_exceptions=True)
-            while pool._outage.tries < verifier.START_TRIES * (verifier.START_ROUNDS * 2 + 1):
+            while pool._outage.tries < verifier_pool.START_TRIES * (verifier_pool.START_ROUNDS * 2 + 1):
                 await asyncio.sleep(0.01)
             return results, await pool.score("late", prompt(), rollout()), pool.counters
 
@@ -151,7 +151,7 @@ def test_a_process_that_cannot_be_replaced_loses_the_check_in_hand_and_no_other(
     assert counters == {"checks": 42, "correct": 1, "verifier_lost": 1}
 
 
-def test_a_pool_that_cannot_start_a_process_any_more_ends_the_run_in_one_line(monkeypatch):
+def test_a_pool_that_can_no_longer_start_a_process_ends_the_run_in_one_line(monkeypatch):
     async def main():
         async with pool_of("faulty", workers=2) as pool:
             monkeypatch.setattr(sys, "executable", "/no/such/python")
@@ -165,9 +165,9 @@ def test_a_pool_that_cannot_start_a_process_any_more_ends_the_run_in_one_line(mo
     results, counters = asyncio.run(main())
     assert [getattr(result, "reason", None) for result in results[:2]] == ["verifier_lost"] * 2
     ends = [result for result in results if type(result) is RuntimeError]
-    judged = [result for result in results[2:] if result in (RIGHT, WRONG)]
+    scored = [result for result in results[2:] if result in (RIGHT, WRONG)]
     assert len(ends) >= 1
-    assert len(ends) + len(judged) == 30
+    assert len(ends) + len(scored) == 30
     assert counters["verifier_lost"] == 2
     assert "No such file or directory: '/no/such/python'" in str(ends[0])
     assert "\n" not in str(ends[0])
@@ -190,7 +190,7 @@ def test_a_verifier_that_no_longer_imports_ends_the_run_as_well(tmp_path, monkey
     assert all("No module named 'gone'" in str(problem) for problem in others)
 
 
-def test_a_system_that_starts_no_process_at_all_is_an_error_of_the_system(monkeypatch):
+def test_a_system_that_starts_no_process_is_an_oserror(monkeypatch):
     StandInSpawn(monkeypatch, for_ever=errno.EAGAIN)
     with pytest.raises(OSError, match="Resource temporarily unavailable"):
         asyncio.run(pool_of("same").start())

@@ -1,4 +1,4 @@
-"""Bounds of what is too large to be written out: what they prove, and that they hold."""
+"""Bounds of huge numbers: what they prove, and that they hold."""
 
 import random
 
@@ -52,12 +52,12 @@ def parsed(text):
 
 
 @pytest.mark.parametrize(("answer", "reference"), PROVEN)
-def test_too_large_a_number_is_proven_to_differ(answer, reference):
+def test_a_huge_number_is_proven_to_differ(answer, reference):
     assert proven_unequal(parsed(reference), parsed(answer))
 
 
 @pytest.mark.parametrize(("answer", "reference"), OPEN)
-def test_nothing_is_said_without_a_proof(answer, reference):
+def test_nothing_is_refused_without_a_proof(answer, reference):
     assert not proven_unequal(parsed(reference), parsed(answer))
 
 

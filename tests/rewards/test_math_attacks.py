@@ -1,4 +1,4 @@
-"""No text becomes code: what Python compiles while hostile answers are judged."""
+"""No text is executed as code: what Python compiles while hostile answers are checked."""
 
 import json
 import re

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_scalerl.recipe.sections import RewardsSection
 from megatron_scalerl.rewards.math import extract_answer, verify_math
-from megatron_scalerl.rewards.verifier import VerifierPool
+from megatron_scalerl.rewards.pool import VerifierPool
 from megatron_scalerl.types import Prompt, Rollout, Score
 
 CASES = [
@@ -99,7 +99,7 @@ def score_all(answers, reference, **rewards):
 HEAVY = ["\\frac{9^{9^9}}{8^{9^9}}", "\\Gamma(10000000)", "\\operatorname{zeros}(100000,100000)"]
 
 
-def test_the_pool_runs_it_by_its_name_and_kills_what_does_not_end():
+def test_the_pool_runs_it_by_name_and_kills_a_check_that_does_not_end():
     scores, counters = score_all(
         [*(f"\\boxed{{{heavy}}}" for heavy in HEAVY), "0.5", "2"], "\\frac{1}{2}", workers=2, cpu_s=0.5
     )
@@ -110,7 +110,7 @@ def test_the_pool_runs_it_by_its_name_and_kills_what_does_not_end():
 
 
 def test_towers_of_powers_cost_no_process():
-    """48 groups of them are a batch that waited for an hour."""
+    """A batch of 48 groups of them once took an hour."""
     towers = [
         form % n
         for n in range(2, 14)
@@ -121,7 +121,7 @@ def test_towers_of_powers_cost_no_process():
     assert counters == {"checks": 49, "correct": 1}
 
 
-def test_degenerate_repetition_is_judged_within_the_limits():
+def test_degenerate_repetition_is_checked_within_the_limits():
     """Quadratic work on 20,000 repetitions takes minutes."""
     answers = [repeated * 20_000 for repeated in ("\\boxed{", "\\boxed ", "\\boxed{1}", "\\{\\boxed{", "$ ", "}{")]
     scores, counters = score_all(answers, "7", workers=1, cpu_s=10)

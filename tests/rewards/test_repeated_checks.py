@@ -1,10 +1,10 @@
-"""Identical checks are done once: which verdicts are shared, and with whom."""
+"""Identical checks run once: which scores are shared, and between which callers."""
 
 import asyncio
 
 from verifier_pools import RIGHT, WRONG, pool_of, prompt, rollout, wrong
 
-from megatron_scalerl.rewards import verifier
+from megatron_scalerl.rewards import pool as verifier_pool
 
 
 def run(main, function, **rewards):
@@ -19,7 +19,7 @@ def ask(pool, text, extra=None):
     return pool.score(text, prompt(extra), rollout())
 
 
-def test_the_same_question_is_asked_once_at_a_time_and_later():
+def test_identical_checks_run_once_at_a_time_and_later():
     async def main(pool):
         together = await asyncio.gather(*(ask(pool, "x") for _ in range(50)))
         later = [await ask(pool, "x") for _ in range(3)]
@@ -30,7 +30,7 @@ def test_the_same_question_is_asked_once_at_a_time_and_later():
     assert counters == {"checks": 53, "correct": 53, "repeated": 52}
 
 
-def test_text_reference_and_extra_columns_make_the_question():
+def test_text_reference_and_extra_columns_identify_a_check():
     async def main(pool):
         same = await ask(pool, "x", {"a": 1})
         others = [await ask(pool, "x "), await ask(pool, "x", {"a": 2}), await ask(pool, "x", {"a": 1})]
@@ -41,7 +41,7 @@ def test_text_reference_and_extra_columns_make_the_question():
     assert counters["repeated"] == 1
 
 
-def test_what_may_differ_next_time_is_asked_again():
+def test_results_that_may_differ_next_time_are_not_cached():
     async def main(pool):
         raised = [await ask(pool, "raise") for _ in range(2)]
         return raised, (await ask(pool, "x")).reward
@@ -60,7 +60,7 @@ def test_what_may_differ_next_time_is_asked_again():
     assert (counters["timeout"], counters["restarts"]) == (2, 2)
 
 
-def test_a_cancelled_caller_does_not_take_the_verdict_from_others():
+def test_a_cancelled_caller_does_not_cancel_the_check_of_others():
     async def main(pool):
         calls = [asyncio.create_task(ask(pool, "8")) for _ in range(4)]
         await asyncio.sleep(0)
@@ -74,7 +74,7 @@ def test_a_cancelled_caller_does_not_take_the_verdict_from_others():
     assert counters["repeated"] == 4
 
 
-def test_a_question_whose_callers_are_all_gone_is_asked_anew():
+def test_a_check_whose_callers_were_all_cancelled_runs_again():
     async def main(pool):
         gone = asyncio.create_task(ask(pool, "7"))
         await asyncio.sleep(0)
@@ -85,12 +85,12 @@ def test_a_question_whose_callers_are_all_gone_is_asked_anew():
     assert run(main, "same")[0] == RIGHT
 
 
-def test_kept_verdicts_are_bounded(monkeypatch):
-    monkeypatch.setattr(verifier, "KNOWN", 2)
+def test_cached_scores_are_bounded(monkeypatch):
+    monkeypatch.setattr(verifier_pool, "CACHE_SIZE", 2)
 
     async def main(pool):
         rewards = [(await ask(pool, text)).reward for text in ("a", "b", "a", "c", "a", "b")]
-        return rewards, len(pool._known)
+        return rewards, len(pool._cache)
 
     (rewards, known), _ = run(main, "counting")
     assert rewards == [1.0, 2.0, 1.0, 3.0, 1.0, 4.0], "b was the least recently used when c came"

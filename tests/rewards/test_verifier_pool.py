@@ -1,4 +1,4 @@
-"""The verifier pool: scores, and what becomes of checks that hang or raise, of callers and of bad settings."""
+"""The verifier pool: scores, checks that hang or raise, cancelled callers, and invalid settings."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ import time
 import pytest
 from verifier_pools import RIGHT, WRONG, pool_of, prompt, rollout, run_pool, wrong
 
-from megatron_scalerl.rewards.verifier import CHUNK
+from megatron_scalerl.rewards.pool import CHUNK
 from megatron_scalerl.types import Score
 
 PROMPT = prompt()
@@ -22,7 +22,7 @@ def importable(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def test_every_answer_gets_its_own_verdict():
+def test_every_answer_gets_its_own_score():
     answers = [str(index) for index in range(300)]
     scores, counters = run_pool("same", answers, workers=2)
     assert scores == [RIGHT if answer == "7" else WRONG for answer in answers]
@@ -30,7 +30,7 @@ def test_every_answer_gets_its_own_verdict():
 
 
 @pytest.mark.parametrize("hang", ["sleep", "spin"])
-def test_a_hung_check_is_wrong_and_the_checks_behind_it_are_done(hang):
+def test_a_hung_check_is_wrong_and_later_checks_run(hang):
     scores, counters = run_pool("faulty", [f"{hang} 1", "7", f"{hang} 2", "8", "9"], timeout_s=1.5)
     assert scores == [wrong("timeout"), RIGHT, wrong("timeout"), WRONG, WRONG]
     assert counters == {"checks": 5, "correct": 1, "timeout": 2, "restarts": 2}
@@ -43,7 +43,7 @@ def test_a_verifier_that_raises_is_wrong_keeps_its_process_and_is_logged_once(ca
     assert [record.getMessage().splitlines()[-1] for record in caplog.records] == ["RuntimeError: no such answer"]
 
 
-def test_a_hung_check_is_killed_with_everything_that_it_started(tmp_path):
+def test_a_hung_check_is_killed_with_its_child_processes(tmp_path):
     """The check and its child hold a fifo open: reading it ends when both are dead."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
@@ -60,7 +60,7 @@ def test_a_hung_check_dies_with_a_controller_that_was_killed(tmp_path):
     controller = f"""
         import asyncio, os
         from megatron_scalerl.recipe.sections import RewardsSection
-        from megatron_scalerl.rewards.verifier import VerifierPool
+        from megatron_scalerl.rewards.pool import VerifierPool
         from megatron_scalerl.types import Prompt, Rollout
 
         prompt = Prompt(prompt_id="p", text="t", answer="7", token_ids=())
@@ -89,7 +89,7 @@ def test_a_hung_check_dies_with_a_controller_that_was_killed(tmp_path):
     child.wait()
 
 
-def test_no_answer_and_truncated_are_wrong_without_asking_the_verifier():
+def test_no_answer_and_truncated_are_wrong_without_a_check():
     async def main():
         async with pool_of("counting") as pool:
             scores = [await pool.score(text, PROMPT, rollout()) for text in (None, "", " \n")]
@@ -120,12 +120,12 @@ def test_a_float_is_the_reward_itself_and_nonsense_is_an_error():
     assert nonsense == [wrong("error")] * 3
 
 
-def test_numpy_verdicts_prints_and_reads_do_no_harm():
+def test_numpy_results_prints_and_reads_are_harmless():
     assert run_pool("numpy_bool", ["7", "8"])[0] == [RIGHT, WRONG]
     assert run_pool("noisy", ["7", "8"])[0] == [RIGHT, WRONG]
 
 
-def test_what_a_verifier_prints_is_passed_on(capsys):
+def test_a_verifiers_output_is_forwarded(capsys):
     run_pool("noisy", ["7"])
     assert capsys.readouterr().err == '{"value": true}\nprinted\n'
 
@@ -140,12 +140,12 @@ BAD_SPECS = {
     "users_verifiers:misspelt": "expected a function misspelt in users_verifiers, found nothing of that name",
     "users_verifiers:not_a_function": "expected a function not_a_function in users_verifiers, found a int",
     "users_verifiers:two_arguments": "expected a function .answer_text, reference, extra., found two_arguments",
-    "exits:f": "expected its process to be ready within 60 s, found the end of its process",
+    "exits:f": "expected its process to be ready within 60 s, found its exit",
 }
 
 
 @pytest.mark.parametrize("spec", BAD_SPECS)
-def test_a_bad_spec_is_one_line_at_the_start(spec, tmp_path):
+def test_an_invalid_verifier_is_refused_in_one_line_at_the_start(spec, tmp_path):
     (tmp_path / "exits.py").write_text("import os; os._exit(3)")
     pool_start = pool_of(spec, workers=2).start
     with pytest.raises(ValueError, match=BAD_SPECS[spec]) as caught:
@@ -160,7 +160,7 @@ def test_a_verifier_that_never_imports_is_refused_in_time(tmp_path):
         asyncio.run(pool_of("sleepy:f", start_timeout_s=2.0).start())
 
 
-def test_a_process_that_died_idle_is_replaced_and_blames_no_completion():
+def test_a_process_that_died_idle_is_replaced_and_no_completion_is_wrong():
     async def main():
         async with pool_of("same") as pool:
             await pool.score("7", PROMPT, rollout())
@@ -175,7 +175,7 @@ def test_a_process_that_died_idle_is_replaced_and_blames_no_completion():
 
 
 def test_a_late_event_loop_is_not_a_time_out():
-    """The loop sleeps past the limit while the verdict lies in the pipe; nothing ran too long."""
+    """The loop sleeps past the limit while the result is in the pipe; the check was in time."""
 
     async def main():
         async with pool_of("same", timeout_s=1.0) as pool:
@@ -202,7 +202,7 @@ def test_outstanding_checks_are_bounded():
     assert asyncio.run(main()) <= 2 * CHUNK
 
 
-def test_a_cancelled_caller_disturbs_nobody():
+def test_a_cancelled_caller_does_not_affect_others():
     async def main():
         async with pool_of("same") as pool:
             calls = [asyncio.create_task(pool.score(f"{n // 4}", PROMPT, rollout())) for n in range(40)]
@@ -216,7 +216,7 @@ def test_a_cancelled_caller_disturbs_nobody():
     assert outstanding == {}
 
 
-def test_a_closed_pool_fails_what_is_outstanding_and_what_comes():
+def test_a_closed_pool_fails_outstanding_and_later_checks():
     async def main():
         pool = pool_of("faulty", timeout_s=10**6)
         with pytest.raises(RuntimeError, match="was not started"):

@@ -1,4 +1,4 @@
-"""A module of a user's own verifiers, as the pool's processes import it. Most do what the answer says."""
+"""A user's module of verifiers, as the pool's processes import it. The answer selects what most of them do."""
 
 import contextlib
 import os
@@ -49,7 +49,7 @@ def _fifo(path):
 
 
 def _escape(folder):
-    """Leaves a child in a session of its own that holds every pipe of this process, then stands still.
+    """Leaves a child in its own session with every pipe of this process, then hangs.
 
     The child's id becomes the name of a folder.
     """
@@ -76,7 +76,7 @@ FAULTS = {
 
 
 def mortal(answer_text, reference, extra):
-    """Takes its process along in its first `extra["deaths"]` runs; every run leaves a folder in extra["folder"]."""
+    """Kills its process in its first `extra["deaths"]` runs; every run creates a folder in extra["folder"]."""
     run = 0
     while True:
         run += 1
@@ -91,7 +91,7 @@ def mortal(answer_text, reference, extra):
 
 
 def held(answer_text, reference, extra):
-    """Says its process id through one fifo and goes on when the other one is closed."""
+    """Writes its process id to one fifo and continues when the other one is closed."""
     if answer_text.startswith("held"):
         with open(extra["says"], "w") as says:
             says.write(f"{os.getpid()}\n")
@@ -102,7 +102,7 @@ def held(answer_text, reference, extra):
 
 
 def hungry(answer_text, reference, extra):
-    """Uses what `extra` says: `mb` of memory at once, or in small pieces, or kept for ever; `cpu_s` of processor."""
+    """Uses resources as `extra` says: `mb` of memory at once, in small pieces or leaked; `cpu_s` of processor."""
     if extra.get("kept_mb"):
         kept.append(bytearray(extra["kept_mb"] * 2**20))
     if extra.get("mb"):
@@ -139,7 +139,7 @@ def noisy(answer_text, reference, extra):
 
 
 def forging(answer_text, reference, extra):
-    """Writes a verdict on another check into every pipe that it finds open."""
+    """Writes a result for another check into every open pipe."""
     for descriptor in range(256):
         with contextlib.suppress(OSError):
             os.write(descriptor, b'{"serial": 0, "value": true, "retire": false}\n')

@@ -1,9 +1,9 @@
-"""Verifier pools with the verifiers of users_verifiers.py, for the tests of what becomes of checks and processes."""
+"""Verifier pools with the verifiers of users_verifiers.py, for tests of checks and processes."""
 
 import asyncio
 
 from megatron_scalerl.recipe.sections import RewardsSection
-from megatron_scalerl.rewards.verifier import VerifierPool
+from megatron_scalerl.rewards.pool import VerifierPool
 from megatron_scalerl.types import Prompt, Rollout, Score
 
 RIGHT = Score(correct=True, reward=1.0)
@@ -33,14 +33,14 @@ def rollout(truncated=False):
 
 
 def pool_of(function, *, start_timeout_s=60.0, **rewards):
-    """A pool of one worker with ample limits, unless told otherwise."""
+    """A pool of one worker with ample limits by default."""
     verifier = function if ":" in function or function == "mathe" else f"users_verifiers:{function}"
     section = {"workers": 1, "timeout_s": 60.0, "cpu_s": 60.0, **rewards}
     return VerifierPool(RewardsSection(verifier=verifier, **section), start_timeout_s=start_timeout_s)
 
 
 def run_pool(function, answers, *, extra=None, **rewards):
-    """Scores of the answers, or what was raised, asked for at the same time, and the pool's counters."""
+    """(scores or exceptions of concurrent checks of the answers, the pool's counters)."""
 
     async def main():
         async with pool_of(function, **rewards) as pool:

@@ -1,4 +1,4 @@
-"""Judges answers with the math verifier and reports what Python compiled, started and opened on the way.
+"""Checks answers with the math verifier and reports what Python compiled, started and opened meanwhile.
 
 Run as a program: answers as JSON on stdin, events as JSON on stdout, one list [event, what] for each.
 """

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from megatron_scalerl.engine.client import EngineError
+from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.journal import Journal, read_groups, read_history

@@ -1,4 +1,4 @@
-"""The index says what torch's own reading of .metadata says, today's and older ones', and knows torch's own names."""
+"""The index equals torch's own reading of .metadata, written by this or an older torch; its names exist in torch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch.distributed.checkpoint import save
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
+from megatron_scalerl.checkpoints.plain_files import PlainFile
 from megatron_scalerl.safe_load.archive import open_archive
 from megatron_scalerl.safe_load.check import check_checkpoint
-from megatron_scalerl.safe_load.files import PlainFile
 from megatron_scalerl.safe_load.index import _NAMES, read_index
 from megatron_scalerl.safe_load.megatron import _Tensors
 from megatron_scalerl.safe_load.values import read_tensor
@@ -31,7 +31,7 @@ STATE = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What torch.distributed.checkpoint writes, with Megatron's two files."""
+    """A checkpoint of torch.distributed.checkpoint, with Megatron's two files."""
     path = tmp_path_factory.mktemp("dcp") / "checkpoint"
     save(STATE, storage_writer=FileSystemWriter(path), no_dist=True)
     (path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_the_index_is_what_torch_reads(folder):
+def test_the_index_equals_torchs_reading(folder):
     theirs = pickle.loads((folder / ".metadata").read_bytes())
     ours = read_index(folder)
     entries = theirs.state_dict_metadata
@@ -63,8 +63,8 @@ def test_its_tensors_are_read(folder):
             assert torch.equal(_Tensors()(read_tensor(archive), archive), expected)
 
 
-def test_every_name_is_one_of_torchs_or_megatrons():
-    """A name that upstream has moved fails here; pathlib._local came with Python 3.13."""
+def test_every_name_exists_in_torch_or_megatron():
+    """Fails if upstream moves a name; pathlib._local exists from Python 3.13 on."""
     for module, name in _NAMES:
         if module != "pathlib._local":
             assert hasattr(import_module(module), name), f"{module}.{name}"
@@ -108,27 +108,27 @@ def write(path: Path, metadata: object) -> None:
         (lambda m: [m], "a list in place of a Metadata"),
         (lambda m: m.storage_data, "a dict in place of a Metadata"),
         (lambda m: Metadata(state_dict_metadata=3), "Metadata.state_dict_metadata that is an int"),
-        (lambda m: m.state_dict_metadata.update({7: BytesStorageMetadata()}), "a key that is no text: an int"),
-        (lambda m: m.state_dict_metadata.update(a=BytesStorageMetadata()), "a at None without a place in a file"),
+        (lambda m: m.state_dict_metadata.update({7: BytesStorageMetadata()}), "a key that is not text: an int"),
+        (lambda m: m.state_dict_metadata.update(a=BytesStorageMetadata()), "a at None without a byte range"),
         (lambda m: m.state_dict_metadata.update(a=7), "an int in place of a TensorStorageMetadata"),
         (lambda m: setattr(entry(m), "size", torch.Size([3])), "layer.weight of shape"),
-        (lambda m: setattr(entry(m), "size", (3, "4")), "a shape that is no tuple of sizes"),
+        (lambda m: setattr(entry(m), "size", (3, "4")), "a shape that is not a tuple of sizes"),
         (lambda m: setattr(entry(m), "properties", None), "layer.weight without a type"),
         (lambda m: setattr(entry(m).chunks[0], "offsets", torch.Size([9, 9])), "with a part of shape"),
-        (lambda m: setattr(entry(m).chunks[0], "sizes", None), "a shape that is no tuple of sizes"),
+        (lambda m: setattr(entry(m).chunks[0], "sizes", None), "a shape that is not a tuple of sizes"),
         (lambda m: entry(m).chunks.append(3), "an int in place of a ChunkStorageMetadata"),
         (lambda m: setattr(m, "storage_data", {1: 2}), "an int in place of a MetadataIndex"),
-        (lambda m: m.storage_data.clear(), "without a place in a file"),
-        (lambda m: offset(m, (1, [])), "an offset that is no tuple of sizes"),
-        (lambda m: offset(m, (nested(12),)), "an offset that is no tuple of sizes"),
+        (lambda m: m.storage_data.clear(), "without a byte range"),
+        (lambda m: offset(m, (1, [])), "an offset that is not a tuple of sizes"),
+        (lambda m: offset(m, (nested(12),)), "an offset that is not a tuple of sizes"),
         (lambda m: offset(m, (nested(60),)), "tuples nested more than 16 deep"),
-        (lambda m: offset(m, (0,) * 65), "an offset that is no tuple of sizes"),
-        (lambda m: m.storage_data.update(colliding()), "offsets that were made to have one hash"),
-        (lambda m: entry(m).chunks.append(entry(m).chunks[0]), "layer.weight at (0, 0) without a place in a file"),
-        (lambda m: m.storage_data.update(far_key(m)), "a key that is no text of one line: 'kkkk"),
+        (lambda m: offset(m, (0,) * 65), "an offset that is not a tuple of sizes"),
+        (lambda m: m.storage_data.update(colliding()), "offsets with the same hash"),
+        (lambda m: entry(m).chunks.append(entry(m).chunks[0]), "layer.weight at (0, 0) without a byte range"),
+        (lambda m: m.storage_data.update(far_key(m)), "a key that is not one line of text: 'kkkk"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(change, found, folder, tmp_path):
+def test_an_inconsistent_index_is_refused(change, found, folder, tmp_path):
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     assert metadata.version == CURRENT_DCP_VERSION
     changed = change(metadata)
@@ -140,18 +140,18 @@ def test_what_does_not_fit_together_is_refused(change, found, folder, tmp_path):
 
 
 def offset(metadata, value):
-    """Gives an item's place another offset."""
+    """Sets another offset for the byte range of an item."""
     object.__setattr__(next(iter(metadata.storage_data)), "offset", value)
 
 
 def colliding():
-    """Places whose offsets have one hash: Python's is of the remainder by 2**61 - 1."""
+    """Byte ranges whose offsets have the same hash: Python hashes the remainder by 2**61 - 1."""
     info = _StorageInfo("__0_0.distcp", 0, 1)
     return {MetadataIndex("a", torch.Size([n])): info for n in (1, 1 << 61)}
 
 
 def far_key(metadata):
-    """A place whose key is long: to compare long keys over and over takes long."""
+    """A byte range with a long key: comparing long keys many times is slow."""
     return {MetadataIndex("k" * 5000): next(iter(metadata.storage_data.values()))}
 
 
@@ -180,14 +180,14 @@ def test_a_damaged_index_is_one_error(at, folder, tmp_path):
         assert "\n" not in str(error)
 
 
-def test_the_check_wants_megatrons_objects(folder):
-    """torch's own checkpoint has an object that is no list."""
+def test_the_check_requires_megatrons_objects(folder):
+    """torch's own checkpoint has an object that is not a list."""
     with pytest.raises(ValueError, match="lr: expected a list, found a float"):
         check_checkpoint(folder)
 
 
 def test_objects_in_the_same_bytes_are_refused(folder, tmp_path):
-    """A folder could have its one file decoded as often as it names it."""
+    """Otherwise a folder could have one range decoded any number of times."""
     shutil.copytree(folder, tmp_path / "copy")
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     [info] = [s for i, s in metadata.storage_data.items() if i.fqn == "lr"]

@@ -1,4 +1,4 @@
-"""The decoder: plain values come through, and nothing that a pickle says is imported or called."""
+"""The decoder: plain values are decoded, and no name of a pickle is imported or called."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_scalerl.safe_load.pickles import Built, Maker, Refused, decode
 
 
 class Noted(Built):
-    """Takes any state."""
+    """Accepts any state."""
 
     state = None
 
@@ -74,12 +74,12 @@ VALUES = [
 ]
 
 
-# protocol 2 says bytes as a call of _codecs.encode
+# protocol 2 spells bytes as a call of _codecs.encode
 CASES = [(value, protocol) for protocol in (2, 3, 4, 5) for value in VALUES if (protocol, type(value)) != (2, bytes)]
 
 
 @pytest.mark.parametrize(("value", "protocol"), CASES, ids=lambda v: repr(v)[:20])
-def test_plain_values_are_what_pickle_says(value, protocol):
+def test_plain_values_equal_those_of_pickle(value, protocol):
     found = decode(pickle.dumps(value, protocol), {})
     assert found == value and type(found) is type(value)
 
@@ -90,7 +90,7 @@ def test_the_same_part_twice_is_one_object():
     assert found == [[1], [1]] and found[0] is found[1]
 
 
-def test_a_name_stands_for_what_is_given():
+def test_a_name_maps_to_its_entry():
     data = pickle.PROTO + b"\x04chouse\nNoted\n" + b")\x81" + b"}X\x01\x00\x00\x00kK\x07s" + b"b."
     found = decode(data, NAMES)
     assert type(found) is Noted and found.state == {"k": 7}
@@ -117,7 +117,7 @@ def test_other_names_are_refused_by_name(value, name, protocol, tmp_path):
 
 
 def test_a_dotted_name_is_another_name():
-    """("house", "pair.__globals__") is no way to what ("house", "pair") leads to."""
+    """("house", "pair.__globals__") does not reach an attribute of ("house", "pair")."""
     others = [("house", "pair.__globals__"), ("house.pair", "call"), ("hous", "e.pair"), ("", "house.pair")]
     for module, name in others:
         data = pickle.PROTO + b"\x04" + b"".join(b"\x8c" + bytes([len(t)]) + t.encode() for t in (module, name))
@@ -125,7 +125,7 @@ def test_a_dotted_name_is_another_name():
             decode(data + pickle.STACK_GLOBAL + b".", NAMES)
 
 
-def test_a_name_cannot_steer_a_terminal():
+def test_a_name_cannot_control_a_terminal():
     with pytest.raises(Refused) as refused:
         decode(b"cos\x1b[2J\nsystem\n.", NAMES)
     assert str(refused.value) == "the name os\\x1b[2J.system"
@@ -162,7 +162,7 @@ def test_a_name_cannot_steer_a_terminal():
         (b"chouse\nclimbing\n)R.", "values nested too deeply"),
         (b"chouse\nNoted\n(" + b"N" * 257 + b"tR.", "Noted with 257 arguments"),
         (b"Nr\x01\0\0\0.", "a damaged pickle"),
-        (b"K\x01K\x01\x93.", "a name that is no text"),
+        (b"K\x01K\x01\x93.", "a name that is not text"),
         (b"\x80\xff.", "pickle protocol 255"),
         (b"", "a damaged pickle"),
         (b".", "a damaged pickle"),
@@ -179,7 +179,7 @@ def test_other_opcodes_and_calls_are_refused(data, found):
         decode(data, NAMES)
 
 
-def test_the_registry_of_extensions_is_not_asked():
+def test_the_registry_of_extensions_is_not_used():
     copyreg.add_extension("posix", "mkdir", 77)
     try:
         with pytest.raises(Refused, match="EXT1"):
@@ -191,7 +191,7 @@ def test_the_registry_of_extensions_is_not_asked():
 @pytest.mark.parametrize(
     "data",
     [
-        b"]r\xff\xff\xff\x7f.",  # a memo of two billion places
+        b"]r\xff\xff\xff\x7f.",  # a memo of two billion entries
         b"X\xff\xff\xff\xff.",  # four gigabytes of text
         b"B\xff\xff\xff\xff.",
         b"\x95" + b"\xff" * 8 + b".",  # a frame of 2**64 bytes
@@ -220,8 +220,8 @@ def test_a_number_cannot_be_long_without_its_bytes():
         decode(b"\x8b\xff\xff\xff\x7f.", NAMES)
 
 
-def test_integers_of_one_hash_are_no_keys():
-    """Each takes as many steps as there are others already."""
+def test_integers_with_the_same_hash_are_refused_as_keys():
+    """Inserting each would take as many steps as there are keys already."""
     with pytest.raises(Refused, match="a dictionary's key that is not from 0 to"):
         decode(pickle.dumps({n * ((1 << 61) - 1): 0 for n in range(1, 100)}, 4), {})
 

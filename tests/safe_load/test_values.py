@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import random
 import struct
 import tracemalloc
@@ -16,28 +15,28 @@ import pytest
 import torch
 from hostile import Evil, saved
 
-from megatron_scalerl.safe_load.files import PlainFile
-from megatron_scalerl.safe_load.index import Place
+from megatron_scalerl.checkpoints.plain_files import PlainFile
+from megatron_scalerl.safe_load.index import ByteRange
 from megatron_scalerl.safe_load.megatron import _Tensors
 from megatron_scalerl.safe_load.values import describe, read_object, read_value
 
 
 @pytest.fixture
 def read(tmp_path):
-    """Reads bytes that stand behind others in a file, with torch's tensors."""
+    """Reads a value behind other bytes of a file, with tensors built by torch."""
 
     def run(content, make=None, key=None):
         (tmp_path / "file").write_bytes(b"before" + content + b"after")
         with PlainFile(tmp_path, "file") as file:
             if key is not None:
-                place = Place(file="file", start=6, length=len(content))
+                place = ByteRange(file="file", start=6, length=len(content))
                 return read_object(file, key, place, make or _Tensors())
             return read_value(file, 6, len(content), make or _Tensors())
 
     return run
 
 
-def test_states_of_generators_come_through(read):
+def test_states_of_generators_are_read(read):
     states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     value = [{**states, "none": {}}]
     [found] = read(saved(value), key="generators/shard_0_1")
@@ -61,7 +60,7 @@ def test_states_of_generators_come_through(read):
     ],
     ids=["transposed", "slice", "scalar", "empty", "bool", "int16"],
 )
-def test_tensors_are_what_torch_loads(tensor, read):
+def test_tensors_equal_those_that_torch_loads(tensor, read):
     found = read(saved({"a": tensor, "b": tensor}))
     assert found["a"].dtype == tensor.dtype and found["a"].shape == tensor.shape and torch.equal(found["a"], tensor)
     if tensor.numel():
@@ -82,7 +81,7 @@ def test_arrays_keep_their_order(array, read):
         (np.array([{}], dtype=object), "arrays of 'O8'"),
         (np.float64(1.0), "the name numpy._core.multiarray.scalar"),
         (np.array(["text"]), "arrays of 'U4'"),
-        (np.array([1], dtype=">i4"), "another order of bytes"),
+        (np.array([1], dtype=">i4"), "another byte order"),
         (np.zeros(1, dtype=[("a", "i4")]), "arrays of 'V4'"),
         ({1, 2}, "opcode EMPTY_SET|the name __builtin__.set"),
         (slice(1), "the name __builtin__.slice"),
@@ -102,7 +101,7 @@ def test_other_values_are_refused_by_name(value, found, read):
         read(saved(value))
 
 
-def test_an_evil_value_makes_nothing(read, tmp_path):
+def test_a_hostile_value_has_no_effect(read, tmp_path):
     with pytest.raises(ValueError, match=r"found the name posix\.mkdir"):
         read(saved([Evil(tmp_path / "made")]))
     assert not (tmp_path / "made").exists()
@@ -146,7 +145,7 @@ def view(count, offset, shape, strides):
     return b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + storage + sizes + rest
 
 
-def test_the_test_makes_tensors_that_torch_loads(read):
+def test_torch_loads_the_tensors_of_this_test(read):
     content = archive(view(4, 0, (2, 2), (2, 1)), [("data/0", b"\0" * 16), ("version", b"3\n")])
     assert torch.equal(torch.load(io.BytesIO(content), weights_only=True), torch.zeros(2, 2))
     assert torch.equal(read(content), torch.zeros(2, 2))
@@ -158,9 +157,9 @@ def test_the_test_makes_tensors_that_torch_loads(read):
         ((4, 0, (5,), (1,)), "shape .5.* in 4 elements"),
         ((4, 3, (2,), (1,)), "in 4 elements"),
         ((4, 0, (1 << 20, 1 << 20), (0, 0)), "in 4 elements"),
-        ((4, 0, (2, 2), (2, -1)), "no sizes"),
-        ((4, -1, (2,), (1,)), "no sizes"),
-        ((4, 0, (1 << 62, 0), (1, 1)), "no sizes"),
+        ((4, 0, (2, 2), (2, -1)), "invalid sizes"),
+        ((4, -1, (2,), (1,)), "invalid sizes"),
+        ((4, 0, (1 << 62, 0), (1, 1)), "invalid sizes"),
         ((4, 0, (2, 2), (2,)), "_rebuild_tensor_v2 with other arguments"),
         ((1 << 30, 0, (1,), (1,)), "data/0 of 16 bytes, not 4294967296"),
     ],
@@ -172,7 +171,7 @@ def test_a_tensor_beyond_its_bits_is_refused(arguments, found, make, read):
 
 
 def test_an_entry_outside_of_its_archive_is_refused(read):
-    """The directory's offset of data/0, the last number before its name, points far away."""
+    """The directory's offset of data/0, the last number before its name, is far outside the archive."""
     content = bytearray(archive(view(4, 0, (4,), (1,)), [("data/0", b"\0" * 16)]))
     at = content.rindex(b"archive/data/0") - 4
     for far in (1 << 20, len(content) - 60):
@@ -207,7 +206,7 @@ def test_a_damaged_archive_is_one_error(at, read):
         assert "\n" not in str(error)
 
 
-def test_values_that_hold_themselves_end(read):
+def test_values_that_contain_themselves_are_refused(read):
     """Thirty lists, each twice in the next, would be a billion items."""
     value = ["x"]
     for _ in range(30):
@@ -218,37 +217,6 @@ def test_values_that_hold_themselves_end(read):
     ring.append(ring)
     with pytest.raises(ValueError, match="nested more than 32 deep"):
         read(saved(ring))
-
-
-def test_only_regular_files_of_the_folder_are_opened(tmp_path):
-    outside, folder = tmp_path / "outside", tmp_path / "folder"
-    folder.mkdir()
-    outside.write_text("secret")
-    (folder / "link").symlink_to(outside)
-    (folder / "inner").symlink_to("plain")
-    (folder / "plain").write_text("text")
-    (folder / "sub").mkdir()
-    os.mkfifo(folder / "pipe")
-    with PlainFile(folder, "plain") as file:
-        assert file.read(10) == b"text"
-        with pytest.raises(ValueError, match="expected at most 2 bytes, found 4"):
-            file.read(2)
-        with pytest.raises(ValueError, match=r"plain: expected 9 bytes at byte 2, found 2 \(truncated"):
-            file.read_at(2, 9)
-    for name, found in {
-        "link": "expected a file, found a link",
-        "inner": "expected a file, found a link",
-        "pipe": "expected a regular file",
-        "sub": "expected a regular file",
-        "none": "expected a file of the checkpoint, found none",
-        "../outside": "expected names of files in the folder",
-        str(outside): "expected names of files in the folder",
-        "..": "expected names of files in the folder",
-        "": "expected names of files in the folder",
-        "a\0b": "expected names of files in the folder",
-    }.items():
-        with pytest.raises(ValueError, match=found):
-            PlainFile(folder, name)
 
 
 DEEP = b")" + b"\x85" * 400_000
@@ -267,7 +235,7 @@ DEEP = b")" + b"\x85" * 400_000
     ],
     ids=["type", "type_rest", "encode", "storage", "tensor", "key", "value"],
 )
-def test_deep_tuples_are_refused_wherever_they_stand(pickled, read):
+def test_deep_tuples_are_refused_everywhere(pickled, read):
     """Python's hash of one overflows the stack of the process; its repr raises RecursionError."""
     with pytest.raises(ValueError, match=r"file: expected plain values .* found tuples nested more than 16 deep"):
         read(archive(pickled), describe)
@@ -316,7 +284,7 @@ def test_entries_in_the_same_bytes_are_refused(read):
         read(content)
 
 
-def test_one_tensor_in_many_places_is_bounded(read):
+def test_occurrences_of_one_tensor_are_bounded(read):
     """Each is an object of torch's, of two bytes."""
     tensor = view(4, 0, (4,), (1,))[2:-1]
     content = archive(b"](" + tensor + b"q\x00" + b"h\x00" * 50_000 + b"e.", [("data/0", b"\0" * 16)])

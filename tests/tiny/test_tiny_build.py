@@ -1,4 +1,4 @@
-"""The folder of the tiny task is written whole or not at all, and only once per seed."""
+"""The folder of the tiny task is written atomically, and only once per seed."""
 
 import json
 
@@ -16,7 +16,7 @@ def contents(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_folder_holds_policy_prompts_and_warm_start(tmp_path):
+def test_the_folder_contains_policy_prompts_and_warm_start(tmp_path):
     assert build(tmp_path / "out", TinyArguments(seed=1, **SMALL))
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "base_policy",
@@ -46,21 +46,23 @@ def test_a_second_call_changes_nothing_and_another_seed_is_refused(tmp_path, cap
     assert main([str(out), "--seed", "1", *COMMAND]) == 0
     before = contents(out)
     assert main([str(out), "--seed", "1", *COMMAND]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].endswith("already there")
+    assert capsys.readouterr().out.splitlines()[-1].endswith("already exists")
     assert main([str(out), "--seed", "2", *COMMAND]) == 2
-    assert capsys.readouterr().err == (f"{out}: expected a folder made with seed 2, found one made with seed 1\n")
+    assert capsys.readouterr().err == (
+        f"{out}: expected a folder written with seed 2, found one written with seed 1\n"
+    )
     assert main([str(out), "--seed", "1", "--moe", *COMMAND]) == 2
     assert contents(out) == before
 
 
-def test_a_folder_of_something_else_is_refused(tmp_path, capsys):
+def test_a_folder_with_other_content_is_refused(tmp_path, capsys):
     (tmp_path / "thesis.txt").write_text("years of work")
     assert main([str(tmp_path), "--seed", "1", *COMMAND]) == 2
     assert "found one without tiny.json" in capsys.readouterr().err
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
-def test_a_bad_count_is_one_line_and_leaves_nothing_behind(tmp_path, capsys):
+def test_an_invalid_count_is_one_line_and_leaves_nothing_behind(tmp_path, capsys):
     assert main([str(tmp_path / "out"), "--seed", "1", "--held-out", "0"]) == 2
     assert capsys.readouterr().err == "--held-out: expected at least 1, found 0\n"
     assert list(tmp_path.iterdir()) == []

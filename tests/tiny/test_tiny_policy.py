@@ -1,4 +1,4 @@
-"""Tokenizer and policies of the tiny task are normal Hugging Face folders."""
+"""Tokenizer and policies of the tiny task are Hugging Face folders."""
 
 import json
 
@@ -28,7 +28,7 @@ def test_one_token_per_character_and_one_for_the_phrase(tokenizer):
     assert tokenizer("7;+2=<think>")["input_ids"] == ids[:7], "<bos> comes by itself"
 
 
-def test_the_phrase_ends_with_the_papers_blank(tokenizer):
+def test_the_phrase_ends_with_the_papers_space(tokenizer):
     text = "7Okay, time is up. Let me stop thinking and formulate a final answer now. </think>"
     assert tokenizer(text, add_special_tokens=False)["input_ids"] == [13, 5, 4]
     assert tokenizer.decode([13, 5, 4]) == text and tokenizer.decode([5]) == PAPER_PHRASE
@@ -38,7 +38,7 @@ def test_decoding_without_special_tokens_keeps_the_think_tags(tokenizer):
     assert tokenizer.decode([3, 13, 4, 13, 2], skip_special_tokens=True) == "<think>7</think>7"
 
 
-def test_the_chat_template_only_joins(tokenizer):
+def test_the_chat_template_only_concatenates(tokenizer):
     messages = [{"role": "user", "content": "7;+2="}]
     assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "<bos>7;+2="
 

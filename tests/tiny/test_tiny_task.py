@@ -1,4 +1,4 @@
-"""The tiny task: arithmetic from left to right, traces that quit early, a split without overlap."""
+"""The tiny task: arithmetic from left to right, traces that stop early, a split without overlap."""
 
 import random
 from collections import Counter
@@ -10,7 +10,7 @@ from megatron_scalerl.tiny import task
 
 
 def evaluate(text: str) -> list[int]:
-    """Running values of a problem, read from its text alone."""
+    """Intermediate values of a problem, computed from its text alone."""
     first, *steps = text.rstrip("=").split(";")
     values = [int(first)]
     for step in steps:
@@ -23,7 +23,7 @@ def test_operations_apply_from_left_to_right():
 
 
 @pytest.mark.parametrize("level", task.LEVELS)
-def test_every_running_value_is_one_digit(level):
+def test_every_intermediate_value_is_one_digit(level):
     rng = random.Random(level)
     for _ in range(300):
         problem = task.draw_problem(rng, level)
@@ -34,7 +34,7 @@ def test_every_running_value_is_one_digit(level):
         assert len(problem.text) == 3 * level + 2
 
 
-def test_operators_weigh_two_two_one():
+def test_operators_have_weights_two_two_one():
     """From 1..4 all three operators stay in range: 2/5, 2/5 and 1/5 of the draws."""
     rng = random.Random(0)
     first = Counter()
@@ -55,7 +55,7 @@ def test_a_full_trace_has_6n_minus_1_characters_and_ends_at_the_answer():
     assert [int(step[-1]) for step in thinking.split(";")] == evaluate(problem.text)[1:]
 
 
-def test_warm_start_traces_quit_early_and_answer_with_the_value_reached():
+def test_warm_start_traces_stop_early_and_answer_with_the_value_reached():
     rows = list(task.warm_start_rows(1, 4000))
     plain = [row for row in rows if PAPER_PHRASE not in row["completion"]]
     complete = Counter()
@@ -73,7 +73,7 @@ def test_warm_start_traces_quit_early_and_answer_with_the_value_reached():
         assert complete[level] / seen[level] == pytest.approx(0.8**level, abs=0.08)
 
 
-def test_interrupted_examples_hold_the_phrase_once_and_the_last_finished_result():
+def test_interrupted_examples_contain_the_phrase_once_and_the_last_finished_result():
     rows = list(task.warm_start_rows(1, 4000))
     cut = [row for row in rows if PAPER_PHRASE in row["completion"]]
     # 5 % of the traces that are longer than eight characters, about 60 % of all.
@@ -85,7 +85,7 @@ def test_interrupted_examples_hold_the_phrase_once_and_the_last_finished_result(
         assert rest == f"</think>{finished[-1][-1]}<eos>"
 
 
-def test_training_and_held_out_prompts_never_meet():
+def test_training_and_held_out_prompts_are_disjoint():
     training = list(task.prompt_rows(1, 4000, held_out=False))
     held_out = list(task.prompt_rows(1, 200, held_out=True))
     warm_start = {row["prompt"] for row in task.warm_start_rows(1, 5000)}
@@ -95,7 +95,7 @@ def test_training_and_held_out_prompts_never_meet():
     assert all(evaluate(row["prompt"])[-1] == int(row["answer"]) for row in training + held_out)
 
 
-def test_levels_take_turns_and_an_exhausted_level_passes_its_turn_on():
+def test_levels_alternate_and_exhausted_levels_are_skipped():
     held_out = Counter(row["level"] for row in task.prompt_rows(1, 200, held_out=True))
     assert held_out[1] == 1, "of the 95 problems of level 1 one is held out"
     assert all(28 <= held_out[level] <= 29 for level in range(2, 9))

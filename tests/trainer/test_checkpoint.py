@@ -12,8 +12,8 @@ from random_policy import batches_of, random_samples
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_scalerl.checkpoints.commit import latest
+from megatron_scalerl.distributed.parallel import unwrap
 from megatron_scalerl.trainer.checkpoint import load, save
-from megatron_scalerl.trainer.model import unwrap
 
 MIXED = {"policy": {"dtype": "bfloat16"}, "optimizer": {"lr": 1e-2, "warmup_steps": 3}}
 

@@ -20,9 +20,9 @@ from device_reads import DeviceReads
 from random_policy import batches_of, make_recipe, random_samples
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_scalerl.distributed.parallel import unwrap
 from megatron_scalerl.trainer import staging
 from megatron_scalerl.trainer import step as step_module
-from megatron_scalerl.trainer.model import unwrap
 from megatron_scalerl.trainer.step_metrics import StepMetrics
 from megatron_scalerl.types import Batch
 

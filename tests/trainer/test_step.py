@@ -11,8 +11,8 @@ from random_policy import batches_of, random_samples
 from transformers import AutoModelForCausalLM
 
 from megatron_scalerl.batching.packing import filler_micro_batch
+from megatron_scalerl.distributed.parallel import unwrap
 from megatron_scalerl.recipe.sections import OptimizerSection
-from megatron_scalerl.trainer.model import unwrap
 from megatron_scalerl.trainer.step import constant_with_warmup
 from megatron_scalerl.types import Batch
 

@@ -89,7 +89,7 @@ async def receive_weights(client, version):
         return {name: tensor.clone() for name, tensor in receive(group, manifest, version, digests)}
 
     report, tensors = await asyncio.gather(client.send_weights(version), asyncio.to_thread(collect))
-    assert report["digest"] == combine(digests) and report["bytes"] > 0
+    assert report.digest == combine(digests) and report.bytes > 0
     return tensors, group
 
 

@@ -1,4 +1,4 @@
-"""The digest against plain integer arithmetic, and what it must notice."""
+"""The digest against plain integer arithmetic, and the changes that it must detect."""
 
 import torch
 
@@ -31,13 +31,13 @@ def test_equals_plain_integers():
     assert digest(packed([])) == 0
 
 
-def test_chunks_beyond_the_first_count_by_their_place():
+def test_later_chunks_depend_on_their_position():
     data = torch.zeros((1 << 20) + 3, dtype=torch.int64)
     data[-1] = 77
     assert digest(data.view(torch.uint8)) == 77 * (mixed(2) | 1) * (mixed(1) | 1) & MASK
 
 
-def test_one_bit_and_swapped_pieces_show():
+def test_a_flipped_bit_and_swapped_pieces_are_detected():
     data = torch.randn(4096, generator=torch.Generator().manual_seed(0)).bfloat16().float()
     before = digest(data.view(torch.uint8))
     for byte in (0, 9000, 16383):

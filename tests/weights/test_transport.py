@@ -1,4 +1,4 @@
-"""The wire over gloo: a sender and receivers in threads of one process, each with its own group and store."""
+"""The broadcast group over gloo: sender and receivers are threads of one process, each with a group and a store."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ from megatron_scalerl.weights.transport.gloo import Group, receive
 
 @pytest.fixture
 def spec(monkeypatch):
-    """Makes connections whose members meet in a private folder of the test's."""
+    """Makes connections with a rendezvous in a private folder of the test."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")  # the group chooses for itself
     with private_folder() as rendezvous:
 
@@ -92,7 +92,7 @@ def transfer(sender, groups, weights, *, sent_version=1, version=1, expected=Non
 
 
 @pytest.mark.parametrize("where", ["in a folder", "at a store"])
-def test_two_receivers_get_every_bit_twice_over(spec, where):
+def test_two_receivers_get_two_updates_bit_for_bit(spec, where):
     connection = spec(world_size=3)
     if where == "at a store":
         listening = listen_on("127.0.0.1")
@@ -104,11 +104,11 @@ def test_two_receivers_get_every_bit_twice_over(spec, where):
         weights = tensors(seed)
         report, *received = transfer(sender, groups, weights)
         for got, digest in received:
-            assert list(got) == list(weights) and digest == report["digest"]
+            assert list(got) == list(weights) and digest == report.digest
             for name, tensor in weights.items():
                 assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor)
         # 60 -> 64, 600,000, 4 -> 16 and 1,600,000 bytes
-        assert report["bytes"] == 64 + 600_000 + 16 + 1_600_000 and report["seconds"] > 0
+        assert report.bytes == 64 + 600_000 + 16 + 1_600_000 and report.seconds > 0
 
 
 @pytest.mark.parametrize("byte", [0, -1])
@@ -133,7 +133,7 @@ def test_another_version_and_another_manifest_are_noticed(spec):
         ({"a": torch.zeros(3, 5), "b": torch.zeros(1)}, "found b after the last"),
     ],
 )
-def test_weights_that_are_not_the_manifest_s_break_the_update_on_both_sides(spec, sent, line):
+def test_weights_that_differ_from_the_manifest_fail_the_update_on_both_sides(spec, sent, line):
     sender, (group,) = joined(spec())
     promised = manifest({"a": torch.zeros(3, 5)})
     with ThreadPoolExecutor(2) as pool:
@@ -148,13 +148,13 @@ def test_weights_that_are_not_the_manifest_s_break_the_update_on_both_sides(spec
         sender.send(iter(sent.items()), promised, 2)
 
 
-def test_nobody_comes(spec):
+def test_a_group_without_receivers_times_out(spec):
     with pytest.raises(RuntimeError):
         make_sender(spec(timeout_s=1))
 
 
 def test_groups_of_one_folder_do_not_mix(spec):
-    """An engine that was told of an earlier connection does not come into the later one."""
+    """An engine with an earlier connection does not join the later one."""
     connection = spec(timeout_s=3)
     with ThreadPoolExecutor(2) as pool:
         stale = replace(connection, group="weights-of-an-earlier-connection")
@@ -162,7 +162,7 @@ def test_groups_of_one_folder_do_not_mix(spec):
         assert all(isinstance(end.exception(), RuntimeError) for end in ends)
 
 
-def test_broken_connections_are_refused(spec):
+def test_invalid_connections_are_refused(spec):
     with pytest.raises(ValueError, match=r"weights\.transport: expected one of \['gloo', 'nccl'\], found 'smoke'"):
         make_sender(spec(backend="smoke"))
     plain = msgspec.to_builtins(spec())

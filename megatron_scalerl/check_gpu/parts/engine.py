@@ -25,7 +25,7 @@ from megatron_scalerl.check_gpu.part import CHECK_S, Deadline, PartSetting, limi
 from megatron_scalerl.check_gpu.tiny_task import forget_backend, remember_backend
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous, private_folder
 from megatron_scalerl.prompts.end_tokens import end_token_ids
-from megatron_scalerl.rewards.verifier import VerifierPool
+from megatron_scalerl.rewards.pool import VerifierPool
 from megatron_scalerl.rollouts.sampler import VALIDATION_PRIORITY, Draw, Sampler, forced_ids
 from megatron_scalerl.types import Rollout
 

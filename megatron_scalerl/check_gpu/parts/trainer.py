@@ -160,7 +160,7 @@ def main() -> None:
 
 
 def _parameters(trainer: Any) -> list[Any]:
-    from megatron_scalerl.trainer.model import unwrap
+    from megatron_scalerl.distributed.parallel import unwrap
 
     return list(unwrap(trainer.chunks[0]).parameters())
 

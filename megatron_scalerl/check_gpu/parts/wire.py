@@ -87,14 +87,14 @@ def _send(record: Recorder, device: torch.device, *, matrices: int, width: int) 
         )
         reports = [sender.send(iter(tensors.items()), manifest, version) for version in (1, 2, 3)]
         sender.close()
-    same = len({report["digest"] for report in reports}) == 1
-    seconds = min(report["seconds"] for report in reports)
-    rate = reports[0]["bytes"] / 2**30 / seconds
+    same = len({report.digest for report in reports}) == 1
+    seconds = min(report.seconds for report in reports)
+    rate = reports[0].bytes / 2**30 / seconds
     digests = "equal" if same else "differ"
-    text = f"{seam.backend()}, {len(reports)} updates of {reports[0]['bytes']} bytes, digests {digests}"
+    text = f"{seam.backend()}, {len(reports)} updates of {reports[0].bytes} bytes, digests {digests}"
     if not same:
         return record.holds("send", False, text)
-    record.measured("send", rate, "GiB/s", detail=text, data={"seconds": [r["seconds"] for r in reports]})
+    record.measured("send", rate, "GiB/s", detail=text, data={"seconds": [r.seconds for r in reports]})
     return None
 
 

@@ -1,55 +1,38 @@
-"""The wire from the trainer to the engines, the trainer's end: torch only, never vLLM.
+"""Weight transfer from the trainer to the engines, the trainer's side: torch only, never vLLM.
 
-A sender is made once from a Connection and then sends every update. gloo serves CPUs, NCCL serves GPUs; both are
-one broadcast group, the trainer's sending rank being rank 0 and every engine's workers following.
+A sender is created once from a Connection and then sends every update. gloo serves CPUs, NCCL serves GPUs; both are
+one broadcast group with the trainer's sending rank as rank 0, followed by every engine's workers.
 
-Who is in the group: the engines learn where to meet over their HTTP path, which demands the run's secret, and on one
-host only this user can enter the folder where that is (`rendezvous`). The members do not prove who they are to each
-other. A stranger who could join would read the weights; weights that he fed to an engine would show, since
+Who can join: the engines get the rendezvous over their HTTP interface, which requires the run's secret, and on one
+host only this user can enter the rendezvous folder (`rendezvous`). The members do not authenticate each other. A
+stranger who could join would read the weights; weights sent to an engine by a stranger would be detected, since
 `WeightSync` compares, over HTTP again, the digest of what each engine holds with the digest of what the trainer sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
-import torch
-
-from megatron_scalerl.checkpoints.manifest import Manifest
 from megatron_scalerl.distributed import device
 from megatron_scalerl.weights.connection import Connection
 
-
-class Sender(Protocol):
-    """The trainer's end of the wire."""
-
-    def send(self, tensors: Iterator[tuple[str, torch.Tensor]], manifest: Manifest, version: int) -> dict[str, Any]:
-        """Send one update and return {"seconds", "bytes", "digest"}.
-
-        tensors: (name, tensor) exactly as the manifest lists them, in its order, of its types and shapes.
-        Raises ValueError if they differ, RuntimeError if the group breaks; either way the group is closed.
-        """
-
-    def close(self) -> None:
-        """Leave the group."""
+if TYPE_CHECKING:
+    from megatron_scalerl.weights.transport.gloo import Sender
 
 
 def make_sender(connection: Connection) -> Sender:
-    """Open the group as its rank 0 and wait for all engines to join.
+    """Create the group as its rank 0 and wait for all engines to join.
 
-    Raises ValueError for an unknown backend, RuntimeError if the engines do not come in time.
+    Raises ValueError for an unknown backend, RuntimeError if the engines do not join in time.
     """
     from megatron_scalerl.weights.transport import gloo, nccl
 
-    senders: dict[str, type[gloo.GlooSender]] = {"gloo": gloo.GlooSender, "nccl": nccl.NcclSender}
-    if connection.backend not in senders:
-        raise ValueError(f"weights.transport: expected one of {sorted(senders)}, found {connection.backend!r}")
-    return senders[connection.backend](connection)
+    groups: dict[str, type[gloo.Group]] = {"gloo": gloo.Group, "nccl": nccl.NcclGroup}
+    if connection.backend not in groups:
+        raise ValueError(f"weights.transport: expected one of {sorted(groups)}, found {connection.backend!r}")
+    return gloo.Sender(groups[connection.backend](connection, rank=0))
 
 
 def resolve_transport(name: str) -> str:
-    """gloo or nccl for the recipe's weights.transport; `auto` is what the trainer's collectives use here."""
-    if name != "auto":
-        return name
-    return device.backend()
+    """gloo or nccl for the recipe's weights.transport; `auto` is the backend of the trainer's collectives."""
+    return device.backend() if name == "auto" else name

@@ -1,13 +1,12 @@
-"""The broadcast group over gloo, and the framing that every backend shares.
+"""The broadcast group over gloo, and the framing that all backends share.
 
-One update on the wire, each line one broadcast from rank 0:
+One update, each line one broadcast from rank 0:
 
     header    int64 [4]: magic, version, number of buckets, first 63 bits of the manifest's digest
     bucket    uint8 [nbytes + 8]: the packed parameters, then the digest of these bytes
     ...
 
-The group is a process group of its own, on a store of its own; neither the trainer's nor the engine's default
-group is touched.
+The group is a separate process group on a separate store; the default groups of trainer and engine are not involved.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ import torch.distributed as dist
 
 from megatron_scalerl.checkpoints.manifest import Bucket, Manifest, ParamMeta, buckets, manifest_digest
 from megatron_scalerl.distributed.rendezvous import gloo_device, open_store
-from megatron_scalerl.weights.connection import Connection
+from megatron_scalerl.weights.connection import Connection, SendReport
 from megatron_scalerl.weights.digest import combine, digest
 
 MAGIC = 0x4D53524C
-"""First word of every header: anything else means that the two sides do not stand at the same place."""
+"""First word of every header: anything else means that the two sides are out of sync."""
 
 
 class Group:
@@ -35,7 +34,7 @@ class Group:
     device = torch.device("cpu")
 
     def __init__(self, connection: Connection, rank: int) -> None:
-        """Join; returns when all are there. Raises RuntimeError after timeout_s."""
+        """Join; returns when all members have joined. Raises RuntimeError after timeout_s."""
         self.timeout = timedelta(seconds=connection.timeout_s)
         self.bucket_mib = connection.bucket_mib
         self._store: dist.Store | None = open_store(connection.rendezvous, connection.group, timeout=self.timeout)
@@ -48,7 +47,7 @@ class Group:
         return gloo(self._store, rank, connection.world_size, options)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Rank 0's tensor to all. Raises RuntimeError if the group is closed, breaks or times out."""
+        """Broadcast rank 0's tensor. Raises RuntimeError if the group is closed, fails or times out."""
         if self._group is None:
             raise RuntimeError("the group of the weight update is closed")
         options = dist.BroadcastOptions()
@@ -56,23 +55,25 @@ class Group:
         self._group.broadcast([tensor], options).wait(self.timeout)
 
     def close(self) -> None:
-        """Leave; the others' pending broadcasts fail at once."""
+        """Leave the group; the other members' pending broadcasts fail at once."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()
         self._store = None
 
 
-class GlooSender:
-    """The trainer's end over gloo; see `transport.Sender`."""
+class Sender:
+    """The trainer's side. Created by `make_sender`."""
 
-    group_cls: type[Group] = Group
+    def __init__(self, group: Group) -> None:
+        self.group = group
 
-    def __init__(self, connection: Connection) -> None:
-        self.group = self.group_cls(connection, rank=0)
+    def send(self, tensors: Iterator[tuple[str, torch.Tensor]], manifest: Manifest, version: int) -> SendReport:
+        """Send one update.
 
-    def send(self, tensors: Iterator[tuple[str, torch.Tensor]], manifest: Manifest, version: int) -> dict[str, Any]:
-        """Send one update; see `transport.Sender`."""
+        tensors: (name, tensor) exactly as the manifest lists them: order, dtypes and shapes. Raises ValueError if
+        they differ, RuntimeError if the group fails; either way the group is closed.
+        """
         start, digests, sent = time.perf_counter(), [], 0
         plan = list(buckets(manifest, self.group.bucket_mib))
         tensors = iter(tensors)
@@ -88,7 +89,7 @@ class GlooSender:
         except BaseException:
             self.close()
             raise
-        return {"seconds": time.perf_counter() - start, "bytes": sent, "digest": combine(digests)}
+        return SendReport(seconds=time.perf_counter() - start, bytes=sent, digest=combine(digests))
 
     def close(self) -> None:
         """Leave the group."""
@@ -113,8 +114,8 @@ class GlooSender:
 def receive(group: Group, manifest: Manifest, version: int, digests: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of one update in the manifest's order, every bucket checked before its first parameter.
 
-    digests: filled with the digest of each bucket. The tensors stay valid: each bucket has memory of its own.
-    Raises RuntimeError if the sender is at another place or the bytes are not the ones it packed.
+    digests: filled with the digest of each bucket. The tensors stay valid: each bucket has its own memory. Raises
+    RuntimeError if the sender is out of sync or the bytes are not those it packed.
     """
     plan = list(buckets(manifest, group.bucket_mib))
     expected = header(manifest, version, len(plan)).tolist()
@@ -137,12 +138,12 @@ def receive(group: Group, manifest: Manifest, version: int, digests: list[int]) 
 
 
 def header(manifest: Manifest, version: int, count: int) -> torch.Tensor:
-    """[4] int64: magic, version, buckets, fingerprint of the manifest."""
+    """[4] int64: magic, version, number of buckets, first 63 bits of the manifest's digest."""
     return torch.tensor([MAGIC, version, count, int(manifest_digest(manifest)[:16], 16) >> 1], dtype=torch.int64)
 
 
 def read_digest(packed: torch.Tensor) -> int:
-    """The digest that the sender wrote behind a bucket's bytes."""
+    """The digest that the sender appended to a bucket."""
     return int(packed[-8:].view(torch.int64)[0]) & ((1 << 64) - 1)
 
 

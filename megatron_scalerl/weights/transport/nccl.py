@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_scalerl.weights.connection import Connection
-from megatron_scalerl.weights.transport.gloo import GlooSender, Group
+from megatron_scalerl.weights.transport.gloo import Group
 
 
 class NcclGroup(Group):
     """A broadcast group on GPUs; each member uses its current device.
 
-    NCCL listens at the interface that NCCL_SOCKET_IFNAME names, in the trainer's ranks and in the engines, and takes
-    a connection that names the number which rank 0 drew at random and left in the store.
+    NCCL listens on the interface NCCL_SOCKET_IFNAME, in the trainer's ranks and in the engines, and accepts a
+    connection that presents the random number which rank 0 put into the store.
     """
 
     def __init__(self, connection: Connection, rank: int) -> None:
@@ -31,12 +31,6 @@ class NcclGroup(Group):
         return dist.ProcessGroupNCCL(self._store, rank, connection.world_size, options)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Rank 0's tensor to all, and wait until it is there. Raises RuntimeError."""
+        """Broadcast rank 0's tensor and wait until it has arrived. Raises RuntimeError."""
         super().broadcast(tensor)
         torch.accelerator.synchronize(self.device)
-
-
-class NcclSender(GlooSender):
-    """The trainer's end over NCCL; see `transport.Sender`."""
-
-    group_cls = NcclGroup

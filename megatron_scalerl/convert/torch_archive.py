@@ -1,7 +1,7 @@
-"""One tensor as `torch.save` writes it, without torch: a zip archive that holds its bits uncompressed.
+"""One tensor in `torch.save`'s format, without torch: a zip archive that holds its bits uncompressed.
 
-The parts of a distributed checkpoint's file are such archives, one after another. The CRC-32 of the bits stands
-in the archive, where any zip tool finds it.
+The files of a distributed checkpoint are such archives, one after another. Each archive holds the CRC-32 of its bits,
+where any zip tool finds it.
 """
 
 from __future__ import annotations
@@ -10,31 +10,30 @@ import os
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import IO
 
 import numpy as np
 
-from megatron_scalerl.convert.arrays import BITS, TORCH_NAMES
-from megatron_scalerl.convert.mapped import MappedFile
+from megatron_scalerl.checkpoints.plain_files import MappedFile
+from megatron_scalerl.convert.assembly import BITS, HF_NAMES
 from megatron_scalerl.safe_load.archive import open_archive
 from megatron_scalerl.safe_load.values import read_tensor
 
 _STORAGES = {"F32": "FloatStorage", "BF16": "BFloat16Storage", "F16": "HalfStorage"}
-_TYPES = {torch_name: dtype for dtype, torch_name in TORCH_NAMES.items()}
 _ALIGNMENT = 64
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
 _END = struct.Struct("<IHHHHIIH")
-_FILL = b"FB"
-"""torch's mark of the field that fills up to the alignment."""
+_PADDING = b"FB"
+"""torch's tag of the header field that pads to the alignment."""
 _VERSION = 20
 _LIMIT = (1 << 32) - (1 << 20)
-"""Bytes that an archive without the 64-bit extension holds."""
+"""Bytes that fit in an archive without the 64-bit extension."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Entry:
     name: bytes
     header: int
@@ -43,8 +42,8 @@ class _Entry:
     checksum: int
 
 
-def write_blob(file: IO[bytes], dtype: str, shape: Sequence[int], bands: Iterable[np.ndarray]) -> int:
-    """Append a tensor whose bits come in `bands`, and return the archive's length.
+def append_tensor(file: IO[bytes], dtype: str, shape: Sequence[int], bands: Iterable[np.ndarray]) -> int:
+    """Append an archive with a tensor whose bits come in `bands`, and return its length in bytes.
 
     `file` must be a real file, positioned at its end.
     """
@@ -73,17 +72,18 @@ def _small(file: IO[bytes], start: int, name: bytes, content: bytes) -> _Entry:
 def _data(file: IO[bytes], start: int, size: int, bands: Iterable[np.ndarray]) -> _Entry:
     entry = _Entry(name=b"archive/data/0", header=file.tell() - start, size=size, checksum=0)
     # Aligned in the file, so that a mapping can be viewed in the tensor's type.
-    fill = -(file.tell() + _LOCAL.size + len(entry.name) + 4) % _ALIGNMENT
-    extra = _FILL + struct.pack("<H", fill) + b"Z" * fill
+    padding = -(file.tell() + _LOCAL.size + len(entry.name) + 4) % _ALIGNMENT
+    extra = _PADDING + struct.pack("<H", padding) + b"Z" * padding
     file.write(_local_header(entry, extra))
-    written = 0
+    written, checksum = 0, 0
     for band in bands:
         view = band.reshape(-1).view(np.uint8).data
-        entry.checksum = zlib.crc32(view, entry.checksum)
+        checksum = zlib.crc32(view, checksum)
         file.write(view)
         written += len(view)
     assert written == size, (written, size)
     file.flush()
+    entry = replace(entry, checksum=checksum)
     os.pwrite(file.fileno(), _local_header(entry, extra), start + entry.header)
     return entry
 
@@ -94,7 +94,7 @@ def _local_header(entry: _Entry, extra: bytes) -> bytes:
 
 
 def _pickled(dtype: str, shape: Sequence[int]) -> bytes:
-    """The pickle of a contiguous tensor, opcode by opcode: its storage's class is torch's, which is not loaded."""
+    """The pickle of a contiguous tensor, opcode by opcode: it names torch's storage class, which is not loaded."""
     count = prod(shape)
     storage = b"(" + _text("storage") + f"ctorch\n{_STORAGES[dtype]}\n".encode() + _text("0") + _text("cpu")
     storage += _number(count) + b"tQ"
@@ -123,20 +123,20 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
-def find_blob(file: MappedFile, offset: int, length: int) -> tuple[str, tuple[int, ...], int]:
-    """(type, shape, offset of the bits in the file) of the tensor in one archive, ours or torch's own.
+def find_tensor(file: MappedFile, offset: int, length: int) -> tuple[str, tuple[int, ...], int]:
+    """(type, shape, offset of the bits in the file) of the tensor in one archive, written by us or by torch.
 
-    Raises ValueError for what is no saved tensor, or one whose bits do not lie in order.
+    Raises ValueError for anything but a saved tensor, and for a tensor that is not contiguous.
     """
     with open_archive(file, offset, length, "a saved tensor") as archive:
         tensor = read_tensor(archive)
         start = tensor.place_in(archive)
     shape = tensor.shape
-    meaningful = [(s, n) for s, n in zip(tensor.strides, shape) if n != 1]
+    strides = [(s, n) for s, n in zip(tensor.strides, shape) if n != 1]
     expected = [(s, n) for s, n in zip(_strides(shape), shape) if n != 1]
-    if meaningful != expected or tensor.offset or tensor.count != prod(shape):
+    if strides != expected or tensor.offset or tensor.count != prod(shape):
         found = f"strides {list(tensor.strides)} in {tensor.count} elements"
         raise ValueError(f"{file.path}: expected a contiguous tensor at byte {offset}, found {found}")
-    if tensor.dtype not in _TYPES:
+    if tensor.dtype not in HF_NAMES:
         raise ValueError(f"{file.path}: expected a saved tensor at byte {offset}, found one of {tensor.dtype}")
-    return _TYPES[tensor.dtype], shape, start
+    return HF_NAMES[tensor.dtype], shape, start

@@ -1,31 +1,30 @@
 """Scores completions in killable processes: whatever a verifier does, every check ends within its limits.
 
-    score() --slots--> queue --chunks--> N worker tasks, each with one process --> verdicts
+    score() --slots--> queue --chunks--> N worker tasks, each with one process --> scores
 
-Bound: at most `workers * CHUNK * 2` checks are outstanding; further `score` calls wait for a slot. The queue is
-filled by `score`, emptied by the worker tasks, and never longer than the slots (a check whose first caller was
+Bound: at most `workers * CHUNK * 2` checks are outstanding; further `score` calls wait for a slot. `score` fills the
+queue and the worker tasks empty it; it is never longer than the number of slots (a check whose first caller was
 cancelled while others wait for it keeps its place without a slot).
 
-What becomes of a check:
+Outcomes of a check other than the verifier's return value:
 
-* A limit that the answer itself runs into (time, processor time, memory) makes it wrong, with that reason.
-* A verifier that raises makes it wrong, with the reason `error`.
-* A process that is lost while it is on a check (killed by somebody else, a segmentation fault, an exit) is replaced
-  and the check done once more. The second loss makes it wrong, with the reason `crash`: an answer cannot escape its
-  judgement by crashing its judge. The checks behind it, and one that had not begun, are not charged.
-* Where no process can be started in its place, in START_TRIES tries, the check in hand is lost through no fault of
-  the answer (CompletionLost). Other workers go on; with START_ROUNDS such rounds for every worker, and no process
-  alive, the run ends (RuntimeError).
+* An answer that exceeds a limit (time, processor time, memory) is wrong, with that reason.
+* An answer on which the verifier raises is wrong, with the reason `error`.
+* A process that dies during a check (killed by another process, a segmentation fault, an exit) is replaced and the
+  check repeated. The second time the answer is wrong, with the reason `crash`: an answer must not avoid its score by
+  crashing the verifier. Checks that had not begun are not affected.
+* Where no replacement starts in START_TRIES tries, the current check is lost through no fault of the answer
+  (CompletionLost). Other workers continue; after START_ROUNDS such rounds for every worker with no process alive the
+  run ends (RuntimeError).
 
-Identical checks (same text, reference and extra columns) are done once, so a verifier must depend on its arguments
-alone. Verdicts of KNOWN checks are kept; what may differ next time (a raised error, a crash, the clock's limit)
-is shared only by the callers that wait for it.
+Identical checks (same text, reference and extra columns) run once, so a verifier must depend on its arguments alone.
+The scores of CACHE_SIZE checks are cached; a result that may differ next time (a raised error, a crash, the
+wall-clock limit) is shared only by the callers that are waiting for it.
 
-Worst case of n different checks that all run into the limit of processor time: n * (cpu_s + R) / workers seconds on
-CPUs of their own, with R about 0.5 s for the replacement of a process: 48 prompts x 16 with the default of 2 s take
-16 minutes with 2 workers and 4 with 8. No check gets less time than another because of what came before it. Powers
-and factorials too large to be written out do not come to this: magnitude.py refuses them without evaluating them,
-and 768 different ones take 7 s with 2 workers.
+Worst case of n different checks that all exceed the limit of processor time: n * (cpu_s + R) / workers seconds on
+dedicated CPUs, with R about 0.5 s for the replacement of a process: 48 prompts x 16 with the default of 2 s take 16
+minutes with 2 workers and 4 with 8. No check gets less time because of earlier ones. Huge powers and factorials are
+not affected: magnitude.py refuses them without evaluating them, and 768 different ones take 7 s with 2 workers.
 """
 
 from __future__ import annotations
@@ -41,33 +40,33 @@ from typing import Any
 
 from megatron_scalerl.recipe.sections import RewardsSection
 from megatron_scalerl.rewards.limits import Limits
-from megatron_scalerl.rewards.process import WorkerDied, WorkerProcess
+from megatron_scalerl.rewards.worker_process import WorkerDied, WorkerProcess
 from megatron_scalerl.types import CompletionLost, Prompt, Rollout, Score
 
 logger = logging.getLogger(__name__)
 
 CHUNK = 8
-"""Checks that a process gets at once; their verdicts come back one by one."""
-KNOWN = 4096
-"""Verdicts that are kept, the least recently used go first."""
-MOST_WORKERS = 8
-"""Verifier processes by default, on a machine with at least that many CPUs."""
-MOST_LOSSES = 2
-"""Processes that one check may lose while they are on it."""
-MOST_IDLE_LOSSES = 3
-"""Processes that may be lost before they began the check that is next."""
+"""Checks sent to a process at once; their results come back one by one."""
+CACHE_SIZE = 4096
+"""Cached scores, evicted least recently used first."""
+MAX_DEFAULT_WORKERS = 8
+"""Most verifier processes where the recipe does not set their number."""
+MAX_LOSSES = 2
+"""Processes that may die during one check."""
+MAX_EARLY_LOSSES = 3
+"""Processes that may die before they begin one check."""
 START_TRIES = 4
 START_PAUSE_S = 0.5
-"""A round of START_TRIES to replace a process, with a pause between them that doubles."""
+"""A round of START_TRIES to replace a process, with pauses that double."""
 ROUND_PAUSE_S = 20.0
-"""Between two rounds. A worker without a process takes no checks."""
+"""Pause between two rounds. A worker without a process takes no checks."""
 START_ROUNDS = 3
-"""Rounds that may fail for each worker, while no process lives, before the pool ends: after about a minute."""
+"""Failed rounds per worker, with no process alive, after which the pool ends: about a minute."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Check:
-    """One check on its way; `score` is awaited by all callers that ask the same."""
+    """One outstanding check; `score` is awaited by all callers of identical checks."""
 
     key: bytes
     serial: int
@@ -75,12 +74,12 @@ class _Check:
     score: asyncio.Future[Score]
     callers: int = 0
     losses: int = 0
-    idle_losses: int = 0
+    early_losses: int = 0
 
 
 @dataclass(kw_only=True, slots=True)
 class _Outage:
-    """What failed since a process was started last."""
+    """Failures since a process was last started."""
 
     rounds: int = 0
     tries: int = 0
@@ -91,11 +90,10 @@ class VerifierPool:
 
     The verifier is "math" or "module:function" with the signature
     `(answer_text: str, reference: str, extra: dict) -> bool | float`. A bool becomes the reward `correct` or
-    `incorrect`; a float is the reward itself and counts as correct from `correct` on.
+    `incorrect`; a float is the reward itself and counts as correct if it is at least `correct`.
 
-    `counters` holds, by completion: checks; correct; the reasons of wrong ones (no_answer, truncated, timeout,
-    memory, crash, error); verifier_lost (CompletionLost); repeated (answered by an identical check). By process:
-    restarts.
+    `counters` counts completions: checks; correct; reasons of wrong ones (no_answer, truncated, timeout, memory,
+    crash, error); verifier_lost (CompletionLost); repeated (scored by an identical check). And processes: restarts.
     """
 
     def __init__(self, rewards: RewardsSection, *, start_timeout_s: float = 300.0) -> None:
@@ -113,7 +111,7 @@ class VerifierPool:
         self._slots = asyncio.Semaphore(len(self._processes) * CHUNK * 2)
         self._queue: asyncio.Queue[_Check] = asyncio.Queue()
         self._outstanding: dict[bytes, _Check] = {}
-        self._known: OrderedDict[bytes, Score] = OrderedDict()
+        self._cache: OrderedDict[bytes, Score] = OrderedDict()
         self._serial = 0
         self._outage = _Outage()
         self._error_shown = False
@@ -146,10 +144,10 @@ class VerifierPool:
             task.add_done_callback(self._on_task_end)
 
     async def score(self, text_after_thinking: str | None, prompt: Prompt, rollout: Rollout) -> Score:
-        """The verdict on one completion; None or a blank text is no answer, a truncated one is wrong.
+        """The score of one completion; None or a blank text is no answer, a truncated one is wrong.
 
-        Raises CompletionLost (`verifier_lost`) if no process could be had for it, and RuntimeError if that lasted
-        or the pool is closed.
+        Raises CompletionLost (`verifier_lost`) if no process could be started for it, and RuntimeError if that
+        persisted or the pool is closed.
         """
         self.counters["checks"] += 1
         if rollout.truncated:
@@ -158,7 +156,7 @@ class VerifierPool:
             score = self._wrong("no_answer")
         else:
             try:
-                score = await self._judged(pickle.dumps((text_after_thinking, prompt.answer, dict(prompt.extra))))
+                score = await self._score_once(pickle.dumps((text_after_thinking, prompt.answer, dict(prompt.extra))))
             except CompletionLost as lost:
                 self.counters[lost.reason] += 1
                 raise
@@ -167,28 +165,28 @@ class VerifierPool:
         return score
 
     async def close(self) -> None:
-        """Kill all processes and fail what is outstanding; may be called twice."""
+        """Kill all processes and fail outstanding checks; may be called twice."""
         self._finish(RuntimeError("the verifier pool is closed"))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(process.kill() for process in self._processes))
 
-    async def _judged(self, request: bytes) -> Score:
-        """The score of a request: known, about to be known, or found by a check of its own."""
+    async def _score_once(self, request: bytes) -> Score:
+        """The score of a request: cached, of an outstanding identical check, or of a new check."""
         if self._end is not None:
             raise self._end
         key = hashlib.sha256(request).digest()
-        if not (key in self._known or key in self._outstanding):
+        if not (key in self._cache or key in self._outstanding):
             async with self._slots:
                 if self._end is not None:
                     raise self._end
-                if not (key in self._known or key in self._outstanding):
+                if not (key in self._cache or key in self._outstanding):
                     return await self._wait_for(self._admit(key, request))
         self.counters["repeated"] += 1
-        if key in self._known:
-            self._known.move_to_end(key)
-            return self._known[key]
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
         return await self._wait_for(self._outstanding[key])
 
     def _admit(self, key: bytes, request: bytes) -> _Check:
@@ -210,79 +208,79 @@ class VerifierPool:
                 del self._outstanding[check.key]
 
     async def _work(self, process: WorkerProcess) -> None:
-        """Serve checks with one process, chunk by chunk; where the process is lost, go on with the rest."""
+        """Run checks in one process, chunk by chunk; replace a lost process and continue with the rest."""
         while True:
             while not process.alive and not await self._replace(process):
                 await asyncio.sleep(ROUND_PAUSE_S)
             chunk = await self._next_chunk()
             while chunk:
                 if process.alive or await self._replace(process):
-                    chunk = await self._judge(process, chunk)
+                    chunk = await self._run_chunk(process, chunk)
                     continue
-                self._lose(chunk[0])
+                self._fail_lost(chunk[0])
                 for check in chunk[1:]:
                     self._queue.put_nowait(check)
                 break
 
     async def _next_chunk(self) -> list[_Check]:
-        """At most CHUNK checks, and no more than this process's share of what waits."""
+        """At most CHUNK checks, and at most this process's share of the queue."""
         first = await self._queue.get()
         share = -(-self._queue.qsize() // len(self._processes))
         rest = [self._queue.get_nowait() for _ in range(min(CHUNK - 1, share))]
         return [check for check in [first, *rest] if not check.score.done()]
 
-    async def _judge(self, process: WorkerProcess, chunk: list[_Check]) -> list[_Check]:
-        """Have a chunk judged; returns what is left to do where the process was lost, which is dead then."""
+    async def _run_chunk(self, process: WorkerProcess, chunk: list[_Check]) -> list[_Check]:
+        """Run a chunk; if the process is lost, returns the remaining checks, and the process is dead."""
         timeout_s = self._rewards.timeout_s
         try:
             await process.send_checks([(check.serial, check.request) for check in chunk], timeout_s)
         except (TimeoutError, WorkerDied):
-            return await self._lost_idle(process, chunk)
+            return await self._lost_before(process, chunk)
         for index, check in enumerate(chunk):
             try:
                 await process.began(check.serial, timeout_s)
             except (TimeoutError, WorkerDied):
-                return await self._lost_idle(process, chunk[index:])
+                return await self._lost_before(process, chunk[index:])
             try:
-                reply = await process.verdict(check.serial, timeout_s)
+                reply = await process.result(check.serial, timeout_s)
             except TimeoutError:
                 await process.kill()
-                self._settle(check, self._wrong("timeout"), keep=False)
+                self._resolve(check, self._wrong("timeout"), keep=False)
                 return chunk[index + 1 :]
             except WorkerDied as death:
-                return await self._lost_on(process, chunk[index:], death.limit)
-            self._settle(check, self._score_of(reply), keep="error" not in reply)
+                return await self._lost_during(process, chunk[index:], death.limit)
+            self._resolve(check, self._score_of(reply), keep="error" not in reply)
             if reply["retire"]:
                 await process.kill()
                 return chunk[index + 1 :]
         return []
 
-    async def _lost_on(self, process: WorkerProcess, rest: list[_Check], limit: str) -> list[_Check]:
-        """The process ended while it was on the first check: by a limit of ours, or by something else."""
+    async def _lost_during(self, process: WorkerProcess, rest: list[_Check], limit: str) -> list[_Check]:
+        """The process died during the first check: by the named limit, or empty: for another reason."""
         await process.kill()
         check = rest[0]
         if limit:
-            self._settle(check, self._wrong(limit), keep=True)
+            self._resolve(check, self._wrong(limit), keep=True)
             return rest[1:]
         check.losses += 1
-        if check.losses < MOST_LOSSES:
+        if check.losses < MAX_LOSSES:
             return rest
-        self._settle(check, self._wrong("crash"), keep=False)
+        self._resolve(check, self._wrong("crash"), keep=False)
         return rest[1:]
 
-    async def _lost_idle(self, process: WorkerProcess, rest: list[_Check]) -> list[_Check]:
-        """The process ended, or stood still, before it began the first check, which is not charged with that."""
+    async def _lost_before(self, process: WorkerProcess, rest: list[_Check]) -> list[_Check]:
+        """The process died or hung before it began the first check, which did not cause it."""
         await process.kill()
-        rest[0].idle_losses += 1
-        if rest[0].idle_losses < MOST_IDLE_LOSSES:
+        rest[0].early_losses += 1
+        if rest[0].early_losses < MAX_EARLY_LOSSES:
             return rest
-        self._lose(rest[0])
+        self._fail_lost(rest[0])
         return rest[1:]
 
     async def _replace(self, process: WorkerProcess) -> bool:
-        """A round of tries to start the process anew; False if all failed.
+        """One round of tries to restart the process; False if all failed.
 
-        Raises RuntimeError if rounds went on failing while no process of the pool is alive.
+        Raises RuntimeError after too many failed rounds with no process of the pool alive.
         """
         await process.kill()
         problem: Exception | None = None
@@ -291,14 +289,14 @@ class VerifierPool:
                 await asyncio.sleep(START_PAUSE_S * 2 ** (attempt - 1))
             try:
                 await process.start()
-            except (ValueError, OSError) as error:  # whatever it is now, this verifier has been loaded before
+            except (ValueError, OSError) as error:  # transient: this verifier was loaded before
                 problem = error
                 self._outage.tries += 1
                 continue
             self.counters["restarts"] += 1
             self._outage = _Outage()
             return True
-        logger.warning("a verifier process could not be replaced, trying again: %s", problem)
+        logger.warning("a verifier process could not be replaced, retrying: %s", problem)
         if not any(other.alive for other in self._processes):
             self._outage.rounds += 1
         if self._outage.rounds >= START_ROUNDS * len(self._processes):
@@ -322,19 +320,19 @@ class VerifierPool:
     def _wrong(self, reason: str) -> Score:
         return Score(correct=False, reward=self._rewards.incorrect, reason=reason)
 
-    def _settle(self, check: _Check, score: Score, *, keep: bool) -> None:
-        """Answer all callers of a check; `keep` for callers to come too."""
+    def _resolve(self, check: _Check, score: Score, *, keep: bool) -> None:
+        """Set the score of a check for all its callers; `keep`: cache it for later callers."""
         if keep:
-            self._known[check.key] = score
-            if len(self._known) > KNOWN:
-                self._known.popitem(last=False)
+            self._cache[check.key] = score
+            if len(self._cache) > CACHE_SIZE:
+                self._cache.popitem(last=False)
         if not check.score.done():  # its callers may have been cancelled
             check.score.set_result(score)
             del self._outstanding[check.key]
 
-    def _lose(self, check: _Check) -> None:
+    def _fail_lost(self, check: _Check) -> None:
         if not check.score.done():
-            message = "no verifier process could be had for a completion"
+            message = "no verifier process could be started for a completion"
             check.score.set_exception(CompletionLost(message, reason="verifier_lost"))
             del self._outstanding[check.key]
 
@@ -344,7 +342,7 @@ class VerifierPool:
             self._finish(problem)
 
     def _finish(self, end: Exception) -> None:
-        """From now on every `score`, waiting or new, raises `end`."""
+        """Make every pending or later `score` raise `end`."""
         self._end = end
         for check in self._outstanding.values():
             if not check.score.done():
@@ -353,6 +351,6 @@ class VerifierPool:
 
 
 def default_workers() -> int:
-    """Verifier processes where the recipe names no number: one for each processor, MOST_WORKERS at most."""
+    """Number of verifier processes by default: one per processor, at most MAX_DEFAULT_WORKERS."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(MOST_WORKERS, cpus)
+    return min(MAX_DEFAULT_WORKERS, cpus)

@@ -1,10 +1,10 @@
-"""Bits, casts and the search for what is not finite, against torch."""
+"""Casts and the search for NaN and Inf, against torch; transposed copies."""
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_scalerl.convert.arrays import BITS, TORCH_NAMES, cast, copy_into, has_nonfinite
+from megatron_scalerl.convert.assembly import BITS, TORCH_NAMES, cast, copy_into, has_nonfinite
 
 SPECIAL = (0.0, -0.0, 1.0, -1.5, 3.4e38, -3.4e38, 1e-45, 6e-8, 65504.0, 65520.0, float("inf"), -float("inf"))
 
@@ -32,18 +32,18 @@ def test_nan_stays_nan_in_bfloat16():
 
 @pytest.mark.parametrize("dtype", TORCH_NAMES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_one_bad_value_is_found_wherever_it_is(dtype, bad):
+def test_one_nonfinite_value_is_found_at_any_position(dtype, bad):
     kind = getattr(torch, TORCH_NAMES[dtype])
     values = torch.full((300_001,), torch.finfo(kind).max, dtype=kind)
     values[::2] = torch.finfo(kind).min
     assert not has_nonfinite(bits(values, dtype), dtype)
     for place in (0, 150_000, 262_144, 300_000):
-        spoiled = values.clone()
-        spoiled[place] = bad
-        assert has_nonfinite(bits(spoiled, dtype), dtype), place
+        changed = values.clone()
+        changed[place] = bad
+        assert has_nonfinite(bits(changed, dtype), dtype), place
 
 
-def test_a_transposed_copy_over_several_tiles_is_whole():
+def test_a_transposed_copy_over_several_tiles_is_complete():
     source = np.arange(1100 * 300, dtype=np.uint32).reshape(1100, 300)
     target = np.zeros((300, 1100), np.uint32)
     copy_into(target, source.T)

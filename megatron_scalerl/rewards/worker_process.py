@@ -1,4 +1,4 @@
-"""One verifier process as the pool sees it: start, send checks, read verdicts under a time limit, kill."""
+"""One verifier process, controlled by the pool: start, send checks, read results within a time limit, kill."""
 
 from __future__ import annotations
 
@@ -33,35 +33,35 @@ INHERITED = (
     "CONDA_PREFIX",
     "PYTHONHOME",
 )
-"""Variables that a worker gets from the controller, besides LC_* and those of `rewards.environment`."""
+"""Environment variables that a worker inherits, besides LC_* and those of `rewards.environment`."""
 
 END_TIMEOUT_S = 10.0
-"""Seconds for a killed process to end; one that the kernel does not let go is left behind."""
+"""Seconds for a killed process to exit; after that it is left behind."""
 
-OUTCOMES = {"value", "error", "memory"}
-"""Keys of a reply, one of which says how a check ended."""
+_OUTCOMES = {"value", "error", "memory"}
+"""Keys of a reply; one of them holds the outcome of a check."""
 
 
 class WorkerDied(Exception):
-    """The verifier process ended while it was needed."""
+    """The verifier process exited while it was in use."""
 
     def __init__(self, limit: str = "") -> None:
         super().__init__(limit)
         self.limit = limit
-        """The limit of ours that ended it: `timeout` or `memory`. Empty: something else did."""
+        """The limit that ended it: `timeout` or `memory`. Empty: none of them."""
 
 
 def worker_environment(passed: Sequence[str]) -> dict[str, str]:
-    """The variables of a worker: no tokens, keys or agents of the user's, unless `passed` names them.
+    """The environment of a worker, without the user's tokens, keys and agents unless `passed` names them.
 
-    Raises ValueError if a name of `passed` is not set.
+    Raises ValueError if a variable of `passed` is not set.
     """
     for name in passed:
         if name not in os.environ:
             raise ValueError(f"rewards.environment: expected {name!r} to be set, found no such environment variable")
     path = os.pathsep.join(filter(None, (PACKAGE_ROOT, os.environ.get("PYTHONPATH"))))
     kept = {n: v for n, v in os.environ.items() if n in INHERITED or n.startswith("LC_") or n in passed}
-    # unbuffered: what was printed before a process is killed is not lost
+    # unbuffered: output before a kill is not lost
     return {"OMP_NUM_THREADS": "1", **kept, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
@@ -75,11 +75,11 @@ class WorkerProcess:
         self._start_timeout_s = start_timeout_s
         self._process: asyncio.subprocess.Process | None = None
         self._pipes: _Pipes | None = None
-        self._prints: _Prints | None = None
+        self._output: _Output | None = None
 
     @property
     def alive(self) -> bool:
-        """False before `start`, after `kill`, and once the end of the process was noticed."""
+        """False before `start`, after `kill`, and once the exit of the process was noticed."""
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
@@ -88,9 +88,9 @@ class WorkerProcess:
         Raises ValueError if the verifier does not load, OSError if the system starts no process.
         """
         environment = worker_environment(self._environment)
-        with _Prints() as prints:
+        with _Output() as output:
             async with _Pipes() as pipes:
-                # A session of its own: what the verifier starts dies with it, and Ctrl-C is the controller's affair.
+                # Its own session: its child processes are killed with it, and Ctrl-C reaches the controller only.
                 self._process = await asyncio.create_subprocess_exec(
                     sys.executable,
                     "-m",
@@ -98,17 +98,17 @@ class WorkerProcess:
                     str(os.getpid()),
                     stdin=pipes.their_requests,
                     stdout=pipes.their_replies,
-                    stderr=prints.writer,
+                    stderr=output.writer,
                     start_new_session=True,
                     env=environment,
                 )
-        self._prints, self._pipes = prints, pipes
+        self._output, self._pipes = output, pipes
         try:
             await self._send({"verifier": self._verifier, "sys_path": sys.path, "limits": self._limits})
             hello = await self._line(self._start_timeout_s)
         except (TimeoutError, WorkerDied) as problem:
             await self.kill()
-            found = "nothing" if isinstance(problem, TimeoutError) else "the end of its process"
+            found = "nothing" if isinstance(problem, TimeoutError) else "its exit"
             expected = f"expected its process to be ready within {self._start_timeout_s:g} s"
             raise ValueError(f"rewards.verifier {self._verifier!r}: {expected}, found {found}") from None
         if "error" in hello:
@@ -116,7 +116,7 @@ class WorkerProcess:
             raise ValueError(hello["error"])
 
     async def send_checks(self, checks: Sequence[tuple[int, bytes]], timeout_s: float) -> None:
-        """Hand over numbered, pickled checks; each is then awaited by `began` and `verdict`, in this order.
+        """Send numbered, pickled checks; then await `began` and `result` for each, in this order.
 
         Raises TimeoutError and WorkerDied.
         """
@@ -128,15 +128,15 @@ class WorkerProcess:
         if (await self._line(timeout_s)).get("began") != serial:
             raise WorkerDied
 
-    async def verdict(self, serial: int, timeout_s: float) -> dict[str, Any]:
-        """The verdict on the check that began last. Raises TimeoutError and WorkerDied."""
+    async def result(self, serial: int, timeout_s: float) -> dict[str, Any]:
+        """The result of the check that began last. Raises TimeoutError and WorkerDied."""
         reply = await self._line(timeout_s)
-        if reply.get("serial") != serial or "retire" not in reply or not OUTCOMES & reply.keys():
+        if reply.get("serial") != serial or "retire" not in reply or not _OUTCOMES & reply.keys():
             raise WorkerDied
         return reply
 
     async def kill(self) -> None:
-        """End the process and everything that it started."""
+        """Kill the process and all its child processes."""
         process = self._process
         if process is None:
             return
@@ -144,14 +144,14 @@ class WorkerProcess:
         self._process = None
         if self._pipes is not None:
             self._pipes.close()
-        if self._prints is not None:
-            self._prints.close()
+        if self._output is not None:
+            self._output.close()
 
     async def _end(self) -> int | None:
-        """Kill the process's group; returns its exit status, negative for a signal, None if it does not end."""
+        """Kill the process group; returns the exit status, negative for a signal, None if it does not exit."""
         assert self._process is not None
         pid = self._process.pid
-        # Once it was waited for, its number is free when its group is empty: then it may be somebody else's.
+        # After it was reaped and its group is empty, its id may have been reused.
         if self._process.returncode is None or not Path(f"/proc/{pid}").exists():
             signal_group(pid)
         try:
@@ -171,7 +171,7 @@ class WorkerProcess:
             raise WorkerDied from None
 
     async def _line(self, timeout_s: float) -> dict[str, Any]:
-        """The next line of the process. Raises TimeoutError after timeout_s seconds, and WorkerDied."""
+        """The next line from the process. Raises TimeoutError after timeout_s seconds, and WorkerDied."""
         assert self._pipes is not None
         replies = self._pipes.replies
         try:
@@ -179,22 +179,22 @@ class WorkerProcess:
                 async with asyncio.timeout(timeout_s):
                     line = await replies.readline()
             except TimeoutError:
-                # Only the event loop may have been late: a reply that lies there already was in time.
+                # The event loop itself may have been late: a reply that is already in the buffer was in time.
                 async with asyncio.timeout(0):
                     line = await replies.readline()
             if not line.endswith(b"\n"):
                 raise await self._death()
             message = json.loads(line)
-        except ValueError:  # the verifier wrote into our pipe: this process cannot be trusted any more
+        except ValueError:  # the verifier wrote into our pipe: this process can no longer be trusted
             raise WorkerDied from None
         if not isinstance(message, dict):
             raise WorkerDied
         return message
 
     async def _death(self) -> WorkerDied:
-        """Why the process ended, as far as its signal tells."""
+        """Why the process exited, as far as its signal tells."""
         assert self._process is not None
-        # A process whose pipe has ended is gone, and its signal fixed, or cannot be trusted any more.
+        # A process that closed its pipe has exited, with its status fixed, or can no longer be trusted.
         code = await self._end()
         if code == -signal.SIGPROF:
             return WorkerDied("timeout")
@@ -204,10 +204,10 @@ class WorkerProcess:
 
 
 class _Pipes:
-    """The pipes that requests and replies of a worker go through.
+    """The pipes for a worker's requests and replies.
 
-    Not those of asyncio's subprocess: waiting for the process would wait for whatever it left running, which holds
-    their other ends.
+    Not those of asyncio's subprocess: there, waiting for the process waits for its surviving child processes too,
+    which hold the other ends.
     """
 
     requests: asyncio.StreamWriter
@@ -226,7 +226,7 @@ class _Pipes:
         return self
 
     async def __aexit__(self, kind: object, *error: object) -> None:
-        self._theirs.close()  # the worker has its own
+        self._theirs.close()  # the worker has its own copies
         if kind is not None:
             self.close()
 
@@ -245,45 +245,45 @@ class _Pipes:
             lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader()), requests
         )
         self.requests = asyncio.StreamWriter(sink, flow, None, loop)
-        self._ours.callback(self._drop_requests)
+        self._ours.callback(self._abort_requests)
 
-    def _drop_requests(self) -> None:
-        if not self.requests.transport.is_closing():  # asyncio closes it with the worker's end
+    def _abort_requests(self) -> None:
+        if not self.requests.transport.is_closing():  # asyncio closes it when the worker closes its end
             self.requests.transport.abort()
 
     def close(self) -> None:
-        """Close our ends; what was not written yet is dropped."""
+        """Close our ends; unwritten data is dropped."""
         self._ours.close()
 
 
-class _Prints:
-    """Passes what a worker prints on to the stderr of this process, through a pipe.
+class _Output:
+    """Forwards a worker's output to the stderr of this process, through a pipe.
 
-    Not the controller's own stderr, because the worker's limit on file sizes would hold for a log file too. Not a
-    pipe of asyncio's subprocess either, as for `_Pipes`.
+    The worker does not inherit stderr itself, because its limit on file sizes would apply to a log file too. A pipe
+    of asyncio's subprocess is not used for the reason given in `_Pipes`.
     """
 
     def __init__(self) -> None:
         self._reader, self.writer = os.pipe()
         os.set_blocking(self._reader, False)
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._reader, self._pass_on)
+        self._loop.add_reader(self._reader, self._forward)
 
-    def __enter__(self) -> _Prints:
+    def __enter__(self) -> _Output:
         return self
 
     def __exit__(self, kind: object, *error: object) -> None:
-        os.close(self.writer)  # the worker has its own
+        os.close(self.writer)  # the worker has its own copy
         if kind is not None:
             self.close()
 
     def close(self) -> None:
-        """Pass on the last words and close the pipe."""
+        """Forward the remaining output and close the pipe."""
         self._loop.remove_reader(self._reader)
-        self._pass_on()
+        self._forward()
         os.close(self._reader)
 
-    def _pass_on(self) -> None:
+    def _forward(self) -> None:
         with contextlib.suppress(BlockingIOError):
             part = os.read(self._reader, 1 << 16)
             sys.stderr.write(part.decode(errors="replace"))

@@ -1,0 +1,133 @@
+"""Reading files of a folder that another party may have written: regular files inside it, never links out of it."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+from pathlib import Path
+
+import numpy as np
+
+
+def open_plain(folder: Path, name: str) -> int:
+    """A read-only descriptor of the file `name` in `folder`.
+
+    Raises ValueError for a name that leaves the folder, a missing file, a link, and anything that is not a regular
+    file (reading a pipe would block forever).
+    """
+    check_name(folder, name)
+    path = folder / name
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: expected a file of the checkpoint, found none") from None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError(f"{path}: expected a file, found a link (cp -RL makes a folder without links)") from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{path}: expected a regular file, found something else")
+    return descriptor
+
+
+def check_name(folder: Path, name: object) -> None:
+    """Raises ValueError unless `name` is the name of a file directly in the folder."""
+    if type(name) is not str:
+        raise ValueError(f"{folder}: expected names of files in the folder, found a {type(name).__name__}")
+    if not is_file_name(name):
+        raise ValueError(f"{folder}: expected names of files in the folder, found {name[:200]!a}")
+
+
+def is_file_name(name: str) -> bool:
+    """True for a printable name without folders."""
+    return name not in ("", ".", "..") and len(name) <= 255 and "/" not in name and name.isprintable()
+
+
+def refuse_links(folder: Path) -> None:
+    """Raises ValueError if `folder` or anything in it, at any depth, is a link."""
+    for path in (folder, *sorted(folder.rglob("*"))):
+        if path.is_symlink():
+            raise ValueError(f"{path}: expected a file or a folder, found a link (cp -RL makes one without links)")
+
+
+class PlainFile:
+    """A regular file of a checkpoint, read by offset. Close it, or use it as a context manager."""
+
+    def __init__(self, folder: Path, name: str):
+        self.path = folder / name
+        self._descriptor = open_plain(folder, name)
+        self.size = os.fstat(self._descriptor).st_size
+
+    def __enter__(self) -> PlainFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    def read(self, limit: int) -> bytes:
+        """The whole file. Raises ValueError if it has more than `limit` bytes."""
+        if self.size > limit:
+            raise ValueError(f"{self.path}: expected at most {limit} bytes, found {self.size}")
+        return self.read_at(0, self.size)
+
+    def read_at(self, start: int, size: int) -> bytes:
+        """`size` bytes from byte `start` on. Raises ValueError if the file is shorter."""
+        data = bytearray(max(0, min(size, self.size - start)))
+        self.read_into(start, memoryview(data))
+        self._check(start, size, len(data))
+        return bytes(data)
+
+    def read_into(self, start: int, target: memoryview) -> None:
+        """Fill `target`, a view of bytes, from byte `start` on. Raises ValueError if the file is shorter."""
+        done = 0
+        while done < len(target):
+            got = os.preadv(self._descriptor, [target[done:]], start + done)
+            if not got:
+                break
+            done += got
+        self._check(start, len(target), done)
+
+    def _check(self, start: int, size: int, found: int) -> None:
+        if found != size:
+            raise ValueError(f"{self.path}: expected {size} bytes at byte {start}, found {found} (truncated?)")
+
+
+class MappedFile:
+    """A memory-mapped file. Its pages belong to the page cache and do not count as memory of the process."""
+
+    def __init__(self, path: Path, *, links: bool = True):
+        """links: False requires a regular file. Raises ValueError for a link then."""
+        self.path = path
+        with path.open("rb") if links else os.fdopen(open_plain(path.parent, path.name), "rb") as file:
+            self.size = os.fstat(file.fileno()).st_size
+            self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else b""
+
+    def array(self, offset: int, count: int, dtype: np.dtype) -> np.ndarray:
+        """[count] read-only items from byte `offset` on."""
+        return np.frombuffer(self.bytes, dtype, count, offset) if count else np.empty(0, dtype)
+
+    def read_at(self, start: int, size: int) -> bytes:
+        """`size` bytes from byte `start` on. Raises ValueError if the file is shorter."""
+        if start + size > self.size:
+            raise ValueError(f"{self.path}: expected {size} bytes at byte {start}, found fewer (truncated?)")
+        return bytes(self.bytes[start : start + size])
+
+    def read_into(self, start: int, target: memoryview) -> None:
+        """Fill `target` from byte `start` on. Raises ValueError if the file is shorter."""
+        target[:] = self.read_at(start, len(target))
+
+    def prefetch(self, offset: int, length: int) -> None:
+        """Ask the kernel to read these bytes; returns at once."""
+        self._advise(mmap.MADV_WILLNEED, offset, length)
+
+    def release(self, offset: int, length: int) -> None:
+        """Unmap these bytes; a later access reads them again."""
+        self._advise(mmap.MADV_DONTNEED, offset, length)
+
+    def _advise(self, advice: int, offset: int, length: int) -> None:
+        if length and isinstance(self.bytes, mmap.mmap):
+            start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+            self.bytes.madvise(advice, start, min(offset + length, self.size) - start)
