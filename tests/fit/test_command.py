@@ -225,8 +225,8 @@ def test_users_do_not_import_the_studies(tmp_path):
         str(tmp_path / "a.html"),
     ]
     loaded = modules_after(
-        "from megatron_scalerl import report; from megatron_scalerl.fit import command; "
-        f"assert command.main({arguments!r}) == 0"
+        "from megatron_scalerl import report; from megatron_scalerl.__main__ import main; "
+        f"assert main(['fit', *{arguments!r}]) == 0"
     )
     assert {"megatron_scalerl.fit.html", "megatron_scalerl.fit.forecast", "megatron_scalerl.report"} <= loaded
     assert not [name for name in loaded if name.startswith("megatron_scalerl.fit.study")]
