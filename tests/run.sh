@@ -17,7 +17,7 @@ cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 fast=(-m "not slow and not full")
 # what imports vLLM or packages that only vLLM brings, and what starts a run, which is refused without vLLM
-need_vllm=(--ignore=tests/{rollouts/test_engine,rollouts/test_engine_options,convert/test_vllm,test_preflight}.py
+need_vllm=(--ignore=tests/{engine/test_engine,engine/test_engine_options,convert/test_vllm,controller/test_preflight}.py
   --deselect=tests/test_command_line.py::test_{what_fails_under_way_is_no_mistake_of_the_users,a_policy_without_a_tokenizer_is_2}
   --deselect=tests/test_documented_commands.py::test_the_readmes_recipe_starts
   --deselect=tests/controller/test_longest_sequence.py::test_a_recipe_that_says_its_capacity_keeps_it)

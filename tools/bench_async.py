@@ -15,12 +15,10 @@ import json
 import os
 import platform
 import statistics
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 from checkout import explained
+from tiny_run import tiny_run
 
 K8 = {"k": 8, "trainer": 1, "engine": 1}
 K0 = ({"k": 0, "trainer": 1, "engine": 1}, {"k": 0, "trainer": 2, "engine": 2}, {"k": 0, "trainer": 2, "engine": 1})
@@ -73,28 +71,13 @@ def _name(setting: dict[str, int]) -> str:
 
 def step_seconds(tiny: Path, setting: dict[str, int], steps: int, skip: int) -> float:
     """Median seconds between two steps of one run."""
-    with tempfile.TemporaryDirectory() as out:
-        argv = [
-            sys.executable,
-            "-m",
-            "megatron_scalerl",
-            "train",
-            "recipes/tiny_cpu.yaml",
-            "name=bench",
-            f"output_dir={out}",
-            f"steps={steps}",
-            f"policy.path={tiny / 'policy'}",
-            f"prompts.path={tiny / 'prompts.jsonl'}",
-            f"prompts.held_out_path={tiny / 'held_out.jsonl'}",
-            "validation.every_steps=0",
-            "checkpoint.every_steps=0",
-            "weights.probe_every=0",
-            f"rollouts.max_staleness_steps={setting['k']}",
-            f"trainer.threads={setting['trainer']}",
-            f"engine.threads={setting['engine']}",
-        ]
-        subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
-        rows = [json.loads(line) for line in Path(out, "bench", "metrics.jsonl").read_text().splitlines()]
+    overrides = (
+        f"rollouts.max_staleness_steps={setting['k']}",
+        f"trainer.threads={setting['trainer']}",
+        f"engine.threads={setting['engine']}",
+    )
+    with tiny_run(tiny, steps, *overrides) as run:
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return statistics.median(row["step_seconds"] for row in rows[skip:])
 
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from checkout import explained
+from tiny_run import tiny_run
 
 MIB = 2**20
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -316,26 +317,7 @@ def per_completion(setting: Any, waited: float) -> float:
 
 def train(tiny: Path, k: int, steps: int) -> tuple[list[dict[str, Any]], list[int]]:
     """(metrics by step, completion lengths) of one real run without validations."""
-    with tempfile.TemporaryDirectory() as out:
-        argv = [
-            sys.executable,
-            "-m",
-            "megatron_scalerl",
-            "train",
-            "recipes/tiny_cpu.yaml",
-            "name=bench",
-            f"output_dir={out}",
-            f"steps={steps}",
-            f"policy.path={tiny / 'policy'}",
-            f"prompts.path={tiny / 'prompts.jsonl'}",
-            f"prompts.held_out_path={tiny / 'held_out.jsonl'}",
-            "validation.every_steps=0",
-            "checkpoint.every_steps=0",
-            "weights.probe_every=0",
-            f"rollouts.max_staleness_steps={k}",
-        ]
-        subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        run = Path(out, "bench")
+    with tiny_run(tiny, steps, f"rollouts.max_staleness_steps={k}") as run:
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         groups = [json.loads(line) for f in (run / "rollouts").glob("*.jsonl") for line in f.read_text().splitlines()]
     return rows, [len(rollout["token_ids"]) for group in groups for rollout in group["rollouts"]]

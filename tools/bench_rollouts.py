@@ -42,8 +42,9 @@ if __name__ == "__main__":
     OPTIONS = parser().parse_args()  # before the imports, which take seconds
 
 with explained():
+    from megatron_scalerl.engine.client import SamplingSpec
     from megatron_scalerl.engine.interruption import Plan
-    from megatron_scalerl.engine.process import EngineProcess, SamplingSpec
+    from megatron_scalerl.engine.process import EngineProcess
     from megatron_scalerl.recipe import Recipe
 
 VOCAB, PROMPT, SHORTEST, LONGEST = 512, 31, 64, 192

@@ -23,18 +23,18 @@ An interrupted conversion continues when the same command is run again. docs/che
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Run one of the three conversions and print its summary.
 
-    Raises ValueError for user errors, RuntimeError and OSError where a worker or a disk failed.
+    Raises ValueError for user errors, RuntimeError and OSError if a worker or a disk failed.
     """
     started = time.monotonic()
     try:
         summary = arguments.convert(arguments, console)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("interrupted; the same command goes on from here") from None
-    console.print(_said(arguments, summary, time.monotonic() - started), highlight=False)
+        raise KeyboardInterrupt("interrupted; the same command resumes here") from None
+    console.print(_summary_line(arguments, summary, time.monotonic() - started), highlight=False)
     return 0
 
 
-def _said(arguments: argparse.Namespace, summary: Summary, seconds: float) -> str:
+def _summary_line(arguments: argparse.Namespace, summary: Summary, seconds: float) -> str:
     size = f"{summary.tensors} tensors, {_size(summary.nbytes)}"
     if arguments.name == "verify":
         return f"{arguments.first} and {arguments.second}: {size}, equal bit for bit"
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for command, convert in ((there, _to_megatron), (back, _to_hf)):
         command.add_argument("out", type=Path, metavar="OUT")
         command.add_argument("--verify", action="store_true", help="compare every tensor bit for bit at the end")
-        command.add_argument("--allow-nonfinite", action="store_true", help="let NaN and Inf pass")
+        command.add_argument("--allow-nonfinite", action="store_true", help="accept NaN and Inf")
         command.set_defaults(convert=convert)
     same = commands.add_parser("verify", help="compare two folders, of either kind, bit for bit")
     same.add_argument("first", type=Path, metavar="A")

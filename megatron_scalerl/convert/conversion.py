@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megatron_scalerl.checkpoints.atomic_io import publish_folder, write_durably
-from megatron_scalerl.convert.jobs import Job, JobResult, SourceFiles
+from megatron_scalerl.convert.jobs import Job, JobResult, Setting, SourceFiles
 from megatron_scalerl.convert.workers import run_jobs
 
 _MAX_JOB_BYTES = 1 << 30
@@ -74,28 +74,28 @@ def convert(
     source: SourceFiles,
     options: Options,
     *,
-    title: str,
-    plan: Mapping[str, Any],
+    direction: str,
+    inputs: Mapping[str, Any],
     prepare: Callable[[Path], None],
     finish: Callable[[Path, dict[str, JobResult]], None],
 ) -> int:
     """Run the jobs in a work folder, and give the result its name `out`. Returns the bytes that were done already.
 
-    plan: everything that the jobs' results depend on, as JSON data. prepare: called with the result's folder before
-    the jobs. finish: called with it and the results by job name after them. Raises like `work_folder` and `run_jobs`.
+    inputs: state of the files that results depend on (`source_state`). prepare: called with the result's folder
+    before the jobs. finish: called with it and the results by job name after them. Raises like `work_folder` and
+    `run_jobs`.
     """
+    plan = dict(direction=direction, dtype=options.dtype, allow_nonfinite=options.allow_nonfinite, **inputs)
     with work_folder(out, {**plan, "jobs": [(job.name, job.nbytes) for job in jobs]}, jobs) as work:
         remaining = [job for job in jobs if job.name not in work.results]
         total = sum(job.nbytes for job in jobs)
         resumed = total - sum(job.nbytes for job in remaining)
         prepare(work.path)
-        with progress(options, title, total, resumed) as advance:
+        with progress(options, direction, total, resumed) as advance:
             run_jobs(
                 remaining,
-                [source],
-                folder=work.path,
+                Setting(sources=[source], folder=work.path, allow_nonfinite=options.allow_nonfinite),
                 processes=options.processes,
-                allow_nonfinite=options.allow_nonfinite,
                 on_bytes=advance,
                 on_done=work.record,
             )

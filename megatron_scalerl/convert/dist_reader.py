@@ -9,7 +9,7 @@ linear layer has an object `_extra_state`, empty unless fp8 is used.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -131,10 +131,16 @@ def stored_parameters(
             continue
         found[rule.megatron] = _stored(path, rule, address, index.tensors[address.key], shapes[rule.megatron])
     if missing:
-        names = list(dict.fromkeys(missing))
-        raise ValueError(f"{path}: expected {', '.join(names[:_LISTED])} in the checkpoint, found none of that name")
+        raise ValueError(f"{path}: expected {listed(missing)} in the checkpoint, found none of that name")
     index.check_files(chunk for parameter in found.values() for chunk in parameter.chunks)
     return found
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first names, each once, and how many more there are."""
+    names = list(dict.fromkeys(names))
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
 
 
 def _stored(

@@ -68,15 +68,24 @@ class OpenSources:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Context:
-    """What a job runs with."""
+class Setting:
+    """What all jobs of a conversion share; can be pickled."""
 
-    sources: Sequence[OpenSources]
+    sources: Sequence[SourceFiles]
+    """One source, or two to compare."""
     folder: Path
-    """The work folder."""
+    """The folder that jobs write in."""
     allow_nonfinite: bool
-    report: Callable[[int], None]
-    """Called with the bytes of every band that is done."""
+
+
+class Context:
+    """What a job runs with: the setting, opened in this process."""
+
+    def __init__(self, setting: Setting, report: Callable[[int], None]):
+        """report: called with the bytes of every band that is done."""
+        self.sources = [OpenSources(files) for files in setting.sources]
+        self.folder, self.allow_nonfinite = setting.folder, setting.allow_nonfinite
+        self.report = report
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,13 +122,9 @@ class Unit:
 class CheckpointJob:
     """Write one file of Megatron's checkpoint."""
 
-    file: str
+    name: str
+    """Of the file."""
     units: tuple[Unit, ...]
-
-    @property
-    def name(self) -> str:
-        """Unique among the jobs of a conversion."""
-        return self.file
 
     @property
     def nbytes(self) -> int:
@@ -132,7 +137,7 @@ class CheckpointJob:
         chunks: list[JobResult] = []
         checksums: dict[str, str] = {}
         sources.prefetch(self.units[0].tensors)
-        with (context.folder / self.file).open("wb", buffering=1 << 16) as file:
+        with (context.folder / self.name).open("wb", buffering=1 << 16) as file:
             for number, unit in enumerate(self.units):
                 sources.prefetch(*(u.tensors for u in self.units[number + 1 : number + 2]))
                 checksums |= _checksums_of_unit(unit, context)
@@ -140,7 +145,7 @@ class CheckpointJob:
                     chunks.append(_write_chunk(file, chunk, context))
                 sources.release(*unit.tensors)
             _flush_to_disk(file)
-        return {"file": self.file, "chunks": chunks, "checksums": checksums}
+        return {"file": self.name, "chunks": chunks, "checksums": checksums}
 
 
 def _checksums_of_unit(unit: Unit, context: Context) -> dict[str, str]:

@@ -63,13 +63,9 @@ def to_hf(
         jobs,
         view.files,
         options,
-        title="to Hugging Face",
-        plan=dict(
-            direction="to-hf",
-            dtype=options.dtype,
-            allow_nonfinite=options.allow_nonfinite,
-            source=source_state(view.path, [".metadata", *read]),
-            side=source_state(view.side, ["config.json"]),
+        direction="to-hf",
+        inputs=dict(
+            source=source_state(view.path, [".metadata", *read]), side=source_state(view.side, ["config.json"])
         ),
         prepare=prepare,
         finish=finish,

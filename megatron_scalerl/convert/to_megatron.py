@@ -71,7 +71,7 @@ def to_megatron(hf_path: str | Path, out: str | Path, options: Options | None = 
     passthrough = _passthrough(folder, layout.passthrough)
     nbytes = sum(unit.nbytes for unit in units) + sum(a.nbytes for file in passthrough for a, _ in file.tensors)
     groups = grouped(units, lambda unit: unit.nbytes, options.bytes_of_a_job(nbytes))
-    files = [CheckpointJob(file=f"__0_{number}.distcp", units=group) for number, group in enumerate(groups)]
+    files = [CheckpointJob(name=f"__0_{number}.distcp", units=group) for number, group in enumerate(groups)]
 
     def prepare(work: Path) -> None:
         for file in passthrough:
@@ -93,13 +93,8 @@ def to_megatron(hf_path: str | Path, out: str | Path, options: Options | None = 
         [*files, *fill_jobs(passthrough, options.bytes_of_a_job(nbytes), {})],
         SourceFiles(hugging_face=folder),
         options,
-        title="to Megatron",
-        plan=dict(
-            direction="to-megatron",
-            dtype=options.dtype,
-            allow_nonfinite=options.allow_nonfinite,
-            source=source_state(hf_path, ["config.json", *(shard.file for shard in folder.shards)]),
-        ),
+        direction="to-megatron",
+        inputs={"source": source_state(hf_path, ["config.json", *(shard.file for shard in folder.shards)])},
         prepare=prepare,
         finish=finish,
     )

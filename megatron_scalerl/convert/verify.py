@@ -7,9 +7,9 @@ from pathlib import Path
 
 from megatron_scalerl.convert.assembly import RAW, Assembly
 from megatron_scalerl.convert.conversion import Options, Summary, progress
-from megatron_scalerl.convert.jobs import CompareJob, Job, JobResult, grouped
+from megatron_scalerl.convert.dist_reader import listed
+from megatron_scalerl.convert.jobs import CompareJob, Job, JobResult, Setting, grouped
 from megatron_scalerl.convert.views import View, open_view
-from megatron_scalerl.convert.weight_map import listed
 from megatron_scalerl.convert.workers import run_jobs
 
 Pair = tuple[Assembly, Assembly]
@@ -39,10 +39,8 @@ def compare(first: View, second: View, options: Options) -> int:
     with progress(options, "comparing", total) as advance:
         run_jobs(
             [CompareJob(name=f"comparison {number}", pairs=group) for number, group in enumerate(groups)],
-            [first.files, second.files],
-            folder=first.path,
+            Setting(sources=[first.files, second.files], folder=first.path, allow_nonfinite=True),
             processes=options.processes,
-            allow_nonfinite=True,
             on_bytes=advance,
             on_done=note,
         )

@@ -21,8 +21,8 @@ from megatron_scalerl.convert.dist_reader import stored_parameters
 from megatron_scalerl.convert.hf_writer import CONVERSION_FILE, Tensor
 from megatron_scalerl.convert.jobs import JobResult, SourceFiles
 from megatron_scalerl.convert.weight_map import (
-    checked_names,
     folder_assembly,
+    other_tensors,
     parameter_shape,
     raw_assembly,
     tensor_assemblies,
@@ -111,14 +111,14 @@ def _record(file: Path, data: dict[str, Any]) -> ConversionRecord:
 
 
 def layout_of(folder: HfFolder, family: Family) -> ConversionRecord:
-    """The record of a Hugging Face folder, without checksums. Raises ValueError like `checked_names`."""
-    names = checked_names(folder, family)
+    """The record of a Hugging Face folder, without checksums. Raises ValueError like `other_tensors`."""
+    copies, passthrough = other_tensors(folder, family)
     return ConversionRecord(
         tensors={},
         shards=folder.shards,
         index_metadata=folder.index_metadata,
-        copies=names.copies,
-        passthrough=names.passthrough,
+        copies=copies,
+        passthrough=passthrough,
     )
 
 

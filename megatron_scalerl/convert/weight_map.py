@@ -7,34 +7,20 @@ and that is what checkpoints hold, whatever layout they are loaded under.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from megatron_scalerl.checkpoints.hf_folder import HfFolder
 from megatron_scalerl.convert.assembly import RAW, TORCH_NAMES, Assembly, Part, check_covered, matrix_shape
-from megatron_scalerl.convert.dist_reader import StoredParameter, chunk_name
+from megatron_scalerl.convert.dist_reader import StoredParameter, chunk_name, listed
 from megatron_scalerl.models.family import Family, Piece, Rule
 
-_LISTED = 20
-"""Names in one message."""
 
+def other_tensors(folder: HfFolder, family: Family) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The folder's tensors that are not in the weight map, after checking those that are.
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Names:
-    """The tensors of a folder by their role. Produced by `checked_names`."""
-
-    policy: Mapping[str, tuple[int, ...]]
-    """Tensors of the weight map -> shape."""
-    copies: Mapping[str, str]
-    """Tensors that repeat another one, as in some folders with tied embeddings -> that other one."""
-    passthrough: tuple[str, ...]
-    """Tensors outside the policy, copied as they are."""
-
-
-def checked_names(folder: HfFolder, family: Family) -> Names:
-    """Sorts the folder's tensors by role.
-
-    Raises ValueError for tensors that are missing or unknown (all are listed), and for one whose shape or type does
-    not match the config.
+    Returns (copies -> the tensor that each repeats, as in some folders with tied embeddings; tensors outside the
+    policy, copied as they are). Raises ValueError for tensors that are missing or unknown (all are listed), and for
+    one whose shape or type does not match the config.
     """
     policy = {name: tuple(shape) for rule in family.rules for name, shape in rule.hf_shapes.items()}
     missing = [name for name in policy if name not in folder.tensors]
@@ -53,7 +39,7 @@ def checked_names(folder: HfFolder, family: Family) -> Names:
             raise ValueError(f"{where}: expected shape {list(shape)} as config.json says, found {list(found.shape)}")
         if found.dtype not in TORCH_NAMES:
             raise ValueError(f"{where}: expected one of {', '.join(TORCH_NAMES)}, found {found.dtype}")
-    return Names(policy=policy, copies=copies, passthrough=passthrough)
+    return copies, passthrough
 
 
 def _tied_to(name: str, family: Family) -> str | None:
@@ -61,13 +47,6 @@ def _tied_to(name: str, family: Family) -> str | None:
     if name.rsplit(".", 2)[-2:] != ["lm_head", "weight"]:
         return None
     return next((next(iter(rule.hf_shapes)) for rule in family.rules if not rule.exported), None)
-
-
-def listed(names: Iterable[str]) -> str:
-    """The first names, and how many more there are."""
-    names = list(names)
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
 
 
 def parameter_shape(rule: Rule) -> tuple[int, ...]:

@@ -12,37 +12,27 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.convert.jobs import Context, Job, JobResult, OpenSources, SourceFiles
+from megatron_scalerl.convert.jobs import Context, Job, JobResult, Setting
 from megatron_scalerl.processes.parent_death import die_with_parent
 
 OnBytes = Callable[[int], None]
 OnDone = Callable[[Job, JobResult], None]
 
 
-def run_jobs(
-    jobs: Sequence[Job],
-    sources: Sequence[SourceFiles],
-    *,
-    folder: Path,
-    processes: int,
-    allow_nonfinite: bool,
-    on_bytes: OnBytes,
-    on_done: OnDone,
-) -> None:
+def run_jobs(jobs: Sequence[Job], setting: Setting, *, processes: int, on_bytes: OnBytes, on_done: OnDone) -> None:
     """Runs every job once; `on_done` is called in this process as each is finished.
 
     Raises ValueError for invalid data and for files that cannot be written, RuntimeError if a worker was killed.
     """
     shares = [share for share in _balanced(jobs, processes) if share]
     if len(shares) <= 1:
-        for job, result in _run_share(shares[0] if shares else [], sources, folder, allow_nonfinite, on_bytes):
+        for job, result in _run_share(shares[0] if shares else [], setting, on_bytes):
             on_done(job, result)
         return
     by_name = {job.name: job for job in jobs}
-    with _started(shares, sources, folder, allow_nonfinite) as pipes:
+    with _started(shares, setting) as pipes:
         while pipes:
             for pipe in wait(list(pipes)):
                 assert isinstance(pipe, Connection)
@@ -78,9 +68,7 @@ def _balanced(jobs: Sequence[Job], processes: int) -> list[list[Job]]:
 
 
 @contextmanager
-def _started(
-    shares: Sequence[Sequence[Job]], sources: Sequence[SourceFiles], folder: Path, allow_nonfinite: bool
-) -> Iterator[dict[Connection, int]]:
+def _started(shares: Sequence[Sequence[Job]], setting: Setting) -> Iterator[dict[Connection, int]]:
     # Spawned, not forked: a fork would inherit the first process's threads and memory.
     context = multiprocessing.get_context("spawn")
     pipes: dict[Connection, int] = {}
@@ -88,8 +76,7 @@ def _started(
     try:
         for number, share in enumerate(shares):
             ours, theirs = context.Pipe(duplex=False)
-            arguments = (theirs, os.getpid(), share, sources, folder, allow_nonfinite)
-            process = context.Process(target=_worker, args=arguments, daemon=True)
+            process = context.Process(target=_worker, args=(theirs, os.getpid(), share, setting), daemon=True)
             process.start()
             theirs.close()
             pipes[ours] = number
@@ -102,18 +89,11 @@ def _started(
             process.join()
 
 
-def _worker(
-    pipe: Connection,
-    parent: int,
-    share: Sequence[Job],
-    sources: Sequence[SourceFiles],
-    folder: Path,
-    allow_nonfinite: bool,
-) -> None:
+def _worker(pipe: Connection, parent: int, share: Sequence[Job], setting: Setting) -> None:
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends its workers
     try:
-        for job, result in _run_share(share, sources, folder, allow_nonfinite, lambda n: pipe.send(("bytes", n))):
+        for job, result in _run_share(share, setting, lambda n: pipe.send(("bytes", n))):
             pipe.send(("done", job.name, result))
     except ValueError as error:
         pipe.send(("error", str(error)))
@@ -121,15 +101,8 @@ def _worker(
         pipe.send(("end",))
 
 
-def _run_share(
-    share: Sequence[Job],
-    sources: Sequence[SourceFiles],
-    folder: Path,
-    allow_nonfinite: bool,
-    report: OnBytes,
-) -> Iterator[tuple[Job, JobResult]]:
-    opened = [OpenSources(files) for files in sources]
-    context = Context(sources=opened, folder=folder, allow_nonfinite=allow_nonfinite, report=report)
+def _run_share(share: Sequence[Job], setting: Setting, report: OnBytes) -> Iterator[tuple[Job, JobResult]]:
+    context = Context(setting, report)
     for job in share:
         try:
             result = job.run(context)

@@ -30,7 +30,7 @@ BACKENDS = {"msrl_gloo": "GlooReceiver", "msrl_nccl": "NcclReceiver"}
 
 
 def register() -> None:
-    """Register our weight-transfer backends with vLLM and tie this process to its parent. Idempotent."""
+    """Register our weight-transfer backends with vLLM, and set up this process. Idempotent."""
     if NAME_VARIABLE in os.environ:  # an engine of a run
         log_to_stderr("vllm")
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory

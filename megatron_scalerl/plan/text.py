@@ -48,9 +48,7 @@ def _summary(plan: RunPlan, built: str) -> Section:
     if p.experts:
         rows.append(("  active per token", f"{p.active:,}, of which {p.embedding:,} in the embedding"))
     if p.passthrough:
-        rows.append(
-            ("  with the vision tower", f"{p.total + p.passthrough:,}; not loaded; exports copy it unchanged")
-        )
+        rows.append(("  with the vision tower", f"{p.total + p.passthrough:,}; not loaded, exports copy it"))
     origin = "from the recipe" if plan.split_is_recipes else "chosen by the planner"
     generate = f"{split.engines * each} generate: {split.engines} engines of {each}"
     rows += [

@@ -78,10 +78,8 @@ def test_the_benchmark_has_the_remaining_time_of_the_part(record, tmp_path):
     [(dies, "its process ended with exit code 3"), (refuses, "RuntimeError: CUDA error: invalid resource handle")],
 )
 def test_a_reader_that_dies_is_reported_at_once(read, why, record, tmp_path):
-    """Stand-ins for a driver that refuses a handle."""
-    begun = time.monotonic()
+    """Its exit is noticed: no event within the time limit would be another detail. Stand-ins for a driver's error."""
     wire._shared(record, torch.device("cpu"), read)
-    assert time.monotonic() - begun < 15
     [one] = found(tmp_path).values()
     assert one.status == "failed" and one.detail == f"cpu: expected the sum 2.14745e+09, found None; {why}"
 

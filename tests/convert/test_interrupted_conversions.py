@@ -100,10 +100,12 @@ def test_all_processes_exit_when_one_is_killed(victim):
     program = """
 from pathlib import Path
 from stalling_job import StallingJob
+from megatron_scalerl.convert.jobs import Setting
 from megatron_scalerl.convert.workers import run_jobs
 if __name__ == "__main__":
-    run_jobs([StallingJob(name="a"), StallingJob(name="b")], [], folder=Path("."), processes=2,
-             allow_nonfinite=False, on_bytes=lambda pid: print(pid, flush=True), on_done=print)
+    run_jobs([StallingJob(name="a"), StallingJob(name="b")],
+             Setting(sources=[], folder=Path("."), allow_nonfinite=False), processes=2,
+             on_bytes=lambda pid: print(pid, flush=True), on_done=print)
 """
     paths = os.pathsep.join(map(str, [ROOT, Path(__file__).parent]))
     parent = subprocess.Popen(

@@ -205,7 +205,7 @@ def test_cuts_are_uniform_reproducible_and_independent():
 
 
 class _Letters:
-    """A tokenizer of one token a letter that loses the letter z. A @ is special, a blank before a period untidy."""
+    """One token per letter. Loses the letter z; @ is special; a space before a period is cleaned up."""
 
     def __len__(self):
         return 128

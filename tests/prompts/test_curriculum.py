@@ -1,4 +1,4 @@
-"""The curriculum: every prompt once per epoch, solved ones never again, the same after a restart."""
+"""The curriculum: every prompt once per epoch, solved ones never again, the same after a replay."""
 
 import pytest
 from hypothesis import given, settings

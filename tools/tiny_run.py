@@ -1,0 +1,39 @@
+"""A short run of recipes/tiny_cpu.yaml without validations, checkpoints and probes, for the benchmarks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def tiny_run(tiny: Path, steps: int, *overrides: str) -> Iterator[Path]:
+    """Train to the end and give the run's folder, which is deleted on leaving the block.
+
+    tiny: folder with a policy and prompts (examples/quickstart.sh). overrides: `key=value`. The run's errors go to
+    standard error. Raises CalledProcessError.
+    """
+    with tempfile.TemporaryDirectory() as out:
+        argv = [
+            sys.executable,
+            "-m",
+            "megatron_scalerl",
+            "train",
+            "recipes/tiny_cpu.yaml",
+            "name=bench",
+            f"output_dir={out}",
+            f"steps={steps}",
+            f"policy.path={tiny / 'policy'}",
+            f"prompts.path={tiny / 'prompts.jsonl'}",
+            f"prompts.held_out_path={tiny / 'held_out.jsonl'}",
+            "validation.every_steps=0",
+            "checkpoint.every_steps=0",
+            "weights.probe_every=0",
+            *overrides,
+        ]
+        subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
+        yield Path(out, "bench")
