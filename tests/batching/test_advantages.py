@@ -44,9 +44,9 @@ def test_no_normalization_centers_only():
     assert advantages(MIXED, normalize="none") == pytest.approx([0.5, 0.5, 0.5, -1.5, 1.0, -1.0])
 
 
-def test_an_unknown_normalisation_is_refused():
+def test_an_unknown_normalization_is_refused():
     with pytest.raises(AssertionError, match="mean"):
-        plan(MIXED, normalise="mean")
+        plan(MIXED, normalize="mean")
 
 
 def test_one_value_per_completion_not_per_token():

@@ -61,6 +61,14 @@ def test_step_records_after_the_checkpoint_are_dropped_and_those_before_it_stay(
     assert column(tmp_path, "metrics") == [1, 2]
 
 
+def test_records_without_a_count_of_batches_are_dropped_by_their_step(tmp_path):
+    """Those of runs before a step could have skipped batches."""
+    rows = [{"step": step, "loss": 0.5} for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reopen(tmp_path, step=2, batches=2, last_step=3)
+    assert column(tmp_path, "metrics") == [1, 2]
+
+
 def test_records_are_appended_after_those_that_stay(tmp_path):
     write(tmp_path)
     metrics = open_metrics(tmp_path, step=1, batches=1, last_step=3)
@@ -136,6 +144,7 @@ def test_tensorboard_has_what_the_records_have_after_a_restart(tmp_path):
     found = events(tmp_path)
     assert [(e.step, e.value) for e in found.Scalars("loss")] == [(1, 0.5), (2, 9.0)]
     assert [(e.step, e.value) for e in found.Scalars("validation/pass_rate")] == [(0, 0.25), (2, 0.25), (3, 0.25)]
+    assert not {"step", "validation/step"} & set(found.Tags()["scalars"]), "the axis is no curve"
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1, "some readers show every file"
 
 
