@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megatron_scalerl.checkpoints.atomic_io import publish_folder, write_durably
+from megatron_scalerl.convert.hf_writer import SafetensorsFile
 from megatron_scalerl.convert.jobs import Job, JobResult, Setting, SourceFiles
 from megatron_scalerl.convert.workers import run_jobs
 
@@ -76,13 +77,13 @@ def convert(
     *,
     direction: str,
     inputs: Mapping[str, Any],
-    prepare: Callable[[Path], None],
+    files: Iterable[SafetensorsFile],
     finish: Callable[[Path, dict[str, JobResult]], None],
 ) -> int:
     """Run the jobs in a work folder, and give the result its name `out`. Returns the bytes that were done already.
 
-    inputs: state of the files that results depend on (`source_state`). prepare: called with the result's folder
-    before the jobs. finish: called with it and the results by job name after them. Raises like `work_folder` and
+    inputs: state of the files that results depend on (`source_state`). files: those that several jobs fill. finish:
+    called with the result's folder and the results by job name after all jobs. Raises like `work_folder` and
     `run_jobs`.
     """
     plan = dict(direction=direction, dtype=options.dtype, allow_nonfinite=options.allow_nonfinite, **inputs)
@@ -90,7 +91,8 @@ def convert(
         remaining = [job for job in jobs if job.name not in work.results]
         total = sum(job.nbytes for job in jobs)
         resumed = total - sum(job.nbytes for job in remaining)
-        prepare(work.path)
+        for file in files:
+            file.create(work.path)
         with progress(options, direction, total, resumed) as advance:
             run_jobs(
                 remaining,

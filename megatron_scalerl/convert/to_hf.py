@@ -46,10 +46,6 @@ def to_hf(
     ]
     jobs = fill_jobs(files, options.bytes_of_a_job(sum(file.nbytes for file in files)), view.checksums)
 
-    def prepare(work: Path) -> None:
-        for file in files:
-            file.create(work)
-
     def finish(work: Path, results: dict[str, JobResult]) -> None:
         _write_the_rest(work, view, files)
         write_record(work, with_checksums(view.layout, view.tensors, results.values()))
@@ -67,7 +63,7 @@ def to_hf(
         inputs=dict(
             source=source_state(view.path, [".metadata", *read]), side=source_state(view.side, ["config.json"])
         ),
-        prepare=prepare,
+        files=files,
         finish=finish,
     )
     nbytes = sum(job.nbytes for job in jobs)

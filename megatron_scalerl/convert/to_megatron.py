@@ -73,10 +73,6 @@ def to_megatron(hf_path: str | Path, out: str | Path, options: Options | None = 
     groups = grouped(units, lambda unit: unit.nbytes, options.bytes_of_a_job(nbytes))
     files = [CheckpointJob(name=f"__0_{number}.distcp", units=group) for number, group in enumerate(groups)]
 
-    def prepare(work: Path) -> None:
-        for file in passthrough:
-            file.create(work)
-
     def finish(work: Path, results: dict[str, JobResult]) -> None:
         write_metadata(work, [results[job.name] for job in files], extra_states(family))
         copy_side_files(hf_path, work / SIDE_FOLDER)
@@ -95,7 +91,7 @@ def to_megatron(hf_path: str | Path, out: str | Path, options: Options | None = 
         options,
         direction="to-megatron",
         inputs={"source": source_state(hf_path, ["config.json", *(shard.file for shard in folder.shards)])},
-        prepare=prepare,
+        files=passthrough,
         finish=finish,
     )
     return Summary(tensors=len(folder.tensors), nbytes=nbytes, resumed_bytes=resumed, verified=options.verify)
