@@ -41,6 +41,7 @@ class CommandResult:
     """How a program ended. Produced by `run_command`."""
 
     seconds: float
+    """The time limit if it was reached."""
     code: int | None
     """Exit code, negative for a signal; None if it was stopped at its time limit."""
     output: str
@@ -70,7 +71,7 @@ async def run_command(
     try:
         with contextlib.suppress(TimeoutError):
             code = await asyncio.wait_for(process.wait(), max(0.0, limit_s))
-        seconds = time.monotonic() - begin
+        seconds = limit_s if code is None else time.monotonic() - begin
     finally:
         survived = await stop(process, grace_s)
     return CommandResult(seconds=seconds, code=code, output=read_log(log), survived=survived)
