@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.environ[LEVEL_VARIABLE] = "debug"
         try:
             with log_to_terminal("controller"):
-                code: int = _module(command).run(arguments, Console(soft_wrap=True))
+                code: int = _module(command).run(arguments, Console(soft_wrap=True, markup=False))
         except ValueError as error:
             return _failed(error, 2)
         except OSError as error:

@@ -45,12 +45,12 @@ FLOORS = [
     {
         "controller": "batching checkpoints engine launch models processes prompts recipe rewards "
         "rollouts safe_load trainer types weights",
-        "plan": "checkpoints distributed logits models recipe rollouts trainer",
+        "plan": "checkpoints distributed logits losses models recipe rollouts trainer",
     },
     {
         "check_gpu": "batching checkpoints controller distributed engine launch logits losses plan processes prompts "
         "recipe rewards rollouts tiny trainer types weights",
-        "commands": "controller export recipe report sft",
+        "commands": "controller export processes recipe report sft",
     },
     {
         "__main__": "environment processes",

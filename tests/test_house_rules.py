@@ -178,5 +178,17 @@ def test_dataclasses_that_are_passed_on_are_frozen_and_keyword_only(trees):
     assert loose <= OWN_STATE
 
 
+def test_text_from_elsewhere_is_not_read_as_markup(trees):
+    """rich takes a `[/x]` in a path or in a damaged file for markup, and raises. The planner escapes."""
+    consoles = {
+        name(path): [ast.unparse(k) for k in node.keywords]
+        for path, tree in trees.items()
+        if path.is_relative_to(PACKAGE)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Console"
+    }
+    assert {where for where, options in consoles.items() if "markup=False" not in options} == {"plan/command.py"}
+
+
 def test_no_junk_drawers():
     assert [name(p) for p in FILES if p.stem in {"utils", "common", "helpers", "misc"}] == []

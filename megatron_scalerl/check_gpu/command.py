@@ -163,19 +163,22 @@ def _continued(out: Path, fresh: Report, console: Console) -> Report:
 
 def _show(result: PartResult, console: Console) -> None:
     """One line per check with its detail; checks that did not run are grouped by reason."""
+    from rich.text import Text
+
     for finding in result.findings:
         if finding.status == "not run":
             continue
         bound = f" ({finding.bound()})" if finding.target is not None else ""
-        status = f"[{_COLORS[finding.status]}]{finding.status:<9}[/]"
-        console.print(f"  {status} {finding.check:<40} {finding.figure()}{bound}".rstrip(), highlight=False)
+        status = (f"{finding.status:<9}", _COLORS[finding.status])
+        figure = f" {finding.check:<40} {finding.figure()}{bound}".rstrip()
+        console.print(Text.assemble("  ", status, figure), highlight=False)
         if finding.detail:
-            console.print(f"            {finding.detail}", highlight=False, markup=False)
+            console.print(f"            {finding.detail}", highlight=False)
     for reason, checks in not_run(result.findings).items():
         names = ", ".join(check.partition("/")[2] for check in checks)
-        console.print(f"  not run   {names}: {reason}", highlight=False, markup=False)
+        console.print(f"  not run   {names}: {reason}", highlight=False)
     end = f", {result.end}" if result.end else ""
-    console.print(f"{result.name}: {result.seconds:g} s{end}", style="bold", highlight=False, markup=False)
+    console.print(f"{result.name}: {result.seconds:g} s{end}", style="bold", highlight=False)
 
 
 def _conclude(report: Report, out: Path, console: Console) -> int:

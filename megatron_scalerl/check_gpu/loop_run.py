@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.check_gpu.commands import CommandResult, cause, read_log, run_command, serving_facts
 from megatron_scalerl.check_gpu.findings import finite
+from megatron_scalerl.check_gpu.programs import CommandResult, cause, read_log, run_command, serving_facts
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 
 _SFT_LOSS = re.compile(r"sft step \d+/\d+ +loss ([\d.naif-]+)")
@@ -47,7 +47,7 @@ class LoopRun:
     pass_rates: tuple[float, ...]
     """Of each validation, on held-out prompts."""
     facts: dict[str, str]
-    """See `commands.serving_facts`."""
+    """See `programs.serving_facts`."""
 
     @property
     def mismatch(self) -> float:

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_scalerl.check_gpu.commands import last_error, read_log
 from megatron_scalerl.check_gpu.findings import Recorder
+from megatron_scalerl.check_gpu.programs import last_error, read_log
 
 Size = Literal["full", "quick", "toy"]
 Layers = Literal["plain", "te"]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.check_gpu.commands import cause, last_line, read_log, stop
+from megatron_scalerl.check_gpu.programs import cause, last_line, read_log, stop
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous, private_folder
 from megatron_scalerl.processes.child_process import ChildProcess
 

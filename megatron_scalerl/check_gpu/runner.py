@@ -13,9 +13,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.check_gpu.commands import last_line, run_command
 from megatron_scalerl.check_gpu.findings import Finding, read_findings
 from megatron_scalerl.check_gpu.part import PartSetting, Size
+from megatron_scalerl.check_gpu.programs import last_line, run_command
 from megatron_scalerl.check_gpu.table import Part
 
 _PROBE_S = 120.0
@@ -177,7 +177,7 @@ def _environment(part: Part, size: Size, caches: Path) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
         "WANDB_MODE": "disabled",
-        # checks parse vLLM's log at this level (`commands.serving_facts`)
+        # checks parse vLLM's log at this level (`programs.serving_facts`)
         "VLLM_CONFIGURE_LOGGING": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
         "TOKENIZERS_PARALLELISM": "false",

@@ -114,14 +114,17 @@ def _read_index(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def read_header(path: Path) -> tuple[Mapping[str, str] | None, list[HfTensor]]:
-    """(metadata, tensors in the order of their bytes) of a safetensors file, checked against its size."""
+    """(metadata, tensors in the order of their bytes) of a safetensors file.
+
+    Raises ValueError, as safetensors does, unless the tensors fill the file without overlaps or holes.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little") if size >= 8 else _MAX_HEADER + 1
         text = file.read(length) if length <= _MAX_HEADER else b""
     try:
         header: dict[str, Any] = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"{path}: expected a safetensors file, found no readable header in {size} bytes") from None
     try:
         metadata = header.pop("__metadata__", None)
@@ -129,7 +132,11 @@ def read_header(path: Path) -> tuple[Mapping[str, str] | None, list[HfTensor]]:
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: expected a safetensors file, found a header with {error!r}") from None
     found.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
-    end = max((t.offset + t.nbytes for t in found), default=8 + length)
+    end = 8 + length
+    for tensor in found:
+        if tensor.offset != end:
+            raise ValueError(f"{path}: {tensor.name}: expected its first byte at {end}, found {tensor.offset}")
+        end += tensor.nbytes
     if size != end:
         raise ValueError(f"{path}: expected {end} bytes as its header says, found {size} (truncated?)")
     return metadata, found
@@ -137,6 +144,9 @@ def read_header(path: Path) -> tuple[Mapping[str, str] | None, list[HfTensor]]:
 
 def _tensor(path: Path, name: str, entry: dict[str, Any], start: int) -> HfTensor:
     dtype, shape, (low, high) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    for number in (*shape, low, high):
+        if type(number) is not int or number < 0:
+            raise ValueError(f"{path}: {name}: expected shape and data_offsets of integers >= 0, found {number!r}")
     if dtype not in ITEM_BYTES:
         raise ValueError(f"{path}: {name}: expected one of {', '.join(sorted(ITEM_BYTES))}, found {dtype}")
     if high - low != prod(shape) * ITEM_BYTES[dtype]:

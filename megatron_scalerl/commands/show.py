@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import unicodedata
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -13,6 +12,8 @@ import msgspec
 import yaml
 from rich.console import Console
 from rich.text import Text
+
+from megatron_scalerl.processes.logs import printable
 
 
 class Rollout(msgspec.Struct):
@@ -201,8 +202,3 @@ def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
     """The text with special tokens; control characters other than line ends and tabs are escaped."""
     text = tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return printable(text)
-
-
-def printable(text: str) -> str:
-    """`text` with control characters escaped (`\\x1b`), so that it cannot send commands to a terminal."""
-    return "".join(c if c in "\n\t" or not unicodedata.category(c).startswith("C") else ascii(c)[1:-1] for c in text)

@@ -28,8 +28,10 @@ def log_failures(log: str | Path) -> Iterator[None]:
     exception group the first exception is raised. What the controller logs is appended to `log`, as is the traceback
     of every failure, and a note on the exception names that file.
     """
-    with open_log(Path(log)) as file, log_to_file(io.TextIOWrapper(file, "utf8"), "controller"), _failures(log):
-        yield
+    with open_log(Path(log)) as file:
+        text = io.TextIOWrapper(file, "utf8", "backslashreplace")  # a path may hold bytes that are not UTF-8
+        with log_to_file(text, "controller"), _failures(log):
+            yield
 
 
 @contextmanager

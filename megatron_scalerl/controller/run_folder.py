@@ -4,6 +4,8 @@ recipe.yaml      the resolved recipe
 attempts.jsonl   one line per start: run id, incarnation, time
 end.json         why the latest attempt that finished did so
 journal.jsonl    rollouts/ ledger.jsonl metrics.jsonl validation.jsonl tensorboard/ logs/ checkpoints/
+
+docs/runs.md says at which moment each file is written.
 """
 
 from __future__ import annotations

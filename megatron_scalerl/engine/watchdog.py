@@ -2,7 +2,8 @@
 
 It polls the token count of each engine core, which the server process keeps (`engine.vllm_progress`): a hanging core
 cannot delay the response. No limit applies to a completion as a whole. Time in which the engine is paused does not
-count, nor does time in which the controller itself did not run (a suspended job).
+count, nor does time in which the controller itself did not run (a suspended job). EngineDied
+ends the attempt: `launch.local` stops the processes.
 """
 
 from __future__ import annotations

@@ -208,9 +208,9 @@ def _print(runs: list["RunReport"], comparison: "Comparison | None", options: ar
 
     from megatron_scalerl.fit import tables
 
-    console = Console()
+    console = Console(markup=False)
     if not console.is_terminal:
-        console = Console(width=PIPE_WIDTH)
+        console = Console(width=PIPE_WIDTH, markup=False)
 
     def show(table: tables.Table) -> None:
         console.print(table.rich())

@@ -3,7 +3,8 @@
 With GPUs, the trainer ranks use the first ones and the engines the next ones; without, every process uses the CPU.
 
 Who ends a process: `while_alive` raises when any process exits or hangs, `local_launcher` then calls `stop`, which
-ends every other process, engines included. Nothing else in the controller ends a process, except a second SIGINT
+ends every other process, engines included. An engine that does not start stops itself (`engine.process`).
+Nothing else in the controller ends a process, except a second SIGINT
 or SIGTERM (`processes.signals`) and the kernel when the controller dies (`processes.parent_death`).
 """
 

@@ -1,7 +1,8 @@
 """The losses: pure functions from `LossInputs` to `LossOutput`, one per file.
 
-A loss is a sum with given weights. It depends on no recipe, process group or global; to add one, write a file and a
-line in LOSSES. Nothing here imports torch at run time.
+A loss is a sum with given weights. It depends on no recipe, process group or global; to add one, write a file, a
+line in LOSSES and its name in `recipe.sections.LossSection`. SEPARABLE tells whether it is a sum over tokens,
+`make_loss` which options it takes. Nothing here imports torch at run time.
 """
 
 from __future__ import annotations

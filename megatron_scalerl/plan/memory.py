@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_scalerl.logits.torch_backend import LARGEST, LARGEST_CHUNK, TILE
+from megatron_scalerl.losses import SEPARABLE
 from megatron_scalerl.models.family import Family, padded_vocab_size
 from megatron_scalerl.plan import activations
 from megatron_scalerl.plan.activations import Recompute, norm_bytes
@@ -28,8 +29,6 @@ CPU_KERNEL_CACHE_BYTES = 256 * MIB
 """oneDNN caches a bf16 kernel for each of its last 1,024 shapes; experts have new shapes in every call (measured)."""
 _CAST_COLUMNS = 4096
 """Columns of the head that a CPU casts to fp32 at once."""
-SUMS_OVER_TOKENS = ("cispo", "dapo", "grpo")
-"""Losses that can be computed inside a chunk."""
 _NOT_COUNTED = ("optimizer_cpu_offload", "use_precision_aware_optimizer")
 
 
@@ -208,7 +207,7 @@ def _ends(family: Family, layout: Layout, width: int, kernels: Kernels, stage: i
 
 def in_chunk(recipe: Recipe) -> bool:
     """True if the loss is computed in the chunks of the logits, which are then computed once."""
-    return recipe.trainer.loss_in_chunk and recipe.loss.name in SUMS_OVER_TOKENS
+    return recipe.trainer.loss_in_chunk and recipe.loss.name in SEPARABLE
 
 
 def logit_bytes(

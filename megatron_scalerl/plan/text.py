@@ -16,14 +16,14 @@ Section = tuple[str, Table]
 
 def show(plan: RunPlan, built: str, console: Console) -> None:
     """Print the whole plan: summary, memory, step, balance, assumptions. built: result of `compare_with_build`."""
-    console.print(f"[bold]{plan.recipe.name}[/bold] on {plan.gpus} x {plan.gpu.name}", highlight=False)
+    console.print(f"[bold]{escape(plan.recipe.name)}[/bold] on {plan.gpus} x {plan.gpu.name}", highlight=False)
     sections = [section(plan) for section in (_trainer, _engine, _step, _balance, _assumptions)]
     for title, table in (_summary(plan, built), *sections):
         if title:
             console.print(f"\n[bold]{title}[/bold]", highlight=False)
         console.print(table, highlight=False)
     for line in plan.problems():
-        console.print(f"[red]does not fit:[/red] {line}", highlight=False)
+        console.print(f"[red]does not fit:[/red] {escape(line)}", highlight=False)
 
 
 def _table(title: str, *columns: str) -> Section:

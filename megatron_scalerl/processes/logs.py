@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
@@ -81,5 +82,18 @@ def _handler(handler: logging.Handler, process_name: str, level: int) -> Iterato
         package.setLevel(before)
 
 
+def printable(text: str) -> str:
+    """`text` with control characters escaped (`\\x1b`), so that it cannot send commands to a terminal."""
+    return "".join(c if c in "\n\t" or not unicodedata.category(c).startswith("C") else ascii(c)[1:-1] for c in text)
+
+
+class _Formatter(logging.Formatter):
+    """Completions and the output of verifiers are written by the policy: every line after a record's first is
+    indented, so that none looks like a record of its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record)).replace("\n", "\n    ")
+
+
 def _formatter(process_name: str) -> logging.Formatter:
-    return logging.Formatter(FORMAT, defaults={"process_name": process_name})
+    return _Formatter(FORMAT, defaults={"process_name": process_name})

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.processes.child_process import signal_group
+from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.rewards.limits import Limits
 from megatron_scalerl.rewards.worker import FRAME
 
@@ -286,6 +287,6 @@ class _Output:
     def _forward(self) -> None:
         with contextlib.suppress(BlockingIOError):
             part = os.read(self._reader, 1 << 16)
-            sys.stderr.write(part.decode(errors="replace"))
+            sys.stderr.write(printable(part.decode(errors="replace")))
             if not part:
                 self._loop.remove_reader(self._reader)

@@ -11,9 +11,11 @@ Khatri et al. 2025, section 2; the rules are ours):
   can still meet their deadlines: for every j = 1..k at most j * G outstanding groups have a deadline <= v + j, and
   none has a deadline <= v.
 
-By the first rule, at most (j + 1) * G outstanding groups have a deadline <= v + j for every j (all of them have one
-<= v + k). The second rule preserves this from v to v + 1. Once all outstanding groups are ready, taking the earliest
-deadlines always satisfies it, and every group in flight becomes ready, so the wait ends. Waiting only for groups
+Invariant at version v: for every j = 0..k at most (j + 1) * G outstanding groups have a deadline <= v + j. For j = k
+it is the first rule, as no deadline is later. For j < k, by induction: at the start every deadline is v + k; a batch
+released at v leaves at most j * G groups with a deadline <= v + j for j = 1..k, which is the invariant for j - 1 at
+v + 1; and groups that start at v + 1 have deadlines >= v + 1 + k. Once all outstanding groups are ready, taking the
+earliest deadlines always satisfies it, and every group in flight becomes ready, so the wait ends. Waiting only for groups
 whose deadline is v would not be enough: young, fast groups could fill the batches while more than G slow ones with
 the same later deadline accumulate.
 

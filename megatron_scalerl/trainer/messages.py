@@ -6,6 +6,7 @@ names the run and the incarnation that it belongs to.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -166,10 +167,16 @@ def _array_to_wire(value: Any) -> Any:
     raise TypeError(f"expected a numpy array, found {type(value).__name__}")
 
 
+_DTYPE = re.compile(r"[<|][bfiu][1248]")
+"""Little-endian numbers and booleans; numpy would parse more than that."""
+
+
 def _array_from_wire(kind: type, value: Any) -> Any:
     """msgspec's hook: the array of `_array_to_wire`; it owns its memory and is writable."""
     if kind is np.ndarray:
         dtype, shape, data = value
+        if type(dtype) is not str or not _DTYPE.fullmatch(dtype):
+            raise ValueError(f"expected a dtype of numbers, found {dtype!r}")
         return np.frombuffer(data, dtype=np.dtype(dtype)).reshape(shape).copy()
     raise TypeError(f"expected numpy.ndarray, found {kind.__name__}")
 

@@ -13,7 +13,6 @@ import torch
 from aiohttp import web
 
 from megatron_scalerl.check_gpu import tiny_task
-from megatron_scalerl.check_gpu.commands import cause, serving_facts
 from megatron_scalerl.check_gpu.engine import checks, reference, update
 from megatron_scalerl.check_gpu.engine.decode_rate import check_decode_rate, rates, within_range
 from megatron_scalerl.check_gpu.engine.reference import Reference, write_dense
@@ -22,6 +21,7 @@ from megatron_scalerl.check_gpu.engine.scene import engine_options, make_scene
 from megatron_scalerl.check_gpu.findings import Recorder, read_findings
 from megatron_scalerl.check_gpu.part import Deadline, PartSetting, limited
 from megatron_scalerl.check_gpu.parts import engine, loop
+from megatron_scalerl.check_gpu.programs import cause, serving_facts
 from megatron_scalerl.check_gpu.table import part_named
 from megatron_scalerl.engine.client import SECRET_HEADER, EngineClient
 from megatron_scalerl.plan.counting import Parameters

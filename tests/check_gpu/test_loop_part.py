@@ -13,12 +13,12 @@ import psutil
 import pytest
 
 import megatron_scalerl
-from megatron_scalerl.check_gpu import commands, loop_run, tiny_task
-from megatron_scalerl.check_gpu.commands import GRACE_S, CommandResult
+from megatron_scalerl.check_gpu import loop_run, programs, tiny_task
 from megatron_scalerl.check_gpu.findings import Recorder, read_findings
 from megatron_scalerl.check_gpu.loop_run import read_run
 from megatron_scalerl.check_gpu.part import MARGIN_S, Deadline, PartSetting
 from megatron_scalerl.check_gpu.parts import loop
+from megatron_scalerl.check_gpu.programs import GRACE_S, CommandResult
 from megatron_scalerl.check_gpu.table import part_named
 from megatron_scalerl.check_gpu.tiny_task import recipe_path
 from megatron_scalerl.recipe.file import load_recipe
@@ -198,12 +198,12 @@ def test_a_command_past_its_limit_is_ended_with_what_it_started(tmp_path, monkey
         "print('child', child.pid, flush=True)\ntime.sleep(60)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    started = commands.ChildProcess.start
+    started = programs.ChildProcess.start
 
     async def stand_in(name, argv, env, log):
         return await started(name, [sys.executable, "-m", "megatron_scalerl_stand_in"], env, log)
 
-    monkeypatch.setattr(commands.ChildProcess, "start", stand_in)
+    monkeypatch.setattr(programs.ChildProcess, "start", stand_in)
     done = asyncio.run(loop_run.command(["train"], tmp_path / "x.log", limit_s=2.0))
     assert done.code is None and "last log line: child" in done.failure()
     child, deadline = int(done.output.split()[1]), time.monotonic() + 5

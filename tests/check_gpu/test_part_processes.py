@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_scalerl.check_gpu.commands import run_command
+from megatron_scalerl.check_gpu.programs import run_command
 from megatron_scalerl.check_gpu.ranks import run_ranks
 
 

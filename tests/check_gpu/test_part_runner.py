@@ -121,7 +121,7 @@ def test_a_group_that_outlives_its_kill_costs_no_findings(tmp_path, monkeypatch)
     async def stop(process, grace):
         raise RuntimeError(f"{process.name} still runs after SIGKILL")
 
-    monkeypatch.setattr("megatron_scalerl.check_gpu.commands.ChildProcess.stop", stop)
+    monkeypatch.setattr("megatron_scalerl.check_gpu.programs.ChildProcess.stop", stop)
     [found] = results([part("well")], tmp_path)
     assert statuses(found) == ["passed", "passed"] and found.end == "well still runs after SIGKILL"
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_scalerl.checkpoints.hf_folder import INDEX, HfReader, open_folder
@@ -63,4 +64,31 @@ def test_wrong_folders_are_refused_in_one_line(source: Path, tmp_path: Path) -> 
     with pytest.raises(ValueError, match=r"part-1.safetensors: expected the shard that the index names, found no"):
         open_folder(source)
     with pytest.raises(ValueError, match=r"expected \*.safetensors, found none"):
+        open_folder(tmp_path)
+
+
+def entry(low: object, high: object, shape: object = (1,)) -> dict[str, object]:
+    return {"dtype": "F32", "shape": shape, "data_offsets": [low, high]}
+
+
+@pytest.mark.parametrize(
+    ("header", "data"),
+    [
+        ({"a": entry(0, 8, [2]), "b": entry(4, 8)}, 8),  # they overlap
+        ({"a": entry(0, 4), "b": entry(8, 12)}, 12),  # a hole
+        ({"a": entry(4, 8)}, 8),  # a hole at the start
+        ({"a": entry(-4, 0)}, 0),  # the header's own bytes
+        ({"a": entry(0, 4, [-1])}, 4),
+        ({"a": entry(0, 4, [1.0])}, 4),
+        ({"a": entry(False, 4)}, 4),
+        ("[" * 100_000, 4),
+    ],
+)
+def test_a_header_that_safetensors_refuses_is_refused(header: object, data: int, tmp_path: Path) -> None:
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(data))
+    with pytest.raises(SafetensorError):
+        safe_open(file, "pt")
+    with pytest.raises(ValueError, match=r"model\.safetensors: .*expected .*, found "):
         open_folder(tmp_path)

@@ -74,3 +74,12 @@ def test_the_terminal_shows_warnings_and_no_traceback_and_the_file_shows_all(mon
     assert [line.rpartition(": ")[2] for line in capsys.readouterr().err.splitlines()] == seen
     text = file.getvalue()
     assert "begun" in text and "Traceback" in text and "RuntimeError: boom" in text and "after" not in text
+
+
+def test_text_of_a_policy_cannot_pose_as_a_record_or_command_a_terminal():
+    file = io.StringIO()
+    with logs.log_to_file(file, "controller"):
+        logging.getLogger("megatron_scalerl.part").warning("answer: %s", "1\n2026-11-21 00:00:00,000 INFO x\x1b[2J")
+    first, second = file.getvalue().splitlines()
+    assert first.endswith("answer: 1")
+    assert second == "    2026-11-21 00:00:00,000 INFO x\\x1b[2J"

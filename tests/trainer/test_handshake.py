@@ -13,6 +13,7 @@ import threading
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 import zmq.asyncio
@@ -384,3 +385,11 @@ def test_each_side_has_a_key_of_its_own_and_each_secret_its_own_pair():
     assert len(keys) == 4 and len({public for public, _ in keys}) == 4
     with pytest.raises(ValueError, match="secret: expected a non-empty text"):
         sockets._keys("", sockets._RANKS)
+
+
+@pytest.mark.parametrize("dtype", ["f4,(", "O", ">f4", "<f4,<f4", "<U9", 4])
+def test_an_array_of_another_type_is_no_message(dtype):
+    """numpy parses the text of a dtype, and some texts end in a SyntaxError."""
+    value = msgspec.Raw(msgspec.msgpack.encode([dtype, [1], b"0000"]))
+    with pytest.raises(messages.InvalidMessage, match="expected a dtype of numbers, found "):
+        messages.decode_value(value, np.ndarray)

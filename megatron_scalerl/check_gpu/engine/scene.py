@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.check_gpu.commands import cause, read_log, serving_facts, stop
 from megatron_scalerl.check_gpu.engine.reference import write_dense
 from megatron_scalerl.check_gpu.part import Deadline, PartSetting
+from megatron_scalerl.check_gpu.programs import cause, read_log, serving_facts, stop
 from megatron_scalerl.check_gpu.tiny_task import fallback_backend, tiny_folder
 from megatron_scalerl.controller.preflight import Inputs, check_inputs
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous
@@ -118,7 +118,7 @@ class Serving:
     seconds: float
     """From the start of its process until it was ready."""
     facts: dict[str, str]
-    """See `commands.serving_facts`."""
+    """See `programs.serving_facts`."""
 
 
 async def serve(recipe: Recipe, log: Path, *, index: int = 0) -> Serving:

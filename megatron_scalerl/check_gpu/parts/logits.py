@@ -13,9 +13,9 @@ import torch
 
 import megatron_scalerl
 from megatron_scalerl.check_gpu import logit_parity
-from megatron_scalerl.check_gpu.commands import run_command
 from megatron_scalerl.check_gpu.findings import Recorder
 from megatron_scalerl.check_gpu.part import Deadline, PartSetting
+from megatron_scalerl.check_gpu.programs import run_command
 from megatron_scalerl.logits import chosen_backend
 from megatron_scalerl.logits.choice import BACKENDS
 from megatron_scalerl.logits.contenders import contenders_on

@@ -17,10 +17,10 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_scalerl.check_gpu.commands import CAPTURED, GRACE_S
 from megatron_scalerl.check_gpu.findings import Recorder
 from megatron_scalerl.check_gpu.loop_run import LoopRun, command, faults, read_run, sft_losses
 from megatron_scalerl.check_gpu.part import Deadline, PartSetting
+from megatron_scalerl.check_gpu.programs import CAPTURED, GRACE_S
 from megatron_scalerl.check_gpu.tiny_task import (
     Run,
     check_overrides,

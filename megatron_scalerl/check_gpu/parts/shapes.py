@@ -17,9 +17,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.check_gpu.commands import run_command
 from megatron_scalerl.check_gpu.findings import Recorder
 from megatron_scalerl.check_gpu.part import PartSetting
+from megatron_scalerl.check_gpu.programs import run_command
 from megatron_scalerl.check_gpu.shape_run import SHAPES, SPARE, WARM_UP, Shape, toy
 from megatron_scalerl.plan.hardware import GIB, GPUS, gpu_of_device
 
