@@ -15,9 +15,9 @@ Invariant at version v: for every j = 0..k at most (j + 1) * G outstanding group
 it is the first rule, as no deadline is later. For j < k, by induction: at the start every deadline is v + k; a batch
 released at v leaves at most j * G groups with a deadline <= v + j for j = 1..k, which is the invariant for j - 1 at
 v + 1; and groups that start at v + 1 have deadlines >= v + 1 + k. Once all outstanding groups are ready, taking the
-earliest deadlines always satisfies it, and every group in flight becomes ready, so the wait ends. Waiting only for groups
-whose deadline is v would not be enough: young, fast groups could fill the batches while more than G slow ones with
-the same later deadline accumulate.
+earliest deadlines always satisfies it, and every group in flight becomes ready, so the wait ends. Waiting only for
+groups whose deadline is v would not be enough: young, fast groups could fill the batches while more than G slow ones
+with the same later deadline accumulate.
 
 Three groups start at version 0; the two fast ones finish first:
 
