@@ -82,7 +82,7 @@ def named(processes, word):
 
 def test_a_signal_while_everything_starts(tiny_dense, tmp_path):
     with Run(tiny_dense, tmp_path) as run:
-        run.wait_for(lambda: named(run.children(), "vllm_server") and named(run.children(), "trainer.worker"))
+        run.wait_for(lambda: named(run.children(), "engine.server") and named(run.children(), "trainer.worker"))
         run.process.send_signal(signal.SIGINT)
         code, line = run.end()
     assert code == 130
@@ -92,7 +92,7 @@ def test_a_signal_while_everything_starts(tiny_dense, tmp_path):
 
 def test_a_killed_controller_leaves_no_engine_that_still_imports(tiny_dense, tmp_path):
     with Run(tiny_dense, tmp_path) as run:
-        run.wait_for(lambda: named(run.children(), "vllm_server"))
+        run.wait_for(lambda: named(run.children(), "engine.server"))
         run.process.kill()
         run.process.wait()
         assert run.groups and gone(run.groups)
