@@ -92,6 +92,7 @@ def test_the_loss_is_the_cross_entropy_and_training_lowers_it(tiny, tmp_path):
     assert report.loss < 0.8 * reference_loss(base, last)
     assert reference_loss(twelve, last) < report.loss
     assert AutoTokenizer.from_pretrained(twelve).get_vocab() == tokenizer.get_vocab()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "twelve"]
 
 
 def test_skipped_rows_are_reported_and_the_rollouts_temperature_plays_no_part(tiny, tmp_path):
