@@ -64,7 +64,8 @@ def run_sft(recipe: Recipe, out: str | Path, *, report: Callable[[str], None] = 
     """Train the recipe's policy on its warm-start examples and write it to `out`, a Hugging Face folder.
 
     `report` gets the rows that were skipped and a progress line every 50 steps. Returns the last step's report.
-    Raises ValueError for examples that cannot be read, and for an `out` that exists and is not empty.
+    Raises ValueError for examples that cannot be read, and for an `out` that exists and is not empty; RuntimeError
+    where the trained policy cannot be exported, with the path of the checkpoint that holds it.
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -101,13 +102,15 @@ def run_sft(recipe: Recipe, out: str | Path, *, report: Callable[[str], None] = 
 
 
 def _export(weights: Path, out: Path, *, like: str) -> None:
-    """Turn the checkpoint `weights` into the Hugging Face folder `out`, and remove it."""
+    """Turn the checkpoint `weights` into the Hugging Face folder `out`, and remove it; a failed export keeps it."""
     if out.exists():
         out.rmdir()
     try:
         to_hf(weights, out, like=like)
-    finally:
-        shutil.rmtree(weights)
+    except (ValueError, RuntimeError, OSError) as error:
+        command = f"megatron-scalerl convert to-hf {weights} {out} --like {like}"
+        raise RuntimeError(f"{error}; the trained weights are kept, export them with: {command}") from error
+    shutil.rmtree(weights)
 
 
 def _of_warm_start(recipe: Recipe) -> Recipe:

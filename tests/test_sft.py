@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron_scalerl.convert.to_hf import to_hf
 from megatron_scalerl.distributed import cpu_compat
 from megatron_scalerl.prompts.sft_examples import read_examples
 from megatron_scalerl.recipe import Recipe
@@ -109,6 +110,19 @@ def test_skipped_rows_are_reported_and_the_rollouts_temperature_plays_no_part(ti
     tokenizer = AutoTokenizer.from_pretrained(cool.policy.path)
     [first] = _batches(cool, read_examples(cool, tokenizer).samples)
     assert report.loss == pytest.approx(reference_loss(tiny / "base_policy", first), rel=1e-5)
+
+
+def test_a_failed_export_keeps_the_trained_weights(tiny, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_scalerl.sft.to_hf", full)
+        with pytest.raises(RuntimeError, match=r"No space left .* kept, export them with: megatron-scalerl convert"):
+            run_sft(recipe(tiny, steps=1, batch_size=4), tmp_path / "out", report=lambda line: None)
+    kept = tmp_path / ".out.weights"
+    to_hf(kept, tmp_path / "out", like=tiny / "base_policy")
+    assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 def test_the_same_seed_gives_the_same_policy(tiny, tmp_path):
