@@ -14,7 +14,7 @@ from megatron_scalerl.launch import local
 from megatron_scalerl.launch.local import LocalLauncher
 from megatron_scalerl.processes.child_process import ChildProcess
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.sections import EngineSection
+from megatron_scalerl.recipe.process_sections import EngineSection
 from megatron_scalerl.trainer.client import TrainerError
 
 
