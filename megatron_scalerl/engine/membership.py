@@ -1,5 +1,7 @@
 """Which engines take work: the state of each, and an epoch that every change of a state increments.
 
+A new policy version of an engine that goes on serving is no change of its state.
+
     starting --> stale --> serving --> draining --> lost --> starting ...
                    |                      ^
                    '----------------------'
@@ -20,6 +22,7 @@ from dataclasses import dataclass, replace
 
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.watchdog import EngineDied
+from megatron_scalerl.processes.child_process import LOG_END
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +129,7 @@ class Membership:
         """Abort an engine's requests and let its processes be ended. No effect on an engine already evicted."""
         if (index := self._find(client)) is None:
             return
-        line = reason.splitlines()[0] if reason else "evicted"
+        line = _line(reason)
         unreceived = max(0, client.produced_tokens - client.received_tokens)
         lost_tokens = self._members[index].lost_tokens + unreceived
         self._set(index, state=EngineState.DRAINING, reason=line, lost_tokens=lost_tokens)
@@ -134,8 +137,7 @@ class Membership:
 
     def lose(self, index: int, reason: str, *, given_up: bool = False) -> None:
         """Engine `index` has no process. given_up: it is not started again."""
-        line = reason.splitlines()[0] if reason else "lost"
-        self._set(index, state=EngineState.LOST, client=None, version=None, reason=line, given_up=given_up)
+        self._set(index, state=EngineState.LOST, client=None, version=None, reason=_line(reason), given_up=given_up)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until `condition` holds; it is evaluated now and after each change."""
@@ -171,11 +173,18 @@ class Membership:
         before = self._members[index]
         if all(getattr(before, key) == value for key, value in changes.items()):
             return
+        member = self._members[index] = replace(before, **changes)  # type: ignore[arg-type]
+        if changes.get("state", before.state) is before.state and before.given_up == member.given_up:
+            return
         self.epoch += 1
-        member = self._members[index] = replace(before, epoch=self.epoch, **changes)  # type: ignore[arg-type]
-        if before.state is not member.state:
-            why = f" ({member.reason})" if member.reason else ""
-            logger.info("epoch %d: %s is %s%s", self.epoch, member.name, member.state, why)
+        member = self._members[index] = replace(member, epoch=self.epoch)
+        why = f" ({member.reason})" if member.reason else ""
+        logger.info("epoch %d: %s is %s%s", self.epoch, member.name, member.state, why)
         self._record(member)
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _line(reason: str) -> str:
+    """A reason without the end of a log that follows it."""
+    return (reason.splitlines() or ["no reason is known"])[0].partition(LOG_END)[0]

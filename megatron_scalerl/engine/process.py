@@ -104,7 +104,7 @@ class EngineProcess:
         except EngineDied as died:
             if exit_code.done():
                 raise
-            raise EngineDied(f"{died}; {log_end(self.log_path)}") from None
+            raise EngineDied(f"{died}{log_end(self.log_path)}") from None
         finally:
             exit_code.cancel()
             progress.cancel()
@@ -176,7 +176,7 @@ class EngineProcess:
                 await self.client.get("/health")
 
     def _died(self, what: str) -> EngineDied:
-        return EngineDied(f"{self.name} (port {self.port}) {what}; {log_end(self.log_path)}")
+        return EngineDied(f"{self.name} (port {self.port}) {what}{log_end(self.log_path)}")
 
 
 def bind_server(host: str, port: int) -> socket.socket:

@@ -118,8 +118,9 @@ async def watch_progress(client: EngineClient, settings: EngineSection, lag: Lag
                 progress = await client.progress()
         except (EngineError, TimeoutError) as err:
             if time.monotonic() - answered >= limit:
+                why = f": {err}" if str(err) else ""
                 raise EngineDied(
-                    f"{client.name} gave no answer within {limit:g} s (engine.stall_timeout_s): {err}"
+                    f"{client.name} gave no answer within {limit:g} s (engine.stall_timeout_s){why}"
                 ) from None
             continue
         if progress.dead:

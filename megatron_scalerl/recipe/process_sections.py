@@ -50,13 +50,13 @@ class TrainerSection(Section):
 class MegatronSection(Section):
     """Megatron-Core's options by their original names."""
 
-    model: dict[str, Any] = {}
+    model: dict[str, Any] = Field(default_factory=dict)
     """Fields of TransformerConfig and arguments of GPTModel; they override the policy's config.json."""
-    parallel: dict[str, Any] = {}
+    parallel: dict[str, Any] = Field(default_factory=dict)
     """Arguments of initialize_model_parallel: tensor_model_parallel_size, expert_model_parallel_size ..."""
-    ddp: dict[str, Any] = {}
+    ddp: dict[str, Any] = Field(default_factory=dict)
     """Fields of DistributedDataParallelConfig."""
-    optimizer: dict[str, Any] = {}
+    optimizer: dict[str, Any] = Field(default_factory=dict)
     """Fields of OptimizerConfig other than those that the optimizer section sets."""
 
 
@@ -93,7 +93,7 @@ class EngineSection(Section):
     engine is given up when it fails."""
     min_engines: PositiveInt = 1
     """The run fails when fewer engines than this are not given up; at most engine.count."""
-    vllm: dict[str, Any] = {}
+    vllm: dict[str, Any] = Field(default_factory=dict)
     """vLLM's engine arguments by their original names: max_model_len, max_num_seqs, kv_cache_memory_bytes ... Those
     that change the sampling distribution are rejected. Those that change the engine's numerics (quantization,
     kv_cache_dtype ...) change the sampling policy, which the importance weight corrects."""
