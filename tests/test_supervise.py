@@ -43,7 +43,7 @@ def no_delay(monkeypatch):
         (["1", "killed", "0"], 2, 0, 3),
         (["1", "1", "1", "0"], 2, 1, 3),
         (["1", "killed", "0"], 1, 1, 2),
-        (["1", "commit", "1", "1", "commit", "1", "0"], 2, 0, 7),
+        (["1", "commit", "1", "commit", "1", "0"], 2, 0, 6),
     ],
 )
 def test_a_failed_run_is_started_again_while_it_makes_progress(tmp_path, ends, restarts, code, starts):
