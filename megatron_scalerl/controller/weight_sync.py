@@ -92,7 +92,9 @@ class WeightSync:
         Waits for an engine if none is alive. Raises WeightUpdateError, and TrainerError if the trainer failed.
         """
         while True:
-            await self._engines.until(lambda: bool(self._engines.alive))
+            await self._engines.until(lambda: bool(self._engines.alive) or not self._engines.left)
+            if not self._engines.alive:
+                raise WeightUpdateError(f"no engine is left: {self._engines.given_up_because}")
             update = await self._update(version, lambda: self._engines.alive)
             if update is not None:
                 return update

@@ -74,6 +74,7 @@ class Membership:
         """minimum: fewer engines that are not given up end the run. record: called with every changed member."""
         self.epoch = 0
         self._minimum = minimum
+        self._supervised = True
         self._record = record
         self._members = [
             Member(name=f"engine-{index}", state=EngineState.STARTING, epoch=0) for index in range(count)
@@ -82,8 +83,9 @@ class Membership:
 
     @classmethod
     def of(cls, clients: Sequence[EngineClient], *, version: int | None = 0) -> Membership:
-        """Engines that are started elsewhere: serving `version`, or stale for None."""
+        """Engines that are started elsewhere, and never again: serving `version`, or stale for None."""
         members = cls(len(clients))
+        members._supervised = False
         for index, client in enumerate(clients):
             members.join(index, client)
             if version is not None:
@@ -132,7 +134,13 @@ class Membership:
         line = _line(reason)
         unreceived = max(0, client.produced_tokens - client.received_tokens)
         lost_tokens = self._members[index].lost_tokens + unreceived
-        self._set(index, state=EngineState.DRAINING, reason=line, lost_tokens=lost_tokens)
+        self._set(
+            index,
+            state=EngineState.DRAINING,
+            reason=line,
+            lost_tokens=lost_tokens,
+            given_up=not self._supervised,
+        )
         client.abort(line)
 
     def lose(self, index: int, reason: str, *, given_up: bool = False) -> None:
@@ -151,15 +159,21 @@ class Membership:
 
     async def too_few(self) -> None:
         """Wait until fewer engines than the minimum are left, then raise EngineDied with the reasons."""
-        await self.until(lambda: self._left() < self._minimum)
-        reasons = "; ".join(f"{m.name}: {m.reason}" for m in self._members if m.given_up)
+        await self.until(lambda: self.left < self._minimum)
         raise EngineDied(
-            f"engine.min_engines: expected at least {self._minimum} engines that can serve, found {self._left()} "
-            f"({reasons})"
+            f"engine.min_engines: expected at least {self._minimum} engines that can serve, found {self.left} "
+            f"({self.given_up_because})"
         )
 
-    def _left(self) -> int:
+    @property
+    def left(self) -> int:
+        """Number of engines that are not given up."""
         return sum(not member.given_up for member in self._members)
+
+    @property
+    def given_up_because(self) -> str:
+        """The engines that are given up, and why, in one line."""
+        return "; ".join(f"{m.name}: {m.reason}" for m in self._members if m.given_up)
 
     def _clients(self, *states: EngineState) -> list[EngineClient]:
         return [m.client for m in self._members if m.client is not None and m.state in states]

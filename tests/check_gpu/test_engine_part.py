@@ -160,8 +160,13 @@ class StandInEngine:
 
     name = "engine-0"
 
+    produced_tokens = received_tokens = 0
+
     def __init__(self):
         self.version, self.tokens = 0, 0
+
+    def abort(self, reason):
+        """No request notices it."""
 
     async def score(self, ids):
         return tuple(-1.0 - self.version for _ in ids[1:])
