@@ -113,9 +113,12 @@ class StandInTrainer:
         self.version = 0
         self.trained: list[int] = []
 
-    async def step(self, batches):
+    async def prepare(self, plan, read):
+        pass
+
+    async def step(self, step):
         await asyncio.sleep(TRAIN_S)
-        self.version = batches[0].step
+        self.version = step
         self.trained.append(self.version)
         return StepReport(
             step=self.version,
@@ -309,7 +312,6 @@ async def _attempt(loop, settings, folder, trainer, sampler) -> str:
         backend="gloo",
         dtype="float32",
         logits="fp32",
-        pad_multiple=1,
     )
     async with metering(meter):
         await asyncio.sleep(START_S)
