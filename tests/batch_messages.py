@@ -29,9 +29,7 @@ def planned(samples: list[Sample], **options) -> StepPlan:
 
 def frames_of(plan: StepPlan, samples: list[Sample], dp_rank: int = 0) -> list[bytes]:
     """The frames for one data-parallel rank."""
-    completions = [write(samples[i].rollout) for i in plan.numbers[dp_rank]]
-    message = messages.Prepare(plan=plan.ranks[dp_rank], sizes=tuple(map(len, completions)))
-    return [messages.encode(message), *completions]
+    return messages.batch_frames(plan.ranks[dp_rank], [write(samples[i].rollout) for i in plan.numbers[dp_rank]])
 
 
 def columns(samples: list[Sample], size: int, policy_version: int) -> dict[str, np.ndarray]:

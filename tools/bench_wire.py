@@ -178,8 +178,7 @@ def sent_bytes(plan: StepPlan, completions: list[bytes]) -> int:
     """Bytes of all messages of a step's batch."""
     total = 0
     for part, numbers in zip(plan.ranks, plan.numbers):
-        sizes = tuple(len(completions[number]) for number in numbers)
-        total += len(messages.encode(messages.Prepare(plan=part, sizes=sizes))) + sum(sizes)
+        total += sum(map(len, messages.batch_frames(part, [completions[number] for number in numbers])))
     return total
 
 

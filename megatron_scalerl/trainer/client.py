@@ -136,12 +136,11 @@ class TrainerClient:
                     raise RuntimeError(
                         f"step {plan.step}: expected {len(numbers)} completions, found {len(completions)}"
                     )
-                message = messages.Prepare(plan=part, sizes=tuple(map(len, completions)))
                 rank = self._holders[dp_rank]
                 self._unheld.add(rank)
                 self._all_held.clear()
                 async with self._deadline(self._command_timeout_s, "batch", self._without_batch):
-                    await self._send(rank, message, completions)
+                    await self._send(rank, *messages.batch_frames(part, completions))
             self._prepared = plan.step
 
     async def step(self, step: int) -> StepReport:
@@ -198,7 +197,7 @@ class TrainerClient:
         async with self._deadline(limit, what, lambda: set(answers)), self._busy:
             self._calls += 1
             for rank in range(self.world_size):
-                await self._send(rank, make(self._calls))
+                await self._send(rank, messages.encode(make(self._calls)))
             while len(answers) < self.world_size:
                 sender, message = await self._receive()
                 if isinstance(message, messages.Held):
@@ -262,7 +261,7 @@ class TrainerClient:
             return
         for rank in sorted(self._identities.keys() - self._met):
             self._met.add(rank)
-            await self._send(rank, messages.Meet(rendezvous=self._rendezvous))
+            await self._send(rank, messages.encode(messages.Meet(rendezvous=self._rendezvous)))
 
     def _objection(self, hello: messages.Hello) -> str | None:
         """The reason why this rank may not join, or None."""
@@ -277,13 +276,12 @@ class TrainerClient:
             return "MSRL_BIND_HOST: expected the address where rank 0 binds the store of the run, found none"
         return f"rank {hello.rank}: expected one process, found a second" if hello.rank in self._identities else None
 
-    async def _send(self, rank: int, message: Any, more: Sequence[messages.Buffer] = ()) -> None:
-        """Send a message, and `more` frames after it. Raises TrainerError if the rank cannot be reached."""
+    async def _send(self, rank: int, *frames: messages.Buffer) -> None:
+        """Send the frames of a message, not copied. Raises TrainerError if the rank cannot be reached."""
         if rank not in self._identities:
             raise TrainerError(f"trainer rank {rank}: expected a process that has joined, found none")
         with _ignore_disconnected():
-            frames = [self._identities[rank], messages.encode(message), *more]
-            await self._socket.send_multipart(frames, copy=not more)
+            await self._socket.send_multipart([self._identities[rank], *frames], copy=False)
             return
         raise _gone(rank)
 

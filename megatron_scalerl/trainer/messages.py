@@ -190,6 +190,11 @@ def encode(message: Any) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
+def batch_frames(plan: RankPlan, completions: Sequence[Buffer]) -> list[Buffer]:
+    """The frames of a Prepare: completions are those of `plan.samples`, in this order; they are not copied."""
+    return [encode(Prepare(plan=plan, sizes=tuple(map(len, completions)))), *completions]
+
+
 def decode_for_rank(frames: Sequence[Buffer]) -> ToRank:
     """A message of the controller. Raises InvalidMessage for anything else.
 
