@@ -110,13 +110,15 @@ class StandInTrainer:
     """Counts steps."""
 
     def __init__(self) -> None:
-        self.version = 0
+        self.version = self.prepared = 0
         self.trained: list[int] = []
 
     async def prepare(self, plan, read):
-        pass
+        assert [part.policy_version for part in plan.ranks] == [plan.step - 1]
+        self.prepared = plan.step
 
     async def step(self, step):
+        assert step == self.prepared
         await asyncio.sleep(TRAIN_S)
         self.version = step
         self.trained.append(self.version)
