@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+import random
+from dataclasses import fields, replace
 from typing import Any
 
 from batch_messages import frames_of
 from random_policy import batches_of, plan_of, random_samples
 from trainer_ranks import recipe, release
+
+from megatron_scalerl.types import ExpertChoices
 
 
 def many(jobs: list[tuple[str, str, dict[str, int]]]) -> dict[str, Any]:
@@ -27,6 +30,7 @@ def many(jobs: list[tuple[str, str, dict[str, int]]]) -> dict[str, Any]:
         reports, equal = [], []
         for step in (1, 2):
             samples, sizes = random_samples(step, 7), {"dp_size": parallel.dp_size, "micro_batch_tokens": 64}
+            samples = _with_experts(samples, ours.experts)
             if parallel.holds_batch:
                 batches.hold(frames_of(plan_of(samples, step=step, **sizes), samples, parallel.dp_rank))
             batch = batches.take(step)
@@ -37,11 +41,25 @@ def many(jobs: list[tuple[str, str, dict[str, int]]]) -> dict[str, Any]:
         found[name] = {
             "holds": parallel.holds_batch,
             "dp_rank": parallel.dp_rank,
+            "experts": ours.experts,
             "equal": all(equal),
             "reports": reports,
             "weights": all(torch.equal(a, b) for a, b in zip(*weights, strict=True)),
         }
         release()
+    return found
+
+
+def _with_experts(samples: list[Any], shape: tuple[int, int] | None) -> list[Any]:
+    """The samples; for a policy with experts all but the first have the engine's choices among four."""
+    if shape is None:
+        return samples
+    found, rng = [samples[0]], random.Random(len(samples[0].rollout.token_ids))
+    for sample in samples[1:]:
+        tokens = len(sample.prompt_token_ids) + len(sample.rollout.token_ids) - 1
+        data = bytes(rng.randrange(4) for _ in range(tokens * shape[0] * shape[1]))
+        choices = ExpertChoices(layers=shape[0], topk=shape[1], width=1, data=data)
+        found.append(replace(sample, rollout=replace(sample.rollout, expert_choices=choices)))
     return found
 
 

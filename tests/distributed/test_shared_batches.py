@@ -38,6 +38,7 @@ def test_every_rank_takes_the_step_of_a_local_batch(by_four: list[dict[str, Any]
     found = [rank[name] for rank in by_four]
     assert {rank for rank, each in enumerate(found) if each["holds"]} == LAYOUTS[name][2]
     assert sorted(each["dp_rank"] for each in found if each["holds"]) == sorted({each["dp_rank"] for each in found})
+    assert {each["experts"] for each in found} == {(4, 1) if LAYOUTS[name][0] == "llama4" else None}
     for each in found:
         assert each["equal"] and each["weights"]
         for ours, theirs in each["reports"]:
