@@ -74,12 +74,12 @@ def cases(tries: int, real: int) -> list[Case]:
 class Try:
     """One run with one fault."""
 
-    def __init__(self, folder: Path, tiny: Path, *, real: bool) -> None:
+    def __init__(self, folder: Path, tiny: Path, *, real: bool, steps: int = STEPS) -> None:
         self.folder, self.run = folder, folder / "r"
         self.faults = folder / "faults"
         self.faults.mkdir(parents=True, exist_ok=True)
         settings = [
-            "name=r", f"output_dir={folder}", f"steps={STEPS}", f"policy.path={tiny / 'base_policy'}",
+            "name=r", f"output_dir={folder}", f"steps={steps}", f"policy.path={tiny / 'base_policy'}",
             f"prompts.path={tiny / 'prompts.jsonl'}", f"prompts.held_out_path={tiny / 'held_out.jsonl'}",
             "rollouts.groups_per_batch=4", "rollouts.group_size=4", "rollouts.max_in_flight=16",
             "rollouts.max_staleness_steps=0", "validation.every_steps=4", "validation.prompts=10",
@@ -300,11 +300,14 @@ def main() -> int:
     expected, seconds = outcome_of(reference / "r"), float((reference / "seconds").read_text())
     assert faults_of(reference / "r", None) == [], faults_of(reference / "r", None)
     done = {row["case"] for row in rows}
+    describe = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     for case in cases(arguments.tries, arguments.real):
         if case.key in done or not case.key.startswith(arguments.only):
             continue
         folder = out / case.key.replace(":", "_").replace(" ", "_")
         row = attempt(case, folder, tiny, expected, seconds, arguments.seed)
+        row["commit"] = commit
         with open(rows_file, "a", encoding="utf8") as file:
             file.write(json.dumps(row) + "\n")
         verdict = "; ".join(row["wrong"]) or "as without the fault"

@@ -154,7 +154,7 @@ def test_an_engine_with_an_unpublished_version_is_evicted(tmp_path, ahead, accep
     member, batches = asyncio.run(run())
     newest = max(r.policy_versions[-1] for groups in batches for g in groups for r in g.rollouts)
     if accepted:  # its weight update is in progress
-        assert member.state == "serving" and newest == 4
+        assert member.state == "serving" and newest <= 4
         return
     assert member.state == "draining" and newest == 3
     assert member.reason == f"engine-0: policy versions: expected at most 4, found {3 + ahead}"
