@@ -38,7 +38,7 @@ FLOORS = [
         "export": "checkpoints convert recipe",
     },
     {
-        "rollouts": "checkpoints engine prompts recipe rewards types",
+        "rollouts": "batching checkpoints engine prompts recipe rewards types",
         "launch": "distributed engine processes recipe rewards trainer types weights",
         "sft": "batching convert distributed losses prompts recipe trainer types",
     },
@@ -50,7 +50,7 @@ FLOORS = [
     {
         "check_gpu": "batching checkpoints controller distributed engine launch logits losses plan processes prompts "
         "recipe rewards rollouts tiny trainer types weights",
-        "commands": "controller export processes recipe report sft",
+        "commands": "batching controller export processes recipe report rollouts sft types",
     },
     {
         "__main__": "environment processes",

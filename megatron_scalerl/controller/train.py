@@ -31,7 +31,7 @@ from megatron_scalerl.launch.open_files import allow_open_files
 from megatron_scalerl.processes.signals import run_until_signal
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rewards.pool import VerifierPool
-from megatron_scalerl.rollouts.journal import read_history
+from megatron_scalerl.rollouts.history import read_history
 from megatron_scalerl.rollouts.sampler import Sampler
 
 logger = logging.getLogger(__name__)

@@ -341,12 +341,15 @@ class ValidationSection(Section):
 
 
 class CheckpointSection(Section):
-    """When checkpoints are written."""
+    """When checkpoints are written, and what is kept."""
 
     every_steps: NonNegativeInt = 100
     """Optimizer steps between checkpoints. 0: only at the end."""
     keep: PositiveInt = 2
     """Number of newest checkpoints to keep."""
+    rollouts: Literal["keep", "resume", "parquet"] = "keep"
+    """Rollouts that no kept checkpoint needs for a resume: keep them, delete them ("resume"), or delete them once
+    they are rewritten as Parquet files for people ("parquet")."""
 
 
 class ForecastSection(Section):

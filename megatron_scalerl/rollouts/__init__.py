@@ -1,1 +1,2 @@
-"""Rollouts of training: admission and batches (stream, gate), one completion (sampler), what is on disk (journal)."""
+"""Rollouts of training: admission and batches (stream, gate), one completion (sampler), what is on disk (journal,
+history, store, retention)."""

@@ -10,8 +10,8 @@ finished batch, freed engine slots, a failure.
   (outstanding < (k + 1) * groups_per_batch) and for an engine with slots for a whole group (`max_in_flight`
   completions per engine). Unblocked by: a batch that is done (`trained`), a completion that frees its slot.
 * Group tasks (`_group`, one per outstanding group). Consume: `group_size` completions of one engine. Wait for: these
-  completions and their scores. Unblocked by: the engine and the verifier; they never wait for the trainer, so every
-  admitted group finishes. Each ends by moving its group to `_ready`.
+  completions and their scores, and for the disk. Unblocked by: the engine, the verifier and the journal; they never
+  wait for the trainer, so every admitted group finishes. Each ends by moving its group to `_ready`.
 * `next_batch` (the controller's training loop). Consumes: `_ready`, bounded by the gate. Waits for: a batch that the
   gate may release. Unblocked by: group tasks. Returns None when the curriculum is exhausted and nothing is
   outstanding.
@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from megatron_scalerl.batching import rollout_bytes
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.prompts.curriculum import Curriculum, CurriculumDry
@@ -219,7 +220,7 @@ class RolloutStream:
             epoch=epoch,
             lost_completions=len(running) - len(kept),
         )
-        self._journal.finish(group)
+        await self._journal.finish(group, [rollout_bytes.write(r) for r in group.rollouts])
         self._curriculum.observe(prompt.prompt_id, group.pass_rate)
         async with self._changed:
             self._gate.finish(group_id, group.first_token_version)

@@ -8,7 +8,8 @@ import pytest
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.rollouts.journal import Journal, read_groups, read_history
+from megatron_scalerl.rollouts.history import read_groups, read_history
+from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.stream import RolloutStream
 from megatron_scalerl.types import Prompt, Rollout, Score
 
@@ -97,7 +98,7 @@ def test_batches_keep_the_bound_and_lose_nothing(tmp_path, k):
     assert len(set(seen)) == 75
     assert all(engine.most <= 8 for engine in engines)
     history = read_history(tmp_path)
-    assert set(seen) <= set(history.files)
+    assert set(seen) <= set(history.finished)
 
 
 def test_k_zero_generates_only_between_steps(tmp_path):
@@ -151,7 +152,7 @@ def test_an_unpublished_version_ends_the_stream(tmp_path, ahead, accepted):
         return
     with pytest.raises(EngineError, match=f"engine-0: policy versions: expected at most 4, found {3 + ahead}"):
         asyncio.run(run())
-    assert read_history(tmp_path).files == {}
+    assert read_history(tmp_path).finished == {}
 
 
 def test_an_exhausted_curriculum_ends_the_stream_with_its_reason(tmp_path):
@@ -180,13 +181,13 @@ def test_unfinished_groups_are_reissued_under_their_ids(tmp_path):
 
     asyncio.run(first_attempt())
     history = read_history(tmp_path)
-    lost = [(e["group_id"], e["prompt_id"]) for e in history.to_reissue(history.unbatched())]
+    lost = [(e.group_id, e.prompt_id) for e in history.to_reissue(history.unbatched())]
     assert lost, "something was in flight when the first attempt ended"
 
     async def second_attempt():
         known = {p.prompt_id: p for p in prompts(500)}
         engine = StandInEngine(version=1)
-        stream = make_stream(tmp_path, engines=[engine], next_group_id=len(history.files) + len(lost))
+        stream = make_stream(tmp_path, engines=[engine], next_group_id=len(history.finished) + len(lost))
         ready = read_groups(tmp_path, history, history.unbatched())
         stream.restore(list(ready.values()), [(g, known[p], 0) for g, p in lost])
         stream.start(1)
