@@ -24,6 +24,7 @@ from megatron_scalerl.controller.preflight import check_inputs
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.rollouts.history import BatchRecord
+from megatron_scalerl.rollouts.parquet import SCHEMA
 from megatron_scalerl.tiny.build import TinyArguments, build
 
 ROOT = Path(__file__).parent.parent
@@ -129,6 +130,10 @@ def ran(command, place, *more):
 def test_every_block_is_known(page):
     for language, text in blocks(page):
         if language in ("yaml", "python"):
+            continue
+        if language == "sql":  # of the Parquet files of rollouts
+            named = re.findall(r"\b[a-z_]+\b", re.sub(r"'[^']*'|AS \w+", "", text))
+            assert set(named) - {"avg", "count"} <= set(SCHEMA.names)
             continue
         known = commands_of(text) or [kind for kind, start in SHOWN.items() if re.match(start, text)]
         assert language in ("", "bash") and known, f"no test knows this block of {page.name}:\n{text}"
