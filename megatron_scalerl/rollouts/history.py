@@ -16,6 +16,8 @@ from msgspec import Meta
 
 from megatron_scalerl.batching import rollout_bytes
 from megatron_scalerl.checkpoints.plain_files import is_file_name
+from megatron_scalerl.prompts.curriculum import Curriculum
+from megatron_scalerl.recipe.file import RecipeError
 from megatron_scalerl.rollouts.old_groups import OldGroups
 from megatron_scalerl.rollouts.store import check_stored, read_block, segment_path
 from megatron_scalerl.types import BlockRef, RolloutGroup
@@ -156,6 +158,20 @@ def _events(path: Path) -> Iterable[Admit | Finish | BatchRecord]:
 def _check_file(name: str | None) -> None:
     if name is None or not is_file_name(name):
         raise ValueError(f"a group whose place is {name!a}")
+
+
+def replay_draws(curriculum: Curriculum, history: History) -> None:
+    """Restore the curriculum at the end of the journal by replaying draws and pass rates. Raises RecipeError."""
+    for event in history.events:
+        if isinstance(event, Admit):
+            prompt, _ = curriculum.draw()
+            if prompt.prompt_id != event.prompt_id:
+                raise RecipeError(
+                    f"journal.jsonl: expected group {event.group_id} to draw prompt {prompt.prompt_id}, "
+                    f"found {event.prompt_id} (prompts, held-out split and seed must not change within a run)"
+                )
+        elif isinstance(event, Finish):
+            curriculum.observe(event.prompt_id, event.pass_rate)
 
 
 def read_groups(run_dir: str | Path, history: History, group_ids: Iterable[int]) -> dict[int, RolloutGroup]:
