@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+from megatron_scalerl.batching.assignment import StepPlan, of_rollouts, plan_step, sample_facts
 from megatron_scalerl.batching.packing import pack
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.types import Batch, Rollout, Sample
@@ -57,7 +58,12 @@ def random_samples(seed: int, count: int = 6) -> list[Sample]:
 
 
 def batches_of(
-    samples: list[Sample], *, step: int = 1, dp_size: int = 1, micro_batch_tokens: int = 256
+    samples: list[Sample],
+    *,
+    step: int = 1,
+    dp_size: int = 1,
+    micro_batch_tokens: int = 256,
+    pad_multiple: int = 2,
 ) -> list[Batch]:
     """The samples packed for `dp_size` ranks; version 3 trains."""
     return pack(
@@ -65,6 +71,19 @@ def batches_of(
         step=step,
         dp_size=dp_size,
         micro_batch_tokens=micro_batch_tokens,
-        pad_multiple=2,
+        pad_multiple=pad_multiple,
         policy_version=3,
     )
+
+
+def plan_of(samples: list[Sample], *, step: int = 1, dp_size: int = 1, micro_batch_tokens: int = 256) -> StepPlan:
+    """The plan behind `batches_of`."""
+    facts = [sample_facts(sample) for sample in samples]
+    return plan_step(facts, step=step, dp_size=dp_size, micro_batch_tokens=micro_batch_tokens, policy_version=3)
+
+
+async def train(client: Any, samples: list[Sample], **options: Any) -> Any:
+    """One step of a client's trainer on the samples."""
+    plan = plan_of(samples, **options)
+    await client.prepare(plan, of_rollouts([sample.rollout for sample in samples]))
+    return await client.step(plan.step)

@@ -133,12 +133,17 @@ class StandInTrainer:
     """Counts steps."""
 
     def __init__(self) -> None:
-        self.version = 0
+        self.version = self.prepared = 0
         self.trained: list[int] = []
 
-    async def step(self, batches):
+    async def prepare(self, plan, read):
+        assert [part.policy_version for part in plan.ranks] == [plan.step - 1]
+        self.prepared = plan.step
+
+    async def step(self, step):
+        assert step == self.prepared
         await asyncio.sleep(TRAIN_S)
-        self.version = batches[0].step
+        self.version = step
         self.trained.append(self.version)
         return StepReport(
             step=self.version,
@@ -333,7 +338,6 @@ async def _attempt(loop, settings, folder, trainer, sampler) -> str:
         backend="gloo",
         dtype="float32",
         logits="fp32",
-        pad_multiple=1,
     )
     async with metering(meter):
         await asyncio.sleep(START_S)

@@ -1,8 +1,7 @@
-"""Packing samples into micro-batches, one `Batch` for each data-parallel rank.
+"""The columns of micro-batches: one `Batch` for a data-parallel rank from its plan and its completions.
 
-Every rank gets the same number of micro-batches: expert and pipeline parallel ranks run collectives in each
-micro-batch, and one too few would hang them. Weights are computed before packing, so the assignment of samples to
-micro-batches changes neither loss nor gradient.
+This runs where a batch is trained (`trainer.batch_frames`). `pack` assigns and builds in one process: the warm start,
+the checks and the benches use it.
 """
 
 from __future__ import annotations
@@ -12,8 +11,10 @@ from dataclasses import fields, replace
 
 import numpy as np
 
+from megatron_scalerl.batching.assignment import RankPlan, SampleFacts, plan_step, sample_facts
+from megatron_scalerl.batching.rollout_bytes import RolloutArrays, arrays_of
 from megatron_scalerl.shapes import Int32, Int64
-from megatron_scalerl.types import Batch, MicroBatch, Rollout, Sample
+from megatron_scalerl.types import Batch, MicroBatch, Sample
 
 _FILLS = {"staleness": -1, "expert_choices": -1}
 """Values of padding positions that are not 0."""
@@ -29,85 +30,67 @@ def pack(
     pad_multiple: int,
     policy_version: int,
 ) -> list[Batch]:
-    """One `Batch` per data-parallel rank, balanced by tokens; together they hold every sample exactly once.
-
-    Samples are assigned, longest first, to the rank with the fewest tokens, and on each rank first-fit to
-    micro-batches of at most `micro_batch_tokens`; each is then padded to a multiple of `pad_multiple` (and may exceed
-    the limit by less than that multiple). Ranks with fewer micro-batches get fillers of zero weight. `policy_version`
-    is that of the weights to train; a token's staleness is its distance from the version that sampled it.
+    """One `Batch` per data-parallel rank, as `plan_step` assigns and `build` makes them.
 
     Raises ValueError if a sample alone is longer than `micro_batch_tokens`.
     """
-    assert samples, "a step needs at least one sample"
-    lengths = [len(s.prompt_token_ids) + len(s.rollout.token_ids) for s in samples]
-    for index, length in enumerate(lengths):
-        if length > micro_batch_tokens:
-            raise ValueError(
-                f"trainer.micro_batch_tokens: expected at least {length}, the length of sample {index}, "
-                f"found {micro_batch_tokens}"
-            )
-    ranks: list[list[list[int]]] = []
-    for members in _balance(lengths, dp_size):
-        ranks.append(_first_fit(members, lengths, micro_batch_tokens))
-    count = max(len(bins) for bins in ranks)
-    filler = filler_micro_batch(pad_multiple)
-    batches = []
-    for bins in ranks:
-        packed = [_micro_batch([samples[i] for i in b], pad_multiple, policy_version) for b in bins]
-        batches.append(Batch(step=step, micro_batches=tuple(packed + [filler] * (count - len(packed)))))
-    return batches
+    plan = plan_step(
+        [sample_facts(sample) for sample in samples],
+        step=step,
+        dp_size=dp_size,
+        micro_batch_tokens=micro_batch_tokens,
+        policy_version=policy_version,
+    )
+    return [
+        build(rank, [arrays_of(samples[i].rollout) for i in numbers], pad_multiple=pad_multiple)
+        for rank, numbers in zip(plan.ranks, plan.numbers)
+    ]
 
 
-def _balance(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Sample numbers of each rank, longest first, each given to the rank with the fewest tokens so far."""
-    members: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        rank = loads.index(min(loads))
-        members[rank].append(index)
-        loads[rank] += lengths[index]
-    return members
+def build(plan: RankPlan, completions: Sequence[RolloutArrays], *, pad_multiple: int) -> Batch:
+    """The plan's `Batch`; `completions` are those of `plan.samples`, in this order.
+
+    Each micro-batch is padded to a multiple of `pad_multiple`, and may exceed `plan_step`'s limit by less than that
+    multiple; fillers are that long. The arrays own their memory and are writable.
+    """
+    assert len(completions) == len(plan.samples), (len(completions), len(plan.samples))
+    left = iter(completions)
+    rows = [
+        _micro_batch(members, [next(left) for _ in members], pad_multiple, plan.policy_version)
+        if members
+        else filler_micro_batch(pad_multiple)
+        for members in plan.micro_batches
+    ]
+    return Batch(step=plan.step, micro_batches=tuple(rows))
 
 
-def _first_fit(members: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """`members` in bins of at most `capacity` tokens. Longest first, so similar lengths share a bin."""
-    bins: list[list[int]] = []
-    free: list[int] = []
-    for index in members:
-        chosen = next((b for b, room in enumerate(free) if room >= lengths[index]), len(bins))
-        if chosen == len(bins):
-            bins.append([])
-            free.append(capacity)
-        bins[chosen].append(index)
-        free[chosen] -= lengths[index]
-    return bins
-
-
-def _micro_batch(samples: Sequence[Sample], pad_multiple: int, policy_version: int) -> MicroBatch:
+def _micro_batch(
+    samples: Sequence[SampleFacts], completions: Sequence[RolloutArrays], pad_multiple: int, policy_version: int
+) -> MicroBatch:
     """The samples in one row, padded with a sequence of zero weight to a multiple of `pad_multiple`."""
-    packed = [_sequence(sample, policy_version) for sample in samples]
+    packed = [_sequence(sample, arrays, policy_version) for sample, arrays in zip(samples, completions, strict=True)]
     sizes = [len(columns["tokens"]) for columns in packed]
     joined = {key: np.concatenate([columns[key] for columns in packed]) for key in packed[0]}
-    joined |= _joined_choices(samples)
+    joined |= _joined_choices(sizes, completions)
     cu_seqlens = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
     micro_batch = MicroBatch(cu_seqlens=cu_seqlens, **joined)
     total = sum(sizes)
     return pad_to(micro_batch, -(-total // pad_multiple) * pad_multiple)
 
 
-def _sequence(sample: Sample, policy_version: int) -> dict[str, np.ndarray]:
+def _sequence(sample: SampleFacts, completion: RolloutArrays, policy_version: int) -> dict[str, np.ndarray]:
     """One completion as the arrays of a micro-batch: position i describes the token that it predicts."""
-    rollout = sample.rollout
-    prompt, size = len(sample.prompt_token_ids), len(sample.prompt_token_ids) + len(rollout.token_ids)
+    prompt, size = len(sample.prompt_token_ids), sample.length
     assert prompt > 0, "a completion without a prompt has no position that predicts its first token"
-    tokens = np.asarray(sample.prompt_token_ids + rollout.token_ids, dtype=np.int64)
+    tokens = np.empty(size, dtype=np.int64)
+    tokens[:prompt], tokens[prompt:] = sample.prompt_token_ids, completion.token_ids
     predicts = slice(prompt - 1, size - 1)  # the positions whose target is a completion token
     mask = np.zeros(size, dtype=bool)
-    mask[predicts] = rollout.loss_mask
+    mask[predicts] = completion.loss_mask
     logprobs = np.zeros(size, dtype=np.float32)
-    logprobs[predicts] = rollout.rollout_logprobs
+    logprobs[predicts] = completion.rollout_logprobs
     staleness = np.full(size, -1, dtype=np.int32)
-    staleness[predicts] = policy_version - np.asarray(rollout.policy_versions, dtype=np.int32)
+    staleness[predicts] = policy_version - completion.policy_versions
     return {
         "tokens": tokens,
         "position_ids": np.arange(size, dtype=np.int64),
@@ -120,18 +103,19 @@ def _sequence(sample: Sample, policy_version: int) -> dict[str, np.ndarray]:
     }
 
 
-def _joined_choices(samples: Sequence[Sample]) -> dict[str, Int32[np.ndarray, "N L K"]]:
-    """Experts of the concatenated samples, -1 for a sample without; empty if all are without."""
-    known = [s.rollout.expert_choices for s in samples if s.rollout.expert_choices is not None]
+def _joined_choices(
+    sizes: Sequence[int], completions: Sequence[RolloutArrays]
+) -> dict[str, Int32[np.ndarray, "N L K"]]:
+    """Experts of the concatenated sequences, -1 for one without; empty if all are without."""
+    known = [c.expert_choices for c in completions if c.expert_choices is not None]
     if not known:
         return {}
     layers, topk = known[0].layers, known[0].topk
     assert all((c.layers, c.topk) == (layers, topk) for c in known), "one policy, one number of layers and experts"
     parts = []
-    for sample in samples:
-        tokens = len(sample.prompt_token_ids) + len(sample.rollout.token_ids)
+    for tokens, completion in zip(sizes, completions, strict=True):
         part = np.full((tokens, layers, topk), -1, dtype=np.int32)
-        choices = sample.rollout.expert_choices
+        choices = completion.expert_choices
         if choices is not None:
             numbers = np.frombuffer(choices.data, dtype=f"<u{choices.width}").reshape(-1, layers, topk)
             part[: min(tokens, len(numbers))] = numbers[:tokens]
@@ -182,31 +166,37 @@ def scoring_micro_batches(
 
     Weights and advantages are 0. A list longer than `micro_batch_tokens` gets a micro-batch of its own.
     """
-    rows: list[list[Sample]] = []
+    rows: list[list[Sequence[int]]] = []
     used = 0
     for ids in token_ids:
         assert len(ids) >= 2, "a single token has nothing that predicts it"
         if not rows or used + len(ids) > micro_batch_tokens:
             rows.append([])
             used = 0
-        rows[-1].append(_unweighted(tuple(ids)))
+        rows[-1].append(ids)
         used += len(ids)
-    return [_micro_batch(row, pad_multiple, 0) for row in rows]
+    return [
+        _micro_batch([_unweighted(ids) for ids in row], [_unsampled(ids) for ids in row], pad_multiple, 0)
+        for row in rows
+    ]
 
 
-def _unweighted(ids: tuple[int, ...]) -> Sample:
+def _unweighted(ids: Sequence[int]) -> SampleFacts:
+    return SampleFacts(prompt_token_ids=tuple(ids[:1]), tokens=len(ids) - 1, advantage=0.0, token_weight=0.0)
+
+
+def _unsampled(ids: Sequence[int]) -> RolloutArrays:
     size = len(ids) - 1
-    rollout = Rollout(
-        token_ids=ids[1:],
-        rollout_logprobs=(0.0,) * size,
-        policy_versions=(0,) * size,
-        loss_mask=(True,) * size,
+    return RolloutArrays(
+        token_ids=np.asarray(ids[1:], dtype=np.int64),
+        rollout_logprobs=np.zeros(size, dtype=np.float32),
+        policy_versions=np.zeros(size, dtype=np.int64),
+        loss_mask=np.ones(size, dtype=bool),
         interrupted=False,
         truncated=False,
         thinking_cut=0,
         seed=0,
     )
-    return Sample(prompt_token_ids=ids[:1], rollout=rollout, advantage=0.0, token_weight=0.0)
 
 
 def sequence_ids(micro_batch: MicroBatch) -> Int64[np.ndarray, " N"]:

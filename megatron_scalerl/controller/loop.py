@@ -41,7 +41,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from megatron_scalerl.batching.advantages import samples_of
-from megatron_scalerl.batching.packing import pack
+from megatron_scalerl.batching.assignment import of_rollouts, plan_step, sample_facts
 from megatron_scalerl.controller.batch_metrics import batch_metrics
 from megatron_scalerl.controller.meter import Meter
 from megatron_scalerl.controller.metrics import Metrics
@@ -206,16 +206,16 @@ class Controller:
             self._progress.skipped(self._step)
             return
         self._skipped_in_a_row = 0
-        info = self._fleet.info
-        batches = pack(
-            plan.samples,
+        step = plan_step(
+            [sample_facts(sample) for sample in plan.samples],
             step=self._step + 1,
-            dp_size=info.dp_size,
+            dp_size=self._fleet.info.dp_size,
             micro_batch_tokens=recipe.micro_batch_tokens,
-            pad_multiple=info.pad_multiple,
             policy_version=self._step,
         )
-        report = await self._fleet.trainer.step(batches)
+        trainer = self._fleet.trainer
+        await trainer.prepare(step, of_rollouts([sample.rollout for sample in plan.samples]))
+        report = await trainer.step(step.step)
         record["pinned_seconds"] = await self._await_validation(trainer_left=True)
         self._step = report.policy_version
         record |= await self._publish()

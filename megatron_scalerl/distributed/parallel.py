@@ -62,6 +62,11 @@ class Parallel:
         """True for the stage with the head, which returns log-probabilities."""
         return self.pp_rank == self.pp_size - 1
 
+    @property
+    def holds_batch(self) -> bool:
+        """True for the one rank of each data-parallel rank that receives its batches; the others get them from it."""
+        return self.tp_rank == self.pp_rank == self.cp_rank == 0
+
 
 def init_parallel(recipe: Recipe, rendezvous: Rendezvous | None = None) -> Parallel:
     """Prepare the device, join the process group and create the subgroups of `megatron.parallel`.

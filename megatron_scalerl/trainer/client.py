@@ -11,11 +11,12 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from megatron_scalerl.batching.assignment import ReadCompletions, StepPlan
 from megatron_scalerl.checkpoints.manifest import Manifest, ParamMeta
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous, Rendezvous
 from megatron_scalerl.trainer import messages, sockets
 from megatron_scalerl.trainer.messages import TrainerInfo
-from megatron_scalerl.types import Batch, StepReport
+from megatron_scalerl.types import StepReport
 from megatron_scalerl.weights.connection import Connection, SendReport
 
 STOP_TIMEOUT_S = 30.0
@@ -39,6 +40,10 @@ class TrainerClient:
     `close` closes it. After a TrainerError only `close` is valid. `command_timeout_s` bounds every command but
     `stop`, which has STOP_TIMEOUT_S. All ranks exit when the client is closed or its process ends.
 
+    A batch is sent by `prepare`, also while a command runs, and trained by `step`. At most one batch's bytes are in
+    this process: `prepare` fills ZeroMQ's queues, the ranks' I/O threads drain them while the ranks compute, and the
+    next `prepare` waits until the ranks hold the batch before.
+
     rendezvous: of the ranks on one host. None for several hosts, where rank 0 binds a store (MSRL_BIND_HOST) and
     sends its address.
     """
@@ -61,9 +66,17 @@ class TrainerClient:
         self._rendezvous: Rendezvous | None = rendezvous
         self._met: set[int] = set()
         self._dp_ranks: dict[int, int] = {}
+        self._holders: dict[int, int] = {}
+        """The rank that receives the batches of each data-parallel rank."""
+        self._prepared: int | None = None
+        """The step whose batch was sent and which was not called yet."""
+        self._unheld: set[int] = set()
+        """Ranks that were sent a batch which they do not hold yet."""
+        self._all_held = asyncio.Event()
+        self._all_held.set()
         self._identities: dict[int, bytes] = {}
         self._calls = 0
-        self._busy = asyncio.Lock()
+        self._busy, self._sending = asyncio.Lock(), asyncio.Lock()
         self._context = zmq.asyncio.Context()
         self._authenticator = sockets.CurveAuthenticator(self._context, secret)
         self._authenticator.start()
@@ -100,27 +113,59 @@ class TrainerClient:
                 sender, message = await self._receive()
                 await self._greet(sender, message)
         assert self.info is not None
+        missing = sorted(set(range(self.info.dp_size)) - self._holders.keys())
+        if missing:
+            raise TrainerError(f"trainer: expected a rank that receives batches of data-parallel rank {missing[0]}")
         return self.info
 
-    async def step(self, batches: Sequence[Batch]) -> StepReport:
-        """One optimizer step on one batch per data-parallel rank. Raises TrainerError, as all commands do."""
+    async def prepare(self, plan: StepPlan, read: ReadCompletions) -> None:
+        """Send each data-parallel rank's plan and completions to one of its ranks, which keeps them for `step`.
+
+        May run beside `step` or any other command, but only one batch may be prepared and not yet stepped on.
+        `read` is called for one data-parallel rank after the other; its bytes are not copied, and must not change.
+        Raises TrainerError for a rank that is gone, and if the ranks do not hold the batch before within
+        `command_timeout_s`; RuntimeError if `read` returns another number of completions. After these, or an error
+        of `read`, only `close` is valid. What a rank objects to in its batch is raised by the command in progress or
+        the next one.
+        """
         assert self.info is not None, "wait_ready first"
-        assert len(batches) == self.info.dp_size, (len(batches), self.info.dp_size)
-        return await self._call(lambda call, dp: messages.Step(call=call, batch=batches[dp]), StepReport)
+        assert len(plan.ranks) == self.info.dp_size, (len(plan.ranks), self.info.dp_size)
+        async with self._sending:
+            assert self._prepared is None, f"step {self._prepared} is prepared and was not called"
+            async with self._deadline(self._command_timeout_s, "batch", self._without_batch):
+                await self._all_held.wait()
+            for dp_rank, (part, numbers) in enumerate(zip(plan.ranks, plan.numbers, strict=True)):
+                completions = await read(numbers)
+                if len(completions) != len(numbers):
+                    raise RuntimeError(
+                        f"step {plan.step}: expected {len(numbers)} completions, found {len(completions)}"
+                    )
+                rank = self._holders[dp_rank]
+                self._unheld.add(rank)
+                self._all_held.clear()
+                async with self._deadline(self._command_timeout_s, "batch", self._without_batch):
+                    await self._send(rank, *messages.batch_frames(part, completions))
+            self._prepared = plan.step
+
+    async def step(self, step: int) -> StepReport:
+        """One optimizer step on the batch that was prepared for it. Raises TrainerError, as all commands do."""
+        assert self._prepared == step, f"expected step {self._prepared}, which is prepared, found {step}"
+        self._prepared = None
+        return await self._call(lambda call: messages.Step(call=call, step=step), StepReport)
 
     async def manifest(self) -> Manifest:
         """Names, types and shapes of the weights, in the order in which they are sent."""
-        return await self._call(lambda call, _: messages.DescribeWeights(call=call), tuple[ParamMeta, ...])
+        return await self._call(lambda call: messages.DescribeWeights(call=call), tuple[ParamMeta, ...])
 
     async def connect_weights(self, connection: Connection) -> None:
         """Open the trainer's end of the weight transport. Raises WeightGroupFailed if an engine does not join."""
-        failure = await self._call(lambda call, _: messages.ConnectWeights(call=call, connection=connection), str)
+        failure = await self._call(lambda call: messages.ConnectWeights(call=call, connection=connection), str)
         if failure:
             raise WeightGroupFailed(failure)
 
     async def send_weights(self, version: int) -> SendReport:
         """Send all weights as `version`. Raises WeightGroupFailed if an engine leaves meanwhile."""
-        report = await self._call(lambda call, _: messages.SendWeights(call=call, version=version), SendReport)
+        report = await self._call(lambda call: messages.SendWeights(call=call, version=version), SendReport)
         if report.failure:
             raise WeightGroupFailed(report.failure)
         return report
@@ -128,20 +173,20 @@ class TrainerClient:
     async def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """For each token list, log-probabilities (nats) of its tokens from the second on."""
         tokens = [list(ids) for ids in token_ids]
-        return await self._call(lambda call, _: messages.Logprobs(call=call, token_ids=tokens), list[list[float]])
+        return await self._call(lambda call: messages.Logprobs(call=call, token_ids=tokens), list[list[float]])
 
     async def save(self, path: str, extra: dict[str, Any]) -> None:
         """Write and commit a checkpoint; `extra` is the controller's own state, as JSON data."""
-        await self._call(lambda call, _: messages.Save(call=call, path=str(path), extra=extra), None)
+        await self._call(lambda call: messages.Save(call=call, path=str(path), extra=extra), None)
 
     async def load(self, path: str) -> dict[str, Any]:
         """Resume from a committed checkpoint; returns the `extra` it was saved with."""
-        return await self._call(lambda call, _: messages.Load(call=call, path=str(path)), dict[str, Any])
+        return await self._call(lambda call: messages.Load(call=call, path=str(path)), dict[str, Any])
 
     async def stop(self) -> None:
         """Let every rank exit with 0, and close. Raises TrainerError if one does not answer; closes anyway."""
         try:
-            await self._call(lambda call, _: messages.Stop(call=call), None, leaves=True)
+            await self._call(lambda call: messages.Stop(call=call), None, leaves=True)
         finally:
             self.close()
 
@@ -151,7 +196,7 @@ class TrainerClient:
             self._authenticator.stop()
             self._context.destroy(linger=0)
 
-    async def _call(self, make: Callable[[int, int], messages.Command], kind: Any, *, leaves: bool = False) -> Any:
+    async def _call(self, make: Callable[[int], messages.Command], kind: Any, *, leaves: bool = False) -> Any:
         """Send each rank its command, wait for all answers, and return rank 0's as `kind`.
 
         `leaves`: after its answer a rank may disconnect.
@@ -161,10 +206,12 @@ class TrainerClient:
         async with self._deadline(limit, what, lambda: set(answers)), self._busy:
             self._calls += 1
             for rank in range(self.world_size):
-                await self._send(rank, make(self._calls, self._dp_ranks.get(rank, 0)))
+                await self._send(rank, messages.encode(make(self._calls)))
             while len(answers) < self.world_size:
                 sender, message = await self._receive()
-                if not isinstance(message, messages.Done):
+                if isinstance(message, messages.Held):
+                    self._note_held(message.rank)
+                elif not isinstance(message, messages.Done):
                     await self._greet(sender, message)
                 # The answer to an earlier call is late if its caller stopped waiting.
                 elif message.call == self._calls:
@@ -175,6 +222,15 @@ class TrainerClient:
             return messages.decode_value(answers[0], kind)
         except messages.InvalidMessage as error:
             raise TrainerError(f"trainer rank 0: {error}") from error
+
+    def _without_batch(self) -> set[int]:
+        """Ranks that owe no answer to a batch."""
+        return set(range(self.world_size)) - self._unheld
+
+    def _note_held(self, rank: int) -> None:
+        self._unheld.discard(rank)
+        if not self._unheld:
+            self._all_held.set()
 
     async def _greet(self, sender: bytes, message: messages.ToController) -> None:
         """Answer a process that joins; refuse it if it is not a rank of this run."""
@@ -194,6 +250,11 @@ class TrainerClient:
                 f"trainer rank {message.rank}: expected a data-parallel rank under {message.info.dp_size}, "
                 f"found {message.dp_rank}"
             )
+        if message.holds_batch and self._holders.setdefault(message.dp_rank, message.rank) != message.rank:
+            raise TrainerError(
+                f"trainer rank {message.rank}: expected rank {self._holders[message.dp_rank]} alone to receive the "
+                f"batches of data-parallel rank {message.dp_rank}, found a second one"
+            )
         self._dp_ranks[message.rank] = message.dp_rank
         if message.rank == 0:
             self.info = message.info
@@ -209,7 +270,7 @@ class TrainerClient:
             return
         for rank in sorted(self._identities.keys() - self._met):
             self._met.add(rank)
-            await self._send(rank, messages.Meet(rendezvous=self._rendezvous))
+            await self._send(rank, messages.encode(messages.Meet(rendezvous=self._rendezvous)))
 
     def _objection(self, hello: messages.Hello) -> str | None:
         """The reason why this rank may not join, or None."""
@@ -224,12 +285,12 @@ class TrainerClient:
             return "MSRL_BIND_HOST: expected the address where rank 0 binds the store of the run, found none"
         return f"rank {hello.rank}: expected one process, found a second" if hello.rank in self._identities else None
 
-    async def _send(self, rank: int, message: Any) -> None:
-        """Raises TrainerError if the rank cannot be reached."""
+    async def _send(self, rank: int, *frames: messages.Buffer) -> None:
+        """Send the frames of a message, not copied. Raises TrainerError if the rank cannot be reached."""
         if rank not in self._identities:
             raise TrainerError(f"trainer rank {rank}: expected a process that has joined, found none")
         with _ignore_disconnected():
-            await self._socket.send_multipart([self._identities[rank], messages.encode(message)])
+            await self._socket.send_multipart([self._identities[rank], *frames], copy=False)
             return
         raise _gone(rank)
 

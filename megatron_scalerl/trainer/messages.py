@@ -1,21 +1,19 @@
 """Messages between the controller and the trainer's ranks, and their msgpack form.
 
 The controller binds a ROUTER socket, every rank connects a DEALER; `sockets` encrypts both. A rank's first message
-names the run and the incarnation that it belongs to.
+names the run and the incarnation that it belongs to. A message is one frame; only Prepare is followed by others.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import numpy as np
 
+from megatron_scalerl.batching.assignment import RankPlan
 from megatron_scalerl.distributed.rendezvous import HostRendezvous, Rendezvous
-from megatron_scalerl.types import Batch
 from megatron_scalerl.weights.connection import Connection
 
 
@@ -38,8 +36,6 @@ class TrainerInfo:
     """Type of weights and activations."""
     logits: str
     """Precision of the logit projection: fp32 or model."""
-    pad_multiple: int
-    """Lengths of micro-batches must be a multiple of it."""
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -79,7 +75,16 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     rank: int
     dp_rank: int
+    holds_batch: bool
+    """True for the one rank of each data-parallel rank that receives its batches."""
     info: TrainerInfo
+
+
+class Held(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Rank to controller: the batch of this step has arrived, whole and valid."""
+
+    rank: int
+    step: int
 
 
 class Done(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -100,11 +105,22 @@ class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Last line of the traceback."""
 
 
+class Prepare(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Keep a batch until its Step; to the rank of each data-parallel rank that `Ready.holds_batch`. Answer: Held.
+
+    A frame for each completion follows, in the order of `plan.samples` and the bytes of `batching.rollout_bytes`.
+    """
+
+    plan: RankPlan
+    sizes: tuple[int, ...]
+    """Bytes of each completion."""
+
+
 class Step(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Train on a batch. Answer: StepReport."""
+    """Train on the batch that was prepared for this step. Answer: StepReport."""
 
     call: int
-    batch: Batch
+    step: int
 
 
 class DescribeWeights(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -156,34 +172,13 @@ class Stop(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 Command = Step | DescribeWeights | ConnectWeights | SendWeights | Logprobs | Save | Load | Stop
-ToRank = Welcome | Meet | Ping | Refused | Command
-ToController = Hello | Ready | Done | Failed
+ToRank = Welcome | Meet | Ping | Refused | Prepare | Command
+ToController = Hello | Ready | Held | Done | Failed
+Buffer = bytes | memoryview
 
 
-def _array_to_wire(value: Any) -> Any:
-    """msgspec's hook: a numpy array as [dtype, shape, bytes]."""
-    if isinstance(value, np.ndarray):
-        return [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()]
-    raise TypeError(f"expected a numpy array, found {type(value).__name__}")
-
-
-_DTYPE = re.compile(r"[<|][bfiu][1248]")
-"""Little-endian numbers and booleans; numpy would parse more than that."""
-
-
-def _array_from_wire(kind: type, value: Any) -> Any:
-    """msgspec's hook: the array of `_array_to_wire`; it owns its memory and is writable."""
-    if kind is np.ndarray:
-        dtype, shape, data = value
-        if type(dtype) is not str or not _DTYPE.fullmatch(dtype):
-            raise ValueError(f"expected a dtype of numbers, found {dtype!r}")
-        return np.frombuffer(data, dtype=np.dtype(dtype)).reshape(shape).copy()
-    raise TypeError(f"expected numpy.ndarray, found {kind.__name__}")
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_array_to_wire)
-_to_rank = msgspec.msgpack.Decoder(ToRank, dec_hook=_array_from_wire)
-_to_controller = msgspec.msgpack.Decoder(ToController, dec_hook=_array_from_wire)
+_to_rank = msgspec.msgpack.Decoder(ToRank)
+_to_controller = msgspec.msgpack.Decoder(ToController)
 
 
 class InvalidMessage(RuntimeError):
@@ -192,12 +187,39 @@ class InvalidMessage(RuntimeError):
 
 def encode(message: Any) -> bytes:
     """A message or a plain value as msgpack."""
-    return _encoder.encode(message)
+    return msgspec.msgpack.encode(message)
 
 
-def decode_for_rank(data: bytes) -> ToRank:
-    """A message of the controller. Raises InvalidMessage for anything else."""
-    return _decoded(_to_rank, data)
+def batch_frames(plan: RankPlan, completions: Sequence[Buffer]) -> list[Buffer]:
+    """The frames of a Prepare: completions are those of `plan.samples`, in this order; they are not copied."""
+    return [encode(Prepare(plan=plan, sizes=tuple(map(len, completions)))), *completions]
+
+
+def decode_for_rank(frames: Sequence[Buffer]) -> ToRank:
+    """A message of the controller. Raises InvalidMessage for anything else.
+
+    That includes a Prepare without exactly its completions, each of the size stated.
+    """
+    if not frames:
+        raise InvalidMessage("expected a message, found no frame")
+    message: ToRank = _decoded(_to_rank, frames[0])
+    if isinstance(message, Prepare):
+        _check_sizes(message, frames[1:])
+    elif len(frames) != 1:
+        raise InvalidMessage(f"expected a message in one frame, found {len(frames)}")
+    return message
+
+
+def _check_sizes(message: Prepare, completions: Sequence[Buffer]) -> None:
+    where, expected = f"batch of step {message.plan.step}", len(message.plan.samples)
+    if not len(message.sizes) == len(completions) == expected:
+        raise InvalidMessage(
+            f"{where}: expected {expected} completions, found {len(message.sizes)} sizes and "
+            f"{len(completions)} frames"
+        )
+    for number, (size, completion) in enumerate(zip(message.sizes, completions)):
+        if len(completion) != size:
+            raise InvalidMessage(f"{where}: completion {number}: expected {size} bytes, found {len(completion)}")
 
 
 def decode_for_controller(frames: Sequence[bytes]) -> ToController:
@@ -209,11 +231,11 @@ def decode_for_controller(frames: Sequence[bytes]) -> ToController:
 
 def decode_value(data: msgspec.Raw, kind: Any) -> Any:
     """The value of a Done. Raises InvalidMessage if it is not of type `kind`."""
-    return _decoded(msgspec.msgpack.Decoder(kind, dec_hook=_array_from_wire), data)
+    return _decoded(msgspec.msgpack.Decoder(kind), data)
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[Any], data: bytes | msgspec.Raw) -> Any:
+def _decoded(decoder: msgspec.msgpack.Decoder[Any], data: Buffer | msgspec.Raw) -> Any:
     try:
         return decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidMessage(f"expected a message, found {len(bytes(data))} bytes that are none ({error})") from error

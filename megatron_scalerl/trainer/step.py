@@ -85,7 +85,7 @@ class Trainer:
         self._loss = loss
         self._learning_rate = learning_rate
         self._weight_decay = weight_decay
-        self._micro_batch_tokens = micro_batch_tokens
+        self.micro_batch_tokens = micro_batch_tokens
         self._temperature = temperature
         self._loss_in_chunk = loss_in_chunk
         self._config = get_model_config(chunks[0])
@@ -94,6 +94,12 @@ class Trainer:
         # ranks, but the schedule still multiplies by their number.
         self._averaged_ranks = 1 / parallel.cp_size if self._config.calculate_per_token_loss else parallel.dp_size
         self._counts = parallel.is_last_stage and parallel.tp_rank == 0 and parallel.cp_rank == 0
+
+    @property
+    def experts(self) -> tuple[int, int] | None:
+        """Layers and experts per token of the engine's choices for this policy; None for a dense one."""
+        config = self._config
+        return (config.num_layers, config.moe_router_topk) if config.num_moe_experts else None
 
     def step(self, batch: Batch) -> StepReport:
         """Forward, backward and one optimizer step on this rank's batch.
@@ -141,7 +147,7 @@ class Trainer:
         Every data-parallel rank computes the same; every rank returns the result.
         """
         rows = scoring_micro_batches(
-            token_ids, micro_batch_tokens=self._micro_batch_tokens, pad_multiple=self.pad_multiple
+            token_ids, micro_batch_tokens=self.micro_batch_tokens, pad_multiple=self.pad_multiple
         )
         found: list[Tensor] = []
 

@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn
@@ -122,7 +122,7 @@ class ControllerLink:
                 f"controller at {s.endpoint}: expected an answer within {s.greeting_timeout_s:g} s, found none "
                 "(it has exited, or MSRL_SECRET is another run's)"
             )
-        answer = self.receive()
+        answer, _ = self.receive()
         if isinstance(answer, messages.Refused):
             raise RefusedError(f"controller at {s.endpoint} refused this rank: {answer.reason}")
         assert isinstance(answer, messages.Welcome), answer
@@ -135,12 +135,13 @@ class ControllerLink:
     def send(self, message: Any) -> None:
         self._socket.send(messages.encode(message))
 
-    def receive(self) -> messages.ToRank:
-        """The next message other than a Ping."""
+    def receive(self) -> tuple[messages.ToRank, list[memoryview]]:
+        """The next message other than a Ping, and all of its frames, not copied. Raises InvalidMessage."""
         while True:
-            message = messages.decode_for_rank(self._socket.recv())
+            frames = [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
+            message = messages.decode_for_rank(frames)
             if not isinstance(message, messages.Ping):
-                return message
+                return message, frames
 
     def _exit_on_disconnect(self) -> None:
         # In a separate thread, because the main one computes for minutes without reading its socket.
@@ -183,6 +184,7 @@ class Worker:
     def __init__(self, recipe: Recipe, rendezvous: Rendezvous) -> None:
         # Imported here: a rank that is refused should not wait for torch and Megatron to load.
         from megatron_scalerl.distributed.parallel import init_parallel
+        from megatron_scalerl.trainer.batch_frames import BatchFrames
         from megatron_scalerl.trainer.step import make_trainer
         from megatron_scalerl.weights.source import MegatronWeightSource
 
@@ -191,6 +193,7 @@ class Worker:
         self.trainer = make_trainer(recipe, self.parallel)
         self.source = MegatronWeightSource(self.trainer.chunks, self.parallel)
         self._sender: Any = None
+        self._batches = BatchFrames(self.trainer, self.parallel)
 
     def info(self) -> messages.TrainerInfo:
         """Facts for the controller, requested once."""
@@ -205,16 +208,19 @@ class Worker:
             backend="gloo" if self.parallel.device.type == "cpu" else "nccl",
             dtype=self.recipe.policy.dtype,
             logits=self.recipe.policy.logits,
-            pad_multiple=self.trainer.pad_multiple,
         )
+
+    def hold(self, frames: Sequence[memoryview]) -> messages.Held:
+        """Keep a batch for its step: the frames of a Prepare. Raises InvalidMessage."""
+        return messages.Held(rank=self.parallel.rank, step=self._batches.hold(frames))
 
     def run(self, command: messages.Command) -> Any:
         """Execute one command on this rank; the value is rank 0's answer."""
         from megatron_scalerl.trainer import checkpoint
 
         match command:
-            case messages.Step(batch=batch):
-                return self.trainer.step(batch)
+            case messages.Step(step=step):
+                return self.trainer.step(self._batches.take(step))
             case messages.Logprobs(token_ids=token_ids):
                 return self.trainer.logprobs(token_ids)
             case messages.DescribeWeights():
@@ -265,13 +271,18 @@ def serve(link: ControllerLink, settings: WorkerSettings, listening: socket.sock
     recipe = load_recipe(settings.recipe_path)
     from megatron_scalerl.distributed.parallel import shutdown_parallel
 
-    meet = link.receive()
+    meet, _ = link.receive()
     assert isinstance(meet, messages.Meet), meet
     store = None if listening is None else serve_store(listening)
     worker = Worker(recipe, meet.rendezvous)
-    link.send(messages.Ready(rank=settings.rank, dp_rank=worker.parallel.dp_rank, info=worker.info()))
+    where = worker.parallel
+    ready = messages.Ready(rank=where.rank, dp_rank=where.dp_rank, holds_batch=where.holds_batch, info=worker.info())
+    link.send(ready)
     while True:
-        command = link.receive()
+        command, frames = link.receive()
+        if isinstance(command, messages.Prepare):
+            link.send(worker.hold(frames))
+            continue
         assert not isinstance(command, messages.Welcome | messages.Meet | messages.Refused | messages.Ping), command
         if isinstance(command, messages.Stop):
             shutdown_parallel()

@@ -14,7 +14,7 @@ from rich.console import Console
 from whole_runs import ROOT, overrides
 
 from megatron_scalerl.batching.advantages import samples_of
-from megatron_scalerl.batching.packing import pack
+from megatron_scalerl.batching.assignment import of_rollouts, plan_step, sample_facts
 from megatron_scalerl.controller.preflight import check_inputs
 from megatron_scalerl.controller.run_folder import RunFolder
 from megatron_scalerl.controller.weight_sync import WeightSync
@@ -58,15 +58,15 @@ async def one_step(fleet, recipe, prompts, rollouts):
     plan = samples_of(
         groups, normalize="batch", truncated="wrong", zero_variance=True, reduction=recipe.loss.reduction
     )
-    batches = pack(
-        plan.samples,
+    step = plan_step(
+        [sample_facts(sample) for sample in plan.samples],
         step=1,
         dp_size=fleet.info.dp_size,
         micro_batch_tokens=512,
-        pad_multiple=fleet.info.pad_multiple,
         policy_version=0,
     )
-    return await fleet.trainer.step(batches)
+    await fleet.trainer.prepare(step, of_rollouts([sample.rollout for sample in plan.samples]))
+    return await fleet.trainer.step(step.step)
 
 
 def check_doors(fleet):

@@ -7,14 +7,16 @@ import contextlib
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import open_doors
 import pytest
 import torch
-from random_policy import batches_of, make_recipe, random_samples
+from random_policy import make_recipe, plan_of, random_samples, train
 from transformers import AutoModelForCausalLM
 
+from megatron_scalerl.batching.assignment import of_rollouts
 from megatron_scalerl.convert.to_hf import to_hf
 from megatron_scalerl.distributed.rendezvous import private_folder
 from megatron_scalerl.recipe.file import dump_recipe
@@ -31,9 +33,12 @@ SECRET = "the secret of the run"
 
 
 class World:
-    """A client and the processes of its ranks. `bind_host`: they meet at a store there, as on several hosts."""
+    """A client and the processes of its ranks. `bind_host`: they meet at a store there, as on several hosts.
 
-    def __init__(self, folder, policy, *, world_size, bind_host=None):
+    `megatron` is the recipe's section.
+    """
+
+    def __init__(self, folder, policy, *, world_size, bind_host=None, megatron=None):
         self._resources = contextlib.ExitStack()
         where = None if bind_host else self._resources.enter_context(private_folder())
         self._bind = {"MSRL_BIND_HOST": bind_host} if bind_host else {}
@@ -47,7 +52,9 @@ class World:
             timeout_s=120,
         )
         self._recipe = folder / "recipe.yaml"
-        self._recipe.write_text(dump_recipe(make_recipe(policy, trainer={"world_size": world_size})))
+        self._recipe.write_text(
+            dump_recipe(make_recipe(policy, trainer={"world_size": world_size}, megatron=megatron or {}))
+        )
         self.processes: list[asyncio.subprocess.Process] = []
 
     async def start(self):
@@ -140,14 +147,14 @@ def test_two_ranks_carry_out_every_command(tmp_path, policy):
         assert manifest[0].name == "model.embed_tokens.weight" and manifest[0].shape == (64, 32)
         reports = []
         for step in (1, 2):
-            reports.append(await world.client.step(batches_of(samples[step - 1], step=step, dp_size=2)))
+            reports.append(await train(world.client, samples[step - 1], step=step, dp_size=2))
         assert [(r.step, r.policy_version) for r in reports] == [(1, 1), (2, 2)]
         assert reports[0].tokens == sum(len(s.prompt_token_ids) + len(s.rollout.token_ids) for s in samples[0])
         await world.client.save(tmp_path / "step_000002", {"batches": 2})
-        third = await world.client.step(batches_of(samples[2], step=3, dp_size=2))
+        third = await train(world.client, samples[2], step=3, dp_size=2)
         scores = await world.client.logprobs(probe)
         assert await world.client.load(tmp_path / "step_000002") == {"batches": 2}
-        again = await world.client.step(batches_of(samples[2], step=3, dp_size=2))
+        again = await train(world.client, samples[2], step=3, dp_size=2)
         assert (again.loss, again.grad_norm) == (third.loss, third.grad_norm)
         assert await world.client.logprobs(probe) == scores
         await world.client.save(tmp_path / "step_000003", {})
@@ -170,13 +177,12 @@ def test_two_ranks_carry_out_every_command(tmp_path, policy):
 
 
 def test_a_rank_that_raises_is_named_and_exits(tmp_path, policy):
-    [batch] = batches_of(random_samples(1))
-    batch.micro_batches[0].advantages[:] = float("inf")
+    samples = [replace(sample, advantage=float("inf")) for sample in random_samples(1)]
 
     async def scenario(world):
         await world.start()
         with pytest.raises(TrainerError, match=r"trainer rank 0: RuntimeError: step 1: expected finite loss"):
-            await world.client.step([batch])
+            await train(world.client, samples)
         return await world.exits()
 
     assert run(scenario, tmp_path, policy, world_size=1) == [1]
@@ -195,10 +201,14 @@ def test_a_killed_rank_is_named_and_the_others_exit_with_their_controller(tmp_pa
         if not busy:
             world.processes[1].send_signal(signal.SIGKILL)
             await world.processes[1].wait()
-        stepping = asyncio.create_task(world.client.step(batches_of(random_samples(1, count=400), dp_size=2)))
+        samples = random_samples(1, count=400)
         if busy:
+            await world.client.prepare(plan_of(samples, dp_size=2), of_rollouts([s.rollout for s in samples]))
+            stepping = asyncio.create_task(world.client.step(1))
             await asyncio.sleep(0)  # the commands are on their way
             world.processes[1].send_signal(signal.SIGKILL)
+        else:
+            stepping = asyncio.create_task(train(world.client, samples, dp_size=2))
         with pytest.raises(TrainerError, match=r"trainer rank 1: the process exited unexpectedly"):
             await stepping
         world.client.close()
@@ -208,6 +218,55 @@ def test_a_killed_rank_is_named_and_the_others_exit_with_their_controller(tmp_pa
     assert killed == -signal.SIGKILL
     # It may notice first that its controller or that its peer has exited.
     assert survivor in (EXIT_ORPHAN, 1)
+
+
+TP2 = {"parallel": {"tensor_model_parallel_size": 2}, "model": {"sequence_parallel": True}}
+
+
+def damaged(samples, step):
+    """A plan, and a store that returns one completion with a wrong first byte."""
+    whole = of_rollouts([sample.rollout for sample in samples])
+
+    async def read(numbers):
+        first, *others = await whole(numbers)
+        return [b"\x09" + first[1:], *others]
+
+    return plan_of(samples, step=step), read
+
+
+def test_a_damaged_batch_names_the_rank_that_received_it_and_ends_its_peer_too(tmp_path, policy):
+    async def scenario(world):
+        info = await world.start()
+        assert (info.world_size, info.dp_size) == (2, 1)
+        assert (await train(world.client, random_samples(1))).policy_version == 1  # the peer has it from rank 0
+        await world.client.prepare(*damaged(random_samples(2), step=2))
+        with pytest.raises(TrainerError) as caught:
+            await world.client.step(2)
+        await asyncio.wait_for(world.processes[0].wait(), 60)
+        world.client.close()
+        return str(caught.value), await world.exits()
+
+    error, exits = run(scenario, tmp_path, policy, world_size=2, megatron=TP2)
+    assert error.startswith("trainer rank 0: ") and "\n" not in error
+    assert "batch of step 2: completion 0: rollout: expected format 1, found 9" in error
+    assert exits[0] == 1 and exits[1] in (EXIT_ORPHAN, 1)
+
+
+def test_a_rank_that_dies_before_it_shares_its_batch_is_named_and_its_peer_does_not_hang(tmp_path, policy):
+    async def scenario(world):
+        await world.start()
+        holder = world.processes[0]
+        holder.send_signal(signal.SIGSTOP)
+        stepping = asyncio.create_task(train(world.client, random_samples(1)))
+        await asyncio.sleep(1)  # the peer waits in the broadcast
+        holder.send_signal(signal.SIGKILL)
+        with pytest.raises(TrainerError, match=r"^trainer rank 0: the process exited unexpectedly"):
+            await stepping
+        world.client.close()
+        return await world.exits()
+
+    killed, peer = run(scenario, tmp_path, policy, world_size=2, megatron=TP2)
+    assert killed == -signal.SIGKILL and peer in (EXIT_ORPHAN, 1)
 
 
 def test_no_orphan_outlives_its_controller(tmp_path, policy):

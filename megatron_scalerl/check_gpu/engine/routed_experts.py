@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_scalerl.batching.packing import pack
+from megatron_scalerl.batching.assignment import of_rollouts, plan_step, sample_facts
 from megatron_scalerl.check_gpu.engine.reference import EXPERTS, LAYERS, write_experts
 from megatron_scalerl.check_gpu.engine.scene import Scene, Training, engine_options, recipe_of, serve
 from megatron_scalerl.check_gpu.findings import Recorder
@@ -132,13 +132,7 @@ async def mismatch(training: Training, prompts: Sequence[Prompt], rollouts: Sequ
         Sample(prompt_token_ids=p.token_ids, rollout=r, advantage=(-1.0) ** i, token_weight=1 / tokens)
         for i, (p, r) in enumerate(zip(prompts, rollouts))
     ]
-    assert training.client.info is not None
-    batches = pack(
-        samples,
-        step=1,
-        dp_size=1,
-        micro_batch_tokens=2048,
-        pad_multiple=training.client.info.pad_multiple,
-        policy_version=0,
-    )
-    return (await training.client.step(batches)).metrics["mismatch_mean"]
+    facts = [sample_facts(sample) for sample in samples]
+    plan = plan_step(facts, step=1, dp_size=1, micro_batch_tokens=2048, policy_version=0)
+    await training.client.prepare(plan, of_rollouts(rollouts))
+    return (await training.client.step(plan.step)).metrics["mismatch_mean"]

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_scalerl.batching.packing import pack
+from megatron_scalerl.batching.assignment import plan_step, sample_facts
+from megatron_scalerl.batching.rollout_bytes import write
 from megatron_scalerl.check_gpu.cases import Case, bare_recipe, case_of, samples
 from megatron_scalerl.check_gpu.findings import Distance, Recorder
 from megatron_scalerl.check_gpu.loop_run import command, faults, read_run
@@ -42,7 +43,9 @@ from megatron_scalerl.check_gpu.table import PARALLEL, Layers
 from megatron_scalerl.check_gpu.tiny_task import Run, check_overrides, overrides, recipe_path, tiny_folder
 from megatron_scalerl.distributed.parallel import init_parallel, shutdown_parallel
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous
-from megatron_scalerl.trainer.step import make_trainer, pad_multiple
+from megatron_scalerl.trainer.batch_frames import BatchFrames
+from megatron_scalerl.trainer.messages import batch_frames
+from megatron_scalerl.trainer.step import make_trainer
 
 _KINDS = ("llama", "qwen3_moe")
 _OVER_NCCL = Run(check="broadcast", overrides=("engine.vllm.enforce_eager=true",), steps=3, limit_s=90, on_cpu=False)
@@ -238,15 +241,19 @@ def _one(layout: str, case: Case, policy: str, dtype: str, rendezvous: FolderRen
     trainer = make_trainer(recipe, parallel)
     ids = case.token_ids()
     before = trainer.logprobs(ids)
-    batches = pack(
-        samples(ids, before),  # all ratios are 1 on every rank
+    found = samples(ids, before)  # all ratios are 1 on every rank
+    plan = plan_step(
+        [sample_facts(sample) for sample in found],
         step=1,
         dp_size=parallel.dp_size,
         micro_batch_tokens=case.micro_batch_tokens,
-        pad_multiple=pad_multiple(parallel),
         policy_version=0,
     )
-    report = trainer.step(batches[parallel.dp_rank])
+    batches = BatchFrames(trainer, parallel)
+    if parallel.holds_batch:  # the others get it from this rank, as in a run
+        own = [write(found[number].rollout) for number in plan.numbers[parallel.dp_rank]]
+        batches.hold(batch_frames(plan.ranks[parallel.dp_rank], own))
+    report = trainer.step(batches.take(1))
     return {
         "before": [float(value) for value in chain(*before)],
         "after": [float(value) for value in chain(*trainer.logprobs(ids))],

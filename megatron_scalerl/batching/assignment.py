@@ -1,0 +1,149 @@
+"""Which data-parallel rank trains which samples, in which micro-batch: decided from lengths, without the tokens.
+
+The controller assigns (`plan_step`). The columns are built where the tokens are: on the trainer's rank, from a
+`RankPlan` and the completions' bytes (`packing.build`).
+
+Every rank gets the same number of micro-batches: expert and pipeline parallel ranks run collectives in each
+micro-batch, and one too few would hang them. Weights are computed before the assignment, so it changes neither loss
+nor gradient.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_scalerl.batching.rollout_bytes import write
+from megatron_scalerl.types import Rollout, Sample
+
+ReadCompletions = Callable[[Sequence[int]], Awaitable[Sequence[bytes]]]
+"""Numbers of samples -> their completions, in this order, in the bytes of `rollout_bytes`.
+
+It is called once for each data-parallel rank, when that rank's message is sent, so that a store of files reads one
+rank's completions at a time and off the event loop. `of_rollouts` is one over rollouts in memory.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleFacts:
+    """A `types.Sample` without its completion."""
+
+    prompt_token_ids: tuple[int, ...]
+    """[P]"""
+    tokens: int
+    """T, tokens of the completion."""
+    advantage: float
+    """Normalized advantage, the same for every token of the completion."""
+    token_weight: float
+    """Weight of each loss-mask token in the summed loss."""
+
+    @property
+    def length(self) -> int:
+        """P + T."""
+        return len(self.prompt_token_ids) + self.tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPlan:
+    """What one data-parallel rank trains in one optimizer step, without the completions. Produced by `plan_step`."""
+
+    step: int
+    """The optimizer step, from 1."""
+    policy_version: int
+    """Version of the weights to train; a token's staleness is its distance from the version that sampled it."""
+    micro_batches: tuple[tuple[SampleFacts, ...], ...]
+    """The samples of each micro-batch, in the order of their sequences; a filler has none."""
+
+    @property
+    def samples(self) -> list[SampleFacts]:
+        """The samples of all micro-batches, in order: the order in which their completions are sent."""
+        return [sample for members in self.micro_batches for sample in members]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPlan:
+    """One optimizer step on all data-parallel ranks. Produced by `plan_step`."""
+
+    ranks: tuple[RankPlan, ...]
+    numbers: tuple[tuple[int, ...], ...]
+    """For each rank the numbers of its samples, in the order of `RankPlan.samples`; every sample occurs once."""
+
+    @property
+    def step(self) -> int:
+        """The optimizer step, from 1."""
+        return self.ranks[0].step
+
+
+def plan_step(
+    samples: Sequence[SampleFacts], *, step: int, dp_size: int, micro_batch_tokens: int, policy_version: int
+) -> StepPlan:
+    """The step's plan, balanced by tokens over `dp_size` ranks.
+
+    Samples are assigned, longest first, to the rank with the fewest tokens, and on each rank first-fit to
+    micro-batches of at most `micro_batch_tokens`. Ranks with fewer micro-batches get fillers. Raises ValueError if a
+    sample alone is longer than `micro_batch_tokens`.
+    """
+    assert samples, "a step needs at least one sample"
+    lengths = [sample.length for sample in samples]
+    for index, length in enumerate(lengths):
+        if length > micro_batch_tokens:
+            raise ValueError(
+                f"trainer.micro_batch_tokens: expected at least {length}, the length of sample {index}, "
+                f"found {micro_batch_tokens}"
+            )
+    bins = [_first_fit(members, lengths, micro_batch_tokens) for members in _balance(lengths, dp_size)]
+    count = max(map(len, bins))
+    ranks = tuple(
+        RankPlan(
+            step=step,
+            policy_version=policy_version,
+            micro_batches=tuple(tuple(samples[i] for i in members) for members in [*own, *[[]] * (count - len(own))]),
+        )
+        for own in bins
+    )
+    return StepPlan(ranks=ranks, numbers=tuple(tuple(i for members in own for i in members) for own in bins))
+
+
+def sample_facts(sample: Sample) -> SampleFacts:
+    """The facts of a sample."""
+    return SampleFacts(
+        prompt_token_ids=sample.prompt_token_ids,
+        tokens=len(sample.rollout.token_ids),
+        advantage=sample.advantage,
+        token_weight=sample.token_weight,
+    )
+
+
+def of_rollouts(rollouts: Sequence[Rollout]) -> ReadCompletions:
+    """Completions in memory; they are put into bytes outside the event loop, when they are asked for."""
+
+    async def read(numbers: Sequence[int]) -> Sequence[bytes]:
+        return await asyncio.to_thread(lambda: [write(rollouts[number]) for number in numbers])
+
+    return read
+
+
+def _balance(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Sample numbers of each rank, longest first, each given to the rank with the fewest tokens so far."""
+    members: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        rank = loads.index(min(loads))
+        members[rank].append(index)
+        loads[rank] += lengths[index]
+    return members
+
+
+def _first_fit(members: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """`members` in bins of at most `capacity` tokens. Longest first, so similar lengths share a bin."""
+    bins: list[list[int]] = []
+    free: list[int] = []
+    for index in members:
+        chosen = next((b for b, room in enumerate(free) if room >= lengths[index]), len(bins))
+        if chosen == len(bins):
+            bins.append([])
+            free.append(capacity)
+        bins[chosen].append(index)
+        free[chosen] -= lengths[index]
+    return bins

@@ -1,0 +1,186 @@
+"""A rank's batch: received by one rank of each data-parallel rank, checked, shared with its peers, built.
+
+The peers are the tensor, pipeline and context parallel ranks with the same data-parallel rank. Expert parallel ranks
+are among the other data-parallel ranks, and train their own batches. Peers get the frames as they came, broadcast on
+the trainer's device over Megatron's model-parallel group (tensor and pipeline), then over the context-parallel group.
+A peer whose holding rank fails fails with it: its collective ends when the other process exits, or by the group's
+time-out, and the controller ends all ranks at the first failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_scalerl.batching.assignment import RankPlan, SampleFacts
+from megatron_scalerl.batching.packing import build
+from megatron_scalerl.batching.rollout_bytes import RolloutArrays, read
+from megatron_scalerl.trainer.messages import Buffer, InvalidMessage, Prepare, decode_for_rank
+from megatron_scalerl.types import Batch
+
+if TYPE_CHECKING:  # without Megatron a stand-in rank starts in a second
+    from megatron_scalerl.distributed.parallel import Parallel
+
+_LARGEST_ID = 2**32
+"""Token ids are below it in the completions' bytes; the vocabulary is checked later (`agreement.check_tokens`)."""
+
+_LARGEST_VERSION = 2**31 - 1
+"""Staleness is an int32 (`types.MicroBatch`)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a batch must keep to; known to the rank from its recipe and policy."""
+
+    micro_batch_tokens: int
+    """Largest number of tokens of a micro-batch, padding excluded."""
+    experts: tuple[int, int] | None
+    """Layers and experts per token of the engine's choices; None for a dense policy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldBatch:
+    """A valid batch in the form in which it was sent. Produced by `checked`."""
+
+    frames: tuple[Buffer, ...]
+    """The message and its completions; the memory of ZeroMQ, or of the buffer that a peer received."""
+    plan: RankPlan
+    completions: tuple[RolloutArrays, ...]
+    """Those of `plan.samples`; views of the frames."""
+
+
+def checked(frames: Sequence[Buffer], limits: Limits) -> HeldBatch:
+    """The batch in the frames of a Prepare. Raises InvalidMessage, naming the step and the completion.
+
+    Memory for the columns is allocated from lengths that agree with the bytes received, and not before.
+    """
+    message = decode_for_rank(frames)
+    assert isinstance(message, Prepare), message
+    plan, where = message.plan, f"batch of step {message.plan.step}"
+    if not 0 <= plan.policy_version <= _LARGEST_VERSION:
+        raise InvalidMessage(
+            f"{where}: expected a policy version up to {_LARGEST_VERSION}, found {plan.policy_version}"
+        )
+    for number, members in enumerate(plan.micro_batches):
+        tokens = sum(sample.length for sample in members)
+        if tokens > limits.micro_batch_tokens:
+            raise InvalidMessage(
+                f"{where}: micro-batch {number}: expected at most {limits.micro_batch_tokens} tokens, found {tokens}"
+            )
+    completions = []
+    for number, (sample, frame) in enumerate(zip(plan.samples, frames[1:], strict=True)):
+        try:
+            completions.append(_completion(sample, frame, plan.policy_version, limits))
+        except ValueError as error:
+            raise InvalidMessage(f"{where}: completion {number}: {error}") from error
+    return HeldBatch(frames=tuple(frames), plan=plan, completions=tuple(completions))
+
+
+def _completion(sample: SampleFacts, frame: Buffer, policy_version: int, limits: Limits) -> RolloutArrays:
+    """The completion in a frame. Raises ValueError where it is not that of the sample."""
+    prompt = sample.prompt_token_ids
+    if not prompt or min(prompt) < 0 or max(prompt) >= _LARGEST_ID:
+        raise ValueError(f"expected a prompt of token ids, found {len(prompt)} numbers, {prompt[:4]} first")
+    completion = read(frame)
+    if len(completion.token_ids) != sample.tokens:
+        raise ValueError(f"expected {sample.tokens} tokens, found {len(completion.token_ids)}")
+    versions = completion.policy_versions
+    if len(versions) and not 0 <= versions.min() <= versions.max() <= policy_version:
+        raise ValueError(
+            f"expected policy versions up to {policy_version}, found {versions.min()} to {versions.max()}"
+        )
+    choices = completion.expert_choices
+    if choices is not None and (choices.layers, choices.topk) != limits.experts:
+        raise ValueError(
+            f"expected expert choices of (layers, experts) {limits.experts}, found {(choices.layers, choices.topk)}"
+        )
+    return completion
+
+
+class BatchFrames:
+    """The batch that a rank holds for its next step: at most one. Filled by `hold`, emptied by `take`."""
+
+    def __init__(self, trainer: Any, parallel: Parallel) -> None:
+        self._parallel = parallel
+        self._limits = Limits(micro_batch_tokens=trainer.micro_batch_tokens, experts=trainer.experts)
+        self._pad_multiple: int = trainer.pad_multiple
+        self._held: HeldBatch | None = None
+
+    def hold(self, frames: Sequence[Buffer]) -> int:
+        """Keep the batch in the frames of a Prepare; returns its step. Raises InvalidMessage as `checked` does.
+
+        Also on a rank that gets its batches from a peer, and while a batch is held.
+        """
+        batch = checked(frames, self._limits)
+        if not self._parallel.holds_batch:
+            raise InvalidMessage(f"batch of step {batch.plan.step}: expected it from a peer, found it sent here")
+        if self._held is not None:
+            raise InvalidMessage(
+                f"batch of step {batch.plan.step}: expected the step of the one held, {self._held.plan.step}, first"
+            )
+        self._held = batch
+        return batch.plan.step
+
+    def take(self, step: int) -> Batch:
+        """The batch held by this rank or its peer, which all of them must ask for together.
+
+        Raises InvalidMessage if none is held, or that of another step.
+        """
+        batch, self._held = self._held, None
+        if self._parallel.holds_batch and (batch is None or batch.plan.step != step):
+            found = "none" if batch is None else f"that of step {batch.plan.step}"
+            raise InvalidMessage(f"step {step}: expected its batch to be held, found {found}")
+        frames = shared(None if batch is None else batch.frames, self._parallel)
+        if batch is None:
+            batch = checked(frames, self._limits)
+            if batch.plan.step != step:
+                raise InvalidMessage(f"step {step}: expected its batch, found that of step {batch.plan.step}")
+        return build(batch.plan, batch.completions, pad_multiple=self._pad_multiple)
+
+
+def shared(frames: Sequence[Buffer] | None, parallel: Parallel) -> Sequence[Buffer]:
+    """The frames that the holding rank passes and its peers do not (None), on all of them.
+
+    They must call it together. Without peers the frames are returned as they are.
+    """
+    model, context = parallel.groups.mp, parallel.groups.cp
+    if model.size() == context.size() == 1:
+        assert frames is not None
+        return frames
+    sizes, payload = _joined(frames, parallel.device)
+    if parallel.cp_rank == 0:
+        sizes, payload = _broadcast(sizes, payload, model)
+    sizes, payload = _broadcast(sizes, payload, context)
+    if frames is not None:
+        return frames
+    whole = payload.cpu().numpy().data
+    ends = np.cumsum(sizes.cpu().numpy())
+    return [whole[end - size : end] for end, size in zip(ends.tolist(), sizes.tolist())]
+
+
+def _joined(frames: Sequence[Buffer] | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[F] int64 sizes of the frames, and their bytes one after the other; empty without frames."""
+    sizes = torch.tensor([len(frame) for frame in frames or ()], dtype=torch.int64, device=device)
+    payload = np.concatenate([np.frombuffer(frame, np.uint8) for frame in frames or (b"",)])
+    return sizes, torch.from_numpy(payload).to(device)
+
+
+def _broadcast(sizes: Tensor, payload: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+    """The first rank's sizes and payload on all ranks of the group."""
+    if group.size() == 1:
+        return sizes, payload
+    first = dist.get_global_rank(group, 0)
+    lengths = torch.tensor([len(sizes), len(payload)], dtype=torch.int64, device=sizes.device)
+    dist.broadcast(lengths, first, group=group)
+    if group.rank() != 0:
+        count, total = lengths.tolist()
+        sizes, payload = sizes.new_empty(count), payload.new_empty(total)
+    dist.broadcast(sizes, first, group=group)
+    dist.broadcast(payload, first, group=group)
+    return sizes, payload

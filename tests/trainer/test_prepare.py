@@ -1,0 +1,160 @@
+"""Who is sent a batch, when, and how much of it waits in the controller: a real client and stand-in ranks."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+from random_policy import plan_of, random_samples
+from test_handshake import StandInRank, conversation, ready
+
+from megatron_scalerl.batching.assignment import of_rollouts
+from megatron_scalerl.batching.rollout_bytes import write
+from megatron_scalerl.trainer import messages
+from megatron_scalerl.trainer.client import TrainerError
+from megatron_scalerl.types import StepReport
+
+pytestmark = pytest.mark.slow
+
+SAMPLES = random_samples(1, 9)
+REPORT = StepReport(
+    step=1, policy_version=1, loss=0.5, grad_norm=1.0, learning_rate=1e-3, tokens=9, seconds=0.1, metrics={}
+)
+
+
+async def join(start, *ranks, **changes):
+    """Both ranks join and are ready; they have read everything up to here."""
+    for number, rank in enumerate(ranks):
+        await rank.hello(number)
+        assert isinstance(await rank.answer(), messages.Welcome)
+        assert isinstance(await rank.answer(), messages.Meet)
+        await rank.socket.send(messages.encode(ready(number, **{k: v[number] for k, v in changes.items()})))
+    await start
+
+
+async def frames(rank):
+    """The frames of the next message but pings."""
+    while True:
+        found = await asyncio.wait_for(rank.socket.recv_multipart(), 20)
+        if not isinstance(messages.decode_for_rank(found), messages.Ping):
+            return found
+
+
+async def finish(call, *ranks):
+    for number, rank in enumerate(ranks):
+        done = messages.Done(call=call, rank=number, value=msgspec.Raw(messages.encode(REPORT)))
+        await rank.socket.send(messages.encode(done))
+
+
+def test_one_rank_of_each_data_parallel_rank_gets_its_own_completions_and_all_get_the_step():
+    async def scenario(trainer, start):
+        with StandInRank(trainer) as first, StandInRank(trainer) as second:
+            await join(start, first, second)
+            plan = plan_of(SAMPLES, dp_size=2)
+            await trainer.prepare(plan, of_rollouts([sample.rollout for sample in SAMPLES]))
+            stepping = asyncio.create_task(trainer.step(1))
+            for number, rank in enumerate((first, second)):
+                message, *completions = await frames(rank)
+                assert completions == [write(SAMPLES[i].rollout) for i in plan.numbers[number]]
+                assert messages.decode_for_rank([message, *completions]).plan == plan.ranks[number]
+                await rank.socket.send(messages.encode(messages.Held(rank=number, step=1)))
+                assert await rank.answer() == messages.Step(call=1, step=1)
+            await finish(1, first, second)
+            assert await stepping == REPORT
+
+    conversation(scenario)
+
+
+def test_a_peer_of_the_rank_that_holds_the_batch_is_sent_the_step_only():
+    async def scenario(trainer, start):
+        with StandInRank(trainer) as first, StandInRank(trainer) as peer:
+            await join(start, first, peer, dp_rank=(0, 0), holds_batch=(False, True), dp_size=(1, 1))
+            await trainer.prepare(plan_of(SAMPLES), of_rollouts([sample.rollout for sample in SAMPLES]))
+            stepping = asyncio.create_task(trainer.step(1))
+            assert isinstance(await first.answer(), messages.Step)
+            assert isinstance(await peer.answer(), messages.Prepare)
+            await finish(1, first, peer)
+            await stepping
+
+    conversation(scenario)
+
+
+def test_the_next_batch_is_read_while_a_step_runs_once_the_ranks_hold_the_batch_before():
+    asked = []
+
+    async def read(numbers):
+        asked.append(tuple(numbers))
+        return [write(SAMPLES[number].rollout) for number in numbers]
+
+    async def scenario(trainer, start):
+        with StandInRank(trainer) as first, StandInRank(trainer) as second:
+            await join(start, first, second)
+            plans = [plan_of(SAMPLES, step=step, dp_size=2) for step in (1, 2)]
+            await trainer.prepare(plans[0], read)
+            stepping = asyncio.create_task(trainer.step(1))
+            preparing = asyncio.create_task(trainer.prepare(plans[1], read))
+            await first.socket.send(messages.encode(messages.Held(rank=0, step=1)))
+            for rank in (first, second):
+                assert [type(await rank.answer()) for _ in range(2)] == [messages.Prepare, messages.Step]
+            assert asked == list(plans[0].numbers) and not preparing.done()
+            await second.socket.send(messages.encode(messages.Held(rank=1, step=1)))
+            await preparing
+            assert asked == [*plans[0].numbers, *plans[1].numbers] and not stepping.done()
+            assert (await first.answer()).plan == plans[1].ranks[0]
+            await finish(1, first, second)
+            await stepping
+
+    conversation(scenario)
+
+
+def test_a_batch_that_no_rank_takes_ends_in_time():
+    async def scenario(trainer, start):
+        with StandInRank(trainer) as first, StandInRank(trainer) as second:
+            await join(start, first, second)
+            trainer._command_timeout_s = 0.3
+            read = of_rollouts([sample.rollout for sample in SAMPLES])
+            await trainer.prepare(plan_of(SAMPLES, dp_size=2), read)
+            with pytest.raises(TrainerError, match=r"trainer rank 0, 1: no answer to a command within 0.3 s"):
+                await trainer.step(1)
+            with pytest.raises(TrainerError, match=r"trainer rank 0, 1: no answer to a batch within 0.3 s"):
+                await trainer.prepare(plan_of(SAMPLES, step=2, dp_size=2), read)
+
+    conversation(scenario)
+
+
+def test_a_store_that_returns_fewer_completions_sends_nothing():
+    async def read(numbers):
+        return [b""] * (len(numbers) - 1)
+
+    async def scenario(trainer, start):
+        with StandInRank(trainer) as first, StandInRank(trainer) as second:
+            await join(start, first, second)
+            plan = plan_of(SAMPLES, dp_size=2)
+            count = len(plan.numbers[0])
+            with pytest.raises(RuntimeError, match=f"^step 1: expected {count} completions, found {count - 1}"):
+                await trainer.prepare(plan, read)
+
+    conversation(scenario)
+
+
+@pytest.mark.parametrize(
+    ("holds", "error"),
+    [
+        (
+            (True, True),
+            r"^trainer rank [01]: expected rank [01] alone to receive the batches of data-parallel rank 0, found",
+        ),
+        ((False, False), r"^trainer: expected a rank that receives batches of data-parallel rank 0"),
+    ],
+)
+def test_one_rank_of_a_data_parallel_rank_receives_its_batches(holds, error):
+    async def scenario(trainer, start):
+        with (
+            StandInRank(trainer) as first,
+            StandInRank(trainer) as second,
+            pytest.raises(TrainerError, match=error),
+        ):
+            await join(start, first, second, dp_rank=(0, 0), holds_batch=holds, dp_size=(1, 1))
+
+    conversation(scenario)
