@@ -34,7 +34,7 @@ FLOORS = [
     },
     {
         "trainer": "batching checkpoints distributed logits losses models processes recipe safe_load types weights",
-        "engine": "checkpoints distributed models processes recipe types weights",
+        "engine": "batching checkpoints distributed models processes recipe types weights",
         "export": "checkpoints convert recipe",
     },
     {

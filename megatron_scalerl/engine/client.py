@@ -1,20 +1,24 @@
 """HTTP client of one engine: generate (tokens in, tokens out), pause and resume, info. Runs in the controller.
 
-Every request carries the run's secret. A generation has no timeout of its own: `engine.watchdog` detects an engine
-that stops producing tokens, `engine.process` one that exits.
+Every request carries the run's secret. A generation has no timeout of its own until its response begins:
+`engine.watchdog` detects an engine that stops producing tokens, `engine.process` one that exits. A response is
+limited in size and time (`engine.bodies`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar, overload
 
 import aiohttp
 import msgspec
 
+from megatron_scalerl.batching.rollout_bytes import rollout_of
 from megatron_scalerl.engine.answers import (
+    NO_LOGPROBS,
     PROGRESS_PATH,
     EngineError,
     EngineInfo,
@@ -24,9 +28,13 @@ from megatron_scalerl.engine.answers import (
     decode,
     prompt_logprobs,
 )
+from megatron_scalerl.engine.bodies import OTHER_BYTES, generation_limit, read_body
 from megatron_scalerl.engine.interruption import Plan
 from megatron_scalerl.recipe.sections import EngineSection
 from megatron_scalerl.types import CompletionLost, Rollout
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 SECRET_HEADER = "X-Run-Secret"
 """Required by every path but /health."""
@@ -73,6 +81,31 @@ class SamplingSpec:
     """Tokens that end the completion, besides the plan's and those that vLLM reads from the policy's folder."""
     ignore_eos: bool = False
     """True: generate to the budget whatever is sampled; for measurements."""
+    routed_experts: bool = False
+    """True: the engine reports its expert choices (rollouts.routing_replay), which make the response larger."""
+
+
+class Decoder(Protocol[T_co]):
+    """What makes a completion out of a response."""
+
+    def slot(self) -> AbstractAsyncContextManager[None]:
+        """Held from before the body of a response is read until it is decoded: bounds the bodies in memory."""
+
+    async def decode(self, body: bytes, *, plan: Plan | None, seed: int, where: str) -> T_co:
+        """Arguments and errors as for `answers.completion`."""
+
+
+class _DecoderHere:
+    """Decodes in this process, which blocks its event loop for up to 30 ms: for checks of single completions."""
+
+    def slot(self) -> AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext()
+
+    async def decode(self, body: bytes, *, plan: Plan | None, seed: int, where: str) -> Rollout:
+        return rollout_of(completion(body, plan=plan, seed=seed, where=where))
+
+
+_HERE = _DecoderHere()
 
 
 class _Results(msgspec.Struct):
@@ -104,7 +137,9 @@ class EngineClient:
         """Generations that this client is waiting for."""
         self.paused = False
         """True from the request to pause until the engine has resumed."""
-        self._max_lost = (settings or EngineSection()).max_lost_in_a_row
+        settings = settings or EngineSection()
+        self._max_lost = settings.max_lost_in_a_row
+        self._body_timeout_s = settings.stall_timeout_s
         self._lost_in_a_row = 0
         self._session: aiohttp.ClientSession | None = None
 
@@ -120,19 +155,47 @@ class EngineClient:
             await self._session.close()
             self._session = None
 
-    async def generate(self, prompt_token_ids: Sequence[int], *, sampling: SamplingSpec) -> Rollout:
-        """One completion. Cancelling the call aborts the request in the engine.
+    @overload
+    async def generate(self, prompt_token_ids: Sequence[int], *, sampling: SamplingSpec) -> Rollout: ...
 
-        Raises CompletionLost for one without log-probabilities, EngineError for any other failure and for
-        engine.max_lost_in_a_row lost completions in a row.
+    @overload
+    async def generate(
+        self, prompt_token_ids: Sequence[int], *, sampling: SamplingSpec, decoder: Decoder[T]
+    ) -> T: ...
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], *, sampling: SamplingSpec, decoder: Decoder[Any] = _HERE
+    ) -> Any:
+        """One completion as `decoder` returns it, by default as a Rollout that is decoded in this process.
+
+        Cancelling the call aborts the request in the engine. Raises CompletionLost for a completion without
+        log-probabilities or without a decoder process, EngineError for any other failure and for
+        engine.max_lost_in_a_row completions in a row without log-probabilities.
         """
-        body = {"token_ids": prompt_token_ids, "sampling_params": _sampling(sampling), "priority": sampling.priority}
-        with self._generating():
-            content = await self.post(_GENERATE, body)
+        params = _sampling(sampling)
+        body = {"token_ids": prompt_token_ids, "sampling_params": params, "priority": sampling.priority}
+        limit = generation_limit(
+            prompt_tokens=len(prompt_token_ids),
+            max_tokens=params["max_tokens"],
+            routed_experts=sampling.routed_experts,
+        )
+        async with contextlib.AsyncExitStack() as slot:
+            with contextlib.ExitStack() as generating:
+                generating.enter_context(self._generating())
+                async with self._response("POST", _GENERATE, body) as response:
+                    generating.close()  # the engine has finished: what is in the way now is not its fault
+                    await slot.enter_async_context(decoder.slot())
+                    content = await self._content(response, limit)
+            return await self._counted(decoder, content, sampling)
+
+    async def _counted(self, decoder: Decoder[T], content: bytes, sampling: SamplingSpec) -> T:
+        """Decode; many completions in a row without log-probabilities are an EngineError."""
         where = self._where(_GENERATE)
         try:
-            rollout = completion(content, plan=sampling.interruption, seed=sampling.seed, where=where)
+            found = await decoder.decode(content, plan=sampling.interruption, seed=sampling.seed, where=where)
         except CompletionLost as lost:
+            if lost.reason != NO_LOGPROBS:
+                raise
             self._lost_in_a_row += 1
             if self._lost_in_a_row < self._max_lost:
                 raise
@@ -141,13 +204,15 @@ class EngineClient:
                 f"(engine.max_lost_in_a_row), the last one: {lost}"
             ) from None
         self._lost_in_a_row = 0
-        return rollout
+        return found
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Log-probs (nats) of token_ids[1:], each given the tokens before it. Raises EngineError."""
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+        limit = generation_limit(prompt_tokens=len(token_ids), max_tokens=1, routed_experts=True)
         with self._generating():
-            content = await self.post(_GENERATE, {"token_ids": token_ids, "sampling_params": params})
+            body = {"token_ids": token_ids, "sampling_params": params}
+            content = await self._request("POST", _GENERATE, body, limit=limit)
         return prompt_logprobs(content, token_ids, self._where(_GENERATE))
 
     async def progress(self) -> EngineProgress:
@@ -188,7 +253,7 @@ class EngineClient:
 
     async def get(self, path: str) -> bytes:
         """GET a path. Raises EngineError."""
-        return await self._request("GET", path, None, None)
+        return await self._request("GET", path, None)
 
     async def post(self, path: str, body: Mapping[str, Any] | None, query: Mapping[str, str] | None = None) -> bytes:
         """POST JSON to a path. Raises EngineError."""
@@ -205,12 +270,23 @@ class EngineClient:
     def _where(self, path: str) -> str:
         return f"{self.name}: {path}"
 
-    async def _request(self, method: str, path: str, body: Any, query: Mapping[str, str] | None) -> bytes:
+    async def _request(
+        self, method: str, path: str, body: Any, query: Mapping[str, str] | None = None, limit: int = OTHER_BYTES
+    ) -> bytes:
+        async with self._response(method, path, body, query) as response:
+            return await self._content(response, limit)
+
+    @contextlib.asynccontextmanager
+    async def _response(
+        self, method: str, path: str, body: Any, query: Mapping[str, str] | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The response to a request, once its header has arrived."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3600),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
                 headers={SECRET_HEADER: self.secret, "Content-Type": "application/json"},
+                auto_decompress=False,  # a small response must not become a large one
             )
         data = None if body is None else _encode(body)
         # the server drops a connection after an internal error, and the next request on it would fail: only
@@ -220,12 +296,19 @@ class EngineClient:
             async with self._session.request(
                 method, self.url + path, data=data, params=query, headers=headers
             ) as response:
-                content = await response.read()
-                if response.status != 200:
-                    raise EngineError(f"{self.name}: {method} {path}: {response.status} {_reason(content)}")
-                return content
+                yield response
         except (TimeoutError, aiohttp.ClientError) as err:
             raise EngineError(f"{self.name}: {method} {path}: {type(err).__name__}: {err}") from err
+
+    async def _content(self, response: aiohttp.ClientResponse, limit: int) -> bytes:
+        """The body of a response. Raises EngineError for any status but 200."""
+        where = self._where(response.url.path)
+        content = await read_body(response, limit=limit, timeout_s=self._body_timeout_s, where=where)
+        if response.status != 200:
+            raise EngineError(
+                f"{self.name}: {response.method} {response.url.path}: {response.status} {_reason(content)}"
+            )
+        return content
 
 
 def _reason(content: bytes) -> str:
