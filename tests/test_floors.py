@@ -38,7 +38,7 @@ FLOORS = [
         "export": "checkpoints convert recipe",
     },
     {
-        "rollouts": "checkpoints engine prompts recipe rewards types",
+        "rollouts": "batching checkpoints engine processes prompts recipe rewards types",
         "launch": "distributed engine processes recipe rewards trainer types weights",
         "sft": "batching convert distributed losses prompts recipe trainer types",
     },

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from megatron_scalerl.batching.rollout_bytes import RolloutArrays, read
 from megatron_scalerl.launch.fleet import Fleet
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.sampler import VALIDATION_PRIORITY, Sampler
-from megatron_scalerl.types import Prompt, Rollout
+from megatron_scalerl.types import Prompt
 
 PROMPTS = 4
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
@@ -47,9 +48,9 @@ class Probe:
                     )
                     for index, prompt in enumerate(self._prompts)
                 ]
-            rollouts = [task.result()[0] for task in running]
+            rollouts = [read(task.result().data) for task in running]
             differences = await self._differences(rollouts)
-            versions = sorted({v for rollout in rollouts for v in rollout.policy_versions})
+            versions = sorted({v for rollout in rollouts for v in rollout.policy_versions.tolist()})
             if versions != [policy_version]:
                 raise ProbeError(f"{engine.name}: expected policy version {policy_version}, found {versions}")
             if max(differences) > self._tolerance:
@@ -60,14 +61,14 @@ class Probe:
             found += differences
         return {"probe_mismatch_mean": sum(found) / len(found), "probe_mismatch_max": max(found)}
 
-    async def _differences(self, rollouts: Sequence[Rollout]) -> list[float]:
-        sequences = [[*p.token_ids, *r.token_ids] for p, r in zip(self._prompts, rollouts)]
+    async def _differences(self, rollouts: Sequence[RolloutArrays]) -> list[float]:
+        sequences = [[*p.token_ids, *r.token_ids.tolist()] for p, r in zip(self._prompts, rollouts)]
         scored = await self._fleet.trainer.logprobs(sequences)
         return [
             abs(trainer - engine)
             for prompt, rollout, logprobs in zip(self._prompts, rollouts, scored)
             for trainer, engine, sampled in zip(
-                logprobs[len(prompt.token_ids) - 1 :], rollout.rollout_logprobs, rollout.loss_mask
+                logprobs[len(prompt.token_ids) - 1 :], rollout.rollout_logprobs.tolist(), rollout.loss_mask
             )
             if sampled
         ]

@@ -1,11 +1,11 @@
 """`megatron-scalerl train RECIPE`: runs a recipe on one machine, from its checks to its end.
 
     train        checks inputs and folder, raises ValueError for user errors    no file written, no process started
-    _train       verifier processes, run folder (locked), controller.log
+    _train       verifier processes, run folder (locked), controller.log, decoder processes
     _in_folder   resume point, journal, ledger, launcher, meter, controller     all processes started and stopped
 
 Each context manager releases what it holds when the controller returns or raises: the launcher stops trainer ranks
-and engines (`launch.local`), then the ledger, the folder and the verifier processes are closed.
+and engines (`launch.local`), then the ledger, the decoder processes, the folder and the verifiers are closed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from megatron_scalerl.launch.open_files import allow_open_files
 from megatron_scalerl.processes.signals import run_until_signal
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rewards.pool import VerifierPool
+from megatron_scalerl.rollouts.decoder_pool import DecoderPool
 from megatron_scalerl.rollouts.journal import read_history
+from megatron_scalerl.rollouts.plans import Plans
 from megatron_scalerl.rollouts.sampler import Sampler
 
 logger = logging.getLogger(__name__)
@@ -59,12 +61,13 @@ async def _train(recipe: Recipe, inputs: Inputs, console: Console) -> str:
     async with VerifierPool(recipe.rewards) as verifier:
         # the folder is created last, after every check for user errors
         with contextlib.closing(RunFolder(recipe)) as folder, log_failures(folder.path / "logs" / "controller.log"):
-            return await _in_folder(recipe, inputs, folder, verifier, console)
+            plans = Plans(recipe, inputs.tokenizer)
+            async with DecoderPool(recipe, inputs.tokenizer, plans, logs=folder.path / "logs") as decoders:
+                sampler = Sampler(plans, decoders=decoders, verifier=verifier)
+                return await _in_folder(recipe, inputs, folder, sampler, console)
 
 
-async def _in_folder(
-    recipe: Recipe, inputs: Inputs, folder: RunFolder, verifier: VerifierPool, console: Console
-) -> str:
+async def _in_folder(recipe: Recipe, inputs: Inputs, folder: RunFolder, sampler: Sampler, console: Console) -> str:
     """Read and check the run's state before any device is held, then run the controller."""
     start = resume_point(folder.path)
     for line in start.damaged:
@@ -72,7 +75,6 @@ async def _in_folder(
     logger.info("run %s, attempt %s, from step %d", folder.attempt.run_id, folder.attempt.incarnation, start.step)
     history = read_history(folder.path)
     check_history(folder.path, history, start)
-    sampler = Sampler(recipe, inputs.tokenizer, verifier)
     devices = Devices.of(recipe)
     ledger = Ledger(folder.path / "ledger.jsonl", devices.unit, incarnation=folder.attempt.incarnation)
     with contextlib.closing(ledger):

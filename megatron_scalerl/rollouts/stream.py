@@ -29,14 +29,15 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from megatron_scalerl.batching.rollout_bytes import read, rollout_of
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.prompts.curriculum import Curriculum, CurriculumDry
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.gate import StalenessGate
 from megatron_scalerl.rollouts.journal import Journal
-from megatron_scalerl.rollouts.sampler import TRAINING_PRIORITY, Sampler
-from megatron_scalerl.types import CompletionLost, Prompt, Rollout, RolloutGroup, Score
+from megatron_scalerl.rollouts.sampler import TRAINING_PRIORITY, Sampler, ScoredCompletion
+from megatron_scalerl.types import CompletionLost, Prompt, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -213,9 +214,9 @@ class RolloutStream:
         group = RolloutGroup(
             group_id=group_id,
             prompt=prompt,
-            rollouts=tuple(rollout for rollout, _ in kept),
-            scores=tuple(score for _, score in kept),
-            first_token_version=min(rollout.policy_versions[0] for rollout, _ in kept),
+            rollouts=tuple(rollout_of(read(found.data)) for found in kept),
+            scores=tuple(found.score for found in kept),
+            first_token_version=min(found.completion.first_version for found in kept),
             epoch=epoch,
             lost_completions=len(running) - len(kept),
         )
@@ -240,18 +241,18 @@ class RolloutStream:
 
     async def _completion(
         self, engine: EngineClient, prompt: Prompt, group_id: int, index: int
-    ) -> tuple[Rollout, Score] | None:
+    ) -> ScoredCompletion | None:
         """One scored completion, None if it was lost."""
         draw = self._sampler.draw(self._seed, group_id, index)
-        result: tuple[Rollout, Score] | None = None
+        result: ScoredCompletion | None = None
         try:
             result = await self._sampler.complete(engine, prompt, draw, priority=TRAINING_PRIORITY)
-            newest = max(result[0].policy_versions)
+            newest = result.completion.last_version
             if newest > self.policy_version + 1:  # during a weight update, engines may serve the next version already
                 raise EngineError(
                     f"{engine.name}: policy versions: expected at most {self.policy_version + 1}, found {newest}"
                 )
-            self._count_tokens(len(result[0].token_ids))
+            self._count_tokens(result.completion.tokens)
         except CompletionLost as lost:
             logger.warning("group %d, completion %d is left out: %s", group_id, index, lost)
         async with self._changed:
