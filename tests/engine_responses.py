@@ -7,7 +7,7 @@ import json
 from aiohttp import web
 
 from megatron_scalerl.engine.client import EngineClient
-from megatron_scalerl.recipe.sections import EngineSection
+from megatron_scalerl.recipe.process_sections import EngineSection
 
 
 def answer(logprobs=(-0.5, -0.25), token_ids=(5, 6), **changes):

@@ -1,12 +1,13 @@
 """HTTP client of one engine: generate (tokens in, tokens out), pause and resume, info. Runs in the controller.
 
 Every request carries the run's secret. A generation has no timeout of its own until its response begins:
-`engine.watchdog` detects an engine that stops producing tokens, `engine.process` one that exits. A response is
-limited in size and time (`engine.bodies`).
+`engine.watchdog` detects an engine that stops producing tokens, `engine.process` one that exits, and `abort` then
+ends every request. A response is limited in size and time (`engine.bodies`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -22,6 +23,7 @@ from megatron_scalerl.engine.answers import (
     PROGRESS_PATH,
     EngineError,
     EngineInfo,
+    EngineLost,
     EngineProgress,
     completion,
     convert,
@@ -30,7 +32,7 @@ from megatron_scalerl.engine.answers import (
 )
 from megatron_scalerl.engine.bodies import OTHER_BYTES, generation_limit, read_body
 from megatron_scalerl.engine.interruption import Plan
-from megatron_scalerl.recipe.sections import EngineSection
+from megatron_scalerl.recipe.process_sections import EngineSection
 from megatron_scalerl.types import CompletionLost, Rollout
 
 T = TypeVar("T")
@@ -91,8 +93,8 @@ class Decoder(Protocol[T_co]):
     def slot(self) -> AbstractAsyncContextManager[None]:
         """Held from before the body of a response is read until it is decoded: bounds the bodies in memory."""
 
-    async def decode(self, body: bytes, *, plan: Plan | None, seed: int, where: str) -> T_co:
-        """Arguments and errors as for `answers.completion`."""
+    async def decode(self, body: bytes, *, plan: Plan | None, seed: int, where: str) -> tuple[T_co, int]:
+        """(the completion, its tokens); arguments and errors as for `answers.completion`."""
 
 
 class _DecoderHere:
@@ -101,8 +103,9 @@ class _DecoderHere:
     def slot(self) -> AbstractAsyncContextManager[None]:
         return contextlib.nullcontext()
 
-    async def decode(self, body: bytes, *, plan: Plan | None, seed: int, where: str) -> Rollout:
-        return rollout_of(completion(body, plan=plan, seed=seed, where=where))
+    async def decode(self, body: bytes, *, plan: Plan | None, seed: int, where: str) -> tuple[Rollout, int]:
+        rollout = rollout_of(completion(body, plan=plan, seed=seed, where=where))
+        return rollout, len(rollout.token_ids)
 
 
 _HERE = _DecoderHere()
@@ -137,6 +140,12 @@ class EngineClient:
         """Generations that this client is waiting for."""
         self.paused = False
         """True from the request to pause until the engine has resumed."""
+        self.produced_tokens = 0
+        """Tokens that the engine has generated, as of its last progress report."""
+        self.received_tokens = 0
+        """Tokens of the completions that this client has received."""
+        self._aborted: str | None = None
+        self._limits: set[asyncio.Timeout] = set()
         settings = settings or EngineSection()
         self._max_lost = settings.max_lost_in_a_row
         self._body_timeout_s = settings.stall_timeout_s
@@ -154,6 +163,13 @@ class EngineClient:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+    def abort(self, reason: str) -> None:
+        """End all requests, those of the future too, with EngineLost, which names the engine and this reason."""
+        if self._aborted is None:
+            self._aborted = reason
+            for limit in self._limits:
+                limit.reschedule(0)
 
     @overload
     async def generate(self, prompt_token_ids: Sequence[int], *, sampling: SamplingSpec) -> Rollout: ...
@@ -192,7 +208,7 @@ class EngineClient:
         """Decode; many completions in a row without log-probabilities are an EngineError."""
         where = self._where(_GENERATE)
         try:
-            found = await decoder.decode(content, plan=sampling.interruption, seed=sampling.seed, where=where)
+            found, tokens = await decoder.decode(content, plan=sampling.interruption, seed=sampling.seed, where=where)
         except CompletionLost as lost:
             if lost.reason != NO_LOGPROBS:
                 raise
@@ -204,6 +220,7 @@ class EngineClient:
                 f"(engine.max_lost_in_a_row), the last one: {lost}"
             ) from None
         self._lost_in_a_row = 0
+        self.received_tokens += tokens
         return found
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
@@ -217,7 +234,9 @@ class EngineClient:
 
     async def progress(self) -> EngineProgress:
         """Token counts of the engine's cores, from the server alone. Raises EngineError."""
-        return decode(await self.get(PROGRESS_PATH), EngineProgress, self._where(PROGRESS_PATH))
+        progress = decode(await self.get(PROGRESS_PATH), EngineProgress, self._where(PROGRESS_PATH))
+        self.produced_tokens = progress.tokens
+        return progress
 
     async def info(self) -> EngineInfo:
         """Configuration and weights as the engine's workers report them. Raises EngineError."""
@@ -280,7 +299,33 @@ class EngineClient:
     async def _response(
         self, method: str, path: str, body: Any, query: Mapping[str, str] | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The response to a request, once its header has arrived."""
+        """The response to a request, once its header has arrived. `abort` ends the block, too."""
+        data = None if body is None else _encode(body)
+        # the server drops a connection after an internal error, and the next request on it would fail: only
+        # generations, which are many, reuse connections
+        headers = {} if path == _GENERATE else {"Connection": "close"}
+        try:
+            async with (
+                self._until_aborted(),
+                self._connections().request(
+                    method, self.url + path, data=data, params=query, headers=headers
+                ) as response,
+            ):
+                yield response
+        except (TimeoutError, aiohttp.ClientError) as err:
+            if self._aborted is not None:
+                raise EngineLost(f"{self.name}: {self._aborted}") from None
+            raise EngineError(f"{self.name}: {method} {path}: {type(err).__name__}: {err}") from err
+
+    async def _content(self, response: aiohttp.ClientResponse, limit: int) -> bytes:
+        """The body of a response. Raises EngineError for any status but 200."""
+        path = response.url.path
+        content = await read_body(response, limit=limit, timeout_s=self._body_timeout_s, where=self._where(path))
+        if response.status != 200:
+            raise EngineError(f"{self.name}: {response.method} {path}: {response.status} {_reason(content)}")
+        return content
+
+    def _connections(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3600),
@@ -288,27 +333,17 @@ class EngineClient:
                 headers={SECRET_HEADER: self.secret, "Content-Type": "application/json"},
                 auto_decompress=False,  # a small response must not become a large one
             )
-        data = None if body is None else _encode(body)
-        # the server drops a connection after an internal error, and the next request on it would fail: only
-        # generations, which are many, reuse connections
-        headers = {} if path == _GENERATE else {"Connection": "close"}
-        try:
-            async with self._session.request(
-                method, self.url + path, data=data, params=query, headers=headers
-            ) as response:
-                yield response
-        except (TimeoutError, aiohttp.ClientError) as err:
-            raise EngineError(f"{self.name}: {method} {path}: {type(err).__name__}: {err}") from err
+        return self._session
 
-    async def _content(self, response: aiohttp.ClientResponse, limit: int) -> bytes:
-        """The body of a response. Raises EngineError for any status but 200."""
-        where = self._where(response.url.path)
-        content = await read_body(response, limit=limit, timeout_s=self._body_timeout_s, where=where)
-        if response.status != 200:
-            raise EngineError(
-                f"{self.name}: {response.method} {response.url.path}: {response.status} {_reason(content)}"
-            )
-        return content
+    @contextlib.asynccontextmanager
+    async def _until_aborted(self) -> AsyncIterator[None]:
+        """Raises TimeoutError inside the block when `abort` is called, also if it was called before."""
+        async with asyncio.timeout(None if self._aborted is None else 0) as limit:
+            self._limits.add(limit)
+            try:
+                yield
+            finally:
+                self._limits.discard(limit)
 
 
 def _reason(content: bytes) -> str:

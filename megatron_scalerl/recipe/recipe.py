@@ -8,29 +8,23 @@ from __future__ import annotations
 from pydantic import model_validator
 
 from megatron_scalerl.recipe.parallel_layout import check_world, sizes_of
+from megatron_scalerl.recipe.process_sections import EngineSection, MegatronSection, TrainerSection, WeightsSection
+from megatron_scalerl.recipe.section import MICRO_BATCH_MULTIPLE, NonNegativeInt, PositiveInt, Section
 from megatron_scalerl.recipe.sections import (
-    MICRO_BATCH_MULTIPLE,
     AdvantagesSection,
     CheckpointSection,
     CurriculumSection,
-    EngineSection,
     FiltersSection,
     ForecastSection,
     InterruptionSection,
     LossSection,
-    MegatronSection,
-    NonNegativeInt,
     OptimizerSection,
     PolicySection,
-    PositiveInt,
     PromptsSection,
     RewardsSection,
     RolloutsSection,
-    Section,
     SftSection,
-    TrainerSection,
     ValidationSection,
-    WeightsSection,
 )
 
 
@@ -103,6 +97,11 @@ class Recipe(Section):
         if r.max_in_flight < r.group_size:
             raise ValueError(
                 f"rollouts.max_in_flight: expected at least group_size {r.group_size}, found {r.max_in_flight}"
+            )
+        if self.engine.min_engines > self.engine.count:
+            raise ValueError(
+                f"engine.min_engines: expected at most engine.count {self.engine.count}, found "
+                f"{self.engine.min_engines}"
             )
         check_world(sizes_of(self.megatron.parallel), self.trainer.world_size)
         if r.routing_replay and (self.interruption.enabled or r.kv_cache == "keep"):

@@ -146,8 +146,8 @@ class DecoderPool:
         """Held from before a body is read until it is decoded."""
         return self._slots
 
-    async def decode(self, body: bytes, *, plan: Plan | None, seed: int, where: str) -> Decoded:
-        """The completion in the response to a generation request; the caller holds a slot.
+    async def decode(self, body: bytes, *, plan: Plan | None, seed: int, where: str) -> tuple[Decoded, int]:
+        """(the completion in the response to a generation request, its tokens); the caller holds a slot.
 
         plan, seed: of the request. where: engine and path. Raises EngineError for a malformed response,
         CompletionLost if a token has no log-probability (`no_logprobs`) or the body ended two processes
@@ -160,7 +160,8 @@ class DecoderPool:
         self._outstanding.add(outstanding)
         self._queue.put_nowait(outstanding)
         try:
-            return await outstanding.result
+            found = await outstanding.result
+            return found, found.completion.tokens
         finally:
             self._outstanding.discard(outstanding)
 
@@ -269,7 +270,7 @@ class _DecoderProcess:
         except (TimeoutError, _Died) as problem:
             await self.kill()
             found = str(problem) or f"was not ready within {START_TIMEOUT_S:g} s"
-            raise ProcessDied(f"{self.name} {found}; {log_end(self._log)}") from None
+            raise ProcessDied(f"{self.name} {found}{log_end(self._log)}") from None
 
     async def ask(self, job: Job, body: bytes) -> tuple[Reply, bytes]:
         """The reply to a job. Raises _Died. Cancelled, the process is of no use any more: kill it."""

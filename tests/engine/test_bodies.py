@@ -1,6 +1,7 @@
 """Responses that are too large, too slow or broken off: one line, and the rest of them is not read."""
 
 import asyncio
+import contextlib
 import gzip
 import json
 import re
@@ -9,10 +10,11 @@ import pytest
 from aiohttp import web
 from engine_responses import StandInServer, answer
 
-from megatron_scalerl.engine.answers import EngineError
+from megatron_scalerl.engine.answers import EngineError, EngineLost
 from megatron_scalerl.engine.bodies import generation_limit
 from megatron_scalerl.engine.client import SamplingSpec
 
+SPEC = SamplingSpec(max_tokens=2)
 LIMIT = generation_limit(prompt_tokens=1, max_tokens=2, routed_experts=False)
 
 
@@ -77,7 +79,7 @@ def found(respond):
     async def main():
         async with StandInServer(respond, stall_timeout_s=1.0) as client:
             with pytest.raises(EngineError) as error:
-                await client.generate([1], sampling=SamplingSpec(max_tokens=2))
+                await client.generate([1], sampling=SPEC)
             assert client.in_flight == 0
             return str(error.value)
 
@@ -113,7 +115,7 @@ def test_an_engine_that_has_answered_is_not_waited_for(tmp_path):
 
     async def main():
         async with StandInServer(respond) as client:
-            call = asyncio.create_task(client.generate([1], sampling=SamplingSpec(max_tokens=2)))
+            call = asyncio.create_task(client.generate([1], sampling=SPEC))
             await asyncio.sleep(0)
             assert client.in_flight == 1
             await begun.wait()
@@ -123,3 +125,37 @@ def test_an_engine_that_has_answered_is_not_waited_for(tmp_path):
             return await call
 
     assert asyncio.run(main()).token_ids == (5, 6)
+
+
+class StandInDecoder:
+    """Says when it has a body, and decodes it when it is told to."""
+
+    def __init__(self):
+        self.has_body, self.go_on = asyncio.Event(), asyncio.Event()
+
+    def slot(self):
+        return contextlib.nullcontext()
+
+    async def decode(self, body, **_):
+        self.has_body.set()
+        await self.go_on.wait()
+        return "decoded", 2
+
+
+def test_an_evicted_engine_loses_what_it_has_not_answered_and_keeps_what_is_being_decoded():
+    async def main():
+        decoder = StandInDecoder()
+        async with StandInServer(answer(), silent) as client:
+            calls = []
+            for _ in range(2):
+                calls.append(asyncio.create_task(client.generate([1], sampling=SPEC, decoder=decoder)))
+                await decoder.has_body.wait()
+            while client.in_flight:
+                await asyncio.sleep(0.01)
+            client.abort("killed")
+            decoder.go_on.set()
+            return await asyncio.gather(*calls, return_exceptions=True), client.received_tokens
+
+    (kept, lost), received = asyncio.run(main())
+    assert (kept, received) == ("decoded", 2)
+    assert isinstance(lost, EngineLost) and str(lost) == "engine-4: killed"

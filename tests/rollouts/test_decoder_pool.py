@@ -48,7 +48,7 @@ async def result(pool, body, plan=None, seed=0):
     """The decoded completion, or the error."""
     try:
         async with pool.slot():
-            return await pool.decode(encoded(body), plan=plan, seed=seed, where=WHERE)
+            return (await pool.decode(encoded(body), plan=plan, seed=seed, where=WHERE))[0]
     except (EngineError, CompletionLost) as error:
         return error
 
