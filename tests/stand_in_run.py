@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rollout_groups import scored
 
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.checkpoints.commit import read_commit, write_commit
@@ -126,7 +127,8 @@ class StandInSampler:
             self._lost[draw] -= 1
             raise CompletionLost(f"completion {draw}: no log-probabilities", reason="no_logprobs")
         correct = draw[2] % 2 == 0 or draw[1] in self._flat
-        return rollout, Score(correct=correct, reward=1.0 if correct else -1.0)
+        score = Score(correct=correct, reward=1.0 if correct else -1.0)
+        return scored(rollout, score)
 
 
 class StandInTrainer:

@@ -96,6 +96,8 @@ class RolloutsSection(Section):
     trainer's are over all tokens. Not specified by the paper."""
     max_in_flight: PositiveInt = 256
     """Maximum number of concurrent completions per engine; at least group_size."""
+    decoders: PositiveInt | None = None
+    """Processes that decode the engines' responses. null: one for each CPU available to the controller, at most 4."""
     kv_cache: Literal["keep", "recompute"] = "keep"
     """At a weight update, keep the KV cache of running completions, as in PipelineRL, or recompute it."""
     routing_replay: bool = False

@@ -11,6 +11,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rollout_groups import scored
 from scipy.stats import ks_2samp
 from stand_in_run import VirtualTimeLoop
 
@@ -79,7 +80,7 @@ class StandInSampler:
             thinking_cut=0,
             seed=0,
         )
-        return rollout, Score(correct=tokens < 20, reward=1.0 if tokens < 20 else -1.0)
+        return scored(rollout, Score(correct=tokens < 20, reward=1.0 if tokens < 20 else -1.0))
 
 
 async def supervise(members, engines, kills, restart_s, loop):

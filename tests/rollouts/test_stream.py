@@ -4,6 +4,7 @@ import asyncio
 import random
 
 import pytest
+from rollout_groups import scored
 
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.prompts.curriculum import Curriculum
@@ -58,7 +59,7 @@ class StandInSampler:
             thinking_cut=0,
             seed=0,
         )
-        return rollout, Score(correct=draw[2] % 2 == 0, reward=1.0)
+        return scored(rollout, Score(correct=draw[2] % 2 == 0, reward=1.0))
 
 
 def prompts(count):
