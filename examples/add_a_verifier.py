@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_scalerl.recipe.sections import RewardsSection
 from megatron_scalerl.rewards.pool import VerifierPool
-from megatron_scalerl.types import Prompt, Rollout
+from megatron_scalerl.types import Prompt
 
 
 def same_numbers(answer_text: str, reference: str, extra: dict[str, Any]) -> bool | float:
@@ -42,20 +42,10 @@ async def main() -> None:
     prompt = Prompt(
         prompt_id="example", text="Roots of x^2 - 3x + 2?", answer="[1, 2]", token_ids=(), extra={"ordered": True}
     )
-    completion = Rollout(
-        token_ids=(),
-        rollout_logprobs=(),
-        policy_versions=(),
-        loss_mask=(),
-        interrupted=False,
-        truncated=False,
-        thinking_cut=0,
-        seed=0,
-    )
     rewards = RewardsSection(verifier="add_a_verifier:same_numbers", workers=2, timeout_s=2.0)
     async with VerifierPool(rewards) as pool:
         for answer in ("[1, 2]", "[2, 1]", "[1, 3]", "one and two", None):
-            score = await pool.score(answer, prompt, completion)
+            score = await pool.score(answer, prompt)
             print(f"{answer!s:12} reward {score.reward:+.1f} {score.reason}")
 
 

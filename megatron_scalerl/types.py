@@ -137,6 +137,21 @@ class Completion:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BlockRef:
+    """Where a finished group is in the run's rollout store (`rollouts.store`).
+
+    Example:
+        >>> stored = BlockRef(segment=0, offset=16, nbytes=1843)
+    """
+
+    segment: int
+    """Number of the segment, from 0."""
+    offset: int
+    """First byte of the block in its segment."""
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
     """The score of one completion. Produced by `rewards.pool`.
 

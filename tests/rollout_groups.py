@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_scalerl.batching.rollout_bytes import arrays_of, facts_of, write
+from megatron_scalerl.rollouts.sampler import ScoredCompletion
 from megatron_scalerl.types import Prompt, Rollout, RolloutGroup, Score
 
 
@@ -32,3 +34,8 @@ def group(rewards, *, lengths=None, truncated=(), prompt=(1, 2), group_id=0) -> 
         first_token_version=0,
         epoch=0,
     )
+
+
+def scored(rollout: Rollout, score: Score) -> ScoredCompletion:
+    """What the sampler returns for a completion."""
+    return ScoredCompletion(completion=facts_of(arrays_of(rollout)), data=write(rollout), score=score)

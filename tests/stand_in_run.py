@@ -13,12 +13,14 @@ import random
 import selectors
 import shutil
 from collections.abc import Container
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rollout_groups import scored
 
-from megatron_scalerl.checkpoints import jsonl
+from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.checkpoints.commit import read_commit, write_commit
 from megatron_scalerl.controller.ledger import Ledger
 from megatron_scalerl.controller.loop import Controller
@@ -30,7 +32,7 @@ from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.launch.fleet import Devices, Fleet
 from megatron_scalerl.prompts.dataset import PromptSet
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.rollouts.journal import read_history
+from megatron_scalerl.rollouts.history import read_history
 from megatron_scalerl.trainer.messages import TrainerInfo
 from megatron_scalerl.types import CompletionLost, Prompt, Rollout, Score, StepReport
 
@@ -41,12 +43,28 @@ class Killed(BaseException):
     """The controller was killed: no code of it runs any more, not even cleanup."""
 
 
+class StandInExecutor(ThreadPoolExecutor):
+    """Runs work at once, in the thread of the event loop: a jumping clock would not wait for another thread."""
+
+    def submit(self, work, /, *arguments, **options):
+        done = Future()
+        try:
+            done.set_result(work(*arguments, **options))
+        except BaseException as failure:
+            done.set_exception(failure)
+        return done
+
+
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to the next timer instead of waiting for it."""
+    """An event loop whose clock jumps to the next timer instead of waiting for it.
+
+    What the journal does in threads of the default executor takes no virtual time.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
         super().__init__(_JumpingSelector(self))
+        self.set_default_executor(StandInExecutor())
 
     def time(self) -> float:
         """Virtual seconds since the loop was created."""
@@ -109,7 +127,8 @@ class StandInSampler:
             self._lost[draw] -= 1
             raise CompletionLost(f"completion {draw}: no log-probabilities", reason="no_logprobs")
         correct = draw[2] % 2 == 0 or draw[1] in self._flat
-        return rollout, Score(correct=correct, reward=1.0 if correct else -1.0)
+        score = Score(correct=correct, reward=1.0 if correct else -1.0)
+        return scored(rollout, score)
 
 
 class StandInTrainer:
@@ -149,7 +168,7 @@ class StandInTrainer:
         folder = Path(path)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        (folder / "controller.json").write_text(json.dumps(extra))
+        write_durably(folder / "controller.json", json.dumps(extra).encode())
         write_commit(folder, {"step": extra["step"]})
 
 
@@ -219,14 +238,14 @@ def attempt(
     flat_groups: Container[int] = (),
     lost: dict[tuple[int, int, int], int] | None = None,
 ) -> Outcome:
-    """One attempt, to its end or until it is killed at a moment or instead of a write.
+    """One attempt, to its end or until it is killed at a moment or in a write.
 
     power_loss: truncate every file to its last synced length.
     """
     loop = VirtualTimeLoop()
     trainer, sampler = StandInTrainer(), StandInSampler(flat_groups, lost or {})
     killer = _Killer(loop, kill_at_s, kill_at_write)
-    append, jsonl.JsonlWriter.append = jsonl.JsonlWriter.append, killer.guard(jsonl.JsonlWriter.append)
+    write, os.write = os.write, killer.guard(os.write)
     disk = _Disk()
     fsync, os.fsync = os.fsync, disk.fsync
     folder = None
@@ -242,7 +261,7 @@ def attempt(
         seconds = loop.now
         loop.run_until_complete(_cancel_all())
         loop.close()
-        jsonl.JsonlWriter.append, os.fsync = append, fsync
+        os.write, os.fsync = write, fsync
         if folder is not None:
             folder.close()
     if power_loss:
@@ -269,14 +288,14 @@ class _Disk:
 
     def cut(self, folder: Path) -> None:
         """Truncate files to their synced length, except checkpoints and TensorBoard's files."""
-        for path in [*folder.glob("*.jsonl"), *folder.glob("rollouts/*.jsonl")]:
+        for path in [*folder.glob("*.jsonl"), *folder.glob("rollouts/*")]:
             size = self._sizes.get(path.stat().st_ino, 0)
             if size < path.stat().st_size:
                 os.truncate(path, size)
 
 
 class _Killer:
-    """Stops the loop at a moment or instead of the n-th write; nothing is written afterwards."""
+    """Stops the loop at a moment or in the middle of the n-th write; nothing is written afterwards."""
 
     def __init__(self, loop, at_s, at_write) -> None:
         self.dead = False
@@ -289,15 +308,18 @@ class _Killer:
         self.dead = True
         self._loop.stop()
 
-    def guard(self, append):
-        def guarded(writer, *rows):
+    def guard(self, write):
+        """os.write, for every file of the run: events, blocks, recipe, COMMIT."""
+
+        def guarded(handle, data):
             if self.dead:
-                return
+                raise Killed
             if self.writes == self._at_write:
+                write(handle, data[: self.writes % (len(data) + 1)])
                 self._stop()
                 raise Killed
             self.writes += 1
-            append(writer, *rows)
+            return write(handle, data)
 
         return guarded
 

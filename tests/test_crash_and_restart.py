@@ -7,6 +7,7 @@ import itertools
 import json
 
 import pytest
+from old_run_folder import to_old_folder
 from stand_in_run import SAVE_S, START_S, VALIDATE_S, attempt, recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -14,7 +15,7 @@ from megatron_scalerl.checkpoints.commit import read_commit
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.controller.meter import HEARTBEAT_S
 from megatron_scalerl.controller.run_folder import resume_point
-from megatron_scalerl.rollouts.journal import read_history
+from megatron_scalerl.rollouts.history import Finish, read_groups, read_history
 
 DEVICES = 3
 WHOLE_S = 40
@@ -102,7 +103,7 @@ def test_a_crash_at_any_moment_costs_at_most_the_repeated_work(tmp_path, uncrash
 
 
 def test_a_crash_at_any_write_is_survived(tmp_path, uncrashed):
-    """Killed instead of its n-th write, for every n: groups, batches and records are complete."""
+    """Killed in its n-th write, for every n: groups, batches and records are complete."""
     for write in itertools.count():
         settings = recipe(tmp_path, name=f"r{write}", steps=3)
         if attempt(settings, kill_at_write=write).reason is not None:
@@ -206,17 +207,20 @@ def test_skipped_batches_after_a_checkpoint_are_recorded_once(tmp_path):
 
 
 def test_a_lost_group_is_generated_again(tmp_path):
-    """Its event reached the disk and the group did not, as after a power loss."""
+    """An earlier version could write its event and lose the group, in a power loss."""
     settings = recipe(tmp_path)
     attempt(settings, kill_at_s=18)
     folder = tmp_path / "r"
+    to_old_folder(folder)
     lost = max(read_history(folder).unbatched())
     path = folder / "rollouts" / "groups-00000.jsonl"
     rows = read_jsonl(path)
     path.write_text("".join(json.dumps(r) + "\n" for r in rows if r["group_id"] != lost))
     assert attempt(settings).reason == "all 6 steps are made"
     check_records(folder, 6)
-    assert sum(r["group_id"] == lost for r in read_jsonl(path)) == 1
+    history = read_history(folder)
+    assert history.finished[lost].stored is not None
+    assert sum(isinstance(e, Finish) and e.group_id == lost for e in history.events) == 2
 
 
 def test_a_journal_behind_its_checkpoint_is_refused(tmp_path):
@@ -253,10 +257,10 @@ def test_lost_completions_leave_their_group_and_nothing_else(tmp_path):
     settings = recipe(tmp_path, rollouts={"max_staleness_steps": 0})
     lost = {(1, 0, 2): 1} | {(1, 1, index): 1 for index in range(4)}
     assert attempt(settings, lost=lost).reason == "all 6 steps are made"
-    groups = {g["group_id"]: g for g in read_jsonl(tmp_path / "r" / "rollouts" / "groups-00000.jsonl")}
-    assert len(groups[0]["rollouts"]) == 3 and groups[0]["lost_completions"] == 1
-    assert [s["correct"] for s in groups[0]["scores"]] == [True, False, False]
-    assert len(groups[1]["rollouts"]) == 4 and groups[1]["lost_completions"] == 0
+    groups = read_groups(tmp_path / "r", read_history(tmp_path / "r"), (0, 1))
+    assert len(groups[0].rollouts) == 3 and groups[0].lost_completions == 1
+    assert [s.correct for s in groups[0].scores] == [True, False, False]
+    assert len(groups[1].rollouts) == 4 and groups[1].lost_completions == 0
     records = read_jsonl(tmp_path / "r" / "metrics.jsonl")
     assert [r["lost_completions"] for r in records] == [1, 0, 0, 0, 0, 0]
     finish = next(e for e in read_jsonl(tmp_path / "r" / "journal.jsonl") if e["event"] == "finish")
@@ -280,5 +284,5 @@ def test_a_prompt_without_any_validation_completion_ends_the_run(tmp_path):
 
 def test_files_with_completions_are_private(tmp_path):
     attempt(recipe(tmp_path, steps=1))
-    modes = {p.name: p.stat().st_mode & 0o777 for p in (tmp_path / "r").rglob("*.jsonl")}
-    assert modes["groups-00000.jsonl"] == modes["journal.jsonl"] == 0o600
+    modes = {p.name: p.stat().st_mode & 0o777 for p in (tmp_path / "r").rglob("*")}
+    assert modes["segment-00000.bin"] == modes["journal.jsonl"] == 0o600

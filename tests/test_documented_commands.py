@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from journals import write_journal
 from rollout_groups import group
 from test_report import write_run
 
@@ -22,7 +23,8 @@ from megatron_scalerl.__main__ import _parse, main
 from megatron_scalerl.controller.preflight import check_inputs
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import load_recipe
-from megatron_scalerl.rollouts.journal import BatchRecord, Journal
+from megatron_scalerl.rollouts.history import BatchRecord
+from megatron_scalerl.rollouts.parquet import SCHEMA
 from megatron_scalerl.tiny.build import TinyArguments, build
 
 ROOT = Path(__file__).parent.parent
@@ -101,10 +103,8 @@ def written(folder, policy):
     write_run(folder, noise=0.01)
     recipe = yaml.safe_load((folder / "recipe.yaml").read_text()) | {"policy": {"path": str(policy)}}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    journal = Journal(folder)
-    journal.finish(group([1.0, -1.0]))
-    journal.batch(BatchRecord(batch=0, step=1, policy_version=0, group_ids=(0,)))
-    journal.close()
+    record = BatchRecord(batch=0, step=1, policy_version=0, group_ids=(0,))
+    write_journal(folder, groups=[group([1.0, -1.0])], batches=[record])
 
 
 def ran(command, place, *more):
@@ -130,6 +130,10 @@ def ran(command, place, *more):
 def test_every_block_is_known(page):
     for language, text in blocks(page):
         if language in ("yaml", "python"):
+            continue
+        if language == "sql":  # of the Parquet files of rollouts
+            named = re.findall(r"\b[a-z_]+\b", re.sub(r"'[^']*'|AS \w+", "", text))
+            assert set(named) - {"avg", "count"} <= set(SCHEMA.names)
             continue
         known = commands_of(text) or [kind for kind, start in SHOWN.items() if re.match(start, text)]
         assert language in ("", "bash") and known, f"no test knows this block of {page.name}:\n{text}"

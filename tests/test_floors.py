@@ -34,11 +34,11 @@ FLOORS = [
     },
     {
         "trainer": "batching checkpoints distributed logits losses models processes recipe safe_load types weights",
-        "engine": "checkpoints distributed models processes recipe types weights",
+        "engine": "batching checkpoints distributed models processes recipe types weights",
         "export": "checkpoints convert recipe",
     },
     {
-        "rollouts": "checkpoints engine prompts recipe rewards types",
+        "rollouts": "batching checkpoints engine processes prompts recipe rewards types",
         "launch": "distributed engine processes recipe rewards trainer types weights",
         "sft": "batching convert distributed losses prompts recipe trainer types",
     },
@@ -50,7 +50,7 @@ FLOORS = [
     {
         "check_gpu": "batching checkpoints controller distributed engine launch logits losses plan processes prompts "
         "recipe rewards rollouts tiny trainer types weights",
-        "commands": "checkpoints controller export processes recipe report sft",
+        "commands": "batching checkpoints controller export processes recipe report rollouts sft types",
     },
     {
         "__main__": "environment processes",

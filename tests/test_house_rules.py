@@ -30,6 +30,7 @@ OWN_STATE = {
     "plan/lengths.py",
     "plan/simulate.py",
     "rewards/pool.py",
+    "rollouts/decoder_pool.py",
     "safe_load/index.py",
     "safe_load/pickles.py",
     "safe_load/values.py",

@@ -53,12 +53,9 @@ class RolloutArrays:
 
 def arrays_of(rollout: Rollout) -> RolloutArrays:
     """The arrays of a rollout."""
-    logprobs = np.asarray(rollout.rollout_logprobs, dtype="<f8")
-    narrow = logprobs.astype("<f4")
-    exact = bool((narrow.astype("<f8") == logprobs).all())
     return RolloutArrays(
         token_ids=np.asarray(rollout.token_ids, dtype="<u4"),
-        rollout_logprobs=narrow if exact else logprobs,
+        rollout_logprobs=narrowest(np.asarray(rollout.rollout_logprobs, dtype="<f8")),
         policy_versions=np.asarray(rollout.policy_versions, dtype=np.int64),
         loss_mask=np.asarray(rollout.loss_mask, dtype=bool),
         interrupted=rollout.interrupted,
@@ -67,6 +64,12 @@ def arrays_of(rollout: Rollout) -> RolloutArrays:
         seed=rollout.seed,
         expert_choices=rollout.expert_choices,
     )
+
+
+def narrowest(values: np.ndarray) -> np.ndarray:
+    """`values` [T] float64 as float32, unless that would round one of them."""
+    narrow = values.astype("<f4")
+    return narrow if bool((narrow.astype("<f8") == values).all()) else values
 
 
 def rollout_of(arrays: RolloutArrays) -> Rollout:

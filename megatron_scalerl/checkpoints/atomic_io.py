@@ -2,24 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Context in which an OSError without a file name, such as that of a full disk, gets the name `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        if error.errno is None:
+            raise OSError(f"{path}: {error}") from None
+        raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
 
 
 def write_durably(path: Path, content: bytes, *, private: bool = False) -> None:
     """Write a file under a temporary name, sync it, rename it, and sync its folder.
 
-    private: only its owner may read it (mode 0600).
+    private: only its owner may read it (mode 0600). Raises OSError naming the file, whose old content is kept then.
     """
     draft = path.with_name(f".{path.name}.draft")
     draft.unlink(missing_ok=True)
     mode = 0o600 if private else 0o666
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        with naming(path):
+            try:
+                write_all(handle, content)
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
     draft.replace(path)
     sync(path.parent)
+
+
+def write_all(handle: int, data: bytes) -> None:
+    """Write all of `data`, by one system call if the system accepts all of it. Raises OSError."""
+    written = os.write(handle, data)
+    while written < len(data):
+        written += os.write(handle, memoryview(data)[written:])
 
 
 def publish_folder(folder: Path, name: Path) -> None:
@@ -32,8 +61,9 @@ def publish_folder(folder: Path, name: Path) -> None:
 
 def sync(path: Path) -> None:
     """Return once the content of a file, or the names in a folder, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(handle)
+        with naming(path):
+            os.fsync(handle)
     finally:
         os.close(handle)

@@ -1,6 +1,6 @@
 """Append-only JSON Lines files that survive a crash at any byte: one writer, one recovery, one reader.
 
-Every growing file of a run (journal, groups, ledger, metrics, validations, attempts) is written by `JsonlWriter` and
+Every growing file of a run (journal, ledger, metrics, validations, attempts) is written by `JsonlWriter` and
 read by `read_jsonl`. A row is one line, written by one system call if the system accepts all of it. A crash can leave
 a last line without its newline: it is kept if it is a complete JSON object, else truncated.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_scalerl.checkpoints.atomic_io import sync, write_durably
+from megatron_scalerl.checkpoints.atomic_io import naming, sync, write_all, write_durably
 
 _BLOCK = 1 << 16
 
@@ -44,18 +44,23 @@ class JsonlWriter:
         """
         data = b"".join(self._encoder.encode(row) + b"\n" for row in rows)
         start = os.fstat(self._fd).st_size
-        written = 0
         try:
-            while written < len(data):
-                written += os.write(self._fd, data[written:] if written else data)
-        except OSError as error:
+            with naming(self.path):
+                write_all(self._fd, data)
+        except OSError:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, start)
-            raise OSError(error.errno, os.strerror(error.errno or 0), str(self.path)) from None
+            raise
 
     def sync(self) -> None:
-        """Return once every row is on the disk."""
-        os.fsync(self._fd)
+        """Return once every row is on the disk. Raises OSError naming the file."""
+        with naming(self.path):
+            os.fsync(self._fd)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return os.fstat(self._fd).st_size
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
@@ -72,7 +77,7 @@ def recover(path: str | Path) -> None:
     path = Path(path)
     if not path.exists():
         return
-    with open(path, "rb+") as file:
+    with naming(path), open(path, "rb+") as file:
         size = file.seek(0, os.SEEK_END)
         start, tail = size, b""
         while start > 0 and b"\n" not in tail:

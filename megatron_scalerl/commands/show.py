@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,22 +13,8 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
+from megatron_scalerl.commands.group_files import ListedGroup, listed_groups
 from megatron_scalerl.processes.logs import printable
-
-
-class Rollout(msgspec.Struct):
-    """The fields of a completion that select it."""
-
-    interrupted: bool
-
-
-class Head(msgspec.Struct):
-    """The fields of a group that select it."""
-
-    group_id: int
-    rollouts: list[Rollout]
-    step: int | None = None
-
 
 EPILOG = """examples:
   megatron-scalerl show runs/my_run                        a completion of the newest group
@@ -73,44 +59,32 @@ def find_group(run_dir: Path, group_id: int | None, step: int | None, *, interru
     Raises ValueError if the run has no such finished group.
     """
     trained_in = trained_steps(run_dir)
-    newest: tuple[int, bytes] | None = None
-    seen = 0
-    for path, line in group_lines(run_dir):
-        try:
-            head = msgspec.json.decode(line, type=Head)
-        except msgspec.DecodeError as error:
-            raise ValueError(f"{path}: expected groups as JSON lines, found {error}") from None
-        seen += 1
-        trained = head.step if head.step is not None else trained_in.get(head.group_id)
-        if group_id is not None and head.group_id != group_id:
+    chosen: ListedGroup | None = None
+    seen: set[int] = set()
+    for listed in listed_groups(run_dir):
+        seen.add(listed.group_id)
+        trained = listed.step if listed.step is not None else trained_in.get(listed.group_id)
+        if group_id is not None and listed.group_id != group_id:
             continue
         if step is not None and trained != step:
             continue
-        if interrupted and not any(r.interrupted for r in head.rollouts):
+        if interrupted and not listed.interrupted:
             continue
-        if newest is None or (step is None and head.group_id > newest[0]):
-            newest = (head.group_id, line)
-    if newest is None:
+        if (
+            chosen is None
+            or listed.group_id == chosen.group_id
+            or (step is None and listed.group_id > chosen.group_id)
+        ):
+            chosen = listed
+    if chosen is None:
         wanted = [f"group {group_id}"] * (group_id is not None) + [f"a group of step {step}"] * (step is not None)
         wanted += ["an interrupted completion"] * interrupted
         expected = " and ".join(wanted) or "finished groups"
-        raise ValueError(f"{run_dir}: expected {expected}, found none among {seen} finished groups")
-    group = msgspec.json.decode(newest[1])
+        raise ValueError(f"{run_dir}: expected {expected}, found none among {len(seen)} finished groups")
+    group = chosen.read()
     if group.get("step") is None:
-        group["step"] = trained_in.get(newest[0])
+        group["step"] = trained_in.get(chosen.group_id)
     return group
-
-
-def group_lines(run_dir: Path) -> Iterator[tuple[Path, bytes]]:
-    """Every complete line of RUN_DIR/rollouts/*.jsonl; a line being written has no line end yet."""
-    folder = run_dir / "rollouts"
-    if not folder.is_dir():
-        raise ValueError(f"{run_dir}: expected a run folder with rollouts, found none")
-    for path in sorted(folder.glob("*.jsonl")):
-        with path.open("rb") as file:
-            for line in file:
-                if line.endswith(b"\n"):
-                    yield path, line
 
 
 def trained_steps(run_dir: Path) -> dict[int, int]:

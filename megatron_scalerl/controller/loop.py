@@ -21,8 +21,9 @@ every engine pauses between two tokens, keeps its requests, receives the weights
 trainer and engines are compared (`probe`). An engine that is started again meanwhile takes part in the next update,
 or gets the current weights while the trainer waits for a batch (`_while_current`).
 
-A checkpoint (`_save`): ledger and metrics are synced to disk, the trainer ranks write and commit the checkpoint with
-the controller's own state (step, batches), and old checkpoints are deleted (`run_folder`).
+A checkpoint (`_save`): ledger, metrics and journal are synced to disk, the trainer ranks write and commit the
+checkpoint with the controller's own state (step, batches, length of the journal), and old checkpoints are deleted
+(`run_folder`).
 
 A restart (`_replay`): the journal's batches after the checkpoint are trained again with the recorded rollouts in the
 same order, before anything new is generated. Groups that were in flight are issued again under their old ids.
@@ -38,6 +39,8 @@ import logging
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
+import msgspec
+
 from megatron_scalerl.batching.advantages import samples_of
 from megatron_scalerl.batching.assignment import of_rollouts, plan_step, sample_facts
 from megatron_scalerl.controller.batch_metrics import batch_metrics
@@ -45,15 +48,15 @@ from megatron_scalerl.controller.meter import Meter
 from megatron_scalerl.controller.metrics import Metrics
 from megatron_scalerl.controller.probe import Probe
 from megatron_scalerl.controller.progress import Progress
-from megatron_scalerl.controller.run_folder import ResumePoint, RunFolder
+from megatron_scalerl.controller.run_folder import ControllerState, ResumePoint, RunFolder
 from megatron_scalerl.controller.validation import Validator
 from megatron_scalerl.controller.weight_sync import WeightSync
 from megatron_scalerl.launch.fleet import Fleet
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.prompts.dataset import PromptSet
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.file import RecipeError
-from megatron_scalerl.rollouts.journal import BatchRecord, History, Journal, read_batch, read_groups
+from megatron_scalerl.rollouts.history import BatchRecord, History, read_batch, read_groups, replay_draws
+from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.sampler import Sampler
 from megatron_scalerl.rollouts.stream import Admission, RolloutStream
 from megatron_scalerl.types import RolloutGroup, StepReport
@@ -118,14 +121,14 @@ class Controller:
             recipe.curriculum.no_positive_resampling,
             recipe.curriculum.max_epochs,
         )
-        self._journal = Journal(folder.path)
+        self._journal = Journal(folder.path, history, policy=recipe.checkpoint.rollouts)
         self._stream = RolloutStream(
             recipe,
             curriculum=self._curriculum,
             engines=fleet.engines,
             sampler=sampler,
             journal=self._journal,
-            next_group_id=sum(e["event"] == "admit" for e in history.events),
+            next_group_id=history.admitted,
             count_tokens=meter.count_training,
         )
 
@@ -138,8 +141,8 @@ class Controller:
             if self._validation is not None:
                 self._validation.cancel()
                 await asyncio.gather(self._validation, return_exceptions=True)
+            await self._journal.close()
             self._metrics.close()
-            self._journal.close()
 
     async def _run(self) -> str:
         if self._start.checkpoint is not None:
@@ -177,7 +180,7 @@ class Controller:
                 policy_version=self._step,
                 group_ids=tuple(g.group_id for g in groups),
             )
-            self._journal.batch(record)
+            await self._journal.batch(record)
             await self._train_on(groups, waited)
             if self._skipped_in_a_row >= self._recipe.filters.max_empty_batches:
                 return await self._finish(
@@ -340,14 +343,14 @@ class Controller:
         stream is not started yet, so nothing is generated.
         """
         history = self._history
-        _replay_draws(self._curriculum, history)
+        replay_draws(self._curriculum, history)
         for record in history.batches[self._batches :]:
             await self._train_on(read_batch(self._folder.path, history, record))
             self._meter.charge_replay()
         ready = read_groups(self._folder.path, history, history.unbatched())
         prompts = {p.prompt_id: p for p in self._prompts}
         unfinished = [
-            Admission(group_id=e["group_id"], prompt=prompts[e["prompt_id"]], epoch=e["epoch"])
+            Admission(group_id=e.group_id, prompt=prompts[e.prompt_id], epoch=e.epoch)
             for e in history.to_reissue(ready)
         ]
         self._stream.restore(list(ready.values()), unfinished)
@@ -357,12 +360,17 @@ class Controller:
         # batches before a checkpoint are never replayed, so their records must be on disk before it is committed
         self._ledger.sync()
         self._metrics.sync()
-        await self._fleet.trainer.save(
-            str(self._folder.checkpoint(self._step)),
-            {"step": self._step, "batches": self._batches, "run_id": self._folder.attempt.run_id},
+        state = ControllerState(
+            step=self._step,
+            batches=self._batches,
+            run_id=self._folder.attempt.run_id,
+            position=await self._journal.position(),
         )
+        await self._fleet.trainer.save(str(self._folder.checkpoint(self._step)), msgspec.to_builtins(state))
         self._saved_step = self._step
-        self._folder.keep_checkpoints(self._recipe.checkpoint.keep, newest=self._step)
+        keep = self._recipe.checkpoint.keep
+        self._folder.keep_checkpoints(keep, newest=self._step)
+        await self._journal.retain(self._folder.kept_batches(keep))
 
     async def _finish(self, reason: str, *, final: bool = False) -> str:
         """The last validation, checkpoint and charge. final: the run cannot resume, even with more steps."""
@@ -373,6 +381,7 @@ class Controller:
             await self._await_validation()
         if self._step > self._saved_step:
             await self._save()
+        await self._journal.removed()
         self._meter.charge_validation()
         self._folder.end(reason, step=self._step, final=final)
         return reason
@@ -381,17 +390,3 @@ class Controller:
         """True if this step's validation is not recorded; it may be missing after a restart, too."""
         every = self._recipe.validation.every_steps
         return bool(every) and self._step % every == 0 and not self._metrics.has_validation(self._step)
-
-
-def _replay_draws(curriculum: Curriculum, history: History) -> None:
-    """Restore the curriculum at the end of the journal by replaying draws and pass rates. Raises RecipeError."""
-    for event in history.events:
-        if event["event"] == "admit":
-            prompt, _ = curriculum.draw()
-            if prompt.prompt_id != event["prompt_id"]:
-                raise RecipeError(
-                    f"journal.jsonl: expected group {event['group_id']} to draw prompt {prompt.prompt_id}, "
-                    f"found {event['prompt_id']} (prompts, held-out split and seed must not change within a run)"
-                )
-        elif event["event"] == "finish":
-            curriculum.observe(event["prompt_id"], event["pass_rate"])

@@ -6,11 +6,14 @@ import importlib.util
 import math
 import os
 import shutil
+import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron_scalerl.checkpoints.atomic_io import naming, write_all
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, rewrite
 from megatron_scalerl.types import PassRate
 
@@ -23,12 +26,17 @@ class TensorBoardSink:
 
     def __init__(self, run_dir: Path) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         folder = run_dir / "tensorboard"
         shutil.rmtree(folder, ignore_errors=True)
-        self._writer = EventFileWriter(str(folder))
-        self._writer.add_event(Event(step=0, session_log=SessionLog(status=SessionLog.START)))
+        folder.mkdir()
+        # not EventFileWriter: its thread prints a traceback where the disk is full, and its error names no file
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+        self._file = _EventFile(folder / name)
+        self._records = RecordWriter(self._file)
+        self._write(Event(file_version="brain.Event:2"))
+        self._write(Event(step=0, session_log=SessionLog(status=SessionLog.START)))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Record named scalars of one step."""
@@ -36,11 +44,30 @@ class TensorBoardSink:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-        self._writer.add_event(Event(step=step, summary=Summary(value=values)))
+        self._write(Event(step=step, summary=Summary(value=values)))
 
     def close(self) -> None:
-        """Flush."""
-        self._writer.close()
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, event: Any) -> None:
+        event.wall_time = time.time()
+        self._records.write(event.SerializeToString())
+
+
+class _EventFile:
+    """The file of a `RecordWriter`: each record is written at once. Raises OSError naming the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
+
+    def write(self, record: bytes) -> None:
+        with naming(self._path):
+            write_all(self._fd, record)
+
+    def close(self) -> None:
+        os.close(self._fd)
 
 
 class WandbSink:

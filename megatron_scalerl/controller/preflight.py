@@ -21,7 +21,7 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import read_run_recipe
 from megatron_scalerl.recipe.input_files import check_policy, check_prompts
 from megatron_scalerl.recipe.parallel_layout import check_sharding
-from megatron_scalerl.rollouts.sampler import forced_ids
+from megatron_scalerl.rollouts.plans import forced_ids
 
 
 @dataclass(frozen=True, kw_only=True)

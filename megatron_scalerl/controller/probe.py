@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from megatron_scalerl.batching.rollout_bytes import RolloutArrays, read
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.launch.fleet import Fleet
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.sampler import VALIDATION_PRIORITY, Sampler
-from megatron_scalerl.types import Prompt, Rollout
+from megatron_scalerl.types import Prompt
 
 PROMPTS = 4
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
@@ -47,7 +48,7 @@ class Probe:
             if rollouts is None:
                 continue
             differences = await self._differences(rollouts)
-            versions = sorted({v for rollout in rollouts for v in rollout.policy_versions})
+            versions = sorted({v for rollout in rollouts for v in rollout.policy_versions.tolist()})
             if versions != [policy_version]:
                 raise ProbeError(f"{engine.name}: expected policy version {policy_version}, found {versions}")
             if max(differences) > self._tolerance:
@@ -58,7 +59,7 @@ class Probe:
             found += differences
         return {"probe_mismatch_mean": sum(found) / len(found), "probe_mismatch_max": max(found)} if found else {}
 
-    async def _completions(self, engine: EngineClient) -> list[Rollout] | None:
+    async def _completions(self, engine: EngineClient) -> list[RolloutArrays] | None:
         """The probe's completions; None if the engine failed, and is evicted."""
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -72,16 +73,16 @@ class Probe:
                 ]
         except* EngineError as errors:
             self._fleet.engines.evict(engine, str(errors.exceptions[0]))
-        return None if engine not in self._fleet.engines.serving else [task.result()[0] for task in running]
+        return None if engine not in self._fleet.engines.serving else [read(task.result().data) for task in running]
 
-    async def _differences(self, rollouts: Sequence[Rollout]) -> list[float]:
-        sequences = [[*p.token_ids, *r.token_ids] for p, r in zip(self._prompts, rollouts)]
+    async def _differences(self, rollouts: Sequence[RolloutArrays]) -> list[float]:
+        sequences = [[*p.token_ids, *r.token_ids.tolist()] for p, r in zip(self._prompts, rollouts)]
         scored = await self._fleet.trainer.logprobs(sequences)
         return [
             abs(trainer - engine)
             for prompt, rollout, logprobs in zip(self._prompts, rollouts, scored)
             for trainer, engine, sampled in zip(
-                logprobs[len(prompt.token_ids) - 1 :], rollout.rollout_logprobs, rollout.loss_mask
+                logprobs[len(prompt.token_ids) - 1 :], rollout.rollout_logprobs.tolist(), rollout.loss_mask
             )
             if sampled
         ]

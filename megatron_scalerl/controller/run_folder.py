@@ -14,14 +14,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
+import logging
 import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from megatron_scalerl.checkpoints import commit
 from megatron_scalerl.checkpoints.atomic_io import write_durably
@@ -29,14 +32,19 @@ from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, rewrite
 from megatron_scalerl.launch.fleet import Attempt
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import RecipeError, dump_recipe, read_run_recipe
-from megatron_scalerl.rollouts.journal import History
+from megatron_scalerl.rollouts.history import History, check_groups
+from megatron_scalerl.rollouts.journal import Position
+from megatron_scalerl.rollouts.store import check_position
 from megatron_scalerl.safe_load.check import check_checkpoint
+
+logger = logging.getLogger(__name__)
 
 MAY_CHANGE = frozenset(
     {
         "steps",
         "checkpoint.every_steps",
         "checkpoint.keep",
+        "checkpoint.rollouts",
         "forecast.fit_until_share",
         "rewards.workers",
         "trainer.micro_batch_tokens",
@@ -73,8 +81,22 @@ class ResumePoint:
     """Optimizer steps in the checkpoint."""
     batches: int = 0
     """Batches of the run's lineage that the checkpoint includes, those without a step too."""
+    position: Position | None = None
+    """What the checkpoint names of the journal; None in those of earlier versions."""
     damaged: tuple[str, ...] = ()
     """One line about each newer checkpoint that is damaged."""
+
+
+class ControllerState(msgspec.Struct, frozen=True, kw_only=True):
+    """controller.json of a checkpoint: the run as far as the checkpoint includes it."""
+
+    step: Annotated[int, Meta(ge=0)]
+    """Optimizer steps."""
+    batches: Annotated[int, Meta(ge=0)]
+    """Batches of the run's lineage, those without a step too."""
+    run_id: str | None = None
+    position: Position | None = None
+    """Journal and store when the checkpoint was written."""
 
 
 class RunFolder:
@@ -103,6 +125,20 @@ class RunFolder:
     def keep_checkpoints(self, keep: int, *, newest: int) -> None:
         """Delete all but the `keep` newest checkpoints up to step `newest`, and uncommitted ones."""
         commit.prune(self.path / "checkpoints", keep, newest=newest)
+
+    def kept_batches(self, keep: int) -> int:
+        """Batches that each of the kept checkpoints includes; 0 while there are fewer than `keep`.
+
+        0 also if one cannot be read: then it is unknown what its resume needs.
+        """
+        paths = [path for _, path in commit.committed(self.path / "checkpoints")]
+        if len(paths) < keep:
+            return 0
+        try:
+            return min(controller_state(path).batches for path in paths)
+        except ValueError as error:
+            logger.warning("rollouts are kept: %s", error)
+            return 0
 
     def end(self, reason: str, *, step: int, final: bool) -> None:
         """Record that the attempt finished. final: the run cannot resume, even with a larger `steps`."""
@@ -176,24 +212,44 @@ def resume_point(run_dir: str | Path, check: Callable[[Path], object] = check_ch
     Raises RuntimeError if there are checkpoints and all are damaged.
     """
 
-    def state_of(path: Path) -> dict[str, int]:
+    def state_of(path: Path) -> ControllerState:
         check(path)
-        return _controller_state(path)
+        return controller_state(path)
 
     path, damaged = commit.latest_whole(Path(run_dir) / "checkpoints", state_of)
     if path is None:
         return ResumePoint()
-    state = _controller_state(path)
-    return ResumePoint(checkpoint=path, step=state["step"], batches=state["batches"], damaged=tuple(damaged))
+    state = controller_state(path)
+    return ResumePoint(
+        checkpoint=path,
+        step=state.step,
+        batches=state.batches,
+        position=state.position,
+        damaged=tuple(damaged),
+    )
 
 
 def check_history(run_dir: str | Path, history: History, start: ResumePoint) -> None:
-    """Raises RuntimeError if the journal ends before the checkpoint, that is if lines of it are lost."""
+    """Raises RuntimeError if journal or store end before the checkpoint, that is if events or groups are lost."""
+    journal = Path(run_dir) / "journal.jsonl"
     if len(history.batches) < start.batches:
         raise RuntimeError(
-            f"{Path(run_dir) / 'journal.jsonl'}: expected at least the {start.batches} batches of "
-            f"{start.checkpoint}, found {len(history.batches)}"
+            f"{journal}: expected at least the {start.batches} batches of {start.checkpoint}, "
+            f"found {len(history.batches)}"
         )
+    if (position := start.position) is not None:
+        found = journal.stat().st_size if journal.exists() else 0
+        if found < position.journal_bytes:
+            raise RuntimeError(
+                f"{journal}: expected at least the {position.journal_bytes} bytes of {start.checkpoint}, "
+                f"found {found}"
+            )
+    try:
+        if position is not None:
+            check_position(Path(run_dir) / "rollouts", position.segment, position.offset)
+        check_groups(run_dir, history, start.batches)
+    except ValueError as error:
+        raise RuntimeError(str(error)) from None
 
 
 def finished(recipe: Recipe, point: ResumePoint) -> str | None:
@@ -210,13 +266,12 @@ def finished(recipe: Recipe, point: ResumePoint) -> str | None:
     return f"all {point.step} steps are made"
 
 
-def _controller_state(path: Path) -> dict[str, int]:
+def controller_state(checkpoint: Path) -> ControllerState:
     """The controller's state in a checkpoint. Raises ValueError naming the file."""
-    file = path / "controller.json"
+    file = checkpoint / "controller.json"
     try:
-        state = json.loads(file.read_bytes())
-        return {"step": int(state["step"]), "batches": int(state["batches"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return msgspec.json.decode(file.read_bytes(), type=ControllerState)
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file}: expected JSON with step and batches, found {error!r}") from None
 
 

@@ -1,7 +1,7 @@
 """`megatron-scalerl train RECIPE`: runs a recipe on one machine, from its checks to its end.
 
     train        checks inputs and folder, raises ValueError for user errors    no file written, no process started
-    _train       verifier processes, run folder (locked), controller.log
+    _train       verifier processes, run folder (locked), controller.log, decoder processes
     _attempts    engines, once; then attempts until one does not fail
     _attempt     resume point, journal, ledger, meter, trainer ranks, controller
 
@@ -45,7 +45,9 @@ from megatron_scalerl.processes.child_process import ProcessDied
 from megatron_scalerl.processes.signals import run_until_signal
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rewards.pool import VerifierPool
-from megatron_scalerl.rollouts.journal import History, read_history
+from megatron_scalerl.rollouts.decoder_pool import DecoderPool
+from megatron_scalerl.rollouts.history import History, read_history
+from megatron_scalerl.rollouts.plans import Plans
 from megatron_scalerl.rollouts.sampler import Sampler
 from megatron_scalerl.trainer.client import TrainerError
 
@@ -82,8 +84,11 @@ async def _train(recipe: Recipe, inputs: Inputs, console: Console) -> str:
         # the folder is created last, after every check for user errors
         with contextlib.closing(RunFolder(recipe)) as folder, log_failures(folder.path / "logs" / "controller.log"):
             _resume(folder, console)  # a damaged folder is found before any device is held
-            run = _Run(recipe=recipe, inputs=inputs, folder=folder, verifier=verifier, console=console)
-            return await _attempts(run)
+            plans = Plans(recipe, inputs.tokenizer)
+            async with DecoderPool(recipe, inputs.tokenizer, plans, logs=folder.path / "logs") as decoders:
+                sampler = Sampler(plans, decoders=decoders, verifier=verifier)
+                run = _Run(recipe=recipe, inputs=inputs, folder=folder, sampler=sampler, console=console)
+                return await _attempts(run)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +98,7 @@ class _Run:
     recipe: Recipe
     inputs: Inputs
     folder: RunFolder
-    verifier: VerifierPool
+    sampler: Sampler
     console: Console
 
 
@@ -126,7 +131,6 @@ async def _attempt(run: _Run, launcher: LocalLauncher, *, first: bool) -> str:
     recipe, folder, attempt = run.recipe, run.folder, run.folder.attempt
     start, history = _resume(folder, run.console)
     logger.info("run %s, attempt %s, from step %d", attempt.run_id, attempt.incarnation, start.step)
-    sampler = Sampler(recipe, run.inputs.tokenizer, run.verifier)
     devices = Devices.of(recipe)
     ledger = Ledger(folder.path / "ledger.jsonl", devices.unit, incarnation=attempt.incarnation)
     with contextlib.closing(ledger):
@@ -149,9 +153,9 @@ async def _attempt(run: _Run, launcher: LocalLauncher, *, first: bool) -> str:
                     fleet=fleet,
                     start=start,
                     history=history,
-                    sampler=sampler,
+                    sampler=run.sampler,
                     sync=WeightSync(fleet.trainer, fleet.engines, recipe),
-                    probe=Probe(recipe, sampler, fleet, [*prompts.training, *prompts.held_out]),
+                    probe=Probe(recipe, run.sampler, fleet, [*prompts.training, *prompts.held_out]),
                     meter=meter,
                     progress=progress,
                 )

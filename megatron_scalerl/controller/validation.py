@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.rollouts.sampler import VALIDATION_PRIORITY, Sampler
-from megatron_scalerl.types import CompletionLost, PassRate, Prompt, Rollout, Score
+from megatron_scalerl.rollouts.sampler import VALIDATION_PRIORITY, Sampler, ScoredCompletion
+from megatron_scalerl.types import Completion, CompletionLost, PassRate, Prompt
 
 logger = logging.getLogger(__name__)
 _TRIES = 2
@@ -72,9 +72,9 @@ class Validator:
                     f"validation of version {step}: prompt {prompt.prompt_id}: expected a completion, found "
                     f"all {generations} lost"
                 )
-        by_prompt = tuple(sum(score.correct for _, score in row) / len(row) for row in results)
-        rollouts = [rollout for row in results for rollout, _ in row]
-        versions = {version for rollout in rollouts for version in rollout.policy_versions}
+        by_prompt = tuple(sum(found.score.correct for found in row) / len(row) for row in results)
+        completions = [found.completion for row in results for found in row]
+        versions = {version for c in completions for version in (c.first_version, c.last_version)}
         assert versions == {step}, f"validation of version {step} found versions {sorted(versions)}"
         pass_rate = PassRate(
             step=step,
@@ -84,15 +84,15 @@ class Validator:
             generations=generations,
             gpu_hours=gpu_hours,
             gpu_hours_total=gpu_hours_total,
-            truncated_share=sum(r.truncated for r in rollouts) / len(rollouts),
-            interrupted_share=sum(r.interrupted for r in rollouts) / len(rollouts),
-            mean_completion_tokens=sum(len(r.token_ids) for r in rollouts) / len(rollouts),
-            entropy=_entropy(rollouts),
-            lost_completions=len(by_prompt) * generations - len(rollouts),
+            truncated_share=sum(c.truncated for c in completions) / len(completions),
+            interrupted_share=sum(c.interrupted for c in completions) / len(completions),
+            mean_completion_tokens=sum(c.tokens for c in completions) / len(completions),
+            entropy=_entropy(completions),
+            lost_completions=len(by_prompt) * generations - len(completions),
         )
         return pass_rate, by_prompt
 
-    async def _completion(self, number: int, index: int) -> tuple[Rollout, Score] | None:
+    async def _completion(self, number: int, index: int) -> ScoredCompletion | None:
         """Completion `index` of a prompt; None if it was lost."""
         prompt = self._prompts[number]
         draw = self._sampler.draw(self._seed, number, index)
@@ -110,12 +110,12 @@ class Validator:
                 except EngineError as error:
                     self._engines.evict(engine, str(error))
                 else:
-                    self._count_tokens(len(result[0].token_ids))
+                    self._count_tokens(result.completion.tokens)
                     return result
         return None
 
 
-def _entropy(rollouts: Sequence[Rollout]) -> float:
+def _entropy(completions: Sequence[Completion]) -> float:
     """Minus the mean log-probability (nats) of all sampled tokens; NaN if none was sampled."""
-    sampled = [p for r in rollouts for p, is_sampled in zip(r.rollout_logprobs, r.loss_mask) if is_sampled]
-    return -sum(sampled) / len(sampled) if sampled else math.nan
+    sampled = sum(c.sampled_tokens for c in completions)
+    return -sum(c.logprob_sum for c in completions) / sampled if sampled else math.nan

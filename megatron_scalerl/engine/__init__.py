@@ -4,7 +4,8 @@ In the controller's process:
 
     process.py         starts a server process, watches and stops it
     options.py         its command line and environment, from the recipe
-    client.py          its HTTP client; answers.py parses the responses
+    client.py          its HTTP client; bodies.py reads the responses
+    answers.py         parses them, completions in the decoder processes (`rollouts.decoder`)
     watchdog.py        detects a server that hangs
     numerics.py        checks that it computes what the trainer computes
 

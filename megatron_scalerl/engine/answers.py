@@ -1,4 +1,4 @@
-"""Parses an engine's HTTP responses into the dataclasses of the run. Runs in the controller.
+"""Parses an engine's HTTP responses. Completions are parsed in decoder processes (`rollouts.decoder`).
 
 A malformed response is the engine's fault and ends the run: EngineError. Sampled tokens without a log-probability
 concern one completion alone: CompletionLost.
@@ -11,13 +11,14 @@ import math
 from base64 import b64decode
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
 
+from megatron_scalerl.batching.rollout_bytes import RolloutArrays, narrowest
 from megatron_scalerl.engine.interruption import Plan, tag
-from megatron_scalerl.types import CompletionLost, ExpertChoices, Rollout
+from megatron_scalerl.types import CompletionLost, ExpertChoices
 
 T = TypeVar("T")
 
@@ -25,6 +26,8 @@ PROGRESS_PATH = "/msrl/progress"
 """Path on which our middleware (`engine.vllm_plugin`) reports the cores' token counts."""
 MISSING_LOGPROB = -9999.0
 """vLLM's placeholder for a log-probability that is missing, NaN or -inf."""
+NO_LOGPROBS = "no_logprobs"
+"""`CompletionLost.reason` of a completion with such a token."""
 LARGEST_LOGPROB = 1e-3
 """A log-probability is at most 0, up to rounding in float32 (nats)."""
 _VERSION_DIGITS = 18
@@ -127,7 +130,7 @@ def decode(content: bytes, kind: type[T], where: str) -> T:
     """JSON as `kind`. where: engine and path, for the message. Raises EngineError for anything else."""
     try:
         return msgspec.json.decode(content, type=kind)
-    except msgspec.MsgspecError as err:
+    except (msgspec.MsgspecError, RecursionError) as err:
         raise EngineError(f"{where}: expected a whole JSON answer, found {content[:80]!r} ({err})") from None
 
 
@@ -139,7 +142,7 @@ def convert(value: Any, kind: type[T], where: str) -> T:
         raise EngineError(f"{where}: expected {kind.__name__}, found {str(value)[:200]} ({err})") from None
 
 
-def completion(content: bytes, *, plan: Plan | None, seed: int, where: str) -> Rollout:
+def completion(content: bytes, *, plan: Plan | None, seed: int, where: str) -> RolloutArrays:
     """The completion in the response to a generation request.
 
     plan: the request's interruption plan, None for none. seed: its sampling seed. where: engine and path. Raises
@@ -148,7 +151,7 @@ def completion(content: bytes, *, plan: Plan | None, seed: int, where: str) -> R
     answer = decode(content, _Answer, where)
     if len(answer.choices) != 1:
         raise EngineError(f"{where}: expected one completion, found {len(answer.choices)}")
-    return rollout_of(answer.choices[0], plan=plan, seed=seed, where=where)
+    return arrays_of(answer.choices[0], plan=plan, seed=seed, where=where)
 
 
 def prompt_logprobs(content: bytes, token_ids: Sequence[int], where: str) -> tuple[float, ...]:
@@ -160,22 +163,23 @@ def prompt_logprobs(content: bytes, token_ids: Sequence[int], where: str) -> tup
     if len(rows) != len(token_ids):
         raise EngineError(f"{where}: expected log-probs of {len(token_ids)} prompt tokens, found {len(rows)}")
     found = [(row or {}).get(str(token), _Token()) for row, token in zip(rows[1:], token_ids[1:])]
-    values = _usable(found, [True] * len(found))
-    if isinstance(values, int):
-        raise EngineError(f"{where}: prompt token {values + 1}: {_expectation(found[values])}")
-    return values
+    values = _values(found)
+    if (unusable := _first_unusable(values)) is not None:
+        raise EngineError(f"{where}: prompt token {unusable + 1}: {_expectation(found[unusable])}")
+    return tuple(values.tolist())
 
 
-def rollout_of(choice: _Choice, *, plan: Plan | None, seed: int, where: str) -> Rollout:
-    """One choice of a response as a rollout; arguments and errors as for `completion`."""
-    tokens = choice.token_ids
+def arrays_of(choice: _Choice, *, plan: Plan | None, seed: int, where: str) -> RolloutArrays:
+    """One choice of a response; arguments and errors as for `completion`."""
+    tokens = np.array(choice.token_ids, dtype=np.uint32)
+    length = kept = len(tokens)
     if choice.finish_reason not in ("stop", "length"):
-        raise EngineError(f"{where}: completion ended with {choice.finish_reason!r} after {len(tokens)} tokens")
+        raise EngineError(f"{where}: completion ended with {choice.finish_reason!r} after {length} tokens")
     scored = choice.logprobs.content if choice.logprobs is not None else []
-    if not tokens or len(scored) != len(tokens):
-        raise EngineError(f"{where}: expected a log-prob for each of {len(tokens)} tokens, found {len(scored)}")
+    if not length or len(scored) != length:
+        raise EngineError(f"{where}: expected a log-prob for each of {length} tokens, found {len(scored)}")
     truncated = choice.finish_reason == "length"
-    kept, mask, interrupted = len(tokens), (True,) * len(tokens), False
+    mask, interrupted = np.ones(length, dtype=bool), False
     if plan is not None:
         try:
             tags = tag(tokens, plan)
@@ -183,13 +187,13 @@ def rollout_of(choice: _Choice, *, plan: Plan | None, seed: int, where: str) -> 
             raise EngineError(f"{where}: {err}") from None
         kept, mask, interrupted = tags.kept_length, tags.loss_mask, tags.interrupted
         truncated |= tags.truncated
-    values = _usable(scored, mask)
-    if isinstance(values, int):
-        raise CompletionLost(f"{where}: token {values}: {_expectation(scored[values])}", reason="no_logprobs")
-    return Rollout(
-        token_ids=tuple(tokens[:kept]),
-        rollout_logprobs=values,
-        policy_versions=_versions(choice.weight_versions, len(tokens), where)[:kept],
+    values = np.where(mask, _values(scored[:kept]), 0.0)
+    if (unusable := _first_unusable(values)) is not None:
+        raise CompletionLost(f"{where}: token {unusable}: {_expectation(scored[unusable])}", reason=NO_LOGPROBS)
+    return RolloutArrays(
+        token_ids=tokens[:kept],
+        rollout_logprobs=narrowest(values),
+        policy_versions=_versions(choice.weight_versions, length, where)[:kept],
         loss_mask=mask,
         interrupted=interrupted,
         truncated=truncated,
@@ -199,16 +203,15 @@ def rollout_of(choice: _Choice, *, plan: Plan | None, seed: int, where: str) -> 
     )
 
 
-def _usable(tokens: Sequence[_Token], mask: Sequence[bool]) -> tuple[float, ...] | int:
-    """[T] log-probs of the tokens under the mask and 0.0 elsewhere; or the index of the first unusable one.
+def _values(tokens: Sequence[_Token]) -> np.ndarray:
+    """[T] float64 log-probs, NaN for a missing one."""
+    return np.array([token.logprob for token in tokens], dtype=np.float64)  # None becomes NaN
 
-    tokens, mask: [T].
-    """
-    values = tuple(token.logprob if sampled else 0.0 for token, sampled in zip(tokens, mask))
-    for index, value in enumerate(values):
-        if value is None or not MISSING_LOGPROB < value <= LARGEST_LOGPROB:  # NaN fails the comparison too
-            return index
-    return cast(tuple[float, ...], values)
+
+def _first_unusable(values: np.ndarray) -> int | None:
+    """Index of the first of `values` [T] that is no log-probability, None without one."""
+    usable = (values > MISSING_LOGPROB) & (values <= LARGEST_LOGPROB)  # NaN fails both
+    return None if usable.all() else int(np.argmin(usable))
 
 
 def _expectation(token: _Token) -> str:
@@ -239,20 +242,25 @@ def _expert_choices(encoded: str, where: str) -> ExpertChoices:
     return ExpertChoices(layers=shape[1], topk=shape[2], width=width, data=array.astype(f"<u{width}").tobytes())
 
 
-def _versions(spans: list[_Span] | None, length: int, where: str) -> tuple[int, ...]:
-    """[T] policy version of every token. Raises EngineError if a token has none."""
-    versions: list[int] = []
+def _versions(spans: list[_Span] | None, length: int, where: str) -> np.ndarray:
+    """[T] int64 policy version of every token. Raises EngineError if a token has none."""
+    versions, end = np.empty(length, dtype=np.int64), 0
     for span in spans or []:
         label = span.version
         if not (label.isascii() and label.isdecimal() and len(label) <= _VERSION_DIGITS):
             expected = f"expected a number of at most {_VERSION_DIGITS} digits"
             raise EngineError(f"{where}: policy version: {expected}, found {label[:80]!r}")
-        if span.start != len(versions) or not span.start < span.end <= length:
+        if span.start != end or not span.start < span.end <= length:
             raise EngineError(
-                f"{where}: policy versions: expected a span from token {len(versions)} within {length}, "
+                f"{where}: policy versions: expected a span from token {end} within {length}, "
                 f"found {span.start} to {span.end}"
             )
-        versions += [int(label)] * (span.end - span.start)
-    if len(versions) != length:
-        raise EngineError(f"{where}: policy versions: expected one per token ({length}), found {len(versions)}")
-    return tuple(versions)
+        if end and int(label) < versions[end - 1]:
+            raise EngineError(
+                f"{where}: policy versions: expected none below {versions[end - 1]} from token {end}, found {label}"
+            )
+        versions[end : span.end] = int(label)
+        end = span.end
+    if end != length:
+        raise EngineError(f"{where}: policy versions: expected one per token ({length}), found {end}")
+    return versions

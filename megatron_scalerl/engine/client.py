@@ -1,7 +1,8 @@
 """HTTP client of one engine: generate (tokens in, tokens out), pause and resume, info. Runs in the controller.
 
-Every request carries the run's secret. A generation has no timeout of its own: `engine.watchdog` detects an engine
-that stops producing tokens, `engine.process` one that exits, and `abort` then ends every request.
+Every request carries the run's secret. A generation has no timeout of its own until its response begins:
+`engine.watchdog` detects an engine that stops producing tokens, `engine.process` one that exits, and `abort` then
+ends every request. A response is limited in size and time (`engine.bodies`).
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar, overload
 
 import aiohttp
 import msgspec
 
+from megatron_scalerl.batching.rollout_bytes import rollout_of
 from megatron_scalerl.engine.answers import (
+    NO_LOGPROBS,
     PROGRESS_PATH,
     EngineError,
     EngineInfo,
@@ -26,9 +30,13 @@ from megatron_scalerl.engine.answers import (
     decode,
     prompt_logprobs,
 )
+from megatron_scalerl.engine.bodies import OTHER_BYTES, generation_limit, read_body
 from megatron_scalerl.engine.interruption import Plan
 from megatron_scalerl.recipe.process_sections import EngineSection
 from megatron_scalerl.types import CompletionLost, Rollout
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 SECRET_HEADER = "X-Run-Secret"
 """Required by every path but /health."""
@@ -75,6 +83,32 @@ class SamplingSpec:
     """Tokens that end the completion, besides the plan's and those that vLLM reads from the policy's folder."""
     ignore_eos: bool = False
     """True: generate to the budget whatever is sampled; for measurements."""
+    routed_experts: bool = False
+    """True: the engine reports its expert choices (rollouts.routing_replay), which make the response larger."""
+
+
+class Decoder(Protocol[T_co]):
+    """What makes a completion out of a response."""
+
+    def slot(self) -> AbstractAsyncContextManager[None]:
+        """Held from before the body of a response is read until it is decoded: bounds the bodies in memory."""
+
+    async def decode(self, body: bytes, *, plan: Plan | None, seed: int, where: str) -> tuple[T_co, int]:
+        """(the completion, its tokens); arguments and errors as for `answers.completion`."""
+
+
+class _DecoderHere:
+    """Decodes in this process, which blocks its event loop for up to 30 ms: for checks of single completions."""
+
+    def slot(self) -> AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext()
+
+    async def decode(self, body: bytes, *, plan: Plan | None, seed: int, where: str) -> tuple[Rollout, int]:
+        rollout = rollout_of(completion(body, plan=plan, seed=seed, where=where))
+        return rollout, len(rollout.token_ids)
+
+
+_HERE = _DecoderHere()
 
 
 class _Results(msgspec.Struct):
@@ -112,7 +146,9 @@ class EngineClient:
         """Tokens of the completions that this client has received."""
         self._aborted: str | None = None
         self._limits: set[asyncio.Timeout] = set()
-        self._max_lost = (settings or EngineSection()).max_lost_in_a_row
+        settings = settings or EngineSection()
+        self._max_lost = settings.max_lost_in_a_row
+        self._body_timeout_s = settings.stall_timeout_s
         self._lost_in_a_row = 0
         self._session: aiohttp.ClientSession | None = None
 
@@ -135,19 +171,47 @@ class EngineClient:
             for limit in self._limits:
                 limit.reschedule(0)
 
-    async def generate(self, prompt_token_ids: Sequence[int], *, sampling: SamplingSpec) -> Rollout:
-        """One completion. Cancelling the call aborts the request in the engine.
+    @overload
+    async def generate(self, prompt_token_ids: Sequence[int], *, sampling: SamplingSpec) -> Rollout: ...
 
-        Raises CompletionLost for one without log-probabilities, EngineError for any other failure and for
-        engine.max_lost_in_a_row lost completions in a row.
+    @overload
+    async def generate(
+        self, prompt_token_ids: Sequence[int], *, sampling: SamplingSpec, decoder: Decoder[T]
+    ) -> T: ...
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], *, sampling: SamplingSpec, decoder: Decoder[Any] = _HERE
+    ) -> Any:
+        """One completion as `decoder` returns it, by default as a Rollout that is decoded in this process.
+
+        Cancelling the call aborts the request in the engine. Raises CompletionLost for a completion without
+        log-probabilities or without a decoder process, EngineError for any other failure and for
+        engine.max_lost_in_a_row completions in a row without log-probabilities.
         """
-        body = {"token_ids": prompt_token_ids, "sampling_params": _sampling(sampling), "priority": sampling.priority}
-        with self._generating():
-            content = await self.post(_GENERATE, body)
+        params = _sampling(sampling)
+        body = {"token_ids": prompt_token_ids, "sampling_params": params, "priority": sampling.priority}
+        limit = generation_limit(
+            prompt_tokens=len(prompt_token_ids),
+            max_tokens=params["max_tokens"],
+            routed_experts=sampling.routed_experts,
+        )
+        async with contextlib.AsyncExitStack() as slot:
+            with contextlib.ExitStack() as generating:
+                generating.enter_context(self._generating())
+                async with self._response("POST", _GENERATE, body) as response:
+                    generating.close()  # the engine has finished: what is in the way now is not its fault
+                    await slot.enter_async_context(decoder.slot())
+                    content = await self._content(response, limit)
+            return await self._counted(decoder, content, sampling)
+
+    async def _counted(self, decoder: Decoder[T], content: bytes, sampling: SamplingSpec) -> T:
+        """Decode; many completions in a row without log-probabilities are an EngineError."""
         where = self._where(_GENERATE)
         try:
-            rollout = completion(content, plan=sampling.interruption, seed=sampling.seed, where=where)
+            found, tokens = await decoder.decode(content, plan=sampling.interruption, seed=sampling.seed, where=where)
         except CompletionLost as lost:
+            if lost.reason != NO_LOGPROBS:
+                raise
             self._lost_in_a_row += 1
             if self._lost_in_a_row < self._max_lost:
                 raise
@@ -156,14 +220,16 @@ class EngineClient:
                 f"(engine.max_lost_in_a_row), the last one: {lost}"
             ) from None
         self._lost_in_a_row = 0
-        self.received_tokens += len(rollout.token_ids)
-        return rollout
+        self.received_tokens += tokens
+        return found
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Log-probs (nats) of token_ids[1:], each given the tokens before it. Raises EngineError."""
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+        limit = generation_limit(prompt_tokens=len(token_ids), max_tokens=1, routed_experts=True)
         with self._generating():
-            content = await self.post(_GENERATE, {"token_ids": token_ids, "sampling_params": params})
+            body = {"token_ids": token_ids, "sampling_params": params}
+            content = await self._request("POST", _GENERATE, body, limit=limit)
         return prompt_logprobs(content, token_ids, self._where(_GENERATE))
 
     async def progress(self) -> EngineProgress:
@@ -206,7 +272,7 @@ class EngineClient:
 
     async def get(self, path: str) -> bytes:
         """GET a path. Raises EngineError."""
-        return await self._request("GET", path, None, None)
+        return await self._request("GET", path, None)
 
     async def post(self, path: str, body: Mapping[str, Any] | None, query: Mapping[str, str] | None = None) -> bytes:
         """POST JSON to a path. Raises EngineError."""
@@ -223,12 +289,21 @@ class EngineClient:
     def _where(self, path: str) -> str:
         return f"{self.name}: {path}"
 
-    async def _request(self, method: str, path: str, body: Any, query: Mapping[str, str] | None) -> bytes:
+    async def _request(
+        self, method: str, path: str, body: Any, query: Mapping[str, str] | None = None, limit: int = OTHER_BYTES
+    ) -> bytes:
+        async with self._response(method, path, body, query) as response:
+            return await self._content(response, limit)
+
+    @contextlib.asynccontextmanager
+    async def _response(
+        self, method: str, path: str, body: Any, query: Mapping[str, str] | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The response to a request, once its header has arrived. `abort` ends the block, too."""
         data = None if body is None else _encode(body)
         # the server drops a connection after an internal error, and the next request on it would fail: only
         # generations, which are many, reuse connections
         headers = {} if path == _GENERATE else {"Connection": "close"}
-        where = f"{self.name}: {method} {path}"
         try:
             async with (
                 self._until_aborted(),
@@ -236,14 +311,19 @@ class EngineClient:
                     method, self.url + path, data=data, params=query, headers=headers
                 ) as response,
             ):
-                content = await response.read()
-                if response.status != 200:
-                    raise EngineError(f"{where}: {response.status} {_reason(content)}")
-                return content
+                yield response
         except (TimeoutError, aiohttp.ClientError) as err:
             if self._aborted is not None:
                 raise EngineLost(f"{self.name}: {self._aborted}") from None
-            raise EngineError(f"{where}: {type(err).__name__}: {err}") from err
+            raise EngineError(f"{self.name}: {method} {path}: {type(err).__name__}: {err}") from err
+
+    async def _content(self, response: aiohttp.ClientResponse, limit: int) -> bytes:
+        """The body of a response. Raises EngineError for any status but 200."""
+        path = response.url.path
+        content = await read_body(response, limit=limit, timeout_s=self._body_timeout_s, where=self._where(path))
+        if response.status != 200:
+            raise EngineError(f"{self.name}: {response.method} {path}: {response.status} {_reason(content)}")
+        return content
 
     def _connections(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -251,6 +331,7 @@ class EngineClient:
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3600),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
                 headers={SECRET_HEADER: self.secret, "Content-Type": "application/json"},
+                auto_decompress=False,  # a small response must not become a large one
             )
         return self._session
 

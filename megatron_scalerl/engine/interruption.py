@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 
 _EXTRA_ARG = "msrl_interruption"
 """Key of a plan in `sampling_params.extra_args`."""
@@ -74,9 +75,14 @@ class Plan:
                 f"found {self.phrase_ids}"
             )
 
-    def ends_thinking(self, tokens: Sequence[int], end: int) -> bool:
+    def ends_thinking(self, tokens: Sequence[int] | np.ndarray, end: int) -> bool:
         """True if the tokens before index `end` end with the closing tag."""
         return _closes(tokens, end, self.think_end_ids, self.think_end_first, self.think_end_last)
+
+    def thinking_end(self, tokens: np.ndarray) -> int | None:
+        """Index after the first closing tag in `tokens` [T], None without one."""
+        ends = np.flatnonzero(np.isin(tokens, (self.think_end_ids[-1], *self.think_end_last))) + 1
+        return next((end for end in ends.tolist() if self.ends_thinking(tokens, end)), None)
 
     def budget_end(self, answer_start: int, *, forced: bool) -> int:
         """Index of the forced end of sequence.
@@ -146,7 +152,11 @@ def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 def _closes(
-    tokens: Sequence[int], end: int, tag_ids: tuple[int, ...], first: frozenset[int], last: frozenset[int]
+    tokens: Sequence[int] | np.ndarray,
+    end: int,
+    tag_ids: tuple[int, ...],
+    first: frozenset[int],
+    last: frozenset[int],
 ) -> bool:
     """True if the tag is right before index `end`; `first` and `last` are accepted as its outer tokens."""
     start = end - len(tag_ids)
@@ -224,12 +234,12 @@ class Forcing:
         self._budget_end = self.plan.budget_end(start, forced=forced)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Tags:
     """What was forced on a finished completion."""
 
-    loss_mask: tuple[bool, ...]
-    """[kept_length] False where a token was forced."""
+    loss_mask: np.ndarray
+    """[kept_length] bool, False where a token was forced."""
     interrupted: bool
     """Thinking was cut and the phrase forced."""
     truncated: bool
@@ -240,20 +250,20 @@ class Tags:
     """Tokens of the completion without a forced end of sequence."""
 
 
-def tag(token_ids: Sequence[int], plan: Plan) -> Tags:
+def tag(token_ids: Sequence[int] | np.ndarray, plan: Plan) -> Tags:
     """What was forced on a finished completion, and whether a budget ended it.
 
     token_ids: [T] as the engine returned it, the forced end of sequence included. Raises ValueError if the
     engine did not force what the plan says (it ran without the plugin, or with another plan).
     """
-    length = kept = len(token_ids)
-    within = range(1, min(length, plan.cut) + 1)
-    answer_start = next((end for end in within if plan.ends_thinking(token_ids, end)), None)
+    tokens = np.asarray(token_ids)
+    length = kept = len(tokens)
+    answer_start = plan.thinking_end(tokens[: plan.cut])
     forced_until = plan.cut
     truncated = False
     if answer_start is None and length > plan.cut:
         forced_until = min(length, plan.cut + len(plan.phrase_ids))
-        found = tuple(token_ids[plan.cut : forced_until])
+        found = tuple(tokens[plan.cut : forced_until].tolist())
         if found != plan.phrase_ids[: len(found)]:
             raise ValueError(f"completion tokens from {plan.cut}: expected the forced phrase, found {found}")
         truncated = len(found) < len(plan.phrase_ids)
@@ -261,14 +271,16 @@ def tag(token_ids: Sequence[int], plan: Plan) -> Tags:
     budget_end = length if answer_start is None else plan.budget_end(answer_start, forced=forced_until > plan.cut)
     if length > budget_end:
         kept = budget_end
-        if tuple(token_ids[kept:]) != (plan.eos_id,):
+        beyond = tuple(tokens[kept:].tolist())
+        if beyond != (plan.eos_id,):
             raise ValueError(
-                f"completion tokens from {kept}: expected the forced end of sequence {plan.eos_id}, "
-                f"found {tuple(token_ids[kept:])}"
+                f"completion tokens from {kept}: expected the forced end of sequence {plan.eos_id}, found {beyond}"
             )
         truncated = True
+    loss_mask = np.ones(kept, dtype=bool)
+    loss_mask[plan.cut : forced_until] = False
     return Tags(
-        loss_mask=tuple(not plan.cut <= i < forced_until for i in range(kept)),
+        loss_mask=loss_mask,
         interrupted=forced_until > plan.cut,
         truncated=truncated,
         answer_start=answer_start,

@@ -21,7 +21,8 @@ MARGIN = 1024
 def files_needed(recipe: Recipe) -> int:
     """Open files that the controller of a run may need at once. Each engine needs fewer."""
     completions = PER_COMPLETION * recipe.engine.count * recipe.rollouts.max_in_flight
-    processes = recipe.engine.count + recipe.trainer.world_size + (recipe.rewards.workers or default_workers())
+    workers = (recipe.rewards.workers or default_workers()) + (recipe.rollouts.decoders or default_workers())
+    processes = recipe.engine.count + recipe.trainer.world_size + workers
     return completions + PER_PROCESS * processes + MARGIN
 
 

@@ -96,6 +96,8 @@ class RolloutsSection(Section):
     trainer's are over all tokens. Not specified by the paper."""
     max_in_flight: PositiveInt = 256
     """Maximum number of concurrent completions per engine; at least group_size."""
+    decoders: PositiveInt | None = None
+    """Processes that decode the engines' responses. null: one for each CPU available to the controller, at most 4."""
     kv_cache: Literal["keep", "recompute"] = "keep"
     """At a weight update, keep the KV cache of running completions, as in PipelineRL, or recompute it."""
     routing_replay: bool = False
@@ -244,12 +246,15 @@ class ValidationSection(Section):
 
 
 class CheckpointSection(Section):
-    """When checkpoints are written."""
+    """When checkpoints are written, and what is kept."""
 
     every_steps: NonNegativeInt = 100
     """Optimizer steps between checkpoints. 0: only at the end."""
     keep: PositiveInt = 2
     """Number of newest checkpoints to keep."""
+    rollouts: Literal["keep", "resume", "parquet"] = "keep"
+    """Rollouts that no kept checkpoint needs for a resume: keep them, delete them ("resume"), or delete them once
+    they are rewritten as Parquet files for people ("parquet")."""
 
 
 class ForecastSection(Section):

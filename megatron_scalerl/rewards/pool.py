@@ -41,7 +41,7 @@ from typing import Any
 from megatron_scalerl.recipe.sections import RewardsSection
 from megatron_scalerl.rewards.limits import Limits
 from megatron_scalerl.rewards.worker_process import WorkerDied, WorkerProcess
-from megatron_scalerl.types import CompletionLost, Prompt, Rollout, Score
+from megatron_scalerl.types import CompletionLost, Prompt, Score
 
 logger = logging.getLogger(__name__)
 
@@ -143,14 +143,14 @@ class VerifierPool:
         for task in self._tasks:
             task.add_done_callback(self._on_task_end)
 
-    async def score(self, text_after_thinking: str | None, prompt: Prompt, rollout: Rollout) -> Score:
+    async def score(self, text_after_thinking: str | None, prompt: Prompt, *, truncated: bool = False) -> Score:
         """The score of one completion; None or a blank text is no answer, a truncated one is wrong.
 
         Raises CompletionLost (`verifier_lost`) if no process could be started for it, and RuntimeError if that
         persisted or the pool is closed.
         """
         self.counters["checks"] += 1
-        if rollout.truncated:
+        if truncated:
             score = self._wrong("truncated")
         elif text_after_thinking is None or not text_after_thinking.strip():
             score = self._wrong("no_answer")

@@ -3,170 +3,212 @@
 `RUN/journal.jsonl` has one event per line:
 
     {"event": "admit",  "group_id", "prompt_id", "epoch"}                  a prompt was drawn and submitted
-    {"event": "finish", "group_id", "prompt_id", "pass_rate", "first_token_version", "file"}
+    {"event": "finish", "group_id", "prompt_id", "pass_rate", "first_token_version", "segment", "offset", "bytes"}
     {"event": "batch",  "batch", "step", "policy_version", "group_ids"}    about to be trained on
 
-`RUN/rollouts/groups-NNNNN.jsonl` contain the finished groups. A group is in the journal before a trainer receives
-it; a batch event and the groups in it are on disk before its optimizer step begins. After a power loss the disk may
-have a finish event without its group: that group is generated again. Replaying events in order restores the
-curriculum exactly, and the batches after a checkpoint can be trained again with the same rollouts in the same order.
-Only the owner can read these files.
+The groups themselves are blocks of the rollout store (`store`). A block is on the disk before its event is written,
+and a batch event before its optimizer step begins. Replaying events in order (`history`) restores the curriculum
+exactly, and the batches after a checkpoint can be trained again with the same rollouts in the same order. Only the
+owner can read these files.
+
+Blocks and syncs are written in threads of the event loop's default executor, so the loop never waits for the disk;
+the small events themselves are appended by the loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
-from dataclasses import asdict, dataclass
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import msgspec
+from megatron_scalerl.batching import rollout_bytes
+from megatron_scalerl.checkpoints.jsonl import JsonlWriter
+from megatron_scalerl.rollouts.blocks import GroupHeader, block_bytes
+from megatron_scalerl.rollouts.history import Admit, BatchRecord, Finish, History, read_history
+from megatron_scalerl.rollouts.retention import Policy, Retention, remove
+from megatron_scalerl.rollouts.store import SEGMENT_BYTES, StoreWriter
+from megatron_scalerl.types import BlockRef, RolloutGroup
 
-from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, recover
-from megatron_scalerl.types import RolloutGroup
-
-GROUPS_PER_FILE = 1024
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchRecord:
-    """The composition of one batch."""
-
-    batch: int
-    """Number of the batch in the run's lineage, from 0, counting batches without a step."""
-    step: int
-    """The optimizer step for which the batch was composed, from 1."""
-    policy_version: int
-    """Policy version that trained on it."""
-    group_ids: tuple[int, ...]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class History:
-    """The journal of the attempts before this one. Produced by `read_history`."""
+class Position:
+    """What a checkpoint names of the journal and the store: both are at least this long when it is resumed."""
 
-    events: tuple[dict[str, Any], ...]
-    """Every event, in order."""
-    batches: tuple[BatchRecord, ...]
-    files: dict[int, str]
-    """Group id -> file in RUN/rollouts with the finished group."""
+    journal_bytes: int
+    """Bytes of journal.jsonl."""
+    segment: int
+    """Number of the newest segment of the store."""
+    offset: int
+    """Bytes of this segment."""
 
-    def unbatched(self) -> tuple[int, ...]:
-        """Finished groups that are in no batch, in order of admission."""
-        batched = {g for record in self.batches for g in record.group_ids}
-        return tuple(sorted(g for g in self.files if g not in batched))
 
-    def to_reissue(self, ready: Container[int]) -> tuple[dict[str, Any], ...]:
-        """Admit events of groups that are neither in a batch nor in `ready`, in order of admission.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Waiting:
+    """A finished group that waits for the disk."""
 
-        They did not finish, or the event reached the disk without the group.
-        """
-        batched = {g for record in self.batches for g in record.group_ids}
-        return tuple(
-            e
-            for e in self.events
-            if e["event"] == "admit" and e["group_id"] not in batched and e["group_id"] not in ready
-        )
+    group_id: int
+    header: GroupHeader
+    completions: tuple[bytes, ...]
+    done: asyncio.Future[BlockRef]
 
 
 class Journal:
-    """Appends events of the rollout stream and the controller; read at a restart."""
+    """Appends events of the rollout stream and the controller; `history` reads them at a restart.
 
-    def __init__(self, run_dir: str | Path) -> None:
+    Queue `_waiting`: finished groups whose block is not written yet. Filled by `finish`, one entry per group, so it
+    is bounded by the gate's (k + 1) * groups_per_batch outstanding groups; emptied by `_write_waiting`, which takes
+    all of them and syncs once; closed by `close`.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        history: History | None = None,
+        *,
+        policy: Policy = "keep",
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> None:
+        """history: of this folder, read here if it is not given. policy: what `retain` does with rollouts.
+
+        Raises OSError, and ValueError as `read_history`.
+        """
         self.run_dir = Path(run_dir)
-        self._rollouts = self.run_dir / "rollouts"
-        self._rollouts.mkdir(parents=True, exist_ok=True)
-        for path in self._rollouts.glob("groups-*.jsonl"):
-            recover(path)
+        self._folder = self.run_dir / "rollouts"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        history = read_history(run_dir) if history is None else history
         self._events = JsonlWriter(self.run_dir / "journal.jsonl", private=True)
-        self._group_files: dict[str, JsonlWriter] = {}
-        self._unsynced: set[JsonlWriter] = set()
+        self._store = StoreWriter(self._folder, durable=history.last_stored, segment_bytes=segment_bytes)
+        self._on_disk = self._store.position
+        self._retention = Retention(policy, self._folder, history)
+        self._retaining: asyncio.Task[None] | None = None
+        self._waiting: list[_Waiting] = []
+        self._writing: asyncio.Task[None] | None = None
+        self._in_threads: set[asyncio.Future[Any]] = set()
 
     def admit(self, group_id: int, prompt_id: str, epoch: int) -> None:
         """Record that a prompt was drawn for a group."""
-        self._events.append({"event": "admit", "group_id": group_id, "prompt_id": prompt_id, "epoch": epoch})
+        self._events.append(Admit(group_id=group_id, prompt_id=prompt_id, epoch=epoch))
 
-    def finish(self, group: RolloutGroup) -> None:
-        """Record a finished, scored group; the group is written before its event."""
-        name = f"groups-{group.group_id // GROUPS_PER_FILE:05d}.jsonl"
-        file = self._group_files.get(name)
-        if file is None:
-            file = self._group_files[name] = JsonlWriter(self._rollouts / name, private=True)
-        file.append(group)
-        self._unsynced.add(file)
+    async def finish(self, group: RolloutGroup, completions: Sequence[bytes]) -> BlockRef:
+        """Record a finished, scored group, once its block is on the disk.
+
+        completions: [C] of the group, each as `rollout_bytes.write` writes it. The caller runs on without another
+        wait once the event is written. Raises OSError naming the file.
+        """
+        header = GroupHeader(
+            prompt=group.prompt,
+            epoch=group.epoch,
+            first_token_version=group.first_token_version,
+            lost_completions=group.lost_completions,
+            scores=group.scores,
+            completions=tuple(rollout_bytes.facts_of(rollout_bytes.read(c)) for c in completions),
+        )
+        done: asyncio.Future[BlockRef] = asyncio.get_running_loop().create_future()
+        self._waiting.append(
+            _Waiting(group_id=group.group_id, header=header, completions=tuple(completions), done=done)
+        )
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._write_waiting(), name="rollout store")
+        stored = await done
         self._events.append(
-            {
-                "event": "finish",
-                "group_id": group.group_id,
-                "prompt_id": group.prompt.prompt_id,
-                "pass_rate": group.pass_rate,
-                "first_token_version": group.first_token_version,
-                "file": name,
-            }
+            Finish(
+                group_id=group.group_id,
+                prompt_id=group.prompt.prompt_id,
+                pass_rate=group.pass_rate,
+                first_token_version=group.first_token_version,
+                segment=stored.segment,
+                offset=stored.offset,
+                nbytes=stored.nbytes,
+            )
         )
+        return stored
 
-    def batch(self, record: BatchRecord) -> None:
-        """Record a batch about to be trained on. It and its groups are synced to disk when this returns."""
-        for file in self._unsynced:
-            file.sync()
-        self._unsynced.clear()
-        self._events.append({"event": "batch", **asdict(record)})
-        self._events.sync()
+    async def batch(self, record: BatchRecord) -> None:
+        """Record a batch about to be trained on. It is on the disk when this returns, as its groups are.
 
-    def close(self) -> None:
-        """Close every file."""
-        for file in [self._events, *self._group_files.values()]:
-            file.close()
+        Raises OSError naming the file.
+        """
+        if self._retaining is not None and self._retaining.done():
+            await self.removed()
+        self._events.append(record)
+        self._retention.batched(record)
+        await self._in_thread(self._events.sync)
 
+    async def position(self) -> Position:
+        """Sync the journal and return what of it and of the store is on the disk. Raises OSError naming the file."""
+        size, (segment, offset) = self._events.size, self._on_disk
+        await self._in_thread(self._events.sync)
+        return Position(journal_bytes=size, segment=segment, offset=offset)
 
-def read_history(run_dir: str | Path) -> History:
-    """Read RUN/journal.jsonl. Raises ValueError naming file and line for an invalid line."""
-    events = tuple(read_jsonl(Path(run_dir) / "journal.jsonl"))
-    batches = tuple(
-        BatchRecord(
-            batch=e["batch"], step=e["step"], policy_version=e["policy_version"], group_ids=tuple(e["group_ids"])
-        )
-        for e in events
-        if e["event"] == "batch"
-    )
-    files = {e["group_id"]: e["file"] for e in events if e["event"] == "finish"}
-    return History(events=events, batches=batches, files=files)
+    async def retain(self, batches: int) -> None:
+        """Begin to remove what no resume needs, once the one before has ended: its failure is raised here.
 
+        batches: those that every kept checkpoint includes. Failures are raised by the next call of `retain`, `batch`
+        or `removed`: OSError naming the file, ValueError for a damaged block.
+        """
+        await self.removed()
+        expired = self._retention.take_expired(batches, self._on_disk[0])
+        if self._retention.policy != "keep":
+            self._store.complete_segment()  # so that what this checkpoint makes unnecessary is soon a whole segment
+        if expired:
+            work = partial(remove, self._folder, expired, self._retention.policy)
+            self._retaining = asyncio.create_task(self._in_thread(work), name="retention")
 
-def read_groups(run_dir: str | Path, history: History, group_ids: Iterable[int]) -> dict[int, RolloutGroup]:
-    """The finished groups of these ids that are on disk; the later one if a group has two lines.
+    async def removed(self) -> None:
+        """Return once the removal that `retain` began has ended; raises its failure."""
+        if self._retaining is not None:
+            await asyncio.shield(self._retaining)
 
-    Raises ValueError naming file and line for an invalid line.
-    """
-    requested = set(group_ids)
-    found: dict[int, RolloutGroup] = {}
-    for name in sorted({history.files[g] for g in requested}):
-        path = Path(run_dir) / "rollouts" / name
-        if not path.exists():
-            continue
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                group = _group(line, f"{path} line {number}")
-                if group is not None and group.group_id in requested:
-                    found[group.group_id] = group
-    return found
+    async def close(self) -> None:
+        """Wait for what is being written and close every file; groups that still wait are not written."""
+        for waiting in self._waiting:
+            waiting.done.cancel()
+        self._waiting.clear()
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+        if self._in_threads:
+            await asyncio.wait(self._in_threads)
+        self._events.close()
+        self._store.close()
 
+    async def _write_waiting(self) -> None:
+        """Write groups until none waits, a sync for all that wait at a time."""
+        while self._waiting:
+            taken, self._waiting = self._waiting, []
+            try:
+                places = await self._in_thread(partial(self._write, taken))
+            except BaseException as failure:
+                for waiting in taken:
+                    if not waiting.done.done():
+                        waiting.done.set_exception(failure)
+                if not isinstance(failure, OSError):
+                    raise
+                continue
+            for waiting, place in zip(taken, places):
+                if not waiting.done.done():
+                    self._retention.finished(waiting.group_id, place)
+                    waiting.done.set_result(place)
+            self._on_disk = self._store.position
 
-def read_batch(run_dir: str | Path, history: History, record: BatchRecord) -> list[RolloutGroup]:
-    """The groups of a batch, in its order. Raises ValueError if one is missing: they were synced before it."""
-    groups = read_groups(run_dir, history, record.group_ids)
-    for group_id in record.group_ids:
-        if group_id not in groups:
-            file = Path(run_dir) / "rollouts" / history.files[group_id]
-            raise ValueError(f"{file}: expected group {group_id} of batch {record.batch}, found none")
-    return [groups[g] for g in record.group_ids]
+    def _write(self, groups: Sequence[_Waiting]) -> list[BlockRef]:
+        """In a thread."""
+        places = [self._store.append(block_bytes(g.group_id, g.header, g.completions)) for g in groups]
+        self._store.sync()
+        return places
 
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """Run `work` in a thread, to its end even if the caller is cancelled: `close` waits for it."""
+        running = asyncio.ensure_future(asyncio.to_thread(work))
+        self._in_threads.add(running)
+        running.add_done_callback(self._ran)
+        return await asyncio.shield(running)
 
-def _group(line: bytes, where: str) -> RolloutGroup | None:
-    """A line as a group; None for an incomplete last line."""
-    try:
-        return msgspec.json.decode(line, type=RolloutGroup)
-    except msgspec.DecodeError as error:
-        if not line.endswith(b"\n"):
-            return None
-        raise ValueError(f"{where}: expected a group, found {error}") from None
+    def _ran(self, running: asyncio.Future[Any]) -> None:
+        self._in_threads.discard(running)
+        if not running.cancelled():
+            running.exception()  # retrieved, should the caller be gone

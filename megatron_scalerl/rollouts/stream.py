@@ -11,9 +11,9 @@ finished batch, freed engine slots, an engine that joins or leaves, a failure.
   completions per engine). Unblocked by: a batch that is done (`trained`), a completion that frees its slot, an engine
   that joins.
 * Group tasks (`_group`, one per outstanding group). Consume: the completions of a group, all from one engine, so that
-  they share its prefix cache. Wait for: these completions and their scores. Unblocked by: the engine and the
-  verifier; they never wait for the trainer, so every admitted group finishes or is issued again. Each ends by moving
-  its group to `_ready` or to `_reissue`.
+  they share its prefix cache. Wait for: these completions and their scores, and for the disk. Unblocked by: the
+  engine, the verifier and the journal; they never wait for the trainer, so every admitted group finishes or is issued
+  again. Each ends by moving its group to `_ready` or to `_reissue`.
 * `_follow_engines` (one task) notifies the condition when an engine joins or leaves.
 * `next_batch` (the controller's training loop). Consumes: `_ready`, bounded by the gate. Waits for: a batch that the
   gate may release. Unblocked by: group tasks. Returns None when the curriculum is exhausted and nothing is
@@ -39,6 +39,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatron_scalerl.batching.rollout_bytes import read, rollout_of
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.membership import Membership
@@ -46,15 +47,13 @@ from megatron_scalerl.prompts.curriculum import Curriculum, CurriculumDry
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.gate import StalenessGate
 from megatron_scalerl.rollouts.journal import Journal
-from megatron_scalerl.rollouts.sampler import TRAINING_PRIORITY, Sampler
-from megatron_scalerl.types import CompletionLost, Prompt, Rollout, RolloutGroup, Score
+from megatron_scalerl.rollouts.sampler import TRAINING_PRIORITY, Sampler, ScoredCompletion
+from megatron_scalerl.types import CompletionLost, Prompt, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
 _FORGET = 0.02
 """Weight of the newest completion in the running mean of their lengths."""
-
-Scored = tuple[Rollout, Score]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +63,7 @@ class Admission:
     group_id: int
     prompt: Prompt
     epoch: int
-    kept: dict[int, Scored | None] = field(default_factory=dict)
+    kept: dict[int, ScoredCompletion | None] = field(default_factory=dict)
     """Completions that finished before their engine was evicted, by index; None for a lost one."""
 
     @property
@@ -287,20 +286,22 @@ class RolloutStream:
         group = RolloutGroup(
             group_id=group_id,
             prompt=prompt,
-            rollouts=tuple(rollout for rollout, _ in kept),
-            scores=tuple(score for _, score in kept),
-            first_token_version=min(rollout.policy_versions[0] for rollout, _ in kept),
+            rollouts=tuple(rollout_of(read(found.data)) for found in kept),
+            scores=tuple(found.score for found in kept),
+            first_token_version=min(found.completion.first_version for found in kept),
             epoch=admission.epoch,
             lost_completions=len(results) - len(kept),
         )
-        self._journal.finish(group)
+        await self._journal.finish(group, [rollout_bytes.write(r) for r in group.rollouts])
         self._curriculum.observe(prompt.prompt_id, group.pass_rate)
         async with self._changed:
             self._gate.finish(group_id, group.first_token_version)
             self._ready[group_id] = group
             self._changed.notify_all()
 
-    async def _reissue_group(self, admission: Admission, kept: dict[int, Scored | None], *, evicted: bool) -> None:
+    async def _reissue_group(
+        self, admission: Admission, kept: dict[int, ScoredCompletion | None], *, evicted: bool
+    ) -> None:
         """Generate the missing completions of a group again, under its id.
 
         This cannot repeat forever: every eviction counts as a restart of an engine (engine.max_restarts), and many
@@ -318,20 +319,20 @@ class RolloutStream:
 
     async def _completion(
         self, engine: EngineClient, prompt: Prompt, group_id: int, index: int, weight: float
-    ) -> tuple[Scored | None] | None:
+    ) -> tuple[ScoredCompletion | None] | None:
         """(one scored completion, None if it was lost); None if its engine was evicted before it finished."""
         draw = self._sampler.draw(self._seed, group_id, index)
-        result: tuple[Scored | None] | None = None
+        result: tuple[ScoredCompletion | None] | None = None
         try:
-            rollout, score = await self._sampler.complete(engine, prompt, draw, priority=TRAINING_PRIORITY)
-            newest = max(rollout.policy_versions)
+            found = await self._sampler.complete(engine, prompt, draw, priority=TRAINING_PRIORITY)
+            newest = found.completion.last_version
             if newest > self.policy_version + 1:  # during a weight update, engines may serve the next version already
                 raise EngineError(
                     f"{engine.name}: policy versions: expected at most {self.policy_version + 1}, found {newest}"
                 )
-            self._count_tokens(len(rollout.token_ids))
-            self._expected_tokens += _FORGET * (len(rollout.token_ids) - self._expected_tokens)
-            result = ((rollout, score),)
+            self._count_tokens(found.completion.tokens)
+            self._expected_tokens += _FORGET * (found.completion.tokens - self._expected_tokens)
+            result = (found,)
         except CompletionLost as lost:
             logger.warning("group %d, completion %d is left out: %s", group_id, index, lost)
             result = (None,)

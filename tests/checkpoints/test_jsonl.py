@@ -1,5 +1,6 @@
 """Every growing file of a run survives a crash at any byte, and a disk that is full."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -13,11 +14,11 @@ from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, recover,
 from megatron_scalerl.controller.ledger import Ledger
 from megatron_scalerl.controller.metrics import Metrics
 from megatron_scalerl.controller.run_folder import RunFolder
-from megatron_scalerl.rollouts.journal import Journal, read_groups, read_history
+from megatron_scalerl.rollouts.history import read_groups, read_history
+from megatron_scalerl.rollouts.journal import Journal
 
 FILES = (
     "journal.jsonl",
-    "rollouts/groups-00000.jsonl",
     "ledger.jsonl",
     "metrics.jsonl",
     "validation.jsonl",
@@ -41,9 +42,8 @@ def open_all(root):
     history = read_history(folder.path)
     Ledger(folder.path / "ledger.jsonl", "device_hours", incarnation="b").close()
     Metrics(folder.path, "r", step=2, batches=2, last_step=2).close()
-    journal = Journal(folder.path)
-    read_groups(folder.path, history, history.files)
-    journal.close()
+    asyncio.run(Journal(folder.path, history).close())
+    read_groups(folder.path, history, history.finished)
     for name in FILES:
         with contextlib.closing(JsonlWriter(folder.path / name)) as file:
             file.append({"step": 1, "batches": 1, "more": True})

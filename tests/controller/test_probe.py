@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from rollout_groups import scored
 
 from megatron_scalerl.controller.probe import Probe, ProbeError
 from megatron_scalerl.engine.membership import Membership
@@ -38,7 +39,7 @@ class StandInSampler:
             thinking_cut=1,
             seed=0,
         )
-        return rollout, Score(correct=False, reward=-1.0)
+        return scored(rollout, Score(correct=False, reward=-1.0))
 
 
 class StandInTrainer:

@@ -9,6 +9,7 @@ from torch import equal
 from whole_runs import overrides, run, start
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
+from megatron_scalerl.rollouts.history import read_groups, read_history
 
 pytestmark = pytest.mark.slow
 
@@ -132,13 +133,9 @@ def test_a_batch_with_nothing_left_makes_no_step(tiny_dense, tmp_path):
     assert all(r["batch/samples"] == 0 and r["batch/groups"] == 4 for r in records)
     batches = [e for e in read_jsonl(tmp_path / "empty" / "journal.jsonl") if e["event"] == "batch"]
     assert [(b["batch"], b["step"], b["policy_version"]) for b in batches] == [(0, 1, 0), (1, 1, 0)]
-    versions = {
-        version
-        for row in read_jsonl(tmp_path / "empty" / "rollouts" / "groups-00000.jsonl")
-        for rollout in row["rollouts"]
-        for version in rollout["policy_versions"]
-    }
-    assert versions == {0}
+    history = read_history(tmp_path / "empty")
+    groups = read_groups(tmp_path / "empty", history, history.finished)
+    assert {v for group in groups.values() for r in group.rollouts for v in r.policy_versions} == {0}
 
 
 def test_engine_and_trainer_must_agree_on_logits(tiny_dense, tmp_path):

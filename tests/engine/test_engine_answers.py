@@ -8,33 +8,22 @@ import json
 import msgspec
 import numpy as np
 import pytest
-from aiohttp import web
 from engine_recipes import recipe_for
+from engine_responses import StandInServer, answer
 
-from megatron_scalerl.engine.answers import EngineError, EngineInfo, _Choice, rollout_of
-from megatron_scalerl.engine.client import EngineClient, SamplingSpec
+from megatron_scalerl.batching.rollout_bytes import rollout_of
+from megatron_scalerl.engine.answers import EngineError, EngineInfo, _Choice, arrays_of
+from megatron_scalerl.engine.client import SamplingSpec
 from megatron_scalerl.engine.interruption import Plan
 from megatron_scalerl.engine.numerics import check_engine
-from megatron_scalerl.recipe.process_sections import EngineSection
 from megatron_scalerl.types import CompletionLost
 
 PLAN = Plan(cut=1, phrase_ids=(8, 9), think_end_ids=(9,), answer_budget=4, eos_id=2)
 
 
-def answer(logprobs=(-0.5, -0.25), token_ids=(5, 6), **changes):
-    """The answer to a generation as vLLM writes it."""
-    choice = {
-        "token_ids": list(token_ids),
-        "finish_reason": "stop",
-        "logprobs": {"content": [{"logprob": value} for value in logprobs]},
-        "weight_versions": [{"version": "3", "start": 0, "end": len(token_ids)}],
-    }
-    return {"choices": [choice | changes]}
-
-
 def rollout(plan=None, **changes):
     choice = msgspec.convert(answer(**changes)["choices"][0], _Choice)
-    return rollout_of(choice, plan=plan, seed=0, where="engine-4: /generate")
+    return rollout_of(arrays_of(choice, plan=plan, seed=0, where="engine-4: /generate"))
 
 
 def experts(array):
@@ -117,37 +106,16 @@ def test_the_log_probability_of_a_forced_token_is_ignored():
         ({"weight_versions": [{"version": "1" * 5000, "start": 0, "end": 2}]}, "expected a number of .* 18 digits"),
         ({"weight_versions": [{"version": "3", "start": 0, "end": 10**12}]}, "expected a span from token 0 within 2"),
         ({"weight_versions": [{"version": "3", "start": 1, "end": 2}]}, "expected a span from token 0 within 2"),
+        (
+            {"weight_versions": [{"version": v, "start": i, "end": i + 1} for i, v in enumerate("43")]},
+            "expected none below 4 from token 1, found 3",
+        ),
         ({"plan": PLAN}, "expected the forced phrase, found"),
     ],
 )
 def test_the_error_for_an_invalid_response_names_the_engine(changes, line):
     with pytest.raises(EngineError, match=f"engine-4: /generate: .*{line}"):
         rollout(**changes)
-
-
-class StandInServer:
-    """Responds with prepared bytes, by path, or with the same bytes on every path."""
-
-    def __init__(self, *bodies):
-        self._bodies = list(bodies)
-
-    async def __aenter__(self):
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", self._give)
-        self._runner = web.AppRunner(app, shutdown_timeout=0)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-        self.client = EngineClient(url=url, secret="s", name="engine-4", settings=EngineSection(max_lost_in_a_row=3))
-        return self.client
-
-    async def __aexit__(self, *_):
-        await self.client.close()
-        await self._runner.cleanup()
-
-    async def _give(self, _):
-        body = self._bodies.pop(0) if len(self._bodies) > 1 else self._bodies[0]
-        return web.Response(body=body if isinstance(body, bytes) else json.dumps(body).encode())
 
 
 def asked(ask, *bodies):

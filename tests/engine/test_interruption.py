@@ -64,7 +64,7 @@ def test_by_hand(wishes, tokens, mask, interrupted, truncated, answer_start):
     found, _ = grow(plan(), wishes)
     tags = tag(found, plan())
     assert found[: tags.kept_length] == tokens
-    assert "".join("FT"[m] for m in tags.loss_mask) == mask
+    assert "".join("FT"[m] for m in tags.loss_mask.tolist()) == mask
     assert (tags.interrupted, tags.truncated, tags.answer_start) == (interrupted, truncated, answer_start)
 
 
@@ -75,7 +75,11 @@ def test_a_partial_tag_at_the_cut_is_not_an_end():
     assert tokens == [5, A, B, 5, A, B, EOS]
     assert forced == [False, False, True, True, True, True, False]
     tags = tag(tokens, two)
-    assert (tags.interrupted, tags.answer_start, tags.loss_mask) == (True, 6, (True, True) + (False,) * 4 + (True,))
+    assert (tags.interrupted, tags.answer_start, tuple(tags.loss_mask.tolist())) == (
+        True,
+        6,
+        (True, True) + (False,) * 4 + (True,),
+    )
 
 
 def test_overlapping_tag_is_found():
@@ -280,7 +284,7 @@ def agree(rules, wishes, limit):
     """Compare the tokens that the engine forced with those that the controller finds, and both with the budgets."""
     tokens, forced = grow(rules, wishes, limit)
     tags = tag(tokens, rules)
-    assert tags.loss_mask == tuple(not f for f in forced[: tags.kept_length])
+    assert tags.loss_mask.tolist() == [not f for f in forced[: tags.kept_length]]
     # what is dropped is the forced end of sequence and nothing else
     assert all(forced[tags.kept_length :]) and tokens[tags.kept_length :] in ([], [EOS])
     assert len(tokens) <= rules.max_tokens

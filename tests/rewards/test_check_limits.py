@@ -4,7 +4,7 @@ import asyncio
 import resource
 
 import pytest
-from verifier_pools import RIGHT, WRONG, pool_of, prompt, rollout, run_pool, wrong
+from verifier_pools import RIGHT, WRONG, pool_of, prompt, run_pool, wrong
 
 from megatron_scalerl.recipe.sections import RewardsSection
 from megatron_scalerl.rewards.limits import OPEN_FILES
@@ -14,7 +14,7 @@ SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK"
 
 
 async def ask(pool, text, **extra):
-    return await pool.score(text, prompt(extra), rollout())
+    return await pool.score(text, prompt(extra))
 
 
 def run(main, function, **rewards):

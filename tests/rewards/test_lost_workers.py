@@ -8,7 +8,7 @@ import signal
 import sys
 
 import pytest
-from verifier_pools import RIGHT, WRONG, pool_of, prompt, rollout, run_pool, wrong
+from verifier_pools import RIGHT, WRONG, pool_of, prompt, run_pool, wrong
 
 from megatron_scalerl.rewards import pool as verifier_pool
 from megatron_scalerl.types import CompletionLost
@@ -59,7 +59,7 @@ def test_a_process_killed_from_outside_uses_one_of_two_tries(kills, tmp_path):
 
     async def main():
         async with pool_of("held") as pool:
-            calls = [pool.score(text, prompt(extra), rollout()) for text in ("8", "held", "7", "9")]
+            calls = [pool.score(text, prompt(extra)) for text in ("8", "held", "7", "9")]
             *scores, _ = await asyncio.gather(*calls, asyncio.to_thread(kill))
             return scores, pool.counters
 
@@ -77,7 +77,7 @@ def test_under_any_schedule_of_deaths_each_check_counts_its_own(seed, tmp_path):
     async def main():
         async with pool_of("mortal", workers=2) as pool:
             extra = {"folder": str(tmp_path)}
-            calls = [pool.score(text, prompt({**extra, "deaths": deaths}), rollout()) for text, deaths in answers]
+            calls = [pool.score(text, prompt({**extra, "deaths": deaths})) for text, deaths in answers]
             return await asyncio.gather(*calls), pool.counters
 
     scores, counters = asyncio.run(main())
@@ -96,7 +96,7 @@ def test_a_process_that_hangs_before_a_check_is_replaced_and_no_answer_is_wrong(
     async def main():
         async with pool_of("same", timeout_s=1.5) as pool:
             os.kill(pool._processes[0]._process.pid, signal.SIGSTOP)
-            return await pool.score("7", prompt(), rollout()), pool.counters
+            return await pool.score("7", prompt()), pool.counters
 
     score, counters = asyncio.run(main())
     assert score == RIGHT
@@ -107,7 +107,7 @@ def test_a_surviving_child_in_another_session_delays_nothing(tmp_path):
     async def main():
         async with pool_of("faulty", timeout_s=2.0) as pool:
             answers = [f"escape {tmp_path}", "7", *(["8" * 100_000] * 3)]  # more than a pipe holds
-            calls = [pool.score(answer, prompt(), rollout()) for answer in answers]
+            calls = [pool.score(answer, prompt()) for answer in answers]
             try:
                 return await asyncio.wait_for(asyncio.gather(*calls), 20)
             finally:
@@ -137,11 +137,11 @@ def test_a_process_that_cannot_be_replaced_loses_the_current_check_and_no_other(
 
     async def main():
         async with pool_of("faulty", workers=2) as pool:
-            calls = [pool.score(text, prompt(), rollout()) for text in ("exit", *map(str, range(40)))]
+            calls = [pool.score(text, prompt()) for text in ("exit", *map(str, range(40)))]
             results = await asyncio.gather(*calls, return_exceptions=True)
             while pool._outage.tries < verifier_pool.START_TRIES * (verifier_pool.START_ROUNDS * 2 + 1):
                 await asyncio.sleep(0.01)
-            return results, await pool.score("late", prompt(), rollout()), pool.counters
+            return results, await pool.score("late", prompt()), pool.counters
 
     (first, *others), late, counters = asyncio.run(main())
     assert isinstance(first, CompletionLost)
@@ -156,10 +156,10 @@ def test_a_pool_that_can_no_longer_start_a_process_ends_the_run_in_one_line(monk
         async with pool_of("faulty", workers=2) as pool:
             monkeypatch.setattr(sys, "executable", "/no/such/python")
             answers = ["exit 1", "exit 2", *map(str, range(30))]
-            calls = [pool.score(answer, prompt(), rollout()) for answer in answers]
+            calls = [pool.score(answer, prompt()) for answer in answers]
             results = await asyncio.gather(*calls, return_exceptions=True)
             with pytest.raises(RuntimeError, match=r"found \d+ tries in a row failing"):
-                await pool.score("late", prompt(), rollout())
+                await pool.score("late", prompt())
             return results, pool.counters
 
     results, counters = asyncio.run(main())
@@ -181,7 +181,7 @@ def test_a_verifier_that_no_longer_imports_ends_the_run_as_well(tmp_path, monkey
     async def main():
         async with pool_of("fleeting:leave") as pool:
             module.write_text("import gone")
-            calls = [pool.score(str(n), prompt(), rollout()) for n in range(20)]
+            calls = [pool.score(str(n), prompt()) for n in range(20)]
             return await asyncio.gather(*calls, return_exceptions=True)
 
     first, *others = asyncio.run(main())

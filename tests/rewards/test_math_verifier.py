@@ -7,7 +7,7 @@ import pytest
 from megatron_scalerl.recipe.sections import RewardsSection
 from megatron_scalerl.rewards.math import extract_answer, verify_math
 from megatron_scalerl.rewards.pool import VerifierPool
-from megatron_scalerl.types import Prompt, Rollout, Score
+from megatron_scalerl.types import Prompt, Score
 
 CASES = [
     ("7", "7", True),
@@ -77,20 +77,10 @@ def test_the_answer_is_the_text_after_the_first_closing_tag():
 
 def score_all(answers, reference, **rewards):
     prompt = Prompt(prompt_id="p", text="t", answer=reference, token_ids=())
-    rollout = Rollout(
-        token_ids=(),
-        rollout_logprobs=(),
-        policy_versions=(),
-        loss_mask=(),
-        interrupted=False,
-        truncated=False,
-        thinking_cut=0,
-        seed=0,
-    )
 
     async def main():
         async with VerifierPool(RewardsSection(**rewards)) as pool:
-            scores = await asyncio.gather(*(pool.score(answer, prompt, rollout) for answer in answers))
+            scores = await asyncio.gather(*(pool.score(answer, prompt) for answer in answers))
             return scores, pool.counters
 
     return asyncio.run(main())

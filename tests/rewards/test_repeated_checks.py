@@ -2,7 +2,7 @@
 
 import asyncio
 
-from verifier_pools import RIGHT, WRONG, pool_of, prompt, rollout, wrong
+from verifier_pools import RIGHT, WRONG, pool_of, prompt, wrong
 
 from megatron_scalerl.rewards import pool as verifier_pool
 
@@ -16,7 +16,7 @@ def run(main, function, **rewards):
 
 
 def ask(pool, text, extra=None):
-    return pool.score(text, prompt(extra), rollout())
+    return pool.score(text, prompt(extra))
 
 
 def test_identical_checks_run_once_at_a_time_and_later():

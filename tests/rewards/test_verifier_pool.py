@@ -8,7 +8,7 @@ import textwrap
 import time
 
 import pytest
-from verifier_pools import RIGHT, WRONG, pool_of, prompt, rollout, run_pool, wrong
+from verifier_pools import RIGHT, WRONG, pool_of, prompt, run_pool, wrong
 
 from megatron_scalerl.rewards.pool import CHUNK
 from megatron_scalerl.types import Score
@@ -61,16 +61,14 @@ def test_a_hung_check_dies_with_a_controller_that_was_killed(tmp_path):
         import asyncio, os
         from megatron_scalerl.recipe.sections import RewardsSection
         from megatron_scalerl.rewards.pool import VerifierPool
-        from megatron_scalerl.types import Prompt, Rollout
+        from megatron_scalerl.types import Prompt
 
         prompt = Prompt(prompt_id="p", text="t", answer="7", token_ids=())
-        rollout = Rollout(token_ids=(), rollout_logprobs=(), policy_versions=(), loss_mask=(), interrupted=False,
-                          truncated=False, thinking_cut=0, seed=0)
 
         async def main():
             pool = VerifierPool(RewardsSection(verifier="hold:hold", workers=1, timeout_s=10**6))
             await pool.start()
-            await pool.score({str(fifo)!r}, prompt, rollout)
+            await pool.score({str(fifo)!r}, prompt)
 
         asyncio.run(main())
     """
@@ -92,9 +90,9 @@ def test_a_hung_check_dies_with_a_controller_that_was_killed(tmp_path):
 def test_no_answer_and_truncated_are_wrong_without_a_check():
     async def main():
         async with pool_of("counting") as pool:
-            scores = [await pool.score(text, PROMPT, rollout()) for text in (None, "", " \n")]
-            scores.append(await pool.score("7", PROMPT, rollout(truncated=True)))
-            scores.append(await pool.score("7", PROMPT, rollout()))
+            scores = [await pool.score(text, PROMPT) for text in (None, "", " \n")]
+            scores.append(await pool.score("7", PROMPT, truncated=True))
+            scores.append(await pool.score("7", PROMPT))
             return scores, pool.counters
 
     scores, counters = asyncio.run(main())
@@ -106,8 +104,8 @@ def test_no_answer_and_truncated_are_wrong_without_a_check():
 def test_a_float_is_the_reward_itself_and_nonsense_is_an_error():
     async def main():
         async with pool_of("graded", correct=2.0) as pool:
-            floats = [await pool.score("x", prompt({"value": value}), rollout()) for value in (2.0, 0.25, True, 3)]
-            nonsense = [await pool.score(text, prompt({}), rollout()) for text in ("none", "nan", "text")]
+            floats = [await pool.score("x", prompt({"value": value})) for value in (2.0, 0.25, True, 3)]
+            nonsense = [await pool.score(text, prompt({})) for text in ("none", "nan", "text")]
             return floats, nonsense
 
     floats, nonsense = asyncio.run(main())
@@ -163,11 +161,11 @@ def test_a_verifier_that_never_imports_is_refused_in_time(tmp_path):
 def test_a_process_that_died_idle_is_replaced_and_no_completion_is_wrong():
     async def main():
         async with pool_of("same") as pool:
-            await pool.score("7", PROMPT, rollout())
+            await pool.score("7", PROMPT)
             process = pool._processes[0]._process
             process.kill()
             await process.wait()
-            return await pool.score("8", PROMPT, rollout()), pool.counters
+            return await pool.score("8", PROMPT), pool.counters
 
     score, counters = asyncio.run(main())
     assert score == WRONG
@@ -179,7 +177,7 @@ def test_a_late_event_loop_is_not_a_time_out():
 
     async def main():
         async with pool_of("same", timeout_s=1.0) as pool:
-            scoring = asyncio.create_task(pool.score("7", PROMPT, rollout()))
+            scoring = asyncio.create_task(pool.score("7", PROMPT))
             while not pool._outstanding:
                 await asyncio.sleep(0)
             await asyncio.sleep(0)  # the worker task sends
@@ -192,7 +190,7 @@ def test_a_late_event_loop_is_not_a_time_out():
 def test_outstanding_checks_are_bounded():
     async def main():
         async with pool_of("same") as pool:
-            calls = [asyncio.create_task(pool.score(str(n), PROMPT, rollout())) for n in range(200)]
+            calls = [asyncio.create_task(pool.score(str(n), PROMPT)) for n in range(200)]
             longest = 0
             for call in calls:
                 await call
@@ -205,7 +203,7 @@ def test_outstanding_checks_are_bounded():
 def test_a_cancelled_caller_does_not_affect_others():
     async def main():
         async with pool_of("same") as pool:
-            calls = [asyncio.create_task(pool.score(f"{n // 4}", PROMPT, rollout())) for n in range(40)]
+            calls = [asyncio.create_task(pool.score(f"{n // 4}", PROMPT)) for n in range(40)]
             await asyncio.sleep(0)
             for call in calls[::2]:
                 call.cancel()
@@ -220,16 +218,16 @@ def test_a_closed_pool_fails_outstanding_and_later_checks():
     async def main():
         pool = pool_of("faulty", timeout_s=10**6)
         with pytest.raises(RuntimeError, match="was not started"):
-            await pool.score("7", PROMPT, rollout())
+            await pool.score("7", PROMPT)
         await pool.start()
-        hung = asyncio.create_task(pool.score("sleep", PROMPT, rollout()))
+        hung = asyncio.create_task(pool.score("sleep", PROMPT))
         await asyncio.sleep(0)
         await pool.close()
         await pool.close()
         with pytest.raises(RuntimeError, match="pool is closed"):
             await hung
         with pytest.raises(RuntimeError, match="pool is closed"):
-            await pool.score("7", PROMPT, rollout())
+            await pool.score("7", PROMPT)
 
     asyncio.run(main())
 

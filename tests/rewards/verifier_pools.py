@@ -4,7 +4,7 @@ import asyncio
 
 from megatron_scalerl.recipe.sections import RewardsSection
 from megatron_scalerl.rewards.pool import VerifierPool
-from megatron_scalerl.types import Prompt, Rollout, Score
+from megatron_scalerl.types import Prompt, Score
 
 RIGHT = Score(correct=True, reward=1.0)
 WRONG = Score(correct=False, reward=-1.0)
@@ -19,19 +19,6 @@ def prompt(extra=None):
     return Prompt(prompt_id="p", text="t", answer="7", token_ids=(), extra=extra or {})
 
 
-def rollout(truncated=False):
-    return Rollout(
-        token_ids=(),
-        rollout_logprobs=(),
-        policy_versions=(),
-        loss_mask=(),
-        interrupted=False,
-        truncated=truncated,
-        thinking_cut=0,
-        seed=0,
-    )
-
-
 def pool_of(function, *, start_timeout_s=60.0, **rewards):
     """A pool of one worker with ample limits by default."""
     verifier = function if ":" in function or function == "mathe" else f"users_verifiers:{function}"
@@ -44,7 +31,7 @@ def run_pool(function, answers, *, extra=None, **rewards):
 
     async def main():
         async with pool_of(function, **rewards) as pool:
-            calls = [pool.score(answer, prompt(extra), rollout()) for answer in answers]
+            calls = [pool.score(answer, prompt(extra)) for answer in answers]
             return await asyncio.gather(*calls, return_exceptions=True), pool.counters
 
     return asyncio.run(main())

@@ -5,11 +5,13 @@ engines and the same weights.
 """
 
 import asyncio
+import os
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rollout_groups import scored
 from scipy.stats import ks_2samp
 from stand_in_run import VirtualTimeLoop
 
@@ -17,11 +19,20 @@ from megatron_scalerl.engine.answers import EngineLost
 from megatron_scalerl.engine.membership import EngineState, Membership
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.rollouts.journal import Journal, read_history
+from megatron_scalerl.rollouts.history import Admit, Finish, read_history
+from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.stream import RolloutStream
 from megatron_scalerl.types import Prompt, Rollout, Score
 
 G, SIZE = 3, 4
+
+
+@pytest.fixture(autouse=True, scope="module")
+def stand_in_disk():
+    """Its syncs return at once: thousands of groups are finished here, and none of it is read after a crash."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "fsync", lambda handle: None)
+        yield
 
 
 class StandInEngine:
@@ -69,7 +80,7 @@ class StandInSampler:
             thinking_cut=0,
             seed=0,
         )
-        return rollout, Score(correct=tokens < 20, reward=1.0 if tokens < 20 else -1.0)
+        return scored(rollout, Score(correct=tokens < 20, reward=1.0 if tokens < 20 else -1.0))
 
 
 async def supervise(members, engines, kills, restart_s, loop):
@@ -170,8 +181,8 @@ def test_kills_at_any_moment_keep_the_bound_and_lose_and_repeat_nothing(tmp_path
     assert len(set(ids)) == len(ids) == 12 * G
     assert all(len(g.rollouts) == SIZE for groups in batches for g in groups)
     history = read_history(folder)
-    admitted = [e["group_id"] for e in history.events if e["event"] == "admit"]
-    finished = [e["group_id"] for e in history.events if e["event"] == "finish"]
+    admitted = [e.group_id for e in history.events if isinstance(e, Admit)]
+    finished = [e.group_id for e in history.events if isinstance(e, Finish)]
     assert admitted == sorted(set(admitted)), "a group that is issued again keeps its id and its one admission"
     assert len(set(finished)) == len(finished) and set(ids) <= set(finished)
 

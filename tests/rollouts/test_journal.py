@@ -1,9 +1,29 @@
-"""The journal survives a torn line and returns exactly the groups that were written."""
+"""The journal and its groups: round trip, order on the disk, damage, the folders of earlier versions."""
+
+import asyncio
+import json
+import os
+import threading
 
 import pytest
+from journals import finish, write_journal
+from old_run_folder import to_old_folder
 
-from megatron_scalerl.rollouts.journal import BatchRecord, Journal, read_batch, read_groups, read_history
+from megatron_scalerl.checkpoints.jsonl import read_jsonl
+from megatron_scalerl.rollouts.history import BatchRecord, check_groups, read_batch, read_groups, read_history
+from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.types import ExpertChoices, Prompt, Rollout, RolloutGroup, Score
+
+OLD_ROW = (
+    '{"group_id":2,"prompt":{"prompt_id":"p2","text":"1;+2=","answer":"3","token_ids":[1,2],"extra":{"level":1}},'
+    '"rollouts":[{"token_ids":[5,6,7],"rollout_logprobs":[-0.1,0.0,-1.5e-7],"policy_versions":[3,3,4],'
+    '"loss_mask":[true,false,true],"interrupted":true,"truncated":false,"thinking_cut":44,"seed":11,'
+    '"expert_choices":null},{"token_ids":[5,6,8],"rollout_logprobs":[-0.1,0.0,-1.5e-7],"policy_versions":[3,3,4],'
+    '"loss_mask":[true,false,true],"interrupted":true,"truncated":false,"thinking_cut":44,"seed":12,'
+    '"expert_choices":{"layers":2,"topk":1,"width":1,"data":"AAECAwQFBgc="}}],"scores":[{"correct":true,"reward":1.0,'
+    '"reason":""},{"correct":false,"reward":-1.0,"reason":""}],"first_token_version":3,"epoch":0,"lost_completions":0}'
+)
+"""Group 2 as an earlier version wrote it."""
 
 
 def group(group_id, version=3, correct=(True, False)):
@@ -31,72 +51,205 @@ def group(group_id, version=3, correct=(True, False)):
     )
 
 
-def write(run_dir, finished=(0, 2), batches=((0, 1, (0,)),)):
-    journal = Journal(run_dir)
-    for group_id in (0, 1, 2):
-        journal.admit(group_id, f"p{group_id}", 0)
-    for group_id in finished:
-        journal.finish(group(group_id))
-    for batch, step, ids in batches:
-        journal.batch(BatchRecord(batch=batch, step=step, policy_version=step - 1, group_ids=ids))
-    journal.close()
+def record(batch, *group_ids):
+    return BatchRecord(batch=batch, step=batch + 1, policy_version=batch, group_ids=group_ids)
+
+
+def write(run_dir, finished=(0, 2), batches=None, **options):
+    batches = (record(0, 0),) if batches is None else batches
+    write_journal(run_dir, admitted=(0, 1, 2), groups=map(group, finished), batches=batches, **options)
 
 
 def test_round_trip(tmp_path):
     write(tmp_path)
     history = read_history(tmp_path)
-    assert [e["event"] for e in history.events] == ["admit"] * 3 + ["finish"] * 2 + ["batch"]
-    assert [e["group_id"] for e in history.to_reissue({2})] == [1]
+    assert [e["event"] for e in read_jsonl(tmp_path / "journal.jsonl")] == ["admit"] * 3 + ["finish"] * 2 + ["batch"]
+    assert history.admitted == 3 and [e.group_id for e in history.to_reissue({2})] == [1]
     assert history.unbatched() == (2,)
-    assert history.batches == (BatchRecord(batch=0, step=1, policy_version=0, group_ids=(0,)),)
+    assert history.batches == (record(0, 0),)
     assert read_groups(tmp_path, history, [2, 0]) == {0: group(0), 2: group(2)}
+    assert read_batch(tmp_path, history, history.batches[0]) == [group(0)]
 
 
-def test_torn_lines_are_removed_and_the_journal_continues(tmp_path):
+def test_a_torn_last_event_is_removed_and_the_journal_continues(tmp_path):
     write(tmp_path, batches=())
-    for name in ("journal.jsonl", "rollouts/groups-00000.jsonl"):
-        path = tmp_path / name
-        path.write_bytes(path.read_bytes()[:-9])
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(path.read_bytes()[:-9])
     history = read_history(tmp_path)
-    assert [e["group_id"] for e in history.to_reissue({0})] == [1, 2]
-    journal = Journal(tmp_path)
-    journal.finish(group(2, correct=(True, True)))
-    journal.close()
+    assert [e.group_id for e in history.to_reissue({0})] == [1, 2]
+    write_journal(tmp_path, groups=[group(2, correct=(True, True))])
     again = read_history(tmp_path)
-    assert read_groups(tmp_path, again, [2])[2].pass_rate == 1.0
-    assert [e["event"] for e in again.events] == ["admit"] * 3 + ["finish"] * 2
+    assert read_groups(tmp_path, again, [0, 2]) == {0: group(0), 2: group(2, correct=(True, True))}
+    assert [type(e).__name__ for e in again.events] == ["Admit"] * 3 + ["Finish"] * 2
 
 
-def test_a_broken_line_in_the_middle_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ('{"event": \n', "Input data was truncated"),
+        ('{"event": "other"}\n', "Invalid value 'other'"),
+        ('{"event": "finish", "group_id": 1, "prompt_id": "p", "pass_rate": 1, "first_token_version": 0}\n', "None"),
+        (
+            '{"event": "finish", "group_id": 1, "prompt_id": "p", "pass_rate": 1, "first_token_version": 0, '
+            '"file": "../../secret"}\n',
+            "secret",
+        ),
+        ('{"event": "admit", "group_id": -1, "prompt_id": "p", "epoch": 0}\n', ">= 0"),
+        ('{"event": "admit", "more": ' + "[" * 100_000 + "\n", "recursion"),
+    ],
+)
+def test_a_broken_event_in_the_middle_is_named(tmp_path, line, found):
     write(tmp_path)
     path = tmp_path / "journal.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    lines[1] = b'{"event": \n'
-    path.write_bytes(b"".join(lines))
-    with pytest.raises(ValueError, match=r"journal.jsonl line 2: expected a JSON object"):
+    lines = path.read_text().splitlines(keepends=True)
+    lines[1] = line
+    path.write_text("".join(lines))
+    with pytest.raises(ValueError, match=rf"journal.jsonl line 2: expected an event, found .*{found}") as error:
+        read_history(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_batch_whose_group_did_not_finish_is_named(tmp_path):
+    write(tmp_path, batches=(record(0, 0), record(1, 1)))
+    with pytest.raises(ValueError, match=r"journal.jsonl: expected group 1 of batch 1 to be finished"):
         read_history(tmp_path)
 
 
-def test_a_missing_group_of_a_batch_is_named(tmp_path):
+def test_a_missing_segment_is_named_before_anything_is_read(tmp_path):
     write(tmp_path)
     history = read_history(tmp_path)
-    assert read_batch(tmp_path, history, history.batches[0]) == [group(0)]
-    (tmp_path / "rollouts/groups-00000.jsonl").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"groups-00000.jsonl: expected group 0 of batch 0, found none"):
+    segment = tmp_path / "rollouts" / "segment-00000.bin"
+    size = segment.stat().st_size
+    os.truncate(segment, size - 1)
+    with pytest.raises(ValueError, match=rf"segment-00000.bin: expected at least {size} bytes, found {size - 1}"):
+        check_groups(tmp_path, history, 1)
+    segment.unlink()
+    with pytest.raises(ValueError, match=r"segment-00000.bin: expected at least \d+ bytes, found no file"):
+        check_groups(tmp_path, history, 0)
+    with pytest.raises(ValueError, match=r"segment-00000.bin: byte 16: expected \d+ bytes|found no file"):
         read_batch(tmp_path, history, history.batches[0])
 
 
-def test_a_finished_group_missing_on_disk_is_reissued(tmp_path):
+def test_a_block_of_another_group_is_named(tmp_path):
     write(tmp_path)
+    path = tmp_path / "journal.jsonl"
+    rows = read_jsonl(path)
+    rows[4]["group_id"] = 1
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match=r"segment-00000.bin: byte \d+: expected group 1, found group 2"):
+        read_groups(tmp_path, read_history(tmp_path), [1])
+
+
+def test_only_the_bytes_of_a_batch_are_read(tmp_path):
+    """The block of every other group is overwritten."""
+    write(tmp_path, finished=(0, 1, 2), batches=(record(0, 0, 2),))
     history = read_history(tmp_path)
-    (tmp_path / "rollouts/groups-00000.jsonl").unlink()
+    other = history.finished[1].stored
+    with open(tmp_path / "rollouts" / "segment-00000.bin", "rb+") as file:
+        file.seek(other.offset)
+        file.write(bytes(other.nbytes))
+    assert read_batch(tmp_path, history, history.batches[0]) == [group(0), group(2)]
+    with pytest.raises(ValueError, match=rf"byte {other.offset}: expected a block that begins with b'GRUP'"):
+        read_groups(tmp_path, history, [1])
+
+
+def test_an_event_is_written_only_once_its_group_is_on_the_disk(tmp_path, monkeypatch):
+    """Groups that wait while the disk is busy share one sync, and the event loop does not wait for it."""
+    busy, syncs = threading.Event(), []
+    fsync = os.fsync
+
+    def slow_stand_in(handle):
+        if "segment" in os.readlink(f"/proc/self/fd/{handle}"):
+            syncs.append(handle)
+            assert threading.current_thread() is not threading.main_thread()
+            busy.wait(30)
+        fsync(handle)
+
+    async def run():
+        journal = Journal(tmp_path)
+        monkeypatch.setattr(os, "fsync", slow_stand_in)
+        first = asyncio.create_task(finish(journal, group(0)))
+        while not syncs:
+            await asyncio.sleep(0)
+        rest = [asyncio.create_task(finish(journal, group(n))) for n in range(1, 6)]
+        given_up = asyncio.create_task(finish(journal, group(6)))
+        await asyncio.sleep(0)
+        assert read_jsonl(tmp_path / "journal.jsonl") == []
+        given_up.cancel()
+        busy.set()
+        await asyncio.gather(first, *rest)
+        await journal.close()
+
+    asyncio.run(run())
+    assert len(syncs) == 2
+    history = read_history(tmp_path)
+    assert sorted(history.finished) == list(range(6))
+    assert read_groups(tmp_path, history, range(6)) == {n: group(n) for n in range(6)}
+
+
+def test_a_cancelled_caller_leaves_no_file_to_a_running_thread(tmp_path, monkeypatch):
+    """The batch's sync goes on when its caller is cancelled; the journal closes its file only after it."""
+    busy, fsync, synced = threading.Event(), os.fsync, []
+
+    def slow_stand_in(handle):
+        busy.wait(30)
+        fsync(handle)
+        synced.append(handle)
+
+    async def run():
+        journal = Journal(tmp_path)
+        await finish(journal, group(0))
+        monkeypatch.setattr(os, "fsync", slow_stand_in)
+        batch = asyncio.create_task(journal.batch(record(0, 0)))
+        await asyncio.sleep(0.01)
+        batch.cancel()
+        closing = asyncio.create_task(journal.close())
+        await asyncio.sleep(0.01)
+        assert not closing.done()
+        busy.set()
+        await closing
+
+    asyncio.run(run())
+    assert len(synced) == 1
+
+
+def test_a_row_of_an_earlier_version_is_read_in_place(tmp_path):
+    (tmp_path / "rollouts").mkdir()
+    torn = '{"group_id":9,"prompt":{"pro'
+    (tmp_path / "rollouts" / "groups-00000.jsonl").write_text(f"{OLD_ROW}\n{torn}")
+    event = {"event": "finish", "prompt_id": "p", "pass_rate": 0.5, "first_token_version": 3}
+    rows = [{"event": "admit", "group_id": n, "prompt_id": "p", "epoch": 0} for n in (2, 9)]
+    rows += [event | {"group_id": n, "file": "groups-00000.jsonl"} for n in (2, 9)]
+    (tmp_path / "journal.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    history = read_history(tmp_path)
     ready = read_groups(tmp_path, history, history.unbatched())
-    assert ready == {} and [e["group_id"] for e in history.to_reissue(ready)] == [1, 2]
+    assert ready == {2: group(2)}
+    assert [e.group_id for e in history.to_reissue(ready)] == [9], "its event was written, the group was not"
 
 
-def test_of_two_lines_of_a_group_the_later_counts(tmp_path):
+def test_the_folder_of_an_earlier_version_goes_on_in_the_store(tmp_path):
     write(tmp_path)
-    journal = Journal(tmp_path)
-    journal.finish(group(2, correct=(True, True)))
-    journal.close()
+    to_old_folder(tmp_path, groups_per_file=2)
+    old = {path.name: path.read_bytes() for path in (tmp_path / "rollouts").iterdir()}
+    assert sorted(old) == ["groups-00000.jsonl", "groups-00001.jsonl"]
+    write_journal(tmp_path, groups=[group(1)], batches=[record(1, 2, 1)])
+    history = read_history(tmp_path)
+    assert [read_batch(tmp_path, history, r) for r in history.batches] == [[group(0)], [group(2), group(1)]]
+    assert {name: (tmp_path / "rollouts" / name).read_bytes() for name in old} == old
+
+
+def test_of_two_rows_of_a_group_the_later_counts(tmp_path):
+    write(tmp_path)
+    to_old_folder(tmp_path)
+    path = tmp_path / "rollouts" / "groups-00000.jsonl"
+    path.write_text(path.read_text() + OLD_ROW.replace('"correct":false', '"correct":true') + "\n")
     assert read_groups(tmp_path, read_history(tmp_path), [2])[2].pass_rate == 1.0
+    path.write_text(path.read_text().replace('"epoch":0', '"epoch":"x"'))
+    with pytest.raises(ValueError, match=r"groups-00000.jsonl line 3: expected a group, found Expected `int`"):
+        read_groups(tmp_path, read_history(tmp_path), [2])
+    path.write_text("{}\n")
+    with pytest.raises(ValueError, match=r"groups-00000.jsonl line 1: expected a group"):
+        read_groups(tmp_path, read_history(tmp_path), [2])
+    path.unlink()
+    with pytest.raises(ValueError, match=r"groups-00000.jsonl: expected group 0 of batch 0, found none"):
+        read_batch(tmp_path, read_history(tmp_path), record(0, 0))

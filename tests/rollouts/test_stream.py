@@ -4,11 +4,13 @@ import asyncio
 import random
 
 import pytest
+from rollout_groups import scored
 
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.rollouts.journal import Journal, read_groups, read_history
+from megatron_scalerl.rollouts.history import read_groups, read_history
+from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.stream import Admission, RolloutStream
 from megatron_scalerl.types import Prompt, Rollout, Score
 
@@ -57,7 +59,7 @@ class StandInSampler:
             thinking_cut=0,
             seed=0,
         )
-        return rollout, Score(correct=draw[2] % 2 == 0, reward=1.0)
+        return scored(rollout, Score(correct=draw[2] % 2 == 0, reward=1.0))
 
 
 def prompts(count):
@@ -101,7 +103,7 @@ def test_batches_keep_the_bound_and_lose_nothing(tmp_path, k):
     assert len(set(seen)) == 75
     assert all(engine.most <= 8 for engine in engines)
     history = read_history(tmp_path)
-    assert set(seen) <= set(history.files)
+    assert set(seen) <= set(history.finished)
 
 
 def test_k_zero_generates_only_between_steps(tmp_path):
@@ -147,7 +149,10 @@ def test_an_engine_with_an_unpublished_version_is_evicted(tmp_path, ahead, accep
         members = Membership.of([wrong, StandInEngine(version=3)])
         stream = make_stream(tmp_path, engines=members)
         stream.start(3)
-        batches = [await stream.next_batch()]
+        batches = []
+        for _ in range(3):
+            batches.append(await stream.next_batch())
+            await stream.trained(3)
         await stream.close()
         return members.members[0], batches
 
@@ -186,13 +191,13 @@ def test_unfinished_groups_are_reissued_under_their_ids(tmp_path):
 
     asyncio.run(first_attempt())
     history = read_history(tmp_path)
-    lost = [(e["group_id"], e["prompt_id"]) for e in history.to_reissue(history.unbatched())]
+    lost = [(e.group_id, e.prompt_id) for e in history.to_reissue(history.unbatched())]
     assert lost, "something was in flight when the first attempt ended"
 
     async def second_attempt():
         known = {p.prompt_id: p for p in prompts(500)}
         engine = StandInEngine(version=1)
-        stream = make_stream(tmp_path, engines=[engine], next_group_id=len(history.files) + len(lost))
+        stream = make_stream(tmp_path, engines=[engine], next_group_id=len(history.finished) + len(lost))
         ready = read_groups(tmp_path, history, history.unbatched())
         unfinished = [Admission(group_id=g, prompt=known[p], epoch=0) for g, p in lost]
         stream.restore(list(ready.values()), unfinished)

@@ -1,15 +1,19 @@
 """The viewer prints one completion with forced tokens and policy versions marked, with and without colour."""
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from command_line import command
+from journals import write_journal
+from old_run_folder import to_old_folder
 from rich.console import Console
 
 from megatron_scalerl.commands import show as tool
-from megatron_scalerl.rollouts.journal import BatchRecord, Journal
+from megatron_scalerl.rollouts.history import BatchRecord
 from megatron_scalerl.tiny.tokenizer import save_tokenizer
 from megatron_scalerl.types import Prompt, Rollout, RolloutGroup, Score
 
@@ -44,23 +48,39 @@ def group(group_id):
     )
 
 
+def batches():
+    return [BatchRecord(batch=n, step=n + 1, policy_version=n, group_ids=(n,)) for n in (0, 1)]
+
+
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
     """A run's folder as the journal writes it: groups 0 to 2, of which 0 and 1 were trained."""
     folder = tmp_path_factory.mktemp("run")
     save_tokenizer(folder / "policy")
     (folder / "recipe.yaml").write_text(f"policy:\n  path: {folder / 'policy'}\n")
-    journal = Journal(folder)
-    for group_id in range(3):
-        journal.finish(group(group_id))
-    for step in (1, 2):
-        journal.batch(BatchRecord(batch=step - 1, step=step, policy_version=step - 1, group_ids=(step - 1,)))
-    journal.close()
+    write_journal(folder, groups=map(group, range(3)), batches=batches())
     return folder
 
 
-def test_the_newest_groups_first_completion_is_shown_without_arguments(run_dir, capsys):
-    assert main([str(run_dir)]) == 0
+@pytest.fixture(params=["segments", "lines of an earlier version", "Parquet"])
+def any_format(request, run_dir, tmp_path):
+    """The same run with its rollouts in each format; as Parquet, what was trained."""
+    folder = tmp_path / "run"
+    shutil.copytree(run_dir, folder)
+    if request.param == "lines of an earlier version":
+        to_old_folder(folder)
+    if request.param == "Parquet":
+        (folder / "rollouts" / "segment-00000.bin").unlink()
+        options = {"policy": "parquet", "segment_bytes": 1}
+        write_journal(tmp_path / "other", groups=map(group, range(3)), batches=batches(), retain=2, **options)
+        for path in (tmp_path / "other" / "rollouts").iterdir():
+            shutil.move(path, folder / "rollouts")
+        assert len(list((folder / "rollouts").glob("*.parquet"))) == 2
+    return folder
+
+
+def test_the_newest_groups_first_completion_is_shown_without_arguments(any_format, capsys):
+    assert main([str(any_format)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "group      2, epoch 0, in no batch yet, pass rate 1/2",
         "completion 0 of 2, 8 tokens, seed 11",
@@ -72,8 +92,8 @@ def test_the_newest_groups_first_completion_is_shown_without_arguments(run_dir, 
     ]
 
 
-def test_forced_tokens_and_versions_are_marked_without_colour(run_dir, capsys):
-    assert main([str(run_dir), "--step", "2", "--index", "1"]) == 0
+def test_forced_tokens_and_versions_are_marked_without_colour(any_format, capsys):
+    assert main([str(any_format), "--step", "2", "--index", "1"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "group      1, epoch 0, in the batch of step 2, pass rate 1/2"
     assert out[2:5] == [
@@ -105,9 +125,9 @@ def test_text_that_looks_like_markup_is_printed_as_it_is():
 
 def test_a_step_in_the_group_itself_needs_no_journal(run_dir, tmp_path):
     (tmp_path / "rollouts").mkdir()
-    line = (run_dir / "rollouts" / "groups-00000.jsonl").read_text().splitlines()[0]
+    line = json.dumps(tool.find_group(run_dir, 0, None) | {"step": 7})
     torn = '{"group_id": 9, "ste'
-    (tmp_path / "rollouts" / "a.jsonl").write_text(f'{line[:-1]},"step":7}}\n{torn}')
+    (tmp_path / "rollouts" / "a.jsonl").write_text(f"{line}\n{torn}")
     assert tool.find_group(tmp_path, None, 7)["group_id"] == 0
     assert tool.find_group(tmp_path, None, None)["step"] == 7, "the line that is being written does not count"
 

@@ -82,7 +82,9 @@ async def expert_rollouts(client: EngineClient, prompts: Sequence[Prompt]) -> li
     """One completion of 100 tokens per prompt, with its experts."""
     return await asyncio.gather(
         *(
-            client.generate(p.token_ids, sampling=SamplingSpec(max_tokens=100, seed=i, ignore_eos=True))
+            client.generate(
+                p.token_ids, sampling=SamplingSpec(max_tokens=100, seed=i, ignore_eos=True, routed_experts=True)
+            )
             for i, p in enumerate(prompts)
         )
     )

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 from pathlib import Path
 
+from megatron_scalerl.batching.rollout_bytes import read, rollout_of
 from megatron_scalerl.check_gpu.engine import checks
 from megatron_scalerl.check_gpu.engine.decode_rate import check_decode_rate
 from megatron_scalerl.check_gpu.engine.reference import Reference, bound_for, gap
@@ -26,7 +27,9 @@ from megatron_scalerl.check_gpu.tiny_task import forget_backend, remember_backen
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous, private_folder
 from megatron_scalerl.prompts.end_tokens import end_token_ids
 from megatron_scalerl.rewards.pool import VerifierPool
-from megatron_scalerl.rollouts.sampler import VALIDATION_PRIORITY, Draw, Sampler, forced_ids
+from megatron_scalerl.rollouts.decoder_pool import DecoderPool
+from megatron_scalerl.rollouts.plans import Draw, Plans, forced_ids
+from megatron_scalerl.rollouts.sampler import VALIDATION_PRIORITY, Sampler
 from megatron_scalerl.types import Rollout
 
 ALONE = ("fp32 head", "secret", "pause", "interruption")
@@ -64,7 +67,10 @@ async def _run(scene: Scene, record: Recorder, deadline: Deadline) -> None:
         )
         stack.push_async_callback(_cancelled, experts)
         verifier = await stack.enter_async_context(VerifierPool(scene.recipe.rewards))
-        sampler = Sampler(scene.recipe, scene.inputs.tokenizer, verifier)
+        plans = Plans(scene.recipe, scene.inputs.tokenizer)
+        decoders = DecoderPool(scene.recipe, scene.inputs.tokenizer, plans, logs=scene.folder)
+        await stack.enter_async_context(decoders)
+        sampler = Sampler(plans, decoders=decoders, verifier=verifier)
         await _alone(scene, record, serving, sampler)
         await _with_trainer(scene, record, serving, sampler, training, trainer, deadline)
         async with limited(record, "routed experts", deadline.left(), scene.folder / "engine-experts.log"):
@@ -158,14 +164,15 @@ async def _interruption(scene: Scene, record: Recorder, serving: Serving, sample
     )
     phrase, think_end = forced_ids(recipe, scene.inputs.tokenizer)
     ends = end_token_ids(recipe.policy.path, scene.inputs.tokenizer)
+    rollouts = [rollout_of(read(found.data)) for found in done]
     faults = [
         fault
-        for rollout, _ in done
+        for rollout in rollouts
         for fault in checks.interruption_faults(
             rollout, phrase=phrase, think_end=think_end, ends=ends, version=0, answer_tokens=ANSWER
         )
     ]
-    forced = sum(rollout.interrupted for rollout, _ in done)
+    forced = sum(rollout.interrupted for rollout in rollouts)
     if not forced:
         faults.append(f"expected some of {len(done)} completions to be interrupted, found none")
     fine = f"{forced} of {len(done)} completions interrupted, with the phrase at its position and masked"

@@ -1,0 +1,49 @@
+"""Reads the body of an engine's response within a limit of bytes and of time. Runs in the controller."""
+
+from __future__ import annotations
+
+import aiohttp
+
+from megatron_scalerl.engine.answers import EngineError
+from megatron_scalerl.processes.patience import within
+
+TOKEN_BYTES = 1024
+"""Limit of a generation's response per token; vLLM 0.32 writes at most 200 bytes."""
+EXPERT_TOKEN_BYTES = 4096
+"""The same for the expert choices of a token, which are base64: up to 1,536 numbers of two bytes."""
+SLACK_BYTES = 1 << 20
+"""Beside the tokens. The whole limit of a response that has none is OTHER_BYTES."""
+OTHER_BYTES = 64 << 20
+
+
+def generation_limit(*, prompt_tokens: int, max_tokens: int, routed_experts: bool) -> int:
+    """Most bytes of a response to a generation request."""
+    tokens = prompt_tokens + max_tokens
+    return SLACK_BYTES + TOKEN_BYTES * tokens + (EXPERT_TOKEN_BYTES * tokens if routed_experts else 0)
+
+
+async def read_body(response: aiohttp.ClientResponse, *, limit: int, timeout_s: float, where: str) -> bytes:
+    """The body of a response whose header has arrived.
+
+    limit: most bytes. timeout_s: seconds until the last one has arrived. where: engine and path. Raises EngineError
+    beyond either, and aiohttp.ClientError for a body that breaks off.
+    """
+    try:
+        return await within(timeout_s, _read(response, limit, where))
+    except TimeoutError:
+        expected = f"expected the whole response within {timeout_s:g} s of its header (engine.stall_timeout_s)"
+        raise EngineError(f"{where}: {expected}, found a part") from None
+
+
+async def _read(response: aiohttp.ClientResponse, limit: int, where: str) -> bytes:
+    size, parts = response.content_length or 0, []
+    if size <= limit:
+        size = 0
+        while part := await response.content.readany():
+            size += len(part)
+            parts.append(part)
+            if size > limit:
+                break
+    if size > limit:
+        raise EngineError(f"{where}: expected a response of at most {limit} bytes, found {size} or more")
+    return b"".join(parts)

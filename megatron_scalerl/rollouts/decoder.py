@@ -1,0 +1,150 @@
+"""A decoder process: `python -m megatron_scalerl.rollouts.decoder`, started and killed by `rollouts.decoder_pool`.
+
+It turns the responses of engines into completions: bytes for the store (`batching.rollout_bytes`), facts for the
+controller, text for the verifier. It reads a setup frame from the socket MSRL_DECODER_FD, answers with an empty reply
+once it is ready, and then one reply per job, until the socket is closed. A frame is two sizes, JSON and bytes:
+
+    setup    Setup                                   Reply
+    job      Job, body of the response               Reply, bytes of the completion
+
+It imports neither torch nor, where the policy's tokenizer is one of the package `tokenizers`, transformers.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from megatron_scalerl.batching.rollout_bytes import facts_of, write
+from megatron_scalerl.engine.answers import EngineError, completion
+from megatron_scalerl.engine.interruption import Plan
+from megatron_scalerl.rollouts.answer_text import AnswerFormat
+from megatron_scalerl.types import Completion, CompletionLost
+
+SOCKET_VARIABLE = "MSRL_DECODER_FD"
+"""Environment variable with the number of the inherited socket."""
+SIZES = struct.Struct("!QQ")
+"""Bytes of JSON, bytes after it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """What is the same for all jobs of a run."""
+
+    answer: AnswerFormat
+    tokenizer: str | None
+    """tokenizer.json of the policy; None: a tokenizer without one, which transformers loads from `policy`."""
+    policy: str
+    """Hugging Face folder of the policy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One response to decode; its body follows."""
+
+    plan: Plan | None
+    """The request's interruption plan."""
+    seed: int
+    """The request's sampling seed."""
+    where: str
+    """Engine and path, for errors."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """The result of a job; the bytes of the completion follow, if there is one."""
+
+    completion: Completion | None = None
+    text: str | None = None
+    """Text after thinking; None if thinking did not end or the completion is truncated."""
+    engine_error: str | None = None
+    """Message of an EngineError."""
+    lost: str | None = None
+    """Message of a CompletionLost."""
+    lost_reason: str = ""
+
+
+def frame(content: Setup | Job | Reply, size: int = 0) -> bytes:
+    """The beginning of a frame that goes on with `size` bytes."""
+    text = msgspec.json.encode(content)
+    return SIZES.pack(len(text), size) + text
+
+
+class Decoding:
+    """Answers jobs."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._format = setup.answer
+        self._text = _text_decoder(setup)
+
+    def reply(self, job: Job, body: bytes) -> tuple[Reply, bytes]:
+        """The reply to a job and the bytes that follow it."""
+        try:
+            arrays = completion(body, plan=job.plan, seed=job.seed, where=job.where)
+        except EngineError as error:
+            return Reply(engine_error=str(error)), b""
+        except CompletionLost as lost:
+            return Reply(lost=str(lost), lost_reason=lost.reason), b""
+        text = None if arrays.truncated else self._format.answer_text(arrays.token_ids, self._text)
+        return Reply(completion=facts_of(arrays), text=text), write(arrays)
+
+
+def _text_decoder(setup: Setup) -> Callable[[Sequence[int]], str]:
+    """Token ids to text: all tokens, with every space."""
+    if setup.tokenizer is not None:
+        from tokenizers import Tokenizer
+
+        fast = Tokenizer.from_str(setup.tokenizer)
+        return lambda ids: str(fast.decode(ids, skip_special_tokens=False))
+    from transformers import AutoTokenizer
+
+    slow: Any = AutoTokenizer.from_pretrained(setup.policy, trust_remote_code=False)
+    return lambda ids: str(slow.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def serve(connection: socket.socket) -> None:
+    """Serve jobs until the other side closes the socket."""
+    head = _read(connection, SIZES.size)
+    assert head is not None
+    decoding = Decoding(msgspec.json.decode(_read(connection, SIZES.unpack(head)[0]) or b"", type=Setup))
+    connection.sendall(frame(Reply()))
+    decoder = msgspec.json.Decoder(Job)
+    while (head := _read(connection, SIZES.size)) is not None:
+        job_bytes, body_bytes = SIZES.unpack(head)
+        job, body = _read(connection, job_bytes), _read(connection, body_bytes)
+        if job is None or body is None:
+            return
+        reply, data = decoding.reply(decoder.decode(job), body)
+        connection.sendall(frame(reply, len(data)))
+        connection.sendall(data)
+
+
+def _read(connection: socket.socket, size: int) -> bytes | None:
+    """The next `size` bytes; None if the socket was closed before."""
+    buffer = bytearray(size)
+    view, done = memoryview(buffer), 0
+    while done < size:
+        received = connection.recv_into(view[done:])
+        if not received:
+            return None
+        done += received
+    return bytes(buffer)
+
+
+def main() -> None:
+    """Serve on the inherited socket. Signals to the whole group are the controller's: it ends this process."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    with socket.socket(fileno=int(os.environ.pop(SOCKET_VARIABLE))) as connection:
+        serve(connection)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Reading the journal: its events, and the groups and batches that they refer to.
+
+Events are decoded into compact records; of groups only references are held. A group is read by its own bytes: its
+block of the store, or its line in `RUN/rollouts/groups-NNNNN.jsonl` in the folder of an earlier version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from megatron_scalerl.batching import rollout_bytes
+from megatron_scalerl.checkpoints.plain_files import is_file_name
+from megatron_scalerl.prompts.curriculum import Curriculum
+from megatron_scalerl.recipe.file import RecipeError
+from megatron_scalerl.rollouts.old_groups import OldGroups
+from megatron_scalerl.rollouts.store import check_stored, read_block, segment_path
+from megatron_scalerl.types import BlockRef, RolloutGroup
+
+Count = Annotated[int, Meta(ge=0)]
+
+
+class Admit(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="event", tag="admit"):
+    """A prompt was drawn and submitted."""
+
+    group_id: Count
+    prompt_id: str
+    epoch: int
+
+
+class Finish(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    gc=False,
+    tag_field="event",
+    tag="finish",
+    omit_defaults=True,
+    rename={"nbytes": "bytes"},
+):
+    """A group is finished and on the disk."""
+
+    group_id: Count
+    prompt_id: str
+    pass_rate: float
+    first_token_version: int
+    segment: Count | None = None
+    offset: Count | None = None
+    nbytes: Count | None = None
+    file: str | None = None
+    """The file of earlier versions, instead of segment, offset and bytes."""
+
+    @property
+    def stored(self) -> BlockRef | None:
+        """Its place in the store; None in a file of an earlier version."""
+        if self.segment is None or self.offset is None or self.nbytes is None:
+            return None
+        return BlockRef(segment=self.segment, offset=self.offset, nbytes=self.nbytes)
+
+
+class BatchRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="batch"):
+    """The composition of one batch about to be trained on."""
+
+    batch: Count
+    """Number of the batch in the run's lineage, from 0, counting batches without a step."""
+    step: Count
+    """The optimizer step for which the batch was composed, from 1."""
+    policy_version: int
+    """Policy version that trained on it."""
+    group_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class History:
+    """The journal of the attempts before this one. Produced by `read_history`."""
+
+    events: tuple[Admit | Finish, ...]
+    """Every draw and every finished group, in order."""
+    batches: tuple[BatchRecord, ...]
+    finished: dict[int, Finish]
+    """Group id -> its last event."""
+    old_groups: OldGroups = field(compare=False)
+
+    @property
+    def admitted(self) -> int:
+        """Number of groups drawn."""
+        return sum(isinstance(event, Admit) for event in self.events)
+
+    @property
+    def last_stored(self) -> BlockRef | None:
+        """The last block of the store that the journal names."""
+        places = (event.stored for event in self.finished.values())
+        return max((p for p in places if p is not None), key=lambda p: (p.segment, p.offset), default=None)
+
+    def unbatched(self) -> tuple[int, ...]:
+        """Finished groups that are in no batch, in order of admission."""
+        batched = {g for record in self.batches for g in record.group_ids}
+        return tuple(sorted(g for g in self.finished if g not in batched))
+
+    def to_reissue(self, ready: Container[int]) -> tuple[Admit, ...]:
+        """Groups that were drawn and are neither in a batch nor in `ready`, in order of admission.
+
+        They did not finish, or an earlier version wrote the event and not the group.
+        """
+        batched = {g for record in self.batches for g in record.group_ids}
+        return tuple(
+            e for e in self.events if isinstance(e, Admit) and e.group_id not in batched and e.group_id not in ready
+        )
+
+
+def read_history(run_dir: str | Path) -> History:
+    """Read RUN/journal.jsonl. Raises ValueError naming file and line for an invalid line."""
+    path = Path(run_dir) / "journal.jsonl"
+    events: list[Admit | Finish] = []
+    batches: list[BatchRecord] = []
+    finished: dict[int, Finish] = {}
+    for event in _events(path):
+        if isinstance(event, BatchRecord):
+            batches.append(event)
+            continue
+        events.append(event)
+        if isinstance(event, Finish):
+            finished[event.group_id] = event
+    missing = [(r.batch, g) for r in batches for g in r.group_ids if g not in finished]
+    if missing:
+        batch, group = missing[0]
+        raise ValueError(f"{path}: expected group {group} of batch {batch} to be finished, found no event")
+    return History(
+        events=tuple(events),
+        batches=tuple(batches),
+        finished=finished,
+        old_groups=OldGroups(Path(run_dir) / "rollouts"),
+    )
+
+
+def _events(path: Path) -> Iterable[Admit | Finish | BatchRecord]:
+    if not path.exists():
+        return
+    decoder: msgspec.json.Decoder[Admit | Finish | BatchRecord] = msgspec.json.Decoder(Admit | Finish | BatchRecord)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                event = decoder.decode(line)
+                if isinstance(event, Finish) and event.stored is None:
+                    _check_file(event.file)
+            except (ValueError, RecursionError) as error:
+                if not line.endswith(b"\n"):
+                    return
+                raise ValueError(f"{path} line {number}: expected an event, found {error}") from None
+            yield event
+
+
+def _check_file(name: str | None) -> None:
+    if name is None or not is_file_name(name):
+        raise ValueError(f"a group whose place is {name!a}")
+
+
+def replay_draws(curriculum: Curriculum, history: History) -> None:
+    """Restore the curriculum at the end of the journal by replaying draws and pass rates. Raises RecipeError."""
+    for event in history.events:
+        if isinstance(event, Admit):
+            prompt, _ = curriculum.draw()
+            if prompt.prompt_id != event.prompt_id:
+                raise RecipeError(
+                    f"journal.jsonl: expected group {event.group_id} to draw prompt {prompt.prompt_id}, "
+                    f"found {event.prompt_id} (prompts, held-out split and seed must not change within a run)"
+                )
+        elif isinstance(event, Finish):
+            curriculum.observe(event.prompt_id, event.pass_rate)
+
+
+def read_groups(run_dir: str | Path, history: History, group_ids: Iterable[int]) -> dict[int, RolloutGroup]:
+    """The finished groups of these ids, each read by its own bytes.
+
+    A group that is missing in a file of an earlier version is left out. Raises ValueError naming the file, and the
+    byte or line, for a group of the store that is missing or damaged.
+    """
+    found: dict[int, RolloutGroup] = {}
+    for group_id in group_ids:
+        group = _read_group(Path(run_dir) / "rollouts", history, history.finished[group_id])
+        if group is not None:
+            found[group_id] = group
+    return found
+
+
+def read_batch(run_dir: str | Path, history: History, record: BatchRecord) -> list[RolloutGroup]:
+    """The groups of a batch, in its order. Raises ValueError if one is missing: they were synced before it."""
+    groups = read_groups(run_dir, history, record.group_ids)
+    for group_id in record.group_ids:
+        if group_id not in groups:
+            file = Path(run_dir) / "rollouts" / str(history.finished[group_id].file)
+            raise ValueError(f"{file}: expected group {group_id} of batch {record.batch}, found none")
+    return [groups[g] for g in record.group_ids]
+
+
+def check_groups(run_dir: str | Path, history: History, batches: int) -> None:
+    """Raises ValueError naming the segment that is too short for the groups that a resume after `batches` needs."""
+    needed = [g for record in history.batches[batches:] for g in record.group_ids]
+    places = (history.finished[g].stored for g in [*needed, *history.unbatched()])
+    check_stored(Path(run_dir) / "rollouts", [place for place in places if place is not None])
+
+
+def _read_group(folder: Path, history: History, event: Finish) -> RolloutGroup | None:
+    stored = event.stored
+    if stored is None:
+        return history.old_groups.read(str(event.file), event.group_id)
+    path = segment_path(folder, stored.segment)
+    block = read_block(path, stored)
+    if block.group_id != event.group_id:
+        raise ValueError(
+            f"{path}: byte {stored.offset}: expected group {event.group_id}, found group {block.group_id}"
+        )
+    header = block.header
+    return RolloutGroup(
+        group_id=block.group_id,
+        prompt=header.prompt,
+        rollouts=tuple(rollout_bytes.rollout_of(rollout_bytes.read(c)) for c in block.completions),
+        scores=header.scores,
+        first_token_version=header.first_token_version,
+        epoch=header.epoch,
+        lost_completions=header.lost_completions,
+    )

@@ -1,0 +1,94 @@
+"""What a run asks of its engines (seeds, interruption points, budgets), and where the answer is in a completion."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from megatron_scalerl.engine.client import SamplingSpec
+from megatron_scalerl.engine.interruption import Plan, draw_cut, plan_ids, tag_variants
+from megatron_scalerl.prompts.end_tokens import end_token_ids
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.rollouts.answer_text import AnswerFormat
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draw:
+    """The random choices of one completion, determined by seed, group and index."""
+
+    seed: int
+    """Sampling seed, below 2**31."""
+    thinking_cut: int
+    """Thinking tokens before the phrase is forced; 0 without interruption."""
+
+
+def forced_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(tokens of the forced phrase with the closing tag, tokens of the tag) in the policy's tokenizer.
+
+    Raises ValueError if one of them changes in an encode-decode round trip, or ends a sequence.
+    """
+    phrase = recipe.interruption.phrase if recipe.interruption.enabled else ""
+    phrase_ids, think_end_ids = plan_ids(tokenizer, phrase, recipe.prompts.think_end)
+    if stops := set(phrase_ids) & set(end_token_ids(recipe.policy.path, tokenizer)):
+        raise ValueError(
+            f"interruption.phrase: expected tokens that end no sequence, found {sorted(stops)} "
+            f"(tokenizer and generation_config.json of {recipe.policy.path})"
+        )
+    return phrase_ids, think_end_ids
+
+
+class Plans:
+    """What a run asks of its engines, and where the answer is in what they return."""
+
+    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raises ValueError if think tags or phrase change in an encode-decode round trip, or end a sequence."""
+        self._recipe = recipe
+        self._end_ids = end_token_ids(recipe.policy.path, tokenizer)
+        self._phrase_ids, self._think_end_ids = forced_ids(recipe, tokenizer)
+        self._think_end_first, self._think_end_last = tag_variants(tokenizer, self._think_end_ids)
+        self._special_ids = frozenset(tokenizer.all_special_ids)
+
+    def draw(self, seed: int, group_id: int, index: int) -> Draw:
+        """The random choices for completion `index` of a group, a function of these three numbers."""
+        digest = hashlib.sha256(f"sampling/{seed}/{group_id}/{index}".encode()).digest()
+        i = self._recipe.interruption
+        return Draw(
+            seed=int.from_bytes(digest[:4], "big") >> 1,
+            thinking_cut=draw_cut(seed, group_id, index, *i.thinking_tokens) if i.enabled else 0,
+        )
+
+    def plan(self, cut: int) -> Plan:
+        """The interruption plan of a completion that is cut after `cut` tokens of thinking."""
+        section = self._recipe.interruption
+        whole = self._recipe.max_completion_tokens if section.after_natural_end == "rest_of_budget" else None
+        return Plan(
+            cut=cut,
+            phrase_ids=self._phrase_ids,
+            think_end_ids=self._think_end_ids,
+            think_end_first=self._think_end_first,
+            think_end_last=self._think_end_last,
+            answer_budget=section.answer_tokens,
+            whole_budget=whole,
+            eos_id=self._end_ids[0],
+        )
+
+    def spec(self, draw: Draw, priority: int) -> SamplingSpec:
+        """The request for one completion."""
+        r = self._recipe.rollouts
+        plan = self.plan(draw.thinking_cut) if self._recipe.interruption.enabled else None
+        return SamplingSpec(
+            max_tokens=plan.max_tokens if plan else self._recipe.max_completion_tokens,
+            temperature=r.temperature,
+            end_ids=self._end_ids,
+            seed=draw.seed,
+            interruption=plan,
+            priority=priority,
+            routed_experts=r.routing_replay,
+        )
+
+    def answer_format(self) -> AnswerFormat:
+        """How the answer is found in a completion."""
+        hidden = (self._special_ids | set(self._end_ids)) - set(self._think_end_ids)
+        return AnswerFormat(plan=self.plan(1), think_end=self._recipe.prompts.think_end, hidden_ids=hidden)

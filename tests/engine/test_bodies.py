@@ -1,0 +1,161 @@
+"""Responses that are too large, too slow or broken off: one line, and the rest of them is not read."""
+
+import asyncio
+import contextlib
+import gzip
+import json
+import re
+
+import pytest
+from aiohttp import web
+from engine_responses import StandInServer, answer
+
+from megatron_scalerl.engine.answers import EngineError, EngineLost
+from megatron_scalerl.engine.bodies import generation_limit
+from megatron_scalerl.engine.client import SamplingSpec
+
+SPEC = SamplingSpec(max_tokens=2)
+LIMIT = generation_limit(prompt_tokens=1, max_tokens=2, routed_experts=False)
+
+
+async def endless(request):
+    response = web.StreamResponse()
+    await response.prepare(request)
+    while True:
+        await response.write(b" " * 65536)
+
+
+async def large(request):
+    return web.Response(body=b" " * (LIMIT + 1))
+
+
+async def large_error(request):
+    return web.Response(status=500, body=b" " * (LIMIT + 1))
+
+
+async def slow(request):
+    response = web.StreamResponse()
+    await response.prepare(request)
+    while True:
+        await response.write(b" ")
+        await asyncio.sleep(0.05)
+
+
+async def silent(request):
+    response = web.StreamResponse()
+    await response.prepare(request)
+    await response.write(b" ")
+    while request.transport is not None:
+        await asyncio.sleep(0.05)
+    return response
+
+
+async def half(request):
+    whole = json.dumps(answer()).encode()
+    response = web.StreamResponse(headers={"Content-Length": str(len(whole))})
+    await response.prepare(request)
+    await response.write(whole[:-20])
+    request.transport.close()
+    return response
+
+
+async def compressed(request):
+    """A small response that unpacks to a large one."""
+    return web.Response(body=gzip.compress(b" " * 10**8), headers={"Content-Encoding": "gzip"})
+
+
+CASES = {
+    endless: f".*/inference/v1/generate: expected a response of at most {LIMIT} bytes, found .* or more",
+    large: f".*/inference/v1/generate: expected a response of at most {LIMIT} bytes, found {LIMIT + 1} or more",
+    large_error: f".*/inference/v1/generate: expected a response of at most {LIMIT} bytes, found {LIMIT + 1}",
+    slow: ".*/inference/v1/generate: expected the whole response within 1 s of its header .*, found a part",
+    silent: ".*/inference/v1/generate: expected the whole response within 1 s of its header .*, found a part",
+    half: "engine-4: POST /inference/v1/generate: ClientPayloadError: ",
+    compressed: "engine-4: /inference/v1/generate: expected a whole JSON answer, found ",
+}
+
+
+def found(respond):
+    async def main():
+        async with StandInServer(respond, stall_timeout_s=1.0) as client:
+            with pytest.raises(EngineError) as error:
+                await client.generate([1], sampling=SPEC)
+            assert client.in_flight == 0
+            return str(error.value)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("respond", CASES, ids=lambda respond: respond.__name__)
+def test_it_is_an_engine_error_in_one_line(respond):
+    line = found(respond)
+    assert line.startswith("engine-4: ")
+    assert re.match(CASES[respond], line) and "\n" not in line
+
+
+def test_the_limits_leave_room_for_what_vllm_writes():
+    token = '{"token_id":128255,"logprob":-12.345678901234567,"rank":128256,"top_logprobs":[' * 2 + "128255,"
+    assert generation_limit(prompt_tokens=0, max_tokens=14_336, routed_experts=False) > 4 * 14_336 * len(token)
+    layers, topk = 94, 8
+    experts = layers * topk * 2 * 4 / 3
+    assert generation_limit(prompt_tokens=9, max_tokens=91, routed_experts=True) > 100 * experts
+
+
+def test_an_engine_that_has_answered_is_not_waited_for(tmp_path):
+    """`in_flight` is what the watchdog expects tokens for."""
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def respond(request):
+        response = web.StreamResponse()
+        await response.prepare(request)
+        begun.set()
+        await go_on.wait()
+        await response.write(json.dumps(answer()).encode())
+        return response
+
+    async def main():
+        async with StandInServer(respond) as client:
+            call = asyncio.create_task(client.generate([1], sampling=SPEC))
+            await asyncio.sleep(0)
+            assert client.in_flight == 1
+            await begun.wait()
+            while client.in_flight:
+                await asyncio.sleep(0.001)
+            go_on.set()
+            return await call
+
+    assert asyncio.run(main()).token_ids == (5, 6)
+
+
+class StandInDecoder:
+    """Says when it has a body, and decodes it when it is told to."""
+
+    def __init__(self):
+        self.has_body, self.go_on = asyncio.Event(), asyncio.Event()
+
+    def slot(self):
+        return contextlib.nullcontext()
+
+    async def decode(self, body, **_):
+        self.has_body.set()
+        await self.go_on.wait()
+        return "decoded", 2
+
+
+def test_an_evicted_engine_loses_what_it_has_not_answered_and_keeps_what_is_being_decoded():
+    async def main():
+        decoder = StandInDecoder()
+        async with StandInServer(answer(), silent) as client:
+            calls = []
+            for _ in range(2):
+                calls.append(asyncio.create_task(client.generate([1], sampling=SPEC, decoder=decoder)))
+                await decoder.has_body.wait()
+            while client.in_flight:
+                await asyncio.sleep(0.01)
+            client.abort("killed")
+            decoder.go_on.set()
+            return await asyncio.gather(*calls, return_exceptions=True), client.received_tokens
+
+    (kept, lost), received = asyncio.run(main())
+    assert (kept, received) == ("decoded", 2)
+    assert isinstance(lost, EngineLost) and str(lost) == "engine-4: killed"

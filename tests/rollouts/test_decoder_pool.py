@@ -1,0 +1,219 @@
+"""Decoder processes: the results of the same code in this process, whatever happens to the processes."""
+
+import asyncio
+import json
+import os
+import signal
+
+import pytest
+from engine_responses import StandInServer, answer
+
+from megatron_scalerl.batching.rollout_bytes import arrays_of, facts_of, read, rollout_of
+from megatron_scalerl.engine.answers import EngineError, completion
+from megatron_scalerl.engine.client import SamplingSpec
+from megatron_scalerl.engine.interruption import Plan
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.rollouts import decoder_pool
+from megatron_scalerl.rollouts.decoder_pool import SLOTS, DecoderPool
+from megatron_scalerl.rollouts.plans import Plans
+from megatron_scalerl.tiny.tokenizer import build_tokenizer
+from megatron_scalerl.types import CompletionLost
+
+pytestmark = pytest.mark.slow
+
+WHERE = "engine-4: /generate"
+PLAN = Plan(cut=1, phrase_ids=(8, 9), think_end_ids=(9,), answer_budget=4, eos_id=2)
+TOKENIZER = build_tokenizer()
+IDS = tuple(TOKENIZER.encode("7+2=9</think>9<eos>", add_special_tokens=False))
+LONG = answer(token_ids=IDS[:-3] * 20000 + IDS, logprobs=(-0.5,) * (len(IDS[:-3]) * 20000 + len(IDS)))
+
+
+def pool_of(folder, *, workers=1, **settings):
+    recipe = Recipe(
+        name="r",
+        steps=1,
+        policy={"path": "p"},
+        prompts={"path": "q"},
+        rollouts={"decoders": workers},
+        interruption={"thinking_tokens": [44, 52], "answer_tokens": 4},
+    )
+    return DecoderPool(recipe, TOKENIZER, Plans(recipe, TOKENIZER), logs=folder, **settings)
+
+
+def encoded(body):
+    return body if isinstance(body, bytes) else json.dumps(body).encode()
+
+
+async def result(pool, body, plan=None, seed=0):
+    """The decoded completion, or the error."""
+    try:
+        async with pool.slot():
+            return (await pool.decode(encoded(body), plan=plan, seed=seed, where=WHERE))[0]
+    except (EngineError, CompletionLost) as error:
+        return error
+
+
+def decoded(folder, *bodies, meanwhile=None, **settings):
+    """(results of bodies that are decoded at once, the pool's counters). meanwhile: called with the pool."""
+
+    async def main():
+        async with pool_of(folder, **settings) as pool:
+            calls = [asyncio.create_task(result(pool, body)) for body in bodies]
+            await asyncio.sleep(0)
+            if meanwhile:
+                await meanwhile(pool)
+            return await asyncio.gather(*calls), pool.counters
+
+    return asyncio.run(main())
+
+
+CASES = {
+    "plain": (answer(), None),
+    "double precision": (answer(logprobs=(-0.1, -1e-17)), None),
+    "an answer": (answer(token_ids=IDS, logprobs=(-0.5,) * len(IDS)), None),
+    "truncated": (answer(token_ids=IDS, logprobs=(-0.5,) * len(IDS), finish_reason="length"), None),
+    "forced": (answer(token_ids=(5, 8, 9, 6), logprobs=(-0.5, -9999.0, None, 9e-4)), PLAN),
+    "forced end": (answer(token_ids=(5, 8, 9, 6, 6, 6, 6, 2), logprobs=(-0.5,) * 8), PLAN),
+    "lost": (answer(logprobs=(-0.5, -9999.0)), None),
+    "lost, forced": (answer(token_ids=(5, 8, 9, 6), logprobs=(-0.5, -1.0, -1.0, None)), PLAN),
+    "aborted": (answer(finish_reason="abort"), None),
+    "another plan": (answer(), PLAN),
+    "wrong version": (answer(weight_versions=[{"version": "x", "start": 0, "end": 2}]), None),
+    "negative token": (answer(token_ids=(5, -5)), None),
+    "half a response": (encoded(answer())[:-20], None),
+    "no response": (b"", None),
+    "garbage": (b"\xff\xfe\0", None),
+    "deep": (b"[" * 100_000, None),
+    "another document": (b"<html>", None),
+    "two completions": ({"choices": answer()["choices"] * 2}, None),
+}
+
+
+def test_the_results_are_those_of_decoding_in_this_process(tmp_path):
+    async def main():
+        async with pool_of(tmp_path, workers=2) as pool:
+            calls = [result(pool, body, plan, seed) for seed, (body, plan) in enumerate(CASES.values())]
+            return await asyncio.gather(*calls)
+
+    found = dict(zip(CASES, asyncio.run(main())))
+    for seed, (name, (body, plan)) in enumerate(CASES.items()):
+        try:
+            expected = completion(encoded(body), plan=plan, seed=seed, where=WHERE)
+        except (EngineError, CompletionLost) as error:
+            assert (type(found[name]), str(found[name])) == (type(error), str(error)), name
+            assert getattr(found[name], "reason", "") == getattr(error, "reason", "")
+            assert "\n" not in str(error)
+            continue
+        assert rollout_of(read(found[name].data)) == rollout_of(expected), name
+        assert found[name].completion == facts_of(arrays_of(rollout_of(expected))), name
+    assert (found["an answer"].text, found["truncated"].text, found["plain"].text) == ("9", None, None)
+
+
+def test_a_decoder_that_is_killed_with_a_body_is_replaced_and_nothing_is_lost(tmp_path):
+    async def kill(pool):
+        (pid,) = pool.pids
+        await asyncio.sleep(0.02)
+        os.kill(pid, signal.SIGKILL)
+
+    bodies = [LONG, *[answer(logprobs=(-i, -0.5)) for i in range(SLOTS + 5)]]
+    found, counters = decoded(tmp_path, *bodies, meanwhile=kill)
+    assert [read(f.data).rollout_logprobs[0] for f in found] == [-0.5, *(-float(i) for i in range(SLOTS + 5))]
+    assert (counters["restarts"], counters["decoded"], counters["decoder_lost"]) == (1, SLOTS + 6, 0)
+
+
+def test_a_decoder_that_hangs_with_a_body_is_replaced_and_nothing_is_lost(tmp_path):
+    async def stop(pool):
+        os.kill(pool.pids[0], signal.SIGSTOP)
+
+    found, counters = decoded(tmp_path, LONG, LONG, answer(), meanwhile=stop, timeout_s=4.0)
+    assert [f.completion.tokens for f in found[1:]] == [found[0].completion.tokens, 2]
+    assert (counters["restarts"], counters["decoder_lost"]) == (1, 0)
+
+
+def die_with(monkeypatch, *, times):
+    """The first `times` processes that get a body of 3 tokens are killed."""
+    ask, left = decoder_pool._DecoderProcess.ask, [times]
+
+    async def dying(self, job, body):
+        if b"[5, 6, 7]" in body and left[0]:
+            left[0] -= 1
+            os.kill(self.pid, signal.SIGKILL)
+        return await ask(self, job, body)
+
+    monkeypatch.setattr(decoder_pool._DecoderProcess, "ask", dying)
+    return answer(token_ids=(5, 6, 7), logprobs=(-0.5,) * 3)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_body_that_ends_two_processes_is_lost_and_the_others_are_not(tmp_path, monkeypatch, times):
+    found, counters = decoded(tmp_path, answer(), die_with(monkeypatch, times=times), answer())
+    assert found[0].data == found[2].data
+    assert counters["restarts"] == times
+    if times == 1:
+        assert found[1].completion.tokens == 3
+        return
+    assert isinstance(found[1], CompletionLost) and found[1].reason == "decoder_lost"
+    with pytest.raises(CompletionLost, match=r"engine-4: .* found 2 decoder processes ended with its .*code -9"):
+        raise found[1]
+
+
+def test_bodies_that_end_every_process_end_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(decoder_pool, "MAX_LOST_IN_A_ROW", 2)
+    body = die_with(monkeypatch, times=99)
+    with pytest.raises(
+        RuntimeError, match=r"found 2 decoder processes ended, 2 times in a row; .* exited with code -9"
+    ):
+        decoded(tmp_path, body, body, body)
+
+
+def test_a_process_that_does_not_start_is_an_error(tmp_path):
+    pool = pool_of(tmp_path)
+    pool._processes[0]._setup = b"\0" * 15 + b"\1" + b"{"
+
+    async def main():
+        async with pool:
+            pass
+
+    with pytest.raises(RuntimeError, match=r"decoder-0 exited with code 1; the end of .*decoder-0.log:\nTraceback"):
+        asyncio.run(main())
+
+
+def test_bodies_are_read_when_there_is_room_for_them_and_wait_in_their_sockets_until_then(tmp_path):
+    async def main():
+        async with pool_of(tmp_path) as pool, StandInServer(answer()) as client:
+            os.kill(pool.pids[0], signal.SIGSTOP)
+            spec = SamplingSpec(max_tokens=2)
+            calls = [asyncio.create_task(client.generate([1], sampling=spec, decoder=pool)) for _ in range(40)]
+            while client.in_flight or len(pool._outstanding) < SLOTS:
+                await asyncio.sleep(0.01)
+            held = len(pool._outstanding)
+            os.kill(pool.pids[0], signal.SIGCONT)
+            return held, await asyncio.gather(*calls), pool.counters
+
+    held, found, counters = asyncio.run(main())
+    assert held == SLOTS
+    assert len(found) == counters["decoded"] == 40 and not counters["restarts"]
+
+
+def test_a_cancelled_completion_frees_its_slot(tmp_path):
+    async def cancel(pool):
+        os.kill(pool.pids[0], signal.SIGSTOP)
+        cancelled = [asyncio.create_task(result(pool, LONG)) for _ in range(SLOTS)]
+        await asyncio.sleep(0.05)
+        for task in cancelled:
+            task.cancel()
+        await asyncio.gather(*cancelled, return_exceptions=True)
+        os.kill(pool.pids[0], signal.SIGCONT)
+
+    found, counters = decoded(tmp_path, *[answer()] * (SLOTS + 1), meanwhile=cancel)
+    assert [f.completion.tokens for f in found] == [2] * (SLOTS + 1)
+    assert not counters["restarts"]
+
+
+def test_a_pool_that_is_closed_fails_what_is_outstanding(tmp_path):
+    async def close(pool):
+        os.kill(pool.pids[0], signal.SIGSTOP)
+        await pool.close()
+
+    with pytest.raises(RuntimeError, match="the decoder pool is closed"):
+        decoded(tmp_path, LONG, answer(), meanwhile=close)

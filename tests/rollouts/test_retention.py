@@ -1,0 +1,210 @@
+"""What a checkpoint makes unnecessary goes, or becomes Parquet; what a resume needs stays."""
+
+import asyncio
+import os
+import shutil
+
+import pandas
+import pyarrow.parquet
+import pytest
+from journals import finish, write_journal
+from stand_in_run import attempt, recipe
+from test_journal import group, record
+
+from megatron_scalerl.checkpoints.commit import committed, discard, read_commit
+from megatron_scalerl.controller.run_folder import check_history, resume_point
+from megatron_scalerl.rollouts.history import read_batch, read_groups, read_history
+from megatron_scalerl.rollouts.journal import Journal
+from megatron_scalerl.rollouts.parquet import SCHEMA, list_groups, read_group
+
+BATCHES = [record(0, 1, 0), record(1, 2), record(2, 4)]
+
+
+def names(run_dir):
+    return sorted(path.name for path in (run_dir / "rollouts").iterdir())
+
+
+def retained(run_dir, batches, policy, **options):
+    """Groups 0 to 5, one in each segment; 3 and 5 are in no batch."""
+    groups = [group(n) for n in range(6)]
+    options = {"policy": policy, "segment_bytes": 1} | options
+    write_journal(run_dir, admitted=range(6), groups=groups, batches=BATCHES, retain=batches, **options)
+
+
+@pytest.mark.parametrize(
+    ("batches", "policy", "segments"),
+    [
+        (0, "resume", [0, 1, 2, 3, 4, 5]),
+        (1, "resume", [2, 3, 4, 5]),
+        (2, "resume", [3, 4, 5]),
+        (3, "resume", [3, 5]),
+        (3, "keep", [0, 1, 2, 3, 4, 5]),
+        (3, "parquet", [3, 5]),
+    ],
+)
+def test_groups_of_later_batches_and_of_none_stay(tmp_path, batches, policy, segments):
+    retained(tmp_path, batches, policy)
+    assert [n for n in names(tmp_path) if n.endswith("bin")] == [f"segment-{n:05d}.bin" for n in segments]
+    history = read_history(tmp_path)
+    for later in history.batches[batches:]:
+        assert read_batch(tmp_path, history, later) == [group(n) for n in later.group_ids]
+    assert read_groups(tmp_path, history, history.unbatched()) == {3: group(3), 5: group(5)}
+
+
+def test_a_restart_knows_what_the_attempts_before_it_stored(tmp_path):
+    retained(tmp_path, 0, "resume")
+    write_journal(tmp_path, retain=2, policy="resume")
+    assert names(tmp_path) == [f"segment-{n:05d}.bin" for n in (3, 4, 5)]
+
+
+def test_a_group_that_is_written_and_not_recorded_yet_holds_its_segment(tmp_path):
+    """The thread has synced its block; the event loop has not heard of it when the checkpoint is committed."""
+
+    async def run():
+        journal = Journal(tmp_path, policy="resume", segment_bytes=1)
+        await finish(journal, group(0))
+        await journal.batch(record(0, 0))
+        rest = [asyncio.create_task(finish(journal, group(n))) for n in (1, 2, 3)]
+        while len(names(tmp_path)) < 4:
+            await asyncio.sleep(0)
+            await journal.retain(1)
+        await asyncio.gather(*rest)
+        await journal.close()
+
+    asyncio.run(run())
+    history = read_history(tmp_path)
+    assert set(read_groups(tmp_path, history, history.unbatched())) == {1, 2, 3}
+
+
+def test_parquet_has_every_completion_in_the_order_of_the_batches(tmp_path):
+    write_journal(tmp_path, groups=map(group, (0, 1, 2, 4)), batches=BATCHES)
+    write_journal(tmp_path, groups=[group(3)], retain=3, policy="parquet", segment_bytes=1)
+    assert names(tmp_path) == ["segment-00000.parquet", "segment-00001.bin"]
+    files = sorted((tmp_path / "rollouts").glob("*.parquet"))
+    assert files and all(path.stat().st_mode & 0o777 == 0o600 for path in files)
+    assert all(pyarrow.parquet.read_schema(path).equals(SCHEMA) for path in files)
+    table = pandas.concat([pandas.read_parquet(path) for path in files], ignore_index=True)
+    assert table["group_id"].tolist() == [1, 1, 0, 0, 2, 2, 4, 4]
+    assert table["index"].tolist() == [0, 1] * 4
+    row = table.iloc[1]
+    expected = group(1)
+    rollout, score = expected.rollouts[1], expected.scores[1]
+    assert row["token_ids"].tolist() == list(rollout.token_ids)
+    assert row["logprobs"].tolist() == pytest.approx(rollout.rollout_logprobs, rel=1e-7)
+    assert row["versions"].tolist() == list(rollout.policy_versions)
+    assert row["loss_mask"].tolist() == list(rollout.loss_mask)
+    assert row["prompt_token_ids"].tolist() == list(expected.prompt.token_ids)
+    assert (row["prompt"], row["answer"], row["prompt_id"]) == ("1;+2=", "3", "p1")
+    assert (row["reward"], row["correct"], row["step"], row["batch"]) == (score.reward, score.correct, 1, 0)
+    assert (row["first_version"], row["last_version"], row["tokens"], row["sampled_tokens"]) == (3, 4, 3, 2)
+    assert (row["truncated"], row["interrupted"], row["thinking_cut"], row["seed"]) == (False, True, 44, 12)
+    assert list_groups(files[0])[0] == (1, 1, True)
+    assert read_group(files[0], 1)["rollouts"][1]["token_ids"] == list(rollout.token_ids)
+
+
+def test_a_removal_that_fails_is_raised_and_leaves_the_segment(tmp_path):
+    """A full disk while Parquet is written, by a stand-in; then a damaged block."""
+
+    async def run(act):
+        journal = Journal(tmp_path, policy="parquet", segment_bytes=1)
+        try:
+            await act(journal)
+        finally:
+            await journal.close()
+
+    async def full(journal):
+        await finish(journal, group(0))
+        await finish(journal, group(1))
+        await journal.batch(record(0, 0))
+        fsync = os.fsync
+
+        def stand_in(handle):
+            if "parquet" in os.readlink(f"/proc/self/fd/{handle}"):
+                raise OSError(28, "No space left on device")
+            fsync(handle)
+
+        os.fsync = stand_in
+        try:
+            await journal.retain(1)
+            with pytest.raises(OSError, match=r"No space left on device: '.*segment-00000.parquet'"):
+                await journal.removed()
+        finally:
+            os.fsync = fsync
+        with pytest.raises(OSError, match=r"No space left on device: '.*segment-00000.parquet'"):
+            await journal.batch(record(1, 1))
+
+    asyncio.run(run(full))
+    assert names(tmp_path) == ["segment-00000.bin", "segment-00001.bin"]
+
+    path = tmp_path / "rollouts" / "segment-00000.bin"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + b"?")
+
+    async def damaged(journal):
+        await journal.retain(1)
+        with pytest.raises(ValueError, match=r"segment-00000.bin: byte \d+: expected checksum"):
+            await journal.removed()
+
+    asyncio.run(run(damaged))
+    path.write_bytes(whole)
+
+    async def repaired(journal):
+        await journal.retain(1)
+        await journal.removed()
+
+    asyncio.run(run(repaired))
+    assert names(tmp_path) == ["segment-00000.parquet", "segment-00001.bin"]
+
+
+@pytest.mark.parametrize("policy", ["resume", "parquet"])
+def test_every_kept_checkpoint_can_be_resumed(tmp_path, policy):
+    """Twelve steps, a checkpoint every second one; then from the newest, and from the one before it."""
+    settings = recipe(tmp_path, steps=12, checkpoint={"every_steps": 2, "keep": 2, "rollouts": policy})
+    assert attempt(settings, kill_at_s=42).reason is None
+    folder = tmp_path / "r"
+    kept = [path for _, path in committed(folder / "checkpoints")]
+    assert len(kept) == 2 and read_commit(kept[0])["step"] >= 4
+    gone = [n for n in range(4) if f"segment-{n:05d}.bin" not in names(folder)]
+    assert gone, "the segments before the first checkpoint are removed"
+    assert policy == "resume" or {f"segment-{n:05d}.parquet" for n in gone} & set(names(folder))
+    for older in (False, True):
+        again = tmp_path / f"older{older}"
+        again.mkdir()
+        shutil.copytree(folder, again / "r")
+        recipe_file = again / "r" / "recipe.yaml"
+        recipe_file.write_text(recipe_file.read_text().replace(str(tmp_path), str(again)))
+        if older:
+            discard(again / "r" / "checkpoints" / kept[1].name)
+        resumed = recipe(again, steps=12, checkpoint={"every_steps": 2, "keep": 2, "rollouts": policy})
+        outcome = attempt(resumed)
+        assert outcome.reason == "all 12 steps are made"
+        assert outcome.trained[0] == read_commit(kept[0 if older else 1])["step"] + 1
+        groups = [g for b in read_history(again / "r").batches for g in b.group_ids]
+        assert len(groups) == len(set(groups)) == 24
+
+
+def test_nothing_goes_before_as_many_checkpoints_as_are_kept(tmp_path):
+    settings = recipe(tmp_path, steps=4, checkpoint={"every_steps": 2, "keep": 3, "rollouts": "resume"})
+    attempt(settings)
+    history = read_history(tmp_path / "r")
+    assert sum(len(read_batch(tmp_path / "r", history, b)) for b in history.batches) == 8
+
+
+def test_journal_and_store_must_reach_as_far_as_the_checkpoint(tmp_path):
+    settings = recipe(tmp_path, rollouts={"max_staleness_steps": 0})
+    attempt(settings, kill_at_s=40)
+    folder = tmp_path / "r"
+    start = resume_point(folder, read_commit)
+    assert start.position is not None and start.position.offset > 16
+    journal, segment = folder / "journal.jsonl", folder / "rollouts" / "segment-00000.bin"
+    check_history(folder, read_history(folder), start)
+    whole = journal.read_bytes()
+    rows = whole[: start.position.journal_bytes].splitlines(keepends=True)
+    swapped = [r for r in rows if b'"admit"' not in r]
+    journal.write_bytes(b"".join(swapped))
+    with pytest.raises(RuntimeError, match=rf"journal.jsonl: expected at least the {start.position.journal_bytes} b"):
+        check_history(folder, read_history(folder), start)
+    journal.write_bytes(whole)
+    os.truncate(segment, start.position.offset - 1)
+    with pytest.raises(RuntimeError, match=rf"segment-00000.bin: expected at least {start.position.offset} bytes"):
+        check_history(folder, read_history(folder), start)

@@ -1,0 +1,109 @@
+"""A disk that is full at any moment ends the run in one line that names the path; with space, it loses nothing."""
+
+import os
+import subprocess
+import traceback
+
+import pytest
+from stand_in_run import attempt, recipe
+from test_crash_and_restart import check_records
+
+from megatron_scalerl.rollouts.history import read_history
+from megatron_scalerl.rollouts.store import read_block, scan, segment_path, segments
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own, and how to give it another size (KiB)."""
+
+    def resize(kib):
+        return subprocess.run(["mount", "-o", f"remount,size={kib}k", tmp_path], check=False).returncode == 0
+
+    options = ["-t", "tmpfs", "-o", "size=64k", "none", tmp_path]
+    if os.geteuid() != 0 or subprocess.run(["mount", *options], check=False, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield tmp_path, resize
+    subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+def check_whole(folder):
+    """Every segment ends with a whole block, every row with its line end."""
+    for number in segments(folder / "rollouts"):
+        path = segment_path(folder / "rollouts", number)
+        for stored, _ in scan(path):
+            read_block(path, stored)
+    for path in folder.glob("*.jsonl"):
+        assert path.stat().st_size == 0 or path.read_bytes().endswith(b"\n")
+    assert not list(folder.rglob("*.draft"))
+
+
+def in_a_process(settings):
+    """Why an attempt ended, or its OSError; its open files end with its process, as a run's do."""
+    read, write = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            text = str(attempt(settings).reason)
+        except BaseException as error:
+            text = str(error) if getattr(error, "filename", None) else traceback.format_exc()
+        os.write(write, text.encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        text = pipe.read().decode()
+    os.waitpid(pid, 0)
+    return text
+
+
+def test_a_full_disk_ends_the_run_and_it_goes_on_with_space(small_disk):
+    """The disk grows by a page after each end, so that it is full at another moment of the run each time."""
+    folder, resize = small_disk
+    settings = recipe(folder)
+    ends, kib = [], 12
+    while True:
+        assert resize(kib)
+        end = in_a_process(settings)
+        if end == "all 6 steps are made":
+            break
+        assert end.startswith(f"[Errno 28] No space left on device: '{folder}/") and "\n" not in end, end
+        ends.append(end.removeprefix(f"[Errno 28] No space left on device: '{folder}/r/"))
+        check_whole(folder / "r")
+        kib += 4
+    check_records(folder / "r", 6)
+    kinds = {name for end in ends for name in ("segment", "jsonl", "checkpoints") if name in end}
+    assert kinds >= {"segment", "jsonl"}, ends
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_a_disk_that_is_full_at_the_nth_write(tmp_path, monkeypatch, short):
+    """By a stand-in for os.write: it refuses, or takes half and then refuses."""
+    write, sizes = os.write, []
+
+    def stand_in(full_at):
+        def limited(handle, data):
+            sizes.append(len(data))
+            if len(sizes) < full_at:
+                return write(handle, data)
+            if short and len(sizes) == full_at and len(data) > 1:
+                return write(handle, data[: len(data) // 2])
+            raise OSError(28, "No space left on device")
+
+        return limited
+
+    for full_at in range(1, 200, 5):
+        settings = recipe(tmp_path, name=f"r{full_at}", steps=3)
+        folder = tmp_path / f"r{full_at}"
+        sizes.clear()
+        monkeypatch.setattr(os, "write", stand_in(full_at))
+        try:
+            ended = attempt(settings).reason
+        except OSError as error:
+            ended = None
+            assert error.errno == 28 and str(error.filename).startswith(str(folder)), error
+        monkeypatch.setattr(os, "write", write)
+        if ended is not None:
+            break
+        check_whole(folder)
+        assert attempt(settings).reason == "all 3 steps are made"
+        groups = [g for b in read_history(folder).batches for g in b.group_ids]
+        assert len(set(groups)) == len(groups) == 6
+    assert full_at > 60
