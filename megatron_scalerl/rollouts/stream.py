@@ -292,7 +292,7 @@ class RolloutStream:
             epoch=admission.epoch,
             lost_completions=len(results) - len(kept),
         )
-        await self._journal.finish(group, [rollout_bytes.write(r) for r in group.rollouts])
+        await self._journal.finish(group, [found.data for found in kept])
         self._curriculum.observe(prompt.prompt_id, group.pass_rate)
         async with self._changed:
             self._gate.finish(group_id, group.first_token_version)
