@@ -268,16 +268,21 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, required=True)
+    made.add_argument("--tries", type=int, default=20)
+    made.add_argument("--real", type=int, default=5)
+    made.add_argument("--only", default="", help="only tries whose name starts so")
+    made.add_argument("--seed", type=int, default=1)
+    made.add_argument("--table", action="store_true")
+    return made
+
+
 def main() -> int:
     """Run the tries that have no row yet."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--tries", type=int, default=20)
-    parser.add_argument("--real", type=int, default=5)
-    parser.add_argument("--only", default="", help="only tries whose name starts so")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--table", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parser().parse_args()
     out: Path = arguments.out.resolve()
     rows_file = out / "rows.jsonl"
     rows = _rows(rows_file)

@@ -99,15 +99,20 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, required=True)
+    made.add_argument("--minutes", type=float, default=60.0)
+    made.add_argument("--mean-minutes", type=float, default=4.0)
+    made.add_argument("--real", action="store_true")
+    made.add_argument("--seed", type=int, default=1)
+    return made
+
+
 def main() -> int:
     """Run or continue the soak, then report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--mean-minutes", type=float, default=4.0)
-    parser.add_argument("--real", action="store_true")
-    parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
+    arguments = parser().parse_args()
     out: Path = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     tiny = out / "tiny"
