@@ -51,6 +51,7 @@ from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.prompts.dataset import PromptSet
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import RecipeError
+from megatron_scalerl.recipe.tasks import tasks_of
 from megatron_scalerl.rollouts.journal import BatchRecord, History, Journal, read_batch, read_groups
 from megatron_scalerl.rollouts.sampler import Sampler
 from megatron_scalerl.rollouts.stream import RolloutStream
@@ -108,6 +109,7 @@ class Controller:
             recipe.seed,
             recipe.curriculum.no_positive_resampling,
             recipe.curriculum.max_epochs,
+            {task.name: task.weight for task in tasks_of(recipe)},
         )
         self._journal = Journal(folder.path)
         self._stream = RolloutStream(

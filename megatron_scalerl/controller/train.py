@@ -30,7 +30,8 @@ from megatron_scalerl.launch.local import local_launcher
 from megatron_scalerl.launch.open_files import allow_open_files
 from megatron_scalerl.processes.signals import run_until_signal
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.rewards.pool import VerifierPool
+from megatron_scalerl.recipe.tasks import tasks_of
+from megatron_scalerl.rewards.task_pools import TaskPools
 from megatron_scalerl.rollouts.journal import read_history
 from megatron_scalerl.rollouts.sampler import Sampler
 
@@ -56,15 +57,13 @@ def train(recipe: Recipe, console: Console) -> str:
 
 
 async def _train(recipe: Recipe, inputs: Inputs, console: Console) -> str:
-    async with VerifierPool(recipe.rewards) as verifier:
+    async with TaskPools(tasks_of(recipe)) as verifier:
         # the folder is created last, after every check for user errors
         with contextlib.closing(RunFolder(recipe)) as folder, log_failures(folder.path / "logs" / "controller.log"):
             return await _in_folder(recipe, inputs, folder, verifier, console)
 
 
-async def _in_folder(
-    recipe: Recipe, inputs: Inputs, folder: RunFolder, verifier: VerifierPool, console: Console
-) -> str:
+async def _in_folder(recipe: Recipe, inputs: Inputs, folder: RunFolder, verifier: TaskPools, console: Console) -> str:
     """Read and check the run's state before any device is held, then run the controller."""
     start = resume_point(folder.path)
     for line in start.damaged:

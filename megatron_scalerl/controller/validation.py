@@ -18,9 +18,10 @@ import math
 from collections.abc import Callable, Sequence
 
 from megatron_scalerl.engine.client import EngineClient
+from megatron_scalerl.prompts.dataset import first_of_each_task
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.sampler import VALIDATION_PRIORITY, Sampler
-from megatron_scalerl.types import CompletionLost, PassRate, Prompt, Rollout, Score
+from megatron_scalerl.types import CompletionLost, PassRate, Prompt, Rollout, Score, TaskPassRate
 
 logger = logging.getLogger(__name__)
 _TRIES = 2
@@ -41,7 +42,7 @@ class Validator:
     ) -> None:
         """count_tokens: called with the number of tokens of every finished completion."""
         self._seed = recipe.validation.seed
-        self._prompts = prompts[: recipe.validation.prompts]
+        self._prompts = first_of_each_task(prompts, recipe.validation.prompts)
         self._engines = engines
         self._sampler = sampler
         self._count_tokens = count_tokens
@@ -86,6 +87,7 @@ class Validator:
             mean_completion_tokens=sum(len(r.token_ids) for r in rollouts) / len(rollouts),
             entropy=_entropy(rollouts),
             lost_completions=len(by_prompt) * generations - len(rollouts),
+            tasks=_by_task(self._prompts, by_prompt),
         )
         return pass_rate, by_prompt
 
@@ -104,6 +106,15 @@ class Validator:
                 self._count_tokens(len(result[0].token_ids))
                 return result
         return None
+
+
+def _by_task(prompts: Sequence[Prompt], by_prompt: Sequence[float]) -> dict[str, TaskPassRate]:
+    """The pass rate of each task; empty without a mixture."""
+    found: dict[str, list[float]] = {}
+    for prompt, pass_rate in zip(prompts, by_prompt):
+        if prompt.task:
+            found.setdefault(prompt.task, []).append(pass_rate)
+    return {task: TaskPassRate(pass_rate=sum(p) / len(p), prompts=len(p)) for task, p in found.items()}
 
 
 def _entropy(rollouts: Sequence[Rollout]) -> float:

@@ -104,6 +104,7 @@ class Recipe(Section):
             raise ValueError(
                 f"rollouts.max_in_flight: expected at least group_size {r.group_size}, found {r.max_in_flight}"
             )
+        _check_tasks(self)
         check_world(sizes_of(self.megatron.parallel), self.trainer.world_size)
         if r.routing_replay and (self.interruption.enabled or r.kv_cache == "keep"):
             raise ValueError(
@@ -119,3 +120,23 @@ class Recipe(Section):
                 f"{self.interruption.answer_tokens} + forced tokens), found {context}"
             )
         return self
+
+
+def _check_tasks(recipe: Recipe) -> None:
+    """Raises ValueError unless one of prompts.path and prompts.tasks is set, for what tasks cannot share."""
+    prompts = recipe.prompts
+    if prompts.path is None and prompts.tasks is None:
+        raise ValueError("prompts.path: expected a value, found none (nor prompts.tasks)")
+    if prompts.tasks is not None:
+        if prompts.path is not None:
+            raise ValueError("prompts.path: expected none beside prompts.tasks, found " + prompts.path)
+        if not prompts.tasks:
+            raise ValueError("prompts.tasks: expected at least one task, found none")
+        if prompts.held_out_path is not None:
+            raise ValueError(
+                "prompts.held_out_path: expected prompts.tasks.NAME.held_out_path in a mixture, found "
+                f"{prompts.held_out_path}"
+            )
+    verifiers = [recipe.rewards.verifier, *(t.verifier or "" for t in (prompts.tasks or {}).values())]
+    if "code" in verifiers and recipe.rewards.memory_mb is None:
+        raise ValueError("rewards.memory_mb: expected a limit for the verifier code, found null")

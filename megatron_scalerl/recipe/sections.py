@@ -9,7 +9,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from megatron_scalerl.recipe.section import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Share,
+)
+from megatron_scalerl.recipe.task_section import TaskName, TaskSection
 
 PAPER_PHRASE = "Okay, time is up. Let me stop thinking and formulate a final answer now. "
 """The phrase of section 4 of the paper without the closing think tag, which is appended when it is forced. The
@@ -17,18 +27,6 @@ trailing space is the one that the paper prints before the tag."""
 
 MICRO_BATCH_MULTIPLE = 128
 """The default of trainer.micro_batch_tokens is rounded up to a multiple of this (tokens)."""
-
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-
-
-class Section(BaseModel):
-    """A section of the recipe: unknown keys are errors, values are immutable."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class PolicySection(Section):
@@ -48,8 +46,11 @@ class PolicySection(Section):
 class PromptsSection(Section):
     """Where prompts come from and how they are rendered."""
 
-    path: str
-    """Training prompts: a .jsonl or .parquet file, or a Hugging Face dataset folder."""
+    path: str | None = None
+    """Training prompts: a .jsonl or .parquet file, or a Hugging Face dataset folder. This or `tasks` is set."""
+    tasks: dict[TaskName, TaskSection] | None = None
+    """A mixture of tasks instead of `path`: name -> its prompts, weight and verifier (docs/tasks.md). What a task
+    does not set is as here and in `rewards`."""
     split: str | None = None
     """Split to read from a dataset folder with several splits. null: the folder has one split."""
     prompt_column: str = "prompt"
@@ -71,8 +72,8 @@ class PromptsSection(Section):
     held_out_path: str | None = None
     """File with the validation prompts. null: they are split off `path`."""
     held_out: NonNegativeInt | Annotated[float, Field(gt=0, lt=1)] = 1000
-    """Number of prompts held out of `path` by hash (the paper: 1,000), or a fraction below 1. 0 requires
-    `held_out_path` or no validation."""
+    """Number of prompts held out of `path` by hash (the paper: 1,000), or a fraction below 1; of each task's prompts
+    in a mixture. 0 requires `held_out_path` or no validation."""
 
 
 class CurriculumSection(Section):
@@ -155,8 +156,9 @@ class RewardsSection(Section):
     """How completions are scored."""
 
     verifier: str = "math"
-    """`math` (math-verify on the text after thinking) or `module:function` for a custom verifier. Its result must
-    depend on its arguments only: identical text, reference and other columns are checked once."""
+    """`math` (math-verify on the text after thinking), `code` (unit tests in a sandbox, docs/tasks.md) or
+    `module:function` for a custom verifier. Its result must depend on its arguments only: identical text, reference
+    and other columns are checked once."""
     correct: float = 1.0
     """Reward of an accepted answer (the paper: +1)."""
     incorrect: float = -1.0
@@ -166,15 +168,16 @@ class RewardsSection(Section):
     cpu_s: PositiveFloat = 2.0
     """CPU time limit of one check (s). Beyond it the worker is killed and the completion is wrong (`timeout`). CPU
     time does not depend on the load of the machine. n different answers that all exceed it take n (cpu_s + 0.5) /
-    workers seconds: 768 answers take 16 minutes with 2 workers, 4 minutes with 8."""
+    workers seconds: 768 answers take 16 minutes with 2 workers, 4 minutes with 8. code: of all tests together."""
     timeout_s: PositiveFloat = 10.0
     """Wall-clock limit of one check (s), for a verifier that waits for something; beyond it as for cpu_s."""
     memory_mb: PositiveInt | None = 1024
     """Address space that one check may add to its worker (MiB); an answer that needs more is wrong (`memory`). The
     math verifier starts with 60 MiB and a normal answer adds less than 40. null: no limit, for a verifier that starts
-    programs that reserve much address space, such as java or node."""
+    programs that reserve much address space, such as java or node. code: of the program, null is refused."""
     file_mb: NonNegativeInt = 0
-    """Maximum size of a file that a verifier writes (MiB). 0: it cannot write files."""
+    """Maximum size of a file that a verifier writes (MiB). 0: it cannot write files. code: of the program, which has
+    a folder of four times this size."""
     environment: tuple[str, ...] = ()
     """Names of environment variables to pass to a custom verifier. Only those for paths, home, locale and library
     search are passed by default, so that tokens and keys stay with the controller."""
@@ -268,13 +271,13 @@ class TrainerSection(Section):
 class MegatronSection(Section):
     """Megatron-Core's options by their original names."""
 
-    model: dict[str, Any] = {}
+    model: dict[str, Any] = Field(default_factory=dict)
     """Fields of TransformerConfig and arguments of GPTModel; they override the policy's config.json."""
-    parallel: dict[str, Any] = {}
+    parallel: dict[str, Any] = Field(default_factory=dict)
     """Arguments of initialize_model_parallel: tensor_model_parallel_size, expert_model_parallel_size ..."""
-    ddp: dict[str, Any] = {}
+    ddp: dict[str, Any] = Field(default_factory=dict)
     """Fields of DistributedDataParallelConfig."""
-    optimizer: dict[str, Any] = {}
+    optimizer: dict[str, Any] = Field(default_factory=dict)
     """Fields of OptimizerConfig other than those that the optimizer section sets."""
 
 
@@ -302,7 +305,7 @@ class EngineSection(Section):
     max_lost_in_a_row: PositiveInt = 64
     """A completion without usable log-probs is dropped from its group; the run fails after this many consecutive ones
     from one engine."""
-    vllm: dict[str, Any] = {}
+    vllm: dict[str, Any] = Field(default_factory=dict)
     """vLLM's engine arguments by their original names: max_model_len, max_num_seqs, kv_cache_memory_bytes ... Those
     that change the sampling distribution are rejected. Those that change the engine's numerics (quantization,
     kv_cache_dtype ...) change the sampling policy, which the importance weight corrects."""

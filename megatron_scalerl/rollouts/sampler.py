@@ -16,6 +16,7 @@ from megatron_scalerl.prompts.end_tokens import end_token_ids
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rewards.math import extract_answer
 from megatron_scalerl.rewards.pool import VerifierPool
+from megatron_scalerl.rewards.task_pools import TaskPools
 from megatron_scalerl.types import Prompt, Rollout, Score
 
 TRAINING_PRIORITY, VALIDATION_PRIORITY = 1, 0
@@ -50,7 +51,9 @@ def forced_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[tupl
 class Sampler:
     """Completes prompts on engines and scores them."""
 
-    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, verifier: VerifierPool) -> None:
+    def __init__(
+        self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, verifier: VerifierPool | TaskPools
+    ) -> None:
         """Raises ValueError if think tags or phrase change in an encode-decode round trip, or end a sequence."""
         self._recipe = recipe
         self._tokenizer = tokenizer
