@@ -333,7 +333,7 @@ class ValidationSection(Section):
     every_steps: NonNegativeInt = 100
     """Optimizer steps between validations, from step 0 (the paper: 100). 0: none."""
     prompts: PositiveInt | None = None
-    """Number of held-out prompts to use. null: all."""
+    """Number of held-out prompts to use, of each task in a mixture. null: all."""
     generations: PositiveInt = 16
     """Completions per prompt, the k of mean@k (the paper: 16)."""
     end_generations: PositiveInt | None = None
