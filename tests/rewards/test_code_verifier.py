@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import re
+from pathlib import Path
 
 import pytest
 from sandboxed import LIMITS, answer, processes, sandboxes_since, verdict
@@ -76,6 +78,17 @@ class Stack:
 """
     assert verdict(program, tests.replace("lambda: 3", "3")) is True
     assert verdict(program, tests) is False, "a function of the tests does not cross"
+
+
+def test_the_documented_row_and_forms_are_read():
+    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
+    row = json.loads(re.search(r"^\{\"prompt\".*$", page, re.MULTILINE)[0])
+    assert verdict(SUM, row["answer"]) is True and verdict("print(1)", row["answer"]) is False
+    table = page.split("| form | text of the answer column |")[1].split("\n\n")[0]
+    shown = re.findall(r"\| `([^`]+)` \|$", table, re.MULTILINE)
+    assert len(shown) == 5 and all(parse_tests(form) for form in shown)
+    for form in shown[2:]:
+        assert verdict(ADD, form) is True and verdict("def add(a, b): return 4", form) is False
 
 
 @pytest.mark.parametrize(
