@@ -24,7 +24,7 @@ from megatron_scalerl.recipe.parallel_layout import check_sharding
 from megatron_scalerl.recipe.tasks import Task, tasks_of
 from megatron_scalerl.rewards.code_tests import parse_tests
 from megatron_scalerl.rewards.pool import limits_of
-from megatron_scalerl.rewards.sandbox import check_sandbox
+from megatron_scalerl.rewards.sandbox_probe import check_sandbox
 from megatron_scalerl.rollouts.sampler import forced_ids
 
 

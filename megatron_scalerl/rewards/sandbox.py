@@ -10,7 +10,6 @@ A sandbox that cannot be made is an error (`SandboxError`), never a program that
 
 from __future__ import annotations
 
-import json
 import marshal
 import os
 import select
@@ -24,15 +23,13 @@ from typing import Any
 
 from megatron_scalerl.rewards.limits import Limits, TimeLimitExceeded, VerifierUnavailable
 from megatron_scalerl.rewards.sandbox_guest import PASSED
-from megatron_scalerl.rewards.sandbox_init import FRAME, THREADS
-from megatron_scalerl.rewards.sandbox_seccomp import MACHINE, is_supported
+from megatron_scalerl.rewards.sandbox_init import FRAME
 
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 UNPRIVILEGED = 65534
 """The user that programs run as where the sandbox is started by root."""
 END_TIMEOUT_S = 10.0
 """Seconds for the processes of a sandbox to be gone after it was closed."""
-CHECK_TIMEOUT_S = 60.0
 MAKE_TRIES = 3
 MAKE_PAUSE_S = 0.5
 """Tries to make a sandbox, with pauses that double: the system may be short of processes or memory for a moment."""
@@ -209,57 +206,3 @@ class Sandbox:
         part = self._process.stdout.read(1 << 20) or b""
         self._buffer += part
         return bool(part)
-
-
-_PROBE = f"""
-import json, os, socket, threading
-def fails(call):
-    try:
-        call()
-    except (OSError, RuntimeError):
-        return True
-    return False
-threads, stop = 0, threading.Event()
-for _ in range({2 * THREADS}):
-    if fails(threading.Thread(target=stop.wait, daemon=True).start):
-        break
-    threads += 1
-stop.set()
-print(json.dumps({{
-    "no process": fails(os.fork),
-    "no network": fails(socket.socket),
-    "no host files": sorted(set(os.listdir("/")) - {{"dev", "etc", "lib", "lib64", "tmp", "usr"}}),
-    "read-only": fails(lambda: os.mkdir("/folder")),
-    "threads": threads,
-    "user": os.getuid(),
-    "environment": sorted(set(os.environ) - {{"PYTHONHASHSEED", "LC_CTYPE"}}),
-}}))
-"""
-
-
-def check_sandbox(limits: Limits) -> None:
-    """Run a program that tries what a sandbox has to refuse. Raises ValueError, in one line, if this host cannot."""
-    head = "the verifier code: expected a host that can isolate programs"
-    if not is_supported() or sys.platform != "linux":
-        raise ValueError(f"{head}, {MACHINE} with Linux, found {os.uname().machine} with {sys.platform}")
-    ample = Limits(cpu_s=CHECK_TIMEOUT_S, memory_mb=max(limits.memory_mb or 0, 1024), file_mb=0)
-    try:
-        with Sandbox(ample, timeout_s=CHECK_TIMEOUT_S) as sandbox:
-            results = list(sandbox.run(_PROBE, [""], [1 << 16]))
-    except SandboxError as error:
-        raise ValueError(f"{head}; {error}") from None
-    if not results or results[0].code:
-        found = f"exit status {results[0].code}" if results else "nothing"
-        raise ValueError(f"{head}, {os.path.realpath(sys.executable)} to run in a sandbox, found {found}")
-    found = json.loads(results[0].output)
-    prefix = sys.base_prefix.split("/")[1]
-    found["no host files"] = [name for name in found["no host files"] if name != prefix]
-    threads = found.pop("threads")
-    if not 0 < threads < THREADS:
-        raise ValueError(f"{head}, at most {THREADS} threads of a program (Linux 5.14), found {threads}")
-    right = {"no process": True, "no network": True, "no host files": [], "read-only": True, "environment": []}
-    for what, expected in right.items():
-        if found[what] != expected:
-            raise ValueError(f"{head}, {what}, found {found[what]}")
-    if found["user"] == 0:
-        raise ValueError(f"{head}, another user than root, found root")

@@ -49,9 +49,9 @@ def load_verifier(spec: str, limits: Limits) -> Verifier:
         math.warm_up()
         return math.verify_math
     if spec == "code":
-        from megatron_scalerl.rewards import code, sandbox
+        from megatron_scalerl.rewards import code, sandbox_probe
 
-        sandbox.check_sandbox(limits)
+        sandbox_probe.check_sandbox(limits)
         return functools.partial(code.verify_code, limits=limits)
     module_name, separator, name = spec.partition(":")
     head = f"rewards.verifier {spec!r}"

@@ -152,9 +152,9 @@ def test_tests_that_the_verifier_code_cannot_run_are_named_by_row(tiny, tmp_path
 
 def test_a_host_that_cannot_isolate_programs_is_refused_before_any_process(tiny, tmp_path, monkeypatch):
     """A stand-in for a host without the sandbox's system calls."""
-    monkeypatch.setattr("megatron_scalerl.rewards.sandbox.is_supported", lambda: False)
+    monkeypatch.setattr("megatron_scalerl.rewards.sandbox_probe.is_supported", lambda: False)
     settings = mixture(tiny, tmp_path, TESTS, TESTS)
-    assert refusal(tiny, *settings).startswith("the verifier code: expected a host that can isolate programs")
+    assert refusal(tiny, *settings).startswith("rewards.verifier code: expected a host that can isolate programs")
     check_inputs(recipe(tiny))
 
 

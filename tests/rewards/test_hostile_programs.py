@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,8 +14,9 @@ import pytest
 from sandboxed import LIMITS, output, prints, processes, sandboxes_since, verdict
 
 from megatron_scalerl.rewards.limits import Limits, TimeLimitExceeded
-from megatron_scalerl.rewards.sandbox import Sandbox, SandboxError, check_sandbox
+from megatron_scalerl.rewards.sandbox import Sandbox
 from megatron_scalerl.rewards.sandbox_init import OPEN_FILES, THREADS
+from megatron_scalerl.rewards.sandbox_probe import check_sandbox
 
 ROOT = Path(__file__).parents[2]
 CASE = json.dumps([{"input": "2 3\n", "output": "5\n"}])
@@ -25,6 +27,13 @@ ADD = "def add(a, b):\n    return a + b\n"
 def refused(call, imports="os"):
     """A program that prints the errno of a call that fails."""
     return f"import errno, {imports}\ntry:\n    {call}\nexcept OSError as e:\n    print(errno.errorcode[e.errno])"
+
+
+def start_with(monkeypatch, change):
+    """Sandboxes whose first process executes this text before it begins."""
+    start = subprocess.Popen
+    script = f"from megatron_scalerl.rewards import sandbox_init\n{change}\nsandbox_init.main()"
+    monkeypatch.setattr(subprocess, "Popen", lambda argv, **o: start([*argv[:2], "-c", script, argv[-1]], **o))
 
 
 def raw_call(number, first):
@@ -42,7 +51,9 @@ def test_threads_are_bounded():
     bomb = "import threading\nn, stop = 0, threading.Event()\ntry:\n    while True:\n"
     bomb += "        threading.Thread(target=stop.wait, daemon=True).start()\n        n += 1\n"
     bomb += "except RuntimeError:\n    print(n)\n"
-    assert 8 < int(prints("import threading\nthreading.stack_size(1 << 16)\n" + bomb)) < THREADS
+    ample = Limits(cpu_s=5, memory_mb=4096, file_mb=0)
+    threads = int(prints("import threading\nthreading.stack_size(1 << 16)\n" + bomb, limits=ample))
+    assert THREADS - 4 <= threads < THREADS
 
 
 def test_a_raw_clone_makes_no_process_either():
@@ -113,23 +124,14 @@ def test_there_is_no_socket(family):
 
 def test_the_network_namespace_alone_reaches_nothing(monkeypatch):
     """Without the filter of system calls: neither a server on 127.0.0.1 nor an abstract unix socket of the host."""
-    from megatron_scalerl.rewards import sandbox_seccomp
-
+    start_with(monkeypatch, "sandbox_init.restrict_calls = lambda: None")
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as unix:
         unix.bind("\0msrl-test")
         unix.listen()
-        port = server.getsockname()[1]
-        script = "import runpy, sys\nfrom megatron_scalerl.rewards import sandbox_seccomp as s\n"
-        script += "s.restrict_calls = lambda: None\nsys.argv[0] = 'x'\n"
-        script += "runpy.run_module('megatron_scalerl.rewards.sandbox_init', run_name='__main__')"
-        popen = subprocess.Popen
-        monkeypatch.setattr(subprocess, "Popen", lambda argv, **o: popen([*argv[:2], "-c", script, argv[-1]], **o))
-        inet = f"socket.create_connection(('127.0.0.1', {port}), 1)"
+        inet = f"socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 1)"
         assert prints(refused(inet, "socket")) == "ENETUNREACH"
         abstract = "socket.socket(socket.AF_UNIX).connect('\\0msrl-test')"
         assert prints(refused(abstract, "socket")) == "ECONNREFUSED"
-        monkeypatch.undo()
-    assert sandbox_seccomp.restrict_calls is not None
 
 
 def test_files_have_a_size_and_a_number():
@@ -299,34 +301,75 @@ def test_a_user_without_privileges_can_do_the_same():
     script = "from sandboxed import *\nimport os\nassert os.getuid() == 65534\n"
     script += f"print(verdict({ADD!r}, {ASSERTS!r}), verdict('print(5)', {CASE!r}), verdict('print(4)', {CASE!r}))\n"
     script += f"print(prints({refused('os.fork()')!r}), prints('import os\\nprint(os.getuid())'))\n"
-    script += "from megatron_scalerl.rewards.sandbox import check_sandbox\ncheck_sandbox(LIMITS)"
+    script += "from megatron_scalerl.rewards.sandbox_probe import check_sandbox\ncheck_sandbox(LIMITS)"
     env = {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([*command, "-c", script], env=env, capture_output=True, text=True, check=False)
     assert (done.stdout.split(), done.stderr) == (["True", "True", "False", "EPERM", "65534"], "")
 
 
 def test_a_host_without_user_namespaces_is_refused_in_one_line():
-    script = "from sandboxed import *\nfrom megatron_scalerl.rewards.sandbox import check_sandbox\n"
+    script = "from sandboxed import *\nfrom megatron_scalerl.rewards.sandbox_probe import check_sandbox\n"
     script += "open('/proc/sys/user/max_user_namespaces', 'w').write('0')\n"
     script += "try: check_sandbox(LIMITS)\nexcept ValueError as e: print(e)"
     env = {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
     command = ["unshare", "--user", "--map-root-user", sys.executable, "-c", script]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.stdout == (
-        "the verifier code: expected a host that can isolate programs; expected a sandbox (user namespaces of "
+        "rewards.verifier code: expected a host that can isolate programs; expected a sandbox (user namespaces of "
         "Linux), found unshare: No space left on device\n"
     ), done.stderr
 
 
 def test_another_architecture_is_refused(monkeypatch):
     monkeypatch.setattr("megatron_scalerl.rewards.sandbox_seccomp.MACHINE", "riscv64")
-    with pytest.raises(ValueError, match="x86_64 with Linux"):
+    with pytest.raises(
+        ValueError, match="expected a host that can isolate programs, Linux on x86_64, found linux on"
+    ):
         check_sandbox(LIMITS)
 
 
-def test_a_program_never_runs_where_its_sandbox_failed(monkeypatch):
-    """The interpreter is missing inside: there is an error, no run."""
-    monkeypatch.setattr(sys, "base_prefix", "/nowhere")
-    monkeypatch.setattr("megatron_scalerl.rewards.sandbox_root.SYSTEM_LIBRARIES", ())
-    with pytest.raises((ValueError, SandboxError)):
+FAULTS = {
+    "a filter that does not apply": (
+        "sandbox_init.restrict_calls = lambda: None",
+        "found a new process inside",
+    ),
+    "an environment that leaks": (
+        "import os; e = os.execve; os.execve = lambda p, a, env: e(p, a, env | {'HF_TOKEN': 'x'})",
+        "found an environment inside: HF_TOKEN",
+    ),
+    "a tree that can be written": (
+        "from megatron_scalerl.rewards import sandbox_root; sandbox_root._make_read_only = lambda: None; "
+        "sandbox_init._give_up_rights = lambda uid: None; import ctypes; "
+        "f = sandbox_init.restrict_calls; l = sandbox_init._libc; "
+        "sandbox_init.restrict_calls = lambda: (l.prctl(38, 1, 0, 0, 0), f())",
+        "found a folder that can be written inside",
+    ),
+    "no limit of threads": (
+        "sandbox_init.THREADS = 10000",
+        "8 to 64 threads of a program (Linux 5.14), found 128",
+    ),
+    "an interpreter that does not start": (
+        "from megatron_scalerl.rewards import sandbox_root; sandbox_root.SYSTEM_LIBRARIES = ()",
+        "to run inside, found exit status 127",
+    ),
+    "a step that fails": (
+        "def fail(uid): raise PermissionError(1, 'Operation not permitted')\nsandbox_init._give_up_rights = fail",
+        "expected a sandbox (user namespaces of Linux), found Operation not permitted",
+    ),
+}
+"""What is wrong with a sandbox -> how it is made so, in its first process, and what the check says."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_sandbox_that_does_not_isolate_is_refused_in_one_line(fault, monkeypatch):
+    change, said = FAULTS[fault]
+    start_with(monkeypatch, change)
+    with pytest.raises(ValueError, match=re.escape(said)) as caught:
         check_sandbox(LIMITS)
+    assert str(caught.value).startswith("rewards.verifier code: expected a host that can isolate programs")
+    assert "\n" not in str(caught.value)
+
+
+def test_memory_that_is_not_enough_for_an_interpreter_is_refused_by_its_key():
+    with pytest.raises(ValueError, match=r"^rewards.memory_mb: expected enough for an interpreter .*, found 4$"):
+        check_sandbox(Limits(cpu_s=1.0, memory_mb=4, file_mb=0))
