@@ -337,12 +337,10 @@ FAULTS = {
         "import os; e = os.execve; os.execve = lambda p, a, env: e(p, a, env | {'HF_TOKEN': 'x'})",
         "found an environment inside: HF_TOKEN",
     ),
-    "a tree that can be written": (
-        "from megatron_scalerl.rewards import sandbox_root; sandbox_root._make_read_only = lambda: None; "
-        "sandbox_init._give_up_rights = lambda uid: None; import ctypes; "
-        "f = sandbox_init.restrict_calls; l = sandbox_init._libc; "
+    "rights that are not given up": (
+        "l, f = sandbox_init._libc, sandbox_init.restrict_calls; sandbox_init._give_up_rights = lambda uid: None; "
         "sandbox_init.restrict_calls = lambda: (l.prctl(38, 1, 0, 0, 0), f())",
-        "found a folder that can be written inside",
+        "expected a host that can isolate programs, ",
     ),
     "no limit of threads": (
         "sandbox_init.THREADS = 10000",
