@@ -109,6 +109,36 @@ class ExpertChoices:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """The facts about one completion that the controller keeps; its tokens are bytes (`batching.rollout_bytes`).
+
+    Example:
+        >>> completion = Completion(
+        ...     tokens=5,
+        ...     sampled_tokens=4,
+        ...     first_version=7,
+        ...     last_version=8,
+        ...     interrupted=True,
+        ...     truncated=False,
+        ...     logprob_sum=-0.8,
+        ... )
+    """
+
+    tokens: int
+    """T, sampled and forced tokens."""
+    sampled_tokens: int
+    """Tokens under the loss mask."""
+    first_version: int
+    """Policy version of the first token."""
+    last_version: int
+    """Policy version of the last token; versions never decrease within a completion."""
+    interrupted: bool
+    truncated: bool
+    logprob_sum: float
+    """Sum of the log-probabilities (nats) of the sampled tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
     """The score of one completion. Produced by `rewards.pool`.
 

@@ -26,6 +26,7 @@ from megatron_scalerl.controller.meter import Meter, metering
 from megatron_scalerl.controller.progress import Progress
 from megatron_scalerl.controller.run_folder import RunFolder, check_history, resume_point
 from megatron_scalerl.controller.weight_sync import WeightUpdate
+from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.launch.fleet import Devices, Fleet
 from megatron_scalerl.prompts.dataset import PromptSet
 from megatron_scalerl.recipe import Recipe
@@ -68,8 +69,13 @@ class StandInEngine:
 
     name, secret = "engine-0", "none"
 
+    produced_tokens = received_tokens = 0
+
     def __init__(self) -> None:
         self.version = 0
+
+    def abort(self, reason):
+        """No request notices it."""
 
 
 class StandInSampler:
@@ -148,13 +154,11 @@ class StandInSync:
     def __init__(self, engines) -> None:
         self._engines = engines
 
-    async def connect(self):
-        await asyncio.sleep(PUBLISH_S)
-
     async def publish(self, version):
         await asyncio.sleep(PUBLISH_S)
-        for engine in self._engines:
+        for engine in self._engines.alive:
             engine.version = version
+            self._engines.serve(engine, version)
         return WeightUpdate(version=version, seconds_paused=0.0, seconds_total=PUBLISH_S, bytes=1, digest="")
 
 
@@ -294,7 +298,7 @@ class _Killer:
 
 
 async def _attempt(loop, settings, folder, trainer, sampler) -> str:
-    engines = [StandInEngine()]
+    engines = Membership.of([StandInEngine()], version=None)
     start, history = resume_point(folder.path, read_commit), read_history(folder.path)
     check_history(folder.path, history, start)
     devices = Devices(unit="device_hours", trainer=1, engine=2)

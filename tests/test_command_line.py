@@ -195,7 +195,11 @@ class StandInLauncher:
     def __init__(self, failure):
         self._failure = failure
 
-    async def start(self):
+    @asynccontextmanager
+    async def trainer(self, attempt):
+        yield None
+
+    async def start(self, trainer):
         await asyncio.sleep(0)
         raise self._failure
 

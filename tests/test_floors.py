@@ -50,7 +50,7 @@ FLOORS = [
     {
         "check_gpu": "batching checkpoints controller distributed engine launch logits losses plan processes prompts "
         "recipe rewards rollouts tiny trainer types weights",
-        "commands": "controller export processes recipe report sft",
+        "commands": "checkpoints controller export processes recipe report sft",
     },
     {
         "__main__": "environment processes",

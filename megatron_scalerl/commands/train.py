@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 EPILOG = """examples:
   megatron-scalerl train my_run.yaml                                   start, or resume after an interruption
   megatron-scalerl train my_run.yaml optimizer.lr=1e-6 engine.count=2  override settings
+  megatron-scalerl train --supervise my_run.yaml                       start it again whenever it fails
 
 A recipe states differences from the defaults in megatron_scalerl/recipe/sections.py. The run's folder is
 output_dir/name. A run that failed or was stopped resumes from its last checkpoint with the same command."""
@@ -22,6 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.description = "Run a recipe on this machine, or resume its run."
     parser.epilog = EPILOG
+    parser.add_argument("--supervise", action="store_true", help="start the run again when it fails or is killed")
+    parser.add_argument(
+        "--max-failures",
+        type=int,
+        default=5,
+        metavar="N",
+        help="with --supervise: restarts without a new checkpoint in between (default: %(default)s)",
+    )
     add_recipe(parser)
 
 
@@ -31,6 +41,20 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
     recipe = recipe_of(arguments)
     check_prompts(recipe)
+    if arguments.supervise:
+        from megatron_scalerl.commands.supervise import supervise
+
+        verbose = ["--verbose"] if arguments.verbose else []
+        command = [
+            sys.executable,
+            "-m",
+            "megatron_scalerl",
+            "train",
+            *verbose,
+            arguments.recipe,
+            *arguments.overrides,
+        ]
+        return supervise(command, recipe.run_dir, restarts=arguments.max_failures)
     from megatron_scalerl.controller.train import train
 
     reason = train(recipe, console)

@@ -18,7 +18,8 @@ A step (`_train`, `_train_on`):
 A weight update (`_publish`): a validation in progress is awaited first, because it measures one policy version. Then
 every engine pauses between two tokens, keeps its requests, receives the weights, reports their digest and resumes
 (`weight_sync`). Only then do new groups start at the new version. Every weights.probe_every steps the log-probs of
-trainer and engines are compared (`probe`).
+trainer and engines are compared (`probe`). An engine that is started again meanwhile takes part in the next update,
+or gets the current weights while the trainer waits for a batch (`_while_current`).
 
 A checkpoint (`_save`): ledger and metrics are synced to disk, the trainer ranks write and commit the checkpoint with
 the controller's own state (step, batches), and old checkpoints are deleted (`run_folder`).
@@ -33,8 +34,9 @@ raises (`launch.local`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+import logging
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
 
 from megatron_scalerl.batching.advantages import samples_of
 from megatron_scalerl.batching.packing import pack
@@ -54,8 +56,15 @@ from megatron_scalerl.recipe.file import RecipeError
 from megatron_scalerl.recipe.tasks import tasks_of
 from megatron_scalerl.rollouts.journal import BatchRecord, History, Journal, read_batch, read_groups
 from megatron_scalerl.rollouts.sampler import Sampler
-from megatron_scalerl.rollouts.stream import RolloutStream
+from megatron_scalerl.rollouts.stream import Admission, RolloutStream
 from megatron_scalerl.types import RolloutGroup, StepReport
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class VersionLost(RuntimeError):
+    """No engine holds the policy version of a validation any more, and the trainer has already left it."""
 
 
 class Controller:
@@ -137,7 +146,6 @@ class Controller:
     async def _run(self) -> str:
         if self._start.checkpoint is not None:
             await self._fleet.trainer.load(str(self._start.checkpoint))
-        await self._sync.connect()
         await self._publish()
         await self._probe.check(self._step)
         self._meter.charge_startup()
@@ -159,7 +167,7 @@ class Controller:
         """
         while self._step < self._recipe.steps:
             begin = self._meter.elapsed
-            groups = await self._stream.next_batch()
+            groups = await self._while_current(self._stream.next_batch())
             if groups is None:
                 return await self._finish(self._stream.exhausted or "no prompt is left", final=True)
             waited = self._meter.elapsed - begin
@@ -209,7 +217,7 @@ class Controller:
             policy_version=self._step,
         )
         report = await self._fleet.trainer.step(batches)
-        record["pinned_seconds"] = await self._await_validation()
+        record["pinned_seconds"] = await self._await_validation(trainer_left=True)
         self._step = report.policy_version
         record |= await self._publish()
         if recipe.weights.probe_every and self._step % recipe.weights.probe_every == 0:
@@ -250,6 +258,7 @@ class Controller:
         settings = self._recipe.validation
         at_an_end = last or self._step in (0, self._recipe.steps)
         generations = settings.end_generations if at_an_end else None
+        logger.info("validation of version %d", self._step)
         hours, hours_total = self._ledger.axis_at(self._batches), self._ledger.hours()
         self._validation = asyncio.create_task(
             self._validate(self._step, generations or settings.generations, hours, hours_total)
@@ -262,16 +271,52 @@ class Controller:
         self._metrics.validation(pass_rate, by_prompt=by_prompt)
         self._progress.validation(pass_rate)
 
-    async def _await_validation(self) -> float:
-        """Wait for the validation in progress, if any; returns the seconds waited."""
+    async def _await_validation(self, *, trainer_left: bool = False) -> float:
+        """Wait for the validation in progress, if any; returns the seconds waited.
+
+        trainer_left: the trainer holds a later version already. Raises VersionLost if no engine is left then.
+        """
         if self._validation is None:
             return 0.0
         begin = self._meter.elapsed
-        await self._validation
+        if trainer_left:
+            await self._until_version_lost(self._validation)
+        else:
+            await self._while_current(self._validation)
         self._validation = None
         waited = self._meter.elapsed - begin
         self._meter.pinned_seconds += waited
         return waited
+
+    async def _while_current(self, work: Awaitable[T]) -> T:
+        """The result of `work`. Engines that join meanwhile get the trainer's weights, which are the current ones."""
+        task = asyncio.ensure_future(work)
+        engines = self._fleet.engines
+        try:
+            while not task.done():
+                joined = asyncio.create_task(engines.until(lambda: bool(engines.stale)))
+                try:
+                    await asyncio.wait({task, joined}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    joined.cancel()
+                if not task.done():
+                    await self._sync.catch_up(self._step)
+            return await task
+        finally:
+            task.cancel()
+
+    async def _until_version_lost(self, validation: asyncio.Task[None]) -> None:
+        engines = self._fleet.engines
+        lost = asyncio.create_task(engines.until(lambda: not engines.serving))
+        try:
+            await asyncio.wait({validation, lost}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            lost.cancel()
+        if not validation.done():
+            raise VersionLost(
+                f"validation of version {self._step}: expected an engine that holds it, found none left"
+            )
+        await validation
 
     def _charge(self) -> dict[str, float]:
         """Charge the batch that was just trained or skipped (`meter`); its times and hours for the step record."""
@@ -280,6 +325,10 @@ class Controller:
             "step_seconds": batch.seconds,
             "generated_tokens_per_second": batch.tokens / max(batch.seconds, 1e-9),
             "engine_idle_seconds": self._stream.take_idle_seconds(),
+            "engines_serving": len(self._fleet.engines.serving),
+            "engine_restarts": sum(member.restarts for member in self._fleet.engines.members),
+            "lost_tokens": sum(member.lost_tokens for member in self._fleet.engines.members),
+            "reissued_groups": self._stream.reissued_groups,
             "groups_in_flight": self._stream.in_flight,
             "groups_ready": self._stream.ready,
             f"{self._fleet.devices.unit}": self._ledger.axis_at(self._batches),
@@ -299,7 +348,10 @@ class Controller:
             self._meter.charge_replay()
         ready = read_groups(self._folder.path, history, history.unbatched())
         prompts = {p.prompt_id: p for p in self._prompts}
-        unfinished = [(e["group_id"], prompts[e["prompt_id"]], e["epoch"]) for e in history.to_reissue(ready)]
+        unfinished = [
+            Admission(group_id=e["group_id"], prompt=prompts[e["prompt_id"]], epoch=e["epoch"])
+            for e in history.to_reissue(ready)
+        ]
         self._stream.restore(list(ready.values()), unfinished)
 
     async def _save(self) -> None:

@@ -94,7 +94,6 @@ def _check_sandboxes(recipe: Recipe) -> None:
     for task in tasks_of(recipe):
         if task.rewards.verifier == "code":
             check_sandbox(limits_of(task.rewards))
-            return
 
 
 def _check_answer(task: Task, answer: str) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from megatron_scalerl.engine.answers import EngineError
+from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.launch.fleet import Fleet
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.sampler import VALIDATION_PRIORITY, Sampler
@@ -35,19 +37,15 @@ class Probe:
         self._tolerance = recipe.weights.probe_tolerance or TOLERANCE[recipe.policy.dtype]
 
     async def check(self, policy_version: int) -> dict[str, float]:
-        """Mean and largest |trainer - engine log-prob| (nats). Raises ProbeError beyond the tolerance."""
+        """Mean and largest |trainer - engine log-prob| (nats) of the engines that serve `policy_version`.
+
+        An engine that fails meanwhile is evicted. Raises ProbeError beyond the tolerance.
+        """
         found: list[float] = []
-        for engine in self._fleet.engines:
-            async with asyncio.TaskGroup() as tasks:
-                running = [
-                    tasks.create_task(
-                        self._sampler.complete(
-                            engine, prompt, self._sampler.draw(self._seed, -1, index), priority=VALIDATION_PRIORITY
-                        )
-                    )
-                    for index, prompt in enumerate(self._prompts)
-                ]
-            rollouts = [task.result()[0] for task in running]
+        for engine in self._fleet.engines.serving:
+            rollouts = await self._completions(engine)
+            if rollouts is None:
+                continue
             differences = await self._differences(rollouts)
             versions = sorted({v for rollout in rollouts for v in rollout.policy_versions})
             if versions != [policy_version]:
@@ -58,7 +56,23 @@ class Probe:
                     f"{self._tolerance} nats of the trainer's (weights.probe_tolerance), found {max(differences):.3g}"
                 )
             found += differences
-        return {"probe_mismatch_mean": sum(found) / len(found), "probe_mismatch_max": max(found)}
+        return {"probe_mismatch_mean": sum(found) / len(found), "probe_mismatch_max": max(found)} if found else {}
+
+    async def _completions(self, engine: EngineClient) -> list[Rollout] | None:
+        """The probe's completions; None if the engine failed, and is evicted."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(
+                        self._sampler.complete(
+                            engine, prompt, self._sampler.draw(self._seed, -1, index), priority=VALIDATION_PRIORITY
+                        )
+                    )
+                    for index, prompt in enumerate(self._prompts)
+                ]
+        except* EngineError as errors:
+            self._fleet.engines.evict(engine, str(errors.exceptions[0]))
+        return None if engine not in self._fleet.engines.serving else [task.result()[0] for task in running]
 
     async def _differences(self, rollouts: Sequence[Rollout]) -> list[float]:
         sequences = [[*p.token_ids, *r.token_ids] for p, r in zip(self._prompts, rollouts)]

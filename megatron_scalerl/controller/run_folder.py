@@ -2,6 +2,7 @@
 
 recipe.yaml      the resolved recipe
 attempts.jsonl   one line per start: run id, incarnation, time
+engines.jsonl    one line per change of an engine's state
 end.json         why the latest attempt that finished did so
 journal.jsonl    rollouts/ ledger.jsonl metrics.jsonl validation.jsonl tensorboard/ logs/ checkpoints/
 
@@ -41,13 +42,18 @@ MAY_CHANGE = frozenset(
         "trainer.micro_batch_tokens",
         "trainer.start_timeout_s",
         "trainer.step_timeout_s",
+        "trainer.max_restarts",
+        "engine.max_restarts",
+        "engine.min_engines",
+        "engine.min_relative_rate",
         "engine.start_timeout_s",
         "engine.stall_timeout_s",
         "engine.first_token_timeout_s",
         "weights.timeout_s",
+        "weights.connect_timeout_s",
     }
 )
-"""Keys that may differ between attempts of one run: its length, what is kept of it, time limits."""
+"""Keys that may differ between attempts of one run: its length, what is kept of it, limits of time and restarts."""
 
 ATTEMPTS, END = "attempts.jsonl", "end.json"
 _OLD_ATTEMPTS = "lives"
@@ -84,9 +90,8 @@ class RunFolder:
             check_recipe(recipe)  # again, now that no other controller can write
             for name in _FOLDERS:
                 (self.path / name).mkdir(exist_ok=True)
-            recipe_file = self.path / "recipe.yaml"
-            write_durably(recipe_file, dump_recipe(recipe).encode())
-            self.attempt = self._begin_attempt(recipe_file)
+            write_durably(self.path / "recipe.yaml", dump_recipe(recipe).encode())
+            self.attempt = self.begin_attempt()
         except BaseException:
             os.close(self._lock)
             raise
@@ -124,8 +129,11 @@ class RunFolder:
             ) from None
         return lock
 
-    def _begin_attempt(self, recipe_file: Path) -> Attempt:
-        """Record this start. Its incarnation is `JOB_ID.RESTART_COUNT` on Slurm, otherwise `local.N`."""
+    def begin_attempt(self) -> Attempt:
+        """Record a start. Its incarnation is `local.N`, on Slurm `JOB_ID.RESTART_COUNT`, and `-N` after the first.
+
+        Called at every restart of the trainer as well.
+        """
         path, old_path = self.path / ATTEMPTS, self.path / _OLD_ATTEMPTS
         if old_path.exists() and not path.exists():
             old_path.rename(path)
@@ -133,10 +141,14 @@ class RunFolder:
         run_id = attempts[0]["run_id"] if attempts else secrets.token_hex(8)
         job = os.environ.get("SLURM_JOB_ID")
         incarnation = f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}" if job else f"local.{len(attempts)}"
+        earlier = sum(row["incarnation"].split("-")[0] == incarnation for row in attempts)
+        incarnation += f"-{earlier}" if earlier else ""
         with contextlib.closing(JsonlWriter(path)) as file:
             file.append({"run_id": run_id, "incarnation": incarnation, "unix_time": time.time()})
             file.sync()
-        return Attempt(run_id=run_id, incarnation=incarnation, folder=self.path, recipe_file=recipe_file)
+        return Attempt(
+            run_id=run_id, incarnation=incarnation, folder=self.path, recipe_file=self.path / "recipe.yaml"
+        )
 
 
 def check_recipe(recipe: Recipe) -> None:

@@ -2,10 +2,12 @@
 
     train        checks inputs and folder, raises ValueError for user errors    no file written, no process started
     _train       verifier processes, run folder (locked), controller.log
-    _in_folder   resume point, journal, ledger, launcher, meter, controller     all processes started and stopped
+    _attempts    engines, once; then attempts until one does not fail
+    _attempt     resume point, journal, ledger, meter, trainer ranks, controller
 
-Each context manager releases what it holds when the controller returns or raises: the launcher stops trainer ranks
-and engines (`launch.local`), then the ledger, the folder and the verifier processes are closed.
+Each context manager releases what it holds when the controller returns or raises. When the trainer fails, the attempt
+ends and the next one starts its ranks again from the newest checkpoint (trainer.max_restarts), while the engines keep
+running: to the ledger, the journal and the metrics it is a restart of the run.
 """
 
 from __future__ import annotations
@@ -13,29 +15,49 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import time
+from dataclasses import asdict, dataclass, replace
 
 from rich.console import Console
 
+from megatron_scalerl.checkpoints.jsonl import JsonlWriter
 from megatron_scalerl.controller.failures import log_failures
 from megatron_scalerl.controller.ledger import Ledger
-from megatron_scalerl.controller.loop import Controller
+from megatron_scalerl.controller.loop import Controller, VersionLost
 from megatron_scalerl.controller.meter import Meter, metering
 from megatron_scalerl.controller.preflight import Inputs, check_inputs
 from megatron_scalerl.controller.probe import Probe
 from megatron_scalerl.controller.progress import Progress
-from megatron_scalerl.controller.run_folder import RunFolder, check_history, check_recipe, finished, resume_point
-from megatron_scalerl.controller.weight_sync import WeightSync
+from megatron_scalerl.controller.run_folder import (
+    ResumePoint,
+    RunFolder,
+    check_history,
+    check_recipe,
+    finished,
+    resume_point,
+)
+from megatron_scalerl.controller.weight_sync import WeightSync, WeightUpdateError
+from megatron_scalerl.engine.membership import Member
 from megatron_scalerl.launch.fleet import Devices, Fleet
-from megatron_scalerl.launch.local import local_launcher
+from megatron_scalerl.launch.local import LocalLauncher, local_launcher
 from megatron_scalerl.launch.open_files import allow_open_files
+from megatron_scalerl.processes.child_process import ProcessDied
 from megatron_scalerl.processes.signals import run_until_signal
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.tasks import tasks_of
 from megatron_scalerl.rewards.task_pools import TaskPools
-from megatron_scalerl.rollouts.journal import read_history
+from megatron_scalerl.rollouts.journal import History, read_history
 from megatron_scalerl.rollouts.sampler import Sampler
+from megatron_scalerl.trainer.client import TrainerError
 
 logger = logging.getLogger(__name__)
+
+_RESTART = (TrainerError, ProcessDied, WeightUpdateError, VersionLost)
+"""Failures after which the trainer is started again; every other one ends the run."""
+
+
+class StartFailed(RuntimeError):
+    """The processes of the first attempt did not start."""
 
 
 def train(recipe: Recipe, console: Console) -> str:
@@ -60,41 +82,91 @@ async def _train(recipe: Recipe, inputs: Inputs, console: Console) -> str:
     async with TaskPools(tasks_of(recipe)) as verifier:
         # the folder is created last, after every check for user errors
         with contextlib.closing(RunFolder(recipe)) as folder, log_failures(folder.path / "logs" / "controller.log"):
-            return await _in_folder(recipe, inputs, folder, verifier, console)
+            _resume(folder, console)  # a damaged folder is found before any device is held
+            run = _Run(recipe=recipe, inputs=inputs, folder=folder, verifier=verifier, console=console)
+            return await _attempts(run)
 
 
-async def _in_folder(recipe: Recipe, inputs: Inputs, folder: RunFolder, verifier: TaskPools, console: Console) -> str:
-    """Read and check the run's state before any device is held, then run the controller."""
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """What the attempts of one process share."""
+
+    recipe: Recipe
+    inputs: Inputs
+    folder: RunFolder
+    verifier: TaskPools
+    console: Console
+
+
+async def _attempts(run: _Run) -> str:
+    """Attempts until one ends. Raises the failure of the one after trainer.max_restarts restarts without progress."""
+    restarts, newest = 0, -1
+    with contextlib.closing(JsonlWriter(run.folder.path / "engines.jsonl")) as engines:
+
+        def record(member: Member) -> None:
+            row = asdict(replace(member, client=None))
+            engines.append({key: value for key, value in row.items() if key != "client"} | {"unix_time": time.time()})
+
+        async with local_launcher(run.recipe, run.folder.path, secrets.token_hex(32), record) as launcher:
+            while True:
+                try:
+                    return await _attempt(run, launcher, first=newest < 0)
+                except _RESTART as error:
+                    reached = resume_point(run.folder.path).step
+                    restarts, newest = (restarts if reached == newest else 0) + 1, reached
+                    if restarts > run.recipe.trainer.max_restarts:
+                        raise
+                    logger.exception("the attempt %s failed", run.folder.attempt.incarnation)
+                    what = f"restart {restarts} of at most {run.recipe.trainer.max_restarts} from step {reached}"
+                    run.console.print(f"{what}: {str(error).splitlines()[0]}", highlight=False)
+                run.folder.attempt = run.folder.begin_attempt()
+
+
+async def _attempt(run: _Run, launcher: LocalLauncher, *, first: bool) -> str:
+    """One attempt from the newest checkpoint. first: a failure to start is final, as after a user's mistake."""
+    recipe, folder, attempt = run.recipe, run.folder, run.folder.attempt
+    start, history = _resume(folder, run.console)
+    logger.info("run %s, attempt %s, from step %d", attempt.run_id, attempt.incarnation, start.step)
+    sampler = Sampler(recipe, run.inputs.tokenizer, run.verifier)
+    devices = Devices.of(recipe)
+    ledger = Ledger(folder.path / "ledger.jsonl", devices.unit, incarnation=attempt.incarnation)
+    with contextlib.closing(ledger):
+        meter = Meter(ledger, devices, start)
+        async with metering(meter), launcher.trainer(attempt) as trainer:
+            try:
+                fleet = await launcher.start(trainer)
+            except _RESTART as error:
+                if first:
+                    raise StartFailed(str(error)) from error
+                raise
+            if first:
+                _print_fleet(fleet, run.console)
+            prompts = run.inputs.prompts
+            with Progress(run.console, recipe.steps) as progress:
+                controller = Controller(
+                    recipe=recipe,
+                    prompts=prompts,
+                    folder=folder,
+                    fleet=fleet,
+                    start=start,
+                    history=history,
+                    sampler=sampler,
+                    sync=WeightSync(fleet.trainer, fleet.engines, recipe),
+                    probe=Probe(recipe, sampler, fleet, [*prompts.training, *prompts.held_out]),
+                    meter=meter,
+                    progress=progress,
+                )
+                return await launcher.while_alive(trainer, controller.run())
+
+
+def _resume(folder: RunFolder, console: Console) -> tuple[ResumePoint, History]:
+    """The newest intact checkpoint and the journal, checked against each other."""
     start = resume_point(folder.path)
     for line in start.damaged:
         console.print(f"resuming from step {start.step}: {line}", highlight=False)
-    logger.info("run %s, attempt %s, from step %d", folder.attempt.run_id, folder.attempt.incarnation, start.step)
     history = read_history(folder.path)
     check_history(folder.path, history, start)
-    sampler = Sampler(recipe, inputs.tokenizer, verifier)
-    devices = Devices.of(recipe)
-    ledger = Ledger(folder.path / "ledger.jsonl", devices.unit, incarnation=folder.attempt.incarnation)
-    with contextlib.closing(ledger):
-        async with local_launcher(recipe, folder.attempt, secrets.token_hex(32)) as launcher:
-            meter = Meter(ledger, devices, start)
-            async with metering(meter):
-                fleet = await launcher.start()
-                _print_fleet(fleet, console)
-                with Progress(console, recipe.steps) as progress:
-                    controller = Controller(
-                        recipe=recipe,
-                        prompts=inputs.prompts,
-                        folder=folder,
-                        fleet=fleet,
-                        start=start,
-                        history=history,
-                        sampler=sampler,
-                        sync=WeightSync(fleet.trainer, fleet.engines, recipe),
-                        probe=Probe(recipe, sampler, fleet, [*inputs.prompts.training, *inputs.prompts.held_out]),
-                        meter=meter,
-                        progress=progress,
-                    )
-                    return await launcher.while_alive(controller.run())
+    return start, history
 
 
 def _print_fleet(fleet: Fleet, console: Console) -> None:

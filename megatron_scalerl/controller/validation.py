@@ -5,9 +5,11 @@ validation, so that two validations differ by the policy alone. A truncated comp
 (Khatri et al. 2025, section 2: mean@16 on 1,000 held-out prompts every 100 steps.)
 
 Consumes: the held-out prompts and the engines' slots, at a higher priority than training completions.
-Waits for: every completion and its score.
+Waits for: every completion and its score, and for a serving engine.
 Unblocked by: the engines and the verifier. It must not wait for the trainer: the next weight update waits for the
-validation, which keeps the policy version fixed; a token of another version is a bug.
+validation, which keeps the policy version fixed; a token of another version is a bug. A completion whose engine is
+evicted is generated again, with its seed and interruption point, on another one; when no engine is left that holds
+the version, the controller ends the validation (`loop`).
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 
-from megatron_scalerl.engine.client import EngineClient
+from megatron_scalerl.engine.answers import EngineError
+from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.prompts.dataset import first_of_each_task
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.sampler import VALIDATION_PRIORITY, Sampler
@@ -35,7 +38,7 @@ class Validator:
         self,
         recipe: Recipe,
         *,
-        engines: Sequence[EngineClient],
+        engines: Membership,
         sampler: Sampler,
         prompts: Sequence[Prompt],
         count_tokens: Callable[[int], None],
@@ -46,7 +49,7 @@ class Validator:
         self._engines = engines
         self._sampler = sampler
         self._count_tokens = count_tokens
-        self._slots = asyncio.Semaphore(recipe.rollouts.max_in_flight * len(engines))
+        self._slots = asyncio.Semaphore(recipe.rollouts.max_in_flight * recipe.engine.count)
 
     async def validate(
         self, step: int, *, generations: int, gpu_hours: float, gpu_hours_total: float
@@ -95,16 +98,22 @@ class Validator:
         """Completion `index` of a prompt; None if it was lost."""
         prompt = self._prompts[number]
         draw = self._sampler.draw(self._seed, number, index)
-        engine = self._engines[number % len(self._engines)]
+        tries = 0
         async with self._slots:
-            for _ in range(_TRIES):
+            while tries < _TRIES:
+                await self._engines.until(lambda: bool(self._engines.serving))
+                serving = self._engines.serving
+                engine = serving[number % len(serving)]
                 try:
                     result = await self._sampler.complete(engine, prompt, draw, priority=VALIDATION_PRIORITY)
                 except CompletionLost as lost:
                     logger.warning("validation, prompt %s: a completion is lost: %s", prompt.prompt_id, lost)
-                    continue
-                self._count_tokens(len(result[0].token_ids))
-                return result
+                    tries += 1
+                except EngineError as error:
+                    self._engines.evict(engine, str(error))
+                else:
+                    self._count_tokens(len(result[0].token_ids))
+                    return result
         return None
 
 

@@ -1,21 +1,27 @@
-"""Coordinates a weight update: pause every engine, send, verify, label, resume.
+"""Coordinates a weight update: connect, pause the engines, send, verify, label, resume.
 
     trainer  ── broadcast ──────────────► engines (vLLM's weight-transfer protocol)
        ▲ connect_weights, send_weights        ▲ /pause /start_weight_update /update_weights ... /resume
        └────────────── WeightSync (controller) ┘
 
 Consumes: one version of the trainer's weights per update.
-Waits for: in each phase, the answers of all engines and, while sending, of the trainer.
-Unblocked by: these answers, or weights.timeout_s. Engines pause between two tokens and keep their requests, so no
-phase waits for a completion.
+Waits for: in each phase, the answers of all engines that take part and, while sending, of the trainer; for an engine
+if none is alive.
+Unblocked by: these answers, weights.timeout_s, and the eviction of an engine, which ends its requests. Engines pause
+between two tokens and keep their requests, so no phase waits for a completion.
 
-Every failure raises WeightUpdateError with engine and phase. The engines stay paused then and serve no new version:
-`connect` and `publish` again, or stop the run.
+Who takes part: `publish` updates every engine that is alive (`engine.membership`); `catch_up` only the stale ones,
+while the others go on. The group of the broadcast is formed again whenever the engines of an update are not those of
+the last one. An engine that fails is evicted, the group is formed again without it, and the update is repeated: an
+engine serves a version only after an update that succeeded in every phase, or is evicted. In `connect` and `update`
+all members fail with the one that fails; if none is known to be gone, the update is repeated _TRIES times, then it
+raises WeightUpdateError.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -27,16 +33,33 @@ import msgspec
 from megatron_scalerl.checkpoints.manifest import to_json
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.client import EngineClient
+from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.trainer.client import TrainerClient
+from megatron_scalerl.trainer.client import TrainerClient, TrainerError
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.transport import resolve_transport
 
+logger = logging.getLogger(__name__)
+
 EngineCall = Callable[[EngineClient], Awaitable[Any]]
+
+_TRIES = 3
+"""Attempts at an update whose broadcast fails although no engine is known to be gone."""
+_COLLECTIVE = ("connect", "update")
+"""Phases in which the failure of one member makes all others fail too."""
 
 
 class WeightUpdateError(RuntimeError):
-    """No engine counts as updated. The message names the engine (or the trainer) and the phase."""
+    """The weights could not be sent. The message names engine or trainer, and the phase."""
+
+
+class _PhaseFailed(Exception):
+    """Some members failed in a phase."""
+
+    def __init__(self, phase: str, engines: dict[EngineClient, str], trainer: str | None) -> None:
+        self.phase, self.engines = phase, engines
+        lines = [*([f"trainer: {phase}: {trainer}"] if trainer else []), *engines.values()]
+        super().__init__("; ".join(lines))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +71,7 @@ class WeightUpdate:
     seconds_paused: float
     """Seconds from the pause of the last engine to the resumption of the first."""
     seconds_total: float
+    """Seconds, with connecting and with attempts that failed."""
     bytes: int
     """Bytes of one copy of the parameters, padding included."""
     digest: str
@@ -57,56 +81,80 @@ class WeightUpdate:
 class WeightSync:
     """Weight updates of one trainer and its engines; one update at a time."""
 
-    def __init__(self, trainer: TrainerClient, engines: Sequence[EngineClient], recipe: Recipe) -> None:
-        assert engines, "at least one engine"
-        self._trainer, self._engines, self._recipe = trainer, list(engines), recipe
+    def __init__(self, trainer: TrainerClient, engines: Membership, recipe: Recipe) -> None:
+        self._trainer, self._engines, self._recipe = trainer, engines, recipe
+        self._connected: list[EngineClient] = []
         self._lock = asyncio.Lock()
 
-    async def connect(self) -> None:
-        """Join trainer and engines in one process group, leaving an earlier one. Raises WeightUpdateError."""
-        section = self._recipe.weights
-        manifest = await self._call("manifest", "trainer", self._trainer.manifest())
-        worlds = [info.world_size for info in await self._all("connect", lambda engine: engine.info())]
-        connection = Connection(
-            backend=resolve_transport(section.transport),
-            rendezvous=self._trainer.rendezvous,
-            group=f"weights-{uuid.uuid4().hex}",
-            world_size=1 + sum(worlds),
-            bucket_mib=section.bucket_mib,
-            timeout_s=section.timeout_s,
-        )
-        body = {"connection": msgspec.to_builtins(connection), "manifest": to_json(manifest)}
-        offsets = {e.name: 1 + sum(worlds[:i]) for i, e in enumerate(self._engines)}
-
-        async def join(engine: EngineClient) -> None:
-            info = {**body, "rank_offset": offsets[engine.name]}
-            await engine.post("/init_weight_transfer_engine", {"init_info": info})
-
-        await self._all("connect", join, trainer=self._trainer.connect_weights(connection))
-
     async def publish(self, version: int) -> WeightUpdate:
-        """Send the trainer's weights to every engine, labeled with this version. Raises WeightUpdateError."""
-        async with self._lock:
-            return await self._publish(version)
+        """Send the trainer's weights to every engine that is alive, labeled with this version.
 
-    async def _publish(self, version: int) -> WeightUpdate:
-        begin = time.perf_counter()
+        Waits for an engine if none is alive. Raises WeightUpdateError, and TrainerError if the trainer failed.
+        """
+        while True:
+            await self._engines.until(lambda: bool(self._engines.alive) or not self._engines.left)
+            if not self._engines.alive:
+                raise WeightUpdateError(f"no engine is left: {self._engines.given_up_because}")
+            update = await self._update(version, lambda: self._engines.alive)
+            if update is not None:
+                return update
+
+    async def catch_up(self, version: int) -> WeightUpdate | None:
+        """Send the weights, which are `version`, to the stale engines; None if there are none left."""
+        return await self._update(version, lambda: self._engines.stale)
+
+    async def _update(self, version: int, members: Callable[[], list[EngineClient]]) -> WeightUpdate | None:
+        """Send the weights to `members()`, without those that fail; None if there are none left."""
+        begin, failures = time.perf_counter(), 0
+        async with self._lock:
+            while engines := members():
+                try:
+                    return await self._send(version, engines, begin)
+                except _PhaseFailed as failed:
+                    self._connected = []
+                    failures += self._evict_failed(failed, engines)
+                    if failures == _TRIES:
+                        raise WeightUpdateError(str(failed)) from failed
+                    logger.warning("weights of version %d are sent again: %s", version, failed)
+        return None
+
+    def _evict_failed(self, failed: _PhaseFailed, engines: Sequence[EngineClient]) -> bool:
+        """Evict the engines that caused a failure; False if one of them was, or had been meanwhile."""
+        gone = [engine for engine in engines if engine not in self._engines.alive]
+        if failed.phase in _COLLECTIVE and (gone or len(failed.engines) == len(engines)):
+            return not gone
+        for engine, reason in failed.engines.items():
+            self._engines.evict(engine, reason)
+        return not (gone or failed.engines)
+
+    async def _send(self, version: int, engines: list[EngineClient], begin: float) -> WeightUpdate:
+        if engines != self._connected:
+            await self._connect(engines)
         clear = self._recipe.rollouts.kv_cache == "recompute"
-        await self._all("pause", lambda engine: engine.pause(clear_cache=clear))
+        await self._all("pause", engines, lambda engine: engine.pause(clear_cache=clear))
         paused = time.perf_counter()
-        await self._all("start", lambda engine: engine.post("/start_weight_update", None))
+        await self._all("start", engines, lambda engine: engine.post("/start_weight_update", None))
         body = {"update_info": {"version": version}}
         report, *_ = await self._all(
-            "update", lambda engine: engine.post("/update_weights", body), trainer=self._trainer.send_weights(version)
+            "update",
+            engines,
+            lambda engine: engine.post("/update_weights", body),
+            trainer=self._trainer.send_weights(version),
         )
         label = {"weight_version": str(version)}
-        await self._all("finish", lambda engine: engine.post("/finish_weight_update", label))
-        for engine, info in zip(self._engines, await self._all("verify", lambda engine: engine.info())):
+        await self._all("finish", engines, lambda engine: engine.post("/finish_weight_update", label))
+
+        async def verify(engine: EngineClient) -> None:
+            info = await engine.info()
             expected, found = (str(version), report.digest), (info.weight_version, info.weight_digest)
             if expected != found:
-                raise WeightUpdateError(f"{engine.name}: verify: expected version, digest {expected}, found {found}")
+                raise EngineError(f"expected version, digest {expected}, found {found}")
+
+        await self._all("verify", engines, verify)
         resumed = time.perf_counter()
-        await self._all("resume", lambda engine: engine.resume())
+        await self._all("resume", engines, lambda engine: engine.resume())
+        for engine in engines:
+            self._engines.serve(engine, version)
         return WeightUpdate(
             version=version,
             seconds_paused=resumed - paused,
@@ -115,28 +163,62 @@ class WeightSync:
             digest=report.digest,
         )
 
-    async def _all(self, phase: str, call: EngineCall, trainer: Awaitable[Any] | None = None) -> list[Any]:
-        """Concurrent calls to every engine; with `trainer`, its answer comes first.
+    async def _connect(self, engines: list[EngineClient]) -> None:
+        """Join trainer and engines in one process group, leaving an earlier one."""
+        section = self._recipe.weights
+        manifest = await self._trainer.manifest()
+        worlds = [info.world_size for info in await self._all("info", engines, lambda engine: engine.info())]
+        connection = Connection(
+            backend=resolve_transport(section.transport),
+            rendezvous=self._trainer.rendezvous,
+            group=f"weights-{uuid.uuid4().hex}",
+            world_size=1 + sum(worlds),
+            bucket_mib=section.bucket_mib,
+            timeout_s=section.timeout_s,
+            connect_timeout_s=section.connect_timeout_s,
+        )
+        body = {"connection": msgspec.to_builtins(connection), "manifest": to_json(manifest)}
+        offsets = {e.name: 1 + sum(worlds[:i]) for i, e in enumerate(engines)}
 
-        Failures are raised once all have answered: a bug as it is, others together as one WeightUpdateError.
+        async def join(engine: EngineClient) -> None:
+            info = {**body, "rank_offset": offsets[engine.name]}
+            await engine.post("/init_weight_transfer_engine", {"init_info": info})
+
+        await self._all("connect", engines, join, trainer=self._trainer.connect_weights(connection))
+        self._connected = list(engines)
+
+    async def _all(
+        self, phase: str, engines: Sequence[EngineClient], call: EngineCall, trainer: Awaitable[Any] | None = None
+    ) -> list[Any]:
+        """Concurrent calls to the engines; with `trainer`, its answer comes first.
+
+        Raises _PhaseFailed once all have answered, and at once what ends the trainer or is a bug.
         """
-        calls = [] if trainer is None else [self._call(phase, "trainer", trainer)]
-        calls += [self._call(phase, e.name, call(e)) for e in self._engines]
+        calls = [] if trainer is None else [self._limited(trainer)]
+        calls += [self._limited(call(engine)) for engine in engines]
         results = await asyncio.gather(*calls, return_exceptions=True)
-        failures = [r for r in results if isinstance(r, BaseException)]
-        for failure in failures:
-            if not isinstance(failure, WeightUpdateError):
-                raise failure
-        if failures:
-            raise WeightUpdateError("; ".join(map(str, failures))) from failures[0]
+        for result in results:
+            of_member = isinstance(result, RuntimeError | ValueError | OSError)
+            if isinstance(result, TrainerError) or (isinstance(result, BaseException) and not of_member):
+                raise result
+        of_trainer = results[0] if trainer is not None and isinstance(results[0], Exception) else None
+        of_engines = {
+            engine: f"{engine.name}: {phase}: {_line(result)}"
+            for engine, result in zip(engines, results[len(results) - len(engines) :])
+            if isinstance(result, Exception)
+        }
+        if of_trainer or of_engines:
+            raise _PhaseFailed(phase, of_engines, None if of_trainer is None else _line(of_trainer))
         return results
 
-    async def _call(self, phase: str, name: str, call: Awaitable[Any]) -> Any:
+    async def _limited(self, call: Awaitable[Any]) -> Any:
         limit = self._recipe.weights.timeout_s
         try:
             async with asyncio.timeout(limit):
                 return await call
         except TimeoutError as err:
-            raise WeightUpdateError(f"{name}: {phase}: no answer within {limit:g} s (weights.timeout_s)") from err
-        except (EngineError, RuntimeError, ValueError, OSError) as err:
-            raise WeightUpdateError(f"{name}: {phase}: {err}") from err
+            raise RuntimeError(f"no answer within {limit:g} s (weights.timeout_s)") from err
+
+
+def _line(error: Exception) -> str:
+    return str(error) or type(error).__name__

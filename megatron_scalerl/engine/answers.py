@@ -40,6 +40,10 @@ class EngineError(RuntimeError):
     """An engine refused a request, failed while answering it, or sent a malformed response."""
 
 
+class EngineLost(EngineError):
+    """The engine was evicted while a request was in flight; the message names the engine and the reason."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineInfo:
     """An engine's configuration and weights, as its workers report them."""

@@ -1,13 +1,14 @@
 """HTTP client of one engine: generate (tokens in, tokens out), pause and resume, info. Runs in the controller.
 
 Every request carries the run's secret. A generation has no timeout of its own: `engine.watchdog` detects an engine
-that stops producing tokens, `engine.process` one that exits.
+that stops producing tokens, `engine.process` one that exits, and `abort` then ends every request.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron_scalerl.engine.answers import (
     PROGRESS_PATH,
     EngineError,
     EngineInfo,
+    EngineLost,
     EngineProgress,
     completion,
     convert,
@@ -25,7 +27,7 @@ from megatron_scalerl.engine.answers import (
     prompt_logprobs,
 )
 from megatron_scalerl.engine.interruption import Plan
-from megatron_scalerl.recipe.sections import EngineSection
+from megatron_scalerl.recipe.process_sections import EngineSection
 from megatron_scalerl.types import CompletionLost, Rollout
 
 SECRET_HEADER = "X-Run-Secret"
@@ -104,6 +106,12 @@ class EngineClient:
         """Generations that this client is waiting for."""
         self.paused = False
         """True from the request to pause until the engine has resumed."""
+        self.produced_tokens = 0
+        """Tokens that the engine has generated, as of its last progress report."""
+        self.received_tokens = 0
+        """Tokens of the completions that this client has received."""
+        self._aborted: str | None = None
+        self._limits: set[asyncio.Timeout] = set()
         self._max_lost = (settings or EngineSection()).max_lost_in_a_row
         self._lost_in_a_row = 0
         self._session: aiohttp.ClientSession | None = None
@@ -119,6 +127,13 @@ class EngineClient:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+    def abort(self, reason: str) -> None:
+        """End all requests, those of the future too, with EngineLost, which names the engine and this reason."""
+        if self._aborted is None:
+            self._aborted = reason
+            for limit in self._limits:
+                limit.reschedule(0)
 
     async def generate(self, prompt_token_ids: Sequence[int], *, sampling: SamplingSpec) -> Rollout:
         """One completion. Cancelling the call aborts the request in the engine.
@@ -141,6 +156,7 @@ class EngineClient:
                 f"(engine.max_lost_in_a_row), the last one: {lost}"
             ) from None
         self._lost_in_a_row = 0
+        self.received_tokens += len(rollout.token_ids)
         return rollout
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
@@ -152,7 +168,9 @@ class EngineClient:
 
     async def progress(self) -> EngineProgress:
         """Token counts of the engine's cores, from the server alone. Raises EngineError."""
-        return decode(await self.get(PROGRESS_PATH), EngineProgress, self._where(PROGRESS_PATH))
+        progress = decode(await self.get(PROGRESS_PATH), EngineProgress, self._where(PROGRESS_PATH))
+        self.produced_tokens = progress.tokens
+        return progress
 
     async def info(self) -> EngineInfo:
         """Configuration and weights as the engine's workers report them. Raises EngineError."""
@@ -206,26 +224,45 @@ class EngineClient:
         return f"{self.name}: {path}"
 
     async def _request(self, method: str, path: str, body: Any, query: Mapping[str, str] | None) -> bytes:
+        data = None if body is None else _encode(body)
+        # the server drops a connection after an internal error, and the next request on it would fail: only
+        # generations, which are many, reuse connections
+        headers = {} if path == _GENERATE else {"Connection": "close"}
+        where = f"{self.name}: {method} {path}"
+        try:
+            async with (
+                self._until_aborted(),
+                self._connections().request(
+                    method, self.url + path, data=data, params=query, headers=headers
+                ) as response,
+            ):
+                content = await response.read()
+                if response.status != 200:
+                    raise EngineError(f"{where}: {response.status} {_reason(content)}")
+                return content
+        except (TimeoutError, aiohttp.ClientError) as err:
+            if self._aborted is not None:
+                raise EngineLost(f"{self.name}: {self._aborted}") from None
+            raise EngineError(f"{where}: {type(err).__name__}: {err}") from err
+
+    def _connections(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3600),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
                 headers={SECRET_HEADER: self.secret, "Content-Type": "application/json"},
             )
-        data = None if body is None else _encode(body)
-        # the server drops a connection after an internal error, and the next request on it would fail: only
-        # generations, which are many, reuse connections
-        headers = {} if path == _GENERATE else {"Connection": "close"}
-        try:
-            async with self._session.request(
-                method, self.url + path, data=data, params=query, headers=headers
-            ) as response:
-                content = await response.read()
-                if response.status != 200:
-                    raise EngineError(f"{self.name}: {method} {path}: {response.status} {_reason(content)}")
-                return content
-        except (TimeoutError, aiohttp.ClientError) as err:
-            raise EngineError(f"{self.name}: {method} {path}: {type(err).__name__}: {err}") from err
+        return self._session
+
+    @contextlib.asynccontextmanager
+    async def _until_aborted(self) -> AsyncIterator[None]:
+        """Raises TimeoutError inside the block when `abort` is called, also if it was called before."""
+        async with asyncio.timeout(None if self._aborted is None else 0) as limit:
+            self._limits.add(limit)
+            try:
+                yield
+            finally:
+                self._limits.discard(limit)
 
 
 def _reason(content: bytes) -> str:

@@ -3,7 +3,8 @@
 The controller binds the server's address and passes the listening socket on (`engine.server`), so that nobody takes
 a free port between its choice and its use. The server reports through a pipe that it is up (`engine.vllm_plugin`).
 Its exit is awaited, its progress watched (`engine.watchdog`), and its output goes to a log file whose last lines are
-part of the error when it dies. It leads its own process group, so that its core and its workers stop with it.
+part of the error when it dies. It leads its own process group, so that its core and its workers stop with it. A
+server that ended is not started again: another `EngineProcess` is (`launch.engines`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megatron_scalerl.engine.answers import EngineError, EngineInfo
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.numerics import check_engine
 from megatron_scalerl.engine.options import engine_arguments, engine_command, engine_environment
-from megatron_scalerl.engine.watchdog import EngineDied, watch_progress
+from megatron_scalerl.engine.watchdog import EngineDied, LagClock, watch_progress
 from megatron_scalerl.processes.child_process import ChildProcess, log_end
 from megatron_scalerl.recipe import Recipe
 
@@ -87,11 +88,14 @@ class EngineProcess:
             raise
         return info
 
-    async def watch(self) -> NoReturn:
-        """Wait until the server exits, stops answering or, with requests in flight, stalls. Raises EngineDied."""
+    async def watch(self, lag: LagClock | None = None) -> NoReturn:
+        """Wait until the server exits, stops answering or, with requests in flight, stalls. Raises EngineDied.
+
+        lag: compares this engine with others that it watches too; one that lags behind them raises as well.
+        """
         assert self._process is not None, "started"
         exit_code = asyncio.create_task(self._process.wait())
-        progress = asyncio.create_task(watch_progress(self.client, self._recipe.engine))
+        progress = asyncio.create_task(watch_progress(self.client, self._recipe.engine, lag))
         try:
             await asyncio.wait({exit_code, progress}, return_when=asyncio.FIRST_COMPLETED)
             if exit_code.done():
@@ -100,11 +104,16 @@ class EngineProcess:
         except EngineDied as died:
             if exit_code.done():
                 raise
-            raise EngineDied(f"{died}; {log_end(self.log_path)}") from None
+            raise EngineDied(f"{died}{log_end(self.log_path)}") from None
         finally:
             exit_code.cancel()
             progress.cancel()
             await asyncio.gather(exit_code, progress, return_exceptions=True)
+
+    def kill(self) -> None:
+        """Send SIGKILL to the server's process group; does not wait. A no-op before the start."""
+        if self._process is not None:
+            self._process.kill()
 
     async def stop(self) -> None:
         """Terminate the server with all its processes, after some seconds by SIGKILL. May be called twice."""
@@ -167,7 +176,7 @@ class EngineProcess:
                 await self.client.get("/health")
 
     def _died(self, what: str) -> EngineDied:
-        return EngineDied(f"{self.name} (port {self.port}) {what}; {log_end(self.log_path)}")
+        return EngineDied(f"{self.name} (port {self.port}) {what}{log_end(self.log_path)}")
 
 
 def bind_server(host: str, port: int) -> socket.socket:

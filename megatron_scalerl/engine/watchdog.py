@@ -9,13 +9,14 @@ ends the attempt: `launch.local` stops the processes.
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
 from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron_scalerl.engine.answers import CoreProgress, EngineError
 from megatron_scalerl.engine.client import EngineClient
-from megatron_scalerl.recipe.sections import EngineSection
+from megatron_scalerl.recipe.process_sections import EngineSection
 
 _POLLS = 20
 """Polls within `stall_timeout_s`."""
@@ -61,12 +62,55 @@ class StallClock:
         return None
 
 
-async def watch_progress(client: EngineClient, settings: EngineSection) -> NoReturn:
-    """Poll one engine's progress forever. Raises EngineDied, naming it, once it hangs or does not respond."""
+class LagClock:
+    """Compares the rates of a run's engines, and measures how long each has lagged behind the others.
+
+    The rate is tokens per second and decoding request, so that it depends neither on the number of requests nor on
+    the lengths of completions: an eviction for lagging does not select completions by length.
+    """
+
+    _OTHERS = 2
+    """Engines with a rate, besides the one that is judged."""
+
+    def __init__(self, settings: EngineSection) -> None:
+        self._share, self._limit_s = settings.min_relative_rate, settings.stall_timeout_s
+        self._rates: dict[str, float] = {}
+        self._lagging_s: dict[str, float] = {}
+
+    def update(self, name: str, *, tokens: int, decoding: int, elapsed_s: float) -> str | None:
+        """Add one poll of an engine that was neither idle nor paused; returns a description of its lag, or None.
+
+        tokens: generated since the last poll. decoding: requests that have a token. elapsed_s: seconds since then.
+        """
+        if not decoding or elapsed_s <= 0:
+            return None
+        rate = self._rates[name] = tokens / decoding / elapsed_s
+        others = [value for other, value in self._rates.items() if other != name]
+        if len(others) < self._OTHERS or rate >= self._share * statistics.median(others):
+            self._lagging_s[name] = 0.0
+            return None
+        self._lagging_s[name] = self._lagging_s.get(name, 0.0) + elapsed_s
+        if self._lagging_s[name] < self._limit_s:
+            return None
+        return (
+            f"generated {rate:.3g} tokens a second and request for {self._lagging_s[name]:.3g} s, below "
+            f"{self._share:g} of the median of {len(others)} other engines, {statistics.median(others):.3g} "
+            "(engine.min_relative_rate)"
+        )
+
+    def forget(self, name: str) -> None:
+        """An engine left."""
+        self._rates.pop(name, None)
+        self._lagging_s.pop(name, None)
+
+
+async def watch_progress(client: EngineClient, settings: EngineSection, lag: LagClock | None = None) -> NoReturn:
+    """Poll one engine's progress forever. Raises EngineDied, naming it, once it hangs, lags or does not respond."""
     limit = settings.stall_timeout_s
     interval = min(limit / _POLLS, _MAX_INTERVAL_S)
     clock = StallClock(settings)
     polled = answered = time.monotonic()
+    tokens = client.produced_tokens
     while True:
         await asyncio.sleep(interval)
         try:
@@ -74,8 +118,9 @@ async def watch_progress(client: EngineClient, settings: EngineSection) -> NoRet
                 progress = await client.progress()
         except (EngineError, TimeoutError) as err:
             if time.monotonic() - answered >= limit:
+                why = f": {err}" if str(err) else ""
                 raise EngineDied(
-                    f"{client.name} gave no answer within {limit:g} s (engine.stall_timeout_s): {err}"
+                    f"{client.name} gave no answer within {limit:g} s (engine.stall_timeout_s){why}"
                 ) from None
             continue
         if progress.dead:
@@ -83,6 +128,12 @@ async def watch_progress(client: EngineClient, settings: EngineSection) -> NoRet
         answered = time.monotonic()
         # where this process was suspended, that time does not count against the engine
         elapsed, polled = min(answered - polled, limit / 4), answered
-        stall = clock.update(progress.cores, in_flight=client.in_flight, paused=client.paused, elapsed_s=elapsed)
+        paused = client.paused
+        stall = clock.update(progress.cores, in_flight=client.in_flight, paused=paused, elapsed_s=elapsed)
+        if stall is None and lag is not None and not paused:
+            decoding = sum(core.decoding for core in progress.cores)
+            new_tokens = progress.tokens - tokens
+            stall = lag.update(client.name, tokens=new_tokens, decoding=decoding, elapsed_s=elapsed)
+        tokens = progress.tokens
         if stall is not None:
             raise EngineDied(f"{client.name} {stall}")

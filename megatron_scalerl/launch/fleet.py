@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_scalerl.distributed.device import gpu_count
-from megatron_scalerl.engine.client import EngineClient
+from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer.client import TrainerClient
 from megatron_scalerl.trainer.messages import TrainerInfo
@@ -75,5 +74,5 @@ class Fleet:
 
     trainer: TrainerClient
     info: TrainerInfo
-    engines: Sequence[EngineClient]
+    engines: Membership
     devices: Devices

@@ -22,6 +22,8 @@ from megatron_scalerl.processes.parent_death import tied_command
 logger = logging.getLogger(__name__)
 
 LOG_LINES = 15
+LOG_END = "; the end of "
+"""Separates an error message from the end of a log."""
 _TAIL_BYTES = 20_000
 
 _started: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
@@ -80,7 +82,7 @@ class ChildProcess:
     async def watch(self) -> NoReturn:
         """Wait until the process has exited, then raise ProcessDied, whatever the exit code."""
         code = await self.wait()
-        raise ProcessDied(f"{self.name} exited with code {code}; {log_end(self.log)}")
+        raise ProcessDied(f"{self.name} exited with code {code}{log_end(self.log)}")
 
     async def stop(self, grace_s: float = 10.0) -> None:
         """Send SIGTERM to the process group, and SIGKILL after `grace_s` seconds; may be called twice.
@@ -140,5 +142,5 @@ def log_tail(path: Path) -> str:
 
 
 def log_end(path: Path) -> str:
-    """The last lines of a log as the end of an error message."""
-    return f"the end of {path}:\n{log_tail(path)}"
+    """The last lines of a log as the end of an error message; starts with `LOG_END`."""
+    return f"{LOG_END}{path}:\n{log_tail(path)}"

@@ -8,29 +8,23 @@ from __future__ import annotations
 from pydantic import model_validator
 
 from megatron_scalerl.recipe.parallel_layout import check_world, sizes_of
+from megatron_scalerl.recipe.process_sections import EngineSection, MegatronSection, TrainerSection, WeightsSection
+from megatron_scalerl.recipe.section import MICRO_BATCH_MULTIPLE, NonNegativeInt, PositiveInt, Section
 from megatron_scalerl.recipe.sections import (
-    MICRO_BATCH_MULTIPLE,
     AdvantagesSection,
     CheckpointSection,
     CurriculumSection,
-    EngineSection,
     FiltersSection,
     ForecastSection,
     InterruptionSection,
     LossSection,
-    MegatronSection,
-    NonNegativeInt,
     OptimizerSection,
     PolicySection,
-    PositiveInt,
     PromptsSection,
     RewardsSection,
     RolloutsSection,
-    Section,
     SftSection,
-    TrainerSection,
     ValidationSection,
-    WeightsSection,
 )
 
 
@@ -105,6 +99,11 @@ class Recipe(Section):
                 f"rollouts.max_in_flight: expected at least group_size {r.group_size}, found {r.max_in_flight}"
             )
         _check_tasks(self)
+        if self.engine.min_engines > self.engine.count:
+            raise ValueError(
+                f"engine.min_engines: expected at most engine.count {self.engine.count}, found "
+                f"{self.engine.min_engines}"
+            )
         check_world(sizes_of(self.megatron.parallel), self.trainer.world_size)
         if r.routing_replay and (self.interruption.enabled or r.kv_cache == "keep"):
             raise ValueError(
@@ -137,6 +136,7 @@ def _check_tasks(recipe: Recipe) -> None:
                 "prompts.held_out_path: expected prompts.tasks.NAME.held_out_path in a mixture, found "
                 f"{prompts.held_out_path}"
             )
-    verifiers = [recipe.rewards.verifier, *(t.verifier or "" for t in (prompts.tasks or {}).values())]
-    if "code" in verifiers and recipe.rewards.memory_mb is None:
+    rewards = recipe.rewards
+    tasks = [(task.verifier, task.memory_mb) for task in (prompts.tasks or {}).values()] or [(None, None)]
+    if any((verifier or rewards.verifier) == "code" and not (own or rewards.memory_mb) for verifier, own in tasks):
         raise ValueError("rewards.memory_mb: expected a limit for the verifier code, found null")

@@ -1,10 +1,13 @@
-"""What the sections of a recipe are made of: their base class and types of numbers."""
+"""What all sections of a recipe have in common: their base class and the types of numbers."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
+
+MICRO_BATCH_MULTIPLE = 128
+"""The default of trainer.micro_batch_tokens is rounded up to a multiple of this (tokens)."""
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]

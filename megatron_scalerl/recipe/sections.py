@@ -1,13 +1,12 @@
 """The sections of a recipe: every setting, its unit, its range, and its one default.
 
 "The paper" is Khatri et al. 2025, arXiv 2510.13786. Where a default departs from it, or the paper does not specify
-one, the docstring of the field says so. Two sections pass options through by their original names: `megatron` to
-Megatron-Core's dataclasses and `engine.vllm` to vLLM's engine arguments.
+one, the docstring of the field says so. The sections about the processes of a run are in `recipe.process_sections`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -24,9 +23,6 @@ from megatron_scalerl.recipe.task_section import TaskName, TaskSection
 PAPER_PHRASE = "Okay, time is up. Let me stop thinking and formulate a final answer now. "
 """The phrase of section 4 of the paper without the closing think tag, which is appended when it is forced. The
 trailing space is the one that the paper prints before the tag."""
-
-MICRO_BATCH_MULTIPLE = 128
-"""The default of trainer.micro_batch_tokens is rounded up to a multiple of this (tokens)."""
 
 
 class PolicySection(Section):
@@ -235,96 +231,6 @@ class OptimizerSection(Section):
     """AdamW weight decay on matrices (the paper: 0.01)."""
     clip_grad: NonNegativeFloat = 1.0
     """Maximum global gradient norm. 0: no clipping. Not specified by the paper."""
-
-
-class TrainerSection(Section):
-    """The trainer's processes."""
-
-    world_size: PositiveInt = 1
-    """Trainer processes; data parallel size is world_size / (tensor x pipeline x context parallel size)."""
-    threads: PositiveInt = 1
-    """CPU threads of each trainer process."""
-    micro_batch_tokens: PositiveInt | None = None
-    """Capacity of one packed micro-batch (tokens); at least the longest prompt and completion with the forced phrase
-    and the end-of-sequence token. null: that length, with one token per byte of the phrase, rounded up to a multiple
-    of 128."""
-    logit_workspace_mb: PositiveFloat = 512.0
-    """Memory for blocks of logits, in addition to hidden states, head and gradients (MiB). Smaller is slightly
-    slower."""
-    logit_backend: Annotated[str, Field(pattern="^(auto|cuda|torch|triton)$")] = "auto"
-    """Backend of the logit projection: auto (the first available), torch (any device), cuda or triton (GPU)."""
-    logit_gradient: Literal["bf16", "bf16x2", "fp32"] = "bf16"
-    """Precision of the logit gradient in matrix products with a bfloat16 head: bf16, the sum of two bf16 numbers for
-    the head's gradient (error 1e-5 instead of 3e-3, one more product), or fp32 (slow)."""
-    loss_in_chunk: bool = True
-    """Compute a loss that is a sum over tokens (cispo, dapo, grpo) together with its gradient while a chunk's logits
-    are in memory, instead of recomputing the logits in the backward pass: a quarter less work, but an fp32 gradient
-    of the head is held until the backward pass."""
-    step_timeout_s: PositiveFloat = 3600.0
-    """Time limit of one trainer command (s); the run fails beyond it."""
-    start_timeout_s: PositiveFloat = 600.0
-    """Time limit for all trainer processes to start (s)."""
-    deterministic: bool = False
-    """Use deterministic kernels on GPUs. Training on CPUs is always deterministic."""
-
-
-class MegatronSection(Section):
-    """Megatron-Core's options by their original names."""
-
-    model: dict[str, Any] = Field(default_factory=dict)
-    """Fields of TransformerConfig and arguments of GPTModel; they override the policy's config.json."""
-    parallel: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of initialize_model_parallel: tensor_model_parallel_size, expert_model_parallel_size ..."""
-    ddp: dict[str, Any] = Field(default_factory=dict)
-    """Fields of DistributedDataParallelConfig."""
-    optimizer: dict[str, Any] = Field(default_factory=dict)
-    """Fields of OptimizerConfig other than those that the optimizer section sets."""
-
-
-class EngineSection(Section):
-    """The engines: vLLM servers."""
-
-    count: PositiveInt = 1
-    """Number of engines; each is a vLLM server."""
-    devices_per_engine: PositiveInt = 1
-    """Devices per engine, for CUDA_VISIBLE_DEVICES and the ledger."""
-    threads: PositiveInt = 1
-    """CPU threads of each engine (OMP_NUM_THREADS); ignored on GPUs."""
-    host: str = "127.0.0.1"
-    """Address the servers bind to."""
-    port: NonNegativeInt = 0
-    """Port of the first engine; engine i uses port + i. 0: free ports are chosen."""
-    start_timeout_s: PositiveFloat = 600.0
-    """Time limit for a server to start (s)."""
-    stall_timeout_s: PositiveFloat = 600.0
-    """The run fails when an engine with running requests, some of which have tokens, produces none, or does not
-    respond, for this long (s). Pauses for a weight update do not count. A generation has no total time limit."""
-    first_token_timeout_s: PositiveFloat = 1800.0
-    """The same limit while no running request has a token yet (s), since a prefill reports no progress.
-    stall_timeout_s is used if it is longer."""
-    max_lost_in_a_row: PositiveInt = 64
-    """A completion without usable log-probs is dropped from its group; the run fails after this many consecutive ones
-    from one engine."""
-    vllm: dict[str, Any] = Field(default_factory=dict)
-    """vLLM's engine arguments by their original names: max_model_len, max_num_seqs, kv_cache_memory_bytes ... Those
-    that change the sampling distribution are rejected. Those that change the engine's numerics (quantization,
-    kv_cache_dtype ...) change the sampling policy, which the importance weight corrects."""
-
-
-class WeightsSection(Section):
-    """The weight broadcast and its verification."""
-
-    transport: Literal["auto", "gloo", "nccl"] = "auto"
-    """Transport of weights from trainer to engines. auto: nccl where CUDA is available, gloo elsewhere."""
-    bucket_mib: PositiveInt = 64
-    """Size of one packed bucket (MiB)."""
-    probe_every: NonNegativeInt = 10
-    """Compare trainer and engine log-probs on a fixed probe after every n-th weight update. 0: only before step 1."""
-    probe_tolerance: PositiveFloat | None = None
-    """The run fails where |trainer - engine log-prob| on the probe exceeds this (nats). null: 1e-3 in float32, 0.5 in
-    bfloat16."""
-    timeout_s: PositiveFloat = 600.0
-    """Time limit of one weight update (s)."""
 
 
 class ValidationSection(Section):

@@ -3,20 +3,29 @@
     curriculum --draw--> admission --group task--> engines --> verifier --> journal --> ready --> batch
                             ^ gate: outstanding <= (k + 1) * G              gate: earliest deadline first
 
-Three loops share one condition variable, `_changed`, which is notified of every change of state: a finished group, a
-finished batch, freed engine slots, a failure.
+Four loops share one condition variable, `_changed`, which is notified of every change of state: a finished group, a
+finished batch, freed engine slots, an engine that joins or leaves, a failure.
 
-* Admission (`_admit`, one task). Consumes: the curriculum, and groups to reissue. Waits for: the gate
-  (outstanding < (k + 1) * groups_per_batch) and for an engine with slots for a whole group (`max_in_flight`
-  completions per engine). Unblocked by: a batch that is done (`trained`), a completion that frees its slot.
-* Group tasks (`_group`, one per outstanding group). Consume: `group_size` completions of one engine. Wait for: these
-  completions and their scores. Unblocked by: the engine and the verifier; they never wait for the trainer, so every
-  admitted group finishes. Each ends by moving its group to `_ready`.
+* Admission (`_admit`, one task). Consumes: groups to reissue, then the curriculum. Waits for: the gate
+  (outstanding < (k + 1) * groups_per_batch) and for a serving engine with slots for a whole group (`max_in_flight`
+  completions per engine). Unblocked by: a batch that is done (`trained`), a completion that frees its slot, an engine
+  that joins.
+* Group tasks (`_group`, one per outstanding group). Consume: the completions of a group, all from one engine, so that
+  they share its prefix cache. Wait for: these completions and their scores. Unblocked by: the engine and the
+  verifier; they never wait for the trainer, so every admitted group finishes or is issued again. Each ends by moving
+  its group to `_ready` or to `_reissue`.
+* `_follow_engines` (one task) notifies the condition when an engine joins or leaves.
 * `next_batch` (the controller's training loop). Consumes: `_ready`, bounded by the gate. Waits for: a batch that the
   gate may release. Unblocked by: group tasks. Returns None when the curriculum is exhausted and nothing is
   outstanding.
 
-The first failure in admission or a group task is raised by `next_batch`. `close` cancels all tasks.
+An engine that fails a request is evicted (`engine.membership`). The groups on it are issued again on another engine,
+under their ids. Completions that had finished stay. The others are generated again with the same seed and the same
+interruption point, because a completion in flight is longer than average: a new draw in its place would favor short
+completions, while the same draw gives the same completion again as far as the weights are the same. A group of which
+nothing is left starts with a new deadline; one with finished completions keeps its deadline and stays in the gate.
+
+The first other failure in admission or a group task is raised by `next_batch`. `close` cancels all tasks.
 
 Khatri et al. 2025, section 2 (PipelineRL, k = 8); the staleness bound is proved in `gate`.
 """
@@ -27,10 +36,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.client import EngineClient
+from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.prompts.curriculum import Curriculum, CurriculumDry
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.gate import StalenessGate
@@ -40,8 +51,35 @@ from megatron_scalerl.types import CompletionLost, Prompt, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
-Admission = tuple[int, Prompt, int]
-"""(group id, prompt, epoch)"""
+_FORGET = 0.02
+"""Weight of the newest completion in the running mean of their lengths."""
+
+Scored = tuple[Rollout, Score]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Admission:
+    """A group to generate."""
+
+    group_id: int
+    prompt: Prompt
+    epoch: int
+    kept: dict[int, Scored | None] = field(default_factory=dict)
+    """Completions that finished before their engine was evicted, by index; None for a lost one."""
+
+    @property
+    def holds_deadline(self) -> bool:
+        """True if a kept completion fixes the group's deadline: the gate counts the group as in flight."""
+        return any(result is not None for result in self.kept.values())
+
+
+class _Load:
+    """Work of one engine that this stream has submitted."""
+
+    def __init__(self) -> None:
+        self.completions = 0
+        self.tokens = 0.0
+        """Prompt tokens and expected completion tokens of the completions."""
 
 
 class RolloutStream:
@@ -52,13 +90,15 @@ class RolloutStream:
         recipe: Recipe,
         *,
         curriculum: Curriculum,
-        engines: Sequence[EngineClient],
+        engines: Membership,
         sampler: Sampler,
         journal: Journal,
         next_group_id: int = 0,
         count_tokens: Callable[[int], None] = lambda tokens: None,
     ) -> None:
         """count_tokens: called with the number of tokens of every finished completion."""
+        self.reissued_groups = 0
+        """Groups that were issued again because their engine was evicted."""
         self.policy_version = 0
         self.exhausted: str | None = None
         """Why no prompt is left, None while there are prompts."""
@@ -74,7 +114,9 @@ class RolloutStream:
         self._seed = recipe.seed
         self._next_group_id = next_group_id
         self._count_tokens = count_tokens
-        self._load = dict.fromkeys(engines, 0)
+        self._engines = engines
+        self._load: dict[EngineClient, _Load] = {}
+        self._expected_tokens = float(recipe.max_completion_tokens)
         self._idle_since: float | None = None
         self._idle_seconds = 0.0
         self._reissue: list[Admission] = []
@@ -82,12 +124,14 @@ class RolloutStream:
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
         self._admission: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
 
     def start(self, policy_version: int) -> None:
         """Start to admit groups; the engines serve `policy_version`."""
         assert self._admission is None
         self.policy_version = policy_version
+        self._following = asyncio.create_task(self._guarded(self._follow_engines), name="engines")
         self._start_admission()
 
     def restore(self, ready: Sequence[RolloutGroup], unfinished: Sequence[Admission]) -> None:
@@ -142,7 +186,7 @@ class RolloutStream:
 
     async def close(self) -> None:
         """Stop admission and cancel all groups in flight."""
-        tasks = [*self._tasks, *([self._admission] if self._admission else [])]
+        tasks = [*self._tasks, *(task for task in (self._admission, self._following) if task is not None)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -162,24 +206,38 @@ class RolloutStream:
                 self._failure = self._failure or first
                 self._changed.notify_all()
 
+    async def _follow_engines(self) -> None:
+        """Notify the other loops of every change of the engines."""
+        epoch = self._engines.epoch
+        while True:
+            await self._engines.until(lambda: self._engines.epoch != epoch)  # noqa: B023
+            epoch = self._engines.epoch
+            async with self._changed:
+                self._changed.notify_all()
+
     async def _admit(self) -> None:
         while True:
             async with self._changed:
-                await self._changed.wait_for(lambda: self._gate.may_start() and self._free_engine() is not None)
-                drawn = self._draw()
-                if drawn is None:
+                await self._changed.wait_for(lambda: self._may_start() and self._free_engine() is not None)
+                admission = self._draw()
+                if admission is None:
                     self._changed.notify_all()
                     return
                 engine = self._free_engine()
                 assert engine is not None
-                self._gate.start(drawn[0], self.policy_version)
-                self._load[engine] += self._group_size
+                if not admission.holds_deadline:
+                    self._gate.start(admission.group_id, self.policy_version)
+                weight = self._add_load(engine, admission)
                 if self._idle_since is not None:
                     self._idle_seconds += time.monotonic() - self._idle_since
                     self._idle_since = None
-            task = asyncio.create_task(self._guarded(self._group, engine, *drawn), name=f"group {drawn[0]}")
+            name = f"group {admission.group_id}"
+            task = asyncio.create_task(self._guarded(self._group, engine, admission, weight), name=name)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    def _may_start(self) -> bool:
+        return bool(self._reissue and self._reissue[0].holds_deadline) or self._gate.may_start()
 
     def _draw(self) -> Admission | None:
         """The next group: one to reissue, otherwise a new prompt; None if the curriculum is exhausted."""
@@ -193,22 +251,38 @@ class RolloutStream:
         group_id = self._next_group_id
         self._next_group_id += 1
         self._journal.admit(group_id, prompt.prompt_id, epoch)
-        return group_id, prompt, epoch
+        return Admission(group_id=group_id, prompt=prompt, epoch=epoch)
 
     def _free_engine(self) -> EngineClient | None:
-        """The least loaded engine, if it has slots for a whole group."""
-        engine = min(self._load, key=lambda e: self._load[e])
-        return engine if self._load[engine] + self._group_size <= self._max_in_flight else None
+        """The serving engine with the fewest expected tokens, of those with slots for a whole group."""
+        serving = self._engines.serving
+        self._load = {engine: self._load.get(engine) or _Load() for engine in serving}
+        free = [e for e in serving if self._load[e].completions + self._group_size <= self._max_in_flight]
+        return min(free, key=lambda engine: self._load[engine].tokens, default=None)
 
-    async def _group(self, engine: EngineClient, group_id: int, prompt: Prompt, epoch: int) -> None:
+    def _add_load(self, engine: EngineClient, admission: Admission) -> float:
+        """Count the completions of a group that starts; returns the expected tokens of each, with its prompt's."""
+        load, count = self._load[engine], self._group_size - len(admission.kept)
+        weight = len(admission.prompt.token_ids) + self._expected_tokens
+        load.completions += count
+        load.tokens += count * weight
+        return weight
+
+    async def _group(self, engine: EngineClient, admission: Admission, weight: float) -> None:
+        group_id, prompt = admission.group_id, admission.prompt
+        missing = [index for index in range(self._group_size) if index not in admission.kept]
         async with asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(self._completion(engine, prompt, group_id, index))
-                for index in range(self._group_size)
-            ]
-        kept = [result for task in running if (result := task.result()) is not None]
-        if not kept:
-            await self._reissue_group(group_id, prompt, epoch)
+            running = {
+                index: tasks.create_task(self._completion(engine, prompt, group_id, index, weight))
+                for index in missing
+            }
+        results = dict(admission.kept)
+        for index, task in running.items():
+            if (finished := task.result()) is not None:
+                results[index] = finished[0]
+        kept = [result for _, result in sorted(results.items()) if result is not None]
+        if len(results) < self._group_size or not kept:
+            await self._reissue_group(admission, results if kept else {}, evicted=len(results) < self._group_size)
             return
         group = RolloutGroup(
             group_id=group_id,
@@ -216,8 +290,8 @@ class RolloutStream:
             rollouts=tuple(rollout for rollout, _ in kept),
             scores=tuple(score for _, score in kept),
             first_token_version=min(rollout.policy_versions[0] for rollout, _ in kept),
-            epoch=epoch,
-            lost_completions=len(running) - len(kept),
+            epoch=admission.epoch,
+            lost_completions=len(results) - len(kept),
         )
         self._journal.finish(group)
         self._curriculum.observe(prompt.prompt_id, group.pass_rate)
@@ -226,37 +300,48 @@ class RolloutStream:
             self._ready[group_id] = group
             self._changed.notify_all()
 
-    async def _reissue_group(self, group_id: int, prompt: Prompt, epoch: int) -> None:
-        """Generate a group whose completions are all lost again, under its id.
+    async def _reissue_group(self, admission: Admission, kept: dict[int, Scored | None], *, evicted: bool) -> None:
+        """Generate the missing completions of a group again, under its id.
 
-        This cannot repeat forever: many lost completions in a row end the run (engine.max_lost_in_a_row).
+        This cannot repeat forever: every eviction counts as a restart of an engine (engine.max_restarts), and many
+        lost completions in a row are one (engine.max_lost_in_a_row).
         """
+        again = replace(admission, kept=kept)
         async with self._changed:
-            self._gate.abandon(group_id)
-            self._reissue.append((group_id, prompt, epoch))
+            self.reissued_groups += evicted
+            if not again.holds_deadline:
+                self._gate.abandon(admission.group_id)
+            self._reissue.append(again)
             if self._admission is not None and self._admission.done():  # it ended when the curriculum was exhausted
                 self._start_admission()
             self._changed.notify_all()
 
     async def _completion(
-        self, engine: EngineClient, prompt: Prompt, group_id: int, index: int
-    ) -> tuple[Rollout, Score] | None:
-        """One scored completion, None if it was lost."""
+        self, engine: EngineClient, prompt: Prompt, group_id: int, index: int, weight: float
+    ) -> tuple[Scored | None] | None:
+        """(one scored completion, None if it was lost); None if its engine was evicted before it finished."""
         draw = self._sampler.draw(self._seed, group_id, index)
-        result: tuple[Rollout, Score] | None = None
+        result: tuple[Scored | None] | None = None
         try:
-            result = await self._sampler.complete(engine, prompt, draw, priority=TRAINING_PRIORITY)
-            newest = max(result[0].policy_versions)
+            rollout, score = await self._sampler.complete(engine, prompt, draw, priority=TRAINING_PRIORITY)
+            newest = max(rollout.policy_versions)
             if newest > self.policy_version + 1:  # during a weight update, engines may serve the next version already
                 raise EngineError(
                     f"{engine.name}: policy versions: expected at most {self.policy_version + 1}, found {newest}"
                 )
-            self._count_tokens(len(result[0].token_ids))
+            self._count_tokens(len(rollout.token_ids))
+            self._expected_tokens += _FORGET * (len(rollout.token_ids) - self._expected_tokens)
+            result = ((rollout, score),)
         except CompletionLost as lost:
             logger.warning("group %d, completion %d is left out: %s", group_id, index, lost)
+            result = (None,)
+        except EngineError as error:
+            self._engines.evict(engine, str(error))
         async with self._changed:
-            self._load[engine] -= 1
-            if not any(self._load.values()):
-                self._idle_since = time.monotonic()
+            if (load := self._load.get(engine)) is not None:
+                load.completions -= 1
+                load.tokens -= weight
+            if not any(load.completions for load in self._load.values()):
+                self._idle_since = self._idle_since or time.monotonic()
             self._changed.notify_all()
         return result

@@ -28,6 +28,10 @@ class TrainerError(RuntimeError):
     """The trainer failed: a rank raised, exited or did not answer. The message names the rank."""
 
 
+class WeightGroupFailed(RuntimeError):
+    """The group of the weight broadcast failed; the trainer is intact, and can connect again."""
+
+
 class TrainerClient:
     """All trainer ranks as one object; one command at a time. Create and use it inside a running event loop.
 
@@ -109,12 +113,17 @@ class TrainerClient:
         return await self._call(lambda call, _: messages.DescribeWeights(call=call), tuple[ParamMeta, ...])
 
     async def connect_weights(self, connection: Connection) -> None:
-        """Open the trainer's end of the weight transport."""
-        await self._call(lambda call, _: messages.ConnectWeights(call=call, connection=connection), None)
+        """Open the trainer's end of the weight transport. Raises WeightGroupFailed if an engine does not join."""
+        failure = await self._call(lambda call, _: messages.ConnectWeights(call=call, connection=connection), str)
+        if failure:
+            raise WeightGroupFailed(failure)
 
     async def send_weights(self, version: int) -> SendReport:
-        """Send all weights as `version`."""
-        return await self._call(lambda call, _: messages.SendWeights(call=call, version=version), SendReport)
+        """Send all weights as `version`. Raises WeightGroupFailed if an engine leaves meanwhile."""
+        report = await self._call(lambda call, _: messages.SendWeights(call=call, version=version), SendReport)
+        if report.failure:
+            raise WeightGroupFailed(report.failure)
+        return report
 
     async def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """For each token list, log-probabilities (nats) of its tokens from the second on."""

@@ -114,7 +114,7 @@ class DescribeWeights(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class ConnectWeights(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Open the weight transport to the engines."""
+    """Open the weight transport to the engines. Answer: why it failed, empty if it did not."""
 
     call: int
     connection: Connection

@@ -229,23 +229,35 @@ class Worker:
                 return checkpoint.load(path, self.trainer)
         raise AssertionError(f"unknown command {command}")
 
-    def _connect(self, connection: Connection) -> None:
+    def _connect(self, connection: Connection) -> str:
+        """Why the group could not be formed, empty if it was: an engine that is gone does not end the trainer."""
         if self.parallel.rank == 0:
             from megatron_scalerl.weights.transport import make_sender
 
             if self._sender is not None:
                 self._sender.close()
-            self._sender = make_sender(connection)
+            try:
+                self._sender = make_sender(connection)
+            except RuntimeError as error:
+                self._sender = None
+                return str(error) or type(error).__name__
+        return ""
 
     def _send_weights(self, version: int) -> SendReport | None:
         """Rank 0 sends; the others take part in gathering the weights."""
-        manifest = self.source.manifest()
+        manifest, tensors = self.source.manifest(), self.source.tensors()
+        report: SendReport | None = None
         if self.parallel.rank == 0:
             assert self._sender is not None, "connect_weights first"
-            return self._sender.send(self.source.tensors(), manifest, version)
-        for _ in self.source.tensors():
+            try:
+                report = self._sender.send(tensors, manifest, version)
+            except RuntimeError as error:  # an engine is gone: that does not end the trainer
+                logger.warning("weights of version %d were not sent: %s", version, error)
+                failure = str(error) or type(error).__name__
+                report = SendReport(seconds=0.0, bytes=0, digest="", failure=failure)
+        for _ in tensors:  # what was not sent is gathered nevertheless: every rank takes part in every gathering
             pass
-        return None
+        return report
 
 
 def serve(link: ControllerLink, settings: WorkerSettings, listening: socket.socket | None = None) -> None:

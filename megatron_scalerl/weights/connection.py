@@ -22,7 +22,9 @@ class Connection:
     bucket_mib: int
     """Size of the buckets in which parameters are sent (MiB)."""
     timeout_s: float
-    """For joining, and for every single broadcast (seconds)."""
+    """For every single broadcast (seconds)."""
+    connect_timeout_s: float
+    """For joining, on gloo; NCCL connects in its first broadcast (seconds)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,3 +36,5 @@ class SendReport:
     """Parameters sent, padding included."""
     digest: str
     """Digest of these bytes (hex)."""
+    failure: str = ""
+    """Why the group failed, as when an engine ends during the broadcast; then nothing above counts."""

@@ -25,7 +25,7 @@ from megatron_scalerl.check_gpu.programs import cause, serving_facts
 from megatron_scalerl.check_gpu.table import part_named
 from megatron_scalerl.engine.client import SECRET_HEADER, EngineClient
 from megatron_scalerl.plan.counting import Parameters
-from megatron_scalerl.recipe.sections import EngineSection
+from megatron_scalerl.recipe.process_sections import EngineSection
 from megatron_scalerl.types import ExpertChoices, Rollout
 from megatron_scalerl.weights.connection import SendReport
 
@@ -160,8 +160,13 @@ class StandInEngine:
 
     name = "engine-0"
 
+    produced_tokens = received_tokens = 0
+
     def __init__(self):
         self.version, self.tokens = 0, 0
+
+    def abort(self, reason):
+        """No request notices it."""
 
     async def score(self, ids):
         return tuple(-1.0 - self.version for _ in ids[1:])

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from megatron_scalerl.controller.probe import Probe, ProbeError
+from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.launch.fleet import Devices, Fleet
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.types import Prompt, Rollout, Score
@@ -54,7 +55,7 @@ def check(*, last=-2.0, version=4):
     fleet = Fleet(
         trainer=StandInTrainer(last),
         info=None,
-        engines=[StandInEngine()],
+        engines=Membership.of([StandInEngine()], version=4),
         devices=Devices(unit="device_hours", trainer=1, engine=1),
     )
     return asyncio.run(Probe(RECIPE, StandInSampler(version), fleet, PROMPTS).check(4))

@@ -20,7 +20,7 @@ from random_policy import make_recipe
 
 import megatron_scalerl
 from megatron_scalerl.distributed import device
-from megatron_scalerl.launch import local
+from megatron_scalerl.launch import trainer
 
 
 def test_without_a_gpu_the_seam_is_cpu_and_gloo() -> None:
@@ -137,11 +137,11 @@ def test_a_rank_is_started_with_the_environment_and_the_users_wins(
     async def start(name: str, argv: list[str], env: dict[str, str], log: Path) -> None:
         seen.update(env)
 
-    monkeypatch.setattr(local.ChildProcess, "start", start)
-    monkeypatch.setattr(local, "environment", lambda _: {"MSRL_TEST_A": "ours", "MSRL_TEST_B": "ours"})
+    monkeypatch.setattr(trainer.ChildProcess, "start", start)
+    monkeypatch.setattr(trainer, "environment", lambda _: {"MSRL_TEST_A": "ours", "MSRL_TEST_B": "ours"})
     monkeypatch.setenv("MSRL_TEST_B", "the user's")
     client: Any = SimpleNamespace(worker_env=lambda rank: {"RANK": str(rank)})
-    started = local.start_rank(recipe(), client, rank=3, recipe_file=tmp_path / "r", log=tmp_path / "log")
+    started = trainer.start_rank(recipe(), client, rank=3, recipe_file=tmp_path / "r", log=tmp_path / "log")
     asyncio.run(started)
     assert (seen["MSRL_TEST_A"], seen["MSRL_TEST_B"], seen["LOCAL_RANK"]) == ("ours", "the user's", "3")
 

@@ -73,7 +73,7 @@ def check_doors(fleet):
     """With every group open: who could come in, and where the secret shows. The folder where they meet."""
     doors = open_doors.listening([os.getpid()])
     assert {door.command for door in doors if not door.loopback} == set()
-    assert fleet.engines[0].url in {f"http://{door.host}:{door.port}" for door in doors}
+    assert fleet.engines.alive[0].url in {f"http://{door.host}:{door.port}" for door in doors}
     assert open_doors.stores(doors) == {}
     assert open_doors.leaks([os.getpid()], SECRET) == []
     meeting = Path(fleet.trainer.rendezvous.folder)
@@ -87,11 +87,13 @@ def check_doors(fleet):
 async def scenario(recipe, inputs, out):
     prompts = list(inputs.prompts.held_out[:4])
     with contextlib.closing(RunFolder(recipe)) as folder:
-        async with local_launcher(recipe, folder.attempt, SECRET) as launcher:
-            fleet = await launcher.start()
-            engine = fleet.engines[0]
+        async with (
+            local_launcher(recipe, folder.path, SECRET) as launcher,
+            launcher.trainer(folder.attempt) as trainer,
+        ):
+            fleet = await launcher.start(trainer)
+            [engine] = fleet.engines.alive
             sync = WeightSync(fleet.trainer, fleet.engines, recipe)
-            await sync.connect()
             await sync.publish(0)
             meeting = check_doors(fleet)
             rollouts = await generate(engine, [*prompts, *prompts], seed=5)

@@ -15,7 +15,7 @@ from megatron_scalerl.engine.answers import EngineError, EngineInfo, _Choice, ro
 from megatron_scalerl.engine.client import EngineClient, SamplingSpec
 from megatron_scalerl.engine.interruption import Plan
 from megatron_scalerl.engine.numerics import check_engine
-from megatron_scalerl.recipe.sections import EngineSection
+from megatron_scalerl.recipe.process_sections import EngineSection
 from megatron_scalerl.types import CompletionLost
 
 PLAN = Plan(cut=1, phrase_ids=(8, 9), think_end_ids=(9,), answer_budget=4, eos_id=2)

@@ -9,7 +9,7 @@ from aiohttp import web
 from megatron_scalerl.engine.answers import CoreProgress, EngineError
 from megatron_scalerl.engine.client import EngineClient, SamplingSpec
 from megatron_scalerl.engine.watchdog import EngineDied, StallClock, watch_progress
-from megatron_scalerl.recipe.sections import EngineSection
+from megatron_scalerl.recipe.process_sections import EngineSection
 
 SETTINGS = EngineSection(stall_timeout_s=10, first_token_timeout_s=30)
 

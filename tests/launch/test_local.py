@@ -1,4 +1,4 @@
-"""The launcher stops every process, whatever fails meanwhile, and ends the run when one hangs."""
+"""The launcher stops every process, whatever fails meanwhile, and starts an evicted engine again."""
 
 import asyncio
 
@@ -8,14 +8,17 @@ from launch.stand_ins import environment, gone, pids_in, stand_in
 
 from megatron_scalerl.controller.run_folder import RunFolder
 from megatron_scalerl.distributed.rendezvous import private_folder
+from megatron_scalerl.engine.answers import EngineLost
 from megatron_scalerl.engine.client import EngineClient, SamplingSpec
 from megatron_scalerl.engine.watchdog import EngineDied, watch_progress
-from megatron_scalerl.launch import local
-from megatron_scalerl.launch.local import LocalLauncher
-from megatron_scalerl.processes.child_process import ChildProcess
+from megatron_scalerl.launch import engines as engines_module
+from megatron_scalerl.launch import trainer as trainer_module
+from megatron_scalerl.launch.engines import LocalEngines
+from megatron_scalerl.launch.local import until_failure
+from megatron_scalerl.launch.trainer import LocalTrainer
+from megatron_scalerl.processes.child_process import LOG_END, ChildProcess, ProcessDied
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.sections import EngineSection
-from megatron_scalerl.trainer.client import TrainerError
+from megatron_scalerl.trainer.client import TrainerClient, TrainerError
 
 
 @pytest.fixture
@@ -26,68 +29,86 @@ def run():
 
 
 @pytest.fixture
-def launcher(tmp_path, run):
-    """A launcher that has not started anything, for one engine and one trainer rank."""
-    recipe = Recipe(
+def recipe(tmp_path):
+    """One engine and one trainer rank."""
+    return Recipe(
         name="r",
         output_dir=str(tmp_path),
         steps=1,
         policy={"path": "p"},
         prompts={"path": "q"},
         weights={"transport": "gloo"},
+        engine={"stall_timeout_s": 0.5, "max_restarts": 2},
     )
+
+
+@pytest.fixture
+def trainer(recipe, run):
+    """A trainer that has not started anything."""
     folder = RunFolder(recipe)
 
     async def make(rendezvous):
-        return LocalLauncher(recipe, folder.attempt, "secret" * 8, rendezvous)
+        client = TrainerClient(
+            world_size=1, run_id="r", incarnation="local.0", secret="secret" * 8, rendezvous=rendezvous
+        )
+        return LocalTrainer(recipe, folder.attempt, client)
 
     with private_folder() as rendezvous:
-        launcher = run(make(rendezvous))
-        yield launcher
-        launcher._client.close()
+        trainer = run(make(rendezvous))
+        yield trainer
+        trainer.client.close()
         folder.close()
 
 
-class StandInEngine:
-    """An engine whose stop fails."""
-
-    name = "engine-7"
-
-    async def stop(self):
-        raise RuntimeError("cannot be stopped")
-
-
 @pytest.mark.parametrize("failure", [TrainerError("trainer rank 0: gone"), TimeoutError(), OSError("no socket")])
-def test_a_failing_stop_of_the_trainer_leaves_no_child(launcher, run, tmp_path, monkeypatch, caplog, failure):
+def test_a_failing_stop_of_the_trainer_leaves_no_child(trainer, run, tmp_path, monkeypatch, caplog, failure):
     async def scenario():
         async def stop():
             raise failure
 
-        monkeypatch.setattr(launcher._client, "stop", stop)
-        for name in ("trainer-0", "trainer-1"):
+        async def refuse():
+            raise RuntimeError("cannot be stopped")
+
+        monkeypatch.setattr(trainer.client, "stop", stop)
+        for name in ("trainer-0", "trainer-1", "trainer-2"):
             child = await ChildProcess.start(name, stand_in(tmp_path / "pids"), environment(), tmp_path / name)
             monkeypatch.setattr(child, "stop", lambda child=child: ChildProcess.stop(child, 0.3))
-            launcher._trainers.append(child)
-        launcher._engines.append(StandInEngine())
-        groups = set(pids_in(tmp_path / "pids", 2))
-        await launcher.stop(graceful=True)
+            trainer._ranks.append(child)
+        last = trainer._ranks[-1]
+        monkeypatch.setattr(last, "stop", refuse)
+        groups = set(pids_in(tmp_path / "pids", 3))
+        await trainer.stop(graceful=True)
+        last.kill()
+        await last.wait()
         return groups
 
     assert gone(run(scenario()), 2.0)
-    lines = [record.getMessage() for record in caplog.records if record.name == local.__name__]
+    lines = [record.getMessage() for record in caplog.records if record.name == trainer_module.__name__]
     assert len(lines) == 2
     assert "the run is finished, but its trainer did not stop gracefully" in lines[0] and "\n" not in lines[0]
-    assert lines[1] == "engine-7 could not be stopped: cannot be stopped"
+    assert lines[1] == "trainer-2 could not be stopped: cannot be stopped"
 
 
-def test_a_trainer_that_never_answers_the_stop_command_does_not_block_the_end(launcher, run, monkeypatch, caplog):
+def test_a_trainer_that_never_answers_the_stop_command_does_not_block_the_end(trainer, run, monkeypatch, caplog):
     async def scenario():
-        monkeypatch.setattr(local, "_TRAINER_STOP_S", 0.2)
-        monkeypatch.setattr(launcher._client, "stop", asyncio.Event().wait)
-        await asyncio.wait_for(launcher.stop(graceful=True), 20)
+        monkeypatch.setattr(trainer_module, "_STOP_S", 0.2)
+        monkeypatch.setattr(trainer.client, "stop", asyncio.Event().wait)
+        await asyncio.wait_for(trainer.stop(graceful=True), 20)
 
     run(scenario())
     assert "its trainer did not stop gracefully: no answer" in caplog.text
+
+
+def test_the_first_rank_that_exits_ends_the_work(trainer, run, tmp_path):
+    async def scenario():
+        argv = ["bash", "-c", "echo out of memory; exit 7"]
+        trainer._ranks.append(await ChildProcess.start("trainer-0", argv, environment(), tmp_path / "log"))
+        trainer._watches.append(asyncio.create_task(trainer._ranks[0].watch()))
+        trainer._started.set()
+        await until_failure(asyncio.Event().wait(), trainer.watch)
+
+    with pytest.raises(ProcessDied, match=r"(?s)trainer-0 exited with code 7; the end of .*out of memory"):
+        run(asyncio.wait_for(scenario(), 30))
 
 
 class StandInHungServer:
@@ -118,33 +139,106 @@ class StandInHungServer:
         await asyncio.Event().wait()
 
 
-def test_a_hung_engine_ends_the_run_during_a_completion(launcher, run):
-    settings = EngineSection(stall_timeout_s=0.5)
+class StandInProcess:
+    """An engine process behind a stand-in server; `fail_starts` of them do not start."""
 
-    class StandInHungEngine:
-        name = "engine-0"
+    def __init__(self, index, url, settings, fail_starts):
+        self.name = f"engine-{index}"
+        self.client = EngineClient(url=url, secret="s", name=self.name)
+        self._settings, self._fail_starts = settings, fail_starts
+        self.killed = False
 
-        def __init__(self, client):
-            self._client = client
+    async def start(self):
+        if self._fail_starts:
+            self._fail_starts.pop()
+            raise EngineDied(f"{self.name} (port 1) exited with code 1{LOG_END}log:\nsecond line")
 
-        async def watch(self):
-            await watch_progress(self._client, settings)
+    async def watch(self, lag):
+        await watch_progress(self.client, self._settings, lag)
 
+    def kill(self):
+        self.killed = True
+
+    async def stop(self):
+        await self.client.close()
+
+
+def engines_of(recipe, tmp_path, monkeypatch, url, fail_starts=()):
+    """Engines behind a stand-in server, and the processes and changes of state so far."""
+    made, changes, failing = [], [], []
+    monkeypatch.setattr(engines_module, "FIRST_DELAY_S", 0.0)
+
+    def make(self, index):
+        made.append(StandInProcess(index, url, recipe.engine, failing))
+        return made[-1]
+
+    monkeypatch.setattr(LocalEngines, "_make", make)
+    engines = LocalEngines(recipe, logs=tmp_path, secret="s", record=lambda m: changes.append((m.name, str(m.state))))
+    failing.extend(fail_starts)
+    return engines, made, changes
+
+
+def test_a_hung_engine_is_evicted_during_a_completion_and_started_again(recipe, run, tmp_path, monkeypatch):
     async def scenario():
-        async with StandInHungServer() as server, EngineClient(url=server.url, secret="s") as client:
-            launcher._watches = [asyncio.create_task(StandInHungEngine(client).watch())]
-            await launcher.while_alive(client.generate([1], sampling=SamplingSpec(max_tokens=4)))
+        async with StandInHungServer() as server:
+            engines, made, changes = engines_of(recipe, tmp_path, monkeypatch, server.url)
+            await engines.start()
+            [client] = engines.members.stale
+            engines.members.serve(client, 0)
+            with pytest.raises(EngineLost, match=r"engine-0: engine-0 produced no token for 0\.5\d* s with requests"):
+                await client.generate([1], sampling=SamplingSpec(max_tokens=4))
+            await engines.members.until(lambda: bool(engines.members.stale))
+            with pytest.raises(EngineLost):
+                await client.generate([1], sampling=SamplingSpec(max_tokens=4))
+            [member] = engines.members.members
+            await engines.stop()
+            return made, changes, member
 
-    with pytest.raises(EngineDied, match=r"engine-0 produced no token for 0\.5\d* s with requests in flight"):
+    made, changes, member = run(asyncio.wait_for(scenario(), 30))
+    assert len(made) == 2 and made[0].killed and member.client is made[1].client and member.restarts == 1
+    states = [state for _, state in changes]
+    assert states == ["stale", "serving", "draining", "lost", "starting", "stale"]
+    assert member.lost_tokens == 512
+
+
+def test_an_engine_that_does_not_start_again_is_given_up_and_ends_the_run(recipe, run, tmp_path, monkeypatch):
+    async def scenario():
+        async with StandInHungServer() as server:
+            engines, made, _ = engines_of(recipe, tmp_path, monkeypatch, server.url)
+            await engines.start()
+            made[0]._fail_starts.extend([True] * 5)
+            engines.members.evict(made[0].client, "engine-0: garbage")
+            try:
+                await engines.watch()
+            finally:
+                await engines.stop()
+
+    with pytest.raises(EngineDied, match=r"found 0 \(engine-0: engine-0 \(port 1\) exited with code 1\)$"):
         run(asyncio.wait_for(scenario(), 30))
 
 
-def test_the_address_of_an_engine_is_bound_when_it_is_chosen(launcher):
+def test_a_first_start_that_fails_is_final(recipe, run, tmp_path, monkeypatch):
+    async def scenario():
+        async with StandInHungServer() as server:
+            engines, made, _ = engines_of(recipe, tmp_path, monkeypatch, server.url, fail_starts=[True])
+            try:
+                await engines.start()
+            finally:
+                await engines.stop()
+                assert len(made) == 1
+
+    with pytest.raises(ExceptionGroup) as failure:
+        run(asyncio.wait_for(scenario(), 30))
+    assert isinstance(failure.value.exceptions[0], EngineDied)
+
+
+def test_the_address_of_an_engine_is_bound_when_it_is_chosen(recipe, tmp_path):
     """No other process can bind it between the choice and the start of the server, even with SO_REUSEADDR."""
     import socket
 
+    engines = LocalEngines(recipe, logs=tmp_path, secret="s")
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with pytest.raises(OSError, match="in use"):
-            other.bind(("127.0.0.1", launcher._engines[0].port))
-    launcher._client.close()
+            other.bind(("127.0.0.1", engines._processes[0].port))
+    engines._processes[0]._socket.close()

@@ -91,6 +91,7 @@ def test_tasks_have_the_settings_of_prompts_and_rewards_and_their_own(path):
     assert (math.prompts.path, math.prompts.held_out, math.prompts.prompt_template) == ("m", 9, "x{prompt}")
     assert (math.rewards.verifier, math.rewards.cpu_s, math.weight) == ("math", 3.0, 3.0)
     assert code.prompts.tasks is None
+    load_recipe(path, ["rewards.memory_mb=null", "prompts.tasks.code.memory_mb=64"])
 
 
 def test_every_key_of_a_task_is_one_of_prompts_or_rewards():

@@ -5,11 +5,11 @@ import random
 
 import pytest
 
-from megatron_scalerl.engine.answers import EngineError
+from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.journal import Journal, read_groups, read_history
-from megatron_scalerl.rollouts.stream import RolloutStream
+from megatron_scalerl.rollouts.stream import Admission, RolloutStream
 from megatron_scalerl.types import Prompt, Rollout, Score
 
 
@@ -22,6 +22,10 @@ class StandInEngine:
         self.name = "engine-0"
         self.version = version
         self.running = self.most = 0
+        self.produced_tokens = self.received_tokens = 0
+
+    def abort(self, reason):
+        """No request notices it."""
 
 
 class StandInSampler:
@@ -37,7 +41,7 @@ class StandInSampler:
     async def complete(self, engine, prompt, draw, *, priority):
         self.started += 1
         if self.started == self.fail_at:
-            raise RuntimeError("engine-0: POST /inference/v1/generate: broken")
+            raise RuntimeError("rewards.verifier: no process left")
         engine.running += 1
         engine.most = max(engine.most, engine.running)
         version = engine.version
@@ -65,7 +69,7 @@ def make_stream(tmp_path, *, k=2, engines=None, **settings):
     return RolloutStream(
         Recipe(name="r", steps=1, seed=1, policy={"path": "p"}, prompts={"path": "q"}, rollouts=rollouts),
         curriculum=Curriculum(prompts(settings.get("prompts", 500)), 7, None, settings.get("max_epochs")),
-        engines=engines or [StandInEngine()],
+        engines=engines if isinstance(engines, Membership) else Membership.of(engines or [StandInEngine()]),
         sampler=settings.get("sampler") or StandInSampler(),
         journal=Journal(tmp_path),
         next_group_id=settings.get("next_group_id", 0),
@@ -119,7 +123,7 @@ def test_k_zero_generates_only_between_steps(tmp_path):
     assert {v for g in groups for r in g.rollouts for v in r.policy_versions} == {0}
 
 
-def test_a_failing_completion_ends_the_stream_with_its_error(tmp_path):
+def test_a_failing_verifier_ends_the_stream_with_its_error(tmp_path):
     async def run():
         engine = StandInEngine()
         stream = make_stream(tmp_path, sampler=StandInSampler(fail_at=9), engines=[engine])
@@ -132,26 +136,28 @@ def test_a_failing_completion_ends_the_stream_with_its_error(tmp_path):
         finally:
             await stream.close()
 
-    with pytest.raises(RuntimeError, match="engine-0: POST /inference/v1/generate: broken"):
+    with pytest.raises(RuntimeError, match=r"rewards.verifier: no process left"):
         asyncio.run(run())
 
 
 @pytest.mark.parametrize(("ahead", "accepted"), [(1, True), (2, False), (999999, False)])
-def test_an_unpublished_version_ends_the_stream(tmp_path, ahead, accepted):
+def test_an_engine_with_an_unpublished_version_is_evicted(tmp_path, ahead, accepted):
     async def run():
-        stream = make_stream(tmp_path, engines=[StandInEngine(version=3 + ahead)])
+        wrong = StandInEngine(version=3 + ahead)
+        members = Membership.of([wrong, StandInEngine(version=3)])
+        stream = make_stream(tmp_path, engines=members)
         stream.start(3)
-        try:
-            return await stream.next_batch()
-        finally:
-            await stream.close()
+        batches = [await stream.next_batch()]
+        await stream.close()
+        return members.members[0], batches
 
+    member, batches = asyncio.run(run())
+    newest = max(r.policy_versions[-1] for groups in batches for g in groups for r in g.rollouts)
     if accepted:  # its weight update is in progress
-        assert asyncio.run(run())
+        assert member.state == "serving" and newest == 4
         return
-    with pytest.raises(EngineError, match=f"engine-0: policy versions: expected at most 4, found {3 + ahead}"):
-        asyncio.run(run())
-    assert read_history(tmp_path).files == {}
+    assert member.state == "draining" and newest == 3
+    assert member.reason == f"engine-0: policy versions: expected at most 4, found {3 + ahead}"
 
 
 def test_an_exhausted_curriculum_ends_the_stream_with_its_reason(tmp_path):
@@ -188,7 +194,8 @@ def test_unfinished_groups_are_reissued_under_their_ids(tmp_path):
         engine = StandInEngine(version=1)
         stream = make_stream(tmp_path, engines=[engine], next_group_id=len(history.files) + len(lost))
         ready = read_groups(tmp_path, history, history.unbatched())
-        stream.restore(list(ready.values()), [(g, known[p], 0) for g, p in lost])
+        unfinished = [Admission(group_id=g, prompt=known[p], epoch=0) for g, p in lost]
+        stream.restore(list(ready.values()), unfinished)
         stream.start(1)
         taken = []
         for version in range(4):

@@ -43,7 +43,8 @@ class World:
             incarnation="1.0",
             secret=SECRET,
             rendezvous=where,
-            command_timeout_s=120,
+            command_connect_timeout_s=30.0,
+            timeout_s=120,
         )
         self._recipe = folder / "recipe.yaml"
         self._recipe.write_text(dump_recipe(make_recipe(policy, trainer={"world_size": world_size})))
@@ -80,7 +81,13 @@ class World:
 async def receive_weights(client, version):
     """What an engine would get: the tensors by name, once the sender's report agrees with them."""
     connection = Connection(
-        backend="gloo", rendezvous=client.rendezvous, group="weights-1", world_size=2, bucket_mib=1, timeout_s=60
+        backend="gloo",
+        rendezvous=client.rendezvous,
+        group="weights-1",
+        world_size=2,
+        bucket_mib=1,
+        connect_timeout_s=30.0,
+        timeout_s=60,
     )
     _, group = await asyncio.gather(client.connect_weights(connection), asyncio.to_thread(Group, connection, 1))
     manifest, digests = await client.manifest(), []

@@ -36,6 +36,7 @@ def spec(monkeypatch):
                 world_size=world_size,
                 bucket_mib=1,
                 timeout_s=20,
+                connect_timeout_s=20,
             )
             return replace(base, **changes)
 

@@ -13,6 +13,7 @@ from megatron_scalerl.check_gpu.part import CHECK_S, limited
 from megatron_scalerl.controller.probe import Probe
 from megatron_scalerl.controller.weight_sync import WeightSync, WeightUpdate
 from megatron_scalerl.engine.client import EngineClient, SamplingSpec
+from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.launch.fleet import Devices, Fleet
 from megatron_scalerl.rollouts.sampler import Sampler
 from megatron_scalerl.types import Prompt, Rollout
@@ -59,7 +60,10 @@ async def check_update(
     async with limited(record, "probe", CHECK_S, log):
         assert training.client.info is not None
         fleet = Fleet(
-            trainer=training.client, info=training.client.info, engines=[client], devices=Devices.of(scene.recipe)
+            trainer=training.client,
+            info=training.client.info,
+            engines=Membership.of([client], version=VERSION),
+            devices=Devices.of(scene.recipe),
         )
         found = await Probe(scene.recipe, sampler, fleet, prompts).check(VERSION)
         record.holds(
@@ -74,8 +78,7 @@ async def _update(scene: Scene, client: EngineClient, training: Training) -> tup
     """(faults, the update, the token at which it arrived) of an update during a completion."""
     tokens, prompt = (300 if scene.setting.toy else 2000), scene.prompts[0]
     fixed = [*prompt.token_ids, *range(6, 22)]
-    sync = WeightSync(training.client, [client], scene.recipe)
-    await sync.connect()
+    sync = WeightSync(training.client, Membership.of([client]), scene.recipe)
     before = await client.score(fixed)
     start = (await client.progress()).tokens
     running = asyncio.create_task(_complete(client, [prompt], tokens=tokens))

@@ -83,6 +83,7 @@ def _send(record: Recorder, device: torch.device, *, matrices: int, width: int) 
                 world_size=1,
                 bucket_mib=_BUCKET_MIB,
                 timeout_s=30.0,
+                connect_timeout_s=30.0,
             )
         )
         reports = [sender.send(iter(tensors.items()), manifest, version) for version in (1, 2, 3)]

@@ -34,16 +34,18 @@ class Group:
     device = torch.device("cpu")
 
     def __init__(self, connection: Connection, rank: int) -> None:
-        """Join; returns when all members have joined. Raises RuntimeError after timeout_s."""
+        """Join; returns when all members have joined. Raises RuntimeError after connect_timeout_s."""
         self.timeout = timedelta(seconds=connection.timeout_s)
         self.bucket_mib = connection.bucket_mib
-        self._store: dist.Store | None = open_store(connection.rendezvous, connection.group, timeout=self.timeout)
+        joining = timedelta(seconds=connection.connect_timeout_s)
+        self._store: dist.Store | None = open_store(connection.rendezvous, connection.group, timeout=joining)
         self._group: Any = self._make(connection, rank)
 
     def _make(self, connection: Connection, rank: int) -> Any:
         gloo: Any = dist.ProcessGroupGloo  # its options are not in torch's stubs
         options = gloo._Options()
-        options._devices, options._timeout = [gloo_device(connection.rendezvous)], self.timeout
+        options._devices = [gloo_device(connection.rendezvous)]
+        options._timeout = timedelta(seconds=connection.connect_timeout_s)
         return gloo(self._store, rank, connection.world_size, options)
 
     def broadcast(self, tensor: torch.Tensor) -> None:

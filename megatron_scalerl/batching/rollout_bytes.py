@@ -1,0 +1,201 @@
+"""One completion in bytes: how it is stored (`rollouts.store`) and how it is sent to the trainer's ranks.
+
+Little-endian, without padding:
+
+    header           format 1, flags, T, number of version runs, number of forced ranges, cut, seed, experts
+    version runs     [V] (version i64, tokens u32): consecutive tokens of one policy version
+    forced ranges    [F] (start u32, end u32): consecutive forced tokens
+    token ids        [T] u32
+    log-probs        [T] f32; f64 if a value is not exactly representable in f32
+    expert choices   [P + T - 1, L, K] u8 or u16, if there are any
+
+That is 8 bytes a token without expert choices, and 40 bytes for the rest in a completion of one version. Both
+directions are exact: `rollout_of(read(write(rollout))) == rollout`.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import numpy as np
+
+from megatron_scalerl.shapes import Int64
+from megatron_scalerl.types import Completion, ExpertChoices, Rollout
+
+_FORMAT = 1
+_HEADER = struct.Struct("<BBHIIIiIIHHQ")
+"""format, flags, unused, T, V, F, thinking_cut, seed, layers, topk, width, bytes of expert choices."""
+_INTERRUPTED, _TRUNCATED, _FLOAT64, _EXPERTS = 1, 2, 4, 8
+_VERSION_RUN = np.dtype([("version", "<i8"), ("tokens", "<u4")])
+_FORCED_RANGE = np.dtype([("start", "<u4"), ("end", "<u4")])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RolloutArrays:
+    """The fields of `types.Rollout` as numpy arrays, read-only where they are views of stored bytes."""
+
+    token_ids: np.ndarray
+    """[T] uint32"""
+    rollout_logprobs: np.ndarray
+    """[T] float32, or float64 if float32 would round."""
+    policy_versions: np.ndarray
+    """[T] int64"""
+    loss_mask: np.ndarray
+    """[T] bool"""
+    interrupted: bool
+    truncated: bool
+    thinking_cut: int
+    seed: int
+    expert_choices: ExpertChoices | None = None
+
+
+def arrays_of(rollout: Rollout) -> RolloutArrays:
+    """The arrays of a rollout."""
+    logprobs = np.asarray(rollout.rollout_logprobs, dtype="<f8")
+    narrow = logprobs.astype("<f4")
+    exact = bool((narrow.astype("<f8") == logprobs).all())
+    return RolloutArrays(
+        token_ids=np.asarray(rollout.token_ids, dtype="<u4"),
+        rollout_logprobs=narrow if exact else logprobs,
+        policy_versions=np.asarray(rollout.policy_versions, dtype=np.int64),
+        loss_mask=np.asarray(rollout.loss_mask, dtype=bool),
+        interrupted=rollout.interrupted,
+        truncated=rollout.truncated,
+        thinking_cut=rollout.thinking_cut,
+        seed=rollout.seed,
+        expert_choices=rollout.expert_choices,
+    )
+
+
+def rollout_of(arrays: RolloutArrays) -> Rollout:
+    """The rollout of these arrays."""
+    return Rollout(
+        token_ids=tuple(arrays.token_ids.tolist()),
+        rollout_logprobs=tuple(arrays.rollout_logprobs.tolist()),
+        policy_versions=tuple(arrays.policy_versions.tolist()),
+        loss_mask=tuple(arrays.loss_mask.tolist()),
+        interrupted=arrays.interrupted,
+        truncated=arrays.truncated,
+        thinking_cut=arrays.thinking_cut,
+        seed=arrays.seed,
+        expert_choices=arrays.expert_choices,
+    )
+
+
+def facts_of(arrays: RolloutArrays) -> Completion:
+    """The facts about a completion of at least one token."""
+    return Completion(
+        tokens=len(arrays.token_ids),
+        sampled_tokens=int(arrays.loss_mask.sum()),
+        first_version=int(arrays.policy_versions[0]),
+        last_version=int(arrays.policy_versions[-1]),
+        interrupted=arrays.interrupted,
+        truncated=arrays.truncated,
+        logprob_sum=float(arrays.rollout_logprobs[arrays.loss_mask].sum(dtype=np.float64)),
+    )
+
+
+def write(rollout: Rollout | RolloutArrays) -> bytes:
+    """The bytes of one completion."""
+    arrays = arrays_of(rollout) if isinstance(rollout, Rollout) else rollout
+    experts = arrays.expert_choices
+    flags = _INTERRUPTED * arrays.interrupted | _TRUNCATED * arrays.truncated | _EXPERTS * (experts is not None)
+    wide = arrays.rollout_logprobs.dtype.itemsize == 8
+    versions, forced = _version_runs(arrays.policy_versions), _forced_ranges(arrays.loss_mask)
+    header = _HEADER.pack(
+        _FORMAT,
+        flags | _FLOAT64 * wide,
+        0,
+        len(arrays.token_ids),
+        len(versions),
+        len(forced),
+        arrays.thinking_cut,
+        arrays.seed,
+        experts.layers if experts else 0,
+        experts.topk if experts else 0,
+        experts.width if experts else 0,
+        len(experts.data) if experts else 0,
+    )
+    parts = [
+        versions,
+        forced,
+        arrays.token_ids.astype("<u4"),
+        arrays.rollout_logprobs.astype("<f8" if wide else "<f4"),
+    ]
+    return b"".join([header, *(part.tobytes() for part in parts), experts.data if experts else b""])
+
+
+def read(data: bytes | memoryview) -> RolloutArrays:
+    """The completion in `data`; its token ids and log-probs are views of it. Raises ValueError for other bytes."""
+    if len(data) < _HEADER.size:
+        raise ValueError(f"rollout: expected at least {_HEADER.size} bytes, found {len(data)}")
+    fields = _HEADER.unpack_from(data)
+    layout, flags, unused, tokens, runs, ranges, cut, seed, layers, topk, width, expert_bytes = fields
+    if layout != _FORMAT or flags >= 16 or unused:
+        raise ValueError(f"rollout: expected format {_FORMAT}, found {layout} (flags {flags}, {unused})")
+    value = np.dtype("<f8" if flags & _FLOAT64 else "<f4")
+    sizes = [runs * _VERSION_RUN.itemsize, ranges * _FORCED_RANGE.itemsize, tokens * 4, tokens * value.itemsize]
+    starts = np.cumsum([_HEADER.size, *sizes, expert_bytes]).tolist()
+    if starts[-1] != len(data):
+        raise ValueError(f"rollout: expected {starts[-1]} bytes, found {len(data)}")
+    version_runs = np.frombuffer(data, _VERSION_RUN, runs, starts[0])
+    forced = np.frombuffer(data, _FORCED_RANGE, ranges, starts[1])
+    lengths = version_runs["tokens"].astype(np.int64)
+    if lengths.sum() != tokens or (lengths == 0).any():
+        raise ValueError(f"rollout: expected policy versions of {tokens} tokens, found {lengths.sum()}")
+    if experts := bool(flags & _EXPERTS):
+        if width not in (1, 2) or not layers or not topk or expert_bytes % (width * layers * topk):
+            raise ValueError(f"rollout: expected whole expert choices, found {expert_bytes} bytes of {width} each")
+    elif expert_bytes:
+        raise ValueError(f"rollout: expected no expert choices, found {expert_bytes} bytes")
+    choices = (
+        ExpertChoices(layers=layers, topk=topk, width=cast(Literal[1, 2], width), data=bytes(data[starts[4] :]))
+        if experts
+        else None
+    )
+    return RolloutArrays(
+        token_ids=np.frombuffer(data, "<u4", tokens, starts[2]),
+        rollout_logprobs=np.frombuffer(data, value, tokens, starts[3]),
+        policy_versions=np.repeat(version_runs["version"].astype(np.int64), lengths),
+        loss_mask=_mask(forced, tokens),
+        interrupted=bool(flags & _INTERRUPTED),
+        truncated=bool(flags & _TRUNCATED),
+        thinking_cut=cut,
+        seed=seed,
+        expert_choices=choices,
+    )
+
+
+def _version_runs(versions: Int64[np.ndarray, " T"]) -> np.ndarray:
+    """[V] runs of equal versions."""
+    if not len(versions):
+        return np.zeros(0, _VERSION_RUN)
+    edges = np.flatnonzero(np.diff(versions)) + 1
+    starts = np.concatenate([[0], edges])
+    runs = np.zeros(len(starts), _VERSION_RUN)
+    runs["version"] = versions[starts]
+    runs["tokens"] = np.diff(np.append(starts, len(versions)))
+    return runs
+
+
+def _forced_ranges(mask: np.ndarray) -> np.ndarray:
+    """[F] ranges in which `mask` [T] is False."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[True], mask, [True]]).astype(np.int8)))
+    ranges = np.zeros(len(edges) // 2, _FORCED_RANGE)
+    ranges["start"], ranges["end"] = edges[::2], edges[1::2]
+    return ranges
+
+
+def _mask(forced: np.ndarray, tokens: int) -> np.ndarray:
+    """[T] True outside the ranges. Raises ValueError unless they ascend within the completion."""
+    bounds = np.stack([forced["start"], forced["end"]], axis=1).ravel().astype(np.int64)
+    if len(bounds) and (bounds[-1] > tokens or (np.diff(bounds) <= 0).any()):
+        raise ValueError(
+            f"rollout: expected ascending forced ranges within {tokens} tokens, found {bounds.tolist()[:8]}"
+        )
+    mask = np.ones(tokens, dtype=bool)
+    for start, end in bounds.reshape(-1, 2).tolist():
+        mask[start:end] = False
+    return mask

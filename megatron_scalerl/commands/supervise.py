@@ -1,0 +1,65 @@
+"""`megatron-scalerl train --supervise`: runs the controller as a child process and starts it again when it fails.
+
+The child is `megatron-scalerl train` without the option. It is not started again when it is done (exit code 0), after
+a user error (2), and when it was stopped by a signal (130, 143); a child that was killed or failed resumes from its
+newest checkpoint. The child ends when this process does, however that exits (`processes.parent_death`).
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from megatron_scalerl.checkpoints.commit import latest
+from megatron_scalerl.processes.parent_death import tied_command
+from megatron_scalerl.processes.signals import SIGNALS
+
+logger = logging.getLogger(__name__)
+
+FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 300.0
+"""Delay before the first restart without a new checkpoint, which doubles with each, and its bound (seconds)."""
+_FINAL = (0, 2, *(128 + number for number in SIGNALS))
+
+
+def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> int:
+    """Run `command` until it ends for good; returns its exit code, 1 for one that a signal killed.
+
+    restarts: starts after a failure without a new checkpoint in RUN/checkpoints in between. SIGINT and SIGTERM are
+    passed on to the child, which then is not started again.
+    """
+    stopped_by: list[int] = []
+    child: subprocess.Popen[bytes] | None = None
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        stopped_by.append(number)
+        if child is not None:
+            child.send_signal(number)
+
+    before = {number: signal.signal(number, on_signal) for number in SIGNALS}
+    try:
+        failures, newest = 0, latest(Path(run_dir) / "checkpoints")
+        while True:
+            # a session of its own: a terminal's SIGINT reaches the child once, from here
+            child = subprocess.Popen(tied_command(list(command)), start_new_session=True)
+            code = child.wait()
+            if code in _FINAL or stopped_by:
+                return code if code >= 0 else 1
+            reached = latest(Path(run_dir) / "checkpoints")
+            failures, newest = (failures if reached == newest else 0) + 1, reached
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+            if failures > restarts:
+                logger.error("the run %s, %d times without a new checkpoint: it is not started again", how, failures)
+                return code if code >= 0 else 1
+            delay = min(FIRST_DELAY_S * 2 ** (failures - 1), LONGEST_DELAY_S)
+            logger.warning("the run %s: restart %d of at most %d in %g s", how, failures, restarts, delay)
+            time.sleep(delay)
+            if stopped_by:
+                return 128 + stopped_by[0]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

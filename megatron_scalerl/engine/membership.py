@@ -1,0 +1,204 @@
+"""Which engines take work: the state of each, and an epoch that every change of a state increments.
+
+A new policy version of an engine that goes on serving is no change of its state.
+
+    starting --> stale --> serving --> draining --> lost --> starting ...
+                   |                      ^
+                   '----------------------'
+
+The launcher reports starts and ends of processes (`launch.engines`), the weight update which engines hold the current
+policy version (`controller.weight_sync`), and whoever finds a fault evicts the engine: the watchdog, the weight
+update, or the caller of a completion. Rollouts, validation, probe and weight update take their engines from here for
+every piece of work and keep no list of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_scalerl.engine.client import EngineClient
+from megatron_scalerl.engine.watchdog import EngineDied
+from megatron_scalerl.processes.child_process import LOG_END
+
+logger = logging.getLogger(__name__)
+
+
+class EngineState(enum.StrEnum):
+    """What an engine can be used for."""
+
+    STARTING = "starting"
+    """Its server is being started."""
+    STALE = "stale"
+    """It answers and does not hold the current policy version."""
+    SERVING = "serving"
+    """It holds the current policy version and takes requests."""
+    DRAINING = "draining"
+    """It is evicted: its requests are aborted and its processes are being ended."""
+    LOST = "lost"
+    """It has no process; it is started again unless it is given up."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """One engine at one epoch."""
+
+    name: str
+    """engine-N"""
+    state: EngineState
+    epoch: int
+    """Number of changes of all engines up to its last one."""
+    client: EngineClient | None = None
+    """Of its running server; a server that is started again has another one."""
+    version: int | None = None
+    """Policy version that it holds, None before its first weight update."""
+    reason: str = ""
+    """Why it was evicted or lost, in one line."""
+    restarts: int = 0
+    """Starts after the first."""
+    lost_tokens: int = 0
+    """Tokens that evicted servers of this engine had generated and nobody received, in total."""
+    given_up: bool = False
+    """True if it is not started again."""
+
+
+class Membership:
+    """The engines of a run. Every method but `until` and `too_few` returns at once; all run in one event loop."""
+
+    def __init__(
+        self, count: int, *, minimum: int = 1, record: Callable[[Member], None] = lambda member: None
+    ) -> None:
+        """minimum: fewer engines that are not given up end the run. record: called with every changed member."""
+        self.epoch = 0
+        self._minimum = minimum
+        self._supervised = True
+        self._record = record
+        self._members = [
+            Member(name=f"engine-{index}", state=EngineState.STARTING, epoch=0) for index in range(count)
+        ]
+        self._changed = asyncio.Event()
+
+    @classmethod
+    def of(cls, clients: Sequence[EngineClient], *, version: int | None = 0) -> Membership:
+        """Engines that are started elsewhere, and never again: serving `version`, or stale for None."""
+        members = cls(len(clients))
+        members._supervised = False
+        for index, client in enumerate(clients):
+            members.join(index, client)
+            if version is not None:
+                members.serve(client, version)
+        return members
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Every engine, by number."""
+        return tuple(self._members)
+
+    @property
+    def serving(self) -> list[EngineClient]:
+        """Engines that take requests, by number."""
+        return self._clients(EngineState.SERVING)
+
+    @property
+    def stale(self) -> list[EngineClient]:
+        """Engines that answer and need the current weights, by number."""
+        return self._clients(EngineState.STALE)
+
+    @property
+    def alive(self) -> list[EngineClient]:
+        """Engines that answer, by number: those that a weight update includes."""
+        return self._clients(EngineState.SERVING, EngineState.STALE)
+
+    def start(self, index: int) -> None:
+        """The server of engine `index` is being started."""
+        again = self._members[index].state is EngineState.LOST
+        restarts = self._members[index].restarts + again
+        self._set(index, state=EngineState.STARTING, restarts=restarts, client=None, version=None)
+
+    def join(self, index: int, client: EngineClient) -> None:
+        """The server of engine `index` answers through `client`; it serves after a weight update."""
+        self._set(index, state=EngineState.STALE, client=client, reason="", version=None)
+
+    def serve(self, client: EngineClient, version: int) -> None:
+        """An engine holds `version`, the current one. No effect on an engine that was evicted meanwhile."""
+        if (index := self._find(client)) is not None:
+            self._set(index, state=EngineState.SERVING, version=version)
+
+    def evict(self, client: EngineClient, reason: str) -> None:
+        """Abort an engine's requests and let its processes be ended. No effect on an engine already evicted."""
+        if (index := self._find(client)) is None:
+            return
+        line = _line(reason)
+        unreceived = max(0, client.produced_tokens - client.received_tokens)
+        lost_tokens = self._members[index].lost_tokens + unreceived
+        self._set(
+            index,
+            state=EngineState.DRAINING,
+            reason=line,
+            lost_tokens=lost_tokens,
+            given_up=not self._supervised,
+        )
+        client.abort(line)
+
+    def lose(self, index: int, reason: str, *, given_up: bool = False) -> None:
+        """Engine `index` has no process. given_up: it is not started again."""
+        self._set(index, state=EngineState.LOST, client=None, version=None, reason=_line(reason), given_up=given_up)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition` holds; it is evaluated now and after each change."""
+        while not condition():
+            await self._changed.wait()
+
+    async def evicted(self, client: EngineClient) -> str:
+        """Wait until this engine is evicted; returns the reason."""
+        await self.until(lambda: self._find(client) is None)
+        return next((m.reason for m in self._members if m.client is client), "evicted")
+
+    async def too_few(self) -> None:
+        """Wait until fewer engines than the minimum are left, then raise EngineDied with the reasons."""
+        await self.until(lambda: self.left < self._minimum)
+        raise EngineDied(
+            f"engine.min_engines: expected at least {self._minimum} engines that can serve, found {self.left} "
+            f"({self.given_up_because})"
+        )
+
+    @property
+    def left(self) -> int:
+        """Number of engines that are not given up."""
+        return sum(not member.given_up for member in self._members)
+
+    @property
+    def given_up_because(self) -> str:
+        """The engines that are given up, and why, in one line."""
+        return "; ".join(f"{m.name}: {m.reason}" for m in self._members if m.given_up)
+
+    def _clients(self, *states: EngineState) -> list[EngineClient]:
+        return [m.client for m in self._members if m.client is not None and m.state in states]
+
+    def _find(self, client: EngineClient) -> int | None:
+        """Number of the engine that answers through `client`; None if it is evicted."""
+        alive = (EngineState.SERVING, EngineState.STALE)
+        return next((i for i, m in enumerate(self._members) if m.client is client and m.state in alive), None)
+
+    def _set(self, index: int, **changes: object) -> None:
+        before = self._members[index]
+        if all(getattr(before, key) == value for key, value in changes.items()):
+            return
+        member = self._members[index] = replace(before, **changes)  # type: ignore[arg-type]
+        if changes.get("state", before.state) is before.state and before.given_up == member.given_up:
+            return
+        self.epoch += 1
+        member = self._members[index] = replace(member, epoch=self.epoch)
+        why = f" ({member.reason})" if member.reason else ""
+        logger.info("epoch %d: %s is %s%s", self.epoch, member.name, member.state, why)
+        self._record(member)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _line(reason: str) -> str:
+    """A reason without the end of a log that follows it."""
+    return (reason.splitlines() or ["no reason is known"])[0].partition(LOG_END)[0]

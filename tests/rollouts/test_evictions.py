@@ -1,0 +1,258 @@
+"""The stream while engines are killed at random moments and started again, in virtual time.
+
+The stand-in engine takes one second for a token. A completion's length is a function of its draw, as it is with real
+engines and the same weights.
+"""
+
+import asyncio
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import ks_2samp
+from stand_in_run import VirtualTimeLoop
+
+from megatron_scalerl.engine.answers import EngineLost
+from megatron_scalerl.engine.membership import EngineState, Membership
+from megatron_scalerl.prompts.curriculum import Curriculum
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.rollouts.journal import Journal, read_history
+from megatron_scalerl.rollouts.stream import RolloutStream
+from megatron_scalerl.types import Prompt, Rollout, Score
+
+G, SIZE = 3, 4
+
+
+class StandInEngine:
+    """Ends its requests with EngineLost when it is aborted."""
+
+    def __init__(self, name, version):
+        self.name, self.version = name, version
+        self.aborted = asyncio.Event()
+        self.produced_tokens = self.received_tokens = 0
+        self.draws = []
+
+    def abort(self, reason):
+        self.reason = reason
+        self.aborted.set()
+
+
+class StandInSampler:
+    """One second per token; long completions are wrong. fresh: a draw gives another length each time."""
+
+    def __init__(self, loop, fresh=False):
+        self.loop, self.fresh = loop, fresh
+        self.again = random.Random(5)
+
+    def draw(self, seed, group_id, index):
+        return (seed, group_id, index)
+
+    async def complete(self, engine, prompt, draw, *, priority):
+        source = self.again if self.fresh else random.Random(str(draw))
+        tokens = 1 + int(source.expovariate(1 / 20))
+        version = engine.version
+        engine.draws.append(draw)
+        try:
+            async with asyncio.timeout(tokens):
+                await engine.aborted.wait()
+            raise EngineLost(f"{engine.name}: {engine.reason}")
+        except TimeoutError:
+            pass
+        rollout = Rollout(
+            token_ids=(5,) * tokens,
+            rollout_logprobs=(-1.0,) * tokens,
+            policy_versions=(version,) * (tokens - 1) + (engine.version,),
+            loss_mask=(True,) * tokens,
+            interrupted=False,
+            truncated=False,
+            thinking_cut=0,
+            seed=0,
+        )
+        return rollout, Score(correct=tokens < 20, reward=1.0 if tokens < 20 else -1.0)
+
+
+async def supervise(members, engines, kills, restart_s, loop):
+    """Evict the named engine at each moment, and start it again after `restart_s`: it is stale then."""
+    restarts = []
+
+    async def restart(index):
+        members.lose(index, "killed")
+        await asyncio.sleep(restart_s)
+        members.start(index)
+        engines[index] = StandInEngine(f"engine-{index}", -1)
+        members.join(index, engines[index])
+
+    for at_s, index in kills:
+        await asyncio.sleep(max(0.0, at_s - loop.time()))
+        if members.members[index].state in (EngineState.SERVING, EngineState.STALE):
+            members.evict(engines[index], "killed")
+            restarts.append(asyncio.create_task(restart(index)))
+    await asyncio.gather(*restarts)
+
+
+async def batches_of(folder, loop, *, k, batches, kills, engines=2, restart_s=7.0, fresh=False):
+    """The groups of each batch, with the staleness bound checked; one step takes 10 s."""
+    made = [StandInEngine(f"engine-{i}", 0) for i in range(engines)]
+    members = Membership.of(made)
+    rollouts = {"groups_per_batch": G, "group_size": SIZE, "max_in_flight": 16, "max_staleness_steps": k}
+    stream = RolloutStream(
+        Recipe(name="r", steps=1, seed=1, policy={"path": "p"}, prompts={"path": "q"}, rollouts=rollouts),
+        curriculum=Curriculum(
+            [Prompt(prompt_id=f"p{i:03d}", text="", answer="", token_ids=(1,)) for i in range(2000)], 7, None, None
+        ),
+        engines=members,
+        sampler=StandInSampler(loop, fresh),
+        journal=Journal(folder),
+    )
+    supervisor = asyncio.create_task(supervise(members, made, kills, restart_s, loop))
+    found = []
+
+    def catch_up(version):
+        for engine in members.alive:
+            engine.version = version
+            members.serve(engine, version)
+
+    stream.start(0)
+    for version in range(batches):
+        waiting = asyncio.create_task(stream.next_batch())
+        while not waiting.done():
+            joined = asyncio.create_task(members.until(lambda: bool(members.stale)))
+            await asyncio.wait({waiting, joined}, return_when=asyncio.FIRST_COMPLETED)
+            joined.cancel()
+            catch_up(version)
+        groups = await waiting
+        assert all(0 <= version - g.first_token_version <= k for g in groups)
+        assert stream.in_flight + stream.ready <= (k + 1) * G
+        found.append(groups)
+        await asyncio.sleep(10)
+        catch_up(version + 1)
+        await stream.trained(version + 1)
+    supervisor.cancel()
+    await asyncio.gather(supervisor, return_exceptions=True)
+    await stream.close()
+    return found, stream, made
+
+
+def run(folder, **options):
+    loop = VirtualTimeLoop()
+    try:
+        return loop.run_until_complete(batches_of(folder, loop, **options))
+    finally:
+        loop.close()
+
+
+def lengths(batches):
+    return [len(r.token_ids) for groups in batches for g in groups for r in g.rollouts]
+
+
+def rewards(batches):
+    return [s.reward for groups in batches for g in groups for s in g.scores]
+
+
+def exponential_kills(mean_s, until_s, seed=3, engines=2):
+    source, at, kills = random.Random(seed), 0.0, []
+    while at < until_s:
+        at += source.expovariate(1 / mean_s)
+        kills.append((at, source.randrange(engines)))
+    return kills
+
+
+@given(
+    k=st.sampled_from([0, 1, 3, 8]),
+    kills=st.lists(st.tuples(st.floats(0, 400), st.integers(0, 1)), max_size=30).map(sorted),
+)
+@settings(max_examples=60, deadline=None)
+def test_kills_at_any_moment_keep_the_bound_and_lose_and_repeat_nothing(tmp_path_factory, k, kills):
+    folder = tmp_path_factory.mktemp("run")
+    batches, _, _ = run(folder, k=k, batches=12, kills=kills)
+    ids = [g.group_id for groups in batches for g in groups]
+    assert len(set(ids)) == len(ids) == 12 * G
+    assert all(len(g.rollouts) == SIZE for groups in batches for g in groups)
+    history = read_history(folder)
+    admitted = [e["group_id"] for e in history.events if e["event"] == "admit"]
+    finished = [e["group_id"] for e in history.events if e["event"] == "finish"]
+    assert admitted == sorted(set(admitted)), "a group that is issued again keeps its id and its one admission"
+    assert len(set(finished)) == len(finished) and set(ids) <= set(finished)
+
+
+@pytest.mark.parametrize("k", [0, 8])
+def test_kills_change_no_completion(tmp_path, k):
+    """Group by group the same lengths and rewards as without kills: the distribution cannot favor short ones."""
+    whole, stream, _ = run(tmp_path / "whole", k=k, batches=60, kills=[])
+    assert stream.reissued_groups == 0
+    killed, stream, _ = run(tmp_path / "killed", k=k, batches=60, kills=exponential_kills(20.0, 20_000))
+    assert stream.reissued_groups > 50
+    expected = {g.group_id: g for groups in whole for g in groups}
+    found = {g.group_id: g for groups in killed for g in groups}
+    both = expected.keys() & found.keys()
+    assert len(both) > 150
+    for group_id in both:
+        assert lengths([[found[group_id]]]) == lengths([[expected[group_id]]])
+        assert rewards([[found[group_id]]]) == rewards([[expected[group_id]]])
+    assert ks_2samp(lengths(whole), lengths(killed)).pvalue > 0.05
+    assert ks_2samp(rewards(whole), rewards(killed)).pvalue > 0.05
+
+
+def test_another_draw_in_place_of_a_killed_completion_would_favor_short_ones(tmp_path):
+    """What the test above would find if a group issued again had new draws."""
+    whole, _, _ = run(tmp_path / "whole", k=8, batches=60, kills=[], fresh=True)
+    killed, _, _ = run(tmp_path / "killed", k=8, batches=60, kills=exponential_kills(20.0, 20_000), fresh=True)
+    assert ks_2samp(lengths(whole), lengths(killed)).pvalue < 1e-3
+    assert sum(lengths(killed)) < 0.85 * sum(lengths(whole))
+
+
+def test_a_group_stays_on_one_engine_and_keeps_what_had_finished(tmp_path):
+    """Only missing completions are generated again, and the deadline stays that of the kept ones."""
+    batches, stream, engines = run(tmp_path, k=2, batches=6, kills=[(15.0, 0)], restart_s=10_000.0)
+    assert stream.reissued_groups > 0
+    ended = {draw[1] for draw in engines[0].draws} & {draw[1] for draw in engines[1].draws}
+    assert len(ended) == stream.reissued_groups
+    again = [draw for draw in engines[1].draws if draw[1] in ended]
+    assert 0 < len(again) < SIZE * len(ended), "only what was missing"
+    groups = {g.group_id: g for groups in batches for g in groups}
+    kept = [g for g in groups.values() if 0 < sum(draw[1] == g.group_id for draw in again) < SIZE]
+    assert kept and all(g.first_token_version == 0 for g in kept), "the deadline is that of the kept completions"
+
+
+def test_an_evicted_engine_gets_nothing_until_it_serves_again():
+    async def scenario():
+        first, second = StandInEngine("engine-0", 0), StandInEngine("engine-1", 0)
+        members = Membership.of([first, second])
+        epoch = members.epoch
+        first.produced_tokens, first.received_tokens = 70, 30
+        members.evict(first, "engine-0: no answer\nwith a second line")
+        members.evict(first, "again")
+        assert members.epoch == epoch + 1 and first.aborted.is_set()
+        assert members.serving == members.alive == [second]
+        assert await members.evicted(first) == "engine-0: no answer"
+        assert members.members[0].lost_tokens == 40
+        members.serve(first, 3)
+        assert members.serving == [second], "an update that ends after the eviction does not bring it back"
+        members.lose(0, "killed")
+        members.start(0)
+        again = StandInEngine("engine-0", 0)
+        members.join(0, again)
+        assert members.stale == [again] and members.serving == [second] and members.members[0].restarts == 1
+        members.serve(again, 3)
+        assert members.serving == [again, second] and members.members[0].version == 3
+
+    asyncio.run(scenario())
+
+
+def test_too_few_engines_end_the_run_with_every_reason():
+    async def scenario():
+        members = Membership(3, minimum=2)
+        failing = asyncio.create_task(members.too_few())
+        members.lose(0, "exited with code 1", given_up=True)
+        await asyncio.sleep(0)
+        assert not failing.done()
+        members.lose(2, "produced no token", given_up=True)
+        await failing
+
+    expected = (
+        r"^engine\.min_engines: expected at least 2 engines that can serve, found 1 "
+        r"\(engine-0: exited with code 1; engine-2: produced no token\)$"
+    )
+    with pytest.raises(RuntimeError, match=expected):
+        asyncio.run(scenario())

@@ -1,0 +1,72 @@
+"""The supervisor of a controller: which ends are final, and how often a run is started again."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+from launch.stand_ins import environment, gone, pids_in
+
+from megatron_scalerl.commands import supervise as module
+from megatron_scalerl.commands.supervise import supervise
+
+STAND_IN_CONTROLLER = """
+import os, signal, sys
+from pathlib import Path
+run, *ends = sys.argv[1:]
+starts = Path(run) / "starts"
+count = len(starts.read_text()) if starts.exists() else 0
+starts.write_text("x" * (count + 1))
+end = ends[count]
+if end == "commit":
+    folder = Path(run) / "checkpoints" / f"step_{count:06d}"
+    folder.mkdir(parents=True)
+    (folder / "COMMIT").write_text("{}")
+    sys.exit(1)
+if end == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(int(end))
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_delay(monkeypatch):
+    monkeypatch.setattr(module, "FIRST_DELAY_S", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("ends", "restarts", "code", "starts"),
+    [
+        (["0"], 2, 0, 1),
+        (["2"], 2, 2, 1),
+        (["143"], 2, 143, 1),
+        (["1", "killed", "0"], 2, 0, 3),
+        (["1", "1", "1", "0"], 2, 1, 3),
+        (["1", "killed", "0"], 1, 1, 2),
+        (["1", "commit", "1", "commit", "1", "0"], 2, 0, 6),
+    ],
+)
+def test_a_failed_run_is_started_again_while_it_makes_progress(tmp_path, ends, restarts, code, starts):
+    command = [sys.executable, "-c", STAND_IN_CONTROLLER, str(tmp_path), *ends]
+    assert supervise(command, tmp_path, restarts=restarts) == code
+    assert len((tmp_path / "starts").read_text()) == starts
+
+
+PROGRAM = """
+import sys
+from megatron_scalerl.commands.supervise import supervise
+child = ["bash", "-c", 'trap "exit 143" TERM; echo $$ >> "$0"; while true; do sleep 0.05; done', sys.argv[1]]
+sys.exit(supervise(child, "/nonexistent", restarts=3))
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_signal_to_the_supervisor_ends_the_run(tmp_path, number, code):
+    """SIGTERM is passed on, and the run is not started again; after SIGKILL the kernel ends the child."""
+    pids = tmp_path / "pids"
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(pids)], env=environment())
+    [child] = pids_in(pids, 1)
+    process.send_signal(number)
+    assert process.wait(30) == code
+    assert gone({child}, 10.0)
+    assert len(pids.read_text().split()) == 1
