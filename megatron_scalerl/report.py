@@ -53,6 +53,8 @@ def report(run_dir: str | Path, console: Console) -> None:
     ledger = read_rows(run_dir / "ledger.jsonl")
     unit = str(ledger[0]["unit"])
     _print_gain(console, gain(run_dir))
+    for task, found in gains_by_task(run_dir, rows[-1]).items():
+        _print_gain(console, found, f"{task}: ")
     _print_ledger(console, ledger, unit)
     fitted, unseen = split(rows, recipe["forecast"])
     if not unseen:
@@ -101,10 +103,23 @@ def evaluate(
     return result.evaluate([row["gpu_hours"] for row in unseen], [row["pass_rate"] for row in unseen])
 
 
-def gain(run_dir: str | Path) -> Gain:
-    """The gain over step 0 with a paired bootstrap over held-out prompts. Raises ValueError as `read_rows`."""
+def gains_by_task(run_dir: str | Path, last: dict[str, Any]) -> dict[str, Gain]:
+    """The gain of each task of a mixture, none without one. last: the last row of validation.jsonl."""
+    found, start = {}, 0
+    for column, count in last.items():
+        if column.startswith("prompts/"):  # in the order in which the prompts are validated
+            found[column.removeprefix("prompts/")] = gain(run_dir, slice(start, start + count))
+            start += count
+    return found
+
+
+def gain(run_dir: str | Path, part: slice = slice(None)) -> Gain:
+    """The gain over step 0 with a paired bootstrap over held-out prompts. Raises ValueError as `read_rows`.
+
+    part: of the held-out prompts in the order of validation_by_prompt.jsonl.
+    """
     rows = read_rows(Path(run_dir) / "validation_by_prompt.jsonl")
-    first, last = np.array(rows[0]["by_prompt"]), np.array(rows[-1]["by_prompt"])
+    first, last = np.array(rows[0]["by_prompt"])[part], np.array(rows[-1]["by_prompt"])[part]
     difference = last - first
     draws = np.random.default_rng(0).integers(0, len(difference), (BOOTSTRAP_DRAWS, len(difference)))
     low, high = np.quantile(difference[draws].mean(axis=1), [0.025, 0.975])
@@ -131,9 +146,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _print_gain(console: Console, found: Gain) -> None:
+def _print_gain(console: Console, found: Gain, prefix: str = "") -> None:
     console.print(
-        f"held-out pass rate {found.first:.3f} at step 0, {found.last:.3f} at step {found.last_step}: "
+        f"{prefix}held-out pass rate {found.first:.3f} at step 0, {found.last:.3f} at step {found.last_step}: "
         f"gain {found.last - found.first:+.3f}, 95 % interval [{found.low:+.3f}, {found.high:+.3f}] "
         "(paired bootstrap over prompts)",
         highlight=False,

@@ -38,7 +38,7 @@ class Prompt:
     """
 
     prompt_id: str
-    """Stable identity: the hash of problem and reference answer, the same in every run and epoch."""
+    """Stable identity: the hash of problem, reference answer and task, the same in every run and epoch."""
     text: str
     """The problem as in the prompts file."""
     answer: str
@@ -47,6 +47,8 @@ class Prompt:
     """[P] the rendered prompt template with the think prefill, as sent to the engine."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The other columns of the row, passed to a custom verifier."""
+    task: str = ""
+    """Name of its task in a mixture; empty without one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -316,6 +318,20 @@ class StepReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TaskPassRate:
+    """The part of one task in a validation. Produced by `controller.validation`.
+
+    Example:
+        >>> part = TaskPassRate(pass_rate=0.5, prompts=200)
+    """
+
+    pass_rate: float
+    """Mean over the task's prompts and their generations."""
+    prompts: int
+    """Held-out prompts of the task."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PassRate:
     """One validation: mean@k on the held-out prompts at one policy version. Produced by `controller.validation`.
 
@@ -353,3 +369,5 @@ class PassRate:
     of the policy's entropy per token on held-out prompts."""
     lost_completions: int = 0
     """Completions left out of all of the above (`CompletionLost`)."""
+    tasks: Mapping[str, TaskPassRate] = field(default_factory=dict)
+    """Of a mixture: task -> its part. RUN/validation.jsonl has them as columns pass_rate/TASK and prompts/TASK."""

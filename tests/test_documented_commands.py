@@ -40,6 +40,7 @@ SHOWN = {
     "the tests' output": r"\d+ passed",
     "the planner's output": r"scalerl_\w+ on \d+ x ",  # compared below
     "a formula": r"    R\(C\) = ",
+    "a row of prompts": r'\{"prompt": ',  # tests/rewards/test_code_verifier.py scores it
     "a folder": r"\.metadata metadata\.json",
     "builds of other projects": r"git clone |MAX_JOBS=\d+ pip install ",
 }

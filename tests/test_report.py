@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from megatron_scalerl.fit.sigmoid import sigmoid
-from megatron_scalerl.report import evaluate, gain, report, split
+from megatron_scalerl.report import evaluate, gain, gains_by_task, report, split
 
 HOURS = np.linspace(0.02, 0.4, 20)
 CURVE = sigmoid(HOURS, asymptote=0.8, exponent=1.8, midpoint=0.08, initial=0.4)
@@ -100,3 +100,17 @@ def test_too_short_a_run_has_no_forecast(tmp_path):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"validation.jsonl: expected at least one line, found no file"):
         report(tmp_path, Console())
+
+
+def test_the_gain_of_each_task_is_over_its_own_prompts(tmp_path, capsys):
+    write_run(tmp_path)
+    lines = (tmp_path / "validation.jsonl").read_text().splitlines()
+    tasks = {"prompts/code": 100, "pass_rate/code": 0.4, "prompts/math": 100, "pass_rate/math": 0.5}
+    (tmp_path / "validation.jsonl").write_text("".join(json.dumps(json.loads(x) | tasks) + "\n" for x in lines))
+    found = gains_by_task(tmp_path, json.loads(lines[-1]) | tasks)
+    assert (found["math"].first, found["math"].last, found["math"].high) == (0.5, 0.5, 0.0)
+    assert found["code"].first == pytest.approx(0.4) and found["code"].last > 0.7
+    assert gains_by_task(tmp_path, json.loads(lines[-1])) == {}
+    report(tmp_path, Console(markup=False, width=200))
+    out = capsys.readouterr().out
+    assert "\ncode: held-out pass rate 0.400 at step 0" in out and "\nmath: held-out pass rate 0.500" in out

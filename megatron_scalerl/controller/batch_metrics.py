@@ -22,6 +22,7 @@ def batch_metrics(
         **{f"batch/{name}": value for name, value in stats.items()},
         "reward": sum(s.reward for s in scores) / count,
         "train_pass_rate": sum(s.correct for s in scores) / count,
+        **_pass_rates_by_task(groups),
         "truncated_share": sum(r.truncated for r in rollouts) / count,
         "interrupted_share": sum(r.interrupted for r in rollouts) / count,
         "lost_completions": float(sum(g.lost_completions for g in groups)),
@@ -32,3 +33,14 @@ def batch_metrics(
         "mixed_version_share": sum(r.policy_versions[0] != r.policy_versions[-1] for r in rollouts) / count,
         "epoch": float(max(g.epoch for g in groups)),
     }
+
+
+def _pass_rates_by_task(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Of a mixture: pass rate and groups of each task that is in the batch."""
+    scores: dict[str, list[bool]] = {}
+    for group in groups:
+        if group.prompt.task:
+            scores.setdefault(group.prompt.task, []).extend(score.correct for score in group.scores)
+    rates = {f"train_pass_rate/{task}": sum(correct) / len(correct) for task, correct in sorted(scores.items())}
+    counts = {f"batch/groups/{task}": float(sum(g.prompt.task == task for g in groups)) for task in sorted(scores)}
+    return rates | counts

@@ -55,6 +55,7 @@ from megatron_scalerl.launch.fleet import Fleet
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.prompts.dataset import PromptSet
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.tasks import tasks_of
 from megatron_scalerl.rollouts.history import BatchRecord, History, read_batch, read_groups, replay_draws
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.sampler import Sampler
@@ -120,6 +121,7 @@ class Controller:
             recipe.seed,
             recipe.curriculum.no_positive_resampling,
             recipe.curriculum.max_epochs,
+            {task.name: task.weight for task in tasks_of(recipe)},
         )
         self._journal = Journal(folder.path, history, policy=recipe.checkpoint.rollouts)
         self._stream = RolloutStream(

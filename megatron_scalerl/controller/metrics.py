@@ -125,7 +125,7 @@ class Metrics:
 
         Synced to disk when this returns, because it is expensive and a restart does not repeat it.
         """
-        row = asdict(result)
+        row = validation_row(result)
         self._by_prompt.append({"step": result.step, "by_prompt": list(by_prompt)})
         self._by_prompt.sync()
         self._validations.append(row)
@@ -160,6 +160,14 @@ class Metrics:
         scalars = _finite(record)
         for sink in self._sinks:
             sink.write(step, scalars)
+
+
+def validation_row(result: PassRate) -> dict[str, Any]:
+    """The line of validation.jsonl; the parts of tasks are columns of their own."""
+    row = asdict(result)
+    for task, part in row.pop("tasks").items():
+        row |= {f"{column}/{task}": value for column, value in part.items()}
+    return row
 
 
 def _validation_scalars(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,10 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import read_run_recipe
 from megatron_scalerl.recipe.input_files import check_policy, check_prompts
 from megatron_scalerl.recipe.parallel_layout import check_sharding
+from megatron_scalerl.recipe.tasks import Task, tasks_of
+from megatron_scalerl.rewards.code_tests import parse_tests
+from megatron_scalerl.rewards.pool import limits_of
+from megatron_scalerl.rewards.sandbox_probe import check_sandbox
 from megatron_scalerl.rollouts.plans import forced_ids
 
 
@@ -49,6 +53,7 @@ def check_inputs(recipe: Recipe) -> Inputs:
     check_policy(recipe)
     check_prompts(recipe)
     check_options(recipe.engine.vllm)
+    _check_sandboxes(recipe)
     for index in range(recipe.engine.count if recipe.engine.port else 0):
         bind_server(recipe.engine.host, recipe.engine.port + index).close()
     hf_config = read_hf_config(recipe.policy.path)
@@ -57,9 +62,10 @@ def check_inputs(recipe: Recipe) -> Inputs:
     text_config = hf_config.get_text_config()
     check_vocabulary(tokenizer, text_config.vocab_size)
     check_think_tags(tokenizer, recipe.prompts.think_start, recipe.prompts.think_end)
-    prompts = load_prompts(tokenizer, recipe.prompts)
-    if recipe.validation.every_steps and not prompts.held_out:
-        raise ValueError("validation.every_steps: expected held-out prompts (prompts.held_out), found none")
+    prompts = load_prompts(tokenizer, tasks_of(recipe), _check_answer)
+    for task in tasks_of(recipe) if recipe.validation.every_steps else ():
+        if all(prompt.task != task.name for prompt in prompts.held_out):
+            raise ValueError(f"validation.every_steps: expected held-out prompts ({task.key}.held_out), found none")
     phrase_ids, _ = forced_ids(recipe, tokenizer)
     for index in range(recipe.engine.count):
         engine_gpus(recipe, index)
@@ -81,6 +87,19 @@ def check_inputs(recipe: Recipe) -> Inputs:
         longest_sequence=longest,
         micro_batch_tokens=capacity,
     )
+
+
+def _check_sandboxes(recipe: Recipe) -> None:
+    """Raises ValueError if a task needs the sandbox of the verifier code and this host cannot make one."""
+    for task in tasks_of(recipe):
+        if task.rewards.verifier == "code":
+            check_sandbox(limits_of(task.rewards))
+
+
+def _check_answer(task: Task, answer: str) -> None:
+    """Raises ValueError for a reference answer that the task's verifier cannot use."""
+    if task.rewards.verifier == "code":
+        parse_tests(answer)
 
 
 def _check_layout(recipe: Recipe, hf_config: PretrainedConfig) -> None:

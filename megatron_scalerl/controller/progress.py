@@ -69,6 +69,7 @@ class Progress:
         self._bar.update(self._task, pass_rate=f"held-out {result.pass_rate:.3f}")
         self._console.print(
             f"{result.step:5d}  held-out pass rate {result.pass_rate:.3f}"
+            f"{''.join(f', {task} {part.pass_rate:.3f}' for task, part in result.tasks.items())}"
             f" ({result.prompts} prompts x {result.generations}, {result.mean_completion_tokens:.1f} tokens,"
             f" interrupted {result.interrupted_share:.3f}, truncated {result.truncated_share:.3f}"
             f"{'' if result.entropy is None else f', entropy {result.entropy:.3f}'})",

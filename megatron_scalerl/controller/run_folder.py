@@ -199,7 +199,7 @@ def check_recipe(recipe: Recipe) -> None:
     now = dict(_flattened(recipe.model_dump(mode="json")))
     defaults = dict(_flattened(type(recipe).model_construct().model_dump(mode="json", warnings=False)))
     for key in sorted(before.keys() | now.keys()):
-        if before.get(key, defaults.get(key)) != now.get(key) and key not in MAY_CHANGE:
+        if before.get(key, defaults.get(key)) != now.get(key) and not _may_change(key):
             raise RecipeError(
                 f"{folder}: expected the recipe of the run in it, {key}: {before.get(key)!r}, "
                 f"found {now.get(key)!r}; choose another name or output_dir"
@@ -273,6 +273,13 @@ def controller_state(checkpoint: Path) -> ControllerState:
         return msgspec.json.decode(file.read_bytes(), type=ControllerState)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file}: expected JSON with step and batches, found {error!r}") from None
+
+
+def _may_change(key: str) -> bool:
+    parts = key.split(".")
+    if parts[:2] == ["prompts", "tasks"] and len(parts) == 4:
+        return f"rewards.{parts[3]}" in MAY_CHANGE
+    return key in MAY_CHANGE
 
 
 def _is_leftover(item: Path) -> bool:

@@ -44,7 +44,8 @@ from megatron_scalerl.launch.open_files import allow_open_files
 from megatron_scalerl.processes.child_process import ProcessDied
 from megatron_scalerl.processes.signals import run_until_signal
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.rewards.pool import VerifierPool
+from megatron_scalerl.recipe.tasks import tasks_of
+from megatron_scalerl.rewards.task_pools import TaskPools
 from megatron_scalerl.rollouts.decoder_pool import DecoderPool
 from megatron_scalerl.rollouts.history import History, read_history
 from megatron_scalerl.rollouts.plans import Plans
@@ -80,7 +81,7 @@ def train(recipe: Recipe, console: Console) -> str:
 
 
 async def _train(recipe: Recipe, inputs: Inputs, console: Console) -> str:
-    async with VerifierPool(recipe.rewards) as verifier:
+    async with TaskPools(tasks_of(recipe)) as verifier:
         # the folder is created last, after every check for user errors
         with contextlib.closing(RunFolder(recipe)) as folder, log_failures(folder.path / "logs" / "controller.log"):
             _resume(folder, console)  # a damaged folder is found before any device is held

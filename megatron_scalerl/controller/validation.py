@@ -21,9 +21,10 @@ from collections.abc import Callable, Sequence
 
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.membership import Membership
+from megatron_scalerl.prompts.dataset import first_of_each_task
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.sampler import VALIDATION_PRIORITY, Sampler, ScoredCompletion
-from megatron_scalerl.types import Completion, CompletionLost, PassRate, Prompt
+from megatron_scalerl.types import Completion, CompletionLost, PassRate, Prompt, TaskPassRate
 
 logger = logging.getLogger(__name__)
 _TRIES = 2
@@ -44,7 +45,7 @@ class Validator:
     ) -> None:
         """count_tokens: called with the number of tokens of every finished completion."""
         self._seed = recipe.validation.seed
-        self._prompts = prompts[: recipe.validation.prompts]
+        self._prompts = first_of_each_task(prompts, recipe.validation.prompts)
         self._engines = engines
         self._sampler = sampler
         self._count_tokens = count_tokens
@@ -89,6 +90,7 @@ class Validator:
             mean_completion_tokens=sum(c.tokens for c in completions) / len(completions),
             entropy=_entropy(completions),
             lost_completions=len(by_prompt) * generations - len(completions),
+            tasks=_by_task(self._prompts, by_prompt),
         )
         return pass_rate, by_prompt
 
@@ -113,6 +115,15 @@ class Validator:
                     self._count_tokens(result.completion.tokens)
                     return result
         return None
+
+
+def _by_task(prompts: Sequence[Prompt], by_prompt: Sequence[float]) -> dict[str, TaskPassRate]:
+    """The pass rate of each task; empty without a mixture."""
+    found: dict[str, list[float]] = {}
+    for prompt, pass_rate in zip(prompts, by_prompt):
+        if prompt.task:
+            found.setdefault(prompt.task, []).append(pass_rate)
+    return {task: TaskPassRate(pass_rate=sum(p) / len(p), prompts=len(p)) for task, p in found.items()}
 
 
 def _entropy(completions: Sequence[Completion]) -> float:

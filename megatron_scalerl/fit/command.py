@@ -43,6 +43,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--compute", metavar="COL", help="column with the compute (or the step)")
     p.add_argument("--score", metavar="COL", help="column with the pass rate")
     p.add_argument(
+        "--task", metavar="NAME", help="task of a mixture, from the columns pass_rate/NAME and prompts/NAME"
+    )
+    p.add_argument(
         "--series",
         metavar="COL=VALUE",
         action="append",
@@ -108,6 +111,7 @@ def _read(options: argparse.Namespace) -> list["Curve"]:
     columns = ColumnOptions(
         compute=options.compute,
         score=options.score,
+        task=options.task,
         series=tuple(series),
         hours_per_step=options.hours_per_step,
     )

@@ -62,6 +62,8 @@ class ColumnOptions:
     """Compute column; None: by its name."""
     score: str | None = None
     """Pass rate column; None: by its name."""
+    task: str | None = None
+    """Task of a mixture: its pass rate and prompts are the columns pass_rate/TASK and prompts/TASK."""
     series: tuple[tuple[str, str], ...] = ()
     """(column, value) pairs that a row must match; the value "*" makes one run of each value."""
     hours_per_step: float | None = None
@@ -134,7 +136,10 @@ class _Point(NamedTuple):
 
 def _curve(table: TableFile, options: ColumnOptions, name: str) -> Curve:
     compute_column, scale, unit = _compute_column(table, options)
-    score_column = _column(table, options.score, SCORE_COLUMNS, "a score", "--score")
+    if options.task and options.score:
+        raise ValueError(f"--task: expected no --score beside it, found --score {options.score}")
+    score = f"pass_rate/{options.task}" if options.task else options.score
+    score_column = _column(table, score, SCORE_COLUMNS, "a score", "--task" if options.task else "--score")
     points: list[_Point] = []
     starts: list[_Point] = []
     notes = _identity_notes(table)
@@ -154,7 +159,7 @@ def _curve(table: TableFile, options: ColumnOptions, name: str) -> Curve:
         compute=np.array([p.compute for p in points]),
         pass_rate=np.array([p.pass_rate for p in points]),
         initial=float(np.mean([p.pass_rate for p in starts])) if starts else None,
-        prompts=_size(points, "prompts"),
+        prompts=_size(points, f"prompts/{options.task}" if options.task else "prompts"),
         generations=_size(points, "generations"),
         truncated_share=_shares(points),
         unit=unit,

@@ -1,14 +1,18 @@
-"""Order of prompts: shuffled epochs, without prompts that the policy already solves.
+"""Order of prompts: shuffled epochs of each task, without prompts that the policy already solves.
 
 No-positive-resampling (Khatri et al. 2025, arXiv 2510.13786, section 3.2): a prompt whose pass rate reached 0.9 is
 removed permanently from later epochs. Choices where the paper is silent: the pass rate is that of the prompt's latest
 scored group, and it is checked when the prompt is drawn, so that a group scored after the epoch began still counts.
+
+A mixture draws the tasks in a fixed order in which each has its share by weight in every stretch of draws, to within
+one prompt (smooth weighted round-robin), not at random: a batch's composition adds no noise. Every task has epochs of
+its own. One that has no prompt left is drawn no more, and the others keep their proportions.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron_scalerl.types import Prompt
 
@@ -18,12 +22,74 @@ class CurriculumDry(Exception):
 
 
 class Curriculum:
-    """Draws training prompts epoch by epoch.
+    """Draws training prompts, of each task epoch by epoch.
 
-    The order of an epoch depends on the set of prompts, the seed and the epoch's number alone, not on the order of
-    the file or on scores. `no_positive_resampling` is the least pass rate at which a prompt is removed (None:
-    never), `max_epochs` the number of epochs (None: no limit).
+    The order of an epoch depends on the set of its task's prompts, the seed and the epoch's number alone, not on the
+    order of the file or on scores. `no_positive_resampling` is the least pass rate at which a prompt is removed
+    (None: never), `max_epochs` the number of epochs of each task (None: no limit), `weights` the weight of each task
+    (None: the prompts are of one).
     """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        seed: int,
+        no_positive_resampling: float | None,
+        max_epochs: int | None = None,
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
+        weights = weights or {prompt.task: 1.0 for prompt in prompts[:1]}
+        assert weights.keys() == {prompt.task for prompt in prompts}, "a task without prompts or weight"
+        self._tasks = {
+            name: _Task([p for p in prompts if p.task == name], seed, no_positive_resampling, max_epochs)
+            for name in sorted(weights)
+        }
+        self._task_of = {prompt.prompt_id: self._tasks[prompt.task] for prompt in prompts}
+        assert len(self._task_of) == len(prompts), "prompt ids repeat"
+        self._weights = dict(weights)
+        self._credit = dict.fromkeys(self._tasks, 0.0)
+        self._ended: dict[str, str] = {}
+        self._epoch = 0
+
+    @property
+    def removed(self) -> int:
+        """Number of prompts removed so far; a solved prompt is removed when it would be drawn again."""
+        return sum(task.removed for task in self._tasks.values())
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the last draw in its task, from 0."""
+        return self._epoch
+
+    def draw(self) -> tuple[Prompt, int]:
+        """The next prompt and its epoch, from 0. Raises CurriculumDry, at every call, when none is left."""
+        while len(self._ended) < len(self._tasks):
+            name = self._next_task()
+            try:
+                prompt, self._epoch = self._tasks[name].draw()
+            except CurriculumDry as end:
+                self._ended[name] = f"{name}: {end}" if name else str(end)
+                self._credit = dict.fromkeys(self._tasks, 0.0)
+                continue
+            self._credit[name] -= 1.0
+            return prompt, self._epoch
+        raise CurriculumDry("; ".join(self._ended[name] for name in self._tasks))
+
+    def observe(self, prompt_id: str, pass_rate: float) -> None:
+        """Record the pass rate of this prompt's latest scored group; truncated completions count as wrong."""
+        self._task_of[prompt_id].observe(prompt_id, pass_rate)
+
+    def _next_task(self) -> str:
+        """The task that is furthest behind its share."""
+        left = [name for name in self._tasks if name not in self._ended]
+        total = sum(self._weights[name] for name in left)
+        for name in left:
+            self._credit[name] += self._weights[name] / total
+        return max(left, key=lambda name: self._credit[name])
+
+
+class _Task:
+    """The epochs of one task's prompts."""
 
     def __init__(
         self,
@@ -34,7 +100,6 @@ class Curriculum:
     ) -> None:
         assert prompts, "a curriculum needs prompts"
         self._prompts = {prompt.prompt_id: prompt for prompt in sorted(prompts, key=lambda p: p.prompt_id)}
-        assert len(self._prompts) == len(prompts), "prompt ids repeat"
         self._seed = seed
         self._threshold = no_positive_resampling
         self._max_epochs = max_epochs
@@ -46,16 +111,10 @@ class Curriculum:
 
     @property
     def removed(self) -> int:
-        """Number of prompts removed so far; a solved prompt is removed when it would be drawn again."""
         return len(self._removed)
 
-    @property
-    def epoch(self) -> int:
-        """Epoch of the last draw, from 0."""
-        return self._epoch
-
     def draw(self) -> tuple[Prompt, int]:
-        """The next prompt and its epoch, from 0. Raises CurriculumDry, at every call, when none is left."""
+        """As `Curriculum.draw`."""
         while True:
             if self._position == len(self._order):
                 self._begin_next_epoch()
@@ -66,8 +125,6 @@ class Curriculum:
             return self._prompts[identity], self._epoch
 
     def observe(self, prompt_id: str, pass_rate: float) -> None:
-        """Record the pass rate of this prompt's latest scored group; truncated completions count as wrong."""
-        assert prompt_id in self._prompts, prompt_id
         assert 0.0 <= pass_rate <= 1.0, pass_rate
         self._latest[prompt_id] = pass_rate
 

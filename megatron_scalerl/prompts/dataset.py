@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import msgspec
 
 from megatron_scalerl.prompts.rendering import PromptRenderer
 from megatron_scalerl.prompts.sources import Row, listing, read_rows, refuse_surrogates
-from megatron_scalerl.recipe.sections import PromptsSection
+from megatron_scalerl.recipe.tasks import Task
 from megatron_scalerl.types import Prompt
 
 
@@ -34,16 +35,22 @@ class PromptReport:
     """Training rows skipped because their text is in the file of held-out prompts."""
     too_long: tuple[str, ...]
     """One entry for each skipped prompt: file, line, tokens found and allowed."""
+    key: str = "prompts"
+    """Section of the recipe that the counts are about."""
+    tasks: tuple[PromptReport, ...] = ()
+    """The counts of each task of a mixture; the others are then their sums."""
 
     def lines(self) -> list[str]:
         """The report as text, one line for each reason to skip rows."""
-        lines = [f"prompts: {self.rows} rows, {self.training} to train on, {self.held_out} held out"]
+        if self.tasks:
+            return [line for report in self.tasks for line in report.lines()]
+        lines = [f"{self.key}: {self.rows} rows, {self.training} to train on, {self.held_out} held out"]
         if self.duplicates:
-            lines.append(f"prompts: {self.duplicates} duplicates skipped")
+            lines.append(f"{self.key}: {self.duplicates} duplicates skipped")
         if self.leaked:
-            lines.append(f"prompts: {self.leaked} training rows skipped whose text is held out")
+            lines.append(f"{self.key}: {self.leaked} training rows skipped whose text is held out")
         if self.too_long:
-            lines += [f"prompts: {len(self.too_long)} too long and skipped:", *listing(self.too_long)]
+            lines += [f"{self.key}: {len(self.too_long)} too long and skipped:", *listing(self.too_long)]
         return lines
 
 
@@ -52,49 +59,75 @@ class PromptSet:
     """The prompts of a run."""
 
     training: tuple[Prompt, ...]
-    """In the order of the file."""
+    """In the order of the files, task after task."""
     held_out: tuple[Prompt, ...]
-    """In the order of their hashes, so that the first n do not depend on the order of the file."""
+    """Task after task, each in the order of hashes, so that its first n do not depend on the order of the file."""
     report: PromptReport
 
 
-def prompt_id(text: str, answer: str) -> str:
-    """Stable id of a prompt: 16 hexadecimal digits of the SHA-256 of problem and reference answer."""
-    return hashlib.sha256(json.dumps([text, answer]).encode()).hexdigest()[:16]
+def prompt_id(text: str, answer: str, task: str = "") -> str:
+    """Stable id of a prompt: 16 hexadecimal digits of the SHA-256 of problem, reference answer and task, if any."""
+    parts = [text, answer, task] if task else [text, answer]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-def load_prompts(tokenizer: Any, prompts: PromptsSection) -> PromptSet:
-    """Read, render and split the prompts of the recipe's section.
+def load_prompts(
+    tokenizer: Any, tasks: Sequence[Task], check_answer: Callable[[Task, str], None] = lambda task, answer: None
+) -> PromptSet:
+    """Read, render and split the prompts of the recipe's tasks.
 
-    `tokenizer` is a Hugging Face tokenizer. Held out are the prompts of `held_out_path`, or else the `held_out`
-    prompts of `path` whose texts have the smallest hashes; below 1, `held_out` is a share of all possible texts.
-    Raises ValueError, in one line, for an invalid file or if no training prompt is left.
+    `tokenizer` is a Hugging Face tokenizer. Held out of a task are the prompts of its `held_out_path`, or else the
+    `held_out` prompts of `path` whose texts have the smallest hashes; below 1, `held_out` is a share of all possible
+    texts. No task trains on a text that any task holds out. `check_answer` raises ValueError for a reference answer
+    that the task's verifier cannot use. Raises ValueError, in one line, for an invalid file or if a task has no
+    training prompt.
     """
-    loader = _Loader(tokenizer, prompts)
-    found = loader.load(prompts.path)
-    leaked = 0
-    if prompts.held_out_path is not None:
-        held_out = loader.load(prompts.held_out_path)
-        texts = {prompt.text for prompt in held_out}
-        training = [prompt for prompt in found if prompt.text not in texts]
-        leaked = len(found) - len(training)
-    else:
-        training, held_out = split_held_out(found, prompts.held_out)
-    if not training:
-        raise ValueError(
-            f"prompts.held_out: expected fewer than the {len(found)} prompts of {prompts.path}, "
-            f"found {len(held_out)} held out and none to train on"
-        )
-    report = PromptReport(
-        rows=loader.rows,
-        training=len(training),
-        held_out=len(held_out),
-        duplicates=loader.duplicates,
-        leaked=leaked,
-        too_long=tuple(loader.too_long),
+    loaders = [_Loader(tokenizer, task, check_answer) for task in tasks]
+    splits = [loader.load_split() for loader in loaders]
+    texts = {prompt.text for _, held_out in splits for prompt in held_out}
+    training: list[Prompt] = []
+    reports = []
+    for loader, (found, held_out) in zip(loaders, splits):
+        kept = [prompt for prompt in found if prompt.text not in texts]
+        if not kept:
+            raise ValueError(
+                f"{loader.task.key}.held_out: expected fewer than the {len(found) + loader.split_off} prompts of "
+                f"{loader.task.prompts.path}, found {len(held_out)} held out and none to train on"
+            )
+        training += kept
+        reports.append(loader.report(kept, held_out, leaked=len(found) - len(kept)))
+    ordered = [
+        prompt
+        for _, held_out in splits
+        for prompt in sorted(held_out, key=lambda prompt: (_text_hash(prompt.text), prompt.prompt_id))
+    ]
+    return PromptSet(training=tuple(training), held_out=tuple(ordered), report=_sum(reports))
+
+
+def _sum(reports: Sequence[PromptReport]) -> PromptReport:
+    """One report for all tasks."""
+    if len(reports) == 1:
+        return reports[0]
+    return PromptReport(
+        rows=sum(r.rows for r in reports),
+        training=sum(r.training for r in reports),
+        held_out=sum(r.held_out for r in reports),
+        duplicates=sum(r.duplicates for r in reports),
+        leaked=sum(r.leaked for r in reports),
+        too_long=tuple(line for r in reports for line in r.too_long),
+        tasks=tuple(reports),
     )
-    in_order_of_hash = sorted(held_out, key=lambda prompt: (_text_hash(prompt.text), prompt.prompt_id))
-    return PromptSet(training=tuple(training), held_out=tuple(in_order_of_hash), report=report)
+
+
+def first_of_each_task(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:
+    """The first `count` prompts of every task, in their order; None: all."""
+    seen: Counter[str] = Counter()
+    kept = []
+    for prompt in prompts:
+        seen[prompt.task] += 1
+        if count is None or seen[prompt.task] <= count:
+            kept.append(prompt)
+    return kept
 
 
 def split_held_out(prompts: Sequence[Prompt], held_out: int | float) -> tuple[list[Prompt], list[Prompt]]:
@@ -115,28 +148,53 @@ def _text_hash(text: str) -> int:
 
 
 class _Loader:
-    """Reads files into prompts and counts skipped rows."""
+    """Reads the files of a task into prompts and counts skipped rows."""
 
-    def __init__(self, tokenizer: Any, prompts: PromptsSection) -> None:
-        self._renderer = PromptRenderer(tokenizer, prompts)
-        self._prompts = prompts
-        self.rows = 0
-        self.duplicates = 0
-        self.too_long: list[str] = []
+    def __init__(self, tokenizer: Any, task: Task, check_answer: Callable[[Task, str], None]) -> None:
+        self._renderer = PromptRenderer(tokenizer, task.prompts)
+        self._prompts = task.prompts
+        self._check_answer = check_answer
+        self.task = task
+        self.split_off = 0
+        """Prompts of `path` that are held out."""
+        self._rows = 0
+        self._duplicates = 0
+        self._too_long: list[str] = []
 
-    def load(self, path: str) -> list[Prompt]:
+    def load_split(self) -> tuple[list[Prompt], list[Prompt]]:
+        """(prompts to train on, held-out prompts)"""
+        assert self._prompts.path is not None
+        found = self._load(self._prompts.path)
+        if self._prompts.held_out_path is not None:
+            return found, self._load(self._prompts.held_out_path)
+        training, held_out = split_held_out(found, self._prompts.held_out)
+        self.split_off = len(held_out)
+        return training, held_out
+
+    def report(self, training: Sequence[Prompt], held_out: Sequence[Prompt], *, leaked: int) -> PromptReport:
+        return PromptReport(
+            rows=self._rows,
+            training=len(training),
+            held_out=len(held_out),
+            duplicates=self._duplicates,
+            leaked=leaked,
+            too_long=tuple(self._too_long),
+            key=self.task.key,
+        )
+
+    def _load(self, path: str) -> list[Prompt]:
         columns = (self._prompts.prompt_column, self._prompts.answer_column)
         unique: dict[str, tuple[Row, str, str]] = {}
-        before = self.rows
+        before = self._rows
         for row in read_rows(path, columns, self._prompts.split):
-            self.rows += 1
+            self._rows += 1
             text, answer = (_as_text(row, column) for column in columns)
             if not text.strip():
                 raise ValueError(f"{row.where}: expected a text in {columns[0]!r}, found an empty one")
-            identity = prompt_id(text, answer)
-            self.duplicates += identity in unique
+            identity = prompt_id(text, answer, self.task.name)
+            self._duplicates += identity in unique
             unique.setdefault(identity, (row, text, answer))
-        if self.rows == before:
+        if self._rows == before:
             raise ValueError(f"{path}: expected at least one prompt, found an empty file")
         kept = self._render(unique)
         if not kept:
@@ -153,11 +211,24 @@ class _Loader:
         kept = []
         for (identity, (row, text, answer)), token_ids in zip(unique.items(), all_token_ids):
             if len(token_ids) > limit:
-                self.too_long.append(f"{row.where}: {len(token_ids)} tokens, at most {limit} allowed")
+                self._too_long.append(f"{row.where}: {len(token_ids)} tokens, at most {limit} allowed")
                 continue
             extra = {name: value for name, value in row.values.items() if name not in columns}
             _check_extra(row, extra)
-            kept.append(Prompt(prompt_id=identity, text=text, answer=answer, token_ids=token_ids, extra=extra))
+            try:
+                self._check_answer(self.task, answer)
+            except ValueError as error:
+                raise ValueError(f"{row.where}: {columns[1]!r}: {error}") from None
+            kept.append(
+                Prompt(
+                    prompt_id=identity,
+                    text=text,
+                    answer=answer,
+                    token_ids=token_ids,
+                    extra=extra,
+                    task=self.task.name,
+                )
+            )
         return kept
 
 

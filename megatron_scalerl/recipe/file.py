@@ -11,6 +11,8 @@ from pydantic import BaseModel, ValidationError
 
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.nearest import unknown_key
+from megatron_scalerl.recipe.sections import PromptsSection
+from megatron_scalerl.recipe.task_section import TaskSection
 
 OLD_KEYS = {"advantages.normalise": "advantages.normalize"}
 """Old key path -> new key path. A recipe that uses an old one is rejected; the recipe.yaml of an old run is read."""
@@ -113,7 +115,7 @@ def _first_line(error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         if key in OLD_KEYS:
             return f"expected a recipe key, found {key}; it was renamed to {OLD_KEYS[key]}{more}"
-        return unknown_key(key, valid_keys(), expected="a recipe key") + more
+        return unknown_key(key, _keys_beside(key), expected="a recipe key") + more
     if first["type"] == "missing":
         return f"{key}: expected a value, found none{more}"
     message = first["msg"].removeprefix("Value error, ")
@@ -123,8 +125,17 @@ def _first_line(error: ValidationError) -> str:
 
 
 def valid_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
-    """Every key path of the schema, sections included."""
+    """Every key path of the schema, sections included; NAME stands for a name that the recipe chooses."""
     for name, info in model.model_fields.items():
         yield prefix + name
+        if info.annotation == PromptsSection.model_fields["tasks"].annotation:
+            yield from valid_keys(TaskSection, f"{prefix}{name}.NAME.")
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
             yield from valid_keys(info.annotation, f"{prefix}{name}.")
+
+
+def _keys_beside(key: str) -> list[str]:
+    """The valid keys, with the name of the task that `key` belongs to, if any."""
+    parts = key.split(".")
+    name = parts[2] if parts[:2] == ["prompts", "tasks"] and len(parts) > 3 else None
+    return [k if name is None else k.replace(".NAME.", f".{name}.") for k in valid_keys()]

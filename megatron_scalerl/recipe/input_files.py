@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.tasks import tasks_of
 
 
 def check_policy(recipe: Recipe) -> None:
@@ -21,6 +22,6 @@ def check_policy(recipe: Recipe) -> None:
 
 def check_prompts(recipe: Recipe) -> None:
     """Raises ValueError where a file or folder with prompts does not exist."""
-    for path in (recipe.prompts.path, recipe.prompts.held_out_path):
+    for path in (path for task in tasks_of(recipe) for path in (task.prompts.path, task.prompts.held_out_path)):
         if path is not None and not Path(path).exists():
             raise ValueError(f"{path}: expected a prompts file or folder, found nothing")

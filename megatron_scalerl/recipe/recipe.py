@@ -98,6 +98,7 @@ class Recipe(Section):
             raise ValueError(
                 f"rollouts.max_in_flight: expected at least group_size {r.group_size}, found {r.max_in_flight}"
             )
+        _check_tasks(self)
         if self.engine.min_engines > self.engine.count:
             raise ValueError(
                 f"engine.min_engines: expected at most engine.count {self.engine.count}, found "
@@ -118,3 +119,24 @@ class Recipe(Section):
                 f"{self.interruption.answer_tokens} + forced tokens), found {context}"
             )
         return self
+
+
+def _check_tasks(recipe: Recipe) -> None:
+    """Raises ValueError unless one of prompts.path and prompts.tasks is set, for what tasks cannot share."""
+    prompts = recipe.prompts
+    if prompts.path is None and prompts.tasks is None:
+        raise ValueError("prompts.path: expected a value, found none (nor prompts.tasks)")
+    if prompts.tasks is not None:
+        if prompts.path is not None:
+            raise ValueError("prompts.path: expected none beside prompts.tasks, found " + prompts.path)
+        if not prompts.tasks:
+            raise ValueError("prompts.tasks: expected at least one task, found none")
+        if prompts.held_out_path is not None:
+            raise ValueError(
+                "prompts.held_out_path: expected prompts.tasks.NAME.held_out_path in a mixture, found "
+                f"{prompts.held_out_path}"
+            )
+    rewards = recipe.rewards
+    tasks = [(task.verifier, task.memory_mb) for task in (prompts.tasks or {}).values()] or [(None, None)]
+    if any((verifier or rewards.verifier) == "code" and not (own or rewards.memory_mb) for verifier, own in tasks):
+        raise ValueError("rewards.memory_mb: expected a limit for the verifier code, found null")

@@ -18,6 +18,7 @@ from megatron_scalerl.recipe.section import (
     Section,
     Share,
 )
+from megatron_scalerl.recipe.task_section import TaskName, TaskSection
 
 PAPER_PHRASE = "Okay, time is up. Let me stop thinking and formulate a final answer now. "
 """The phrase of section 4 of the paper without the closing think tag, which is appended when it is forced. The
@@ -41,8 +42,11 @@ class PolicySection(Section):
 class PromptsSection(Section):
     """Where prompts come from and how they are rendered."""
 
-    path: str
-    """Training prompts: a .jsonl or .parquet file, or a Hugging Face dataset folder."""
+    path: str | None = None
+    """Training prompts: a .jsonl or .parquet file, or a Hugging Face dataset folder. This or `tasks` is set."""
+    tasks: dict[TaskName, TaskSection] | None = None
+    """A mixture of tasks instead of `path`: name -> its prompts, weight and verifier (docs/tasks.md). What a task
+    does not set is as here and in `rewards`."""
     split: str | None = None
     """Split to read from a dataset folder with several splits. null: the folder has one split."""
     prompt_column: str = "prompt"
@@ -64,8 +68,8 @@ class PromptsSection(Section):
     held_out_path: str | None = None
     """File with the validation prompts. null: they are split off `path`."""
     held_out: NonNegativeInt | Annotated[float, Field(gt=0, lt=1)] = 1000
-    """Number of prompts held out of `path` by hash (the paper: 1,000), or a fraction below 1. 0 requires
-    `held_out_path` or no validation."""
+    """Number of prompts held out of `path` by hash (the paper: 1,000), or a fraction below 1; of each task's prompts
+    in a mixture. 0 requires `held_out_path` or no validation."""
 
 
 class CurriculumSection(Section):
@@ -150,8 +154,9 @@ class RewardsSection(Section):
     """How completions are scored."""
 
     verifier: str = "math"
-    """`math` (math-verify on the text after thinking) or `module:function` for a custom verifier. Its result must
-    depend on its arguments only: identical text, reference and other columns are checked once."""
+    """`math` (math-verify on the text after thinking), `code` (unit tests in a sandbox, docs/tasks.md) or
+    `module:function` for a custom verifier. Its result must depend on its arguments only: identical text, reference
+    and other columns are checked once."""
     correct: float = 1.0
     """Reward of an accepted answer (the paper: +1)."""
     incorrect: float = -1.0
@@ -161,15 +166,16 @@ class RewardsSection(Section):
     cpu_s: PositiveFloat = 2.0
     """CPU time limit of one check (s). Beyond it the worker is killed and the completion is wrong (`timeout`). CPU
     time does not depend on the load of the machine. n different answers that all exceed it take n (cpu_s + 0.5) /
-    workers seconds: 768 answers take 16 minutes with 2 workers, 4 minutes with 8."""
+    workers seconds: 768 answers take 16 minutes with 2 workers, 4 minutes with 8. code: of all tests together."""
     timeout_s: PositiveFloat = 10.0
     """Wall-clock limit of one check (s), for a verifier that waits for something; beyond it as for cpu_s."""
     memory_mb: PositiveInt | None = 1024
     """Address space that one check may add to its worker (MiB); an answer that needs more is wrong (`memory`). The
     math verifier starts with 60 MiB and a normal answer adds less than 40. null: no limit, for a verifier that starts
-    programs that reserve much address space, such as java or node."""
+    programs that reserve much address space, such as java or node. code: of the program, null is refused."""
     file_mb: NonNegativeInt = 0
-    """Maximum size of a file that a verifier writes (MiB). 0: it cannot write files."""
+    """Maximum size of a file that a verifier writes (MiB). 0: it cannot write files. code: of the program, which has
+    a folder of four times this size."""
     environment: tuple[str, ...] = ()
     """Names of environment variables to pass to a custom verifier. Only those for paths, home, locale and library
     search are passed by default, so that tokens and keys stay with the controller."""
@@ -235,7 +241,7 @@ class ValidationSection(Section):
     every_steps: NonNegativeInt = 100
     """Optimizer steps between validations, from step 0 (the paper: 100). 0: none."""
     prompts: PositiveInt | None = None
-    """Number of held-out prompts to use. null: all."""
+    """Number of held-out prompts to use, of each task in a mixture. null: all."""
     generations: PositiveInt = 16
     """Completions per prompt, the k of mean@k (the paper: 16)."""
     end_generations: PositiveInt | None = None

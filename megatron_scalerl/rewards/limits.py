@@ -26,6 +26,14 @@ OPEN_FILES = 256
 MIB = 2**20
 
 
+class VerifierUnavailable(Exception):
+    """A check could not be made, through no fault of the answer: it has no score."""
+
+
+class TimeLimitExceeded(Exception):
+    """An answer exceeded a limit of time that its verifier measures itself: it is wrong, `timeout`."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
     """The limits of one check, from the recipe's `rewards`."""

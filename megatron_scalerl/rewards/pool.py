@@ -13,6 +13,8 @@ Outcomes of a check other than the verifier's return value:
 * A process that dies during a check (killed by another process, a segmentation fault, an exit) is replaced and the
   check repeated. The second time the answer is wrong, with the reason `crash`: an answer must not avoid its score by
   crashing the verifier. Checks that had not begun are not affected.
+* A check that its verifier cannot make (VerifierUnavailable: the code verifier without a sandbox) is lost as well;
+  after MAX_UNAVAILABLE in a row the run ends (RuntimeError).
 * Where no replacement starts in START_TRIES tries, the current check is lost through no fault of the answer
   (CompletionLost). Other workers continue; after START_ROUNDS such rounds for every worker with no process alive the
   run ends (RuntimeError).
@@ -20,6 +22,8 @@ Outcomes of a check other than the verifier's return value:
 Identical checks (same text, reference and extra columns) run once, so a verifier must depend on its arguments alone.
 The scores of CACHE_SIZE checks are cached; a result that may differ next time (a raised error, a crash, the
 wall-clock limit) is shared only by the callers that are waiting for it.
+
+Verifiers of tasks have pools of their own (`task_pools`), so that slow ones do not hold up fast ones.
 
 Worst case of n different checks that all exceed the limit of processor time: n * (cpu_s + R) / workers seconds on
 dedicated CPUs, with R about 0.5 s for the replacement of a process: 48 prompts x 16 with the default of 2 s take 16
@@ -55,6 +59,8 @@ MAX_LOSSES = 2
 """Processes that may die during one check."""
 MAX_EARLY_LOSSES = 3
 """Processes that may die before they begin one check."""
+MAX_UNAVAILABLE = 64
+"""Checks in a row for which a verifier raises VerifierUnavailable, after which the pool ends."""
 START_TRIES = 4
 START_PAUSE_S = 0.5
 """A round of START_TRIES to replace a process, with pauses that double."""
@@ -88,7 +94,7 @@ class _Outage:
 class VerifierPool:
     """Verifier processes behind an asyncio interface; `async with` starts and closes it.
 
-    The verifier is "math" or "module:function" with the signature
+    The verifier is "math", "code" or "module:function" with the signature
     `(answer_text: str, reference: str, extra: dict) -> bool | float`. A bool becomes the reward `correct` or
     `incorrect`; a float is the reward itself and counts as correct if it is at least `correct`.
 
@@ -98,7 +104,7 @@ class VerifierPool:
 
     def __init__(self, rewards: RewardsSection, *, start_timeout_s: float = 300.0) -> None:
         self._rewards = rewards
-        limits = Limits(cpu_s=rewards.cpu_s, memory_mb=rewards.memory_mb, file_mb=rewards.file_mb)
+        limits = limits_of(rewards)
         self._processes = [
             WorkerProcess(
                 rewards.verifier,
@@ -114,6 +120,7 @@ class VerifierPool:
         self._cache: OrderedDict[bytes, Score] = OrderedDict()
         self._serial = 0
         self._outage = _Outage()
+        self._unavailable = 0
         self._error_shown = False
         self._tasks: list[asyncio.Task[None]] = []
         self._end: Exception | None = RuntimeError("the verifier pool was not started")
@@ -249,7 +256,7 @@ class VerifierPool:
                 return chunk[index + 1 :]
             except WorkerDied as death:
                 return await self._lost_during(process, chunk[index:], death.limit)
-            self._resolve(check, self._score_of(reply), keep="error" not in reply)
+            self._take(check, reply)
             if reply["retire"]:
                 await process.kill()
                 return chunk[index + 1 :]
@@ -304,9 +311,23 @@ class VerifierPool:
             raise RuntimeError(f"expected a verifier process to start again, found {tries} failing, last: {problem}")
         return False
 
+    def _take(self, check: _Check, reply: dict[str, Any]) -> None:
+        """Resolve a check by its reply. Raises RuntimeError after MAX_UNAVAILABLE checks that could not be made."""
+        if "unavailable" not in reply:
+            self._unavailable = 0
+            self._resolve(check, self._score_of(reply), keep="error" not in reply)
+            return
+        self._unavailable += 1
+        self._fail_lost(check, reply["unavailable"])
+        if self._unavailable >= MAX_UNAVAILABLE:
+            raise RuntimeError(
+                f"{self._unavailable} checks in a row could not be made, the last: {reply['unavailable']}"
+            )
+
     def _score_of(self, reply: dict[str, Any]) -> Score:
-        if "memory" in reply:
-            return self._wrong("memory")
+        for limit in ("memory", "timeout"):
+            if limit in reply:
+                return self._wrong(limit)
         if "error" in reply:
             if not self._error_shown:
                 self._error_shown = True
@@ -330,10 +351,9 @@ class VerifierPool:
             check.score.set_result(score)
             del self._outstanding[check.key]
 
-    def _fail_lost(self, check: _Check) -> None:
+    def _fail_lost(self, check: _Check, why: str = "no verifier process could be started for a completion") -> None:
         if not check.score.done():
-            message = "no verifier process could be started for a completion"
-            check.score.set_exception(CompletionLost(message, reason="verifier_lost"))
+            check.score.set_exception(CompletionLost(why, reason="verifier_lost"))
             del self._outstanding[check.key]
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
@@ -348,6 +368,11 @@ class VerifierPool:
             if not check.score.done():
                 check.score.set_exception(end)
         self._outstanding.clear()
+
+
+def limits_of(rewards: RewardsSection) -> Limits:
+    """The limits of a check."""
+    return Limits(cpu_s=rewards.cpu_s, memory_mb=rewards.memory_mb, file_mb=rewards.file_mb)
 
 
 def default_workers() -> int:

@@ -12,6 +12,7 @@ the pool wrote and are passed on as str. Replies are JSON with the number of the
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import json
@@ -24,7 +25,15 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from megatron_scalerl.processes.parent_death import die_with_parent
-from megatron_scalerl.rewards.limits import MIB, Limits, address_space, limit_process, limited_check
+from megatron_scalerl.rewards.limits import (
+    MIB,
+    Limits,
+    TimeLimitExceeded,
+    VerifierUnavailable,
+    address_space,
+    limit_process,
+    limited_check,
+)
 
 FRAME = struct.Struct("!Q")
 RETIRE_GROWTH = 2.0
@@ -32,17 +41,22 @@ RETIRE_GROWTH = 2.0
 Verifier = Callable[[str, str, dict[str, Any]], Any]
 
 
-def load_verifier(spec: str) -> Verifier:
-    """The function for `math` or `module:function`. Raises ValueError, in one line, if it cannot be used."""
+def load_verifier(spec: str, limits: Limits) -> Verifier:
+    """The function for `math`, `code` or `module:function`. Raises ValueError, in one line, if it cannot be used."""
     if spec == "math":
         from megatron_scalerl.rewards import math
 
         math.warm_up()
         return math.verify_math
+    if spec == "code":
+        from megatron_scalerl.rewards import code, sandbox_probe
+
+        sandbox_probe.check_sandbox(limits)
+        return functools.partial(code.verify_code, limits=limits)
     module_name, separator, name = spec.partition(":")
     head = f"rewards.verifier {spec!r}"
     if not (module_name and separator and name):
-        raise ValueError(f"{head}: expected 'math' or 'module:function', found neither")
+        raise ValueError(f"{head}: expected 'math', 'code' or 'module:function', found none of them")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # whatever the user's module raises on import
@@ -71,7 +85,8 @@ def _check_signature(head: str, name: str, verifier: Verifier) -> None:
 def run_check(verifier: Verifier, check: bytes, limits: Limits) -> dict[str, Any]:
     """Run one check within its limits: {"value": a bool or a finite float}.
 
-    Or {"memory": True} if the memory limit was exceeded, or {"error": a traceback}.
+    Or {"memory": True} or {"timeout": True} if that limit was exceeded, {"unavailable": why} if the check could not
+    be made, or {"error": a traceback}.
     """
     try:
         with limited_check(limits):
@@ -83,6 +98,10 @@ def run_check(verifier: Verifier, check: bytes, limits: Limits) -> dict[str, Any
                 raise ValueError(f"expected a bool or a finite float, found {value}")
     except MemoryError:
         return {"memory": True}
+    except TimeLimitExceeded:
+        return {"timeout": True}
+    except VerifierUnavailable as problem:
+        return {"unavailable": str(problem)}
     except Exception:  # the user's verifier on model output; the pool counts it
         return {"error": traceback.format_exc()[-4000:]}
     return {"value": value}
@@ -92,12 +111,12 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     """Report whether the verifier loaded, then serve requests until the pool closes the pipe."""
     setup = pickle.loads(_read_frame(requests) or b"")
     sys.path.extend(entry for entry in setup["sys_path"] if entry not in sys.path)
+    limits: Limits = setup["limits"]
     try:
-        verifier = load_verifier(setup["verifier"])
+        verifier = load_verifier(setup["verifier"], limits)
     except ValueError as error:
         _reply(replies, {"error": str(error)})
         return
-    limits: Limits = setup["limits"]
     limit_process(limits)
     loaded = address_space()
     _reply(replies, {"ready": True})

@@ -39,7 +39,7 @@ INHERITED = (
 END_TIMEOUT_S = 10.0
 """Seconds for a killed process to exit; after that it is left behind."""
 
-_OUTCOMES = {"value", "error", "memory"}
+_OUTCOMES = {"value", "error", "memory", "timeout", "unavailable"}
 """Keys of a reply; one of them holds the outcome of a check."""
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.rewards.pool import VerifierPool
+from megatron_scalerl.rewards.task_pools import TaskPools
 from megatron_scalerl.rollouts.decoder_pool import DecoderPool
 from megatron_scalerl.rollouts.plans import Draw, Plans
 from megatron_scalerl.types import Completion, Prompt, Score
@@ -30,7 +31,7 @@ class ScoredCompletion:
 class Sampler:
     """Completes prompts on engines and scores them."""
 
-    def __init__(self, plans: Plans, *, decoders: DecoderPool, verifier: VerifierPool) -> None:
+    def __init__(self, plans: Plans, *, decoders: DecoderPool, verifier: VerifierPool | TaskPools) -> None:
         self._plans = plans
         self._decoders = decoders
         self._verifier = verifier

@@ -3,14 +3,17 @@
 import json
 import os
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from rollout_groups import group
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
+from megatron_scalerl.controller.batch_metrics import batch_metrics
 from megatron_scalerl.controller.metrics import Metrics
-from megatron_scalerl.types import PassRate
+from megatron_scalerl.types import PassRate, TaskPassRate
 
 
 def open_metrics(folder, *, step=0, batches=0, last_step=0):
@@ -53,6 +56,39 @@ def column(folder, file, name="step"):
 
 def events(folder):
     return EventAccumulator(str(folder / "tensorboard")).Reload()
+
+
+def test_the_tasks_of_a_mixture_are_columns_of_validation_and_tensorboard(tmp_path):
+    metrics = open_metrics(tmp_path)
+    parts = {"code": TaskPassRate(pass_rate=0.0, prompts=1), "math": TaskPassRate(pass_rate=0.5, prompts=3)}
+    metrics.validation(replace(pass_rate(0), tasks=parts), by_prompt=[0.0, 0.5, 0.5, 0.5])
+    metrics.validation(pass_rate(2), by_prompt=[0.0] * 4)
+    metrics.close()
+    first, second = read_jsonl(tmp_path / "validation.jsonl")
+    own = {"pass_rate/code": 0.0, "prompts/code": 1, "pass_rate/math": 0.5, "prompts/math": 3}
+    assert first | {"step": 2, "policy_version": 2} == second | own
+    assert second.keys() == asdict(pass_rate(2)).keys() - {"tasks"}, "as before there were tasks"
+    assert events(tmp_path).Scalars("validation/pass_rate/math")[0].value == 0.5
+
+
+def groups(**correct):
+    """A group for each entry: task -> [completions] correct."""
+    for number, (task, scores) in enumerate(correct.items()):
+        made = group([1.0 if right else -1.0 for right in scores], group_id=number)
+        yield replace(made, prompt=replace(made.prompt, task=task))
+
+
+def test_train_pass_rates_are_recorded_by_task():
+    mixed = batch_metrics(list(groups(math=[True, True], code=[True, False])), {}, 0)
+    assert mixed["train_pass_rate"] == 0.75
+    found = {k: v for k, v in mixed.items() if "/" in k}
+    assert found == {
+        "train_pass_rate/math": 1.0,
+        "train_pass_rate/code": 0.5,
+        "batch/groups/math": 1.0,
+        "batch/groups/code": 1.0,
+    }
+    assert not [k for k in batch_metrics(list(groups(**{"": [True]})), {}, 0) if "/" in k]
 
 
 def test_step_records_after_the_checkpoint_are_dropped_and_those_before_it_stay(tmp_path):

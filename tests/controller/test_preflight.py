@@ -116,6 +116,48 @@ def test_a_port_in_use(tiny):
         assert refusal(tiny, f"engine.port={port}").endswith(f"127.0.0.1:{port} in use")
 
 
+def code_file(tmp_path, *answers):
+    file = tmp_path / "code.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{n};+2=", "answer": a}) + "\n" for n, a in enumerate(answers)))
+    return file
+
+
+def mixture(tiny, tmp_path, *answers):
+    file = code_file(tmp_path, *answers)
+    code = f"{{path: {file}, weight: 1, verifier: code, held_out: 1}}"
+    math = f"{{path: {tiny / 'prompts.jsonl'}, held_out_path: {tiny / 'held_out.jsonl'}, weight: 3}}"
+    return f"prompts.tasks={{code: {code}, math: {math}}}", "prompts.path=null", "prompts.held_out_path=null"
+
+
+TESTS = '[{"input": "", "output": "7"}]'
+
+
+def test_a_mixture_is_checked_task_by_task(tiny, tmp_path):
+    inputs = check_inputs(recipe(tiny, *mixture(tiny, tmp_path, TESTS, TESTS, TESTS)))
+    assert [r.key for r in inputs.prompts.report.tasks] == ["prompts.tasks.code", "prompts.tasks.math"]
+    assert [p.task for p in inputs.prompts.training] == ["code"] * 2 + ["math"] * 100
+    assert [p.task for p in inputs.prompts.held_out] == ["code"] + ["math"] * 20
+    settings = [*mixture(tiny, tmp_path, TESTS, TESTS), "prompts.tasks.code.held_out=0"]
+    said = "validation.every_steps: expected held-out prompts (prompts.tasks.code.held_out), found none"
+    assert refusal(tiny, *settings) == said
+    assert "expected a prompts file or folder" in refusal(tiny, *settings, "prompts.tasks.code.path=nowhere.jsonl")
+
+
+def test_tests_that_the_verifier_code_cannot_run_are_named_by_row(tiny, tmp_path):
+    said = "code.jsonl: line 2: 'answer': expected an assert in the Python of the tests, found none"
+    assert refusal(tiny, *mixture(tiny, tmp_path, TESTS, "f(1)", TESTS)).endswith(said)
+    single = refusal(tiny, f"prompts.path={code_file(tmp_path, '4')}", "rewards.verifier=code")
+    assert "line 1: 'answer': expected unit tests" in single
+
+
+def test_a_host_that_cannot_isolate_programs_is_refused_before_any_process(tiny, tmp_path, monkeypatch):
+    """A stand-in for a host without the sandbox's system calls."""
+    monkeypatch.setattr("megatron_scalerl.rewards.sandbox_probe.is_supported", lambda: False)
+    settings = mixture(tiny, tmp_path, TESTS, TESTS)
+    assert refusal(tiny, *settings).startswith("rewards.verifier code: expected a host that can isolate programs")
+    check_inputs(recipe(tiny))
+
+
 def test_an_unknown_verifier_leaves_no_folder(tiny, tmp_path):
     with pytest.raises(ValueError, match="nosuchmodule"):
         train(recipe(tiny, f"output_dir={tmp_path}", "rewards.verifier=nosuchmodule:check"), Console())

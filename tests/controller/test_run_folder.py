@@ -119,6 +119,27 @@ def test_a_recipe_written_before_a_key_existed_is_the_same_run(tmp_path):
         RunFolder(recipe(tmp_path))
 
 
+def test_a_run_from_before_there_were_tasks_resumes(tmp_path):
+    RunFolder(recipe(tmp_path)).close()
+    path = tmp_path / "runs" / "r" / "recipe.yaml"
+    older = yaml.safe_load(path.read_text())
+    del older["prompts"]["tasks"]
+    path.write_text(yaml.safe_dump(older))
+    RunFolder(recipe(tmp_path)).close()
+
+
+def test_a_mixture_keeps_its_tasks_but_for_their_workers(tmp_path):
+    def mixture(**code):
+        tasks = {"math": {"path": "m", "weight": 1}, "code": {"path": "c", "weight": 1, **code}}
+        return recipe(tmp_path, prompts={"tasks": tasks})
+
+    RunFolder(mixture(workers=2, cpu_s=9)).close()
+    RunFolder(mixture(workers=3, cpu_s=9)).close()
+    for key, changed in (("cpu_s", {"cpu_s": 8}), ("weight", {"weight": 2, "cpu_s": 9})):
+        with pytest.raises(RecipeError, match=rf"prompts\.tasks\.code\.{key}: "):
+            RunFolder(mixture(**changed))
+
+
 def test_a_finished_run_is_recognized(tmp_path):
     made = recipe(tmp_path, steps=3, validation={"every_steps": 2})
 

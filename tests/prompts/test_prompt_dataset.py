@@ -9,7 +9,8 @@ import pyarrow.parquet
 import pytest
 
 from megatron_scalerl.prompts.dataset import load_prompts, prompt_id, split_held_out
-from megatron_scalerl.recipe.sections import PromptsSection
+from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection
+from megatron_scalerl.recipe.tasks import Task
 from megatron_scalerl.tiny.task import prompt_rows
 from megatron_scalerl.tiny.tokenizer import build_tokenizer
 
@@ -26,8 +27,14 @@ def write_jsonl(path, rows):
     return str(path)
 
 
+def task(path, name="", weight=1.0, **values):
+    prompts = PromptsSection(path=str(path), **{"held_out": 0, **values})
+    return Task(name=name, weight=weight, prompts=prompts, rewards=RewardsSection())
+
+
 def section(path, **values):
-    return PromptsSection(path=str(path), **{"held_out": 0, **values})
+    """The one task of a recipe without a mixture."""
+    return [task(path, **values)]
 
 
 def save_file(path, rows):

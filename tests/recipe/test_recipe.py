@@ -6,7 +6,10 @@ import pytest
 
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import OLD_KEYS, RecipeError, dump_recipe, load_recipe, valid_keys
-from megatron_scalerl.recipe.sections import Section
+from megatron_scalerl.recipe.section import Section
+from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection
+from megatron_scalerl.recipe.task_section import TaskSection
+from megatron_scalerl.recipe.tasks import tasks_of
 
 ROOT = Path(__file__).parents[2]
 MINIMAL = "name: t\nsteps: 3\npolicy: {path: x}\nprompts: {path: y}\n"
@@ -75,6 +78,59 @@ def test_mistakes_are_one_line(path, override, said):
     assert str(path) in str(error.value)
 
 
+TASKS = "name: t\nsteps: 3\npolicy: {path: x}\nprompts:\n  tasks:\n    math: {path: m, weight: 3}\n"
+CODE = "    code: {path: c, weight: 1, verifier: code, cpu_s: 20, held_out: 7, answer_column: tests}\n"
+
+
+def test_tasks_have_the_settings_of_prompts_and_rewards_and_their_own(path):
+    path.write_text(TASKS + CODE + "rewards: {cpu_s: 3, workers: 5}\n")
+    code, math = tasks_of(load_recipe(path, ["prompts.held_out=9", "prompts.tasks.math.prompt_template=x{prompt}"]))
+    assert (code.name, code.weight, code.key) == ("code", 1.0, "prompts.tasks.code")
+    assert (code.prompts.path, code.prompts.held_out, code.prompts.answer_column) == ("c", 7, "tests")
+    assert (code.rewards.verifier, code.rewards.cpu_s, code.rewards.workers) == ("code", 20.0, 5)
+    assert (math.prompts.path, math.prompts.held_out, math.prompts.prompt_template) == ("m", 9, "x{prompt}")
+    assert (math.rewards.verifier, math.rewards.cpu_s, math.weight) == ("math", 3.0, 3.0)
+    assert code.prompts.tasks is None
+    load_recipe(path, ["rewards.memory_mb=null", "prompts.tasks.code.memory_mb=64"])
+
+
+def test_every_key_of_a_task_is_one_of_prompts_or_rewards():
+    own = TaskSection.model_fields.keys() - {"weight"}
+    assert own <= PromptsSection.model_fields.keys() | RewardsSection.model_fields.keys()
+    assert not PromptsSection.model_fields.keys() & RewardsSection.model_fields.keys()
+    assert all(info.description for info in TaskSection.model_fields.values())
+
+
+def test_a_recipe_with_a_path_has_one_task(path):
+    recipe = load_recipe(path)
+    (task,) = tasks_of(recipe)
+    assert (task.name, task.key, task.prompts, task.rewards) == ("", "prompts", recipe.prompts, recipe.rewards)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("prompts.path=y", "prompts.path: expected none beside prompts.tasks, found y"),
+        ("prompts.tasks={}", "prompts.tasks: expected at least one task, found none"),
+        ("prompts.tasks=null", r"prompts.path: expected a value, found none \(nor prompts.tasks\)"),
+        ("prompts.held_out_path=h", r"prompts.held_out_path: expected prompts.tasks.NAME.held_out_path .* found h"),
+        ("prompts.tasks.math.weigth=2", "found prompts.tasks.math.weigth; the nearest is prompts.tasks.math.weight"),
+        ("prompts.tasks.math.cpus=2", "found prompts.tasks.math.cpus; the nearest is prompts.tasks.math.cpu_s"),
+        ("prompts.task.math.path=2", "found prompts.task; the nearest is prompts.tasks"),
+        ("prompts.tasks.math.weight=0", "prompts.tasks.math.weight: input should be greater than 0, found 0"),
+        ("prompts.tasks.math.weight=null", "prompts.tasks.math.weight: input should be a valid number"),
+        ("prompts.tasks.x={path: a}", "prompts.tasks.x.weight: expected a value, found none"),
+        ("prompts.tasks.Math={path: a, weight: 1}", "prompts.tasks.Math"),
+        ("rewards.memory_mb=null", "rewards.memory_mb: expected a limit for the verifier code, found null"),
+    ],
+)
+def test_mistakes_in_tasks_are_one_line(path, override, said):
+    path.write_text(TASKS + CODE)
+    with pytest.raises(RecipeError, match=said) as error:
+        load_recipe(path, [override])
+    assert "\n" not in str(error.value)
+
+
 def test_world_size_must_divide(path):
     with pytest.raises(RecipeError, match=r"trainer.world_size: expected a multiple of .* size 2, found 3"):
         load_recipe(path, ["trainer.world_size=3", "megatron.parallel.tensor_model_parallel_size=2"])
@@ -94,10 +150,12 @@ def test_broken_files(tmp_path, text, said):
 
 
 def test_resolved_recipe_loads_to_an_equal_one(path, tmp_path):
-    recipe = load_recipe(path, ["loss.name=gspo", "validation.prompts=5"])
     out = tmp_path / "resolved.yaml"
-    out.write_text(dump_recipe(recipe))
-    assert load_recipe(out) == recipe
+    for text in (MINIMAL, TASKS + CODE):
+        path.write_text(text)
+        recipe = load_recipe(path, ["loss.name=gspo", "validation.prompts=5"])
+        out.write_text(dump_recipe(recipe))
+        assert load_recipe(out) == recipe
 
 
 def test_every_old_key_has_a_valid_new_name_in_the_same_section_and_a_row_in_the_docs():

@@ -133,7 +133,7 @@ def test_verifier_processes_import_neither_torch_nor_transformers():
 
 
 BAD_SPECS = {
-    "mathe": "expected 'math' or 'module:function', found neither",
+    "mathe": "expected 'math', 'code' or 'module:function', found none of them",
     "no.such_module:f": "expected a module that imports, found ModuleNotFoundError: No module named 'no'",
     "users_verifiers:misspelt": "expected a function misspelt in users_verifiers, found nothing of that name",
     "users_verifiers:not_a_function": "expected a function not_a_function in users_verifiers, found a int",

@@ -12,6 +12,7 @@ GPUS = {
     "scalerl_llama3_8b": 80,
     "scalerl_llama3_8b_32k": 80,
     "scalerl_llama3_8b_bs2048": 80,
+    "scalerl_llama3_8b_math_code": 80,
     "scalerl_llama4_scout_17bx16": 256,
 }
 

@@ -1,0 +1,48 @@
+"""The tasks of a recipe, each with its prompts and rewards resolved. A recipe with `prompts.path` has one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_scalerl.recipe.recipe import Recipe
+from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection
+from megatron_scalerl.recipe.task_section import TaskSection
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One task. Produced by `tasks_of`."""
+
+    name: str
+    """Empty: the one task of a recipe with `prompts.path`."""
+    weight: float
+    """Its share of the drawn prompts, relative to the other tasks'."""
+    prompts: PromptsSection
+    """The recipe's section with this task's settings; `path` is set."""
+    rewards: RewardsSection
+    """The recipe's section with this task's settings."""
+
+    @property
+    def key(self) -> str:
+        """Where the recipe has its prompts."""
+        return f"prompts.tasks.{self.name}" if self.name else "prompts"
+
+
+def tasks_of(recipe: Recipe) -> tuple[Task, ...]:
+    """The tasks of a recipe, at least one, by name."""
+    sections = recipe.prompts.tasks
+    if not sections:
+        return (Task(name="", weight=1.0, prompts=recipe.prompts, rewards=recipe.rewards),)
+    return tuple(_task(recipe, name, sections[name]) for name in sorted(sections))
+
+
+def _task(recipe: Recipe, name: str, section: TaskSection) -> Task:
+    own = {key: value for key, value in section.model_dump().items() if value is not None}
+    prompts = {key: value for key, value in own.items() if key in PromptsSection.model_fields}
+    rewards = {key: value for key, value in own.items() if key in RewardsSection.model_fields}
+    return Task(
+        name=name,
+        weight=section.weight,
+        prompts=recipe.prompts.model_copy(update={"tasks": None, **prompts}),
+        rewards=recipe.rewards.model_copy(update=rewards),
+    )

@@ -1,0 +1,112 @@
+"""The verifier `code`: the program in an answer has to pass all unit tests of its problem, in a sandbox.
+
+The program is the last fenced code block of the text after thinking. An answer without a closed block has no program
+and is wrong, as in the evaluation of LiveCodeBench. The answer column holds the tests (`code_tests`).
+
+What a program cannot do is said in docs/tasks.md and tried in tests/rewards/test_hostile_programs.py. Verdicts:
+
+* Standard input and output: the program's output is compared here, outside of the sandbox, which never contains the
+  expected output. Printing a verdict, exiting early or patching the interpreter gains nothing.
+* Calls and assertions: they run in a process of their own, inside the same sandbox, that the program cannot read,
+  trace or write to; it gets arguments and returns plain data. What it can forge: an assertion without an expected
+  value (`assert f(1)`) passes for any true value, as it would anywhere, and a function that the tests use but
+  neither import nor define is the program's, builtins excepted.
+
+The result depends on the arguments alone as far as the program does: hash seed and environment are fixed, the time
+and os.urandom are not.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from megatron_scalerl.rewards.code_tests import parse_tests
+from megatron_scalerl.rewards.limits import Limits, TimeLimitExceeded
+from megatron_scalerl.rewards.sandbox import Sandbox
+
+OUTPUT_SLACK = 1 << 16
+"""A program may write this many bytes more than twice the expected output; beyond it is killed and wrong."""
+NUMBER_LENGTH = 64
+"""Longer words are compared as text, not as numbers."""
+_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})\s*([^`]*)$")
+
+
+def extract_program(answer_text: str) -> str | None:
+    """The content of the last closed fenced code block; None if there is none.
+
+    Example:
+        >>> extract_program("First:\\n```python\\nprint(1)\\n```\\nor:\\n```\\nprint(2)\\n```\\n")
+        'print(2)\\n'
+    """
+    found: str | None = None
+    fence: str | None = None
+    lines: list[str] = []
+    for line in answer_text.splitlines():
+        mark = _FENCE.match(line)
+        if fence is None:
+            if mark:
+                fence, lines = mark[1], []
+        elif mark and not mark[2] and mark[1].startswith(fence):
+            found, fence = "\n".join(lines) + "\n", None
+        else:
+            lines.append(line)
+    return found
+
+
+def verify_code(answer_text: str, reference: str, extra: dict[str, Any], *, limits: Limits) -> bool:
+    """True if the program passes all tests of `reference`.
+
+    limits: processor time of all tests together; address space of the program; the size of its files. Raises
+    ValueError for tests in an unknown form, TimeLimitExceeded, and SandboxError if no sandbox could be made.
+    """
+    del extra
+    tests = parse_tests(reference)
+    program = extract_program(answer_text)
+    if program is None:
+        return False
+    with Sandbox.made(limits) as sandbox:
+        if tests.script is not None:
+            return sandbox.run_tests(program, tests.script)
+        inputs = [given for given, _ in tests.cases]
+        limit = [OUTPUT_SLACK + 2 * len(expected.encode(errors="replace")) for _, expected in tests.cases]
+        passed = 0
+        for result, (_, expected) in zip(sandbox.run(program, inputs, limit), tests.cases):
+            if result.cpu_left_s < 0:
+                raise TimeLimitExceeded
+            if result.code or result.full or not same_output(result.output.decode(errors="replace"), expected):
+                return False
+            passed += 1
+    return passed == len(tests.cases)
+
+
+def same_output(found: str, expected: str) -> bool:
+    """True if both have the same words on the same lines; numbers are compared by value, exactly.
+
+    White space at the ends of lines and empty lines at the end do not count.
+
+    Example:
+        >>> same_output("1.0 yes\\n\\n", "1 yes")
+        True
+    """
+    ours, theirs = found.rstrip().splitlines(), expected.rstrip().splitlines()
+    return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
+
+
+def _same_line(found: str, expected: str) -> bool:
+    if found.strip() == expected.strip():
+        return True
+    ours, theirs = found.split(), expected.split()
+    return len(ours) == len(theirs) and all(map(_same_word, ours, theirs))
+
+
+def _same_word(found: str, expected: str) -> bool:
+    if found == expected:
+        return True
+    if max(len(found), len(expected)) > NUMBER_LENGTH:
+        return False
+    try:
+        return Decimal(found) == Decimal(expected)
+    except InvalidOperation:
+        return False

@@ -1,0 +1,208 @@
+"""Runs programs in a sandbox, from the process of a verifier.
+
+Each `Sandbox` is a set of processes with their own user, process, network, mount, IPC and UTS namespaces
+(`sandbox_init`), a file system without anything of the host but the Python interpreter (`sandbox_root`), a list of
+allowed system calls (`sandbox_seccomp`) and limits of processor time, memory, files and threads. What the programs
+return is compared outside. When it is closed, nothing of it is left.
+
+A sandbox that cannot be made is an error (`SandboxError`), never a program that runs without one.
+"""
+
+from __future__ import annotations
+
+import marshal
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_scalerl.rewards.limits import Limits, TimeLimitExceeded, VerifierUnavailable
+from megatron_scalerl.rewards.sandbox_guest import PASSED
+from megatron_scalerl.rewards.sandbox_init import FRAME
+
+PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+UNPRIVILEGED = 65534
+"""The user that programs run as where the sandbox is started by root."""
+END_TIMEOUT_S = 10.0
+"""Seconds for the processes of a sandbox to be gone after it was closed."""
+MAKE_TRIES = 3
+MAKE_PAUSE_S = 0.5
+"""Tries to make a sandbox, with pauses that double: the system may be short of processes or memory for a moment."""
+
+
+class SandboxError(VerifierUnavailable):
+    """A sandbox could not be made; the message is one line."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """What a program did."""
+
+    code: int
+    """Exit status; negative: the signal that ended it."""
+    output: bytes
+    """Its standard output up to the limit; the verdict of tests."""
+    full: bool
+    """True if it wrote more than the limit and was killed."""
+    cpu_left_s: float
+    """Processor time left of the sandbox's limit (s); below 0, the limit is exceeded."""
+
+
+class Sandbox:
+    """One sandbox; `with` closes it. The programs of one request run in it, one after another."""
+
+    def __init__(self, limits: Limits, *, timeout_s: float | None = None) -> None:
+        """Raises SandboxError if it cannot be made. timeout_s: time for all of its answers; None: no limit."""
+        assert limits.memory_mb is not None
+        self._limits = limits
+        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._buffer = b""
+        command = [sys.executable, "-S", "-m", "megatron_scalerl.rewards.sandbox_init", str(os.getpid())]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={"PYTHONPATH": PACKAGE_ROOT},
+                bufsize=0,
+            )
+        except OSError as error:
+            raise SandboxError(f"expected a process for a sandbox, found {error}") from None
+        try:
+            self._expect("unshared")
+            self._map_ids()
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def made(cls, limits: Limits) -> Sandbox:
+        """A sandbox, after MAKE_TRIES tries at most. Raises SandboxError."""
+        for attempt in range(MAKE_TRIES - 1):
+            try:
+                return cls(limits)
+            except SandboxError:
+                time.sleep(MAKE_PAUSE_S * 2**attempt)
+        return cls(limits)
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every process of the sandbox and wait until they are gone."""
+        pipes = (self._process.stdin, self._process.stdout)
+        for pipe in pipes:
+            assert pipe is not None
+            pipe.close()
+        try:
+            self._process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def run(self, program: str, inputs: Sequence[str], output_bytes: Sequence[int]) -> Iterator[Result]:
+        """Run the program once for each input (its standard input); the results come one by one.
+
+        output_bytes: the limit of each run's standard output. Raises SandboxError if the sandbox cannot be built.
+        """
+        self._request(program, tests=None, inputs=list(inputs), output_bytes=list(output_bytes))
+        for _ in inputs:
+            result = self._result()
+            if result is None:
+                return
+            yield result
+
+    def run_tests(self, program: str, tests: str) -> bool:
+        """True if the program passes: it runs in one process, the tests in another (`sandbox_guest`).
+
+        Raises SandboxError if the sandbox cannot be built.
+        """
+        self._request(program, tests=tests, inputs=[], output_bytes=[])
+        result = self._result()
+        if result is not None and result.cpu_left_s < 0:
+            raise TimeLimitExceeded
+        return result is not None and result.output == PASSED
+
+    def _request(self, program: str, **rest: Any) -> None:
+        executable = os.path.realpath(sys.executable)
+        request = {
+            "program": program,
+            "executable": executable,
+            "libraries": [f"{sys.base_prefix}/{name}" for name in ("lib", "lib64")],
+            "cpu_s": self._limits.cpu_s,
+            "memory_mb": self._limits.memory_mb,
+            "file_mb": self._limits.file_mb,
+            "uid": UNPRIVILEGED if os.geteuid() == 0 else None,
+            **rest,
+        }
+        body = marshal.dumps(request)  # the same interpreter reads it, and json is slow to import
+        assert self._process.stdin is not None
+        try:
+            for part in (FRAME.pack(len(body)), body):
+                self._write(part)
+        except BrokenPipeError:
+            raise SandboxError("expected a sandbox, found its process ended") from None
+        self._expect("ready")
+
+    def _write(self, part: bytes) -> None:
+        assert self._process.stdin is not None
+        while part:
+            part = part[self._process.stdin.write(part) or 0 :]
+
+    def _map_ids(self) -> None:
+        """Map this user into the sandbox's namespace; of root also the user that programs become."""
+        user, group = os.geteuid(), os.getegid()
+        folder = Path(f"/proc/{self._process.pid}")
+        extra = "" if user else f"{UNPRIVILEGED} {UNPRIVILEGED} 1\n"
+        try:
+            if user:
+                (folder / "setgroups").write_text("deny")
+            (folder / "uid_map").write_text(f"{user} {user} 1\n{extra}")
+            (folder / "gid_map").write_text(f"{group} {group} 1\n{extra}")
+        except OSError as error:
+            raise SandboxError(f"expected to map users {user} and {UNPRIVILEGED}, found {error.strerror}") from None
+
+    def _expect(self, word: str) -> None:
+        found = self._line()
+        if found != [word]:
+            why = " ".join(found[1:]) or "its process ended"
+            raise SandboxError(f"expected a sandbox (user namespaces of Linux), found {why}")
+
+    def _result(self) -> Result | None:
+        """The next result, None if there is none: the program ended the sandbox."""
+        line = self._line()
+        if not line:
+            return None
+        _, code, full, cpu_left_s, size = line
+        while len(self._buffer) < int(size):
+            if not self._read():
+                return None
+        output, self._buffer = self._buffer[: int(size)], self._buffer[int(size) :]
+        return Result(code=int(code), output=output, full=full == "1", cpu_left_s=float(cpu_left_s))
+
+    def _line(self) -> list[str]:
+        """The words of the next line, none at the end."""
+        while b"\n" not in self._buffer:
+            if not self._read():
+                return []
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line.decode().split()
+
+    def _read(self) -> bool:
+        """Read more; False at the end. Raises SandboxError after the deadline."""
+        assert self._process.stdout is not None
+        left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        if not select.select([self._process.stdout], [], [], left)[0]:
+            raise SandboxError("expected an answer of a sandbox in time, found none")
+        part = self._process.stdout.read(1 << 20) or b""
+        self._buffer += part
+        return bool(part)

@@ -1,0 +1,290 @@
+"""The first processes of a sandbox: `python -S -m megatron_scalerl.rewards.sandbox_init PARENT_PID`.
+
+    this process   new user, process, network, mount, IPC and UTS namespaces; waits for the next one
+    process 1      builds the file system, gives up all rights, starts programs one after another, passes results on
+    programs       limits and seccomp filter, then the interpreter with `sandbox_guest`
+
+The process that started it (`sandbox`) writes the id maps and holds the pipe of requests open: process 1 ends when
+that is closed, and the kernel ends everything in the namespace with it. Results are JSON lines, each followed by the
+program's output. Imports only the standard library and modules that do the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import marshal
+import math
+import os
+import resource
+import select
+import signal
+import struct
+import sys
+
+from megatron_scalerl.processes.parent_death import die_with_parent
+from megatron_scalerl.rewards.sandbox_root import build_root
+from megatron_scalerl.rewards.sandbox_seccomp import restrict_calls
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # typing is slow to import, and this program starts for every answer
+    from typing import Any
+
+FRAME = struct.Struct("!Q")
+THREADS = 64
+"""Threads of all programs of a sandbox, with process 1."""
+OPEN_FILES = 64
+CPU_SLACK_S = 0.1
+"""Processor seconds past the limit until the kernel ends a program, at least: its use is then above the limit by any
+clock."""
+MIB = 2**20
+_NEW = {"NS": 0x00020000, "UTS": 0x04000000, "IPC": 0x08000000, "USER": 0x10000000, "PID": 0x20000000}
+_FLAGS = sum(_NEW.values()) | 0x40000000  # and CLONE_NEWNET
+_PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 4, 38
+_CAPABILITY_VERSION = 0x20080522
+_LEFT, _RIGHT = 0, 1
+_CHUNK = 1 << 16
+_VERDICT_BYTES = 64
+_RUN_PROGRAM = """
+import sys
+with open(3, encoding="utf8") as file:
+    source = file.read()
+module = type(sys)("__main__")
+sys.modules["__main__"] = module
+exec(compile(source, "program.py", "exec"), module.__dict__)
+"""
+"""Runs a program that reads standard input; for calls and tests, `sandbox_guest` does."""
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def check_call(result: int, what: str) -> None:
+    """Raise OSError that names the call if it failed."""
+    if result:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+
+
+class _Results:
+    """Writes results to the process that started the sandbox: a line, then the output whose size ends the line."""
+
+    def __init__(self) -> None:
+        self._file = os.fdopen(os.dup(1), "wb")
+
+    def write(self, *words: object, output: bytes = b"") -> None:
+        self._file.write(" ".join(map(str, words)).encode() + b"\n" + output)
+        self._file.flush()
+
+    def result(self, code: int, full: bool, cpu_left_s: float, output: bytes) -> None:
+        self.write("result", code, int(full), cpu_left_s, len(output), output=output)
+
+
+def main() -> None:
+    """Make the namespaces, then process 1; exit when it and everything it started is gone."""
+    die_with_parent(int(sys.argv[1]))
+    results = _Results()
+    try:
+        check_call(_libc.unshare(_FLAGS), "unshare")
+    except OSError as error:
+        results.write("failed", error.strerror)
+        return
+    results.write("unshared")
+    body = _read_request()
+    if body is None:
+        return
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _process_1(results, marshal.loads(body))
+        finally:
+            os._exit(0)
+    # process 1 alone holds the pipes, so that they end with it
+    del results
+    os.closerange(0, 2)
+    os.closerange(3, OPEN_FILES)
+    os.waitpid(pid, 0)
+
+
+def _read_request() -> bytes | None:
+    head = _read_exactly(FRAME.size)
+    return None if head is None else _read_exactly(FRAME.unpack(head)[0])
+
+
+def _read_exactly(size: int) -> bytes | None:
+    parts = []
+    while size:
+        part = os.read(0, min(size, 1 << 20))
+        if not part:
+            return None
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def _process_1(results: _Results, request: dict[str, Any]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with open(__file__.replace("sandbox_init", "sandbox_guest"), encoding="utf8") as file:
+            guest = file.read()
+        check_call(_libc.sethostname(b"sandbox", 7), "sethostname")
+        executable = build_root(request["executable"], request["libraries"], file_mb=request["file_mb"])
+        _give_up_rights(request["uid"])
+    except OSError as error:
+        results.write("failed", error.strerror or error)
+        return
+    results.write("ready")
+    _Programs(request, executable, guest, results).run()
+
+
+def _give_up_rights(uid: int | None) -> None:
+    """Become `uid` (None: stay the user that started the sandbox) without any capability, for good."""
+    if uid is not None:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    header = struct.pack("=Ii", _CAPABILITY_VERSION, 0)
+    check_call(_libc.capset(header, bytes(24)), "capset")
+    check_call(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
+    check_call(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
+
+
+class _Programs:
+    """Runs the programs of one request, one after another, within one processor time for all of them."""
+
+    def __init__(self, request: dict[str, Any], executable: str, guest: str, results: _Results) -> None:
+        self._request, self._executable, self._guest, self._results = request, executable, guest, results
+        self._cpu_left: float = request["cpu_s"]
+
+    def run(self) -> None:
+        program = self._request["program"].encode(errors="replace")
+        if self._request["tests"] is not None:
+            self._run_tests(program, self._request["tests"].encode(errors="replace"))
+            return
+        for text, limit in zip(self._request["inputs"], self._request["output_bytes"]):
+            self._run_once(program, text.encode(errors="replace"), limit)
+
+    def _run_once(self, program: bytes, text: bytes, limit: int) -> None:
+        source, stdin, stdout = os.pipe(), os.pipe(), os.pipe()
+        pid = self._start([_RUN_PROGRAM], stdin[_LEFT], stdout[_RIGHT], [source[_LEFT]])
+        _close(source[_LEFT], stdin[_LEFT], stdout[_RIGHT])
+        output, full = _pump(pid, {source[_RIGHT]: program, stdin[_RIGHT]: text}, stdout[_LEFT], limit)
+        code = self._reap(pid)
+        self._results.result(code, full, self._cpu_left, output)
+
+    def _run_tests(self, program: bytes, tests: bytes) -> None:
+        source, source_of_tests, requests, replies, verdict = (os.pipe() for _ in range(5))
+        null = os.open("/dev/null", os.O_RDWR)
+        ends = [source[_LEFT], requests[_LEFT], replies[_RIGHT]]
+        solution = self._start([self._guest, "solution"], null, null, ends)
+        ends_of_tests = [source_of_tests[_LEFT], requests[_RIGHT], replies[_LEFT], verdict[_RIGHT]]
+        tester = self._start([self._guest, "tests"], null, null, ends_of_tests)
+        _close(null, *ends, *ends_of_tests)
+        feeds = {source_of_tests[_RIGHT]: tests, source[_RIGHT]: program}
+        output, _ = _pump(tester, feeds, verdict[_LEFT], _VERDICT_BYTES)
+        os.kill(solution, signal.SIGKILL)
+        self._reap(solution)
+        code = self._reap(tester)
+        self._results.result(code, False, self._cpu_left, output)
+
+    def _reap(self, pid: int) -> int:
+        _, status, usage = os.wait4(pid, 0)
+        self._cpu_left -= usage.ru_utime + usage.ru_stime
+        return os.waitstatus_to_exitcode(status)
+
+    def _start(self, arguments: list[str], stdin: int, stdout: int, ends: list[int]) -> int:
+        """Start the interpreter: -c with these arguments, and `ends` as its descriptors from 3 on."""
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            ours = [stdin, stdout, os.open("/dev/null", os.O_WRONLY), *ends]
+            copies = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, OPEN_FILES // 2) for end in ours]
+            for number, copy in enumerate(copies):
+                os.dup2(copy, number)
+            os.chdir("/tmp")
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            self._limit()
+            restrict_calls()
+            command = [self._executable, "-S", "-P", "-X", "utf8", "-c", *arguments]
+            os.execve(self._executable, command, {"PYTHONHASHSEED": "0"})
+        finally:
+            os._exit(127)
+
+    def _limit(self) -> None:
+        cpu = max(1, math.ceil(self._cpu_left + CPU_SLACK_S))
+        for kind, value in (
+            (resource.RLIMIT_CPU, cpu),
+            (resource.RLIMIT_AS, self._request["memory_mb"] * MIB),
+            (resource.RLIMIT_FSIZE, self._request["file_mb"] * MIB),
+            (resource.RLIMIT_NOFILE, OPEN_FILES),
+            (resource.RLIMIT_NPROC, THREADS),
+            (resource.RLIMIT_CORE, 0),
+            (resource.RLIMIT_MEMLOCK, 0),
+        ):
+            hard = resource.getrlimit(kind)[1]
+            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(kind, (value, value))
+
+
+def _pump(pid: int, feeds: dict[int, bytes], output: int, limit: int) -> tuple[bytes, bool]:
+    """Write the feeds and read one output until a process exits: (output, True if it exceeded the limit).
+
+    feeds: descriptor -> text. At the limit the process is killed. Ends this process when the pipe of requests is
+    closed. Closes all descriptors.
+    """
+    poll = select.poll()
+    poll.register(0, select.POLLHUP)
+    for fd in (*feeds, output):
+        os.set_blocking(fd, False)
+        poll.register(fd, select.POLLOUT if fd in feeds else select.POLLIN)
+    exited = os.pidfd_open(pid)
+    poll.register(exited, select.POLLIN)
+    read, is_open, running = bytearray(), True, True
+    while running and len(read) <= limit:
+        for fd, _ in poll.poll():
+            if fd == 0:
+                os._exit(0)
+            elif fd == exited:
+                running = False
+            elif fd == output:
+                is_open = _read_into(read, output)
+            else:
+                feeds[fd] = _feed(fd, feeds[fd])
+            if feeds.get(fd) == b"" or (fd == output and not is_open):
+                poll.unregister(fd)
+                feeds.pop(fd, None)
+                _close(*([fd] if fd != output else []))
+    while is_open and len(read) <= limit and _read_into(read, output):
+        pass
+    if len(read) > limit:
+        os.kill(pid, signal.SIGKILL)
+    _close(*feeds, output, exited)
+    return bytes(read[:limit]), len(read) > limit
+
+
+def _close(*descriptors: int) -> None:
+    for fd in descriptors:
+        os.close(fd)
+
+
+def _feed(fd: int, text: bytes) -> bytes:
+    """Write what the pipe takes; returns the rest."""
+    try:
+        return text[os.write(fd, text[:_CHUNK]) :]
+    except BlockingIOError:
+        return text
+    except BrokenPipeError:
+        return b""
+
+
+def _read_into(read: bytearray, fd: int) -> bool:
+    """Read what is there; False at the end or if there is nothing now."""
+    try:
+        part = os.read(fd, _CHUNK)
+    except BlockingIOError:
+        return False
+    read += part
+    return bool(part)
+
+
+if __name__ == "__main__":
+    main()

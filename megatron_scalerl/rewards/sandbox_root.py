@@ -1,0 +1,84 @@
+"""The file system of a sandbox: an empty one with the Python interpreter, read-only, and a small /tmp.
+
+Runs in process 1 of `sandbox_init`, with the rights of its namespaces. The host's tree is detached before a program
+starts: what is not listed here does not exist inside, /proc and /sys among it. Imports only the standard library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+TMP_FILES = 256
+"""Inodes of /tmp."""
+MIB = 2**20
+_BIND, _RECURSIVE, _PRIVATE, _NOSUID, _NODEV, _DETACH = 4096, 16384, 1 << 18, 2, 4, 2
+_AT_RECURSIVE, _AT_FDCWD = 0x8000, -100
+_ATTRIBUTES = 0x1 | 0x2  # MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID
+_PIVOT_ROOT, _MOUNT_SETATTR = 155, 442
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def build_root(executable: str, libraries: Sequence[str], *, file_mb: int) -> str:
+    """Replace this mount namespace's tree; returns the interpreter's path in the new one. Raises OSError.
+
+    executable: the interpreter, without symbolic links. libraries: its folders, besides those of the system.
+    file_mb: the largest file of a program (MiB); /tmp holds four of them.
+    """
+    _mount("none", "/", "", _RECURSIVE | _PRIVATE, "")
+    place = next(path for path in ("/tmp", "/var", "/usr") if os.path.isdir(path))
+    _mount("tmpfs", place, "tmpfs", _NOSUID | _NODEV, "size=1m,nr_inodes=1024,mode=755")
+    os.chdir(place)
+    os.mkdir("host")
+    _check(_libc.syscall(_PIVOT_ROOT, b".", b"host"), "pivot_root")
+    os.chdir("/")
+    for path in (*SYSTEM_LIBRARIES, *libraries, executable, *DEVICES):
+        _show(path)
+    _check(_libc.umount2(b"/host", _DETACH), "umount of the host's tree")
+    os.rmdir("/host")
+    os.makedirs("/tmp", mode=0o755, exist_ok=True)
+    _make_read_only()
+    options = f"size={max(4 * file_mb * MIB, 4096)},nr_inodes={TMP_FILES},mode=1777"
+    _mount("tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV, options)
+    return executable
+
+
+def _show(path: str) -> None:
+    """Make a path of the host visible, a symbolic link as one; nothing if it does not exist."""
+    source = "/host" + path
+    if os.path.lexists(path) or not os.path.lexists(source):
+        return
+    os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
+    if os.path.islink(source):
+        os.symlink(os.readlink(source), path)
+        return
+    if os.path.isdir(source):
+        os.mkdir(path, 0o755)
+    else:
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o644))
+    _mount(source, path, "", _BIND | _RECURSIVE, "")
+
+
+def _make_read_only() -> None:
+    """Every mount of the tree, those below a folder of the host too."""
+    attributes = struct.pack("=QQQQ", _ATTRIBUTES, 0, 0, 0)
+    result = _libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, attributes, len(attributes))
+    _check(result, "mount_setattr")
+
+
+def _mount(source: str, target: str, kind: str, flags: int, options: str) -> None:
+    arguments = (source.encode(), target.encode(), kind.encode() or None, flags, options.encode() or None)
+    _check(_libc.mount(*arguments), f"mount of {kind or source} at {target}")
+
+
+def _check(result: int, what: str) -> None:
+    if result:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")

@@ -1,0 +1,373 @@
+"""Hostile programs in the sandbox, each with what happened. All of them run for real."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from sandboxed import LIMITS, output, prints, processes, sandboxes_since, verdict
+
+from megatron_scalerl.rewards.limits import Limits, TimeLimitExceeded
+from megatron_scalerl.rewards.sandbox import Sandbox
+from megatron_scalerl.rewards.sandbox_init import OPEN_FILES, THREADS
+from megatron_scalerl.rewards.sandbox_probe import check_sandbox
+
+ROOT = Path(__file__).parents[2]
+CASE = json.dumps([{"input": "2 3\n", "output": "5\n"}])
+ASSERTS = "assert add(2, 3) == 5\nassert add(1, 1) == 2\n"
+ADD = "def add(a, b):\n    return a + b\n"
+
+
+def refused(call, imports="os"):
+    """A program that prints the errno of a call that fails."""
+    return f"import errno, {imports}\ntry:\n    {call}\nexcept OSError as e:\n    print(errno.errorcode[e.errno])"
+
+
+def start_with(monkeypatch, change):
+    """Sandboxes whose first process executes this text before it begins."""
+    start = subprocess.Popen
+    script = f"from megatron_scalerl.rewards import sandbox_init\n{change}\nsandbox_init.main()"
+    monkeypatch.setattr(subprocess, "Popen", lambda argv, **o: start([*argv[:2], "-c", script, argv[-1]], **o))
+
+
+def raw_call(number, first):
+    """A program that prints the result and errno of a system call."""
+    call = f"libc.syscall({number}, {first}, 0, 0, 0, 0)"
+    return f"import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nprint({call}, ctypes.get_errno())"
+
+
+@pytest.mark.parametrize("call", ["os.fork()", "os.posix_spawn('/x', ['x'], {})"])
+def test_a_fork_bomb_ends_at_its_first_process(call):
+    assert prints(refused(f"while True: {call}")) in {"EPERM", "ENOSYS"}
+
+
+def test_threads_are_bounded():
+    bomb = "import threading\nn, stop = 0, threading.Event()\ntry:\n    while True:\n"
+    bomb += "        threading.Thread(target=stop.wait, daemon=True).start()\n        n += 1\n"
+    bomb += "except RuntimeError:\n    print(n)\n"
+    ample = Limits(cpu_s=5, memory_mb=4096, file_mb=0)
+    threads = int(prints("import threading\nthreading.stack_size(1 << 16)\n" + bomb, limits=ample))
+    assert THREADS - 4 <= threads < THREADS
+
+
+def test_a_raw_clone_makes_no_process_either():
+    for number, flags in ((56, 17), (57, 0), (58, 0), (435, 0)):
+        assert prints(raw_call(number, flags)) in {"-1 1", "-1 38"}, number
+
+
+def test_calls_of_32_bits_end_the_program():
+    """int 0x80 with the number of fork of i386, which is open on x86-64."""
+    program = "import ctypes, mmap\n"
+    program += "m = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)\n"
+    program += "m.write(bytes.fromhex('b802000000cd80c3'))\n"
+    program += "a = ctypes.addressof(ctypes.c_char.from_buffer(m))\nprint(ctypes.CFUNCTYPE(ctypes.c_int)(a)())"
+    assert output(program).code in {-signal.SIGSYS, -signal.SIGSEGV}
+
+
+@pytest.mark.parametrize("flush", ["", ", flush=True"])
+def test_endless_output_is_cut_and_its_program_killed(flush):
+    result = output(f"while True: print('x' * 1000{flush})", limit=10_000)
+    assert (result.full, result.code, result.output) == (
+        True,
+        -signal.SIGKILL,
+        (b"x" * 1000 + b"\n") * 9 + b"x" * 991,
+    )
+    assert verdict("while True: print(5)", CASE) is False
+
+
+def test_the_file_system_has_an_interpreter_and_nothing_else(tmp_path):
+    secret = tmp_path / "recipe.yaml"
+    secret.write_text("name: secret")
+    walk = "import os\nfor d, _, files in os.walk('/'):\n    for f in files: print(os.path.join(d, f))"
+    seen = set(prints(walk, limit=1 << 26, limits=Limits(cpu_s=60, memory_mb=512, file_mb=1)).splitlines())
+    libraries = (f"{sys.base_prefix}/lib", "/lib", "/usr/lib", "/dev/", "/etc/ld.so.cache")
+    assert {name for name in seen if not name.startswith(libraries)} == {os.path.realpath(sys.executable)}
+    assert f"{Path(json.__file__)}" in seen
+    for path in (secret, ROOT / "README.md", "/etc/passwd", "/etc/shadow", "/proc/1/environ", "/sys/kernel"):
+        assert prints(refused(f"open({str(path)!r})")) == "ENOENT"
+    for folder in ("/root", "/home", "/proc", "/sys", "/run", "/var", "/work", str(tmp_path)):
+        own = sys.base_prefix.startswith(folder)
+        assert own or prints(refused(f"os.listdir({folder!r})")) == "ENOENT", folder
+
+
+@pytest.mark.parametrize("path", ["/x", "/usr/lib/x", "/dev/x", f"{sys.base_prefix}/lib/x"])
+def test_nothing_can_be_written_but_in_tmp(path):
+    assert prints(refused(f"open({path!r}, 'w')")) in {"EROFS", "EACCES"}
+    assert prints("open('/tmp/x', 'w').write('x')\nprint(len(open('/tmp/x').read()))") == "1"
+
+
+def test_the_environment_is_empty(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert prints("import os\nprint(sorted(os.environ))") == "['LC_CTYPE', 'PYTHONHASHSEED']"
+    walk = "import os\nfor pid in range(1, 100):\n    for f in ('environ', 'cmdline', 'mem', 'root'):\n"
+    walk += "        assert not os.path.lexists(f'/proc/{pid}/{f}')\nprint('none')"
+    assert prints(walk) == "none"
+    assert prints("import os\nprint(os.uname().nodename)") == "sandbox"
+
+
+def test_no_descriptor_of_the_host_is_open():
+    program = "import os\nfound = []\nfor fd in range(4096):\n    try: os.fstat(fd); found.append(fd)\n"
+    program += "    except OSError: pass\nprint(found)"
+    assert prints(program) == "[0, 1, 2]"
+
+
+@pytest.mark.parametrize("family", ["AF_INET", "AF_INET6", "AF_UNIX", "AF_NETLINK", "AF_PACKET"])
+def test_there_is_no_socket(family):
+    assert prints(refused(f"socket.socket(socket.{family})", "socket")) in {"ENOSYS", "EPERM"}
+
+
+def test_the_network_namespace_alone_reaches_nothing(monkeypatch):
+    """Without the filter of system calls: neither a server on 127.0.0.1 nor an abstract unix socket of the host."""
+    start_with(monkeypatch, "sandbox_init.restrict_calls = lambda: None")
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as unix:
+        unix.bind("\0msrl-test")
+        unix.listen()
+        inet = f"socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 1)"
+        assert prints(refused(inet, "socket")) == "ENETUNREACH"
+        abstract = "socket.socket(socket.AF_UNIX).connect('\\0msrl-test')"
+        assert prints(refused(abstract, "socket")) == "ECONNREFUSED"
+
+
+def test_files_have_a_size_and_a_number():
+    assert prints(refused("open('/tmp/x', 'wb').write(bytes(2 << 20))")) == "EFBIG"
+    fill = "for i in range(99):\n        open(f'/tmp/{i}', 'wb').write(bytes(1 << 20))"
+    assert prints(refused(fill)) == "ENOSPC"
+    assert prints(refused("for i in range(9999): os.mkdir(f'/tmp/{i}')")) == "ENOSPC"
+    assert prints(refused("os.truncate(os.open('/tmp/x', os.O_CREAT | os.O_RDWR), 1 << 40)")) == "EFBIG"
+    opens = prints(refused("files = [open('/dev/null') for _ in range(999)]"))
+    assert opens == "EMFILE"
+    assert OPEN_FILES < 256
+    assert prints(refused("os.memfd_create('x')")) == "ENOSYS"
+
+
+def test_no_file_can_be_written_by_default():
+    none = Limits(cpu_s=5, memory_mb=256, file_mb=0)
+    assert prints(refused("open('/tmp/x', 'wb', 0).write(b'x')"), limits=none) == "EFBIG"
+
+
+def test_memory_is_limited():
+    program = "try:\n    x = bytearray(1 << 30)\nexcept MemoryError:\n    print('no')"
+    assert prints(program) == "no"
+    assert output("x = []\nwhile True: x.append(bytearray(1 << 20))").code == 1
+
+
+def test_processor_time_of_all_tests_together_is_limited():
+    short = Limits(cpu_s=1.0, memory_mb=256, file_mb=0)
+    with pytest.raises(TimeLimitExceeded):
+        verdict("while True: pass", CASE, limits=short)
+    with pytest.raises(TimeLimitExceeded):
+        verdict("def add(a, b):\n    while True: pass", ASSERTS, limits=short)
+    cases = json.dumps([{"input": "", "output": ""}] * 50)
+    with pytest.raises(TimeLimitExceeded):
+        verdict("import time\nwhile time.process_time() < 0.2: pass", cases, limits=short)
+    ignoring = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
+    with pytest.raises(TimeLimitExceeded):
+        verdict(ignoring, CASE, limits=short)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import os\nos.kill(-1, 9)\nprint(5)",
+        "import os\nfor p in range(2, 99):\n    if p != os.getpid():\n        try: os.kill(p, 9)\n"
+        "        except OSError: pass\nprint(5)",
+        "import os\nos.kill(1, 9)\nos.kill(os.getppid(), 19)\nprint(5)",
+    ],
+)
+def test_signals_reach_nothing_outside(program):
+    """A program may kill itself. Process 1 ignores its signals and no other process is in sight."""
+    with subprocess.Popen(["sleep", "60"]) as witness:
+        assert verdict(program, CASE) in {True, False}
+        assert witness.poll() is None
+        witness.kill()
+
+
+@pytest.mark.parametrize("call", [101, 310, 311, 438, 434, 165, 272, 308, 321, 323, 425, 29, 9 + 240])
+def test_tracing_mounting_and_the_like_are_refused(call):
+    """ptrace, process_vm_readv, process_vm_writev, pidfd_getfd, pidfd_open, mount, unshare, setns, bpf ..."""
+    assert prints(raw_call(call, 16)) == "-1 38"
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "import os\nos._exit(0)",
+        "import sys\nsys.exit(0)",
+        "import os\nfor fd in range(3, 64):\n    try: os.write(fd, b'passed')\n    except OSError: pass\nos._exit(0)",
+        "print('passed')",
+        "import sys, builtins\nbuiltins.AssertionError = Exception\nsys.exit = print\nsys.excepthook = print",
+        "import ast\nast.parse = lambda *a: compile('', '', 'exec', ast.PyCF_ONLY_AST)",
+        "import gc, types\nfor o in gc.get_objects():\n    if isinstance(o, types.FunctionType):\n"
+        "        try: o.__code__ = (lambda *a: None).__code__\n        except ValueError: pass",
+        'import json\njson.dumps = lambda *a: \'{"result": true, "args": []}\'\ndef add(a, b): return 0',
+        "import __main__, sys\nsys.modules['__main__'].PASSED = b''",
+        "class Yes:\n    def __eq__(self, o): return True\n    def __bool__(self): return True\n"
+        "def add(a, b): return Yes()",
+        "class Yes(int):\n    def __eq__(self, o): return True\ndef add(a, b): return Yes(0)",
+        "def add(a, b): raise StopIteration",
+        "def add(a, b): raise SystemExit(0)",
+        "def add(a, b):\n    import os\n    os._exit(0)",
+    ],
+)
+def test_no_program_forges_the_verdict(ending):
+    assert verdict(ending, ASSERTS) is False
+    assert verdict(ending, CASE) is False
+    assert verdict(ADD, ASSERTS) is True
+
+
+def test_the_programs_names_do_not_replace_builtins_of_the_tests():
+    tests = "assert all(add(a, 1) == a + 1 for a in range(3))\nassert isinstance(add(1, 1), int)"
+    cheat = "def all(x): return True\ndef isinstance(a, b): return True\ndef add(a, b): return 0"
+    assert verdict(cheat, tests) is False
+    assert verdict(ADD, tests) is True
+    assert verdict("def sum(a, b):\n    return a + b", "assert sum(10, 15) == 25") is True, (
+        "the function that is tested"
+    )
+
+
+def test_the_tests_cannot_be_read_by_the_program():
+    """It sees arguments. A program that looks for the expected value everywhere it can finds none."""
+    cheat = "import gc, sys\ndef add(a, b):\n"
+    cheat += "    seen = str(gc.get_objects()) + str(sys._getframe(1).f_locals) + str(sys.argv)\n"
+    cheat += "    return str(int('834960') + 1) in seen"
+    assert verdict(cheat, "assert add(1, 2) == (834961 > 0)") is False
+
+
+def test_a_daemon_does_not_outlive_its_program():
+    before = processes()
+    daemon = "import threading, time\nthreading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()\nprint(5)"
+    assert verdict(daemon, CASE) is True
+    assert not sandboxes_since(before)
+
+
+def test_closing_ends_a_sleeping_program():
+    before = processes()
+    with Sandbox(LIMITS) as sandbox:
+        results = sandbox.run(
+            "import sys, time\nprint(5, flush=True)\nsys.stdout.close()\ntime.sleep(1e6)", [""], [99]
+        )
+        waiting = threading.Thread(target=lambda: list(results), daemon=True)
+        waiting.start()
+        waiting.join(0.5)
+        assert waiting.is_alive()
+        sandbox._process.stdin.close()
+        waiting.join()
+    assert not sandboxes_since(before)
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_200_scores():
+    """No process, mount, file or descriptor; a namespace ends with the last of them."""
+    verdict(ADD, ASSERTS)
+
+    def state():
+        """Others use this machine too: mounts and files are those that only a sandbox makes."""
+        mounts = {line for line in Path("/proc/self/mounts").read_text().splitlines() if "nr_inodes=1024" in line}
+        files = {p.name for p in Path("/tmp").iterdir() if p.name in {"x", "host", "new"}}
+        return mounts, files, sorted(os.listdir("/proc/self/fd"))
+
+    before, ours = state(), processes()
+    hostile = "import threading, time\nthreading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()\n"
+    hostile += "open('/tmp/x', 'w').write('x')\nprint(5)"
+    for n in range(200):
+        assert verdict(hostile if n % 2 else "print(4)", CASE) is bool(n % 2)
+    assert not sandboxes_since(ours)
+    assert state() == before
+
+
+def _unprivileged_python():
+    for path in (os.path.realpath(sys.executable), "/usr/bin/python3"):
+        probe = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", path, "-c"]
+        usable = "import os, sys; sys.exit(sys.version_info < (3, 11) or not os.access(sys.executable, os.X_OK))"
+        try:
+            if subprocess.run([*probe, usable], capture_output=True, check=False).returncode == 0:
+                return probe[:-1]
+        except OSError:
+            continue
+    return None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="is unprivileged already")
+def test_a_user_without_privileges_can_do_the_same():
+    command = _unprivileged_python()
+    if command is None:
+        pytest.skip("no interpreter that another user can read")
+    script = "from sandboxed import *\nimport os\nassert os.getuid() == 65534\n"
+    script += f"print(verdict({ADD!r}, {ASSERTS!r}), verdict('print(5)', {CASE!r}), verdict('print(4)', {CASE!r}))\n"
+    script += f"print(prints({refused('os.fork()')!r}), prints('import os\\nprint(os.getuid())'))\n"
+    script += "from megatron_scalerl.rewards.sandbox_probe import check_sandbox\ncheck_sandbox(LIMITS)"
+    env = {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([*command, "-c", script], env=env, capture_output=True, text=True, check=False)
+    assert (done.stdout.split(), done.stderr) == (["True", "True", "False", "EPERM", "65534"], "")
+
+
+def test_a_host_without_user_namespaces_is_refused_in_one_line():
+    script = "from sandboxed import *\nfrom megatron_scalerl.rewards.sandbox_probe import check_sandbox\n"
+    script += "open('/proc/sys/user/max_user_namespaces', 'w').write('0')\n"
+    script += "try: check_sandbox(LIMITS)\nexcept ValueError as e: print(e)"
+    env = {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
+    command = ["unshare", "--user", "--map-root-user", sys.executable, "-c", script]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.stdout == (
+        "rewards.verifier code: expected a host that can isolate programs; expected a sandbox (user namespaces of "
+        "Linux), found unshare: No space left on device\n"
+    ), done.stderr
+
+
+def test_another_architecture_is_refused(monkeypatch):
+    monkeypatch.setattr("megatron_scalerl.rewards.sandbox_seccomp.MACHINE", "riscv64")
+    with pytest.raises(
+        ValueError, match="expected a host that can isolate programs, Linux on x86_64, found linux on"
+    ):
+        check_sandbox(LIMITS)
+
+
+FAULTS = {
+    "a filter that does not apply": (
+        "sandbox_init.restrict_calls = lambda: None",
+        "found a new process inside",
+    ),
+    "an environment that leaks": (
+        "import os; e = os.execve; os.execve = lambda p, a, env: e(p, a, env | {'HF_TOKEN': 'x'})",
+        "found an environment inside: HF_TOKEN",
+    ),
+    "rights that are not given up": (
+        "l, f = sandbox_init._libc, sandbox_init.restrict_calls; sandbox_init._give_up_rights = lambda uid: None; "
+        "sandbox_init.restrict_calls = lambda: (l.prctl(38, 1, 0, 0, 0), f())",
+        "expected a host that can isolate programs, ",
+    ),
+    "no limit of threads": (
+        "sandbox_init.THREADS = 10000",
+        "8 to 64 threads of a program (Linux 5.14), found 128",
+    ),
+    "an interpreter that does not start": (
+        "from megatron_scalerl.rewards import sandbox_root; sandbox_root.SYSTEM_LIBRARIES = ()",
+        "to run inside, found exit status 127",
+    ),
+    "a step that fails": (
+        "def fail(uid): raise PermissionError(1, 'Operation not permitted')\nsandbox_init._give_up_rights = fail",
+        "expected a sandbox (user namespaces of Linux), found Operation not permitted",
+    ),
+}
+"""What is wrong with a sandbox -> how it is made so, in its first process, and what the check says."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_sandbox_that_does_not_isolate_is_refused_in_one_line(fault, monkeypatch):
+    change, said = FAULTS[fault]
+    start_with(monkeypatch, change)
+    with pytest.raises(ValueError, match=re.escape(said)) as caught:
+        check_sandbox(LIMITS)
+    assert str(caught.value).startswith("rewards.verifier code: expected a host that can isolate programs")
+    assert "\n" not in str(caught.value)
+
+
+def test_memory_that_is_not_enough_for_an_interpreter_is_refused_by_its_key():
+    with pytest.raises(ValueError, match=r"^rewards.memory_mb: expected enough for an interpreter .*, found 4$"):
+        check_sandbox(Limits(cpu_s=1.0, memory_mb=4, file_mb=0))

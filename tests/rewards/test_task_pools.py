@@ -1,0 +1,70 @@
+"""Every completion is scored by the verifier of its prompt's task, in processes of that task."""
+
+import asyncio
+import json
+
+import pytest
+from sandboxed import answer
+from verifier_pools import RIGHT, WRONG, rollout
+
+from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection
+from megatron_scalerl.recipe.tasks import Task
+from megatron_scalerl.rewards.task_pools import TaskPools
+from megatron_scalerl.types import Prompt
+
+TESTS = json.dumps([{"input": "", "output": "7"}])
+
+
+def task(name, verifier, **rewards):
+    section = RewardsSection(verifier=verifier, workers=1, timeout_s=60.0, **rewards)
+    return Task(name=name, weight=1.0, prompts=PromptsSection(path="p"), rewards=section)
+
+
+def prompt(name, reference):
+    return Prompt(prompt_id=name, text="t", answer=reference, token_ids=(), task=name)
+
+
+def test_the_verifier_is_that_of_the_prompts_task():
+    async def main():
+        async with TaskPools([task("code", "code"), task("math", "math")]) as pools:
+            asked = [
+                ("\\boxed{7}", prompt("math", "7")),
+                ("\\boxed{7}", prompt("code", TESTS)),
+                (answer("print(7)"), prompt("code", TESTS)),
+                (answer("print(8)"), prompt("code", TESTS)),
+            ]
+            return [await pools.score(text, of, rollout()) for text, of in asked]
+
+    assert asyncio.run(main()) == [RIGHT, WRONG, RIGHT, WRONG]
+
+
+@pytest.fixture
+def waits_for(tmp_path, monkeypatch):
+    (tmp_path / "waits_for.py").write_text(
+        "import os, time\ndef file(text, reference, extra):\n"
+        "    while not os.path.exists(reference): time.sleep(0.01)\n    return True\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def test_a_slow_check_does_not_hold_up_another_task(waits_for):
+    """The check of `slow` waits for a file, which is made after those of `fast` are answered."""
+
+    async def main():
+        slow = prompt("slow", str(waits_for / "go"))
+        async with TaskPools([task("slow", "waits_for:file"), task("fast", "math")]) as pools:
+            waiting = asyncio.create_task(pools.score("x", slow, rollout()))
+            scores = [await pools.score(f"\\boxed{{{n}}}", prompt("fast", "7"), rollout()) for n in (7, 8)]
+            assert not waiting.done()
+            (waits_for / "go").touch()
+            return [*scores, await waiting]
+
+    assert asyncio.run(main()) == [RIGHT, WRONG, RIGHT]
+
+
+def test_one_verifier_that_does_not_load_closes_the_other_pools():
+    pools = TaskPools([task("code", "math"), task("math", "nosuch:check")])
+    with pytest.raises(ValueError, match=r"rewards.verifier 'nosuch:check': expected a module that imports"):
+        asyncio.run(pools.__aenter__())
+    assert not any(process.alive for pool in pools._pools.values() for process in pool._processes)
