@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from sandboxed import LIMITS, answer, processes, sandboxes_since, verdict
-from verifier_pools import RIGHT, WRONG, rollout, wrong
+from verifier_pools import RIGHT, WRONG, wrong
 
 import megatron_scalerl.rewards.sandbox as sandbox
 from megatron_scalerl.recipe.sections import RewardsSection
@@ -176,7 +176,7 @@ def ask(texts, tests, **settings):
         async with VerifierPool(RewardsSection(verifier="code", **section)) as pool:
             scores = []
             for text in texts:
-                scores += await asyncio.gather(pool.score(text, prompt, rollout()), return_exceptions=True)
+                scores += await asyncio.gather(pool.score(text, prompt), return_exceptions=True)
             return scores, pool.counters
 
     return asyncio.run(main())
@@ -210,7 +210,7 @@ def test_a_sandbox_that_cannot_be_made_loses_the_completion_and_later_the_run(mo
         prompt = Prompt(prompt_id="p", text="t", answer="", token_ids=())
         async with VerifierPool(RewardsSection(verifier="unmade:check", workers=1)) as pool:
             return [
-                (await asyncio.gather(pool.score(text, prompt, rollout()), return_exceptions=True))[0]
+                (await asyncio.gather(pool.score(text, prompt), return_exceptions=True))[0]
                 for text in ("a", "b", "c")
             ]
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 from sandboxed import answer
-from verifier_pools import RIGHT, WRONG, rollout
+from verifier_pools import RIGHT, WRONG
 
 from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection
 from megatron_scalerl.recipe.tasks import Task
@@ -33,7 +33,7 @@ def test_the_verifier_is_that_of_the_prompts_task():
                 (answer("print(7)"), prompt("code", TESTS)),
                 (answer("print(8)"), prompt("code", TESTS)),
             ]
-            return [await pools.score(text, of, rollout()) for text, of in asked]
+            return [await pools.score(text, of) for text, of in asked]
 
     assert asyncio.run(main()) == [RIGHT, WRONG, RIGHT, WRONG]
 
@@ -54,8 +54,8 @@ def test_a_slow_check_does_not_hold_up_another_task(waits_for):
     async def main():
         slow = prompt("slow", str(waits_for / "go"))
         async with TaskPools([task("slow", "waits_for:file"), task("fast", "math")]) as pools:
-            waiting = asyncio.create_task(pools.score("x", slow, rollout()))
-            scores = [await pools.score(f"\\boxed{{{n}}}", prompt("fast", "7"), rollout()) for n in (7, 8)]
+            waiting = asyncio.create_task(pools.score("x", slow))
+            scores = [await pools.score(f"\\boxed{{{n}}}", prompt("fast", "7")) for n in (7, 8)]
             assert not waiting.done()
             (waits_for / "go").touch()
             return [*scores, await waiting]
