@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -261,6 +262,24 @@ def test_closing_ends_a_sleeping_program():
     assert not sandboxes_since(before)
 
 
+def test_a_killed_verifier_takes_its_programs_along():
+    """SIGKILL to it alone, as the kernel does when memory is short: the sandbox sees its pipe closed."""
+    before = processes()
+    script = "from sandboxed import *\nprint('started', flush=True)\noutput('while True: pass')"
+    env = {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, start_new_session=True) as verifier:
+        assert verifier.stdout.readline() == b"started\n"
+        while len(inside := sandboxes_since(before) - {verifier.pid}) < 3:
+            pass
+        watched = [os.pidfd_open(pid) for pid in inside]
+        verifier.kill()
+        for fd in watched:
+            assert select.select([fd], [], [], 60)[0], "a process of the sandbox outlived its verifier"
+            os.close(fd)
+    assert not sandboxes_since(before)
+
+
 @pytest.mark.slow
 def test_nothing_is_left_of_200_scores():
     """No process, mount, file or descriptor; a namespace ends with the last of them."""
@@ -284,7 +303,8 @@ def test_nothing_is_left_of_200_scores():
 def _unprivileged_python():
     for path in (os.path.realpath(sys.executable), "/usr/bin/python3"):
         probe = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", path, "-c"]
-        usable = "import os, sys; sys.exit(sys.version_info < (3, 11) or not os.access(sys.executable, os.X_OK))"
+        can_read = f"os.access(sys.executable, os.X_OK) and os.access({__file__!r}, os.R_OK)"
+        usable = f"import os, sys; sys.exit(sys.version_info < (3, 11) or not ({can_read}))"
         try:
             if subprocess.run([*probe, usable], capture_output=True, check=False).returncode == 0:
                 return probe[:-1]
@@ -297,7 +317,7 @@ def _unprivileged_python():
 def test_a_user_without_privileges_can_do_the_same():
     command = _unprivileged_python()
     if command is None:
-        pytest.skip("no interpreter that another user can read")
+        pytest.skip("no interpreter and checkout that another user can read")
     script = "from sandboxed import *\nimport os\nassert os.getuid() == 65534\n"
     script += f"print(verdict({ADD!r}, {ASSERTS!r}), verdict('print(5)', {CASE!r}), verdict('print(4)', {CASE!r}))\n"
     script += f"print(prints({refused('os.fork()')!r}), prints('import os\\nprint(os.getuid())'))\n"
