@@ -35,6 +35,7 @@ raises (`launch.local`).
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
@@ -62,6 +63,7 @@ from megatron_scalerl.rollouts.stream import Admission, RolloutStream
 from megatron_scalerl.types import RolloutGroup, StepReport
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 class VersionLost(RuntimeError):
@@ -258,6 +260,7 @@ class Controller:
         settings = self._recipe.validation
         at_an_end = last or self._step in (0, self._recipe.steps)
         generations = settings.end_generations if at_an_end else None
+        logger.info("validation of version %d", self._step)
         hours, hours_total = self._ledger.axis_at(self._batches), self._ledger.hours()
         self._validation = asyncio.create_task(
             self._validate(self._step, generations or settings.generations, hours, hours_total)

@@ -12,6 +12,7 @@ from launch.stand_ins import gone
 from whole_runs import ROOT, overrides
 
 from megatron_scalerl.controller.metrics import read_jsonl
+from megatron_scalerl.rollouts.journal import read_history
 
 pytestmark = pytest.mark.slow
 
@@ -102,7 +103,7 @@ def test_a_killed_controller_leaves_no_engine_that_still_imports(tiny_dense, tmp
 def test_a_stopped_run_goes_on_and_a_hung_engine_ends_it(tiny_dense, tmp_path):
     # on-policy, so that nothing is left to train on when the engine hangs; a hang within an update is one too
     more = ("checkpoint.every_steps=1", "rollouts.max_staleness_steps=0")
-    more += ("engine.stall_timeout_s=5", "weights.timeout_s=20")
+    more += ("engine.stall_timeout_s=5", "weights.timeout_s=20", "engine.max_restarts=0")
     with Run(tiny_dense, tmp_path, *more) as run:
         run.wait_for(lambda: run.steps() >= 2)
         assert named(run.children(), "EngineCore")
@@ -117,5 +118,34 @@ def test_a_stopped_run_goes_on_and_a_hung_engine_ends_it(tiny_dense, tmp_path):
         named(again.children(), "EngineCore")[0].suspend()
         code, error = again.end()
     assert code == 1
+    assert "engine.min_engines: expected at least 1 engines that can serve, found 0 (engine-0: " in error
     assert "engine-0 produced no token for" in error or "engine-0: pause: no answer" in error
     assert gone(again.groups)
+
+
+def test_a_run_outlives_an_engine_and_its_trainer(tiny_dense, tmp_path):
+    """One of two engines is killed, then the trainer: both start again, and nothing is trained twice or lost."""
+    more = ("engine.count=2", "checkpoint.every_steps=2", "optimizer.lr=1e-5", "filters.zero_variance=false")
+    with Run(tiny_dense, tmp_path, *more) as run:
+        run.wait_for(lambda: run.steps() >= 2)
+        [victim] = [p for p in named(run.children(), "engine.server") if "--port" in p.cmdline()][1:2]
+        os.killpg(victim.pid, signal.SIGKILL)
+        run.wait_for(lambda: run.steps() >= 4)
+        [rank] = named(run.children(), "megatron_scalerl.trainer.worker")
+        rank.kill()
+        attempts = run.folder / "attempts.jsonl"
+        run.wait_for(lambda: len(read_jsonl(attempts)) == 2)
+        engines = run.folder / "engines.jsonl"
+        run.wait_for(lambda: [r["state"] for r in read_jsonl(engines) if r["name"] == "engine-1"][-1] == "serving")
+        resumed = run.steps()
+        run.wait_for(lambda: run.steps() >= resumed + 3)
+        run.process.send_signal(signal.SIGTERM)
+        code, _ = run.end()
+    assert code == 143 and gone(run.groups)
+    states = [(r["name"], r["state"]) for r in read_jsonl(engines) if r["restarts"] or r["reason"]]
+    back = ["draining", "lost", "starting", "stale", "serving"]
+    assert states == [("engine-1", state) for state in back], "the engines outlive the trainer"
+    steps = [row["step"] for row in read_jsonl(run.folder / "metrics.jsonl")]
+    assert steps == list(range(1, len(steps) + 1))
+    groups = [g for batch in read_history(run.folder).batches for g in batch.group_ids]
+    assert len(set(groups)) == len(groups)

@@ -1,0 +1,321 @@
+"""Kill every process of a run at random moments and in chosen states, and check what the run made of it.
+
+    python tools/kill_matrix.py --out runs/kills [--tries 20] [--real 5] [--only engine-1:KILL] [--seed 1]
+
+Each try is one whole run of a tiny recipe at k = 0: real controller under `train --supervise`, real trainer ranks,
+two engines. With stand-in engines (tests/faults) a completion depends on its seed alone, so that every try must give
+the weights, pass rates and batches of the run without faults, bit for bit. With real engines (--real tries) the
+batches must be the same, and nothing lost or trained twice. One JSON row per try is appended to OUT/rows.jsonl; a
+second call continues where the first stopped. `--table` prints the table of docs/reliability.md from the rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import checkout  # noqa: F401  puts the checkout on sys.path
+import psutil
+
+from megatron_scalerl.checkpoints.jsonl import read_jsonl
+from megatron_scalerl.processes.logs import NAME_VARIABLE
+from megatron_scalerl.rollouts.journal import read_history
+
+ROOT = Path(__file__).parent.parent
+STEPS, LIMIT_S = 8, 420
+VICTIMS = ("controller", "trainer-0", "trainer-1", "engine-1", "verifier")
+FAULTS = ("garbage", "half", "wrong version", "nothing")
+STATES = ("importing", "update", "validation", "checkpoint")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What happens in a try."""
+
+    victim: str
+    fault: str
+    """KILL, STOP (and CONT for the controller), or what the stand-in engine answers."""
+    at: str
+    """A state, or "random"."""
+    number: int
+    real: bool = False
+
+    @property
+    def key(self) -> str:
+        """Name of the try."""
+        kind = "real" if self.real else "stand-in"
+        return f"{self.victim}:{self.fault}:{self.at}:{kind}:{self.number}"
+
+
+def cases(tries: int, real: int) -> list[Case]:
+    """All tries, in an order in which every victim comes early."""
+    found = [Case(victim=v, fault="KILL", at="random", number=n) for n in range(tries) for v in VICTIMS]
+    found += [
+        Case(victim=v, fault="KILL", at=s, number=0) for s in STATES for v in ("controller", "trainer-0", "engine-1")
+    ]
+    found += [Case(victim="engine-1", fault=f, at="random", number=n) for n in range(3) for f in FAULTS]
+    found += [Case(victim=v, fault="STOP", at="random", number=n) for n in range(2) for v in VICTIMS]
+    kinds = ("controller", "trainer-0", "engine-1")
+    found += [Case(victim=v, fault="KILL", at="random", number=n, real=True) for n in range(real) for v in kinds]
+    return found
+
+
+class Try:
+    """One run with one fault."""
+
+    def __init__(self, folder: Path, tiny: Path, *, real: bool) -> None:
+        self.folder, self.run = folder, folder / "r"
+        self.faults = folder / "faults"
+        self.faults.mkdir(parents=True, exist_ok=True)
+        settings = [
+            "name=r", f"output_dir={folder}", f"steps={STEPS}", f"policy.path={tiny / 'base_policy'}",
+            f"prompts.path={tiny / 'prompts.jsonl'}", f"prompts.held_out_path={tiny / 'held_out.jsonl'}",
+            "rollouts.groups_per_batch=4", "rollouts.group_size=4", "rollouts.max_in_flight=16",
+            "rollouts.max_staleness_steps=0", "validation.every_steps=4", "validation.prompts=10",
+            "validation.generations=2", "checkpoint.every_steps=2", "optimizer.warmup_steps=1", "optimizer.lr=1e-5",
+            "weights.probe_tolerance=1e9", "weights.probe_every=0", "trainer.micro_batch_tokens=512",
+            "trainer.world_size=2", "engine.count=2", "filters.zero_variance=false", "engine.stall_timeout_s=4",
+            "engine.first_token_timeout_s=4", "engine.max_restarts=20", "weights.timeout_s=30",
+            "trainer.step_timeout_s=20", "weights.connect_timeout_s=20",
+        ]  # fmt: skip
+        program = ["-m", "megatron_scalerl"] if real else [str(ROOT / "tests/faults/run_with_stand_ins.py")]
+        settings += [] if real else ["interruption.enabled=false"]
+        # the supervisor starts `python -m megatron_scalerl train`; with stand-ins this program supervises instead
+        self.command = [sys.executable, *program, "train", "recipes/tiny_cpu.yaml", *settings]
+        self.env = os.environ | {"STAND_IN_FAULTS": str(self.faults), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self.begin = time.monotonic()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the controller under the supervisor."""
+        code = "import sys, json; from megatron_scalerl.commands.supervise import supervise; "
+        code += "sys.exit(supervise(json.loads(sys.argv[1]), sys.argv[2], restarts=5))"
+        argv = [sys.executable, "-c", code, json.dumps(self.command), str(self.run)]
+        with open(self.folder / "output", "ab") as output:
+            self.process = subprocess.Popen(argv, cwd=ROOT, env=self.env, stdout=output, stderr=output)
+
+    def steps(self) -> int:
+        """Steps recorded so far."""
+        rows = _rows(self.run / "metrics.jsonl")
+        return int(rows[-1]["step"]) if rows else 0
+
+    def find(self, victim: str) -> psutil.Process | None:
+        """The process of the victim, None if it does not run."""
+        assert self.process is not None
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    line = process.cmdline()
+                    if victim == "controller" and "train" in line and process.ppid() == self.process.pid:
+                        return process
+                    if victim == "verifier" and "megatron_scalerl.rewards.worker" in line:
+                        return process
+                    if process.environ().get(NAME_VARIABLE) == victim and os.getpgid(process.pid) == process.pid:
+                        return process
+        return None
+
+    def wait_for(self, case: Case, moment_s: float) -> bool:
+        """Wait for the moment of the case; False if the run ends before."""
+        assert self.process is not None
+        logs = self.run / "logs"
+        marks = {
+            "importing": lambda: self.find(case.victim) is not None,
+            "update": lambda: "PAUSED" in _tail(logs / "engine-0.log") if case.real else self.steps() >= 3,
+            "validation": lambda: "validation of version 4" in _tail(logs / "controller.log"),
+            "checkpoint": lambda: (self.run / "checkpoints" / "step_000004").exists(),
+            "random": lambda: self.steps() >= 0 and time.monotonic() - self.begin >= moment_s,
+        }
+        while self.process.poll() is None:
+            if marks[case.at]() and self.find(case.victim) is not None:
+                return True
+            time.sleep(0.005)
+        return False
+
+    def inject(self, case: Case) -> None:
+        """Do it, to the whole process group of engines and trainer ranks."""
+        process = self.find(case.victim)
+        if case.fault in FAULTS:
+            (self.faults / case.victim).write_text(case.fault)
+            return
+        if process is None:
+            return
+        number = signal.Signals[f"SIG{case.fault}"]
+        with contextlib.suppress(ProcessLookupError):
+            if case.victim.startswith(("engine", "trainer")):
+                os.killpg(process.pid, number)
+            else:
+                os.kill(process.pid, number)
+            if case.fault == "STOP" and case.victim in ("controller", "verifier"):
+                time.sleep(6)
+                os.kill(process.pid, signal.SIGCONT)
+
+    def end(self) -> int:
+        """Wait for the end; -1 if it takes too long."""
+        assert self.process is not None
+        try:
+            return self.process.wait(max(1.0, LIMIT_S - (time.monotonic() - self.begin)))
+        except subprocess.TimeoutExpired:
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                child.kill()
+            self.process.kill()
+            self.process.wait()
+            return -1
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return read_jsonl(path) if path.exists() else []
+
+
+def _tail(path: Path) -> str:
+    return path.read_text(errors="replace")[-2000:] if path.exists() else ""
+
+
+def outcome_of(run: Path) -> dict[str, Any]:
+    """What a run leaves, as far as it must be the same with every fault."""
+    digests = {}
+    for log in run.glob("logs/engine-*.log"):
+        for line in log.read_text(errors="replace").splitlines():
+            words = line.split()
+            if len(words) == 4 and words[0] == "version" and words[2] == "digest":
+                digests[words[1]] = words[3]
+    metrics, validation = _rows(run / "metrics.jsonl"), _rows(run / "validation.jsonl")
+    return {
+        "batches": [sorted(b.group_ids) for b in read_history(run).batches],
+        "digests": dict(sorted(digests.items(), key=lambda item: int(item[0]))),
+        "steps": [row["step"] for row in metrics],
+        "pass_rates": [row["train_pass_rate"] for row in metrics],
+        "validation": [[row["step"], row["pass_rate"]] for row in validation],
+    }
+
+
+def faults_of(run: Path, expected: dict[str, Any] | None) -> list[str]:
+    """What is wrong with a run that ended; nothing if it is as it must be."""
+    found, wrong = outcome_of(run), []
+    groups = [g for batch in found["batches"] for g in batch]
+    if len(groups) != len(set(groups)) or len(found["batches"]) != STEPS:
+        wrong.append(f"batches: expected {STEPS} with every group once, found {found['batches']}")
+    if found["steps"] != list(range(1, STEPS + 1)):
+        wrong.append(f"metrics: expected each step once, found {found['steps']}")
+    if [row[0] for row in found["validation"]] != [0, 4, 8]:
+        wrong.append(f"validations: expected 0, 4, 8, found {found['validation']}")
+    axis = [row["device_hours"] for row in _rows(run / "metrics.jsonl")]
+    if axis != sorted(axis):
+        wrong.append(f"compute axis: expected ascending, found {axis}")
+    for key in expected or {}:
+        if expected and expected[key] != found[key]:
+            wrong.append(f"{key}: expected {expected[key]}, found {found[key]}")
+    return wrong
+
+
+def attempt(
+    case: Case, folder: Path, tiny: Path, expected: dict[str, Any], seconds: float, seed: int
+) -> dict[str, Any]:
+    """One try; its row."""
+    moment_s = random.Random(f"{seed}/{case.key}").uniform(1.0, seconds)
+    tried = Try(folder, tiny, real=case.real)
+    tried.start()
+    happened = tried.wait_for(case, moment_s)
+    step, at_s = tried.steps(), time.monotonic() - tried.begin
+    if happened:
+        tried.inject(case)
+    went_on_s = None
+    while happened and tried.process is not None and tried.process.poll() is None:
+        if tried.steps() > step:
+            went_on_s = time.monotonic() - tried.begin - at_s
+            break
+        if time.monotonic() - tried.begin > LIMIT_S:
+            break
+        time.sleep(0.05)
+    with contextlib.suppress(FileNotFoundError):
+        (tried.faults / case.victim).unlink()
+    code = tried.end()
+    keys = ("batches", "steps") if case.real else tuple(expected)
+    wrong = [f"exit code: expected 0, found {code}"] if code else []
+    wrong += faults_of(tried.run, {key: expected[key] for key in keys})
+    return {
+        "case": case.key, "victim": case.victim, "fault": case.fault, "at": case.at, "real": case.real,
+        "happened": happened, "at_s": round(at_s, 2), "at_step": step, "code": code, "wrong": wrong,
+        "went_on_s": None if went_on_s is None else round(went_on_s, 2),
+        "seconds": round(time.monotonic() - tried.begin, 1),
+    }  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as Markdown: fault, tries, what happened, seconds until the run went on."""
+    lines = ["| process | fault | moment | engines | tries | as without the fault | until the run went on |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    kinds = sorted({(r["victim"], r["fault"], r["at"], r["real"]) for r in rows if r["happened"]})
+    for victim, fault, at, real in kinds:
+        same = [r for r in rows if (r["victim"], r["fault"], r["at"], r["real"]) == (victim, fault, at, real)]
+        same = [r for r in same if r["happened"]]
+        seconds = sorted(r["went_on_s"] for r in same if r["went_on_s"] is not None)
+        good = sum(not r["wrong"] for r in same)
+        spread = f"{statistics.median(seconds):.1f} s ({seconds[0]:.1f} to {seconds[-1]:.1f})" if seconds else "-"
+        engines = "vLLM" if real else "stand-in"
+        name = f"SIG{fault}" if fault in ("KILL", "STOP") else fault
+        lines.append(f"| {victim} | {name} | {at} | {engines} | {len(same)} | {good} | {spread} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run the tries that have no row yet."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tries", type=int, default=20)
+    parser.add_argument("--real", type=int, default=5)
+    parser.add_argument("--only", default="", help="only tries whose name starts so")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--table", action="store_true")
+    arguments = parser.parse_args()
+    out: Path = arguments.out.resolve()
+    rows_file = out / "rows.jsonl"
+    rows = _rows(rows_file)
+    if arguments.table:
+        print(table(rows))
+        return 0
+    out.mkdir(parents=True, exist_ok=True)
+    tiny = out / "tiny"
+    if not (tiny / "tiny.json").exists():
+        subprocess.run(
+            [sys.executable, "-m", "megatron_scalerl.tiny", str(tiny), "--seed", "1"], cwd=ROOT, check=True
+        )
+    reference = out / "reference"
+    if not (reference / "r" / "end.json").exists():
+        unharmed = Try(reference, tiny, real=False)
+        unharmed.start()
+        code = unharmed.end()
+        assert code == 0, f"the run without faults: exit code {code}, see {reference / 'output'}"
+        (reference / "seconds").write_text(str(time.monotonic() - unharmed.begin))
+    expected, seconds = outcome_of(reference / "r"), float((reference / "seconds").read_text())
+    assert faults_of(reference / "r", None) == [], faults_of(reference / "r", None)
+    done = {row["case"] for row in rows}
+    for case in cases(arguments.tries, arguments.real):
+        if case.key in done or not case.key.startswith(arguments.only):
+            continue
+        folder = out / case.key.replace(":", "_").replace(" ", "_")
+        row = attempt(case, folder, tiny, expected, seconds, arguments.seed)
+        with open(rows_file, "a", encoding="utf8") as file:
+            file.write(json.dumps(row) + "\n")
+        verdict = "; ".join(row["wrong"]) or "as without the fault"
+        print(
+            f"{case.key}: at {row['at_s']} s, step {row['at_step']}, on after {row['went_on_s']} s: {verdict}",
+            flush=True,
+        )
+        if not row["wrong"]:
+            subprocess.run(["rm", "-rf", str(folder)], check=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
