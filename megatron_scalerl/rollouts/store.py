@@ -20,6 +20,8 @@ from pathlib import Path
 
 import msgspec
 
+from megatron_scalerl.batching import rollout_bytes
+from megatron_scalerl.batching.rollout_bytes import RolloutArrays
 from megatron_scalerl.checkpoints.atomic_io import naming, sync, write_all
 from megatron_scalerl.rollouts import blocks
 from megatron_scalerl.rollouts.blocks import BlockHead, GroupHeader
@@ -195,6 +197,13 @@ def read_block(path: Path, stored: BlockRef) -> StoredGroup:
         with _placing(path, stored.offset + at):
             blocks.check_completion(completion, checksum)
     return StoredGroup(group_id=head.group_id, header=header, completions=tuple(completions))
+
+
+def read_arrays(path: Path, stored: BlockRef) -> tuple[StoredGroup, list[RolloutArrays]]:
+    """The block at this place and its completions [C]. Raises as `read_block`."""
+    group = read_block(path, stored)
+    with _placing(path, stored.offset):
+        return group, [rollout_bytes.read(completion) for completion in group.completions]
 
 
 def read_header(path: Path, stored: BlockRef) -> tuple[int, GroupHeader]:

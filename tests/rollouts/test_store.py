@@ -15,6 +15,7 @@ from megatron_scalerl.rollouts.blocks import SEGMENT_START, GroupHeader, block_b
 from megatron_scalerl.rollouts.store import (
     StoreWriter,
     check_position,
+    read_arrays,
     read_block,
     read_completions,
     read_header,
@@ -212,6 +213,17 @@ def test_no_content_is_more_than_a_value_error(tmp_path_factory, noise, at, size
             assert str(error).startswith(f"{path}: byte ")
     StoreWriter(folder).close()
     path.unlink(missing_ok=True)
+
+
+def test_a_completion_that_is_none_is_named(tmp_path):
+    """Under right checksums, as a faulty writer would leave it."""
+    _, header, data = block(0)
+    writer = StoreWriter(tmp_path)
+    stored = writer.append(block_bytes(0, header, (data[0], data[1][:-1])))
+    writer.close()
+    path = segment_path(tmp_path, 0)
+    with pytest.raises(ValueError, match=rf"^{path}: byte 16: rollout: expected {len(data[1])} bytes, found"):
+        read_arrays(path, stored)
 
 
 def test_a_reference_to_more_than_there_is_reads_nothing(tmp_path):
