@@ -20,6 +20,7 @@ bench:
 	.venv/bin/python tools/bench_rollouts.py
 	.venv/bin/python tools/bench_convert.py
 	.venv/bin/python tools/bench_wire.py
+	.venv/bin/python tools/bench_store.py
 	.venv/bin/python tools/bench_plan.py memory
 rehearse:
 	.venv/bin/megatron-scalerl check-gpu --rehearse

@@ -154,6 +154,22 @@ class BlockRef:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LineRef:
+    """Where an earlier version stored a finished group: a line of JSON in RUN/rollouts (`rollouts.old_groups`).
+
+    Example:
+        >>> old = LineRef(file="groups-00000.jsonl", number=1, offset=0, nbytes=9021)
+    """
+
+    file: str
+    number: int
+    """Of the line, from 1."""
+    offset: int
+    """First byte of the line in its file."""
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
     """The score of one completion. Produced by `rewards.pool`.
 
@@ -171,17 +187,19 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutGroup:
-    """All completions of one prompt in one epoch. Produced by `rollouts.stream`.
+    """All completions of one prompt in one epoch. Produced by `rollouts.stream`; their tokens are in the run's store.
 
     Example:
         >>> wrong = Score(correct=False, reward=-1.0, reason="no_answer")
         >>> group = RolloutGroup(
         ...     group_id=0,
         ...     prompt=prompt,
-        ...     rollouts=(rollout, rollout),
+        ...     completions=(completion, completion),
+        ...     positions=(0, 1),
         ...     scores=(score, wrong),
-        ...     first_token_version=min(r.policy_versions[0] for r in (rollout, rollout)),
+        ...     first_token_version=completion.first_version,
         ...     epoch=0,
+        ...     stored=stored,
         ... )
         >>> group.pass_rate
         0.5
@@ -190,8 +208,10 @@ class RolloutGroup:
     group_id: int
     """Number of the group in the order of admission, from 0, unique in a run's lineage."""
     prompt: Prompt
-    rollouts: tuple[Rollout, ...]
+    completions: tuple[Completion, ...]
     """[G] at least one; fewer than rollouts.group_size if completions were lost."""
+    positions: tuple[int, ...]
+    """[G] number of each completion where the group is stored, from 0, ascending; a filter leaves gaps."""
     scores: tuple[Score, ...]
     """[G]"""
     first_token_version: int
@@ -200,6 +220,8 @@ class RolloutGroup:
     """Pass over the training prompts in which the prompt was drawn, from 0."""
     lost_completions: int = 0
     """Completions that were left out of the group (`CompletionLost`)."""
+    stored: BlockRef | LineRef | None = None
+    """Where the tokens of its completions are; None until they are written."""
 
     @property
     def pass_rate(self) -> float:
@@ -209,7 +231,7 @@ class RolloutGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One completion to train on. Produced by `batching.advantages`.
+    """One completion to train on, in memory: of the warm start and of checks.
 
     Example:
         >>> weight = 1 / (2 * sum(rollout.loss_mask))  # prompt mean over one prompt with two completions

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron_scalerl.batching import rollout_bytes
+from megatron_scalerl.rollouts.completions import completions_of
 from megatron_scalerl.rollouts.history import BatchRecord
 from megatron_scalerl.rollouts.journal import Journal
-from megatron_scalerl.types import RolloutGroup
+from megatron_scalerl.types import Rollout, RolloutGroup
 
 
 def write_journal(
     run_dir: Path,
     *,
     admitted: Iterable[int] = (),
-    groups: Iterable[RolloutGroup] = (),
+    groups: Iterable[tuple[RolloutGroup, Sequence[Rollout]]] = (),
     batches: Iterable[BatchRecord] = (),
     retain: int | None = None,
     **options,
@@ -28,8 +29,8 @@ def write_journal(
         try:
             for group_id in admitted:
                 journal.admit(group_id, f"p{group_id}", 0)
-            for group in groups:
-                await finish(journal, group)
+            for group, rollouts in groups:
+                await finish(journal, group, rollouts)
             for record in batches:
                 await journal.batch(record)
             if retain is not None:
@@ -41,6 +42,13 @@ def write_journal(
     asyncio.run(write())
 
 
-async def finish(journal: Journal, group: RolloutGroup):
-    """Record a finished group; its place in the store."""
-    return await journal.finish(group, [rollout_bytes.write(r) for r in group.rollouts])
+async def finish(journal: Journal, group: RolloutGroup, rollouts: Sequence[Rollout]) -> RolloutGroup:
+    """Record a finished group with its completions."""
+    return await journal.finish(group, [rollout_bytes.write(rollout) for rollout in rollouts])
+
+
+def read_rollouts(run_dir: Path, group: RolloutGroup) -> list[Rollout]:
+    """The completions of a stored group, read as a batch reads them."""
+    read = completions_of(run_dir, [(group.stored, position) for position in group.positions])
+    found = asyncio.run(read(range(len(group.positions))))
+    return [rollout_bytes.rollout_of(rollout_bytes.read(data)) for data in found]

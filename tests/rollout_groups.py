@@ -24,14 +24,24 @@ def rollout(*, tokens=(5, 6, 7), mask=None, versions=None, logprobs=None, trunca
 def group(rewards, *, lengths=None, truncated=(), prompt=(1, 2), group_id=0) -> RolloutGroup:
     """A group with the given rewards; a reward above 0 is a correct completion."""
     lengths = lengths or [3] * len(rewards)
-    return RolloutGroup(
+    rollouts = [rollout(tokens=tuple(range(10, 10 + n)), truncated=i in truncated) for i, n in enumerate(lengths)]
+    return group_of(
+        rollouts,
+        [Score(correct=r > 0, reward=float(r)) for r in rewards],
         group_id=group_id,
         prompt=Prompt(prompt_id=f"p{group_id}", text="", answer="", token_ids=tuple(prompt)),
-        rollouts=tuple(
-            rollout(tokens=tuple(range(10, 10 + n)), truncated=i in truncated) for i, n in enumerate(lengths)
-        ),
-        scores=tuple(Score(correct=r > 0, reward=float(r)) for r in rewards),
-        first_token_version=0,
+    )
+
+
+def group_of(rollouts, scores, *, prompt, group_id=0) -> RolloutGroup:
+    """The facts about these rollouts."""
+    return RolloutGroup(
+        group_id=group_id,
+        prompt=prompt,
+        completions=tuple(facts_of(arrays_of(each)) for each in rollouts),
+        positions=tuple(range(len(rollouts))),
+        scores=tuple(scores),
+        first_token_version=min((each.policy_versions[0] for each in rollouts), default=0),
         epoch=0,
     )
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rollout_groups import scored
 
+from megatron_scalerl.batching import rollout_bytes
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.checkpoints.commit import read_commit, write_commit
 from megatron_scalerl.controller.ledger import Ledger
@@ -120,8 +121,8 @@ class StandInSampler:
             loss_mask=(True,) * 9 + (False,),
             interrupted=False,
             truncated=False,
-            thinking_cut=0,
-            seed=0,
+            thinking_cut=draw[1],
+            seed=draw[2],
         )
         if self._lost.get(draw, 0) > 0:
             self._lost[draw] -= 1
@@ -137,9 +138,14 @@ class StandInTrainer:
     def __init__(self) -> None:
         self.version = self.prepared = 0
         self.trained: list[int] = []
+        self.completions: dict[int, set[tuple[int, int]]] = {}
+        """(group, index) of what each step was sent, read from its bytes."""
 
     async def prepare(self, plan, read):
         assert [part.policy_version for part in plan.ranks] == [plan.step - 1]
+        sent = [rollout_bytes.read(data) for numbers in plan.numbers for data in await read(numbers)]
+        assert [len(each.token_ids) for each in sent] == [s.tokens for part in plan.ranks for s in part.samples]
+        self.completions[plan.step] = {(each.thinking_cut, each.seed) for each in sent}
         self.prepared = plan.step
 
     async def step(self, step):
@@ -202,6 +208,8 @@ class Outcome:
     seconds: float
     """Virtual seconds from start to end."""
     trained: list[int]
+    completions: dict[int, set[tuple[int, int]]]
+    """Step -> (group, index) of every completion that the trainer was sent for it."""
 
 
 def recipe(folder, **changes) -> Recipe:
@@ -266,7 +274,7 @@ def attempt(
             folder.close()
     if power_loss:
         disk.cut(Path(settings.run_dir))
-    return Outcome(reason=reason, seconds=seconds, trained=trainer.trained)
+    return Outcome(reason=reason, seconds=seconds, trained=trainer.trained, completions=trainer.completions)
 
 
 async def _cancel_all() -> None:

@@ -93,6 +93,8 @@ def test_a_crash_at_any_moment_costs_at_most_the_repeated_work(tmp_path, uncrash
     second = attempt(settings)
     assert second.reason == "all 6 steps are made"
     check_records(tmp_path / "r", 6)
+    batches = {b.step: {(g, i) for g in b.group_ids for i in range(4)} for b in read_history(tmp_path / "r").batches}
+    assert {step: sent for outcome in (first, second) for step, sent in outcome.completions.items()} == batches
     for found, expected in zip(curve(tmp_path / "r"), curve(uncrashed[2])):
         values = [found[step] for step in sorted(found)]
         assert values == sorted(values)
@@ -223,6 +225,25 @@ def test_a_lost_group_is_generated_again(tmp_path):
     assert sum(isinstance(e, Finish) and e.group_id == lost for e in history.events) == 2
 
 
+def test_the_run_of_an_earlier_version_goes_on(tmp_path, uncrashed):
+    """Its groups are rows of JSON: trained again from there, then new ones from the store."""
+    settings = recipe(tmp_path)
+    attempt(settings, kill_at_s=28)
+    folder = tmp_path / "r"
+    to_old_folder(folder, groups_per_file=5)
+    start = resume_point(folder, read_commit)
+    assert start.step == 3 and start.position is None
+    before = read_history(folder)
+    assert len(before.batches) > 3 and before.unbatched()
+    second = attempt(settings)
+    assert second.trained == [4, 5, 6]
+    check_records(folder, 6)
+    after = read_history(folder).batches
+    assert after[: len(before.batches)] == before.batches
+    assert second.completions == {b.step: {(g, i) for g in b.group_ids for i in range(4)} for b in after[3:]}
+    assert resume_point(folder, read_commit).position is not None
+
+
 def test_a_journal_behind_its_checkpoint_is_refused(tmp_path):
     settings = recipe(tmp_path)
     attempt(settings, kill_at_s=26)
@@ -258,9 +279,9 @@ def test_lost_completions_leave_their_group_and_nothing_else(tmp_path):
     lost = {(1, 0, 2): 1} | {(1, 1, index): 1 for index in range(4)}
     assert attempt(settings, lost=lost).reason == "all 6 steps are made"
     groups = read_groups(tmp_path / "r", read_history(tmp_path / "r"), (0, 1))
-    assert len(groups[0].rollouts) == 3 and groups[0].lost_completions == 1
+    assert len(groups[0].completions) == 3 and groups[0].lost_completions == 1
     assert [s.correct for s in groups[0].scores] == [True, False, False]
-    assert len(groups[1].rollouts) == 4 and groups[1].lost_completions == 0
+    assert len(groups[1].completions) == 4 and groups[1].lost_completions == 0
     records = read_jsonl(tmp_path / "r" / "metrics.jsonl")
     assert [r["lost_completions"] for r in records] == [1, 0, 0, 0, 0, 0]
     finish = next(e for e in read_jsonl(tmp_path / "r" / "journal.jsonl") if e["event"] == "finish")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import yaml
 from journals import write_journal
-from rollout_groups import group
+from rollout_groups import group, rollout
 from test_report import write_run
 
 from megatron_scalerl.__main__ import _parse, main
@@ -105,7 +105,7 @@ def written(folder, policy):
     recipe = yaml.safe_load((folder / "recipe.yaml").read_text()) | {"policy": {"path": str(policy)}}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     record = BatchRecord(batch=0, step=1, policy_version=0, group_ids=(0,))
-    write_journal(folder, groups=[group([1.0, -1.0])], batches=[record])
+    write_journal(folder, groups=[(group([1.0, -1.0]), [rollout(tokens=(10, 11, 12))] * 2)], batches=[record])
 
 
 def ran(command, place, *more):

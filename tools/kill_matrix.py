@@ -30,7 +30,7 @@ import psutil
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.processes.logs import NAME_VARIABLE
-from megatron_scalerl.rollouts.journal import read_history
+from megatron_scalerl.rollouts.history import read_history
 
 ROOT = Path(__file__).parent.parent
 STEPS, LIMIT_S = 8, 420

@@ -12,16 +12,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_scalerl.batching.assignment import SampleFacts
 from megatron_scalerl.batching.filters import drop_truncated, drop_zero_variance
 from megatron_scalerl.losses.reduction import Reduction, token_weights
-from megatron_scalerl.types import RolloutGroup, Sample
+from megatron_scalerl.types import BlockRef, LineRef, RolloutGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchPlan:
     """The samples of one optimizer step. Produced by `samples_of`; without samples there is no step."""
 
-    samples: tuple[Sample, ...]
+    samples: tuple[SampleFacts, ...]
+    sources: tuple[tuple[BlockRef | LineRef | None, int], ...]
+    """Of each sample where its group is stored, and its position there."""
     stats: Mapping[str, float]
     """Counts for the metrics: groups, groups_kept, groups_dropped_REASON, completions, truncated_dropped,
     samples, loss_tokens, and advantage_std (standard deviation of the remaining centered rewards)."""
@@ -46,33 +49,34 @@ def samples_of(
     if zero_variance:
         kept, dropped = drop_zero_variance(kept)
     else:
-        empty = [group for group in kept if not group.rollouts]
-        kept = [group for group in kept if group.rollouts]
+        empty = [group for group in kept if not group.completions]
+        kept = [group for group in kept if group.completions]
         dropped = {"too_few": len(empty)} if empty else {}
     advantages, spread = _advantages([[s.reward for s in group.scores] for group in kept], normalize)
-    lengths = [[sum(r.loss_mask) for r in group.rollouts] for group in kept]
+    lengths = [[completion.sampled_tokens for completion in group.completions] for group in kept]
     weights = token_weights(lengths, reduction)
     samples = tuple(
-        Sample(
+        SampleFacts(
             prompt_token_ids=group.prompt.token_ids,
-            rollout=rollout,
+            tokens=completion.tokens,
             advantage=advantages[p][i],
             token_weight=weights[p][i],
         )
         for p, group in enumerate(kept)
-        for i, rollout in enumerate(group.rollouts)
+        for i, completion in enumerate(group.completions)
     )
     stats = {
         "groups": float(len(groups)),
         "groups_kept": float(len(kept)),
-        "completions": float(sum(len(group.rollouts) for group in groups)),
+        "completions": float(sum(len(group.completions) for group in groups)),
         "truncated_dropped": float(excluded),
         "samples": float(len(samples)),
         "loss_tokens": float(sum(map(sum, lengths))),
         "advantage_std": spread,
         **{f"groups_dropped_{reason}": float(count) for reason, count in sorted(dropped.items())},
     }
-    return BatchPlan(samples=samples, stats=stats)
+    sources = tuple((group.stored, position) for group in kept for position in group.positions)
+    return BatchPlan(samples=samples, sources=sources, stats=stats)
 
 
 def _advantages(

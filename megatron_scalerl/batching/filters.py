@@ -21,9 +21,16 @@ def drop_truncated(groups: Sequence[RolloutGroup]) -> tuple[list[RolloutGroup], 
     kept: list[RolloutGroup] = []
     dropped = 0
     for group in groups:
-        pairs = [(r, s) for r, s in zip(group.rollouts, group.scores) if not r.truncated]
-        dropped += len(group.rollouts) - len(pairs)
-        kept.append(replace(group, rollouts=tuple(r for r, _ in pairs), scores=tuple(s for _, s in pairs)))
+        whole = [i for i, completion in enumerate(group.completions) if not completion.truncated]
+        dropped += len(group.completions) - len(whole)
+        kept.append(
+            replace(
+                group,
+                completions=tuple(group.completions[i] for i in whole),
+                positions=tuple(group.positions[i] for i in whole),
+                scores=tuple(group.scores[i] for i in whole),
+            )
+        )
     return kept, dropped
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from megatron_scalerl.batching import rollout_bytes
-from megatron_scalerl.rollouts.store import read_block, scan, segment_path, segments, stored_header
+from megatron_scalerl.batching.rollout_bytes import rollout_of
+from megatron_scalerl.rollouts.store import read_arrays, scan, segment_path, segments, stored_header
 from megatron_scalerl.types import BlockRef
 
 
@@ -96,9 +96,9 @@ def _of_segment(path: Path, *, newest: bool) -> Iterator[ListedGroup]:
 
 
 def _stored_group(path: Path, stored: BlockRef) -> dict[str, Any]:
-    group = read_block(path, stored)
+    group, completions = read_arrays(path, stored)
     header = group.header
-    rollouts = [rollout_bytes.rollout_of(rollout_bytes.read(completion)) for completion in group.completions]
+    rollouts = map(rollout_of, completions)
     return {
         "group_id": group.group_id,
         "epoch": header.epoch,

@@ -14,23 +14,23 @@ def batch_metrics(
 
     `staleness_*` are optimizer steps since the oldest first token of each group.
     """
-    rollouts = [r for g in groups for r in g.rollouts]
+    completions = [c for g in groups for c in g.completions]
     scores = [s for g in groups for s in g.scores]
     staleness = [policy_version - g.first_token_version for g in groups]
-    count = len(rollouts)
+    count = len(completions)
     return {
         **{f"batch/{name}": value for name, value in stats.items()},
         "reward": sum(s.reward for s in scores) / count,
         "train_pass_rate": sum(s.correct for s in scores) / count,
         **_pass_rates_by_task(groups),
-        "truncated_share": sum(r.truncated for r in rollouts) / count,
-        "interrupted_share": sum(r.interrupted for r in rollouts) / count,
+        "truncated_share": sum(c.truncated for c in completions) / count,
+        "interrupted_share": sum(c.interrupted for c in completions) / count,
         "lost_completions": float(sum(g.lost_completions for g in groups)),
         "verifier_failed_share": sum(s.reason in ("timeout", "memory", "crash", "error") for s in scores) / count,
-        "completion_tokens_mean": sum(len(r.token_ids) for r in rollouts) / count,
+        "completion_tokens_mean": sum(c.tokens for c in completions) / count,
         "staleness_mean": sum(staleness) / len(staleness),
         "staleness_max": float(max(staleness)),
-        "mixed_version_share": sum(r.policy_versions[0] != r.policy_versions[-1] for r in rollouts) / count,
+        "mixed_version_share": sum(c.first_version != c.last_version for c in completions) / count,
         "epoch": float(max(g.epoch for g in groups)),
     }
 

@@ -42,7 +42,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from megatron_scalerl.batching.advantages import samples_of
-from megatron_scalerl.batching.assignment import of_rollouts, plan_step, sample_facts
+from megatron_scalerl.batching.assignment import plan_step
 from megatron_scalerl.controller.batch_metrics import batch_metrics
 from megatron_scalerl.controller.meter import Meter
 from megatron_scalerl.controller.metrics import Metrics
@@ -56,6 +56,7 @@ from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.prompts.dataset import PromptSet
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.tasks import tasks_of
+from megatron_scalerl.rollouts.completions import completions_of
 from megatron_scalerl.rollouts.history import BatchRecord, History, read_batch, read_groups, replay_draws
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.sampler import Sampler
@@ -211,14 +212,14 @@ class Controller:
             return
         self._skipped_in_a_row = 0
         step = plan_step(
-            [sample_facts(sample) for sample in plan.samples],
+            plan.samples,
             step=self._step + 1,
             dp_size=self._fleet.info.dp_size,
             micro_batch_tokens=recipe.micro_batch_tokens,
             policy_version=self._step,
         )
         trainer = self._fleet.trainer
-        await trainer.prepare(step, of_rollouts([sample.rollout for sample in plan.samples]))
+        await trainer.prepare(step, completions_of(self._folder.path, plan.sources))
         report = await trainer.step(step.step)
         record["pinned_seconds"] = await self._await_validation(trainer_left=True)
         self._step = report.policy_version
@@ -347,9 +348,9 @@ class Controller:
         history = self._history
         replay_draws(self._curriculum, history)
         for record in history.batches[self._batches :]:
-            await self._train_on(read_batch(self._folder.path, history, record))
+            await self._train_on(await asyncio.to_thread(read_batch, self._folder.path, history, record))
             self._meter.charge_replay()
-        ready = read_groups(self._folder.path, history, history.unbatched())
+        ready = await asyncio.to_thread(read_groups, self._folder.path, history, history.unbatched())
         prompts = {p.prompt_id: p for p in self._prompts}
         unfinished = [
             Admission(group_id=e.group_id, prompt=prompts[e.prompt_id], epoch=e.epoch)

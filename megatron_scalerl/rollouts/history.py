@@ -14,12 +14,11 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from megatron_scalerl.batching import rollout_bytes
 from megatron_scalerl.checkpoints.plain_files import is_file_name
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.recipe.file import RecipeError
 from megatron_scalerl.rollouts.old_groups import OldGroups
-from megatron_scalerl.rollouts.store import check_stored, read_block, segment_path
+from megatron_scalerl.rollouts.store import check_stored, read_header, segment_path
 from megatron_scalerl.types import BlockRef, RolloutGroup
 
 Count = Annotated[int, Meta(ge=0)]
@@ -175,7 +174,7 @@ def replay_draws(curriculum: Curriculum, history: History) -> None:
 
 
 def read_groups(run_dir: str | Path, history: History, group_ids: Iterable[int]) -> dict[int, RolloutGroup]:
-    """The finished groups of these ids, each read by its own bytes.
+    """The finished groups of these ids: their headers are read, their tokens stay where they are.
 
     A group that is missing in a file of an earlier version is left out. Raises ValueError naming the file, and the
     byte or line, for a group of the store that is missing or damaged.
@@ -210,18 +209,17 @@ def _read_group(folder: Path, history: History, event: Finish) -> RolloutGroup |
     if stored is None:
         return history.old_groups.read(str(event.file), event.group_id)
     path = segment_path(folder, stored.segment)
-    block = read_block(path, stored)
-    if block.group_id != event.group_id:
-        raise ValueError(
-            f"{path}: byte {stored.offset}: expected group {event.group_id}, found group {block.group_id}"
-        )
-    header = block.header
+    group_id, header = read_header(path, stored)
+    if group_id != event.group_id:
+        raise ValueError(f"{path}: byte {stored.offset}: expected group {event.group_id}, found group {group_id}")
     return RolloutGroup(
-        group_id=block.group_id,
+        group_id=group_id,
         prompt=header.prompt,
-        rollouts=tuple(rollout_bytes.rollout_of(rollout_bytes.read(c)) for c in block.completions),
+        completions=header.completions,
+        positions=tuple(range(len(header.completions))),
         scores=header.scores,
         first_token_version=header.first_token_version,
         epoch=header.epoch,
         lost_completions=header.lost_completions,
+        stored=stored,
     )

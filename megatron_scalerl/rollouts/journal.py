@@ -19,12 +19,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron_scalerl.batching import rollout_bytes
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter
 from megatron_scalerl.rollouts.blocks import GroupHeader, block_bytes
 from megatron_scalerl.rollouts.history import Admit, BatchRecord, Finish, History, read_history
@@ -94,10 +93,10 @@ class Journal:
         """Record that a prompt was drawn for a group."""
         self._events.append(Admit(group_id=group_id, prompt_id=prompt_id, epoch=epoch))
 
-    async def finish(self, group: RolloutGroup, completions: Sequence[bytes]) -> BlockRef:
-        """Record a finished, scored group, once its block is on the disk.
+    async def finish(self, group: RolloutGroup, completions: Sequence[bytes]) -> RolloutGroup:
+        """Record a finished, scored group, once its block is on the disk; returns it with its place there.
 
-        completions: [C] of the group, each as `rollout_bytes.write` writes it. The caller runs on without another
+        completions: [G] of the group, each as `rollout_bytes.write` writes it. The caller runs on without another
         wait once the event is written. Raises OSError naming the file.
         """
         header = GroupHeader(
@@ -106,7 +105,7 @@ class Journal:
             first_token_version=group.first_token_version,
             lost_completions=group.lost_completions,
             scores=group.scores,
-            completions=tuple(rollout_bytes.facts_of(rollout_bytes.read(c)) for c in completions),
+            completions=group.completions,
         )
         done: asyncio.Future[BlockRef] = asyncio.get_running_loop().create_future()
         self._waiting.append(
@@ -126,7 +125,7 @@ class Journal:
                 nbytes=stored.nbytes,
             )
         )
-        return stored
+        return replace(group, stored=stored)
 
     async def batch(self, record: BatchRecord) -> None:
         """Record a batch about to be trained on. It is on the disk when this returns, as its groups are.

@@ -14,11 +14,10 @@ import numpy as np
 import pyarrow
 from pyarrow import parquet
 
-from megatron_scalerl.batching import rollout_bytes
 from megatron_scalerl.batching.rollout_bytes import RolloutArrays
 from megatron_scalerl.checkpoints.atomic_io import naming, sync
 from megatron_scalerl.rollouts.history import BatchRecord
-from megatron_scalerl.rollouts.store import StoredGroup, read_block
+from megatron_scalerl.rollouts.store import StoredGroup, read_arrays
 from megatron_scalerl.types import BlockRef
 
 ROW_GROUP_TOKENS = 4 << 20
@@ -85,8 +84,7 @@ def _tables(segment: Path, trained: Iterable[tuple[BlockRef, BatchRecord]]) -> I
     arrays: list[RolloutArrays] = []
     tokens = 0
     for stored, record in trained:
-        group = read_block(segment, stored)
-        found = [rollout_bytes.read(completion) for completion in group.completions]
+        group, found = read_arrays(segment, stored)
         rows += _rows(group, found, record)
         arrays += found
         tokens += sum(len(a.token_ids) for a in found)

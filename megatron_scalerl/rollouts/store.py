@@ -14,12 +14,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from megatron_scalerl.batching import rollout_bytes
+from megatron_scalerl.batching.rollout_bytes import RolloutArrays
 from megatron_scalerl.checkpoints.atomic_io import naming, sync, write_all
 from megatron_scalerl.rollouts import blocks
 from megatron_scalerl.rollouts.blocks import BlockHead, GroupHeader
@@ -197,6 +199,13 @@ def read_block(path: Path, stored: BlockRef) -> StoredGroup:
     return StoredGroup(group_id=head.group_id, header=header, completions=tuple(completions))
 
 
+def read_arrays(path: Path, stored: BlockRef) -> tuple[StoredGroup, list[RolloutArrays]]:
+    """The block at this place and its completions [C]. Raises as `read_block`."""
+    group = read_block(path, stored)
+    with _placing(path, stored.offset):
+        return group, [rollout_bytes.read(completion) for completion in group.completions]
+
+
 def read_header(path: Path, stored: BlockRef) -> tuple[int, GroupHeader]:
     """Group id and header of the block at this place; completions are not read. Raises as `read_block`."""
     with _placing(path, stored.offset):
@@ -204,15 +213,21 @@ def read_header(path: Path, stored: BlockRef) -> tuple[int, GroupHeader]:
         return head.group_id, _header(head)
 
 
-def read_completion(path: Path, stored: BlockRef, index: int) -> bytes:
-    """One completion of the block at this place; the others are not read. Raises as `read_block`, and IndexError."""
+def read_completions(path: Path, stored: BlockRef, positions: Iterable[int]) -> list[bytes]:
+    """These completions of the block at this place; the others are not read.
+
+    Raises as `read_block`, and IndexError.
+    """
     with _placing(path, stored.offset):
         head = _check_size(_head_at(path, stored.offset, stored.nbytes), stored)
-    at = stored.offset + head.offsets[index]
-    with _placing(path, at):
-        data = _pread(path, at, head.sizes[index])
-        blocks.check_completion(data, head.checksums[index])
-    return data
+    found = []
+    for position in positions:
+        at = stored.offset + head.offsets[position]
+        with _placing(path, at):
+            data = _pread(path, at, head.sizes[position])
+            blocks.check_completion(data, head.checksums[position])
+        found.append(data)
+    return found
 
 
 def scan(path: Path, offset: int = blocks.SEGMENT_START) -> Iterator[tuple[BlockRef, BlockHead]]:

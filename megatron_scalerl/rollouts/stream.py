@@ -39,7 +39,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_scalerl.batching.rollout_bytes import read, rollout_of
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.membership import Membership
@@ -286,13 +285,14 @@ class RolloutStream:
         group = RolloutGroup(
             group_id=group_id,
             prompt=prompt,
-            rollouts=tuple(rollout_of(read(found.data)) for found in kept),
+            completions=tuple(found.completion for found in kept),
+            positions=tuple(range(len(kept))),
             scores=tuple(found.score for found in kept),
             first_token_version=min(found.completion.first_version for found in kept),
             epoch=admission.epoch,
             lost_completions=len(results) - len(kept),
         )
-        await self._journal.finish(group, [found.data for found in kept])
+        group = await self._journal.finish(group, [found.data for found in kept])
         self._curriculum.observe(prompt.prompt_id, group.pass_rate)
         async with self._changed:
             self._gate.finish(group_id, group.first_token_version)

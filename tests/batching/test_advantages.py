@@ -134,7 +134,7 @@ def test_groups_of_one_are_zero_variance():
 def test_drop_truncated_keeps_pairs_together():
     kept, dropped = drop_truncated([group([1, -1, 1], lengths=[4, 5, 6], truncated={1})])
     assert dropped == 1
-    assert [len(r.token_ids) for r in kept[0].rollouts] == [4, 6]
+    assert [c.tokens for c in kept[0].completions] == [4, 6] and kept[0].positions == (0, 2)
     assert [s.reward for s in kept[0].scores] == [1.0, 1.0]
 
 

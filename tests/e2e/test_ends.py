@@ -12,7 +12,7 @@ from launch.stand_ins import gone
 from whole_runs import ROOT, overrides
 
 from megatron_scalerl.controller.metrics import read_jsonl
-from megatron_scalerl.rollouts.journal import read_history
+from megatron_scalerl.rollouts.history import read_history
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,8 @@ from rich.console import Console
 from whole_runs import ROOT, overrides
 
 from megatron_scalerl.batching.advantages import samples_of
-from megatron_scalerl.batching.assignment import of_rollouts, plan_step, sample_facts
+from megatron_scalerl.batching.assignment import of_rollouts, plan_step
+from megatron_scalerl.batching.rollout_bytes import arrays_of, facts_of
 from megatron_scalerl.controller.preflight import check_inputs
 from megatron_scalerl.controller.run_folder import RunFolder
 from megatron_scalerl.controller.weight_sync import WeightSync
@@ -48,7 +49,8 @@ async def one_step(fleet, recipe, prompts, rollouts):
         RolloutGroup(
             group_id=i,
             prompt=prompts[i],
-            rollouts=(rollouts[i], rollouts[i + half]),
+            completions=tuple(facts_of(arrays_of(rollouts[n])) for n in (i, i + half)),
+            positions=(0, 1),
             scores=(Score(correct=True, reward=1.0), Score(correct=False, reward=-1.0)),
             first_token_version=0,
             epoch=0,
@@ -59,13 +61,13 @@ async def one_step(fleet, recipe, prompts, rollouts):
         groups, normalize="batch", truncated="wrong", zero_variance=True, reduction=recipe.loss.reduction
     )
     step = plan_step(
-        [sample_facts(sample) for sample in plan.samples],
+        plan.samples,
         step=1,
         dp_size=fleet.info.dp_size,
         micro_batch_tokens=512,
         policy_version=0,
     )
-    await fleet.trainer.prepare(step, of_rollouts([sample.rollout for sample in plan.samples]))
+    await fleet.trainer.prepare(step, of_rollouts([rollouts[i + half * n] for i in range(half) for n in (0, 1)]))
     return await fleet.trainer.step(step.step)
 
 

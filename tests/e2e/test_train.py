@@ -135,7 +135,7 @@ def test_a_batch_with_nothing_left_makes_no_step(tiny_dense, tmp_path):
     assert [(b["batch"], b["step"], b["policy_version"]) for b in batches] == [(0, 1, 0), (1, 1, 0)]
     history = read_history(tmp_path / "empty")
     groups = read_groups(tmp_path / "empty", history, history.finished)
-    assert {v for group in groups.values() for r in group.rollouts for v in r.policy_versions} == {0}
+    assert {v for g in groups.values() for c in g.completions for v in (c.first_version, c.last_version)} == {0}
 
 
 def test_engine_and_trainer_must_agree_on_logits(tiny_dense, tmp_path):

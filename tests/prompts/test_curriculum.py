@@ -81,7 +81,8 @@ def test_truncated_completions_count_as_wrong():
     group = RolloutGroup(
         group_id=0,
         prompt=prompt,
-        rollouts=(),
+        completions=(),
+        positions=(),
         scores=(right,) + (truncated,) * 15,
         first_token_version=0,
         epoch=epoch,

@@ -154,7 +154,7 @@ def run(folder, **options):
 
 
 def lengths(batches):
-    return [len(r.token_ids) for groups in batches for g in groups for r in g.rollouts]
+    return [c.tokens for groups in batches for g in groups for c in g.completions]
 
 
 def rewards(batches):
@@ -179,7 +179,7 @@ def test_kills_at_any_moment_keep_the_bound_and_lose_and_repeat_nothing(tmp_path
     batches, _, _ = run(folder, k=k, batches=12, kills=kills)
     ids = [g.group_id for groups in batches for g in groups]
     assert len(set(ids)) == len(ids) == 12 * G
-    assert all(len(g.rollouts) == SIZE for groups in batches for g in groups)
+    assert all(len(g.completions) == SIZE for groups in batches for g in groups)
     history = read_history(folder)
     admitted = [e.group_id for e in history.events if isinstance(e, Admit)]
     finished = [e.group_id for e in history.events if isinstance(e, Finish)]

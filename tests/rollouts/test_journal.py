@@ -4,15 +4,17 @@ import asyncio
 import json
 import os
 import threading
+from dataclasses import replace
 
 import pytest
-from journals import finish, write_journal
+from journals import finish, read_rollouts, write_journal
 from old_run_folder import to_old_folder
+from rollout_groups import group_of
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.rollouts.history import BatchRecord, check_groups, read_batch, read_groups, read_history
 from megatron_scalerl.rollouts.journal import Journal
-from megatron_scalerl.types import ExpertChoices, Prompt, Rollout, RolloutGroup, Score
+from megatron_scalerl.types import ExpertChoices, Prompt, Rollout, Score
 
 OLD_ROW = (
     '{"group_id":2,"prompt":{"prompt_id":"p2","text":"1;+2=","answer":"3","token_ids":[1,2],"extra":{"level":1}},'
@@ -26,8 +28,8 @@ OLD_ROW = (
 """Group 2 as an earlier version wrote it."""
 
 
-def group(group_id, version=3, correct=(True, False)):
-    rollouts = tuple(
+def rollouts(version=3, count=2):
+    return tuple(
         Rollout(
             token_ids=(5, 6, 7 + i),
             rollout_logprobs=(-0.1, 0.0, -1.5e-7),
@@ -39,16 +41,25 @@ def group(group_id, version=3, correct=(True, False)):
             seed=11 + i,
             expert_choices=ExpertChoices(layers=2, topk=1, width=1, data=bytes(range(8))) if i else None,
         )
-        for i in range(len(correct))
+        for i in range(count)
     )
-    return RolloutGroup(
-        group_id=group_id,
-        prompt=Prompt(prompt_id=f"p{group_id}", text="1;+2=", answer="3", token_ids=(1, 2), extra={"level": 1}),
-        rollouts=rollouts,
-        scores=tuple(Score(correct=c, reward=1.0 if c else -1.0) for c in correct),
-        first_token_version=version,
-        epoch=0,
-    )
+
+
+def group(group_id, version=3, correct=(True, False)):
+    """(group, its completions)"""
+    made = rollouts(version, len(correct))
+    prompt = Prompt(prompt_id=f"p{group_id}", text="1;+2=", answer="3", token_ids=(1, 2), extra={"level": 1})
+    scores = [Score(correct=c, reward=1.0 if c else -1.0) for c in correct]
+    return group_of(made, scores, prompt=prompt, group_id=group_id), made
+
+
+def found(run_dir, groups):
+    """Groups as `group` makes them."""
+    return {n: (replace(g, stored=None), tuple(read_rollouts(run_dir, g))) for n, g in groups.items()}
+
+
+def found_batch(run_dir, batch):
+    return [*found(run_dir, dict(enumerate(batch))).values()]
 
 
 def record(batch, *group_ids):
@@ -67,8 +78,8 @@ def test_round_trip(tmp_path):
     assert history.admitted == 3 and [e.group_id for e in history.to_reissue({2})] == [1]
     assert history.unbatched() == (2,)
     assert history.batches == (record(0, 0),)
-    assert read_groups(tmp_path, history, [2, 0]) == {0: group(0), 2: group(2)}
-    assert read_batch(tmp_path, history, history.batches[0]) == [group(0)]
+    assert found(tmp_path, read_groups(tmp_path, history, [2, 0])) == {0: group(0), 2: group(2)}
+    assert found_batch(tmp_path, read_batch(tmp_path, history, history.batches[0])) == [group(0)]
 
 
 def test_a_torn_last_event_is_removed_and_the_journal_continues(tmp_path):
@@ -79,7 +90,7 @@ def test_a_torn_last_event_is_removed_and_the_journal_continues(tmp_path):
     assert [e.group_id for e in history.to_reissue({0})] == [1, 2]
     write_journal(tmp_path, groups=[group(2, correct=(True, True))])
     again = read_history(tmp_path)
-    assert read_groups(tmp_path, again, [0, 2]) == {0: group(0), 2: group(2, correct=(True, True))}
+    assert found(tmp_path, read_groups(tmp_path, again, [0, 2])) == {0: group(0), 2: group(2, correct=(True, True))}
     assert [type(e).__name__ for e in again.events] == ["Admit"] * 3 + ["Finish"] * 2
 
 
@@ -148,7 +159,7 @@ def test_only_the_bytes_of_a_batch_are_read(tmp_path):
     with open(tmp_path / "rollouts" / "segment-00000.bin", "rb+") as file:
         file.seek(other.offset)
         file.write(bytes(other.nbytes))
-    assert read_batch(tmp_path, history, history.batches[0]) == [group(0), group(2)]
+    assert found_batch(tmp_path, read_batch(tmp_path, history, history.batches[0])) == [group(0), group(2)]
     with pytest.raises(ValueError, match=rf"byte {other.offset}: expected a block that begins with b'GRUP'"):
         read_groups(tmp_path, history, [1])
 
@@ -168,11 +179,11 @@ def test_an_event_is_written_only_once_its_group_is_on_the_disk(tmp_path, monkey
     async def run():
         journal = Journal(tmp_path)
         monkeypatch.setattr(os, "fsync", slow_stand_in)
-        first = asyncio.create_task(finish(journal, group(0)))
+        first = asyncio.create_task(finish(journal, *group(0)))
         while not syncs:
             await asyncio.sleep(0)
-        rest = [asyncio.create_task(finish(journal, group(n))) for n in range(1, 6)]
-        given_up = asyncio.create_task(finish(journal, group(6)))
+        rest = [asyncio.create_task(finish(journal, *group(n))) for n in range(1, 6)]
+        given_up = asyncio.create_task(finish(journal, *group(6)))
         await asyncio.sleep(0)
         assert read_jsonl(tmp_path / "journal.jsonl") == []
         given_up.cancel()
@@ -184,7 +195,7 @@ def test_an_event_is_written_only_once_its_group_is_on_the_disk(tmp_path, monkey
     assert len(syncs) == 2
     history = read_history(tmp_path)
     assert sorted(history.finished) == list(range(6))
-    assert read_groups(tmp_path, history, range(6)) == {n: group(n) for n in range(6)}
+    assert found(tmp_path, read_groups(tmp_path, history, range(6))) == {n: group(n) for n in range(6)}
 
 
 def test_a_cancelled_caller_leaves_no_file_to_a_running_thread(tmp_path, monkeypatch):
@@ -198,7 +209,7 @@ def test_a_cancelled_caller_leaves_no_file_to_a_running_thread(tmp_path, monkeyp
 
     async def run():
         journal = Journal(tmp_path)
-        await finish(journal, group(0))
+        await finish(journal, *group(0))
         monkeypatch.setattr(os, "fsync", slow_stand_in)
         batch = asyncio.create_task(journal.batch(record(0, 0)))
         await asyncio.sleep(0.01)
@@ -223,7 +234,7 @@ def test_a_row_of_an_earlier_version_is_read_in_place(tmp_path):
     (tmp_path / "journal.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     history = read_history(tmp_path)
     ready = read_groups(tmp_path, history, history.unbatched())
-    assert ready == {2: group(2)}
+    assert found(tmp_path, ready) == {2: group(2)}
     assert [e.group_id for e in history.to_reissue(ready)] == [9], "its event was written, the group was not"
 
 
@@ -234,7 +245,10 @@ def test_the_folder_of_an_earlier_version_goes_on_in_the_store(tmp_path):
     assert sorted(old) == ["groups-00000.jsonl", "groups-00001.jsonl"]
     write_journal(tmp_path, groups=[group(1)], batches=[record(1, 2, 1)])
     history = read_history(tmp_path)
-    assert [read_batch(tmp_path, history, r) for r in history.batches] == [[group(0)], [group(2), group(1)]]
+    assert [found_batch(tmp_path, read_batch(tmp_path, history, r)) for r in history.batches] == [
+        [group(0)],
+        [group(2), group(1)],
+    ]
     assert {name: (tmp_path / "rollouts" / name).read_bytes() for name in old} == old
 
 

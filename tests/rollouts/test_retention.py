@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 from journals import finish, write_journal
 from stand_in_run import attempt, recipe
-from test_journal import group, record
+from test_journal import found, found_batch, group, record
 
 from megatron_scalerl.checkpoints.commit import committed, discard, read_commit
 from megatron_scalerl.controller.run_folder import check_history, resume_point
@@ -47,8 +47,8 @@ def test_groups_of_later_batches_and_of_none_stay(tmp_path, batches, policy, seg
     assert [n for n in names(tmp_path) if n.endswith("bin")] == [f"segment-{n:05d}.bin" for n in segments]
     history = read_history(tmp_path)
     for later in history.batches[batches:]:
-        assert read_batch(tmp_path, history, later) == [group(n) for n in later.group_ids]
-    assert read_groups(tmp_path, history, history.unbatched()) == {3: group(3), 5: group(5)}
+        assert found_batch(tmp_path, read_batch(tmp_path, history, later)) == [group(n) for n in later.group_ids]
+    assert found(tmp_path, read_groups(tmp_path, history, history.unbatched())) == {3: group(3), 5: group(5)}
 
 
 def test_a_restart_knows_what_the_attempts_before_it_stored(tmp_path):
@@ -62,9 +62,9 @@ def test_a_group_that_is_written_and_not_recorded_yet_holds_its_segment(tmp_path
 
     async def run():
         journal = Journal(tmp_path, policy="resume", segment_bytes=1)
-        await finish(journal, group(0))
+        await finish(journal, *group(0))
         await journal.batch(record(0, 0))
-        rest = [asyncio.create_task(finish(journal, group(n))) for n in (1, 2, 3)]
+        rest = [asyncio.create_task(finish(journal, *group(n))) for n in (1, 2, 3)]
         while len(names(tmp_path)) < 4:
             await asyncio.sleep(0)
             await journal.retain(1)
@@ -87,8 +87,8 @@ def test_parquet_has_every_completion_in_the_order_of_the_batches(tmp_path):
     assert table["group_id"].tolist() == [1, 1, 0, 0, 2, 2, 4, 4]
     assert table["index"].tolist() == [0, 1] * 4
     row = table.iloc[1]
-    expected = group(1)
-    rollout, score = expected.rollouts[1], expected.scores[1]
+    expected, rollouts = group(1)
+    rollout, score = rollouts[1], expected.scores[1]
     assert row["token_ids"].tolist() == list(rollout.token_ids)
     assert row["logprobs"].tolist() == pytest.approx(rollout.rollout_logprobs, rel=1e-7)
     assert row["versions"].tolist() == list(rollout.policy_versions)
@@ -113,8 +113,8 @@ def test_a_removal_that_fails_is_raised_and_leaves_the_segment(tmp_path):
             await journal.close()
 
     async def full(journal):
-        await finish(journal, group(0))
-        await finish(journal, group(1))
+        await finish(journal, *group(0))
+        await finish(journal, *group(1))
         await journal.batch(record(0, 0))
         fsync = os.fsync
 

@@ -15,8 +15,9 @@ from megatron_scalerl.rollouts.blocks import SEGMENT_START, GroupHeader, block_b
 from megatron_scalerl.rollouts.store import (
     StoreWriter,
     check_position,
+    read_arrays,
     read_block,
-    read_completion,
+    read_completions,
     read_header,
     scan,
     segment_path,
@@ -73,7 +74,7 @@ def test_blocks_headers_and_single_completions_are_read_by_place(tmp_path):
         stored = read_block(path, place)
         assert (stored.group_id, stored.header, [*map(bytes, stored.completions)]) == (n, header, [*data])
         assert read_header(path, place) == (n, header)
-        assert [read_completion(path, place, i) for i in range(2)] == [*data]
+        assert [*read_completions(path, place, (0, 1))] == [*data]
     assert [stored_header(head) for _, head in scan(path)] == [block(n)[1] for n in range(3)]
 
 
@@ -182,9 +183,9 @@ def test_every_flipped_bit_is_found_and_named(tmp_path):
     damaged = bytearray(content)
     damaged[-1] ^= 1
     path.write_bytes(damaged)
-    assert read_completion(path, places[0], 0) == block(0)[2][0], "the damage is in the other completion"
+    assert read_completions(path, places[0], [0]) == [block(0)[2][0]], "the damage is in the other completion"
     with pytest.raises(ValueError, match=r"expected checksum [0-9a-f]{8}, found [0-9a-f]{8}"):
-        read_completion(path, places[0], 1)
+        read_completions(path, places[0], [1])
     for at in range(SEGMENT_START):
         path.write_bytes(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])
         with pytest.raises(ValueError, match=r"byte 0: expected a segment of rollouts, format 1, found"):
@@ -204,7 +205,7 @@ def test_no_content_is_more_than_a_value_error(tmp_path_factory, noise, at, size
         lambda: list(scan(path)),
         lambda: read_block(path, BlockRef(segment=77, offset=at, nbytes=size)),
         lambda: read_block(path, BlockRef(segment=77, offset=SEGMENT_START, nbytes=len(good))),
-        lambda: read_completion(path, BlockRef(segment=77, offset=SEGMENT_START, nbytes=len(good)), 1),
+        lambda: read_completions(path, BlockRef(segment=77, offset=SEGMENT_START, nbytes=len(good)), [1, 0]),
     ):
         try:
             read()
@@ -212,6 +213,17 @@ def test_no_content_is_more_than_a_value_error(tmp_path_factory, noise, at, size
             assert str(error).startswith(f"{path}: byte ")
     StoreWriter(folder).close()
     path.unlink(missing_ok=True)
+
+
+def test_a_completion_that_is_none_is_named(tmp_path):
+    """Under right checksums, as a faulty writer would leave it."""
+    _, header, data = block(0)
+    writer = StoreWriter(tmp_path)
+    stored = writer.append(block_bytes(0, header, (data[0], data[1][:-1])))
+    writer.close()
+    path = segment_path(tmp_path, 0)
+    with pytest.raises(ValueError, match=rf"^{path}: byte 16: rollout: expected {len(data[1])} bytes, found"):
+        read_arrays(path, stored)
 
 
 def test_a_reference_to_more_than_there_is_reads_nothing(tmp_path):

@@ -122,7 +122,7 @@ def test_k_zero_generates_only_between_steps(tmp_path):
         return groups
 
     groups = asyncio.run(run())
-    assert {v for g in groups for r in g.rollouts for v in r.policy_versions} == {0}
+    assert {v for g in groups for c in g.completions for v in (c.first_version, c.last_version)} == {0}
 
 
 def test_a_failing_verifier_ends_the_stream_with_its_error(tmp_path):
@@ -157,7 +157,7 @@ def test_an_engine_with_an_unpublished_version_is_evicted(tmp_path, ahead, accep
         return members.members[0], batches
 
     member, batches = asyncio.run(run())
-    newest = max(r.policy_versions[-1] for groups in batches for g in groups for r in g.rollouts)
+    newest = max(c.last_version for groups in batches for g in groups for c in g.completions)
     if accepted:  # its weight update is in progress
         assert member.state == "serving" and newest <= 4
         return

@@ -11,11 +11,12 @@ from command_line import command
 from journals import write_journal
 from old_run_folder import to_old_folder
 from rich.console import Console
+from rollout_groups import group_of
 
 from megatron_scalerl.commands import show as tool
 from megatron_scalerl.rollouts.history import BatchRecord
 from megatron_scalerl.tiny.tokenizer import save_tokenizer
-from megatron_scalerl.types import Prompt, Rollout, RolloutGroup, Score
+from megatron_scalerl.types import Prompt, Rollout, Score
 
 main = command("show")
 TOOL = Path(__file__).parents[2] / "tools" / "show_rollouts.py"
@@ -38,14 +39,9 @@ def group(group_id):
     natural = rollout((13, 16, 8, 19, 15, 4, 15, 2), (3,) * 8, (True,) * 8)
     mask = (True, True, False, False, True, True)
     forced = rollout((13, 16, 5, 4, 6, 2), (3, 3, 4, 4, 4, 4), mask, interrupted=True, thinking_cut=2)
-    return RolloutGroup(
-        group_id=group_id,
-        prompt=Prompt(prompt_id="p", text="7;+2=", answer="9", token_ids=(1, 13, 20, 16, 8, 19, 3)),
-        rollouts=(natural, forced),
-        scores=(Score(correct=True, reward=1.0), Score(correct=False, reward=-1.0)),
-        first_token_version=3,
-        epoch=0,
-    )
+    prompt = Prompt(prompt_id="p", text="7;+2=", answer="9", token_ids=(1, 13, 20, 16, 8, 19, 3))
+    scores = (Score(correct=True, reward=1.0), Score(correct=False, reward=-1.0))
+    return group_of((natural, forced), scores, prompt=prompt, group_id=group_id), (natural, forced)
 
 
 def batches():

@@ -1,0 +1,45 @@
+"""The bytes of a batch's completions, read from where their groups are stored when they are sent to the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_scalerl.batching.assignment import ReadCompletions
+from megatron_scalerl.rollouts.old_groups import read_line
+from megatron_scalerl.rollouts.store import read_completions, segment_path
+from megatron_scalerl.types import BlockRef, LineRef
+
+Source = tuple[BlockRef | LineRef | None, int]
+"""Where a group is stored, and the position of a completion there."""
+
+
+def completions_of(run_dir: Path, sources: Sequence[Source]) -> ReadCompletions:
+    """Reads samples by their numbers in `sources` (`batching.advantages.BatchPlan`), in a thread.
+
+    Only the bytes of these completions are read, and verified. The reader raises ValueError naming the file for a
+    group that is damaged, and OSError.
+    """
+    folder = run_dir / "rollouts"
+
+    async def read(numbers: Sequence[int]) -> Sequence[bytes]:
+        return await asyncio.to_thread(_read, folder, [sources[number] for number in numbers])
+
+    return read
+
+
+def _read(folder: Path, sources: Sequence[Source]) -> list[bytes]:
+    positions: dict[BlockRef | LineRef, list[int]] = {}
+    for stored, position in sources:
+        assert stored is not None, "a group is stored before it is trained"
+        positions.setdefault(stored, []).append(position)
+    found: dict[tuple[BlockRef | LineRef | None, int], bytes] = {}
+    for stored, wanted in positions.items():
+        if isinstance(stored, BlockRef):
+            parts = read_completions(segment_path(folder, stored.segment), stored, wanted)
+        else:
+            whole = read_line(folder, stored)
+            parts = [whole[position] for position in wanted]
+        found.update(zip(((stored, position) for position in wanted), parts))
+    return [found[source] for source in sources]

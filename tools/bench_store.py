@@ -1,0 +1,154 @@
+"""Tokens per second into the rollout store, the event loop's lag meanwhile, and seconds until a restart can replay.
+
+    python tools/bench_store.py [--batches 10] [--groups 48] [--group-size 16] [--tokens 14000] [--ready 9]
+
+A real journal and store in a folder of --folder, which needs --batches + --ready times the tokens of a batch times
+8 bytes. All groups of a batch finish at once. Then another process reads the journal, the headers of the groups of
+--ready batches that were in none yet, and the completions of the last batch as they are sent to the trainer. The page
+cache is warm. Prints one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from checkout import explained
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--batches", type=int, default=10)
+    p.add_argument("--groups", type=int, default=48, help="groups of a batch")
+    p.add_argument("--group-size", type=int, default=16)
+    p.add_argument("--tokens", type=int, default=14_000, help="tokens of a completion")
+    p.add_argument("--ready", type=int, default=9, help="batches of finished groups that are in no batch yet")
+    p.add_argument("--folder", help="where the store is written, by default the temporary folder")
+    p.add_argument("--replay", type=Path, metavar="RUN", help=argparse.SUPPRESS)
+    return p
+
+
+if __name__ == "__main__":
+    OPTIONS = parser().parse_args()  # before the imports, which take a second
+
+with explained():
+    import numpy as np
+
+    from megatron_scalerl.batching.rollout_bytes import RolloutArrays, facts_of, write
+    from megatron_scalerl.rollouts.completions import completions_of
+    from megatron_scalerl.rollouts.history import BatchRecord, check_groups, read_batch, read_groups, read_history
+    from megatron_scalerl.rollouts.journal import Journal
+    from megatron_scalerl.types import Prompt, RolloutGroup, Score
+
+LAG_S = 0.001
+"""Period of the timer whose lateness is the event loop's lag."""
+
+
+def make_group(number: int, data: tuple[Any, ...]) -> RolloutGroup:
+    """A group whose completions all have these facts."""
+    prompt = Prompt(prompt_id=f"{number:064x}", text="x" * 400, answer="1", token_ids=tuple(range(1000, 1250)))
+    scores = tuple(Score(correct=i % 2 == 0, reward=1.0) for i in range(len(data)))
+    return RolloutGroup(
+        group_id=number,
+        prompt=prompt,
+        completions=data,
+        positions=tuple(range(len(data))),
+        scores=scores,
+        first_token_version=0,
+        epoch=0,
+    )
+
+
+async def fill(run: Path, options: argparse.Namespace) -> dict[str, float]:
+    """Write all batches and the groups of --ready more."""
+    rng = np.random.default_rng(0)
+    length = options.tokens
+    arrays = RolloutArrays(
+        token_ids=rng.integers(0, 128_000, length).astype("<u4"),
+        rollout_logprobs=-rng.random(length).astype("<f4"),
+        policy_versions=np.zeros(length, dtype=np.int64),
+        loss_mask=np.ones(length, dtype=bool),
+        interrupted=False,
+        truncated=False,
+        thinking_cut=0,
+        seed=0,
+    )
+    facts, data = (facts_of(arrays),) * options.group_size, [write(arrays)] * options.group_size
+    journal = Journal(run)
+    lags: list[float] = []
+    timer = asyncio.create_task(_lags(lags))
+    begin = time.perf_counter()
+    for batch in range(options.batches + options.ready):
+        numbers = range(batch * options.groups, (batch + 1) * options.groups)
+        for number in numbers:
+            journal.admit(number, f"{number:064x}", 0)
+        await asyncio.gather(*(journal.finish(make_group(number, facts), data) for number in numbers))
+        if batch < options.batches:
+            record = BatchRecord(batch=batch, step=batch + 1, policy_version=batch, group_ids=tuple(numbers))
+            await journal.batch(record)
+    seconds = time.perf_counter() - begin
+    timer.cancel()
+    await journal.close()
+    tokens = (options.batches + options.ready) * options.groups * options.group_size * length
+    size = sum(path.stat().st_size for path in (run / "rollouts").iterdir())
+    return {
+        "tokens_per_second": tokens / seconds,
+        "bytes_per_token": size / tokens,
+        "lag_p99_seconds": float(np.quantile(lags, 0.99)),
+        "lag_max_seconds": max(lags),
+    }
+
+
+async def _lags(found: list[float]) -> None:
+    while True:
+        begin = time.perf_counter()
+        await asyncio.sleep(LAG_S)
+        found.append(time.perf_counter() - begin - LAG_S)
+
+
+async def replay(run: Path) -> dict[str, float]:
+    """What a start reads before its first step."""
+    begin = time.perf_counter()
+    history = read_history(run)
+    check_groups(run, history, len(history.batches) - 1)
+    ready = read_groups(run, history, history.unbatched())
+    groups = read_batch(run, history, history.batches[-1])
+    read = time.perf_counter()
+    sources = [(group.stored, position) for group in groups for position in group.positions]
+    sent = await completions_of(run, sources)(range(len(sources)))
+    return {
+        "ready_groups": len(ready),
+        "replay_ready_seconds": read - begin,
+        "batch_read_seconds": time.perf_counter() - read,
+        "batch_bytes": sum(map(len, sent)),
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def main(options: argparse.Namespace) -> None:
+    """Write in this process, read in another, print one JSON line."""
+    if options.replay is not None:
+        print(json.dumps(asyncio.run(replay(options.replay))))
+        return
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        found = asyncio.run(fill(Path(folder), options))
+        command = [sys.executable, __file__, "--replay", folder]
+        found |= json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    sizes = {name: getattr(options, name) for name in ("batches", "groups", "group_size", "tokens", "ready")}
+    machine = {"cores": os.cpu_count(), "python": platform.python_version()}
+    print(json.dumps({**sizes, **found, "machine": machine}))
+
+
+if __name__ == "__main__":
+    main(OPTIONS)
