@@ -48,7 +48,7 @@ class World:
             incarnation="1.0",
             secret=SECRET,
             rendezvous=where,
-            command_connect_timeout_s=30.0,
+            command_timeout_s=120,
             timeout_s=120,
         )
         self._recipe = folder / "recipe.yaml"
