@@ -77,7 +77,8 @@ class EngineSection(Section):
     """Time limit for a server to start (s)."""
     stall_timeout_s: PositiveFloat = 600.0
     """An engine is evicted when it has running requests, some of which have tokens, and produces none, or does not
-    respond, for this long (s). Pauses for a weight update do not count. A generation has no total time limit."""
+    respond, for this long (s), or when a response that has begun takes longer to arrive. Pauses for a weight update
+    do not count. A generation has no total time limit."""
     first_token_timeout_s: PositiveFloat = 1800.0
     """The same limit while no running request has a token yet (s), since a prefill reports no progress.
     stall_timeout_s is used if it is longer."""

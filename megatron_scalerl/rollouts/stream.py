@@ -323,12 +323,18 @@ class RolloutStream:
         """(one scored completion, None if it was lost); None if its engine was evicted before it finished."""
         draw = self._sampler.draw(self._seed, group_id, index)
         result: tuple[ScoredCompletion | None] | None = None
+        served = self.policy_version
         try:
             found = await self._sampler.complete(engine, prompt, draw, priority=TRAINING_PRIORITY)
             newest = found.completion.last_version
             if newest > self.policy_version + 1:  # during a weight update, engines may serve the next version already
                 raise EngineError(
                     f"{engine.name}: policy versions: expected at most {self.policy_version + 1}, found {newest}"
+                )
+            if found.completion.first_version < served:  # the gate relies on it
+                raise EngineError(
+                    f"{engine.name}: policy versions: expected none below {served}, which it served when the request "
+                    f"was sent, found {found.completion.first_version}"
                 )
             self._count_tokens(found.completion.tokens)
             self._expected_tokens += _FORGET * (found.completion.tokens - self._expected_tokens)

@@ -4,6 +4,11 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
 
 import pytest
 from engine_responses import StandInServer, answer
@@ -217,3 +222,35 @@ def test_a_pool_that_is_closed_fails_what_is_outstanding(tmp_path):
 
     with pytest.raises(RuntimeError, match="the decoder pool is closed"):
         decoded(tmp_path, LONG, answer(), meanwhile=close)
+
+
+def test_decoders_end_with_a_controller_that_is_killed(tmp_path):
+    controller = f"""
+        import asyncio, sys
+        from pathlib import Path
+        from test_decoder_pool import pool_of
+
+        async def main():
+            async with pool_of(Path({str(tmp_path)!r}), workers=2) as pool:
+                print(*pool.pids, flush=True)
+                await asyncio.sleep(3600)
+
+        asyncio.run(main())
+    """
+    path = os.pathsep.join(
+        [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    )
+    argv = [sys.executable, "-c", textwrap.dedent(controller)]
+    with subprocess.Popen(argv, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True) as process:
+        pids = process.stdout.readline().split()
+        process.kill()
+    assert len(pids) == 2
+    while any(state(pid) != "Z" for pid in pids):
+        time.sleep(0.01)
+
+
+def state(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "Z"

@@ -165,6 +165,21 @@ def test_an_engine_with_an_unpublished_version_is_evicted(tmp_path, ahead, accep
     assert member.reason == f"engine-0: policy versions: expected at most 4, found {3 + ahead}"
 
 
+def test_an_engine_with_an_old_version_is_evicted(tmp_path):
+    async def run():
+        members = Membership.of([StandInEngine(version=2), StandInEngine(version=3)])
+        stream = make_stream(tmp_path, engines=members)
+        stream.start(3)
+        groups = await stream.next_batch()
+        await stream.close()
+        return members.members[0], groups
+
+    member, groups = asyncio.run(run())
+    assert member.state == "draining"
+    assert member.reason.startswith("engine-0: policy versions: expected none below 3, which it served when")
+    assert {version for g in groups for r in g.rollouts for version in r.policy_versions} == {3}
+
+
 def test_an_exhausted_curriculum_ends_the_stream_with_its_reason(tmp_path):
     async def run():
         engine = StandInEngine()

@@ -1,0 +1,356 @@
+"""How many tokens per second go through one controller, with stand-ins for engines and trainer on the same machine.
+
+    python tools/bench_controller.py [--engines 20] [--in-flight 2048] [--tokens 14336] [--seconds 60] [--json FILE]
+
+The controller is the real one: client, decoder processes, sampler, verifier processes, stream, gate, journal,
+packing, and the trainer's socket. Stand-ins, in processes of their own: the engines (tools/stand_in_engines.py) give
+prepared responses of --tokens tokens after --delay seconds, the trainer's rank receives its batches and does nothing
+else. With the default delay the engines offer more than the controller takes, so its rate is its limit.
+
+Lag of the event loop: a timer every 5 ms; where the loop stands still, each tick that it missed counts with its own
+delay. Figures are taken after --warm-up, over at least --seconds seconds from the end of a step to that of another: a
+token counts when it was trained on. Prints a table; --json writes it to a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from checkout import explained
+from process_figures import Lag, open_sockets, peak_mib, processor_s
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--engines", type=int, default=20)
+    p.add_argument("--in-flight", type=int, default=2048, help="completions, rounded up to whole groups per engine")
+    p.add_argument("--tokens", type=int, default=14336, help="of a completion; at least 2,400")
+    p.add_argument("--delay", type=float, default=30.0, help="mean seconds of a completion")
+    p.add_argument("--warm-up", type=float, default=60.0, help="seconds before the measurement")
+    p.add_argument("--seconds", type=float, default=60.0, help="of the measurement")
+    p.add_argument("--decoders", type=int, default=None, help="rollouts.decoders")
+    p.add_argument("--groups-per-batch", type=int, default=16)
+    p.add_argument("--tokens-per-gpu", type=float, default=1242.0, help="tokens/s per GPU of a run, for the last row")
+    p.add_argument("--profile", metavar="FILE", help="write a profile of the controller's main thread (cProfile)")
+    p.add_argument("--json", metavar="FILE")
+    return p
+
+
+if __name__ == "__main__":
+    OPTIONS = parser().parse_args()  # before the imports, which take seconds
+
+with explained():
+    import msgspec
+    from rich.console import Console
+    from rich.table import Table
+    from stand_in_trainer import INFO
+
+    from megatron_scalerl.controller.ledger import Ledger
+    from megatron_scalerl.controller.loop import Controller
+    from megatron_scalerl.controller.meter import Meter, metering
+    from megatron_scalerl.controller.progress import Progress
+    from megatron_scalerl.controller.run_folder import RunFolder, resume_point
+    from megatron_scalerl.controller.weight_sync import WeightUpdate
+    from megatron_scalerl.distributed.rendezvous import private_folder
+    from megatron_scalerl.engine.client import EngineClient
+    from megatron_scalerl.engine.membership import Membership
+    from megatron_scalerl.launch.fleet import Devices, Fleet
+    from megatron_scalerl.launch.open_files import allow_open_files
+    from megatron_scalerl.prompts.dataset import PromptSet
+    from megatron_scalerl.recipe import Recipe
+    from megatron_scalerl.rewards.pool import VerifierPool
+    from megatron_scalerl.rollouts.decoder_pool import DecoderPool
+    from megatron_scalerl.rollouts.journal import read_history
+    from megatron_scalerl.rollouts.plans import Plans
+    from megatron_scalerl.rollouts.sampler import Sampler
+    from megatron_scalerl.tiny.tokenizer import build_tokenizer
+    from megatron_scalerl.trainer.client import TrainerClient
+    from megatron_scalerl.types import Prompt
+
+GROUP, ANSWER_TOKENS = 16, 2048
+TOOLS = Path(__file__).resolve().parent
+
+
+class StandInSync:
+    """Labels the engines with the version, and sends no weights."""
+
+    def __init__(self, engines: Membership) -> None:
+        self._engines = engines
+        self.steps = -1
+        """Policy versions published after the first."""
+        self.published = asyncio.Event()
+        """Set at each of them; whoever waits for it clears it."""
+
+    async def publish(self, version: int) -> WeightUpdate:
+        """Every engine serves `version`."""
+        await asyncio.gather(*(client.set_version(version) for client in self._engines.alive))
+        for client in self._engines.alive:
+            self._engines.serve(client, version)
+        self.steps += 1
+        self.published.set()
+        return WeightUpdate(version=version, seconds_paused=0.0, seconds_total=0.0, bytes=1, digest="")
+
+
+class StandInProbe:
+    """Finds no mismatch."""
+
+    async def check(self, version: int) -> dict[str, float]:
+        """Nothing."""
+        return {}
+
+
+def recipe_for(folder: Path, o: argparse.Namespace) -> Recipe:
+    """The paper's lengths, or shorter ones, with enough groups for --in-flight."""
+    per_engine = -(-o.in_flight // (o.engines * GROUP)) * GROUP
+    groups = o.engines * per_engine // GROUP
+    staleness = -(-groups // o.groups_per_batch)  # one batch more than the engines hold
+    thinking = o.tokens - ANSWER_TOKENS
+    return Recipe.model_validate(
+        {
+            "name": "run",
+            "output_dir": str(folder),
+            "steps": 10**6,
+            "policy": {"path": str(folder / "policy")},
+            "prompts": {"path": "none"},
+            "rollouts": {
+                "groups_per_batch": o.groups_per_batch,
+                "group_size": GROUP,
+                "max_staleness_steps": staleness,
+                "max_in_flight": per_engine,
+                "decoders": o.decoders,
+            },
+            "interruption": {"thinking_tokens": [thinking - 100, thinking], "answer_tokens": ANSWER_TOKENS},
+            "rewards": {"verifier": "stand_in_engines:accept"},
+            "engine": {"count": o.engines},
+            "validation": {"every_steps": 0},
+            "checkpoint": {"every_steps": 0},
+            "weights": {"probe_every": 0},
+        }
+    )
+
+
+@contextlib.contextmanager
+def stand_in_engines(o: argparse.Namespace) -> Iterator[tuple[list[str], list[int]]]:
+    """(addresses, process ids) of the engines, five in a process."""
+    servers, left = [], o.engines
+    try:
+        while left:
+            argv = [sys.executable, str(TOOLS / "stand_in_engines.py"), "--engines", str(min(5, left))]
+            argv += ["--tokens", str(o.tokens), "--delay", str(o.delay), "--seed", str(left)]
+            argv += ["--thinking", str(o.tokens - ANSWER_TOKENS - 200)]
+            servers.append(subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+            left -= min(5, left)
+        ports = []
+        for server in servers:
+            assert server.stdout is not None
+            ports += json.loads(server.stdout.readline())
+        yield [f"http://127.0.0.1:{port}" for port in ports], [server.pid for server in servers]
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait()
+
+
+@contextlib.asynccontextmanager
+async def trainer_of(folder: Path) -> AsyncIterator[tuple[TrainerClient, int]]:
+    """(client, process id) of the stand-in rank."""
+    with private_folder() as rendezvous:
+        client = TrainerClient(
+            world_size=1, run_id="bench", incarnation="local.0", secret="bench", rendezvous=rendezvous
+        )
+        env = os.environ | client.worker_env(0) | {"MSRL_RECIPE": str(folder / "run" / "recipe.yaml")}
+        argv = [sys.executable, str(TOOLS / "stand_in_trainer.py")]
+        with open(folder / "trainer.log", "wb") as log:
+            rank = subprocess.Popen(argv, env=env, stdout=log, stderr=log)
+        try:
+            await client.wait_ready(120)
+            yield client, rank.pid
+        finally:
+            client.close()
+            rank.kill()
+            rank.wait()
+
+
+def prompts() -> PromptSet:
+    """More prompts than a run draws."""
+    made = (Prompt(prompt_id=f"p{i}", text=str(i), answer="0", token_ids=(1,) * 100) for i in range(10**5))
+    return PromptSet(training=tuple(made), held_out=(), report=None)  # type: ignore[arg-type]
+
+
+async def measure(folder: Path, o: argparse.Namespace) -> dict[str, Any]:
+    """Run the controller and observe it."""
+    recipe = recipe_for(folder, o)
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(folder / "policy")
+    allow_open_files(recipe)
+    async with contextlib.AsyncExitStack() as stack:
+        run = stack.enter_context(contextlib.closing(RunFolder(recipe)))
+        urls, engine_pids = stack.enter_context(stand_in_engines(o))
+        clients = []
+        for index, url in enumerate(urls):
+            client = EngineClient(url=url, secret="bench", name=f"engine-{index}")
+            clients.append(await stack.enter_async_context(client))
+        verifier = await stack.enter_async_context(VerifierPool(recipe.rewards))
+        plans = Plans(recipe, tokenizer)
+        decoders = DecoderPool(recipe, tokenizer, plans, logs=folder)
+        await stack.enter_async_context(decoders)
+        trainer, trainer_pid = await stack.enter_async_context(trainer_of(folder))
+        start = resume_point(run.path)
+        ledger = stack.enter_context(
+            contextlib.closing(Ledger(run.path / "ledger.jsonl", "device_hours", incarnation="local.0"))
+        )
+        meter = Meter(ledger, Devices(unit="device_hours", trainer=1, engine=o.engines), start)
+        await stack.enter_async_context(metering(meter))
+        engines = Membership.of(clients, version=None)
+        sync = StandInSync(engines)
+        devices = Devices(unit="device_hours", trainer=1, engine=o.engines)
+        controller = Controller(
+            recipe=recipe,
+            prompts=prompts(),
+            folder=run,
+            fleet=Fleet(trainer=trainer, info=INFO, engines=engines, devices=devices),
+            start=start,
+            history=read_history(run.path),
+            sampler=Sampler(plans, decoders=decoders, verifier=verifier),
+            sync=sync,  # type: ignore[arg-type]
+            probe=StandInProbe(),  # type: ignore[arg-type]
+            meter=meter,
+            progress=Progress(Console(file=open(os.devnull, "w")), recipe.steps),  # noqa: SIM115
+        )
+        running = asyncio.create_task(controller.run())
+        pids = {"engines": engine_pids, "trainer": [trainer_pid], "decoders": decoders.pids}
+        try:
+            return await observe(running, pids, clients, sync, o)
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
+async def observe(
+    running: asyncio.Task[str],
+    pids: dict[str, list[int]],
+    clients: Sequence[EngineClient],
+    sync: StandInSync,
+    o: argparse.Namespace,
+) -> dict[str, Any]:
+    """The figures between two steps that are at least --seconds apart, after --warm-up."""
+    await elapse(running, o.warm_up)
+    await step(running, sync, 10 * o.seconds)
+    lag = Lag()
+    watch = asyncio.create_task(lag.watch())
+    pids = {"controller": [os.getpid()], **pids}
+    begin, steps, received = time.monotonic(), sync.steps, sum(c.received_tokens for c in clients)
+    used = {name: processor_s(group) for name, group in pids.items()}
+    with profiled(o.profile):
+        await elapse(running, o.seconds)
+        await step(running, sync, 10 * o.seconds)
+    seconds, steps = time.monotonic() - begin, sync.steps - steps
+    used = {name: processor_s(group) - used[name] for name, group in pids.items()}
+    received = sum(c.received_tokens for c in clients) - received
+    watch.cancel()
+    tokens = steps * o.groups_per_batch * GROUP * o.tokens
+    return {
+        "tokens_per_s": round(tokens / seconds),
+        "received_tokens_per_s": round(received / seconds),
+        "lag_ms": {name: round(lag.within(share), 1) for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))},
+        "steps": steps,
+        "processors": {name: round(value / seconds, 2) for name, value in used.items()},
+        "processor_us_per_token": {name: round(1e6 * value / tokens, 2) for name, value in used.items()},
+        "peak_mib": {
+            "controller": round(peak_mib(os.getpid())),
+            "a decoder": round(max(map(peak_mib, pids["decoders"]), default=0)),
+        },
+        "sockets": open_sockets(),
+        "requests": sum(c.in_flight for c in clients),
+        "gpus": round(tokens / seconds / o.tokens_per_gpu),
+        "seconds": round(seconds, 1),
+        "load_average": os.getloadavg()[0],
+    }
+
+
+async def step(running: asyncio.Task[str], sync: StandInSync, limit_s: float) -> None:
+    """Wait for the end of the next optimizer step."""
+    sync.published.clear()
+    published = asyncio.create_task(sync.published.wait())
+    done, _ = await asyncio.wait({running, published}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+    if running in done:
+        raise RuntimeError(f"the controller ended: {running.result()}")
+    if not done:
+        published.cancel()
+        raise RuntimeError(f"expected a step within {limit_s:g} s, found none")
+
+
+async def elapse(running: asyncio.Task[str], seconds: float) -> None:
+    """Wait, unless the controller ends."""
+    done, _ = await asyncio.wait({running}, timeout=seconds)
+    if done:
+        raise RuntimeError(f"the controller ended: {running.result()}")
+
+
+@contextlib.contextmanager
+def profiled(file: str | None) -> Iterator[None]:
+    """Write a profile of this thread."""
+    if file is None:
+        yield
+        return
+    import cProfile
+
+    profile = cProfile.Profile()
+    profile.enable()
+    yield
+    profile.disable()
+    profile.dump_stats(file)
+
+
+def table(found: dict[str, Any], o: argparse.Namespace) -> Table:
+    """The figures for people."""
+    shown = Table(title=f"{o.in_flight} completions of {o.tokens} tokens in flight over {o.engines} stand-in engines")
+    shown.add_column("what")
+    shown.add_column("figure", justify="right")
+    shown.add_row("tokens/s through one controller (target 400,000)", f"{found['tokens_per_s']:,}")
+    shown.add_row("lag of the event loop, p50 (ms)", f"{found['lag_ms']['p50']:.1f}")
+    shown.add_row("  p99 (target 50)", f"{found['lag_ms']['p99']:.1f}")
+    shown.add_row("  max", f"{found['lag_ms']['max']:.1f}")
+    for name, share in found["processors"].items():
+        per_token = found["processor_us_per_token"][name]
+        shown.add_row(f"processors used by {name}", f"{share:.2f} ({per_token:.2f} us a token)")
+    shown.add_row("peak resident set, controller (MiB)", f"{found['peak_mib']['controller']:,}")
+    shown.add_row("  a decoder", f"{found['peak_mib']['a decoder']:,}")
+    shown.add_row("open sockets", f"{found['sockets']:,}")
+    shown.add_row("optimizer steps", f"{found['steps']:,}")
+    shown.add_row(f"GPUs that this feeds, at {o.tokens_per_gpu:,.0f} tokens/s per GPU", f"{found['gpus']:,}")
+    return shown
+
+
+def main(o: argparse.Namespace) -> None:
+    """Measure and print."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    with tempfile.TemporaryDirectory() as folder:
+        found = asyncio.run(measure(Path(folder), o))
+    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    found |= {
+        "bench": "controller",
+        "options": {k: v for k, v in vars(o).items() if v is not None},
+        "machine": machine,
+    }
+    Console().print(table(found, o))
+    if o.json:
+        Path(o.json).write_bytes(msgspec.json.format(msgspec.json.encode(found)))
+
+
+if __name__ == "__main__":
+    main(OPTIONS)

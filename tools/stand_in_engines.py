@@ -1,0 +1,139 @@
+"""Stand-in engines for tools/bench_controller.py: HTTP servers that give prepared responses after a delay.
+
+    python tools/stand_in_engines.py --engines 5 --tokens 14336 --delay 40 [--seed 0]
+
+They cost little processor time: a response is encoded once, in the fields that vLLM 0.32 writes, and sent by the
+kernel out of a file in memory; only the policy version in front of it is written per request. A request waits between
+half and one and a half delays, uniformly. Prints the servers' ports as a JSON list and serves until its input is
+closed. Standard library alone. `accept` is a verifier for `rewards.verifier`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+from typing import Any
+
+VARIANTS = 16
+"""Different responses of one process."""
+
+
+def accept(answer_text: str, reference: str, extra: dict[str, Any]) -> bool:
+    """About half of all answers: a verifier that takes no time."""
+    return sum(answer_text.encode()) % 2 == 0
+
+
+def response(tokens: int, thinking: int, think_end: list[int], answer: range, source: random.Random) -> bytes:
+    """The JSON of a response behind its policy versions.
+
+    thinking: index of the closing tag, whose tokens are think_end. answer: token ids to draw the text after it from.
+    """
+    ids = [source.randrange(100_000, 128_000) for _ in range(thinking)]
+    ids += think_end
+    ids += [source.choice(answer) for _ in range(tokens - len(ids))]
+    content = []
+    for token in ids:
+        logprob = _float32(-source.expovariate(3.0))
+        candidate = {"token_id": token, "logprob": logprob, "rank": 1}
+        content.append({**candidate, "top_logprobs": [candidate]})
+    choice = {
+        "index": 0,
+        "finish_reason": "stop",
+        "stop_reason": None,
+        "token_ids": ids,
+        "routed_experts": None,
+        "logprobs": {"content": content},
+    }
+    rest = json.dumps(choice, separators=(",", ":"))[1:]
+    return f'{rest}],"request_id":"{"0" * 32}","prompt_logprobs":null,"kv_transfer_params":null}}'.encode()
+
+
+def _float32(value: float) -> float:
+    import struct
+
+    return float(struct.unpack("<f", struct.pack("<f", value))[0])
+
+
+class StandInEngine:
+    """One server."""
+
+    def __init__(self, files: list[int], tokens: int, delay_s: float, source: random.Random) -> None:
+        """files: of the prepared responses."""
+        self._files, self._tokens, self._delay_s, self._source = files, tokens, delay_s, source
+        self.version = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection."""
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+                fields = dict(line.lower().split(": ", 1) for line in head[1:] if ": " in line)
+                body = await reader.readexactly(int(fields.get("content-length", 0)))
+                if "/inference/v1/generate" in head[0]:
+                    await self._complete(writer)
+                    continue
+                if "/update_weight_version" in head[0]:
+                    self.version = int(json.loads(body)["new_version"])
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
+                await writer.drain()
+                return
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    async def _complete(self, writer: asyncio.StreamWriter) -> None:
+        version, file = self.version, self._source.choice(self._files)
+        await asyncio.sleep(self._delay_s * self._source.uniform(0.5, 1.5))
+        span = f'{{"choices":[{{"weight_versions":[{{"version":"{version}","start":0,"end":{self._tokens}}}],'
+        size = len(span) + os.fstat(file).st_size
+        head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
+        writer.write((head + span).encode())
+        await writer.drain()
+        with os.fdopen(os.open(f"/proc/self/fd/{file}", os.O_RDONLY), "rb") as body:  # an offset of its own
+            await asyncio.get_running_loop().sendfile(writer.transport, body)
+
+
+async def _serve(arguments: argparse.Namespace) -> None:
+    source = random.Random(arguments.seed)
+    files = []
+    for number in range(VARIANTS):
+        body = response(
+            arguments.tokens,
+            arguments.thinking,
+            json.loads(arguments.think_end),
+            range(*json.loads(arguments.answer)),
+            source,
+        )
+        file = os.memfd_create(f"response-{number}")
+        with os.fdopen(os.dup(file), "wb") as output:
+            output.write(body)
+        files.append(file)
+    ports = []
+    for _ in range(arguments.engines):
+        engine = StandInEngine(files, arguments.tokens, arguments.delay, source)
+        server = await asyncio.start_server(engine.serve, "127.0.0.1", 0, backlog=2048)
+        ports.append(server.sockets[0].getsockname()[1])
+    print(json.dumps(ports), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+
+
+def main() -> None:
+    """Serve until standard input is closed."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--engines", type=int, default=5)
+    p.add_argument("--tokens", type=int, default=14336, help="of a completion")
+    p.add_argument("--thinking", type=int, default=12000, help="tokens before the closing tag")
+    p.add_argument("--think-end", default="[4]", help="JSON list with the tokens of the closing tag")
+    p.add_argument("--answer", default="[6, 16]", help="JSON list: first and last token of the answers + 1")
+    p.add_argument("--delay", type=float, default=40.0, help="seconds, in the mean")
+    p.add_argument("--seed", type=int, default=0)
+    asyncio.run(_serve(p.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""The stand-in trainer rank of tools/bench_controller.py: the real protocol, and no training."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from checkout import explained
+
+with explained():
+    from megatron_scalerl.recipe import Recipe
+    from megatron_scalerl.trainer import messages, worker
+    from megatron_scalerl.types import StepReport
+
+INFO = messages.TrainerInfo(
+    world_size=1,
+    dp_size=1,
+    parameters=1,
+    vocab_size=128_256,
+    device="stand-in",
+    backend="gloo",
+    dtype="bfloat16",
+    logits="fp32",
+    pad_multiple=64,
+)
+
+
+class StandInWorker:
+    """Reports steps that it did not make."""
+
+    def __init__(self, recipe: Recipe, rendezvous: Any) -> None:
+        self.parallel = type("Parallel", (), {"dp_rank": 0})
+
+    def info(self) -> messages.TrainerInfo:
+        """Facts about no trainer."""
+        return INFO
+
+    def run(self, command: Any) -> Any:
+        """The report of a step."""
+        assert isinstance(command, messages.Step), command
+        batch = command.batch
+        return StepReport(
+            step=batch.step,
+            policy_version=batch.step,
+            loss=0.0,
+            grad_norm=0.0,
+            learning_rate=0.0,
+            tokens=sum(int(m.cu_seqlens[-1]) for m in batch.micro_batches),
+            seconds=0.0,
+            metrics={"mismatch_mean": 0.0, "entropy": 0.0},
+        )
+
+
+if __name__ == "__main__":
+    worker.Worker = StandInWorker  # type: ignore[assignment, misc]
+    sys.exit(worker.main())
