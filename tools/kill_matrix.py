@@ -228,7 +228,7 @@ def faults_of(run: Path, expected: dict[str, Any] | None) -> list[str]:
 
 
 def attempt(
-    case: Case, folder: Path, tiny: Path, expected: dict[str, Any], seconds: float, seed: int
+    case: Case, folder: Path, tiny: Path, expected: dict[str, Any], seconds: dict[str, float], seed: int
 ) -> dict[str, Any]:
     """One try; its row."""
     moment_s = random.Random(f"{seed}/{case.key}").uniform(0.0, seconds.get(case.at, 0.0))
