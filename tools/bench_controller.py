@@ -74,7 +74,7 @@ with explained():
     from megatron_scalerl.recipe import Recipe
     from megatron_scalerl.rewards.pool import VerifierPool
     from megatron_scalerl.rollouts.decoder_pool import DecoderPool
-    from megatron_scalerl.rollouts.journal import read_history
+    from megatron_scalerl.rollouts.history import read_history
     from megatron_scalerl.rollouts.plans import Plans
     from megatron_scalerl.rollouts.sampler import Sampler
     from megatron_scalerl.tiny.tokenizer import build_tokenizer
