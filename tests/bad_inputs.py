@@ -350,8 +350,8 @@ def table() -> str:
             rows.append(f"| {source} | {what} | `{line}` |")
     head = (
         "# Bad inputs\n\nWhat a reader of a file or a wire says about input that is not what it must be: one line\n"
-        "with place, expectation and finding. `PYTHONPATH=. python tests/bad_inputs.py` makes this page, and a\n"
-        "test compares it. Errors longer than 160 characters are cut here.\n\n| where | what is wrong | error |\n"
+        "with place, expectation and finding. `tests/bad_inputs.py` makes this page, and a test\n"
+        "compares it. Errors longer than 160 characters are cut here.\n\n| where | what is wrong | error |\n"
         "|---|---|---|\n"
     )
     return head + "\n".join(rows) + "\n"

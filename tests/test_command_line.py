@@ -23,7 +23,14 @@ HEAVY = ("torch", "transformers", "vllm", "megatron", "matplotlib", "scipy", "py
 RECIPE = "recipes/tiny_cpu.yaml"
 TRAIN = ["-m", "megatron_scalerl", "train", RECIPE]
 SFT = ["-m", "megatron_scalerl", "sft", RECIPE, "--out", "x"]
-NO_COMMANDS = ("checkout.py", "mutation.py", "tiny_run.py")
+NO_COMMANDS = {
+    "checkout.py",
+    "mutation.py",
+    "process_figures.py",
+    "stand_in_engines.py",
+    "stand_in_trainer.py",
+    "tiny_run.py",
+}
 TOOLS = sorted(p.name for p in (ROOT / "tools").glob("*.py") if p.name not in NO_COMMANDS)
 
 

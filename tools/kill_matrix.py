@@ -25,12 +25,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import checkout  # noqa: F401  puts the checkout on sys.path
-import psutil
+from checkout import explained
 
-from megatron_scalerl.checkpoints.jsonl import read_jsonl
-from megatron_scalerl.processes.logs import NAME_VARIABLE
-from megatron_scalerl.rollouts.history import read_history
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, default=Path("runs/kills"))
+    made.add_argument("--tries", type=int, default=20)
+    made.add_argument("--real", type=int, default=5)
+    made.add_argument("--only", default="", help="only tries whose name starts so")
+    made.add_argument("--seed", type=int, default=1)
+    made.add_argument("--table", action="store_true")
+    return made
+
+
+if __name__ == "__main__":
+    OPTIONS = parser().parse_args()  # before the imports, which take seconds
+
+with explained():
+    import psutil
+
+    from megatron_scalerl.checkpoints.jsonl import read_jsonl
+    from megatron_scalerl.processes.logs import NAME_VARIABLE
+    from megatron_scalerl.rollouts.history import read_history
 
 ROOT = Path(__file__).parent.parent
 STEPS, LIMIT_S = 8, 420
@@ -277,21 +295,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--out", type=Path, required=True)
-    made.add_argument("--tries", type=int, default=20)
-    made.add_argument("--real", type=int, default=5)
-    made.add_argument("--only", default="", help="only tries whose name starts so")
-    made.add_argument("--seed", type=int, default=1)
-    made.add_argument("--table", action="store_true")
-    return made
-
-
-def main() -> int:
+def main(arguments: argparse.Namespace) -> int:
     """Run the tries that have no row yet."""
-    arguments = parser().parse_args()
     out: Path = arguments.out.resolve()
     rows_file = out / "rows.jsonl"
     rows = _rows(rows_file)
@@ -338,4 +343,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(OPTIONS))

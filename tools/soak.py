@@ -22,12 +22,29 @@ import time
 from pathlib import Path
 from typing import Any
 
-import checkout  # noqa: F401  puts the checkout on sys.path
-import numpy as np
-import psutil
-from kill_matrix import ROOT, Try
+from checkout import explained
 
-from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, default=Path("runs/soak"))
+    made.add_argument("--minutes", type=float, default=60.0)
+    made.add_argument("--mean-minutes", type=float, default=4.0)
+    made.add_argument("--real", action="store_true")
+    made.add_argument("--seed", type=int, default=1)
+    return made
+
+
+if __name__ == "__main__":
+    OPTIONS = parser().parse_args()  # before the imports, which take seconds
+
+with explained():
+    import numpy as np
+    import psutil
+    from kill_matrix import ROOT, Try
+
+    from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl
 
 EVERY_S, FROM_S = 5.0, 600.0
 VICTIMS = ("engine-0", "engine-1", "trainer-0", "verifier")
@@ -99,20 +116,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--out", type=Path, required=True)
-    made.add_argument("--minutes", type=float, default=60.0)
-    made.add_argument("--mean-minutes", type=float, default=4.0)
-    made.add_argument("--real", action="store_true")
-    made.add_argument("--seed", type=int, default=1)
-    return made
-
-
-def main() -> int:
+def main(arguments: argparse.Namespace) -> int:
     """Run or continue the soak, then report."""
-    arguments = parser().parse_args()
     out: Path = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     tiny = out / "tiny"
@@ -151,4 +156,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(OPTIONS))

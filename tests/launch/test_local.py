@@ -185,7 +185,7 @@ def test_a_hung_engine_is_evicted_during_a_completion_and_started_again(recipe, 
             await engines.start()
             [client] = engines.members.stale
             engines.members.serve(client, 0)
-            with pytest.raises(EngineLost, match=r"engine-0: engine-0 produced no token for 0\.5\d* s with requests"):
+            with pytest.raises(EngineLost, match=r"engine-0: engine-0 produced no token for [\d.]+ s with requests"):
                 await client.generate([1], sampling=SamplingSpec(max_tokens=4))
             await engines.members.until(lambda: bool(engines.members.stale))
             with pytest.raises(EngineLost):
