@@ -70,7 +70,7 @@ def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> 
 
 
 def _pause(seconds: float, stopped_by: Sequence[int]) -> None:
-    """Return after this time, or at the first of SIGNALS, for which its handler has run then: before the call, too."""
+    """Return after this time, or at the first of SIGNALS, for which its handler has run then; also before."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         if not stopped_by and (received := signal.sigtimedwait(SIGNALS, seconds)) is not None:

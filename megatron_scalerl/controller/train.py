@@ -17,6 +17,7 @@ import logging
 import secrets
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 from rich.console import Console
 
@@ -106,12 +107,9 @@ class _Run:
 async def _attempts(run: _Run) -> str:
     """Attempts until one ends. Raises the failure of the one after trainer.max_restarts restarts without progress."""
     restarts, newest = 0, -1
-    with contextlib.closing(JsonlWriter(run.folder.path / "engines.jsonl")) as engines:
-
-        def record(member: Member) -> None:
-            row = asdict(replace(member, client=None))
-            engines.append({key: value for key, value in row.items() if key != "client"} | {"unix_time": time.time()})
-
+    # private: a reason may quote what an engine answered
+    with contextlib.closing(JsonlWriter(run.folder.path / "engines.jsonl", private=True)) as engines:
+        record = partial(_record, engines)
         async with local_launcher(run.recipe, run.folder.path, secrets.token_hex(32), record) as launcher:
             while True:
                 try:
@@ -125,6 +123,16 @@ async def _attempts(run: _Run) -> str:
                     what = f"restart {restarts} of at most {run.recipe.trainer.max_restarts} from step {reached}"
                     run.console.print(f"{what}: {str(error).splitlines()[0]}", highlight=False)
                 run.folder.attempt = run.folder.begin_attempt()
+
+
+def _record(engines: JsonlWriter, member: Member) -> None:
+    """Append a change of an engine. A full disk may recover: engines are evicted and started again without it."""
+    row = asdict(replace(member, client=None))
+    del row["client"]
+    try:
+        engines.append(row | {"unix_time": time.time()})
+    except OSError as error:
+        logger.warning("a change of %s is not recorded: %s", member.name, error)
 
 
 async def _attempt(run: _Run, launcher: LocalLauncher, *, first: bool) -> str:
