@@ -210,6 +210,8 @@ class Outcome:
     trained: list[int]
     completions: dict[int, set[tuple[int, int]]]
     """Step -> (group, index) of every completion that the trainer was sent for it."""
+    killed_in: str
+    """Name of the file that it was writing when it was killed."""
 
 
 def recipe(folder, **changes) -> Recipe:
@@ -274,7 +276,13 @@ def attempt(
             folder.close()
     if power_loss:
         disk.cut(Path(settings.run_dir))
-    return Outcome(reason=reason, seconds=seconds, trained=trainer.trained, completions=trainer.completions)
+    return Outcome(
+        reason=reason,
+        seconds=seconds,
+        trained=trainer.trained,
+        completions=trainer.completions,
+        killed_in=killer.killed_in,
+    )
 
 
 async def _cancel_all() -> None:
@@ -308,6 +316,7 @@ class _Killer:
     def __init__(self, loop, at_s, at_write) -> None:
         self.dead = False
         self.writes = 0
+        self.killed_in = ""
         self._loop, self._at_write = loop, at_write
         if at_s is not None:
             loop.call_at(at_s, self._stop)
@@ -323,6 +332,7 @@ class _Killer:
             if self.dead:
                 raise Killed
             if self.writes == self._at_write:
+                self.killed_in = os.path.basename(os.readlink(f"/proc/self/fd/{handle}"))
                 write(handle, data[: self.writes % (len(data) + 1)])
                 self._stop()
                 raise Killed

@@ -106,10 +106,13 @@ def test_a_crash_at_any_moment_costs_at_most_the_repeated_work(tmp_path, uncrash
 
 def test_a_crash_at_any_write_is_survived(tmp_path, uncrashed):
     """Killed in its n-th write, for every n: groups, batches and records are complete."""
+    killed_in = set()
     for write in itertools.count():
         settings = recipe(tmp_path, name=f"r{write}", steps=3)
-        if attempt(settings, kill_at_write=write).reason is not None:
+        first = attempt(settings, kill_at_write=write)
+        if first.reason is not None:
             break
+        killed_in.add(first.killed_in)
         assert attempt(settings).reason == "all 3 steps are made"
         folder = tmp_path / f"r{write}"
         assert [r["batches"] for r in read_jsonl(folder / "metrics.jsonl")] == [1, 2, 3]
@@ -121,6 +124,15 @@ def test_a_crash_at_any_write_is_survived(tmp_path, uncrashed):
         expected = curve(uncrashed[2])[0]
         assert all(abs(axis[step] - expected[step]) <= DEVICES * 6 for step in axis)
     assert write > 50
+    files = {
+        "segment-00000.bin",
+        "journal.jsonl",
+        "ledger.jsonl",
+        "metrics.jsonl",
+        ".COMMIT.draft",
+        ".recipe.yaml.draft",
+    }
+    assert killed_in >= files
 
 
 @pytest.mark.parametrize("at_s", [3 + 1.7 * i for i in range(20)])

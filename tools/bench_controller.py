@@ -8,8 +8,8 @@ prepared responses of --tokens tokens after --delay seconds, the trainer's rank 
 else. With the default delay the engines offer more than the controller takes, so its rate is its limit.
 
 Lag of the event loop: a timer every 5 ms; where the loop stands still, each tick that it missed counts with its own
-delay. Rates, lag and processor time are taken over --seconds seconds after --warm-up. Prints a table; --json writes
-it to a file.
+delay. Figures are taken after --warm-up, over at least --seconds seconds from the end of a step to that of another: a
+token counts when it was trained on. Prints a table; --json writes it to a file.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ with explained():
     from megatron_scalerl.recipe import Recipe
     from megatron_scalerl.rewards.pool import VerifierPool
     from megatron_scalerl.rollouts.decoder_pool import DecoderPool
-    from megatron_scalerl.rollouts.journal import read_history
+    from megatron_scalerl.rollouts.history import read_history
     from megatron_scalerl.rollouts.plans import Plans
     from megatron_scalerl.rollouts.sampler import Sampler
     from megatron_scalerl.tiny.tokenizer import build_tokenizer
@@ -90,12 +90,18 @@ class StandInSync:
 
     def __init__(self, engines: Membership) -> None:
         self._engines = engines
+        self.steps = -1
+        """Policy versions published after the first."""
+        self.published = asyncio.Event()
+        """Set at each of them; whoever waits for it clears it."""
 
     async def publish(self, version: int) -> WeightUpdate:
         """Every engine serves `version`."""
         await asyncio.gather(*(client.set_version(version) for client in self._engines.alive))
         for client in self._engines.alive:
             self._engines.serve(client, version)
+        self.steps += 1
+        self.published.set()
         return WeightUpdate(version=version, seconds_paused=0.0, seconds_total=0.0, bytes=1, digest="")
 
 
@@ -210,6 +216,7 @@ async def measure(folder: Path, o: argparse.Namespace) -> dict[str, Any]:
         meter = Meter(ledger, Devices(unit="device_hours", trainer=1, engine=o.engines), start)
         await stack.enter_async_context(metering(meter))
         engines = Membership.of(clients, version=None)
+        sync = StandInSync(engines)
         devices = Devices(unit="device_hours", trainer=1, engine=o.engines)
         controller = Controller(
             recipe=recipe,
@@ -219,7 +226,7 @@ async def measure(folder: Path, o: argparse.Namespace) -> dict[str, Any]:
             start=start,
             history=read_history(run.path),
             sampler=Sampler(plans, decoders=decoders, verifier=verifier),
-            sync=StandInSync(engines),  # type: ignore[arg-type]
+            sync=sync,  # type: ignore[arg-type]
             probe=StandInProbe(),  # type: ignore[arg-type]
             meter=meter,
             progress=Progress(Console(file=open(os.devnull, "w")), recipe.steps),  # noqa: SIM115
@@ -227,46 +234,64 @@ async def measure(folder: Path, o: argparse.Namespace) -> dict[str, Any]:
         running = asyncio.create_task(controller.run())
         pids = {"engines": engine_pids, "trainer": [trainer_pid], "decoders": decoders.pids}
         try:
-            return await observe(running, pids, clients, run.path, o)
+            return await observe(running, pids, clients, sync, o)
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
 
 async def observe(
-    running: asyncio.Task[str], pids: dict[str, list[int]], clients: Sequence[EngineClient], run: Path, o: Any
+    running: asyncio.Task[str],
+    pids: dict[str, list[int]],
+    clients: Sequence[EngineClient],
+    sync: StandInSync,
+    o: argparse.Namespace,
 ) -> dict[str, Any]:
-    """The figures of --seconds seconds after --warm-up."""
+    """The figures between two steps that are at least --seconds apart, after --warm-up."""
     await elapse(running, o.warm_up)
+    await step(running, sync, 10 * o.seconds)
     lag = Lag()
     watch = asyncio.create_task(lag.watch())
     pids = {"controller": [os.getpid()], **pids}
-    begin, tokens = time.monotonic(), sum(c.received_tokens for c in clients)
-    steps = len((run / "metrics.jsonl").read_text().splitlines())
+    begin, steps, received = time.monotonic(), sync.steps, sum(c.received_tokens for c in clients)
     used = {name: processor_s(group) for name, group in pids.items()}
     with profiled(o.profile):
         await elapse(running, o.seconds)
-    seconds = time.monotonic() - begin
+        await step(running, sync, 10 * o.seconds)
+    seconds, steps = time.monotonic() - begin, sync.steps - steps
     used = {name: processor_s(group) - used[name] for name, group in pids.items()}
-    tokens = sum(c.received_tokens for c in clients) - tokens
+    received = sum(c.received_tokens for c in clients) - received
     watch.cancel()
-    rate = tokens / seconds
+    tokens = steps * o.groups_per_batch * GROUP * o.tokens
     return {
-        "tokens_per_s": round(rate),
+        "tokens_per_s": round(tokens / seconds),
+        "received_tokens_per_s": round(received / seconds),
         "lag_ms": {name: round(lag.within(share), 1) for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))},
-        "steps": len((run / "metrics.jsonl").read_text().splitlines()) - steps,
-        "processor_share": {name: round(value / seconds, 2) for name, value in used.items()},
-        "processor_us_per_token": {name: round(1e6 * value / max(tokens, 1), 2) for name, value in used.items()},
+        "steps": steps,
+        "processors": {name: round(value / seconds, 2) for name, value in used.items()},
+        "processor_us_per_token": {name: round(1e6 * value / tokens, 2) for name, value in used.items()},
         "peak_mib": {
             "controller": round(peak_mib(os.getpid())),
             "a decoder": round(max(map(peak_mib, pids["decoders"]), default=0)),
         },
         "sockets": open_sockets(),
         "requests": sum(c.in_flight for c in clients),
-        "gpus": round(rate / o.tokens_per_gpu),
+        "gpus": round(tokens / seconds / o.tokens_per_gpu),
         "seconds": round(seconds, 1),
         "load_average": os.getloadavg()[0],
     }
+
+
+async def step(running: asyncio.Task[str], sync: StandInSync, limit_s: float) -> None:
+    """Wait for the end of the next optimizer step."""
+    sync.published.clear()
+    published = asyncio.create_task(sync.published.wait())
+    done, _ = await asyncio.wait({running, published}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+    if running in done:
+        raise RuntimeError(f"the controller ended: {running.result()}")
+    if not done:
+        published.cancel()
+        raise RuntimeError(f"expected a step within {limit_s:g} s, found none")
 
 
 async def elapse(running: asyncio.Task[str], seconds: float) -> None:
@@ -300,7 +325,7 @@ def table(found: dict[str, Any], o: argparse.Namespace) -> Table:
     shown.add_row("lag of the event loop, p50 (ms)", f"{found['lag_ms']['p50']:.1f}")
     shown.add_row("  p99 (target 50)", f"{found['lag_ms']['p99']:.1f}")
     shown.add_row("  max", f"{found['lag_ms']['max']:.1f}")
-    for name, share in found["processor_share"].items():
+    for name, share in found["processors"].items():
         per_token = found["processor_us_per_token"][name]
         shown.add_row(f"processors used by {name}", f"{share:.2f} ({per_token:.2f} us a token)")
     shown.add_row("peak resident set, controller (MiB)", f"{found['peak_mib']['controller']:,}")

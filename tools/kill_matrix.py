@@ -36,6 +36,7 @@ ROOT = Path(__file__).parent.parent
 STEPS, LIMIT_S = 8, 420
 VICTIMS = ("controller", "trainer-0", "trainer-1", "engine-1", "verifier")
 FAULTS = ("garbage", "half", "wrong version", "nothing")
+AT = ("running", "random")
 STATES = ("importing", "update", "validation", "checkpoint")
 
 
@@ -47,7 +48,7 @@ class Case:
     fault: str
     """KILL, STOP (and CONT for the controller), or what the stand-in engine answers."""
     at: str
-    """A state, or "random"."""
+    """A state; "random": any moment of the run; "running": any moment after its first step."""
     number: int
     real: bool = False
 
@@ -60,14 +61,14 @@ class Case:
 
 def cases(tries: int, real: int) -> list[Case]:
     """All tries, in an order in which every victim comes early."""
-    found = [Case(victim=v, fault="KILL", at="random", number=n) for n in range(tries) for v in VICTIMS]
+    found = [Case(victim=v, fault="KILL", at=AT[n % 2], number=n) for n in range(tries) for v in VICTIMS]
     found += [
         Case(victim=v, fault="KILL", at=s, number=0) for s in STATES for v in ("controller", "trainer-0", "engine-1")
     ]
-    found += [Case(victim="engine-1", fault=f, at="random", number=n) for n in range(3) for f in FAULTS]
-    found += [Case(victim=v, fault="STOP", at="random", number=n) for n in range(2) for v in VICTIMS]
+    found += [Case(victim="engine-1", fault=f, at="running", number=n) for n in range(3) for f in FAULTS]
+    found += [Case(victim=v, fault="STOP", at="running", number=n) for n in range(2) for v in VICTIMS]
     kinds = ("controller", "trainer-0", "engine-1")
-    found += [Case(victim=v, fault="KILL", at="random", number=n, real=True) for n in range(real) for v in kinds]
+    found += [Case(victim=v, fault="KILL", at=AT[n % 2], number=n, real=True) for n in range(real) for v in kinds]
     return found
 
 
@@ -95,6 +96,7 @@ class Try:
         self.command = [sys.executable, *program, "train", "recipes/tiny_cpu.yaml", *settings]
         self.env = os.environ | {"STAND_IN_FAULTS": str(self.faults), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         self.begin = time.monotonic()
+        self.first_step: float | None = None
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -109,6 +111,12 @@ class Try:
         """Steps recorded so far."""
         rows = _rows(self.run / "metrics.jsonl")
         return int(rows[-1]["step"]) if rows else 0
+
+    def since_first_step(self) -> float:
+        """Seconds since the first step was recorded, as far as somebody asked; negative before."""
+        if self.first_step is None and self.steps():
+            self.first_step = time.monotonic()
+        return -1.0 if self.first_step is None else time.monotonic() - self.first_step
 
     def find(self, victim: str) -> psutil.Process | None:
         """The process of the victim, None if it does not run."""
@@ -134,7 +142,8 @@ class Try:
             "update": lambda: "PAUSED" in _tail(logs / "engine-0.log") if case.real else self.steps() >= 3,
             "validation": lambda: "validation of version 4" in _tail(logs / "controller.log"),
             "checkpoint": lambda: (self.run / "checkpoints" / "step_000004").exists(),
-            "random": lambda: self.steps() >= 0 and time.monotonic() - self.begin >= moment_s,
+            "random": lambda: time.monotonic() - self.begin >= moment_s,
+            "running": lambda: self.since_first_step() >= moment_s,
         }
         while self.process.poll() is None:
             if marks[case.at]() and self.find(case.victim) is not None:
@@ -219,10 +228,10 @@ def faults_of(run: Path, expected: dict[str, Any] | None) -> list[str]:
 
 
 def attempt(
-    case: Case, folder: Path, tiny: Path, expected: dict[str, Any], seconds: float, seed: int
+    case: Case, folder: Path, tiny: Path, expected: dict[str, Any], seconds: dict[str, float], seed: int
 ) -> dict[str, Any]:
     """One try; its row."""
-    moment_s = random.Random(f"{seed}/{case.key}").uniform(1.0, seconds)
+    moment_s = random.Random(f"{seed}/{case.key}").uniform(0.0, seconds.get(case.at, 0.0))
     tried = Try(folder, tiny, real=case.real)
     tried.start()
     happened = tried.wait_for(case, moment_s)
@@ -299,10 +308,13 @@ def main() -> int:
     if not (reference / "r" / "end.json").exists():
         unharmed = Try(reference, tiny, real=False)
         unharmed.start()
+        while unharmed.since_first_step() < 0 and unharmed.process is not None and unharmed.process.poll() is None:
+            time.sleep(0.05)
         code = unharmed.end()
         assert code == 0, f"the run without faults: exit code {code}, see {reference / 'output'}"
-        (reference / "seconds").write_text(str(time.monotonic() - unharmed.begin))
-    expected, seconds = outcome_of(reference / "r"), float((reference / "seconds").read_text())
+        durations = {"random": time.monotonic() - unharmed.begin, "running": unharmed.since_first_step()}
+        (reference / "seconds").write_text(json.dumps(durations))
+    expected, seconds = outcome_of(reference / "r"), json.loads((reference / "seconds").read_text())
     assert faults_of(reference / "r", None) == [], faults_of(reference / "r", None)
     done = {row["case"] for row in rows}
     describe = ["git", "rev-parse", "--short", "HEAD"]

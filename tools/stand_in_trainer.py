@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from checkout import explained
@@ -21,7 +22,6 @@ INFO = messages.TrainerInfo(
     backend="gloo",
     dtype="bfloat16",
     logits="fp32",
-    pad_multiple=64,
 )
 
 
@@ -29,23 +29,30 @@ class StandInWorker:
     """Reports steps that it did not make."""
 
     def __init__(self, recipe: Recipe, rendezvous: Any) -> None:
-        self.parallel = type("Parallel", (), {"dp_rank": 0})
+        self.parallel = type("Parallel", (), {"rank": 0, "dp_rank": 0, "holds_batch": True})
+        self._tokens = 0
 
     def info(self) -> messages.TrainerInfo:
         """Facts about no trainer."""
         return INFO
 
+    def hold(self, frames: Sequence[memoryview]) -> messages.Held:
+        """Take a batch."""
+        batch = messages.decode_for_rank(frames)
+        assert isinstance(batch, messages.Prepare), batch
+        self._tokens = sum(frame.nbytes for frame in frames[1:]) // 8
+        return messages.Held(rank=0, step=batch.plan.step)
+
     def run(self, command: Any) -> Any:
         """The report of a step."""
         assert isinstance(command, messages.Step), command
-        batch = command.batch
         return StepReport(
-            step=batch.step,
-            policy_version=batch.step,
+            step=command.step,
+            policy_version=command.step,
             loss=0.0,
             grad_norm=0.0,
             learning_rate=0.0,
-            tokens=sum(int(m.cu_seqlens[-1]) for m in batch.micro_batches),
+            tokens=self._tokens,
             seconds=0.0,
             metrics={"mismatch_mean": 0.0, "entropy": 0.0},
         )

@@ -12,6 +12,9 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import Annotated
+
+import msgspec
 
 BUCKET_MIB = 64
 ALIGNMENT = 16
@@ -87,7 +90,11 @@ def to_json(manifest: Manifest) -> str:
 
 def from_json(text: str) -> Manifest:
     """Inverse of `to_json`. Raises ValueError."""
-    return manifest_of(json.loads(text))
+    try:
+        rows = msgspec.json.decode(text, type=list[tuple[str, str, list[Annotated[int, msgspec.Meta(ge=0)]]]])
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"weights: expected a list of name, dtype and shape, found {error}") from None
+    return manifest_of(rows)
 
 
 def buckets(manifest: Manifest, bucket_mib: int = BUCKET_MIB) -> Iterator[Bucket]:

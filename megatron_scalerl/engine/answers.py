@@ -130,8 +130,10 @@ def decode(content: bytes, kind: type[T], where: str) -> T:
     """JSON as `kind`. where: engine and path, for the message. Raises EngineError for anything else."""
     try:
         return msgspec.json.decode(content, type=kind)
-    except (msgspec.MsgspecError, RecursionError) as err:
-        raise EngineError(f"{where}: expected a whole JSON answer, found {content[:80]!r} ({err})") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as err:
+        raise EngineError(
+            f"{where}: expected a whole JSON answer, found {content[:80]!r} ({ascii(str(err))[1:-1]})"
+        ) from None
 
 
 def convert(value: Any, kind: type[T], where: str) -> T:

@@ -39,8 +39,14 @@ INHERITED = (
 END_TIMEOUT_S = 10.0
 """Seconds for a killed process to exit; after that it is left behind."""
 
+_EXIT_S = 5.0
+"""Seconds for a process to exit after it has closed its pipes."""
 _OUTCOMES = {"value", "error", "memory", "timeout", "unavailable"}
 """Keys of a reply; one of them holds the outcome of a check."""
+
+
+class _KilledAtStart(ValueError):
+    """A signal ended the process before its verifier was loaded."""
 
 
 class WorkerDied(Exception):
@@ -86,8 +92,15 @@ class WorkerProcess:
     async def start(self) -> None:
         """Start the process and wait until its verifier is loaded.
 
-        Raises ValueError if the verifier does not load, OSError if the system starts no process.
+        A process that a signal ends meanwhile is started once more. Raises ValueError if the verifier does not load,
+        OSError if the system starts no process.
         """
+        try:
+            await self._start()
+        except _KilledAtStart:
+            await self._start()
+
+    async def _start(self) -> None:
         environment = worker_environment(self._environment)
         with _Output() as output:
             async with _Pipes() as pipes:
@@ -108,13 +121,28 @@ class WorkerProcess:
             await self._send({"verifier": self._verifier, "sys_path": sys.path, "limits": self._limits})
             hello = await self._line(self._start_timeout_s)
         except (TimeoutError, WorkerDied) as problem:
-            await self.kill()
-            found = "nothing" if isinstance(problem, TimeoutError) else "its exit"
             expected = f"expected its process to be ready within {self._start_timeout_s:g} s"
-            raise ValueError(f"rewards.verifier {self._verifier!r}: {expected}, found {found}") from None
+            expected = f"rewards.verifier {self._verifier!r}: {expected}"
+            if isinstance(problem, TimeoutError):
+                await self.kill()
+                raise ValueError(f"{expected}, found nothing") from None
+            code = await self._exit_code()
+            await self.kill()
+            if code < 0:
+                raise _KilledAtStart(f"{expected}, found its end by {signal.Signals(-code).name}") from None
+            raise ValueError(f"{expected}, found its exit with code {code}") from None
         if "error" in hello:
             await self.kill()
             raise ValueError(hello["error"])
+
+    async def _exit_code(self) -> int:
+        """The exit code of a process that closed its pipes; that of SIGKILL if it does not exit."""
+        assert self._process is not None
+        try:
+            async with asyncio.timeout(_EXIT_S):
+                return await self._process.wait()
+        except TimeoutError:
+            return -signal.SIGKILL
 
     async def send_checks(self, checks: Sequence[tuple[int, bytes]], timeout_s: float) -> None:
         """Send numbered, pickled checks; then await `began` and `result` for each, in this order.

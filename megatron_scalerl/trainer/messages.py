@@ -238,4 +238,5 @@ def _decoded(decoder: msgspec.msgpack.Decoder[Any], data: Buffer | msgspec.Raw) 
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidMessage(f"expected a message, found {len(bytes(data))} bytes that are none ({error})") from error
+        why = ascii(str(error))[1:-1]  # it may quote the message
+        raise InvalidMessage(f"expected a message, found {len(bytes(data))} bytes that are none ({why})") from error

@@ -29,7 +29,7 @@ from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import combine
 from megatron_scalerl.weights.transport.gloo import Group, receive
 
-TOKEN_S = 0.004
+TOKEN_S = 0.015
 """Seconds per token of every completion, however many there are."""
 VOCABULARY = 64
 

@@ -49,7 +49,6 @@ class World:
             secret=SECRET,
             rendezvous=where,
             command_timeout_s=120,
-            timeout_s=120,
         )
         self._recipe = folder / "recipe.yaml"
         self._recipe.write_text(
