@@ -1,5 +1,6 @@
 """The supervisor of a controller: which ends are final, and how often a run is started again."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -70,3 +71,34 @@ def test_a_signal_to_the_supervisor_ends_the_run(tmp_path, number, code):
     assert process.wait(30) == code
     assert gone({child}, 10.0)
     assert len(pids.read_text().split()) == 1
+
+
+def test_a_signal_while_the_child_is_started_reaches_it(tmp_path, monkeypatch):
+    start = subprocess.Popen
+
+    def start_and_signal(*arguments, **options):
+        child = start(*arguments, **options)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return child
+
+    monkeypatch.setattr(subprocess, "Popen", start_and_signal)
+    assert supervise([sys.executable, "-c", "import time; time.sleep(20)"], tmp_path, restarts=3) == 1
+
+
+DELAYED = """
+import sys
+from megatron_scalerl.commands import supervise as module
+module.FIRST_DELAY_S = 300.0
+sys.exit(module.supervise([sys.executable, "-c", "raise SystemExit(1)"], "/nonexistent", restarts=3))
+"""
+
+
+def test_a_signal_between_two_starts_ends_the_delay():
+    process = subprocess.Popen([sys.executable, "-c", DELAYED], env=environment(), stderr=subprocess.PIPE)
+    assert b"restart 1 of at most 3 in 300 s" in process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    try:
+        assert process.wait(30) == 143
+    finally:
+        process.kill()
+        process.wait()

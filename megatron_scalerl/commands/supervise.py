@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import signal
 import subprocess
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -33,12 +32,15 @@ def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> 
     passed on to the child, which then is not started again.
     """
     stopped_by: list[int] = []
+    early: list[int] = []
     child: subprocess.Popen[bytes] | None = None
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         stopped_by.append(number)
         if child is not None:
             child.send_signal(number)
+        else:
+            early.append(number)
 
     before = {number: signal.signal(number, on_signal) for number in SIGNALS}
     try:
@@ -46,7 +48,9 @@ def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> 
         while True:
             # a session of its own: a terminal's SIGINT reaches the child once, from here
             child = subprocess.Popen(tied_command(list(command)), start_new_session=True)
-            code = child.wait()
+            while early:  # received while the child was being started
+                child.send_signal(early.pop(0))
+            code, child = child.wait(), None
             if code in _FINAL or stopped_by:
                 return code if code >= 0 else 1
             reached = latest(Path(run_dir) / "checkpoints")
@@ -57,9 +61,19 @@ def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> 
                 return code if code >= 0 else 1
             delay = min(FIRST_DELAY_S * 2 ** (failures - 1), LONGEST_DELAY_S)
             logger.warning("the run %s: restart %d of at most %d in %g s", how, failures, restarts, delay)
-            time.sleep(delay)
+            _pause(delay, stopped_by)
             if stopped_by:
                 return 128 + stopped_by[0]
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _pause(seconds: float, stopped_by: Sequence[int]) -> None:
+    """Return after this time, or at the first of SIGNALS, for which its handler has run then; also before."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        if not stopped_by and (received := signal.sigtimedwait(SIGNALS, seconds)) is not None:
+            signal.raise_signal(received.si_signo)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

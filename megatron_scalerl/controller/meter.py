@@ -33,7 +33,7 @@ class BatchTime:
 
 
 class Meter:
-    """Charges all devices of the run to the ledger, window by window, from its construction on."""
+    """Charges all devices of the run to the ledger, window by window, from its construction on, or `since`."""
 
     def __init__(
         self,
@@ -41,9 +41,11 @@ class Meter:
         devices: Devices,
         start: ResumePoint,
         *,
+        since: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """start: the checkpoint to resume from. clock: monotonic seconds."""
+        """start: the checkpoint to resume from. since: when the attempt before it in this process ended, by
+        the clock; the devices are held since then. None for the first one. clock: monotonic seconds."""
         self.ledger = ledger
         self._clock = clock
         self._training_tokens = self._validation_tokens = 0
@@ -51,7 +53,7 @@ class Meter:
         self.pinned_seconds = 0.0
         """Seconds of the current window in which the trainer waited for a validation."""
         self._trainer, self._engine = devices.trainer, devices.engine
-        self._since = clock()
+        self._since = clock() if since is None else since
         self._batches, self._step = start.batches, start.step
 
     @property

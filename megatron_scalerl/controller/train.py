@@ -17,6 +17,7 @@ import logging
 import secrets
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 from rich.console import Console
 
@@ -106,17 +107,16 @@ class _Run:
 async def _attempts(run: _Run) -> str:
     """Attempts until one ends. Raises the failure of the one after trainer.max_restarts restarts without progress."""
     restarts, newest = 0, -1
-    with contextlib.closing(JsonlWriter(run.folder.path / "engines.jsonl")) as engines:
-
-        def record(member: Member) -> None:
-            row = asdict(replace(member, client=None))
-            engines.append({key: value for key, value in row.items() if key != "client"} | {"unix_time": time.time()})
-
+    ended: float | None = None
+    # private: a reason may quote what an engine answered
+    with contextlib.closing(JsonlWriter(run.folder.path / "engines.jsonl", private=True)) as engines:
+        record = partial(_record, engines)
         async with local_launcher(run.recipe, run.folder.path, secrets.token_hex(32), record) as launcher:
             while True:
                 try:
-                    return await _attempt(run, launcher, first=newest < 0)
+                    return await _attempt(run, launcher, since=ended)
                 except _RESTART as error:
+                    ended = time.monotonic()
                     reached = resume_point(run.folder.path).step
                     restarts, newest = (restarts if reached == newest else 0) + 1, reached
                     if restarts > run.recipe.trainer.max_restarts:
@@ -127,15 +127,30 @@ async def _attempts(run: _Run) -> str:
                 run.folder.attempt = run.folder.begin_attempt()
 
 
-async def _attempt(run: _Run, launcher: LocalLauncher, *, first: bool) -> str:
-    """One attempt from the newest checkpoint. first: a failure to start is final, as after a user's mistake."""
+def _record(engines: JsonlWriter, member: Member) -> None:
+    """Append a change of an engine. A full disk may recover: engines are evicted and started again without it."""
+    row = asdict(replace(member, client=None))
+    del row["client"]
+    try:
+        engines.append(row | {"unix_time": time.time()})
+    except OSError as error:
+        logger.warning("a change of %s is not recorded: %s", member.name, error)
+
+
+async def _attempt(run: _Run, launcher: LocalLauncher, *, since: float | None) -> str:
+    """One attempt from the newest checkpoint.
+
+    since: when the attempt before it ended (monotonic seconds). None for the first one, whose failure to start is
+    final, as after a user's mistake.
+    """
+    first = since is None
     recipe, folder, attempt = run.recipe, run.folder, run.folder.attempt
     start, history = _resume(folder, run.console)
     logger.info("run %s, attempt %s, from step %d", attempt.run_id, attempt.incarnation, start.step)
     devices = Devices.of(recipe)
     ledger = Ledger(folder.path / "ledger.jsonl", devices.unit, incarnation=attempt.incarnation)
     with contextlib.closing(ledger):
-        meter = Meter(ledger, devices, start)
+        meter = Meter(ledger, devices, start, since=since)
         async with metering(meter), launcher.trainer(attempt) as trainer:
             try:
                 fleet = await launcher.start(trainer)

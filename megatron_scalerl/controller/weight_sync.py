@@ -167,7 +167,7 @@ class WeightSync:
         """Join trainer and engines in one process group, leaving an earlier one."""
         section = self._recipe.weights
         manifest = await self._trainer.manifest()
-        worlds = [info.world_size for info in await self._all("info", engines, lambda engine: engine.info())]
+        worlds = await self._all("info", engines, _world_size)
         connection = Connection(
             backend=resolve_transport(section.transport),
             rendezvous=self._trainer.rendezvous,
@@ -218,6 +218,12 @@ class WeightSync:
                 return await call
         except TimeoutError as err:
             raise RuntimeError(f"no answer within {limit:g} s (weights.timeout_s)") from err
+
+
+async def _world_size(engine: EngineClient) -> int:
+    """Workers of an engine, which has no unfinished update then: vLLM refuses to start another one beside it."""
+    await engine.rpc("msrl_abandon_update")
+    return (await engine.info()).world_size
 
 
 def _line(error: Exception) -> str:

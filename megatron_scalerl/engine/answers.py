@@ -1,6 +1,6 @@
 """Parses an engine's HTTP responses. Completions are parsed in decoder processes (`rollouts.decoder`).
 
-A malformed response is the engine's fault and ends the run: EngineError. Sampled tokens without a log-probability
+A malformed response is the engine's fault, which is evicted: EngineError. Sampled tokens without a log-probability
 concern one completion alone: CompletionLost.
 """
 

@@ -300,6 +300,8 @@ class EngineClient:
         self, method: str, path: str, body: Any, query: Mapping[str, str] | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The response to a request, once its header has arrived. `abort` ends the block, too."""
+        if self._aborted is not None:  # closed: it must not open a session again
+            raise EngineLost(f"{self.name}: {self._aborted}")
         data = None if body is None else _encode(body)
         # the server drops a connection after an internal error, and the next request on it would fail: only
         # generations, which are many, reuse connections

@@ -134,6 +134,7 @@ class Membership:
         line = _line(reason)
         unreceived = max(0, client.produced_tokens - client.received_tokens)
         lost_tokens = self._members[index].lost_tokens + unreceived
+        client.abort(line)
         self._set(
             index,
             state=EngineState.DRAINING,
@@ -141,7 +142,6 @@ class Membership:
             lost_tokens=lost_tokens,
             given_up=not self._supervised,
         )
-        client.abort(line)
 
     def lose(self, index: int, reason: str, *, given_up: bool = False) -> None:
         """Engine `index` has no process. given_up: it is not started again."""
@@ -194,9 +194,9 @@ class Membership:
         member = self._members[index] = replace(member, epoch=self.epoch)
         why = f" ({member.reason})" if member.reason else ""
         logger.info("epoch %d: %s is %s%s", self.epoch, member.name, member.state, why)
-        self._record(member)
         self._changed.set()
         self._changed = asyncio.Event()
+        self._record(member)  # last: nobody may wait forever where it fails
 
 
 def _line(reason: str) -> str:

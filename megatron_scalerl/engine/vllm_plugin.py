@@ -168,6 +168,15 @@ class WorkerExtension:
             "attention_temperature": _attention_temperature(self.model_runner.get_model()),  # type: ignore[attr-defined]
         }
 
+    def msrl_abandon_update(self) -> None:
+        """Forget a weight update that was started and not finished; without one, this has no effect.
+
+        vLLM 0.32.0 refuses to start another one beside it, and has no call that ends it. The model's state is
+        discarded when the next one starts (`engine.weight_receiver`).
+        """
+        self._weight_update_active = False
+        self.weight_transfer_engine.reset_weight_update_target()  # type: ignore[attr-defined]
+
 
 def _attention_temperature(model: torch.nn.Module) -> bool | None:
     """Whether Llama 4's layers without RoPE scale their queries; None without such layers."""

@@ -2,8 +2,8 @@
 
 It polls the token count of each engine core, which the server process keeps (`engine.vllm_progress`): a hanging core
 cannot delay the response. No limit applies to a completion as a whole. Time in which the engine is paused does not
-count, nor does time in which the controller itself did not run (a suspended job). EngineDied
-ends the attempt: `launch.local` stops the processes.
+count, nor does time in which the controller itself did not run (a suspended job). After EngineDied the engine is
+evicted, its processes are ended, and it is started again (`launch.engines`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from megatron_scalerl.engine.answers import CoreProgress, EngineError
 from megatron_scalerl.engine.client import EngineClient
+from megatron_scalerl.processes.patience import within
 from megatron_scalerl.recipe.process_sections import EngineSection
 
 _POLLS = 20
@@ -114,8 +115,7 @@ async def watch_progress(client: EngineClient, settings: EngineSection, lag: Lag
     while True:
         await asyncio.sleep(interval)
         try:
-            async with asyncio.timeout(limit):
-                progress = await client.progress()
+            progress = await within(limit, client.progress())
         except (EngineError, TimeoutError) as err:
             if time.monotonic() - answered >= limit:
                 why = f": {err}" if str(err) else ""

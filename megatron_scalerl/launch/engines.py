@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 60.0
 """Delay before the first restart in a row, which doubles with each, and its bound (seconds)."""
 HEALTHY_S = 600.0
-"""An engine that ran for so long before it failed starts a new row of restarts (seconds)."""
+"""An engine that ran for so long, besides the longest time in which a fault is found, starts a new row of restarts
+(seconds)."""
 
 
 class LocalEngines:
@@ -56,8 +57,18 @@ class LocalEngines:
         ]
 
     async def watch(self) -> NoReturn:
-        """Wait until fewer engines than engine.min_engines are left, then raise EngineDied."""
-        await self.members.too_few()
+        """Wait until fewer engines than engine.min_engines are left, then raise EngineDied.
+
+        Raises the error of a supervisor as well: nobody would end its engine or start it again.
+        """
+        too_few = asyncio.create_task(self.members.too_few())
+        try:
+            done, _ = await asyncio.wait({too_few, *self._supervisors}, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        finally:
+            too_few.cancel()
+            await asyncio.gather(too_few, return_exceptions=True)
         raise AssertionError("too_few raises")
 
     async def stop(self) -> None:
@@ -91,12 +102,18 @@ class LocalEngines:
         failures, started = 0, time.monotonic()
         while True:
             reason = await self._until_evicted(index)
-            failures = 1 if time.monotonic() - started > HEALTHY_S else failures + 1
+            failures = 1 if time.monotonic() - started > self._healthy_s else failures + 1
             while not await self._restart(index, failures, reason):
-                if failures > self._recipe.engine.max_restarts:
+                if self.members.members[index].given_up:
                     return
                 failures, reason = failures + 1, self.members.members[index].reason
             started = time.monotonic()
+
+    @property
+    def _healthy_s(self) -> float:
+        """An engine that ran for longer (s) had no fault at its start: one is found within the longest limit."""
+        engine, weights = self._recipe.engine, self._recipe.weights
+        return HEALTHY_S + max(engine.stall_timeout_s, engine.first_token_timeout_s, weights.timeout_s)
 
     async def _until_evicted(self, index: int) -> str:
         """Wait until the engine fails or is evicted; it is evicted then. Returns the reason."""
@@ -115,13 +132,19 @@ class LocalEngines:
             await asyncio.gather(watch, evicted, return_exceptions=True)
 
     async def _restart(self, index: int, failures: int, reason: str) -> bool:
-        """End what is left of an engine's server and start another; False if it is given up or does not start."""
+        """End what is left of an engine's server and start another; False if it is given up or does not start.
+
+        An engine whose processes do not end is given up: they hold its devices.
+        """
         logger.warning("engine-%d is evicted: %s", index, reason)
         process = self._processes[index]
-        process.kill()  # it may be stopped or hang, and nothing of it is worth saving
-        await process.stop()
-        self._lag.forget(process.name)
         given_up = failures > self._recipe.engine.max_restarts
+        try:
+            process.kill()  # it may be stopped or hang, and nothing of it is worth saving
+            await process.stop()
+        except (RuntimeError, OSError) as error:
+            given_up, reason = True, str(error)
+        self._lag.forget(process.name)
         self.members.lose(index, reason, given_up=given_up)
         if given_up:
             return False

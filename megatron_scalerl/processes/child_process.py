@@ -40,6 +40,8 @@ class ChildProcess:
         self.name = name
         self.log = log
         self._process = process
+        self._group_gone = False
+        """No process of the group is left: the system may give its number to another one."""
         _started.add(self)
 
     @classmethod
@@ -91,7 +93,7 @@ class ChildProcess:
         """
         try:
             for sig in (signal.SIGTERM, signal.SIGKILL):
-                if not signal_group(self.pid, sig):
+                if not self._signal(sig):
                     break
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.wait(), grace_s)
@@ -102,10 +104,16 @@ class ChildProcess:
             await asyncio.wait_for(self.wait(), grace_s)
         except TimeoutError:
             raise RuntimeError(f"{self.name} (process {self.pid}) is still running after SIGKILL") from None
+        self._group_gone = True
 
     def kill(self) -> None:
         """Send SIGKILL to the process group; does not wait."""
-        signal_group(self.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, sig: int) -> bool:
+        """Send a signal to the process group; False if no process of it is left."""
+        self._group_gone = self._group_gone or not signal_group(self.pid, sig)
+        return not self._group_gone
 
 
 def kill_all() -> None:

@@ -90,8 +90,9 @@ class EngineSection(Section):
     consecutive ones."""
     max_restarts: NonNegativeInt = 5
     """An evicted engine's server is ended and started again, after a delay that doubles from 1 s to 60 s; at most so
-    many times in a row, not counting starts after which it ran for 10 minutes. Its groups are generated again. 0: an
-    engine is given up when it fails."""
+    many times in a row, not counting starts after which it ran for 10 minutes more than stall_timeout_s,
+    first_token_timeout_s and weights.timeout_s each allow a hung one. Its groups are generated again. 0: an engine is
+    given up when it fails."""
     min_engines: PositiveInt = 1
     """The run fails when fewer engines than this are not given up; at most engine.count."""
     vllm: dict[str, Any] = Field(default_factory=dict)

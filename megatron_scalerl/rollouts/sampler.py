@@ -44,8 +44,8 @@ class Sampler:
         """One completion and its score.
 
         An answer on which the verifier fails counts as wrong. Raises CompletionLost for a completion that is unusable
-        for a reason other than the policy. Errors that end the run: EngineError, and RuntimeError from a pool of
-        decoders or verifiers without processes.
+        for a reason other than the policy, EngineError for an engine that is to be evicted, and RuntimeError, which
+        ends the run, from a pool of decoders or verifiers without processes.
         """
         spec = self._plans.spec(draw, priority)
         found = await engine.generate(prompt.token_ids, sampling=spec, decoder=self._decoders)

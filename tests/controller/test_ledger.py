@@ -162,3 +162,17 @@ def test_a_validation_takes_its_share_of_the_window(tmp_path):
     assert meter.ledger.hours("engine") == pytest.approx(4.5)
     assert meter.ledger.hours("trainer") == pytest.approx(1.5)
     assert meter.ledger.hours("validation") == pytest.approx(2.0)
+
+
+def test_the_time_between_two_attempts_of_a_process_is_charged(tmp_path):
+    """Its devices are held while the second one reads checkpoint and journal."""
+    clock = StandInClock()
+    devices = Devices(unit="gpu_hours", trainer=2, engine=6)
+    clock.now = 1800.0
+    meter = Meter(open_ledger(tmp_path), devices, ResumePoint(), since=1200.0, clock=clock)
+    clock.now = 3000.0
+    meter.charge_startup()
+    clock.now = 4800.0
+    meter.charge_crash()
+    assert meter.ledger.hours("startup") == pytest.approx(4.0)
+    assert meter.ledger.hours("lost") == pytest.approx(4.0)

@@ -6,7 +6,7 @@ import time
 import pytest
 from aiohttp import web
 
-from megatron_scalerl.engine.answers import CoreProgress, EngineError
+from megatron_scalerl.engine.answers import CoreProgress, EngineError, EngineProgress
 from megatron_scalerl.engine.client import EngineClient, SamplingSpec
 from megatron_scalerl.engine.watchdog import EngineDied, StallClock, watch_progress
 from megatron_scalerl.recipe.process_sections import EngineSection
@@ -196,3 +196,22 @@ def test_progress_is_parsed_and_an_invalid_response_is_refused():
 
     progress = in_server(scenario)
     assert progress.tokens == 7 and progress.cores[0].decoding == 1 and not progress.dead
+
+
+def test_a_poll_during_which_this_process_was_stopped_is_no_missing_answer():
+    class StandInClient:
+        """Its first answer arrives while this process is stopped for longer than the limit."""
+
+        name, produced_tokens, in_flight, paused = "engine-0", 0, 0, False
+        polls = 0
+
+        async def progress(self):
+            self.polls += 1
+            if self.polls == 1:
+                time.sleep(0.6)
+            await asyncio.sleep(0.01)
+            return EngineProgress(cores=(), dead=self.polls > 1)
+
+    settings = EngineSection(stall_timeout_s=0.4)
+    with pytest.raises(EngineDied, match="engine-0 lost a core"):
+        asyncio.run(watch_progress(StandInClient(), settings))

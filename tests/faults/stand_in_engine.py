@@ -54,6 +54,7 @@ class StandInEngine:
         self.tokens = self.waiting = 0
         self.group: Group | None = None
         self.manifest = ()
+        self.updating = False
 
     def app(self) -> web.Application:
         """The application; every path but /health requires the run's secret."""
@@ -77,7 +78,7 @@ class StandInEngine:
                 web.post("/collective_rpc", self.rpc),
                 web.post("/update_weight_version", self.label),
                 web.post("/init_weight_transfer_engine", self.connect),
-                web.post("/start_weight_update", self.health),
+                web.post("/start_weight_update", self.start),
                 web.post("/update_weights", self.update),
                 web.post("/finish_weight_update", self.finish),
             ]
@@ -105,7 +106,10 @@ class StandInEngine:
         self.running.set()
         return web.json_response({})
 
-    async def rpc(self, _):
+    async def rpc(self, request):
+        if (await request.json())["method"] == "msrl_abandon_update":
+            self.updating = False
+            return web.json_response({"results": [None]})
         info = {
             "vocab_size": self.vocabulary,
             "dtype": "float32",
@@ -131,6 +135,14 @@ class StandInEngine:
         self.group = await asyncio.to_thread(Group, connection, info["rank_offset"])
         return web.json_response({})
 
+    async def start(self, _):
+        if self.updating:  # as vLLM does
+            raise web.HTTPInternalServerError(
+                text="start_weight_update called while a weight update is already active"
+            )
+        self.updating = True
+        return web.json_response({})
+
     async def update(self, request):
         version, digests = (await request.json())["update_info"]["version"], []
         self.digest = ""
@@ -142,6 +154,7 @@ class StandInEngine:
         try:
             await asyncio.to_thread(take)
         except BaseException:
+            self.updating = False
             self.group.close()
             raise
         self.digest = combine(digests)
@@ -149,6 +162,7 @@ class StandInEngine:
         return web.json_response({})
 
     async def finish(self, request):
+        self.updating = False
         self.version = (await request.json())["weight_version"]
         return web.json_response({})
 

@@ -217,6 +217,62 @@ def test_an_engine_that_does_not_start_again_is_given_up_and_ends_the_run(recipe
         run(asyncio.wait_for(scenario(), 30))
 
 
+def test_an_engine_that_hangs_after_each_start_is_given_up(recipe, run, tmp_path, monkeypatch):
+    """However long it takes to find out: the time until then is no sign of health."""
+
+    async def scenario():
+        async with StandInHungServer() as server:
+            engines, made, _ = engines_of(recipe, tmp_path, monkeypatch, server.url)
+            monkeypatch.setattr(engines_module, "HEALTHY_S", 0.1)
+            await engines.start()
+            try:
+                await engines.watch()
+            finally:
+                await engines.stop()
+                assert len(made) == 3
+
+    with pytest.raises(EngineDied, match=r"found 0 \(engine-0: engine-0 produced no token"):
+        run(asyncio.wait_for(scenario(), 30))
+
+
+def test_an_engine_whose_processes_do_not_end_is_given_up(recipe, run, tmp_path, monkeypatch):
+    async def scenario():
+        async with StandInHungServer() as server:
+            engines, made, _ = engines_of(recipe, tmp_path, monkeypatch, server.url)
+            await engines.start()
+
+            async def stuck():
+                raise RuntimeError("engine-0 (process 7) is still running after SIGKILL")
+
+            made[0].stop = stuck
+            engines.members.evict(made[0].client, "engine-0: garbage")
+            try:
+                await engines.watch()
+            finally:
+                await engines.stop()
+                await made[0].client.close()
+                assert len(made) == 1
+
+    with pytest.raises(EngineDied, match=r"found 0 \(engine-0: engine-0 \(process 7\) is still running"):
+        run(asyncio.wait_for(scenario(), 30))
+
+
+def test_an_engine_whose_supervisor_fails_ends_the_run(recipe, run, tmp_path, monkeypatch):
+    async def scenario():
+        async with StandInHungServer() as server:
+            engines, made, _ = engines_of(recipe, tmp_path, monkeypatch, server.url)
+            await engines.start()
+            made[0].kill = None
+            engines.members.evict(made[0].client, "engine-0: garbage")
+            try:
+                await engines.watch()
+            finally:
+                await engines.stop()
+
+    with pytest.raises(TypeError):
+        run(asyncio.wait_for(scenario(), 30))
+
+
 def test_a_first_start_that_fails_is_final(recipe, run, tmp_path, monkeypatch):
     async def scenario():
         async with StandInHungServer() as server:

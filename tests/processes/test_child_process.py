@@ -104,6 +104,22 @@ def test_stop_kills_a_process_group_that_ignores_sigterm(tmp_path):
     assert gone({asyncio.run(scenario())}, 2.0)
 
 
+def test_no_signal_is_sent_to_a_group_that_has_ended(tmp_path, monkeypatch):
+    """Its number may be another group's by then: a run lasts for weeks."""
+    sent = []
+
+    async def scenario():
+        child = await ChildProcess.start("child", stand_in(tmp_path / "pids"), environment(), tmp_path / "log")
+        pids_in(tmp_path / "pids", 1)
+        await child.stop(0.3)
+        monkeypatch.setattr(os, "killpg", lambda pid, sig: sent.append(pid))
+        child.kill()
+        await child.stop(0.3)
+
+    asyncio.run(scenario())
+    assert sent == []
+
+
 def test_a_cancelled_stop_leaves_nothing(tmp_path):
     async def scenario():
         child = await ChildProcess.start("child", stand_in(tmp_path / "pids"), environment(), tmp_path / "log")

@@ -1,0 +1,103 @@
+"""A weight update of which one engine drops out: the others are updated, and none of them is evicted."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_scalerl.controller.weight_sync import WeightSync
+from megatron_scalerl.distributed.rendezvous import FolderRendezvous
+from megatron_scalerl.engine.answers import EngineError
+from megatron_scalerl.engine.membership import Membership
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.trainer.client import TrainerError, WeightGroupFailed
+from megatron_scalerl.weights.connection import SendReport
+
+
+class StandInEngine:
+    """vLLM's rules for the order of calls; `fails` is the path of the first call that fails for good."""
+
+    def __init__(self, name, fails=None):
+        self.name, self.fails = name, fails
+        self.produced_tokens = self.received_tokens = 0
+        self.updating, self.version, self.label = False, -1, ""
+
+    async def post(self, path, body, query=None):
+        if path == self.fails:
+            raise EngineError(f"{self.name}: POST {path}: connection lost")
+        if path == "/start_weight_update":
+            if self.updating:
+                raise EngineError(f"{self.name}: a weight update is already active")
+            self.updating = True
+        if path == "/update_weights":
+            self.version = body["update_info"]["version"]
+        if path == "/finish_weight_update":
+            self.updating, self.label = False, body["weight_version"]
+        return b""
+
+    async def rpc(self, method):
+        assert method == "msrl_abandon_update"
+        self.updating = False
+        return [None]
+
+    async def info(self):
+        return SimpleNamespace(world_size=1, weight_version=self.label, weight_digest=f"d{self.version}")
+
+    async def pause(self, *, clear_cache):
+        self.paused = True
+
+    async def resume(self):
+        self.paused = False
+
+    def abort(self, reason):
+        pass
+
+
+class StandInTrainer:
+    """Sends to as many engines as joined; `fails`: its sends that fail, with this error."""
+
+    def __init__(self, *fails):
+        self.fails = list(fails)
+        self.rendezvous = FolderRendezvous(folder="/nowhere")
+
+    async def manifest(self):
+        return ()
+
+    async def connect_weights(self, connection):
+        self.world_size = connection.world_size
+
+    async def send_weights(self, version):
+        if self.fails:
+            raise self.fails.pop(0)
+        return SendReport(bytes=0, seconds=0.0, digest=f"d{version}")
+
+
+@pytest.fixture
+def recipe():
+    return Recipe(name="r", steps=1, policy={"path": "p"}, prompts={"path": "q"}, weights={"transport": "gloo"})
+
+
+@pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/finish_weight_update"])
+def test_engines_that_had_started_an_update_take_part_in_the_next_one(recipe, path):
+    engines = [StandInEngine("engine-0"), StandInEngine("engine-1", fails=path), StandInEngine("engine-2")]
+    trainer, members = StandInTrainer(), Membership.of(engines)
+    asyncio.run(WeightSync(trainer, members, recipe).publish(3))
+    assert members.serving == [engines[0], engines[2]] and trainer.world_size == 3
+    assert [(e.label, e.paused, e.updating) for e in members.serving] == [("3", False, False)] * 2
+
+
+def test_a_trainer_that_fails_while_it_sends_leaves_engines_that_the_next_trainer_can_update(recipe):
+    engines = [StandInEngine("engine-0"), StandInEngine("engine-1")]
+    members = Membership.of(engines)
+    with pytest.raises(TrainerError):
+        asyncio.run(WeightSync(StandInTrainer(TrainerError("rank 0 exited")), members, recipe).publish(3))
+    asyncio.run(WeightSync(StandInTrainer(), members, recipe).publish(2))
+    assert members.serving == engines and [e.label for e in engines] == ["2", "2"]
+
+
+def test_a_broadcast_that_fails_at_the_trainer_alone_evicts_no_engine(recipe):
+    engines = [StandInEngine("engine-0"), StandInEngine("engine-1")]
+    members = Membership.of(engines)
+    failing = StandInTrainer(*[WeightGroupFailed("the group was closed")] * 2)
+    asyncio.run(WeightSync(failing, members, recipe).publish(3))
+    assert members.serving == engines
