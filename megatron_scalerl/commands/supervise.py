@@ -1,8 +1,9 @@
 """`megatron-scalerl train --supervise`: runs the controller as a child process and starts it again when it fails.
 
 The child is `megatron-scalerl train` without the option. It is not started again when it is done (exit code 0), after
-a user error (2), and when it was stopped by a signal (130, 143); a child that was killed or failed resumes from its
-newest checkpoint. The child ends when this process does, however that exits (`processes.parent_death`).
+a user error at its first start (2), and when it was stopped by a signal (130, 143); a child that was killed or failed
+resumes from its newest checkpoint. The child ends when this process does, however that exits
+(`processes.parent_death`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ logger = logging.getLogger(__name__)
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 300.0
 """Delay before the first restart without a new checkpoint, which doubles with each, and its bound (seconds)."""
-_FINAL = (0, 2, *(128 + number for number in SIGNALS))
+_FINAL = (0, *(128 + number for number in SIGNALS))
+_USER_ERROR = 2
+"""Final at the first start only: a port that a dying engine still holds is one, too."""
 
 
 def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> int:
@@ -44,15 +47,16 @@ def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> 
 
     before = {number: signal.signal(number, on_signal) for number in SIGNALS}
     try:
-        failures, newest = 0, latest(Path(run_dir) / "checkpoints")
+        first, failures, newest = True, 0, latest(Path(run_dir) / "checkpoints")
         while True:
             # a session of its own: a terminal's SIGINT reaches the child once, from here
             child = subprocess.Popen(tied_command(list(command)), start_new_session=True)
             while early:  # received while the child was being started
                 child.send_signal(early.pop(0))
             code, child = child.wait(), None
-            if code in _FINAL or stopped_by:
+            if code in _FINAL or stopped_by or (code == _USER_ERROR and first):
                 return code if code >= 0 else 1
+            first = False
             reached = latest(Path(run_dir) / "checkpoints")
             failures, newest = (failures if reached == newest else 0) + 1, reached
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"

@@ -7,9 +7,9 @@ validation, so that two validations differ by the policy alone. A truncated comp
 Consumes: the held-out prompts and the engines' slots, at a higher priority than training completions.
 Waits for: every completion and its score, and for a serving engine.
 Unblocked by: the engines and the verifier. It must not wait for the trainer: the next weight update waits for the
-validation, which keeps the policy version fixed; a token of another version is a bug. A completion whose engine is
-evicted is generated again, with its seed and interruption point, on another one; when no engine is left that holds
-the version, the controller ends the validation (`loop`).
+validation, which keeps the policy version fixed; an engine that answers with another one is evicted. A completion
+whose engine is evicted is generated again, with its seed and interruption point, on another one; when no engine is
+left that holds the version, the controller ends the validation (`loop`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Validator:
         assert self._prompts and generations >= 1
         async with asyncio.TaskGroup() as tasks:
             running = [
-                [tasks.create_task(self._completion(number, index)) for index in range(generations)]
+                [tasks.create_task(self._completion(step, number, index)) for index in range(generations)]
                 for number in range(len(self._prompts))
             ]
         results = [[result for task in row if (result := task.result()) is not None] for row in running]
@@ -75,8 +75,6 @@ class Validator:
                 )
         by_prompt = tuple(sum(found.score.correct for found in row) / len(row) for row in results)
         completions = [found.completion for row in results for found in row]
-        versions = {version for c in completions for version in (c.first_version, c.last_version)}
-        assert versions == {step}, f"validation of version {step} found versions {sorted(versions)}"
         pass_rate = PassRate(
             step=step,
             policy_version=step,
@@ -94,8 +92,8 @@ class Validator:
         )
         return pass_rate, by_prompt
 
-    async def _completion(self, number: int, index: int) -> ScoredCompletion | None:
-        """Completion `index` of a prompt; None if it was lost."""
+    async def _completion(self, step: int, number: int, index: int) -> ScoredCompletion | None:
+        """Completion `index` of a prompt by policy version `step`; None if it was lost."""
         prompt = self._prompts[number]
         draw = self._sampler.draw(self._seed, number, index)
         tries = 0
@@ -106,6 +104,9 @@ class Validator:
                 engine = serving[number % len(serving)]
                 try:
                     result = await self._sampler.complete(engine, prompt, draw, priority=VALIDATION_PRIORITY)
+                    found = {result.completion.first_version, result.completion.last_version}
+                    if found != {step}:
+                        raise EngineError(f"{engine.name}: policy versions: expected {step}, found {sorted(found)}")
                 except CompletionLost as lost:
                     logger.warning("validation, prompt %s: a completion is lost: %s", prompt.prompt_id, lost)
                     tries += 1

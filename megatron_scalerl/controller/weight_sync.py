@@ -14,8 +14,9 @@ Who takes part: `publish` updates every engine that is alive (`engine.membership
 while the others go on. The group of the broadcast is formed again whenever the engines of an update are not those of
 the last one. An engine that fails is evicted, the group is formed again without it, and the update is repeated: an
 engine serves a version only after an update that succeeded in every phase, or is evicted. In `connect` and `update`
-all members fail with the one that fails; if none is known to be gone, the update is repeated _TRIES times, then it
-raises WeightUpdateError.
+all members fail with the one that fails; if none is known to be gone, the update is repeated _TRIES times. Then the
+engines that have completed no update of this trainer are evicted, if others take part that have, or if they are alone
+(`catch_up`); without such engines, the update raises WeightUpdateError.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ class WeightSync:
     def __init__(self, trainer: TrainerClient, engines: Membership, recipe: Recipe) -> None:
         self._trainer, self._engines, self._recipe = trainer, engines, recipe
         self._connected: list[EngineClient] = []
+        self._proven: list[EngineClient] = []  # engines that have completed an update
         self._lock = asyncio.Lock()
 
     async def publish(self, version: int) -> WeightUpdate:
@@ -114,7 +116,12 @@ class WeightSync:
                     self._connected = []
                     failures += self._evict_failed(failed, engines)
                     if failures == _TRIES:
-                        raise WeightUpdateError(str(failed)) from failed
+                        failures = 0
+                        newcomers = [engine for engine in engines if engine not in self._proven]
+                        if not newcomers or (len(newcomers) == len(engines) and not self._proven):
+                            raise WeightUpdateError(str(failed)) from failed
+                        for engine in newcomers:
+                            self._engines.evict(engine, f"{engine.name}: no update in {_TRIES} tries: {failed}")
                     logger.warning("weights of version %d are sent again: %s", version, failed)
         return None
 
@@ -155,6 +162,7 @@ class WeightSync:
         await self._all("resume", engines, lambda engine: engine.resume())
         for engine in engines:
             self._engines.serve(engine, version)
+        self._proven = [engine for engine in {*self._proven, *engines} if engine in self._engines.alive]
         return WeightUpdate(
             version=version,
             seconds_paused=resumed - paused,

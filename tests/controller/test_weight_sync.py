@@ -101,3 +101,52 @@ def test_a_broadcast_that_fails_at_the_trainer_alone_evicts_no_engine(recipe):
     failing = StandInTrainer(*[WeightGroupFailed("the group was closed")] * 2)
     asyncio.run(WeightSync(failing, members, recipe).publish(3))
     assert members.serving == engines
+
+
+class StandInBrokenEngine(StandInEngine):
+    """One whose membership makes every broadcast fail at all members, as a broken network interface would."""
+
+    async def post(self, path, body, query=None):
+        if path == "/init_weight_transfer_engine":
+            self.joined = True
+        return await super().post(path, body, query)
+
+
+class StandInTrainerOfAll(StandInTrainer):
+    """Its broadcast fails while the broken engine is in the group."""
+
+    def __init__(self, broken):
+        super().__init__()
+        self._broken = broken
+
+    async def connect_weights(self, connection):
+        await super().connect_weights(connection)
+        self._broken.joined = False
+
+    async def send_weights(self, version):
+        await asyncio.sleep(0)
+        if self._broken.joined:
+            raise WeightGroupFailed("a broadcast timed out")
+        return await super().send_weights(version)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_an_engine_that_breaks_every_broadcast_it_joins_is_evicted_and_the_others_go_on(recipe, alone):
+    async def scenario():
+        good, broken = StandInEngine("engine-0"), StandInBrokenEngine("engine-1")
+        members = Membership(2)
+        members.join(0, good)
+        sync = WeightSync(StandInTrainerOfAll(broken), members, recipe)
+        broken.joined = False
+        await sync.publish(1)
+        members.join(1, broken)
+        if alone:
+            assert await sync.catch_up(1) is None
+        else:
+            await sync.publish(2)
+        assert members.serving == [good] and members.members[1].state == "draining"
+        assert "no update in 3 tries" in members.members[1].reason
+        await sync.publish(3)
+        assert good.label == "3"
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
