@@ -12,6 +12,7 @@ running: to the ledger, the journal and the metrics it is a restart of the run.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import secrets
@@ -117,7 +118,7 @@ async def _attempts(run: _Run) -> str:
                     return await _attempt(run, launcher, since=ended)
                 except _RESTART as error:
                     ended = time.monotonic()
-                    reached = resume_point(run.folder.path).step
+                    reached = (await asyncio.to_thread(resume_point, run.folder.path)).step
                     restarts, newest = (restarts if reached == newest else 0) + 1, reached
                     if restarts > run.recipe.trainer.max_restarts:
                         raise
@@ -145,7 +146,7 @@ async def _attempt(run: _Run, launcher: LocalLauncher, *, since: float | None) -
     """
     first = since is None
     recipe, folder, attempt = run.recipe, run.folder, run.folder.attempt
-    start, history = _resume(folder, run.console)
+    start, history = await asyncio.to_thread(_resume, folder, run.console)  # the engines are watched meanwhile
     logger.info("run %s, attempt %s, from step %d", attempt.run_id, attempt.incarnation, start.step)
     devices = Devices.of(recipe)
     ledger = Ledger(folder.path / "ledger.jsonl", devices.unit, incarnation=attempt.incarnation)

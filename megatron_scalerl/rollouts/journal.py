@@ -168,6 +168,9 @@ class Journal:
         for waiting in self._waiting:
             waiting.done.cancel()
         self._waiting.clear()
+        if self._retaining is not None:  # one that has not begun must not begin under the next attempt
+            self._retaining.cancel()
+            await asyncio.gather(self._retaining, return_exceptions=True)
         if self._writing is not None:
             await asyncio.wait([self._writing])
         if self._in_threads:

@@ -64,6 +64,8 @@ class Admission:
     epoch: int
     kept: dict[int, ScoredCompletion | None] = field(default_factory=dict)
     """Completions that finished before their engine was evicted, by index; None for a lost one."""
+    redraws: int = 0
+    """How often all of its completions were lost: each time, they get draws that the group has not had."""
 
     @property
     def holds_deadline(self) -> bool:
@@ -269,9 +271,10 @@ class RolloutStream:
     async def _group(self, engine: EngineClient, admission: Admission, weight: float) -> None:
         group_id, prompt = admission.group_id, admission.prompt
         missing = [index for index in range(self._group_size) if index not in admission.kept]
+        drawn = admission.redraws * self._group_size
         async with asyncio.TaskGroup() as tasks:
             running = {
-                index: tasks.create_task(self._completion(engine, prompt, group_id, index, weight))
+                index: tasks.create_task(self._completion(engine, prompt, group_id, drawn + index, weight))
                 for index in missing
             }
         results = dict(admission.kept)
@@ -304,10 +307,10 @@ class RolloutStream:
     ) -> None:
         """Generate the missing completions of a group again, under its id.
 
-        This cannot repeat forever: every eviction counts as a restart of an engine (engine.max_restarts), and many
-        lost completions in a row are one (engine.max_lost_in_a_row).
+        After an eviction with the same draws; every eviction counts as a restart of an engine (engine.max_restarts).
+        A group whose completions are all lost gets other draws, since the same might be lost again for ever.
         """
-        again = replace(admission, kept=kept)
+        again = replace(admission, kept=kept, redraws=admission.redraws + (not evicted))
         async with self._changed:
             self.reissued_groups += evicted
             if not again.holds_deadline:

@@ -12,7 +12,7 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.history import read_groups, read_history
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.stream import Admission, RolloutStream
-from megatron_scalerl.types import Prompt, Rollout, Score
+from megatron_scalerl.types import CompletionLost, Prompt, Rollout, Score
 
 
 class StandInEngine:
@@ -231,3 +231,24 @@ def test_unfinished_groups_are_reissued_under_their_ids(tmp_path):
     found = {g.group_id: g.prompt.prompt_id for g in taken}
     assert all(found.get(g, p) == p for g, p in lost)
     assert {g for g, _ in lost} & set(ids)
+
+
+class StandInSamplerOfLosses(StandInSampler):
+    """Loses the draws of the first two rounds of group 1, every time that they are asked for."""
+
+    async def complete(self, engine, prompt, draw, *, priority):
+        if draw[1] == 1 and draw[2] < 8:
+            raise CompletionLost("no log-probabilities", reason="no_logprobs")
+        return await super().complete(engine, prompt, draw, priority=priority)
+
+
+def test_a_group_whose_draws_are_always_lost_gets_others(tmp_path):
+    async def run():
+        stream = make_stream(tmp_path, sampler=StandInSamplerOfLosses())
+        stream.start(0)
+        groups = await stream.next_batch()
+        await stream.close()
+        return groups
+
+    groups = {g.group_id: g for g in asyncio.run(asyncio.wait_for(run(), 30))}
+    assert len(groups[1].completions) == 4 and groups[1].lost_completions == 0
