@@ -185,6 +185,9 @@ class StandInEngine:
     async def post(self, path, body=None):
         self.version = 1
 
+    async def rpc(self, method):
+        return [None]
+
     async def pause(self, *, clear_cache):
         pass
 
