@@ -27,6 +27,7 @@ import shutil
 import socket
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
 
 LOOPBACK = "lo"
 """Linux's name of the loopback interface."""
+_PREFIX = "megatron_scalerl-"
+_ABANDONED_S = 3600.0
+"""Age from which a private folder that is not locked is a leftover (seconds)."""
 _ANY_ADDRESS = ("", "0.0.0.0", "::")
 
 
@@ -63,12 +67,14 @@ Rendezvous = FolderRendezvous | HostRendezvous
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[FolderRendezvous]:
-    """A new folder for one start of a run, deleted at the end of the block. A folder left by a kill is not reused.
+    """A new folder for one start of a run, deleted at the end of the block.
 
     It is in the temporary directory (TMPDIR), because not every network file system has the file locks that the
-    stores need. A lock on it keeps systemd-tmpfiles from deleting it during a long run.
+    stores need. A lock on it keeps systemd-tmpfiles from deleting it during a long run. A folder left by a kill is
+    not reused; a later start of the same user deletes it.
     """
-    folder = tempfile.mkdtemp(prefix="megatron_scalerl-")  # mode 0700, with a new name
+    _delete_abandoned()
+    folder = tempfile.mkdtemp(prefix=_PREFIX)  # mode 0700, with a new name
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(held, fcntl.LOCK_SH)
@@ -76,6 +82,24 @@ def private_folder() -> Iterator[FolderRendezvous]:
     finally:
         os.close(held)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _delete_abandoned() -> None:
+    """Delete this user's private folders that no process holds and that are not just being made."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        try:
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:  # another user's, a link, or deleted meanwhile
+            continue
+        try:
+            status = os.fstat(folder)
+            if status.st_uid == os.getuid() and time.time() - status.st_mtime > _ABANDONED_S:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+        except OSError:  # it is held
+            continue
+        finally:
+            os.close(folder)
 
 
 def listen_on(host: str) -> socket.socket:

@@ -6,10 +6,13 @@ case, and their listening ports are inspected. Not exercised: two hosts, IPv6 ro
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -161,3 +164,21 @@ def test_nobody_answers():
     listening.close()
     with pytest.raises(RuntimeError):
         open_store(where, "trainer", timeout=SHORT)
+
+
+def test_folders_left_by_a_kill_are_deleted_and_no_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    old = time.time() - 7200
+    for name in ("megatron_scalerl-left", "megatron_scalerl-held", "megatron_scalerl-young", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "store").touch()
+        if name != "megatron_scalerl-young":
+            os.utime(tmp_path / name, (old, old))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "megatron_scalerl-link").symlink_to(tmp_path / "elsewhere")
+    held = os.open(tmp_path / "megatron_scalerl-held", os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(held, fcntl.LOCK_SH)
+    with private_folder() as where:
+        left = {path.name for path in tmp_path.iterdir()} - {Path(where.folder).name}
+    os.close(held)
+    assert left == {"megatron_scalerl-held", "megatron_scalerl-young", "other", "megatron_scalerl-link", "elsewhere"}
