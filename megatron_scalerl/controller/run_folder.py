@@ -47,6 +47,7 @@ MAY_CHANGE = frozenset(
         "checkpoint.rollouts",
         "forecast.fit_until_share",
         "rewards.workers",
+        "rollouts.decoders",
         "trainer.micro_batch_tokens",
         "trainer.start_timeout_s",
         "trainer.step_timeout_s",
