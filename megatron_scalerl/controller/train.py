@@ -86,12 +86,12 @@ async def _train(recipe: Recipe, inputs: Inputs, console: Console) -> str:
     async with TaskPools(tasks_of(recipe)) as verifier:
         # the folder is created last, after every check for user errors
         with contextlib.closing(RunFolder(recipe)) as folder, log_failures(folder.path / "logs" / "controller.log"):
-            _resume(folder, console)  # a damaged folder is found before any device is held
+            resumed = _resume(folder, console)  # a damaged folder is found before any device is held
             plans = Plans(recipe, inputs.tokenizer)
             async with DecoderPool(recipe, inputs.tokenizer, plans, logs=folder.path / "logs") as decoders:
                 sampler = Sampler(plans, decoders=decoders, verifier=verifier)
                 run = _Run(recipe=recipe, inputs=inputs, folder=folder, sampler=sampler, console=console)
-                return await _attempts(run)
+                return await _attempts(run, resumed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +105,11 @@ class _Run:
     console: Console
 
 
-async def _attempts(run: _Run) -> str:
-    """Attempts until one ends. Raises the failure of the one after trainer.max_restarts restarts without progress."""
+async def _attempts(run: _Run, resumed: tuple[ResumePoint, History]) -> str:
+    """Attempts until one ends. Raises the failure of the one after trainer.max_restarts restarts without progress.
+
+    resumed: where the first one starts.
+    """
     restarts, newest = 0, -1
     ended: float | None = None
     # private: a reason may quote what an engine answered
@@ -115,10 +118,11 @@ async def _attempts(run: _Run) -> str:
         async with local_launcher(run.recipe, run.folder.path, secrets.token_hex(32), record) as launcher:
             while True:
                 try:
-                    return await _attempt(run, launcher, since=ended)
+                    return await _attempt(run, launcher, resumed, since=ended)
                 except _RESTART as error:
                     ended = time.monotonic()
-                    reached = (await asyncio.to_thread(resume_point, run.folder.path)).step
+                    resumed = await asyncio.to_thread(_resume, run.folder, run.console)  # engines are watched
+                    reached = resumed[0].step
                     restarts, newest = (restarts if reached == newest else 0) + 1, reached
                     if restarts > run.recipe.trainer.max_restarts:
                         raise
@@ -138,15 +142,17 @@ def _record(engines: JsonlWriter, member: Member) -> None:
         logger.warning("a change of %s is not recorded: %s", member.name, error)
 
 
-async def _attempt(run: _Run, launcher: LocalLauncher, *, since: float | None) -> str:
-    """One attempt from the newest checkpoint.
+async def _attempt(
+    run: _Run, launcher: LocalLauncher, resumed: tuple[ResumePoint, History], *, since: float | None
+) -> str:
+    """One attempt.
 
-    since: when the attempt before it ended (monotonic seconds). None for the first one, whose failure to start is
-    final, as after a user's mistake.
+    resumed: the newest intact checkpoint and the journal. since: when the attempt before it ended (monotonic
+    seconds). None for the first one, whose failure to start is final, as after a user's mistake.
     """
     first = since is None
     recipe, folder, attempt = run.recipe, run.folder, run.folder.attempt
-    start, history = await asyncio.to_thread(_resume, folder, run.console)  # the engines are watched meanwhile
+    start, history = resumed
     logger.info("run %s, attempt %s, from step %d", attempt.run_id, attempt.incarnation, start.step)
     devices = Devices.of(recipe)
     ledger = Ledger(folder.path / "ledger.jsonl", devices.unit, incarnation=attempt.incarnation)

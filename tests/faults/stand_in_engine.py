@@ -31,7 +31,6 @@ from megatron_scalerl.weights.transport.gloo import Group, receive
 
 TOKEN_S = 0.015
 """Seconds per token of every completion, however many there are."""
-VOCABULARY = 64
 
 
 class StandInEngine:
