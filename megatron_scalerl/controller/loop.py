@@ -254,7 +254,7 @@ class Controller:
         if every and self._step % every == 0:
             await self._save()
 
-    async def _publish(self) -> dict[str, float]:
+    async def _publish(self) -> dict[str, Any]:
         """Update every engine to the trainer's weights, labeled with the current version; then admit new groups.
 
         With rollouts.deterministic they are admitted at the end of the step instead.
@@ -266,6 +266,7 @@ class Controller:
             "publish_seconds": update.seconds_total,
             "engine_paused_seconds": update.seconds_paused,
             "weight_bytes": float(update.bytes),
+            "weight_digest": update.digest,
         }
 
     async def _while_current(self, work: Awaitable[T]) -> T:
