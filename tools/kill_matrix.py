@@ -4,9 +4,9 @@
 
 Each try is one whole run of a tiny recipe at k = 0: real controller under `train --supervise`, real trainer ranks,
 two engines. With stand-in engines (tests/faults) a completion depends on its seed alone, so that every try must give
-the weights, pass rates and batches of the run without faults, bit for bit. With real engines (--real tries) the run is
-deterministic (rollouts.deterministic): a killed controller or trainer must give the same bits, too; a killed engine the
-same batches, with nothing lost or trained twice. One JSON row per try is appended to OUT/rows.jsonl; a
+the weights, pass rates and batches of the run without faults, bit for bit. With real engines (--real tries) the run
+is deterministic (rollouts.deterministic): a killed controller or trainer must give the same bits, too, and a killed
+engine the same batches, with nothing lost or trained twice. One JSON row per try is appended to OUT/rows.jsonl; a
 second call continues where the first stopped. `--table` prints the table of docs/reliability.md from the rows.
 """
 
