@@ -48,6 +48,7 @@ with explained():
 
     from megatron_scalerl.checkpoints.jsonl import read_jsonl
     from megatron_scalerl.processes.logs import NAME_VARIABLE
+    from megatron_scalerl.processes.parent_death import tied_command
     from megatron_scalerl.rollouts.history import read_history
 
 ROOT = Path(__file__).parent.parent
@@ -123,7 +124,7 @@ class Try:
         code += "sys.exit(supervise(json.loads(sys.argv[1]), sys.argv[2], restarts=5))"
         argv = [sys.executable, "-c", code, json.dumps(self.command), str(self.run)]
         with open(self.folder / "output", "ab") as output:
-            self.process = subprocess.Popen(argv, cwd=ROOT, env=self.env, stdout=output, stderr=output)
+            self.process = subprocess.Popen(tied_command(argv), cwd=ROOT, env=self.env, stdout=output, stderr=output)
 
     def steps(self) -> int:
         """Steps recorded so far."""
