@@ -177,7 +177,7 @@ class RolloutStream:
         return self._gate.ready
 
     def take_idle_seconds(self) -> float:
-        """Seconds since the last call in which the staleness bound left all engines without work."""
+        """Seconds since the last call in which engines served and the staleness bound left all without work."""
         now = time.monotonic()
         idle = self._idle_seconds + (now - self._idle_since if self._idle_since is not None else 0.0)
         self._idle_seconds = 0.0
@@ -213,6 +213,7 @@ class RolloutStream:
             await self._engines.until(lambda: self._engines.epoch != epoch)  # noqa: B023
             epoch = self._engines.epoch
             async with self._changed:
+                self._note_idle()
                 self._changed.notify_all()
 
     async def _admit(self) -> None:
@@ -228,9 +229,7 @@ class RolloutStream:
                 if not admission.holds_deadline:
                     self._gate.start(admission.group_id, self.policy_version)
                 weight = self._add_load(engine, admission)
-                if self._idle_since is not None:
-                    self._idle_seconds += time.monotonic() - self._idle_since
-                    self._idle_since = None
+                self._note_idle()
             name = f"group {admission.group_id}"
             task = asyncio.create_task(self._guarded(self._group, engine, admission, weight), name=name)
             self._tasks.add(task)
@@ -259,6 +258,14 @@ class RolloutStream:
         self._load = {engine: self._load.get(engine) or _Load() for engine in serving}
         free = [e for e in serving if self._load[e].completions + self._group_size <= self._max_in_flight]
         return min(free, key=lambda engine: self._load[engine].tokens, default=None)
+
+    def _note_idle(self) -> None:
+        """Begin or end the time in which engines serve and have no work: one that is being started does not count."""
+        serving, now = self._engines.serving, time.monotonic()
+        idle = bool(serving) and not any(self._load[e].completions for e in serving if e in self._load)
+        if not idle and self._idle_since is not None:
+            self._idle_seconds += now - self._idle_since
+        self._idle_since = (self._idle_since or now) if idle else None
 
     def _add_load(self, engine: EngineClient, admission: Admission) -> float:
         """Count the completions of a group that starts; returns the expected tokens of each, with its prompt's."""
@@ -351,7 +358,6 @@ class RolloutStream:
             if (load := self._load.get(engine)) is not None:
                 load.completions -= 1
                 load.tokens -= weight
-            if not any(load.completions for load in self._load.values()):
-                self._idle_since = self._idle_since or time.monotonic()
+            self._note_idle()
             self._changed.notify_all()
         return result
