@@ -4,10 +4,11 @@
 
 Each try is one whole run of a tiny recipe at k = 0: real controller under `train --supervise`, real trainer ranks,
 two engines. With stand-in engines (tests/faults) a completion depends on its seed alone, so that every try must give
-the weights, pass rates and batches of the run without faults, bit for bit. With real engines (--real tries) the
-batches must be the same, and nothing lost or trained twice. One JSON row per try is appended to OUT/rows.jsonl; a
-second call continues where the first stopped. The victim "disk" is the file system of the run's folder, a tmpfs: it
-is filled up, the run has to end with a path, and has to finish once there is space. `--table` prints the table of
+the weights, pass rates and batches of the run without faults, bit for bit. With real engines (--real tries) the run
+is deterministic (rollouts.deterministic): a killed controller or trainer must give the same bits, too; a killed engine
+the same batches, with nothing lost or trained twice. One JSON row per try is appended to OUT/rows.jsonl; a second call
+continues where the first stopped. The victim "disk" is the file system of the run's folder, a tmpfs: it is filled up,
+the run has to end with a path, and has to finish once there is space. `--table` prints the table of
 docs/reliability.md from the rows.
 """
 
@@ -120,7 +121,7 @@ class Try:
             "trainer.step_timeout_s=20", "weights.connect_timeout_s=20",
         ]  # fmt: skip
         program = ["-m", "megatron_scalerl"] if real else [str(ROOT / "tests/faults/run_with_stand_ins.py")]
-        settings += [] if real else ["interruption.enabled=false"]
+        settings.append("rollouts.deterministic=true" if real else "interruption.enabled=false")
         # the supervisor starts `python -m megatron_scalerl train`; with stand-ins this program supervises instead
         self.command = [sys.executable, *program, "train", "recipes/tiny_cpu.yaml", *settings]
         self.env = os.environ | {"STAND_IN_FAULTS": str(self.faults), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -236,16 +237,11 @@ def _tail(path: Path) -> str:
 
 def outcome_of(run: Path) -> dict[str, Any]:
     """What a run leaves, as far as it must be the same with every fault."""
-    digests = {}
-    for log in run.glob("logs/engine-*.log"):
-        for line in log.read_text(errors="replace").splitlines():
-            words = line.split()
-            if len(words) == 4 and words[0] == "version" and words[2] == "digest":
-                digests[words[1]] = words[3]
     metrics, validation = _rows(run / "metrics.jsonl"), _rows(run / "validation.jsonl")
     return {
         "batches": [sorted(b.group_ids) for b in read_history(run).batches],
-        "digests": dict(sorted(digests.items(), key=lambda item: int(item[0]))),
+        "digests": [row["weight_digest"] for row in metrics],
+        "losses": [[row["loss"], row["grad_norm"]] for row in metrics],
         "steps": [row["step"] for row in metrics],
         "pass_rates": [row["train_pass_rate"] for row in metrics],
         "validation": [[row["step"], row["pass_rate"]] for row in validation],
@@ -308,7 +304,8 @@ def _attempt(
     with contextlib.suppress(FileNotFoundError):
         (tried.faults / case.victim).unlink()
     code = tried.end()
-    keys = ("batches", "steps") if case.real else tuple(expected)
+    same_bits = not case.real or case.victim.startswith(("controller", "trainer"))
+    keys = tuple(expected) if same_bits else ("batches", "steps")
     wrong += [f"exit code: expected 0, found {code}"] if code else []
     wrong += faults_of(tried.run, {key: expected[key] for key in keys})
     return {
@@ -336,6 +333,22 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def reference_of(out: Path, tiny: Path, *, real: bool) -> tuple[dict[str, Any], dict[str, float]]:
+    """The run without faults, made once: (what it leaves, seconds in which a moment is drawn)."""
+    folder = out / ("reference_real" if real else "reference")
+    if not (folder / "seconds").exists():
+        unharmed = Try(folder, tiny, real=real)
+        unharmed.start()
+        while unharmed.since_first_step() < 0 and unharmed.process is not None and unharmed.process.poll() is None:
+            time.sleep(0.05)
+        code = unharmed.end()
+        assert code == 0, f"the run without faults: exit code {code}, see {folder / 'output'}"
+        durations = {"random": time.monotonic() - unharmed.begin, "running": unharmed.since_first_step()}
+        assert faults_of(folder / "r", None) == [], faults_of(folder / "r", None)
+        (folder / "seconds").write_text(json.dumps(durations))
+    return outcome_of(folder / "r"), json.loads((folder / "seconds").read_text())
+
+
 def main(arguments: argparse.Namespace) -> int:
     """Run the tries that have no row yet."""
     out: Path = arguments.out.resolve()
@@ -350,21 +363,10 @@ def main(arguments: argparse.Namespace) -> int:
         subprocess.run(
             [sys.executable, "-m", "megatron_scalerl.tiny", str(tiny), "--seed", "1"], cwd=ROOT, check=True
         )
-    reference = out / "reference"
-    if not (reference / "r" / "end.json").exists():
-        unharmed = Try(reference, tiny, real=False)
-        unharmed.start()
-        while unharmed.since_first_step() < 0 and unharmed.process is not None and unharmed.process.poll() is None:
-            time.sleep(0.05)
-        code = unharmed.end()
-        assert code == 0, f"the run without faults: exit code {code}, see {reference / 'output'}"
-        durations = {"random": time.monotonic() - unharmed.begin, "running": unharmed.since_first_step()}
-        (reference / "seconds").write_text(json.dumps(durations))
-    expected, seconds = outcome_of(reference / "r"), json.loads((reference / "seconds").read_text())
-    assert faults_of(reference / "r", None) == [], faults_of(reference / "r", None)
     done = {row["case"] for row in rows}
     describe = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    references: dict[bool, tuple[dict[str, Any], dict[str, float]]] = {}
     for case in cases(arguments.tries, arguments.real):
         if case.key in done or not case.key.startswith(arguments.only):
             continue
@@ -372,7 +374,9 @@ def main(arguments: argparse.Namespace) -> int:
             print(f"{case.key}: left out, it needs the right to mount", flush=True)
             continue
         folder = out / case.key.replace(":", "_").replace(" ", "_")
-        row = attempt(case, folder, tiny, expected, seconds, arguments.seed)
+        if case.real not in references:
+            references[case.real] = reference_of(out, tiny, real=case.real)
+        row = attempt(case, folder, tiny, *references[case.real], arguments.seed)
         row["commit"] = commit
         with open(rows_file, "a", encoding="utf8") as file:
             file.write(json.dumps(row) + "\n")
