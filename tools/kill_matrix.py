@@ -5,8 +5,8 @@
 Each try is one whole run of a tiny recipe at k = 0: real controller under `train --supervise`, real trainer ranks,
 two engines. With stand-in engines (tests/faults) a completion depends on its seed alone, so that every try must give
 the weights, pass rates and batches of the run without faults, bit for bit. With real engines (--real tries) the run
-is deterministic (rollouts.deterministic): a killed controller or trainer must give the same bits, too; a killed engine
-the same batches, with nothing lost or trained twice. One JSON row per try is appended to OUT/rows.jsonl; a second call
+is deterministic (rollouts.deterministic): a killed controller or trainer gives the same bits, too; a killed engine
+the same batches, nothing lost or trained twice. One JSON row per try is appended to OUT/rows.jsonl; a second call
 continues where the first stopped. The victim "disk" is the file system of the run's folder, a tmpfs: it is filled up,
 the run has to end with a path, and has to finish once there is space. `--table` prints the table of
 docs/reliability.md from the rows.
