@@ -195,7 +195,7 @@ class StandInSync:
 class StandInProbe:
     """Finds no mismatch."""
 
-    async def check(self, version):
+    async def check(self, version, *, new_only=False):
         return {}
 
 

@@ -19,7 +19,7 @@ A weight update (`_publish`): a validation in progress is awaited first, because
 every engine pauses between two tokens, keeps its requests, receives the weights, reports their digest and resumes
 (`weight_sync`). Only then do new groups start at the new version. Every weights.probe_every steps the log-probs of
 trainer and engines are compared (`probe`). An engine that is started again meanwhile takes part in the next update,
-or gets the current weights while the trainer waits for a batch (`_while_current`).
+or gets the current weights while the trainer waits for a batch (`_while_current`); it is probed then, too.
 
 With rollouts.deterministic, update, probe, checkpoint and validation come one after another, and only then new groups
 start, in rounds (`engine.rounds`).
@@ -94,16 +94,13 @@ class Controller:
         """start: the checkpoint to resume from. history: the journal at the start of this attempt."""
         self._recipe = recipe
         self._prompts = prompts.training
-        self._folder = folder
-        self._fleet = fleet
-        self._start = start
-        self._history = history
+        self._folder, self._fleet = folder, fleet
+        self._start, self._history = start, history
         self._sync, self._probe = sync, probe
         self._meter, self._ledger = meter, meter.ledger
         self._progress = progress
         self._step = self._saved_step = start.step
-        self._batches = start.batches
-        self._skipped_in_a_row = 0
+        self._batches, self._skipped_in_a_row = start.batches, 0
         rounds = Rounds(fleet.engines, timeout_s=recipe.weights.timeout_s) if recipe.rollouts.deterministic else None
         self._metrics = Metrics(
             folder.path,
@@ -233,6 +230,8 @@ class Controller:
         record |= await self._publish()
         if recipe.weights.probe_every and self._step % recipe.weights.probe_every == 0:
             record |= await self._probe.check(self._step)
+        else:
+            await self._probe.check(self._step, new_only=True)
         await self._finish_step(report, record)
         if recipe.rollouts.deterministic:
             await self._validations.end(self._while_current)
@@ -272,7 +271,11 @@ class Controller:
         }
 
     async def _while_current(self, work: Awaitable[T]) -> T:
-        """The result of `work`. Engines that join meanwhile get the trainer's weights, which are the current ones."""
+        """The result of `work`, for which the trainer waits, too.
+
+        Engines that join meanwhile get the trainer's weights, which are the current ones, and are probed before the
+        result is returned. Not with rollouts.deterministic, where the probe would join a round: after the next step.
+        """
         task = asyncio.ensure_future(work)
         engines = self._fleet.engines
         try:
@@ -284,6 +287,8 @@ class Controller:
                     joined.cancel()
                 if not task.done():
                     await self._sync.catch_up(self._step)
+                    if not self._recipe.rollouts.deterministic:
+                        await self._probe.check(self._step, new_only=True)
             return await task
         finally:
             task.cancel()

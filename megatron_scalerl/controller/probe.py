@@ -36,14 +36,19 @@ class Probe:
         self._prompts = sorted(prompts, key=lambda p: p.prompt_id)[:PROMPTS]
         self._seed = recipe.seed
         self._tolerance = recipe.weights.probe_tolerance or TOLERANCE[recipe.policy.dtype]
+        self._checked: set[EngineClient] = set()
 
-    async def check(self, policy_version: int) -> dict[str, float]:
+    async def check(self, policy_version: int, *, new_only: bool = False) -> dict[str, float]:
         """Mean and largest |trainer - engine log-prob| (nats) of the engines that serve `policy_version`.
 
-        An engine that fails meanwhile is evicted. Raises ProbeError beyond the tolerance.
+        new_only: of those whose server was started since the last check. An engine that fails meanwhile is evicted.
+        Raises ProbeError beyond the tolerance.
         """
         found: list[float] = []
+        self._checked &= set(self._fleet.engines.serving)
         for engine in self._fleet.engines.serving:
+            if new_only and engine in self._checked:
+                continue
             rollouts = await self._completions(engine)
             if rollouts is None:
                 continue
@@ -57,6 +62,7 @@ class Probe:
                     f"{self._tolerance} nats of the trainer's (weights.probe_tolerance), found {max(differences):.3g}"
                 )
             found += differences
+            self._checked.add(engine)
         return {"probe_mismatch_mean": sum(found) / len(found), "probe_mismatch_max": max(found)} if found else {}
 
     async def _completions(self, engine: EngineClient) -> list[RolloutArrays] | None:

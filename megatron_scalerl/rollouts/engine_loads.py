@@ -46,9 +46,7 @@ class EngineLoads:
         weight = len(prompt.token_ids) + self._expected_tokens
         load.completions += completions
         load.tokens += completions * weight
-        if self._idle_since is not None:
-            self._idle_seconds += time.monotonic() - self._idle_since
-            self._idle_since = None
+        self.note_idle()
         return weight
 
     def remove(self, engine: EngineClient, weight: float) -> None:
@@ -56,15 +54,25 @@ class EngineLoads:
         if (load := self._loads.get(engine)) is not None:
             load.completions -= 1
             load.tokens -= weight
-        if not any(load.completions for load in self._loads.values()):
-            self._idle_since = self._idle_since or time.monotonic()
+        self.note_idle()
+
+    def note_idle(self) -> None:
+        """Begin or end the time in which engines serve and none has work; to be called when one joins or leaves, too.
+
+        Time in which no engine serves is not idle: the engines are being started then.
+        """
+        serving, now = self._engines.serving, time.monotonic()
+        idle = bool(serving) and not any(self._loads[e].completions for e in serving if e in self._loads)
+        if not idle and self._idle_since is not None:
+            self._idle_seconds += now - self._idle_since
+        self._idle_since = (self._idle_since or now) if idle else None
 
     def observe(self, tokens: int) -> None:
         """A completion was so long."""
         self._expected_tokens += _FORGET * (tokens - self._expected_tokens)
 
     def take_idle_seconds(self) -> float:
-        """Seconds since the last call in which no engine had work."""
+        """Seconds since the last call in which engines served and none had work."""
         now = time.monotonic()
         idle = self._idle_seconds + (now - self._idle_since if self._idle_since is not None else 0.0)
         self._idle_seconds = 0.0

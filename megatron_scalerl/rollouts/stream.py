@@ -164,7 +164,7 @@ class RolloutStream:
         return self._gate.ready
 
     def take_idle_seconds(self) -> float:
-        """Seconds since the last call in which the staleness bound left all engines without work."""
+        """Seconds since the last call in which engines served and the staleness bound left all without work."""
         return self._loads.take_idle_seconds()
 
     async def close(self) -> None:
@@ -197,6 +197,7 @@ class RolloutStream:
             await self._engines.until(lambda: self._engines.epoch != epoch)  # noqa: B023
             epoch = self._engines.epoch
             async with self._changed:
+                self._loads.note_idle()
                 self._changed.notify_all()
 
     async def _admit(self) -> None:

@@ -126,6 +126,32 @@ def test_k_zero_generates_only_between_steps(tmp_path):
     assert {v for g in groups for c in g.completions for v in (c.first_version, c.last_version)} == {0}
 
 
+def test_only_engines_that_serve_are_idle(tmp_path):
+    engines = Membership(1)
+
+    def joined(engine):
+        engines.join(0, engine)
+        engines.serve(engine, 0)
+
+    async def run():
+        first = StandInEngine()
+        joined(first)
+        stream = make_stream(tmp_path, k=0, engines=engines)
+        stream.start(0)
+        await stream.next_batch()
+        found = []
+        for change in (lambda: None, lambda: engines.evict(first, "gone"), lambda: joined(StandInEngine())):
+            change()
+            await asyncio.sleep(0.01)
+            stream.take_idle_seconds()
+            await asyncio.sleep(0.01)
+            found.append(stream.take_idle_seconds() > 0)
+        await stream.close()
+        return found
+
+    assert asyncio.run(run()) == [True, False, True]
+
+
 def test_a_failing_verifier_ends_the_stream_with_its_error(tmp_path):
     async def run():
         engine = StandInEngine()
@@ -245,7 +271,7 @@ class StandInSamplerOfLosses(StandInSampler):
 
 def test_a_group_whose_draws_are_always_lost_gets_others(tmp_path):
     async def run():
-        stream = make_stream(tmp_path, sampler=StandInSamplerOfLosses())
+        stream = make_stream(tmp_path, k=0, sampler=StandInSamplerOfLosses())  # the batch has all groups
         stream.start(0)
         groups = await stream.next_batch()
         await stream.close()
