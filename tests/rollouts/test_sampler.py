@@ -66,7 +66,7 @@ class StandInEngine:
 
 @pytest.mark.parametrize(("limit", "expected"), [(None, 10**6), (9, 9), (10**6, 10**6)])
 def test_a_request_may_have_a_lower_budget_than_the_run(tiny, limit, expected):
-    s = plans(tiny, interruption={**SECTIONS["interruption"], "phrase": "x"})
+    s = plans(tiny)
     draw = s.draw(1, 0, 0)
     most = s.spec(draw, 1).max_tokens
     assert most > 9
