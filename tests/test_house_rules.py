@@ -40,7 +40,7 @@ OWN_STATE = {
 """Files with dataclasses that stay in their module: state that changes, or pairs of values."""
 
 WALL_CLOCK = {
-    "check_gpu/command.py": "the name of a new folder",
+    "check_gpu/command.py": "the date of the report",
     "check_gpu/findings.py": "prints it",
     "check_gpu/runner.py": "records it",
     "controller/metrics.py": "records it",

@@ -38,6 +38,7 @@ raises (`launch.local`).
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
@@ -52,7 +53,6 @@ from megatron_scalerl.controller.metrics import Metrics
 from megatron_scalerl.controller.probe import Probe
 from megatron_scalerl.controller.progress import Progress
 from megatron_scalerl.controller.run_folder import ControllerState, ResumePoint, RunFolder
-from megatron_scalerl.controller.validation import Validator
 from megatron_scalerl.controller.validations import Validations
 from megatron_scalerl.controller.weight_sync import WeightSync
 from megatron_scalerl.engine.rounds import Rounds
@@ -102,14 +102,6 @@ class Controller:
         self._step = self._saved_step = start.step
         self._batches, self._skipped_in_a_row = start.batches, 0
         rounds = Rounds(fleet.engines, timeout_s=recipe.weights.timeout_s) if recipe.rollouts.deterministic else None
-        validator = Validator(
-            recipe,
-            engines=fleet.engines,
-            sampler=sampler,
-            prompts=prompts.held_out,
-            count_tokens=meter.count_validation,
-            rounds=rounds,
-        )
         self._metrics = Metrics(
             folder.path,
             recipe.name,
@@ -118,7 +110,14 @@ class Controller:
             last_step=max([start.step, *(b.step for b in history.batches)]),
         )
         self._validations = Validations(
-            recipe, validator, engines=fleet.engines, meter=meter, metrics=self._metrics, progress=progress
+            recipe,
+            prompts.held_out,
+            engines=fleet.engines,
+            sampler=sampler,
+            rounds=rounds,
+            meter=meter,
+            metrics=self._metrics,
+            progress=progress,
         )
         self._curriculum = Curriculum(
             self._prompts,
@@ -141,6 +140,8 @@ class Controller:
 
     async def run(self) -> str:
         """Train until all steps are made or no prompt is left; returns why it ended. Raises the first failure."""
+        gc.collect()
+        gc.freeze()  # else a full collection over modules and prompts stops the event loop for 0.1 s and more
         try:
             return await self._run()
         finally:
@@ -148,6 +149,7 @@ class Controller:
             await self._validations.close()
             await self._journal.close()
             self._metrics.close()
+            gc.unfreeze()
 
     async def _run(self) -> str:
         if self._start.checkpoint is not None:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from megatron_scalerl.controller.meter import Meter
 from megatron_scalerl.controller.metrics import Metrics
 from megatron_scalerl.controller.progress import Progress
 from megatron_scalerl.controller.validation import Validator
 from megatron_scalerl.engine.membership import Membership
+from megatron_scalerl.engine.rounds import Rounds
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.rollouts.sampler import Sampler
+from megatron_scalerl.types import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -31,14 +34,25 @@ class Validations:
     def __init__(
         self,
         recipe: Recipe,
-        validator: Validator,
+        prompts: Sequence[Prompt],
         *,
         engines: Membership,
+        sampler: Sampler,
+        rounds: Rounds | None,
         meter: Meter,
         metrics: Metrics,
         progress: Progress,
     ) -> None:
-        self._recipe, self._validator, self._engines = recipe, validator, engines
+        """prompts: the held-out ones. rounds: for rollouts.deterministic."""
+        self._validator = Validator(
+            recipe,
+            engines=engines,
+            sampler=sampler,
+            prompts=prompts,
+            count_tokens=meter.count_validation,
+            rounds=rounds,
+        )
+        self._recipe, self._engines = recipe, engines
         self._meter, self._metrics, self._progress = meter, metrics, progress
         self._task: asyncio.Task[None] | None = None
 
