@@ -19,6 +19,8 @@ from megatron_scalerl.rollouts.sampler import VALIDATION_PRIORITY, Sampler
 from megatron_scalerl.types import Prompt
 
 PROMPTS = 4
+TOKENS = 256
+"""Longest completion: the trainer waits for it, and a whole one may take minutes."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 """Nats by policy.dtype, if weights.probe_tolerance is unset."""
 
@@ -72,7 +74,11 @@ class Probe:
                 running = [
                     tasks.create_task(
                         self._sampler.complete(
-                            engine, prompt, self._sampler.draw(self._seed, -1, index), priority=VALIDATION_PRIORITY
+                            engine,
+                            prompt,
+                            self._sampler.draw(self._seed, -1, index),
+                            priority=VALIDATION_PRIORITY,
+                            max_tokens=TOKENS,
                         )
                     )
                     for index, prompt in enumerate(self._prompts)

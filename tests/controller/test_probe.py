@@ -35,7 +35,8 @@ class StandInSampler:
     def draw(self, seed, group_id, index):
         return index
 
-    async def complete(self, engine, prompt, draw, *, priority):
+    async def complete(self, engine, prompt, draw, *, priority, max_tokens):
+        assert max_tokens == 256, "the trainer waits for the probe"
         self.engines.append(engine)
         rollout = Rollout(
             token_ids=(7, 8, 9),
