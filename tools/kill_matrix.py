@@ -60,7 +60,7 @@ ROOT = Path(__file__).parent.parent
 STEPS, LIMIT_S = 8, 420
 VICTIMS = ("controller", "trainer-0", "trainer-1", "engine-1", "verifier", "decoder-0")
 DISK = "disk"
-FAULTS = ("garbage", "half", "wrong version", "nothing")
+FAULTS = ("garbage", "half", "wrong version", "nothing", "endless")
 AT = ("running", "random")
 STATES = ("importing", "update", "validation", "checkpoint")
 
