@@ -33,6 +33,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("run a recipe on this machine, or resume its run", "commands.train"),
+    "submit": Command("run a recipe on Slurm, or a folder of recipes, and say how a run fares", "slurm.command"),
     "sft": Command("warm-start the recipe's policy by supervised training", "commands.sft"),
     "report": Command("gain, cost and forecast of a run", "commands.report"),
     "show": Command("print a completion of a run with its forced tokens marked", "commands.show"),
@@ -49,6 +50,7 @@ exit codes:
   0    done
   1    a process or an operation failed; train and convert continue where they stopped when they are run again
   2    user error, in one line: file, key or row, what was expected, what was found
+  75   SIGUSR1 asked the run to save and exit; the same command goes on with it
   130  interrupted (SIGINT)
   143  terminated (SIGTERM)
 

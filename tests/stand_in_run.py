@@ -31,6 +31,7 @@ from megatron_scalerl.controller.run_folder import RunFolder, check_history, res
 from megatron_scalerl.controller.weight_sync import WeightUpdate
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.launch.fleet import Devices, Fleet
+from megatron_scalerl.processes.signals import SaveAndExit
 from megatron_scalerl.prompts.dataset import PromptSet
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.history import read_history
@@ -244,11 +245,12 @@ def attempt(
     *,
     kill_at_s: float | None = None,
     kill_at_write: int | None = None,
+    save_at_s: float | None = None,
     power_loss: bool = False,
     flat_groups: Container[int] = (),
     lost: dict[tuple[int, int, int], int] | None = None,
 ) -> Outcome:
-    """One attempt, to its end or until it is killed at a moment or in a write.
+    """One attempt, to its end or until it is killed at a moment or in a write, or asked to save and exit.
 
     power_loss: truncate every file to its last synced length.
     """
@@ -258,12 +260,14 @@ def attempt(
     write, os.write = os.write, killer.guard(os.write)
     disk = _Disk()
     fsync, os.fsync = os.fsync, disk.fsync
-    folder = None
+    folder, saving = None, SaveAndExit()
+    if save_at_s is not None:
+        loop.call_at(save_at_s, saving.request)
     try:
         folder = RunFolder(settings)
-        reason = loop.run_until_complete(_attempt(loop, settings, folder, trainer, sampler))
-    except (Killed, RuntimeError):
-        if not killer.dead:
+        reason = loop.run_until_complete(_attempt(loop, settings, folder, trainer, sampler, saving))
+    except (Killed, RuntimeError, asyncio.CancelledError):
+        if not killer.dead and not saving.requested:
             raise
         reason = None
     finally:
@@ -342,7 +346,7 @@ class _Killer:
         return guarded
 
 
-async def _attempt(loop, settings, folder, trainer, sampler) -> str:
+async def _attempt(loop, settings, folder, trainer, sampler, saving) -> str:
     engines = Membership.of([StandInEngine()], version=None)
     start, history = resume_point(folder.path, read_commit), read_history(folder.path)
     check_history(folder.path, history, start)
@@ -373,5 +377,6 @@ async def _attempt(loop, settings, folder, trainer, sampler) -> str:
             probe=StandInProbe(),
             meter=meter,
             progress=Progress(Console(file=open("/dev/null", "w")), settings.steps),  # noqa: SIM115
+            saving=saving,
         )
         return await controller.run()

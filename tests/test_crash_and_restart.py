@@ -8,7 +8,7 @@ import json
 
 import pytest
 from old_run_folder import to_old_folder
-from stand_in_run import SAVE_S, START_S, VALIDATE_S, attempt, recipe
+from stand_in_run import PUBLISH_S, SAVE_S, START_S, VALIDATE_S, attempt, recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_scalerl.checkpoints.commit import read_commit
@@ -61,6 +61,30 @@ def uncrashed(tmp_path_factory):
         assert held(root / "r") == pytest.approx(DEVICES * outcome.seconds, abs=1e-3)
         folders[k] = root / "r"
     return folders
+
+
+@pytest.mark.parametrize("k", [0, 2])
+@pytest.mark.parametrize("at_s", [START_S + 1.5 * n for n in range(17)])
+def test_a_run_that_is_asked_to_save_and_exit_repeats_no_step(tmp_path, uncrashed, k, at_s):
+    """The step in progress is finished, with the validation that its weight update waits for, and saved.
+
+    Whatever else was in progress is cancelled.
+    """
+    settings = recipe(tmp_path, rollouts={"max_staleness_steps": k})
+    first = attempt(settings, save_at_s=at_s)
+    start = resume_point(tmp_path / "r", read_commit)
+    assert first.reason is None and first.seconds < at_s + VALIDATE_S + PUBLISH_S + SAVE_S + 0.01
+    assert start.step == max(first.trained, default=0)
+    saves = read_jsonl(tmp_path / "r" / "checkpoints.jsonl")
+    assert all(row["seconds"] == SAVE_S for row in saves) and bool(saves) == bool(start.step)
+    second = attempt(settings)
+    assert [*first.trained, *second.trained] == list(range(1, 7))
+    check_records(tmp_path / "r", 6)
+    if k == 0:  # nothing is generated during a step; what was in flight is generated again
+        steps, whole = curve(tmp_path / "r")[0], curve(uncrashed[0])[0]
+        assert all(steps[step] >= whole[step] - 1e-3 for step in whole)
+        batches = [b.group_ids for b in read_history(tmp_path / "r").batches]
+        assert batches == [b.group_ids for b in read_history(uncrashed[0]).batches]
 
 
 @pytest.mark.parametrize("step", range(1, 7))

@@ -25,6 +25,7 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.rollouts.history import BatchRecord
 from megatron_scalerl.rollouts.parquet import SCHEMA
+from megatron_scalerl.slurm.site import read_site
 from megatron_scalerl.tiny.build import TinyArguments, build
 
 ROOT = Path(__file__).parent.parent
@@ -149,7 +150,10 @@ def merged(base, more):
 def test_every_yaml_is_a_recipe_or_a_part_of_one(page, place):
     whole = yaml.safe_load((place / "my_run.yaml").read_text())
     for language, text in blocks(page):
-        if language == "yaml":
+        if language == "yaml" and text.startswith("# site.yaml\n"):
+            (place / "site.yaml").write_text(text)
+            assert read_site(place / "site.yaml").account
+        elif language == "yaml":
             assert Recipe.model_validate(merged(whole, yaml.safe_load(text)))
 
 
@@ -169,7 +173,13 @@ def arguments(words):
     return [filled.get(word, word) for word in bare]
 
 
-DOORS = {"plan": "plan", "fit_curve": "fit", "convert_checkpoint": "convert", "show_rollouts": "show"}
+DOORS = {
+    "plan": "plan",
+    "fit_curve": "fit",
+    "convert_checkpoint": "convert",
+    "show_rollouts": "show",
+    "submit": "submit",
+}
 
 
 def check_product(words, place):
@@ -179,7 +189,7 @@ def check_product(words, place):
     except SystemExit as end:
         assert end.code == 0 and "--help" in words
         return
-    if "recipe" in found:
+    if getattr(found, "recipe", None):
         folder = ROOT if (ROOT / found.recipe).is_file() else place
         load_recipe(folder / found.recipe, found.overrides)
 

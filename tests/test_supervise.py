@@ -44,6 +44,8 @@ def no_delay(monkeypatch):
         (["143"], 2, 143, 1),
         (["SIGTERM"], 2, 143, 1),
         (["SIGINT"], 2, 130, 1),
+        (["75"], 2, 75, 1),
+        (["SIGUSR1"], 2, 75, 1),
         (["SIGKILL", "2", "0"], 2, 0, 3),
         (["1", "SIGKILL", "0"], 2, 0, 3),
         (["1", "1", "1", "0"], 2, 1, 3),
@@ -60,14 +62,18 @@ def test_a_failed_run_is_started_again_while_it_makes_progress(tmp_path, ends, r
 PROGRAM = """
 import sys
 from megatron_scalerl.commands.supervise import supervise
-child = ["bash", "-c", 'trap "exit 143" TERM; echo $$ >> "$0"; while true; do sleep 0.05; done', sys.argv[1]]
+program = 'trap "exit 143" TERM; trap "exit 1" USR1; echo $$ >> "$0"; while true; do sleep 0.05; done'
+child = ["bash", "-c", program, sys.argv[1]]
 sys.exit(supervise(child, "/nonexistent", restarts=3))
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 75), (signal.SIGKILL, -9)])
 def test_a_signal_to_the_supervisor_ends_the_run(tmp_path, number, code):
-    """SIGTERM is passed on, and the run is not started again; after SIGKILL the kernel ends the child."""
+    """It is passed on, and the run is not started again; after SIGKILL the kernel ends the child.
+
+    A run that fails after SIGUSR1 can go on, too.
+    """
     pids = tmp_path / "pids"
     process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(pids)], env=environment())
     [child] = pids_in(pids, 1)
@@ -97,12 +103,13 @@ sys.exit(module.supervise([sys.executable, "-c", "raise SystemExit(1)"], "/nonex
 """
 
 
-def test_a_signal_between_two_starts_ends_the_delay():
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 75)])
+def test_a_signal_between_two_starts_ends_the_delay(number, code):
     process = subprocess.Popen([sys.executable, "-c", DELAYED], env=environment(), stderr=subprocess.PIPE)
     assert b"restart 1 of at most 3 in 300 s" in process.stderr.readline()
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     try:
-        assert process.wait(30) == 143
+        assert process.wait(30) == code
     finally:
         process.kill()
         process.wait()

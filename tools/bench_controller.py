@@ -70,6 +70,7 @@ with explained():
     from megatron_scalerl.engine.membership import Membership
     from megatron_scalerl.launch.fleet import Devices, Fleet
     from megatron_scalerl.launch.open_files import allow_open_files
+    from megatron_scalerl.processes.signals import SaveAndExit
     from megatron_scalerl.prompts.dataset import PromptSet
     from megatron_scalerl.recipe import Recipe
     from megatron_scalerl.rewards.pool import VerifierPool
@@ -230,6 +231,7 @@ async def measure(folder: Path, o: argparse.Namespace) -> dict[str, Any]:
             probe=StandInProbe(),  # type: ignore[arg-type]
             meter=meter,
             progress=Progress(Console(file=open(os.devnull, "w")), recipe.steps),  # noqa: SIM115
+            saving=SaveAndExit(),
         )
         running = asyncio.create_task(controller.run())
         pids = {"engines": engine_pids, "trainer": [trainer_pid], "decoders": decoders.pids}

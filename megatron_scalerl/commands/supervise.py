@@ -1,9 +1,9 @@
 """`megatron-scalerl train --supervise`: runs the controller as a child process and starts it again when it fails.
 
 The child is `megatron-scalerl train` without the option. It is not started again when it is done (exit code 0), after
-a user error at its first start (2), and when SIGINT or SIGTERM stopped it (130, 143), also before it had handlers for
-them; a child that was killed or failed resumes from its newest checkpoint. The child ends when this process does,
-however that exits (`processes.parent_death`).
+a user error at its first start (2), when SIGINT or SIGTERM stopped it (130, 143), and after SIGUSR1 (75: it was to
+save and exit), also before it had handlers for them; a child that was killed or failed resumes from its newest
+checkpoint. The child ends when this process does, however that exits (`processes.parent_death`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from types import FrameType
 
 from megatron_scalerl.checkpoints.commit import latest
 from megatron_scalerl.processes.parent_death import tied_command
-from megatron_scalerl.processes.signals import SIGNALS
+from megatron_scalerl.processes.signals import SAVE_SIGNAL, SAVED_CODE, SIGNALS
 
 logger = logging.getLogger(__name__)
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 300.0
 """Delay before the first restart without a new checkpoint, which doubles with each, and its bound (seconds)."""
-_FINAL = (0, *(128 + number for number in SIGNALS))
+_HANDLED = (*SIGNALS, SAVE_SIGNAL)
+_FINAL = (0, SAVED_CODE, *(128 + number for number in SIGNALS))
 _USER_ERROR = 2
 """Final at the first start only: a port that a dying engine still holds is one, too."""
 
@@ -31,8 +32,9 @@ _USER_ERROR = 2
 def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> int:
     """Run `command` until it ends for good; returns its exit code, 1 for one that was killed by another signal.
 
-    restarts: starts after a failure without a new checkpoint in RUN/checkpoints in between. SIGINT and SIGTERM are
-    passed on to the child, which then is not started again.
+    restarts: starts after a failure without a new checkpoint in RUN/checkpoints in between. SIGINT, SIGTERM and
+    SIGUSR1 are passed on to the child, which then is not started again; whatever fails after SIGUSR1, the result is
+    75, since the run can go on from its newest checkpoint.
     """
     stopped_by: list[int] = []
     early: list[int] = []
@@ -45,7 +47,7 @@ def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> 
         else:
             early.append(number)
 
-    before = {number: signal.signal(number, on_signal) for number in SIGNALS}
+    before = {number: signal.signal(number, on_signal) for number in _HANDLED}
     try:
         first, failures, newest = True, 0, latest(Path(run_dir) / "checkpoints")
         while True:
@@ -54,6 +56,9 @@ def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> 
             while early:  # received while the child was being started
                 child.send_signal(early.pop(0))
             code, child = _exit_code(child.wait()), None
+            if SAVE_SIGNAL in stopped_by and code not in _FINAL and not (code == _USER_ERROR and first):
+                logger.warning("the run ended with code %d after it was asked to save and exit", code)
+                return SAVED_CODE
             if code in _FINAL or stopped_by or (code == _USER_ERROR and first):
                 return code if code >= 0 else 1
             first = False
@@ -67,22 +72,22 @@ def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> 
             logger.warning("the run %s: restart %d of at most %d in %g s", how, failures, restarts, delay)
             _pause(delay, stopped_by)
             if stopped_by:
-                return 128 + stopped_by[0]
+                return SAVED_CODE if stopped_by[0] == SAVE_SIGNAL else 128 + stopped_by[0]
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def _exit_code(code: int) -> int:
-    """130 or 143, too, for a process that SIGINT or SIGTERM ended before it had handlers for them."""
-    return 128 - code if -code in SIGNALS else code
+    """130, 143 or 75, too, for a process that SIGINT, SIGTERM or SIGUSR1 ended before it had handlers for them."""
+    return SAVED_CODE if -code == SAVE_SIGNAL else 128 - code if -code in SIGNALS else code
 
 
 def _pause(seconds: float, stopped_by: Sequence[int]) -> None:
-    """Return after this time, or at the first of SIGNALS, for which its handler has run then; also before."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    """Return after this time, or at the first of _HANDLED, for which its handler has run then; also before."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
     try:
-        if not stopped_by and (received := signal.sigtimedwait(SIGNALS, seconds)) is not None:
+        if not stopped_by and (received := signal.sigtimedwait(_HANDLED, seconds)) is not None:
             signal.raise_signal(received.si_signo)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -20,6 +20,10 @@ A recipe states differences from the defaults in megatron_scalerl/recipe/section
 output_dir/name. A run that failed or was stopped resumes from its last checkpoint with the same command."""
 
 
+PROGRAM = (sys.executable, "-m", "megatron_scalerl")
+"""The program that `--supervise` starts."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.description = "Run a recipe on this machine, or resume its run."
@@ -46,9 +50,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
         verbose = ["--verbose"] if arguments.verbose else []
         command = [
-            sys.executable,
-            "-m",
-            "megatron_scalerl",
+            *PROGRAM,
             "train",
             *verbose,
             arguments.recipe,

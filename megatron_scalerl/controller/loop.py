@@ -31,6 +31,9 @@ checkpoint with the controller's own state (step, batches, length of the journal
 A restart (`_replay`): the journal's batches after the checkpoint are trained again with the recorded rollouts in the
 same order, before anything new is generated. Groups that were in flight are issued again under their old ids.
 
+A request to save and exit (`processes.signals`) lets a step, a checkpoint and the weights of an engine that joins be
+finished, and cancels everything else: generation, a validation, the start (`_leave`).
+
 The end (`_finish`): no more prompts or steps. The loop ends no process: the launcher does when `run` returns or
 raises (`launch.local`).
 """
@@ -57,6 +60,7 @@ from megatron_scalerl.controller.validations import Validations
 from megatron_scalerl.controller.weight_sync import WeightSync
 from megatron_scalerl.engine.rounds import Rounds
 from megatron_scalerl.launch.fleet import Fleet
+from megatron_scalerl.processes.signals import SaveAndExit
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.prompts.dataset import PromptSet
 from megatron_scalerl.recipe import Recipe
@@ -90,15 +94,15 @@ class Controller:
         probe: Probe,
         meter: Meter,
         progress: Progress,
+        saving: SaveAndExit,
     ) -> None:
         """start: the checkpoint to resume from. history: the journal at the start of this attempt."""
         self._recipe = recipe
         self._prompts = prompts.training
         self._folder, self._fleet = folder, fleet
         self._start, self._history = start, history
-        self._sync, self._probe = sync, probe
+        self._sync, self._probe, self._progress, self._saving = sync, probe, progress, saving
         self._meter, self._ledger = meter, meter.ledger
-        self._progress = progress
         self._step = self._saved_step = start.step
         self._batches, self._skipped_in_a_row = start.batches, 0
         rounds = Rounds(fleet.engines, timeout_s=recipe.weights.timeout_s) if recipe.rollouts.deterministic else None
@@ -143,7 +147,7 @@ class Controller:
         gc.collect()
         gc.freeze()  # else a full collection over modules and prompts stops the event loop for 0.1 s and more
         try:
-            return await self._run()
+            return await self._saving.run(self._run(), self._leave)
         finally:
             await self._stream.close()
             await self._validations.close()
@@ -179,15 +183,16 @@ class Controller:
             if groups is None:
                 return await self._finish(self._stream.exhausted or "no prompt is left", final=True)
             waited = self._meter.elapsed - begin
-            # before the journal: a batch in the journal must not lack the charge for producing it
-            self._meter.charge_produce(self._batches)
             record = BatchRecord(
                 batch=self._batches,
                 step=self._step + 1,
                 policy_version=self._step,
                 group_ids=tuple(g.group_id for g in groups),
             )
-            await self._journal.batch(record)
+            async with self._saving.uninterrupted():
+                # before the journal: a batch in the journal must not lack the charge for producing it
+                self._meter.charge_produce(self._batches)
+                await self._journal.batch(record)
             await self._train_on(groups, waited)
             if self._skipped_in_a_row >= self._recipe.filters.max_empty_batches:
                 return await self._finish(
@@ -197,6 +202,14 @@ class Controller:
 
     async def _train_on(self, groups: Sequence[RolloutGroup], waited: float = 0.0) -> None:
         """One batch: at most one optimizer step and one new policy version."""
+        async with self._saving.uninterrupted():
+            stepped = await self._step_on(groups, waited)
+        if stepped and self._recipe.rollouts.deterministic:
+            await self._validations.end(self._while_current)
+            await self._stream.trained(self._step)
+
+    async def _step_on(self, groups: Sequence[RolloutGroup], waited: float) -> bool:
+        """True after an optimizer step, False if nothing was left to train on."""
         recipe = self._recipe
         plan = samples_of(
             groups,
@@ -213,7 +226,7 @@ class Controller:
             await self._stream.trained(self._step)
             self._metrics.step(self._step, {"skipped": 1} | record | self._charge())
             self._progress.skipped(self._step)
-            return
+            return False
         self._skipped_in_a_row = 0
         step = plan_step(
             plan.samples,
@@ -233,9 +246,7 @@ class Controller:
         else:
             await self._probe.check(self._step, new_only=True)
         await self._finish_step(report, record)
-        if recipe.rollouts.deterministic:
-            await self._validations.end(self._while_current)
-            await self._stream.trained(self._step)
+        return True
 
     async def _finish_step(self, report: StepReport, record: dict[str, Any]) -> None:
         record |= self._charge()
@@ -286,9 +297,10 @@ class Controller:
                 finally:
                     joined.cancel()
                 if not task.done():
-                    await self._sync.catch_up(self._step)
-                    if not self._recipe.rollouts.deterministic:
-                        await self._probe.check(self._step, new_only=True)
+                    async with self._saving.uninterrupted():
+                        await self._sync.catch_up(self._step)
+                        if not self._recipe.rollouts.deterministic:
+                            await self._probe.check(self._step, new_only=True)
             return await task
         finally:
             task.cancel()
@@ -331,6 +343,7 @@ class Controller:
 
     async def _save(self) -> None:
         """Write and commit a checkpoint of trainer and controller, then delete old ones."""
+        begin = self._meter.elapsed
         # batches before a checkpoint are never replayed, so their records must be on disk before it is committed
         self._ledger.sync()
         self._metrics.sync()
@@ -342,9 +355,18 @@ class Controller:
         )
         await self._fleet.trainer.save(str(self._folder.checkpoint(self._step)), msgspec.to_builtins(state))
         self._saved_step = self._step
+        self._folder.saved(self._step, seconds=self._meter.elapsed - begin)
         keep = self._recipe.checkpoint.keep
         self._folder.keep_checkpoints(keep, newest=self._step)
         await self._journal.retain(self._folder.kept_batches(keep))
+
+    async def _leave(self) -> None:
+        """Save what was trained since the last checkpoint. What was in flight is generated again after a restart."""
+        await self._stream.close()
+        await self._validations.close()
+        if self._step > self._saved_step:
+            await self._save()
+        logger.info("asked to save and exit: checkpoint of step %d", self._saved_step)
 
     async def _finish(self, reason: str, *, final: bool = False) -> str:
         """The last validation, checkpoint and charge. final: the run cannot resume, even with more steps."""
@@ -354,7 +376,8 @@ class Controller:
             self._validations.begin(self._step, self._batches, last=True)
             await self._validations.end(self._while_current)
         if self._step > self._saved_step:
-            await self._save()
+            async with self._saving.uninterrupted():
+                await self._save()
         await self._journal.removed()
         self._meter.charge_validation()
         self._folder.end(reason, step=self._step, final=final)

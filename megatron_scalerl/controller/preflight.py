@@ -48,14 +48,16 @@ class Inputs:
         return recipe.model_copy(update={"engine": engine, "trainer": trainer})
 
 
-def check_inputs(recipe: Recipe) -> Inputs:
-    """Load and check the recipe's inputs. Raises ValueError: one line with key or row, expected, found."""
+def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:
+    """Load and check the recipe's inputs. Raises ValueError: one line with key or row, expected, found.
+
+    on_this_host: the run is to start here, which needs its sandboxes, ports and GPUs.
+    """
     check_policy(recipe)
     check_prompts(recipe)
     check_options(recipe.engine.vllm)
-    _check_sandboxes(recipe)
-    for index in range(recipe.engine.count if recipe.engine.port else 0):
-        bind_server(recipe.engine.host, recipe.engine.port + index).close()
+    if on_this_host:
+        _check_host(recipe)
     hf_config = read_hf_config(recipe.policy.path)
     _check_layout(recipe, hf_config)
     tokenizer = _tokenizer(recipe.policy.path)
@@ -67,8 +69,6 @@ def check_inputs(recipe: Recipe) -> Inputs:
         if all(prompt.task != task.name for prompt in prompts.held_out):
             raise ValueError(f"validation.every_steps: expected held-out prompts ({task.key}.held_out), found none")
     phrase_ids, _ = forced_ids(recipe, tokenizer)
-    for index in range(recipe.engine.count):
-        engine_gpus(recipe, index)
     longest, capacity = recipe.longest_sequence(len(phrase_ids)), _micro_batch_tokens(recipe)
     for key, limit in (
         ("engine.vllm.max_model_len", recipe.engine.vllm.get("max_model_len") or longest),
@@ -89,11 +89,15 @@ def check_inputs(recipe: Recipe) -> Inputs:
     )
 
 
-def _check_sandboxes(recipe: Recipe) -> None:
-    """Raises ValueError if a task needs the sandbox of the verifier code and this host cannot make one."""
+def _check_host(recipe: Recipe) -> None:
+    """Raises ValueError if this host lacks GPUs, a port, or the sandbox of the verifier code."""
     for task in tasks_of(recipe):
         if task.rewards.verifier == "code":
             check_sandbox(limits_of(task.rewards))
+    for index in range(recipe.engine.count if recipe.engine.port else 0):
+        bind_server(recipe.engine.host, recipe.engine.port + index).close()
+    for index in range(recipe.engine.count):
+        engine_gpus(recipe, index)
 
 
 def _check_answer(task: Task, answer: str) -> None:

@@ -3,6 +3,8 @@
 recipe.yaml      the resolved recipe
 attempts.jsonl   one line per start: run id, incarnation, time
 engines.jsonl    one line per change of an engine's state
+checkpoints.jsonl  one line per checkpoint: how long it took
+slurm/           job script and outputs of a run that was submitted to Slurm
 end.json         why the latest attempt that finished did so
 journal.jsonl    rollouts/ ledger.jsonl metrics.jsonl validation.jsonl tensorboard/ logs/ checkpoints/
 
@@ -64,7 +66,9 @@ MAY_CHANGE = frozenset(
 )
 """Keys that may differ between attempts of one run: its length, what is kept of it, limits of time and restarts."""
 
-ATTEMPTS, END = "attempts.jsonl", "end.json"
+ATTEMPTS, SAVES, END = "attempts.jsonl", "checkpoints.jsonl", "end.json"
+SLURM = "slurm"
+"""Folder in RUN/ that `slurm` fills before the first attempt."""
 _OLD_ATTEMPTS = "lives"
 """Name of `ATTEMPTS` in the folders of earlier versions; the rows are the same."""
 _FOLDERS = ("logs", "checkpoints", "rollouts")
@@ -145,6 +149,11 @@ class RunFolder:
         """Record that the attempt finished. final: the run cannot resume, even with a larger `steps`."""
         end = {"reason": reason, "step": step, "final": final, "incarnation": self.attempt.incarnation}
         rewrite(self.path / END, [end])
+
+    def saved(self, step: int, *, seconds: float) -> None:
+        """Record how long the checkpoint of `step` took to write."""
+        with contextlib.closing(JsonlWriter(self.path / SAVES)) as file:
+            file.append({"step": step, "seconds": round(seconds, 3), "incarnation": self.attempt.incarnation})
 
     def close(self) -> None:
         """Release the lock."""
@@ -284,7 +293,7 @@ def _may_change(key: str) -> bool:
 
 
 def _is_leftover(item: Path) -> bool:
-    return item.name in _BEFORE_RECIPE and not (item.is_dir() and any(item.iterdir()))
+    return item.name == SLURM or (item.name in _BEFORE_RECIPE and not (item.is_dir() and any(item.iterdir())))
 
 
 def _flattened(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

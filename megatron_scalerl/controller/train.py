@@ -45,7 +45,7 @@ from megatron_scalerl.launch.fleet import Devices, Fleet
 from megatron_scalerl.launch.local import LocalLauncher, local_launcher
 from megatron_scalerl.launch.open_files import allow_open_files
 from megatron_scalerl.processes.child_process import ProcessDied
-from megatron_scalerl.processes.signals import run_until_signal
+from megatron_scalerl.processes.signals import SaveAndExit, run_until_signal
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.tasks import tasks_of
 from megatron_scalerl.rewards.task_pools import TaskPools
@@ -69,7 +69,8 @@ def train(recipe: Recipe, console: Console) -> str:
     """Start or resume the run of `recipe`; returns why it ended.
 
     Raises ValueError for user errors (no file is written then), RuntimeError and OSError for a failed process or
-    update, and Stopped for a signal. Started again, the run resumes from its last checkpoint.
+    update, and Stopped for a signal, before which SIGUSR1 saves a checkpoint. Started again, the run resumes from its
+    last checkpoint.
     """
     inputs = check_inputs(recipe)
     for line in inputs.prompts.report.lines():
@@ -80,10 +81,11 @@ def train(recipe: Recipe, console: Console) -> str:
     if reason is not None:
         return f"{reason}; nothing is left to do"
     allow_open_files(recipe)
-    return run_until_signal(_train(recipe, inputs, console))
+    saving = SaveAndExit()
+    return run_until_signal(_train(recipe, inputs, console, saving), saving)
 
 
-async def _train(recipe: Recipe, inputs: Inputs, console: Console) -> str:
+async def _train(recipe: Recipe, inputs: Inputs, console: Console, saving: SaveAndExit) -> str:
     async with TaskPools(tasks_of(recipe)) as verifier:
         # the folder is created last, after every check for user errors
         with contextlib.closing(RunFolder(recipe)) as folder, log_failures(folder.path / "logs" / "controller.log"):
@@ -91,7 +93,9 @@ async def _train(recipe: Recipe, inputs: Inputs, console: Console) -> str:
             plans = Plans(recipe, inputs.tokenizer)
             async with DecoderPool(recipe, inputs.tokenizer, plans, logs=folder.path / "logs") as decoders:
                 sampler = Sampler(plans, decoders=decoders, verifier=verifier)
-                run = _Run(recipe=recipe, inputs=inputs, folder=folder, sampler=sampler, console=console)
+                run = _Run(
+                    recipe=recipe, inputs=inputs, folder=folder, sampler=sampler, console=console, saving=saving
+                )
                 return await _attempts(run, resumed)
 
 
@@ -104,6 +108,7 @@ class _Run:
     folder: RunFolder
     sampler: Sampler
     console: Console
+    saving: SaveAndExit
 
 
 async def _attempts(run: _Run, resumed: tuple[ResumePoint, History]) -> str:
@@ -182,6 +187,7 @@ async def _attempt(
                     probe=Probe(recipe, run.sampler, fleet, [*prompts.training, *prompts.held_out]),
                     meter=meter,
                     progress=progress,
+                    saving=run.saving,
                 )
                 return await launcher.while_alive(trainer, controller.run())
 

@@ -1,61 +1,146 @@
-"""SIGINT and SIGTERM stop a run gracefully: its coroutine is cancelled, so that every context manager exits."""
+"""Signals that end a run gracefully: its coroutine is cancelled, so that every context manager exits.
+
+SIGINT and SIGTERM cancel it at once, SIGUSR1 once its state is saved (`SaveAndExit`).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from megatron_scalerl.processes.child_process import kill_all
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SAVE_SIGNAL = signal.SIGUSR1
+SAVED_CODE = 75
+"""Exit code after SAVE_SIGNAL: the run is not finished, and the same command goes on with it."""
 
 
 class Stopped(Exception):
-    """A signal stopped the run. `exit_code` is 128 plus the signal number: 130 for SIGINT, 143 for SIGTERM."""
+    """A signal stopped the run. `exit_code`: 130 for SIGINT, 143 for SIGTERM, SAVED_CODE for SAVE_SIGNAL."""
 
     def __init__(self, number: int, also: BaseException | None = None) -> None:
         name = signal.Signals(number).name
         detail = "" if also is None else f" ({type(also).__name__} while stopping: {also})"
         super().__init__(f"stopped by {name}; the same command resumes from the last checkpoint{detail}")
-        self.exit_code = 128 + number
+        self.exit_code = SAVED_CODE if number == SAVE_SIGNAL else 128 + number
 
 
-def run_until_signal(coroutine: Coroutine[Any, Any, T]) -> T:
+class SaveAndExit:
+    """What SAVE_SIGNAL asks of a run. Create it anywhere; use it on one event loop.
+
+    While no `run` is in progress there is nothing to save, and the run is cancelled at once.
+    """
+
+    def __init__(self) -> None:
+        self._requested, self._idle = asyncio.Event(), asyncio.Event()
+        self._idle.set()
+        self._depth = 0
+        """Blocks of `uninterrupted` in progress, nested ones included."""
+        self._deferred = False
+        self.cancel: Callable[[], object] = lambda: None
+        """Cancels the whole run; set by `run_until_signal`."""
+
+    @property
+    def requested(self) -> bool:
+        """True after `request`."""
+        return self._requested.is_set()
+
+    def request(self) -> None:
+        """Ask the run to save its state and to exit; further calls change nothing."""
+        if self.requested:
+            return
+        self._requested.set()
+        if not self._deferred:
+            self.cancel()
+
+    @contextlib.asynccontextmanager
+    async def uninterrupted(self) -> AsyncIterator[None]:
+        """A block of the work of `run` that is finished before a request interrupts it; blocks may be nested.
+
+        After a request none is entered any more: the caller waits until it is cancelled.
+        """
+        if self.requested and not self._depth:
+            await asyncio.Future()
+        self._depth += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._idle.set()
+
+    async def run(self, work: Coroutine[Any, Any, T], save: Callable[[], Awaitable[None]]) -> T:
+        """The result of `work`, also where it ends after a request.
+
+        A request cancels `work` outside of every block of `uninterrupted`, awaits `save`, and cancels the run.
+        """
+        self._deferred = True
+        task, asked = asyncio.ensure_future(work), asyncio.create_task(self._requested.wait())
+        try:
+            await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                await self._idle.wait()
+                task.cancel()
+                await asyncio.wait({task})
+                if task.cancelled():
+                    await save()
+            return task.result()
+        finally:
+            self._deferred = False
+            if self.requested:
+                self.cancel()
+            for each in (task, asked):
+                each.cancel()
+            await asyncio.gather(task, asked, return_exceptions=True)
+
+
+def run_until_signal(coroutine: Coroutine[Any, Any, T], saving: SaveAndExit | None = None) -> T:
     """Run `coroutine` on a new event loop and return its result; call it in the main thread.
 
     The first SIGINT or SIGTERM cancels the coroutine; Stopped is raised once it has returned. Each later signal
-    kills all child processes, so that the coroutine's cleanup, which still runs, waits for none of them.
+    kills all child processes, so that the coroutine's cleanup, which still runs, waits for none of them. saving: gets
+    the requests of SAVE_SIGNAL, which without it keeps its action.
     """
     received: list[int] = []
+    numbers = [*SIGNALS, *([SAVE_SIGNAL] if saving is not None else [])]
 
     async def guarded() -> T:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
 
         def on_signal(number: int) -> None:
+            if number == SAVE_SIGNAL:
+                assert saving is not None
+                saving.request()
+                return
             received.append(number)
             if len(received) == 1:
                 task.cancel()
             else:
                 kill_all()
 
-        for number in SIGNALS:
+        if saving is not None:
+            saving.cancel = task.cancel
+        for number in numbers:
             loop.add_signal_handler(number, on_signal, number)
         try:
             return await coroutine
         finally:
-            for number in SIGNALS:
+            for number in numbers:
                 loop.remove_signal_handler(number)
 
     try:
         return asyncio.run(guarded())
     except asyncio.CancelledError:
-        if not received:
+        if not received and (saving is None or not saving.requested):
             raise
-        raise Stopped(received[0]) from None
+        raise Stopped(received[0] if received else SAVE_SIGNAL) from None
     except Exception as error:
         if not received:
             raise

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from megatron_scalerl.__main__ import main
+from megatron_scalerl.commands import train
 from megatron_scalerl.engine import process
 
 SERVER = Path(__file__).parent / "stand_in_engine.py"
@@ -22,6 +23,7 @@ def command(arguments: object) -> list[str]:
 
 original = process.engine_command
 process.engine_command = command
+train.PROGRAM = (sys.executable, __file__)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

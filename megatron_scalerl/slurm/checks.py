@@ -1,0 +1,127 @@
+"""What is refused before anything is submitted: each check raises ValueError with one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_scalerl.checkpoints.jsonl import read_jsonl
+from megatron_scalerl.controller.run_folder import SAVES, SLURM
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.nearest import unknown_key
+from megatron_scalerl.slurm.cluster import Job, Partition, seconds_of
+from megatron_scalerl.slurm.job import MARGIN_S
+
+STARTUP_S, SAVE_S = 600.0, 300.0
+"""Assumed seconds until the first step, and of a step and its checkpoint, where the run has no records of them."""
+_RECENT = 100
+"""Steps whose slowest one counts."""
+JOBS = "jobs.jsonl"
+"""In RUN/slurm: one line per submission with the job's id and script."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """How long a run takes to start and to save."""
+
+    startup_s: float
+    """Seconds until the first step."""
+    save_s: float
+    """Seconds to finish the step in progress, with its weight update, and to write a checkpoint."""
+
+    @property
+    def lead_s(self) -> int:
+        """Seconds before the time limit at which it has to be asked to save."""
+        return int(self.save_s + 0.999) + MARGIN_S
+
+
+def times_of(run: Path, *, startup_s: float | None, save_s: float | None) -> Times:
+    """The slowest start, step and checkpoint in the run's records, else the assumed ones; those given before both."""
+    saves = [row["seconds"] for row in read_jsonl(run / SAVES)]
+    rows = read_jsonl(run / "metrics.jsonl")[-_RECENT:] if saves else []
+    step = max(
+        (sum(row.get(f"{what}_seconds", 0.0) for what in ("train", "pinned", "publish")) for row in rows), default=0.0
+    )
+    starts = [row["seconds"] for row in read_jsonl(run / "ledger.jsonl") if row.get("phase") == "startup"]
+    return Times(
+        startup_s=startup_s if startup_s is not None else max(starts, default=STARTUP_S),
+        save_s=save_s if save_s is not None else step + max(saves) if saves else SAVE_S,
+    )
+
+
+def check_partition(name: str, partitions: Mapping[str, Partition]) -> Partition:
+    """The partition of this name."""
+    if name not in partitions:
+        if not partitions:
+            raise ValueError(f"--partition: expected a partition of this cluster, found {name}; it has none")
+        raise ValueError(f"--partition: {unknown_key(name, partitions, expected='a partition of this cluster')}")
+    return partitions[name]
+
+
+def gpus_needed(recipe: Recipe, partition: Partition, given: int | None) -> int:
+    """GPUs of the run's job: as given, else one for each rank and engine device, none where nodes have none."""
+    devices = recipe.trainer.world_size + recipe.engine.count * recipe.engine.devices_per_engine
+    if given is None:
+        given = devices if partition.gpus and recipe.weights.transport != "gloo" else 0
+        if given > partition.gpus:
+            raise ValueError(
+                f"{recipe.name}: expected a fleet that fits on one node (one node only so far), found "
+                f"{recipe.trainer.world_size} trainer and {devices - recipe.trainer.world_size} engine GPUs; a node "
+                f"of {partition.name} has {partition.gpus}"
+            )
+    if given > partition.gpus:
+        raise ValueError(
+            f"--gpus: expected at most {partition.gpus}, what a node of {partition.name} has, found {given}"
+        )
+    if given < 0 or 0 < given < devices:
+        raise ValueError(f"--gpus: expected at least {devices}, one for each rank and engine device, found {given}")
+    return given
+
+
+def cpus_needed(recipe: Recipe, partition: Partition, gpus: int, given: int | None) -> int | None:
+    """CPUs of the job: as given, else the GPUs' share of the node's; None for a whole node."""
+    if given is not None:
+        if not 0 < given <= partition.cpus:
+            raise ValueError(
+                f"--cpus: expected 1 to {partition.cpus}, what a node of {partition.name} has, found {given}"
+            )
+        return given
+    if gpus:
+        return None if gpus == partition.gpus else max(1, partition.cpus * gpus // partition.gpus)
+    devices = recipe.trainer.world_size + recipe.engine.count * recipe.engine.devices_per_engine
+    return min(partition.cpus, 2 + 2 * devices)
+
+
+def check_time(limit: str, partition: Partition, times: Times) -> None:
+    """A time limit of the partition in which a run starts and saves."""
+    seconds, least = seconds_of(limit), times.startup_s + times.lead_s
+    if seconds < least:
+        raise ValueError(
+            f"--time: expected at least {least:.0f} s (start-up {times.startup_s:.0f} s, a step and its "
+            f"checkpoint {times.save_s:.0f} s, margin {MARGIN_S} s), found {seconds} s; --startup-seconds and "
+            "--save-seconds say otherwise"
+        )
+    if partition.limit_s is not None and seconds > partition.limit_s:
+        raise ValueError(
+            f"--time: expected at most {partition.limit_s} s, the limit of {partition.name}, found {seconds} s"
+        )
+
+
+def job_ids(run: Path) -> list[str]:
+    """Ids of the run's submitted jobs, the oldest first."""
+    return [str(job) for row in read_jsonl(run / SLURM / JOBS) for job in row["jobs"]]
+
+
+def jobs_of(run: Path, jobs: Iterable[Job]) -> list[Job]:
+    """Those of the `jobs` that are the run's: submitted by the command, or its script by hand."""
+    submitted, script = set(job_ids(run)), str(run / SLURM / "job.sbatch")
+    return [job for job in jobs if job.job_id in submitted or job.script == script]
+
+
+def check_free(run: Path, jobs: Iterable[Job]) -> None:
+    """A run without a job that is queued or running."""
+    for job in jobs_of(run, jobs):
+        raise ValueError(
+            f"{run}: expected a run without a job, found job {job.job_id} {job.state}; scancel {job.job_id} ends it"
+        )

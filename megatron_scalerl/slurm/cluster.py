@@ -1,0 +1,170 @@
+"""What the programs of Slurm are asked: partitions, jobs, submissions. Nothing needs accounting (sacct)."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+TIMEOUT_S = 120.0
+"""A controller of Slurm that is busy answers within its own time limits, which are shorter."""
+_UNKNOWN = ("N/A", "Unknown", "None", "(null)", "n/a")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """One partition, as its largest node shows it."""
+
+    name: str
+    gpus: int
+    """GPUs of a node."""
+    cpus: int
+    """CPUs of a node."""
+    limit_s: int | None
+    """Longest time limit of a job (s), None for none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One job, or one task of an array, that is queued or running."""
+
+    job_id: str
+    """N, or N_TASK for a task of an array."""
+    state: str
+    """RUNNING, PENDING and so on."""
+    reason: str
+    """Why it waits, or the nodes on which it runs."""
+    end: datetime | None
+    """When its time limit ends; None while that is unknown."""
+    script: str
+    """Path of its job script."""
+
+
+def require() -> None:
+    """Raises ValueError if this machine has no sbatch."""
+    if shutil.which("sbatch") is None:
+        raise ValueError("sbatch: expected it on the path (submit from a login node), found none")
+
+
+def partitions() -> dict[str, Partition]:
+    """Partitions by name. Raises RuntimeError if Slurm does not answer."""
+    found: dict[str, Partition] = {}
+    for line in _ask("sinfo", "--noheader", "--exact", "-o", "%R|%G|%c|%l").splitlines():
+        name, gres, cpus, limit = line.strip().split("|")
+        node = Partition(
+            name=name,
+            gpus=gpus_of(gres),
+            cpus=int(re.sub(r"\D.*", "", cpus) or 0),
+            limit_s=None if limit == "infinite" or limit in _UNKNOWN else seconds_of(limit),
+        )
+        if name not in found or (node.gpus, node.cpus) > (found[name].gpus, found[name].cpus):
+            found[name] = node
+    return found
+
+
+def gpus_of(gres: str) -> int:
+    """GPUs in Slurm's description of a node's generic resources, such as `gpu:h100:8(S:0-1),tmp:1`.
+
+    >>> gpus_of("gpu:a100:4(S:0,1),gpu:h100:8,nvme:1T"), gpus_of("(null)"), gpus_of("gpu:2")
+    (12, 0, 2)
+    """
+    return sum(int(number) for number in re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)(?=$|[,(])", gres))
+
+
+def seconds_of(limit: str) -> int:
+    """Seconds of a time limit as Slurm writes it.
+
+    Raises ValueError for anything else.
+
+    >>> [seconds_of(text) for text in ("90", "5:30", "24:00:00", "1-12", "1-0:30", "2-1:00:01")]
+    [5400, 330, 86400, 129600, 88200, 176401]
+    """
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
+    if match is None:
+        raise ValueError(f"--time: expected MINUTES, H:MM:SS or D-HH:MM:SS, found {limit!r}")
+    days, parts = match[1], [int(part) for part in match.groups()[1:] if part is not None]
+    if days is not None:
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+    else:
+        hours, minutes, seconds = {1: [0, *parts, 0], 2: [0, *parts], 3: parts}[len(parts)]
+    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
+
+
+def queued() -> list[Job]:
+    """This user's jobs that are queued or running, each task of an array for itself. Raises RuntimeError."""
+    me = str(os.getuid())
+    output = _ask("squeue", "--noheader", "--array", "--user", me, "-o", "%i|%T|%e|%o|%R")
+    return [_job(line) for line in output.splitlines() if line.count("|") >= 4]
+
+
+def _job(line: str) -> Job:
+    job_id, state, end, script, reason = line.strip().split("|", 4)
+    return Job(
+        job_id=job_id,
+        state=state,
+        reason=reason.strip("()"),
+        end=None if end in _UNKNOWN else datetime.fromisoformat(end),
+        script=script,
+    )
+
+
+def last_state(job_id: str) -> str | None:
+    """State of a job that ended, as long as Slurm remembers it (its MinJobAge), else None."""
+    done = _run("scontrol", "show", "job", "--oneliner", job_id)
+    match = re.search(r"\bJobState=(\w+)", done.stdout)
+    return match[1] if done.returncode == 0 and match else None
+
+
+def test_only(script: Path, options: Sequence[str] = ()) -> str:
+    """What Slurm expects of the job; nothing is submitted. Raises ValueError with Slurm's reason for a refusal."""
+    done = _run("sbatch", "--test-only", *options, str(script))
+    said = (done.stderr + done.stdout).strip()
+    if done.returncode:
+        raise ValueError(f"{script}: expected a job that the cluster accepts, found: {_reason(said)}")
+    return _reason(said)
+
+
+def submit(script: Path, options: Sequence[str] = ()) -> str:
+    """Submit a job script; returns the job's id. Raises RuntimeError with Slurm's reason."""
+    done = _run("sbatch", "--parsable", *options, str(script))
+    if done.returncode:
+        raise RuntimeError(f"{script}: sbatch failed: {_reason((done.stderr + done.stdout).strip())}")
+    return done.stdout.strip().split(";")[0]
+
+
+def cancel(job_ids: Iterable[str]) -> None:
+    """Cancel these jobs; what has ended is left alone."""
+    for job_id in job_ids:
+        _run("scancel", job_id)
+
+
+def check_syntax(script: Path) -> None:
+    """Raises ValueError for a script that bash cannot parse."""
+    done = _run("bash", "-n", str(script))
+    if done.returncode:
+        raise ValueError(f"{script}: expected a script that bash can parse, found: {_reason(done.stderr)}")
+
+
+def _reason(said: str) -> str:
+    return " ".join(said.replace("sbatch: error: ", "").replace("sbatch: ", "").split())
+
+
+def _ask(*argv: str) -> str:
+    done = _run(*argv)
+    if done.returncode:
+        raise RuntimeError(f"{argv[0]} failed: {_reason((done.stderr + done.stdout).strip())}")
+    return done.stdout
+
+
+def _run(*argv: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{argv[0]}: expected an answer within {TIMEOUT_S:g} s, found none") from None

@@ -1,0 +1,166 @@
+"""Submits runs: checks, the job script in the run's folder, sbatch."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_scalerl.checkpoints.atomic_io import write_durably
+from megatron_scalerl.checkpoints.jsonl import JsonlWriter
+from megatron_scalerl.controller.preflight import check_inputs
+from megatron_scalerl.controller.run_folder import SLURM, check_recipe
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.file import dump_recipe, load_recipe
+from megatron_scalerl.slurm import checks, cluster
+from megatron_scalerl.slurm.job import JobPlan, render
+from megatron_scalerl.slurm.site import Site, read_site
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the user asks for."""
+
+    partition: str
+    time: str
+    gpus: int | None
+    cpus: int | None
+    site: str | None
+    """Path of the site file."""
+    max_requeues: int
+    max_failures: int
+    chain: bool
+    throttle: int | None
+    """For an array: how many of its runs may run at a time."""
+    startup_s: float | None
+    save_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """A job whose script is written and was accepted by `sbatch --test-only`."""
+
+    plan: JobPlan
+    expected: str
+    """What Slurm says about its start."""
+    jobs: tuple[str, ...] = ()
+    """Ids of the submitted jobs; none after a dry run."""
+
+
+def recipes_of(source: str, overrides: Sequence[str], *, array: bool) -> list[Recipe]:
+    """The recipe in a file, or those in the files *.yaml of a folder, by name. Raises ValueError."""
+    if not array:
+        return [load_recipe(source, overrides)]
+    files = sorted(Path(source).glob("*.yaml"))
+    if not files:
+        raise ValueError(f"{source}: expected a folder with recipes (*.yaml), found none")
+    recipes = [load_recipe(file, overrides) for file in files]
+    folders: dict[Path, Path] = {}
+    for file, recipe in zip(files, recipes, strict=True):
+        other = folders.setdefault(Path(recipe.run_dir).absolute(), file)
+        if other != file:
+            raise ValueError(f"{file}: expected a run of its own, found the folder of {other} ({recipe.run_dir})")
+    return recipes
+
+
+def submit(recipes: Sequence[Recipe], name: str, request: Request, *, dry_run: bool) -> Submission:
+    """Check everything, write the job script, submit it. More than one recipe, or a throttle: an array.
+
+    name: of the job. Raises ValueError for user errors, before which nothing is submitted, and RuntimeError where
+    Slurm fails.
+    """
+    cluster.require()
+    site = read_site(request.site)
+    partition = checks.check_partition(request.partition, cluster.partitions())
+    plan = _plan(recipes, name, request, site, partition)
+    for recipe in recipes:
+        check_inputs(recipe, on_this_host=False)
+        check_recipe(recipe)
+    with contextlib.ExitStack() as stack:
+        for run in dict.fromkeys([*plan.runs, plan.script.parent.parent]):
+            (run / SLURM).mkdir(parents=True, exist_ok=True)
+            stack.enter_context(_submitting(run))
+        queued = cluster.queued()
+        for run in plan.runs:
+            checks.check_free(run, queued)
+        for recipe, run in zip(recipes, plan.runs, strict=True):
+            write_durably(run / SLURM / "recipe.yaml", dump_recipe(recipe).encode())
+        # last: end.json of a finished run is compared with it
+        write_durably(plan.script, render(plan).encode())
+        cluster.check_syntax(plan.script)
+        expected = cluster.test_only(plan.script)
+        jobs = () if dry_run else _submit(plan)
+    return Submission(plan=plan, expected=expected, jobs=jobs)
+
+
+def _plan(
+    recipes: Sequence[Recipe], name: str, request: Request, site: Site, partition: cluster.Partition
+) -> JobPlan:
+    runs = tuple(Path(recipe.run_dir).absolute() for recipe in recipes)
+    array = request.throttle is not None
+    gpus = [checks.gpus_needed(recipe, partition, request.gpus) for recipe in recipes]
+    cpus = [checks.cpus_needed(recipe, partition, max(gpus), request.cpus) for recipe in recipes]
+    times = [checks.times_of(run, startup_s=request.startup_s, save_s=request.save_s) for run in runs]
+    for each in times:
+        checks.check_time(request.time, partition, each)
+    folder = runs[0].parent / f"{name}.array" if array else runs[0]
+    return JobPlan(
+        name=name,
+        script=folder / SLURM / "job.sbatch",
+        runs=runs,
+        cwd=Path.cwd(),
+        partition=partition.name,
+        time=request.time,
+        gpus=max(gpus),
+        cpus=None if None in cpus else max(count for count in cpus if count is not None),
+        lead_s=max(each.lead_s for each in times),
+        max_requeues=request.max_requeues,
+        chain=request.chain,
+        throttle=request.throttle,
+        max_failures=request.max_failures,
+        site=site,
+    )
+
+
+def _submit(plan: JobPlan) -> tuple[str, ...]:
+    """Submit the job, or the jobs of its chain; all of them are recorded, or canceled."""
+    jobs: list[str] = []
+    try:
+        for _ in range(1 + (plan.max_requeues if plan.chain else 0)):
+            jobs.append(cluster.submit(plan.script, [f"--dependency=afterany:{jobs[-1]}"] if jobs else []))
+        for index, run in enumerate(plan.runs):
+            mine = [f"{job}_{index}" for job in jobs] if plan.throttle else jobs
+            with contextlib.closing(JsonlWriter(run / SLURM / checks.JOBS)) as file:
+                file.append(
+                    {
+                        "jobs": mine,
+                        "script": str(plan.script),
+                        "lead_s": plan.lead_s,
+                        "max_requeues": plan.max_requeues,
+                        "chain": plan.chain,
+                        "unix_time": time.time(),
+                    }
+                )
+                file.sync()
+    except BaseException:
+        cluster.cancel(jobs)
+        raise
+    return tuple(jobs)
+
+
+@contextlib.contextmanager
+def _submitting(run: Path) -> Iterator[None]:
+    """One submission of a run at a time. Raises ValueError if another one is in progress."""
+    handle = os.open(run / SLURM / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{run}: expected one submission at a time, found another one in progress") from None
+        yield
+    finally:
+        os.close(handle)

@@ -1,0 +1,204 @@
+"""A real Slurm of several nodes on one machine: munged, slurmctld, and one slurmd per node.
+
+Each node has a network namespace with an address and a host name of its own; all of it is in namespaces of one
+process, with which every process of the cluster ends. The GPUs are devices without a function. Needs root, Linux and
+Debian's packages slurm-wlm and munge. `python mini_cluster.py FOLDER NODE...` is that process.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from megatron_scalerl.processes.parent_death import tied_command
+
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "unshare", "nsenter", "ip")
+CLIENTS = ("sbatch", "squeue", "sinfo", "scontrol", "scancel")
+NETWORK = "10.77.0"
+CPUS, GPUS = 16, 8
+START_S = 60
+
+
+def missing() -> str | None:
+    """Why there can be no cluster here, None if there can."""
+    if os.geteuid() != 0:
+        return "a Slurm for tests needs root"
+    absent = [name for name in PROGRAMS if shutil.which(name) is None]
+    if absent:
+        return f"a Slurm for tests needs {', '.join(absent)} (apt-get install slurm-wlm munge iproute2)"
+    done = subprocess.run(
+        ["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, check=False
+    )
+    return None if done.returncode == 0 else "a Slurm for tests needs namespaces (unshare), which are forbidden here"
+
+
+class MiniCluster:
+    """A running cluster with the partition `gpu`. Its client programs are in `bin`."""
+
+    def __init__(self, folder: Path, nodes: tuple[str, ...]) -> None:
+        self.folder, self.bin = folder, folder / "bin"
+        for name in ("etc", "run", "log", "state", "spool", "dev", "bin"):
+            (folder / name).mkdir(parents=True)
+        folder.chmod(0o755)
+        write_settings(folder, nodes)
+        spaces = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "--kill-child"]
+        with open(folder / "log" / "init", "wb") as log:
+            self._process = subprocess.Popen(
+                tied_command(["unshare", *spaces, sys.executable, __file__, str(folder), *nodes]),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={
+                    "PATH": os.environ["PATH"],
+                    "PYTHONPATH": str(Path(__file__).parents[2]),
+                    "SLURM_CONF": str(folder / "etc" / "slurm.conf"),
+                },
+                start_new_session=True,
+            )
+        try:
+            self._write_clients()
+            self._wait_until_idle(len(nodes))
+        except BaseException:
+            self.close()
+            raise
+
+    def _write_clients(self) -> None:
+        """Programs that enter the cluster's namespaces and there call Slurm's."""
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
+        deadline = time.monotonic() + START_S
+        while not (inner := children.read_text().split()):
+            if time.monotonic() > deadline:
+                raise RuntimeError("the namespaces of the cluster did not start")
+            time.sleep(0.01)
+        enter = f"nsenter --target {inner[0]} --net --mount --uts --ipc --pid --"
+        conf = self.folder / "etc" / "slurm.conf"
+        for name in CLIENTS:
+            program = self.bin / name
+            real = shutil.which(name)
+            outside = f'exec {enter} env -C "$PWD" SLURM_CONF={conf} {real} "$@"'
+            # a job inherits the path of its submission, and is inside already
+            program.write_text(f'#!/bin/sh\n[ -z "$SLURM_JOB_ID" ] || exec {real} "$@"\n{outside}\n')
+            program.chmod(0o755)
+
+    def _wait_until_idle(self, nodes: int) -> None:
+        deadline = time.monotonic() + START_S
+        while self.ask("sinfo", "--noheader", "-t", "idle", "-o", "%D").strip() != str(nodes):
+            if time.monotonic() > deadline or self._process.poll() is not None:
+                logs = "".join(f"{file}:\n{file.read_text()[-2000:]}" for file in (self.folder / "log").iterdir())
+                raise RuntimeError(f"the nodes of the cluster did not become idle\n{logs}")
+            time.sleep(0.05)
+
+    def ask(self, name: str, *words: str) -> str:
+        """Standard output of a client program."""
+        return subprocess.run([self.bin / name, *words], capture_output=True, text=True, check=False).stdout
+
+    def close(self) -> None:
+        """End the cluster and every process in it."""
+        if self._process.poll() is None:
+            os.kill(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def write_settings(folder: Path, nodes: tuple[str, ...]) -> None:
+    """Slurm's and munge's files."""
+    for index in range(GPUS):
+        os.mknod(folder / "dev" / f"gpu{index}", 0o666 | 0o020000, os.makedev(1, 3))
+    key = folder / "etc" / "munge.key"
+    key.touch(0o600)
+    key.write_bytes(os.urandom(128))
+    addresses = {name: f"{NETWORK}.{10 + number}" for number, name in enumerate(nodes)}
+    hosts = "".join(f"{address} {name}\n" for name, address in addresses.items())
+    (folder / "etc" / "hosts").write_text(f"127.0.0.1 localhost\n{NETWORK}.1 head\n{hosts}")
+    (folder / "etc" / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")
+    names = ",".join(nodes)
+    settings = {
+        "ClusterName": "mini",
+        "SlurmctldHost": f"head({NETWORK}.1)",
+        "SlurmUser": "root",
+        "AuthType": "auth/munge",
+        # a requeued job is held until its credential has expired: 120 s by default
+        "AuthInfo": f"socket={folder}/run/munge,cred_expire=5",
+        "CredType": "cred/munge",
+        "StateSaveLocation": f"{folder}/state",
+        "SlurmdSpoolDir": f"{folder}/spool/%n",
+        "SlurmctldPidFile": f"{folder}/run/slurmctld.pid",
+        "SlurmdPidFile": f"{folder}/run/%n.pid",
+        "SlurmctldLogFile": f"{folder}/log/slurmctld",
+        "SlurmdLogFile": f"{folder}/log/%n",
+        "ProctrackType": "proctrack/linuxproc",
+        "TaskPlugin": "task/none",
+        "MpiDefault": "none",
+        "SelectType": "select/cons_tres",
+        "SelectTypeParameters": "CR_Core",
+        "GresTypes": "gpu",
+        "SchedulerParameters": "sched_interval=1,sched_min_interval=10000,batch_sched_delay=0,requeue_delay=1",
+        "SlurmdParameters": "config_overrides",  # more CPUs than the machine has
+        "ReturnToService": "2",
+        "SlurmdTimeout": "30",
+        "MessageTimeout": "30",
+        "KillWait": "10",
+        "MinJobAge": "3600",
+        "JobRequeue": "1",
+        "AccountingStorageType": "accounting_storage/none",
+    }
+    lines = [f"{key}={value}" for key, value in settings.items()]
+    lines += [
+        f"NodeName={name} NodeAddr={address} CPUs={CPUS} RealMemory=1000 Gres=gpu:{GPUS}"
+        for name, address in addresses.items()
+    ]
+    lines.append(f"PartitionName=gpu Nodes={names} Default=YES MaxTime=1-0 State=UP")
+    (folder / "etc" / "slurm.conf").write_text("\n".join(lines) + "\n")
+    (folder / "etc" / "gres.conf").write_text(f"NodeName={names} Name=gpu File={folder}/dev/gpu[0-{GPUS - 1}]\n")
+    (folder / "etc" / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+
+
+def serve(folder: Path, nodes: list[str]) -> None:
+    """In the new namespaces: network, daemons; never returns."""
+
+    def run(*words: object) -> None:
+        subprocess.run([str(word) for word in words], check=True)
+
+    for name in ("hosts", "nsswitch.conf"):
+        run("mount", "--bind", folder / "etc" / name, f"/etc/{name}")
+    run("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
+    Path("/run/netns").mkdir(exist_ok=True)
+    run("mount", "-t", "tmpfs", "tmpfs", "/run/netns")
+    run("hostname", "head")
+    run("ip", "link", "set", "lo", "up")
+    run("ip", "link", "add", "bridge0", "type", "bridge")
+    run("ip", "addr", "add", f"{NETWORK}.1/24", "dev", "bridge0")
+    run("ip", "link", "set", "bridge0", "up")
+    # --force: only root uses the socket, so the folders above it need not be open to others
+    run(
+        "munged",
+        "--force",
+        f"--socket={folder}/run/munge",
+        f"--key-file={folder}/etc/munge.key",
+        f"--pid-file={folder}/run/munged.pid",
+        f"--log-file={folder}/log/munged",
+        f"--seed-file={folder}/state/seed",
+    )
+    for number, name in enumerate(nodes):
+        run("ip", "netns", "add", name)
+        run("ip", "link", "add", f"to-{name}", "type", "veth", "peer", "name", "eth0", "netns", name)
+        run("ip", "link", "set", f"to-{name}", "master", "bridge0", "up")
+        run("ip", "-n", name, "link", "set", "lo", "up")
+        run("ip", "-n", name, "addr", "add", f"{NETWORK}.{10 + number}/24", "dev", "eth0")
+        run("ip", "-n", name, "link", "set", "eth0", "up")
+        start = f"hostname {name}; exec slurmd -N {name}"
+        run("ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", start)
+    run("slurmctld", "-c")
+    while True:  # the first process of the namespaces adopts orphans
+        try:
+            os.wait()
+        except ChildProcessError:
+            time.sleep(0.5)
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]), sys.argv[2:])

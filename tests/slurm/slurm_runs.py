@@ -1,0 +1,58 @@
+"""Recipes for runs on the cluster of these tests, and waiting for their jobs."""
+
+import sys
+import time
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+WITH_STAND_INS = ROOT / "tests" / "faults" / "run_with_stand_ins.py"
+STAND_IN_PROGRAM = Path(__file__).with_name("stand_in_program.py")
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+
+
+def write_recipe(path, tiny, *, name="r", output_dir, **changes):
+    """A run of six steps at k = 0 with two trainer ranks and one stand-in engine; returns its folder."""
+    data = yaml.safe_load((ROOT / "recipes" / "tiny_cpu.yaml").read_text())
+    data |= {
+        "name": name,
+        "output_dir": str(output_dir),
+        "steps": 6,
+        "policy": {"path": str(tiny / "base_policy"), "dtype": "float32"},
+        "prompts": {
+            "path": str(tiny / "prompts.jsonl"),
+            "held_out_path": str(tiny / "held_out.jsonl"),
+            "max_prompt_tokens": 32,
+        },
+        "rollouts": {"groups_per_batch": 4, "group_size": 4, "max_in_flight": 16, "max_staleness_steps": 0},
+        "validation": {"every_steps": 3, "prompts": 10, "generations": 2},
+        "checkpoint": {"every_steps": 0},
+        "optimizer": {"warmup_steps": 1, "lr": 1e-5},
+        "weights": {"probe_tolerance": 1e9, "probe_every": 0},
+        "trainer": {"world_size": 2, "micro_batch_tokens": 512},
+        "filters": {"zero_variance": False},
+    }
+    data["interruption"]["enabled"] = False
+    path.write_text(yaml.safe_dump(data | changes))
+    return Path(output_dir) / name
+
+
+def write_site(path, program, **more):
+    """A site file whose program is one of Python."""
+    path.write_text(yaml.safe_dump({"program": [sys.executable, str(program)], **more}))
+    return str(path)
+
+
+def wait_for(condition, what, seconds=300.0):
+    """Return the first result of `condition` that counts as true."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"expected {what} within {seconds:g} s"
+        time.sleep(0.1)
+    return found
+
+
+def wait_for_end(state_of, job, seconds=300.0):
+    """The final state of a job."""
+    return wait_for(lambda: (state := state_of(job)) in ENDED and state, f"the end of job {job}", seconds)

@@ -1,0 +1,199 @@
+"""The job script and the site file, without a cluster."""
+
+import shlex
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_scalerl.__main__ import main
+from megatron_scalerl.recipe.nearest import unknown_key
+from megatron_scalerl.slurm import cluster
+from megatron_scalerl.slurm.checks import SAVE_S, STARTUP_S, times_of
+from megatron_scalerl.slurm.job import JobPlan, render
+from megatron_scalerl.slurm.site import Site, read_site
+
+PLAN = JobPlan(
+    name="r",
+    script=Path("/runs/my run/slurm/job.sbatch"),
+    runs=(Path("/runs/my run"),),
+    cwd=Path("/home/it's"),
+    partition="gpu",
+    time="1:00:00",
+    gpus=8,
+    cpus=None,
+    lead_s=90,
+    max_requeues=3,
+    max_failures=2,
+    site=Site(),
+)
+
+
+def checked(plan, tmp_path):
+    """The text of a script that bash can parse."""
+    script = tmp_path / "job.sbatch"
+    script.write_text(render(plan))
+    cluster.check_syntax(script)
+    assert all(line.startswith("#SBATCH -") for line in script.read_text().splitlines() if "SBATCH" in line)
+    return script.read_text()
+
+
+def test_a_whole_node_is_taken_whole(tmp_path):
+    text = checked(PLAN, tmp_path)
+    for line in ("--gpus-per-node=8", "--exclusive", "--mem=0", "--signal=B:USR1@90", "--open-mode=append",
+                 "--requeue", '--output="/runs/my run/slurm/%j.out"'):  # fmt: skip
+        assert f"#SBATCH {line}\n" in text
+    assert "run='/runs/my run'\n" in text and f"cd {shlex.quote(str(PLAN.cwd))} " in text
+
+
+def test_a_part_of_a_node_says_its_cpus(tmp_path):
+    text = checked(replace(PLAN, gpus=2, cpus=24), tmp_path)
+    assert "#SBATCH --cpus-per-task=24\n" in text and "--exclusive" not in text
+
+
+def test_an_array_has_one_run_a_task(tmp_path):
+    text = checked(replace(PLAN, runs=(Path("/r/a"), Path("/r/b b")), throttle=1), tmp_path)
+    assert "#SBATCH --array=0-1%1\n" in text and "  '/r/b b'\n" in text and "%A_%a.out" in text
+
+
+def test_a_chain_is_not_queued_again(tmp_path):
+    text = checked(replace(PLAN, chain=True), tmp_path)
+    assert "#SBATCH --no-requeue\n" in text and "scontrol" not in text
+
+
+def test_the_lines_of_the_site_are_there(tmp_path):
+    (tmp_path / "site.yaml").write_text(
+        "account: lab\nqos: high\nsbatch: [--constraint=h100]\nmodules: [cuda/13.0]\n"
+        "environment: {NCCL_SOCKET_IFNAME: ib0, LIST: 'a b$c'}\n"
+    )
+    text = checked(replace(PLAN, site=read_site(tmp_path / "site.yaml")), tmp_path)
+    for line in ("#SBATCH --account=lab", "#SBATCH --qos=high", "#SBATCH --constraint=h100", "export LIST='a b$c'",
+                 "module load cuda/13.0 || exit 1", "export NCCL_SOCKET_IFNAME=ib0"):  # fmt: skip
+        assert f"\n{line}\n" in text
+
+
+@pytest.mark.parametrize(
+    ("container", "words"),
+    [
+        ("pyxis", ["srun", "--ntasks=1", "--container-image=/i.sqsh", "/home/it's:/home/it's,/data:/data,$run:$run"]),
+        ("apptainer", ["apptainer", "exec", "--nv", "--bind", "/data:/data", "$run:$run", "/i.sqsh"]),
+    ],
+)
+def test_a_container_sees_the_runs_folder(tmp_path, container, words):
+    site = Site(container=container, image="/i.sqsh", mounts=("/data:/data",))
+    text = checked(replace(PLAN, site=site), tmp_path)
+    [line] = [line for line in text.splitlines() if "train --supervise" in line]
+    given = shlex.split(line)
+    assert all(any(word == each.removeprefix("--container-mounts=") for each in given) for word in words)
+    assert given[given.index("train") - 1] == "megatron-scalerl"
+
+
+KEYS = list(Site.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("acount: lab", unknown_key("acount", KEYS, expected="a key of a site file")),
+        ("modules: cuda", "modules: expected a list, found 'cuda'"),
+        ("container: docker", "container: expected one of none, pyxis, apptainer, found docker"),
+        ("container: pyxis", "image: expected with a container"),
+        ("image: /i.sqsh", "image: expected with a container"),
+        ("environment: {HF_TOKEN: abc}", "expected no secret"),
+        ("environment: {'A B': c}", "expected names of variables, found 'A B'"),
+        ("environment: {A: [1]}", "environment.A: expected text, found [1]"),
+        ("sbatch: ['constraint=h100']", "expected options of sbatch"),
+        ('sbatch: ["--a\\nrm -rf /"]', "expected one line of text"),
+        ("account: a b", "account: expected one word"),
+    ],
+)
+def test_a_wrong_site_file_is_refused(tmp_path, text, said):
+    (tmp_path / "site.yaml").write_text(text)
+    with pytest.raises(ValueError) as refused:
+        read_site(tmp_path / "site.yaml")
+    assert str(refused.value).startswith(f"{tmp_path / 'site.yaml'}: ") and said in str(refused.value)
+
+
+def test_the_lead_is_the_slowest_step_and_checkpoint_of_the_run_and_a_margin(tmp_path):
+    assert times_of(tmp_path, startup_s=None, save_s=None).lead_s == SAVE_S + 60
+    assert times_of(tmp_path, startup_s=None, save_s=None).startup_s == STARTUP_S
+    (tmp_path / "checkpoints.jsonl").write_text('{"step": 1, "seconds": 7.5}\n{"step": 2, "seconds": 3.0}\n')
+    (tmp_path / "ledger.jsonl").write_text(
+        '{"unit": "gpu_hours"}\n{"phase": "startup", "seconds": 40.0}\n{"phase": "train", "seconds": 90.0}\n'
+    )
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "train_seconds": 3.0, "publish_seconds": 2.0, "pinned_seconds": 10.0}\n{"step": 1}\n'
+    )
+    found = times_of(tmp_path, startup_s=None, save_s=None)
+    assert (found.lead_s, found.startup_s) == (83, 40.0)
+    assert times_of(tmp_path, startup_s=1.0, save_s=2.0).lead_s == 62
+
+
+def test_no_sbatch_on_the_path_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["submit", "r.yaml", "--partition", "gpu", "--time", "60"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "megatron-scalerl: sbatch: expected it on the path (submit from a login node), found none"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "expected one of RECIPE, --array FOLDER and --status RUN"),
+        (["r.yaml", "--array", "f"], "expected one of RECIPE"),
+        (["r.yaml", "--time", "60"], "--partition: expected a value"),
+        (["r.yaml", "--partition", "p"], "--time: expected a value"),
+        (["r.yaml", "--partition", "p", "--time", "60", "--throttle", "2"], "--throttle: expected --array"),
+        (["--array", "f", "--partition", "p", "--time", "60", "--throttle", "0"], "--throttle: expected at least 1"),
+        (["r.yaml", "--status", "f"], "--status: expected the folder of a run alone"),
+    ],
+)
+def test_options_that_contradict_each_other_are_one_line(words, said, capsys):
+    assert main(["submit", *words]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+@pytest.mark.parametrize("limit", ["", "soon", "1:2:3:4", "-5", "1-"])
+def test_a_time_limit_is_written_as_slurm_does(limit):
+    with pytest.raises(ValueError, match="--time: expected MINUTES"):
+        cluster.seconds_of(limit)
+
+
+SIGNAL = """
+run={run}
+mkdir -p $run/bin
+printf '#!/bin/sh\\necho "$@" >> %s/requeued\\n' $run >$run/bin/scontrol
+chmod +x $run/bin/scontrol
+export PATH=$run/bin:$PATH SLURM_JOB_ID=7
+bash {script} & job=$!
+until [ -e $run/here ]; do sleep 0.05; done
+kill -USR1 $job
+until [ -e $run/requeued ]; do sleep 0.05; done
+kill -TERM $job
+wait $job
+"""
+
+
+def test_the_script_alone_forwards_the_signal_and_queues_the_job_again(tmp_path):
+    """Without Slurm: the batch shell gets USR1 while the program runs, and TERM once the job is queued again."""
+    program = f'trap "exit 75" USR1; touch {tmp_path}/here; while true; do sleep 0.05; done'
+    plan = replace(
+        PLAN,
+        script=tmp_path / "slurm" / "job.sbatch",
+        runs=(tmp_path,),
+        cwd=tmp_path,
+        site=Site(program=("bash", "-c", program)),
+    )
+    plan.script.parent.mkdir()
+    plan.script.write_text(render(plan))
+    done = subprocess.run(
+        ["bash", "-c", SIGNAL.format(run=tmp_path, script=plan.script)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 75, done.stdout + done.stderr
+    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+    assert (tmp_path / "slurm" / "7.0" / "controller.exit").read_text() == "75\n"
+    assert (tmp_path / "slurm" / "requeues").read_text().startswith("7 7.0 ")

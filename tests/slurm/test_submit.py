@@ -1,0 +1,169 @@
+"""`megatron-scalerl submit` on a real Slurm: refusals, arrays, requeues, chains, a whole run."""
+
+import json
+import re
+
+import pytest
+from slurm_runs import STAND_IN_PROGRAM, WITH_STAND_INS, wait_for, wait_for_end, write_recipe, write_site
+
+from megatron_scalerl.__main__ import main
+from megatron_scalerl.checkpoints.jsonl import read_jsonl
+from megatron_scalerl.recipe.nearest import unknown_key
+from megatron_scalerl.rollouts.history import read_history
+from megatron_scalerl.slurm import cluster as slurm
+from megatron_scalerl.tiny.build import TinyArguments, build
+
+pytestmark = pytest.mark.slow
+JOB = ["--partition", "gpu", "--time", "30", "--startup-seconds", "10", "--save-seconds", "5"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    root = tmp_path_factory.mktemp("tiny")
+    build(root, TinyArguments(seed=1, train_prompts=40, held_out=10, sft_examples=4))
+    return root
+
+
+@pytest.fixture
+def stand_in(tmp_path, tiny, on_login_node):
+    """Words of the command for a run whose program is a stand-in, and the run's folder."""
+
+    def made(ends, *options, name="r"):
+        run = write_recipe(tmp_path / f"{name}.yaml", tiny, name=name, output_dir=tmp_path)
+        (run / "slurm").mkdir(parents=True)
+        (run / "slurm" / "ends").write_text(ends)
+        site = write_site(tmp_path / "site.yaml", STAND_IN_PROGRAM, environment={"NCCL_DEBUG": "WARN x"})
+        return ["submit", str(tmp_path / f"{name}.yaml"), *JOB, "--site", site, *options], run
+
+    return made
+
+
+def submitted(words, capsys):
+    """Ids of the submitted jobs."""
+    assert main(words) == 0
+    return re.search(r"submitted: job ([\d, ]+);", capsys.readouterr().out)[1].split(", ")
+
+
+def starts(run):
+    return read_jsonl(run / "slurm" / "starts")
+
+
+def refusal(words, capsys):
+    assert main(words) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert slurm.queued() == []
+    return line
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--partition", "gqu"], unknown_key("gqu", ["gpu"], expected="a partition of this cluster")),
+        (["--gpus", "9"], "--gpus: expected at most 8, what a node of gpu has, found 9"),
+        (["--gpus", "2"], "--gpus: expected at least 3"),
+        (["--cpus", "17"], "--cpus: expected 1 to 16"),
+        (["--time", "1"], "--time: expected at least 75 s"),
+        (["--time", "2-0"], "--time: expected at most 86400 s, the limit of gpu"),
+        (["engine.count=7"], "one node only so far"),
+        (["steps=none"], "steps"),
+        (["policy.path=/nonexistent"], "/nonexistent"),
+    ],
+)
+def test_what_cannot_run_is_refused(stand_in, capsys, options, said):
+    words, run = stand_in("0")
+    line = refusal([*words, *options], capsys)
+    assert said in line
+    assert not (run / "slurm" / "job.sbatch").exists()
+
+
+def test_what_slurm_refuses_is_refused_by_the_dry_run(stand_in, tmp_path, capsys):
+    words, _ = stand_in("0", "--dry-run")
+    write_site(tmp_path / "site.yaml", STAND_IN_PROGRAM, sbatch=["--constraint=nosuch"])
+    assert "expected a job that the cluster accepts" in refusal(words, capsys)
+
+
+def test_a_dry_run_submits_nothing(stand_in, capsys):
+    words, run = stand_in("0", "--dry-run")
+    assert main(words) == 0
+    assert "nothing is submitted" in capsys.readouterr().out
+    assert (run / "slurm" / "job.sbatch").exists() and slurm.queued() == [] and not starts(run)
+    assert main(["submit", "--status", str(run)]) == 0
+    assert "not submitted" in capsys.readouterr().out
+
+
+def test_a_job_is_queued_again_until_its_bound(stand_in, capsys, monkeypatch):
+    """Also: the job gets no other variables of this shell, and a run has one job at a time."""
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    words, run = stand_in("wait 75 0", "--max-requeues", "1")
+    [job] = submitted(words, capsys)
+    [first] = wait_for(lambda: starts(run), "the start of the program")
+    assert first["environment"]["NCCL_DEBUG"] == "WARN x" and "HF_TOKEN" not in first["environment"]
+    assert first["argv"][:2] == ["train", "--supervise"]
+    assert main(words) == 2
+    assert f"found job {job} RUNNING" in capsys.readouterr().err
+    main(["submit", "--status", str(run)])
+    said = capsys.readouterr().out
+    assert f"job {job}: RUNNING (node" in said and "queued again in 0:2" in said and "not started yet" in said
+    slurm._run("scancel", "--batch", "--signal=USR1", job)
+    assert wait_for_end(slurm.last_state, job) == "FAILED"
+    assert len(starts(run)) == 2
+    folders = [run / "slurm" / f"{job}.{n}" for n in (0, 1)]
+    assert [(folder / "controller.exit").read_text() for folder in folders] == ["75\n", "75\n"]
+    output = (run / "slurm" / f"{job}.out").read_text()
+    assert "its bound: go on with: sbatch" in output
+    assert main(["submit", "--status", str(run)]) == 0
+    assert f"job {job}: FAILED, queued again 1 of at most 1 times" in capsys.readouterr().out
+
+
+def test_an_array_goes_on_without_the_run_that_fails(stand_in, tmp_path, capsys):
+    folder = tmp_path / "study"
+    folder.mkdir()
+    for name, end in (("a", "finish"), ("b", "3"), ("c", "finish")):
+        words, _ = stand_in(end, name=name)
+        (tmp_path / f"{name}.yaml").rename(folder / f"{name}.yaml")
+    [job] = submitted(["submit", "--array", str(folder), "--throttle", "2", *words[2:]], capsys)
+    assert [wait_for_end(slurm.last_state, f"{job}_{n}") for n in range(3)] == ["COMPLETED", "FAILED", "COMPLETED"]
+    assert main(["submit", "--status", str(tmp_path / "b")]) == 0
+    said = capsys.readouterr().out
+    assert f"job {job}_1: FAILED" in said and "last error: exit code 3: the stand-in fails with 3" in said
+    assert main(["submit", "--status", str(tmp_path / "c")]) == 0
+    assert "finished: all steps are made" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_the_jobs_of_a_chain_after_the_end_do_not_start_the_program(stand_in, capsys):
+    words, run = stand_in("75 finish 0", "--chain", "--max-requeues", "2")
+    jobs = submitted(words, capsys)
+    assert [wait_for_end(slurm.last_state, job) for job in jobs] == ["FAILED", "COMPLETED", "COMPLETED"]
+    assert len(starts(run)) == 2
+
+
+def digests(run):
+    return [(row["step"], row["weight_digest"]) for row in read_jsonl(run / "metrics.jsonl")]
+
+
+def test_a_run_that_is_saved_and_queued_again_equals_one_that_is_not(tmp_path, tiny, on_login_node, capsys):
+    """Real trainer ranks; stand-in engines, whose completions depend on their seeds alone."""
+    site = write_site(
+        tmp_path / "site.yaml", WITH_STAND_INS, environment={"PYTHONPATH": f"{WITH_STAND_INS.parents[2]}"}
+    )
+    runs, jobs = {}, {}
+    for name in ("whole", "saved"):
+        runs[name] = write_recipe(tmp_path / f"{name}.yaml", tiny, name=name, output_dir=tmp_path)
+        [jobs[name]] = submitted(
+            ["submit", str(tmp_path / f"{name}.yaml"), *JOB, "--site", site, "--gpus", "0"], capsys
+        )
+    wait_for(lambda: len(read_jsonl(runs["saved"] / "metrics.jsonl")) >= 2, "two steps")
+    slurm._run("scancel", "--batch", "--signal=USR1", jobs["saved"])
+    for name, job in jobs.items():
+        state = wait_for_end(slurm.last_state, job)
+        assert state == "COMPLETED", (runs[name] / "slurm" / f"{job}.out").read_text()
+    attempts = [row["incarnation"] for row in read_jsonl(runs["saved"] / "attempts.jsonl")]
+    assert attempts == [f"{jobs['saved']}.0", f"{jobs['saved']}.1"]
+    saves = [row["step"] for row in read_jsonl(runs["saved"] / "checkpoints.jsonl")]
+    assert len(saves) == 2 and 2 <= saves[0] < saves[1] == 6
+    assert digests(runs["saved"]) == digests(runs["whole"])
+    rates = [[row["pass_rate"] for row in read_jsonl(run / "validation.jsonl")] for run in runs.values()]
+    batches = [[b.group_ids for b in read_history(run).batches] for run in runs.values()]
+    assert rates[0] == rates[1] and batches[0] == batches[1] and len(batches[0]) == 6
+    assert json.loads((runs["saved"] / "end.json").read_text())["step"] == 6
