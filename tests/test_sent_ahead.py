@@ -4,7 +4,7 @@
 """
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from stand_in_run import TRAIN_S, attempt, recipe
 
@@ -65,7 +65,7 @@ def test_a_batch_sent_ahead_without_anything_to_train_on_is_skipped_in_its_turn(
     assert len(set(groups)) == len(groups) == 2 * len(rows)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, deadline=None)
 @given(
     k=st.sampled_from([0, 1, 3, 8]),
     seed=st.integers(0, 1000),
