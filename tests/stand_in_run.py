@@ -110,7 +110,7 @@ class StandInSampler:
     def draw(self, seed, group_id, index):
         return (seed, group_id, index)
 
-    async def complete(self, engine, prompt, draw, *, priority):
+    async def complete(self, engine, prompt, draw, *, priority, max_tokens=None):
         version = engine.version
         seconds = VALIDATE_S if priority == 0 else 1 + 5 * random.Random(str(draw)).random() ** 2
         await asyncio.sleep(seconds)
@@ -209,7 +209,7 @@ class StandInSync:
 class StandInProbe:
     """Finds no mismatch."""
 
-    async def check(self, version):
+    async def check(self, version, *, new_only=False):
         return {}
 
 

@@ -9,9 +9,10 @@ from rollout_groups import scored
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.rollouts.admission import Admission
 from megatron_scalerl.rollouts.history import read_groups, read_history
 from megatron_scalerl.rollouts.journal import Journal
-from megatron_scalerl.rollouts.stream import Admission, RolloutStream
+from megatron_scalerl.rollouts.stream import RolloutStream
 from megatron_scalerl.types import CompletionLost, Prompt, Rollout, Score
 
 
@@ -162,6 +163,32 @@ def test_k_zero_generates_only_between_steps(tmp_path):
     assert {v for g in groups for c in g.completions for v in (c.first_version, c.last_version)} == {0}
 
 
+def test_only_engines_that_serve_are_idle(tmp_path):
+    engines = Membership(1)
+
+    def joined(engine):
+        engines.join(0, engine)
+        engines.serve(engine, 0)
+
+    async def run():
+        first = StandInEngine()
+        joined(first)
+        stream = make_stream(tmp_path, k=0, engines=engines)
+        stream.start(0)
+        await stream.next_batch()
+        found = []
+        for change in (lambda: None, lambda: engines.evict(first, "gone"), lambda: joined(StandInEngine())):
+            change()
+            await asyncio.sleep(0.01)
+            stream.take_idle_seconds()
+            await asyncio.sleep(0.01)
+            found.append(stream.take_idle_seconds() > 0)
+        await stream.close()
+        return found
+
+    assert asyncio.run(run()) == [True, False, True]
+
+
 def test_a_failing_verifier_ends_the_stream_with_its_error(tmp_path):
     async def run():
         engine = StandInEngine()
@@ -281,7 +308,7 @@ class StandInSamplerOfLosses(StandInSampler):
 
 def test_a_group_whose_draws_are_always_lost_gets_others(tmp_path):
     async def run():
-        stream = make_stream(tmp_path, sampler=StandInSamplerOfLosses())
+        stream = make_stream(tmp_path, k=0, sampler=StandInSamplerOfLosses())  # the batch has all groups
         stream.start(0)
         groups = await stream.next_batch()
         await stream.close()
