@@ -112,7 +112,7 @@ class StandInSync:
 class StandInProbe:
     """Finds no mismatch."""
 
-    async def check(self, version: int) -> dict[str, float]:
+    async def check(self, version: int, *, new_only: bool = False) -> dict[str, float]:
         """Nothing."""
         return {}
 

@@ -75,6 +75,9 @@ logger = logging.getLogger(__name__)
 class Controller:
     """One attempt of a run."""
 
+    _ahead: SentBatch | None = None
+    """The next batch, if it was sent while the trainer stepped."""
+
     def __init__(
         self,
         *,
@@ -95,10 +98,7 @@ class Controller:
         self._prompts = prompts.training
         self._folder, self._fleet = folder, fleet
         self._start, self._history = start, history
-        self._sync, self._probe = sync, probe
-        self._sender = Sender(recipe, fleet, folder.path)
-        self._ahead: SentBatch | None = None
-        """The next batch, if it was sent while the trainer stepped."""
+        self._sync, self._probe, self._sender = sync, probe, Sender(recipe, fleet, folder.path)
         self._meter, self._ledger = meter, meter.ledger
         self._progress = progress
         self._step = self._saved_step = start.step
