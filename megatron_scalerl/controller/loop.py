@@ -75,6 +75,9 @@ logger = logging.getLogger(__name__)
 class Controller:
     """One attempt of a run."""
 
+    _ahead: SentBatch | None = None
+    """The next batch, if it was sent while the trainer stepped."""
+
     def __init__(
         self,
         *,
@@ -97,10 +100,7 @@ class Controller:
         self._start, self._history = start, history
         self._sync, self._probe = sync, probe
         self._sender = Sender(recipe, fleet, folder.path)
-        self._ahead: SentBatch | None = None
-        """The next batch, if it was sent while the trainer stepped."""
-        self._meter, self._ledger = meter, meter.ledger
-        self._progress = progress
+        self._meter, self._ledger, self._progress = meter, meter.ledger, progress
         self._step = self._saved_step = start.step
         self._batches, self._skipped_in_a_row = start.batches, 0
         rounds = Rounds(fleet.engines, timeout_s=recipe.weights.timeout_s) if recipe.rollouts.deterministic else None
