@@ -60,7 +60,7 @@ ROOT = Path(__file__).parent.parent
 STEPS, LIMIT_S = 8, 420
 VICTIMS = ("controller", "trainer-0", "trainer-1", "engine-1", "verifier", "decoder-0")
 DISK = "disk"
-FAULTS = ("garbage", "half", "wrong version", "nothing")
+FAULTS = ("garbage", "half", "wrong version", "nothing", "endless")
 AT = ("running", "random")
 STATES = ("importing", "update", "validation", "checkpoint")
 
@@ -121,11 +121,11 @@ class Try:
             "trainer.step_timeout_s=20", "weights.connect_timeout_s=20",
         ]  # fmt: skip
         program = ["-m", "megatron_scalerl"] if real else [str(ROOT / "tests/faults/run_with_stand_ins.py")]
-        deterministic = ["rollouts.deterministic=true", "rewards.verifier=stand_in_verifier:parity"]
+        deterministic = ["rollouts.deterministic=true", "rewards.verifier=coin:toss"]
         settings += deterministic if real else ["interruption.enabled=false"]
         # the supervisor starts `python -m megatron_scalerl train`; with stand-ins this program supervises instead
         self.command = [sys.executable, *program, "train", "recipes/tiny_cpu.yaml", *settings]
-        path = f"{ROOT}:{ROOT / 'tests/faults'}"
+        path = f"{ROOT}:{ROOT / 'tests/e2e'}"
         self.env = os.environ | {"STAND_IN_FAULTS": str(self.faults), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         self.begin = time.monotonic()
         self.first_step: float | None = None

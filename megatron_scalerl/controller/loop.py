@@ -98,9 +98,9 @@ class Controller:
         self._prompts = prompts.training
         self._folder, self._fleet = folder, fleet
         self._start, self._history = start, history
-        self._sync, self._probe, self._sender = sync, probe, Sender(recipe, fleet, folder.path)
-        self._meter, self._ledger = meter, meter.ledger
-        self._progress = progress
+        self._sync, self._probe = sync, probe
+        self._sender = Sender(recipe, fleet, folder.path)
+        self._meter, self._ledger, self._progress = meter, meter.ledger, progress
         self._step = self._saved_step = start.step
         self._batches, self._skipped_in_a_row = start.batches, 0
         rounds = Rounds(fleet.engines, timeout_s=recipe.weights.timeout_s) if recipe.rollouts.deterministic else None
