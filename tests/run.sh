@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Installs what the tests need and runs them.
 #
-#   tests/run.sh               the CI tier: everything but what needs more than 25 minutes, then --fast under Python 3.12
-#                              with line and branch coverage by package, where there is one
+#   tests/run.sh               the CI tier: everything but what needs more than 25 minutes, and --fast under Python 3.12
+#                              with line and branch coverage by package, where there is one. The slow tests run beside
+#                              the others, on a second core; their output is in build/slow-tests.log
 #   tests/run.sh --fast        no engine, one process: four to five minutes
 #   tests/run.sh --all         everything, at most 80 minutes
 #   tests/run.sh --python-3.12 --fast under Python 3.12, in .venv-3.12
@@ -40,11 +41,17 @@ torch_2_11() {
     .venv-torch-2.11/bin/python -m pytest -q "${fast[@]}" "${need_vllm[@]}" "$@"
 }
 
+lint_types_and_docs() {
+  .venv/bin/mypy
+  NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build -q
+}
+
+tier=
 select=(-m "not full")
 second=
 case "${1:-}" in
-  -h | --help) sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 0 ;;
-  --fast) select=("${fast[@]}"); shift ;;
+  -h | --help) sed -n '2,15s/^# \{0,1\}//p' "$0"; exit 0 ;;
+  --fast) tier=fast select=("${fast[@]}"); shift ;;
   --all) select=(); shift ;;
   --python-3.12)
     python=$(tools/find_python.sh 3.12) || { echo "run.sh: expected Python 3.12 with venv, found none" >&2; exit 2; }
@@ -53,29 +60,48 @@ case "${1:-}" in
     exit
     ;;
   --torch-2.11) torch_2_11 "${@:2}"; exit ;;
-  "") second=$(tools/find_python.sh 3.12) || echo "run.sh: Python 3.12 is left out: found none with venv" ;;
+  "")
+    tier=ci
+    second=$(tools/find_python.sh 3.12) || echo "run.sh: Python 3.12 is left out: found none with venv"
+    ;;
 esac
-# Both environments are installed at once, the second one also while the linters run: an installation uses one core.
+# Both environments are installed at once: an installation uses one core.
+installing=
+slow=
+stop() { # nothing is left running where a linter fails or the run is interrupted; pytest ends its processes on SIGINT
+  [ -z "$slow" ] || kill -INT -- "-$slow" 2>/dev/null || true
+  wait
+}
+trap stop EXIT
 if [ -n "$second" ]; then
   install_3_12 "$second" >.venv-3.12.log 2>&1 &
   installing=$!
-  trap 'wait "$installing" || true' EXIT  # nothing is left running where a linter fails
 fi
 tools/install.sh cpu
 .venv/bin/ruff check .
 .venv/bin/ruff format --check -q .
-if [ "${select[1]:-}" != "not slow and not full" ]; then
-  .venv/bin/mypy
-  NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build -q
+if [ "$tier" != ci ]; then
+  [ "$tier" = fast ] || lint_types_and_docs
+  .venv/bin/python -m pytest -q "${select[@]}" "$@"
+  exit
 fi
-installed=0
-[ -z "$second" ] || wait "$installing" || installed=$?
+# The slow tests on one core; on the other what runs in one process.
+mkdir -p build
+set -m # a process group of its own, which `stop` can interrupt
+.venv/bin/python -m pytest -q -p no:cacheprovider -m "slow and not full" >build/slow-tests.log 2>&1 </dev/null &
+slow=$!
+set +m
+lint_types_and_docs
 code=0
-.venv/bin/python -m pytest -q "${select[@]}" "$@" || code=$?
-[ -n "$second" ] || exit "$code"
-echo "run.sh: the fast tier under Python 3.12"
-cat .venv-3.12.log
-[ "$installed" = 0 ] || exit "$((code ? code : installed))"
-covered_fast_3_12 || code=$((code ? code : $?))
+.venv/bin/python -m pytest -q "${fast[@]}" || code=$?
+if [ -n "$second" ]; then
+  echo "run.sh: the fast tier under Python 3.12"
+  wait "$installing" && covered_fast_3_12 || code=$((code ? code : $?))
+  cat .venv-3.12.log
+fi
+echo "run.sh: the slow tests"
+tail -n +1 -f --pid="$slow" build/slow-tests.log
+wait "$slow" || code=$((code ? code : $?))
+slow=
 exit "$code"
 }
