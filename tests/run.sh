@@ -2,16 +2,16 @@
 # Installs what the tests need and runs them.
 #
 #   tests/run.sh               the CI tier: everything but what needs more than 25 minutes, and --fast under Python 3.12
-#                              with line and branch coverage by package, where there is one. The slow tests run beside
-#                              the others, on a second core; their output is in build/slow-tests.log
-#   tests/run.sh --fast        no engine, one process: four to five minutes
+#                              with line and branch coverage by package, where there is one
+#   tests/run.sh --fast        no engine, one process: at most four minutes on two cores
 #   tests/run.sh --all         everything, at most 80 minutes
 #   tests/run.sh --python-3.12 --fast under Python 3.12, in .venv-3.12
 #   tests/run.sh --torch-2.11  --fast but for vLLM under Python 3.12, torch 2.11, Triton 3.6, numpy 2.5, in
 #                              .venv-torch-2.11: 6 GB of packages
 #   tests/run.sh --help        this text; installs and runs nothing
 #
-# Further arguments go to pytest. The exit code is not 0 where any test failed.
+# The CI tier and --fast use two cores: build/tests-beside.log has the output of the second until it is shown.
+# Further arguments go to pytest, in one process. The exit code is not 0 where any test failed.
 set -euo pipefail
 { # read to its end before it runs: a file may change while this takes its minutes
 cd "$(dirname "$0")/.."
@@ -46,12 +46,36 @@ lint_types_and_docs() {
   NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build -q
 }
 
+# A second pytest, on the second core: in a process group of its own, which `stop` can interrupt.
+start_beside() { # PYTEST-OPTION...
+  mkdir -p build
+  set -m
+  .venv/bin/python -m pytest -q -p no:cacheprovider "$@" >build/tests-beside.log 2>&1 </dev/null &
+  beside=$!
+  set +m
+}
+
+end_beside() { # shows what it has printed, and the rest as it comes; sets code where it fails
+  echo "run.sh: the tests that run beside these"
+  tail -n +1 -f --pid="$beside" build/tests-beside.log
+  wait "$beside" || code=$((code ? code : $?))
+  beside=
+}
+
+# Half of the work of the fast tests, and the slow tests that need one core. All that start a sandbox are here: some of them
+# look for programs of sandboxes that are left on this machine.
+one_process=(tests/{fit,plan,logits,rewards,controller/test_preflight.py})
+code=0
 tier=
 select=(-m "not full")
 second=
 case "${1:-}" in
   -h | --help) sed -n '2,15s/^# \{0,1\}//p' "$0"; exit 0 ;;
-  --fast) tier=fast select=("${fast[@]}"); shift ;;
+  --fast)
+    tier=fast select=("${fast[@]}")
+    shift
+    [ "$#" = 0 ] || tier=fast_some
+    ;;
   --all) select=(); shift ;;
   --python-3.12)
     python=$(tools/find_python.sh 3.12) || { echo "run.sh: expected Python 3.12 with venv, found none" >&2; exit 2; }
@@ -67,9 +91,9 @@ case "${1:-}" in
 esac
 # Both environments are installed at once: an installation uses one core.
 installing=
-slow=
+beside=
 stop() { # nothing is left running where a linter fails or the run is interrupted; pytest ends its processes on SIGINT
-  [ -z "$slow" ] || kill -INT -- "-$slow" 2>/dev/null || true
+  [ -z "$beside" ] || kill -INT -- "-$beside" 2>/dev/null || true
   wait
 }
 trap stop EXIT
@@ -80,28 +104,28 @@ fi
 tools/install.sh cpu
 .venv/bin/ruff check .
 .venv/bin/ruff format --check -q .
-if [ "$tier" != ci ]; then
-  [ "$tier" = fast ] || lint_types_and_docs
-  .venv/bin/python -m pytest -q "${select[@]}" "$@"
-  exit
-fi
-# The slow tests on one core; on the other what runs in one process.
-mkdir -p build
-set -m # a process group of its own, which `stop` can interrupt
-.venv/bin/python -m pytest -q -p no:cacheprovider -m "slow and not full" >build/slow-tests.log 2>&1 </dev/null &
-slow=$!
-set +m
-lint_types_and_docs
-code=0
-.venv/bin/python -m pytest -q "${fast[@]}" || code=$?
-if [ -n "$second" ]; then
-  echo "run.sh: the fast tier under Python 3.12"
-  wait "$installing" && covered_fast_3_12 || code=$((code ? code : $?))
-  cat .venv-3.12.log
-fi
-echo "run.sh: the slow tests"
-tail -n +1 -f --pid="$slow" build/slow-tests.log
-wait "$slow" || code=$((code ? code : $?))
-slow=
+case "$tier" in
+  ci)
+    start_beside -m "slow and not full" "${one_process[@]/#/--ignore=}"
+    lint_types_and_docs
+    .venv/bin/python -m pytest -q -m "not full" "${one_process[@]}" || code=$?
+    .venv/bin/python -m pytest -q "${fast[@]}" "${one_process[@]/#/--ignore=}" || code=$((code ? code : $?))
+    if [ -n "$second" ]; then
+      echo "run.sh: the fast tier under Python 3.12"
+      wait "$installing" && covered_fast_3_12 || code=$((code ? code : $?))
+      cat .venv-3.12.log
+    fi
+    end_beside
+    ;;
+  fast)
+    start_beside "${fast[@]}" "${one_process[@]}"
+    .venv/bin/python -m pytest -q "${fast[@]}" "${one_process[@]/#/--ignore=}" || code=$?
+    end_beside
+    ;;
+  *)
+    [ "$tier" = fast_some ] || lint_types_and_docs
+    .venv/bin/python -m pytest -q "${select[@]}" "$@" || code=$?
+    ;;
+esac
 exit "$code"
 }

@@ -155,7 +155,7 @@ def test_a_group_without_receivers_times_out(spec):
 
 def test_groups_of_one_folder_do_not_mix(spec):
     """An engine with an earlier connection does not join the later one."""
-    connection = spec(connect_timeout_s=3)
+    connection = spec(connect_timeout_s=1)
     with ThreadPoolExecutor(2) as pool:
         stale = replace(connection, group="weights-of-an-earlier-connection")
         ends = pool.submit(make_sender, connection), pool.submit(Group, stale, 1)
