@@ -49,8 +49,9 @@ lint_types_and_docs() {
 # A second pytest, on the second core: in a process group of its own, which `stop` can interrupt.
 start_beside() { # PYTEST-OPTION...
   mkdir -p build
+  : >build/tests-beside.log  # `tail` may come first
   set -m
-  .venv/bin/python -m pytest -q -p no:cacheprovider "$@" >build/tests-beside.log 2>&1 </dev/null &
+  .venv/bin/python -m pytest -q -p no:cacheprovider "$@" >>build/tests-beside.log 2>&1 </dev/null &
   beside=$!
   set +m
 }
