@@ -3,7 +3,7 @@
 #
 #   tests/run.sh               the CI tier: everything but what needs more than 25 minutes, and --fast under Python 3.12
 #                              with line and branch coverage by package, where there is one
-#   tests/run.sh --fast        no engine, one process: at most four minutes on two cores
+#   tests/run.sh --fast        no engine, one process each
 #   tests/run.sh --all         everything, at most 80 minutes
 #   tests/run.sh --python-3.12 --fast under Python 3.12, in .venv-3.12
 #   tests/run.sh --torch-2.11  --fast but for vLLM under Python 3.12, torch 2.11, Triton 3.6, numpy 2.5, in
