@@ -27,6 +27,7 @@ NO_COMMANDS = {
     "checkout.py",
     "mutation.py",
     "process_figures.py",
+    "small_disk.py",
     "stand_in_engines.py",
     "stand_in_trainer.py",
     "tiny_run.py",

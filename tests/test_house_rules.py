@@ -39,6 +39,19 @@ OWN_STATE = {
 }
 """Files with dataclasses that stay in their module: state that changes, or pairs of values."""
 
+WALL_CLOCK = {
+    "check_gpu/command.py": "the date of the report",
+    "check_gpu/findings.py": "prints it",
+    "check_gpu/runner.py": "records it",
+    "controller/metrics.py": "records it",
+    "controller/run_folder.py": "records it",
+    "controller/train.py": "records it",
+    "convert/views.py": "part of a file's identity, compared for equality",
+    "distributed/rendezvous.py": "age of a leftover folder that no process holds a lock on",
+    "plan/assumptions_file.py": "the date of a new file",
+}
+"""Files that read the time of day or a file's time, which may jump, and what for."""
+
 
 def name(path):
     return str(path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT))
@@ -177,6 +190,20 @@ def test_dataclasses_that_are_passed_on_are_frozen_and_keyword_only(trees):
         if not {"frozen=True", "kw_only=True"} <= {ast.unparse(k) for k in getattr(decorator, "keywords", ())}
     }
     assert loose <= OWN_STATE
+
+
+def test_nothing_is_decided_by_the_time_of_day(trees):
+    """It may jump at any moment. Limits and durations are measured with time.monotonic or the event loop's clock."""
+    wall = r"time\.(time(_ns)?|localtime|gmtime|strftime|ctime)|.*date.*\.(now|utcnow|today)|.*mtime(_ns)?"
+    reading = {
+        name(path)
+        for path, tree in trees.items()
+        if path.is_relative_to(PACKAGE)
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and re.fullmatch(wall, ast.unparse(node)))
+        or (isinstance(node, ast.ImportFrom) and node.module == "time")
+    }
+    assert reading == set(WALL_CLOCK)
 
 
 def test_text_from_elsewhere_is_not_read_as_markup(trees):

@@ -24,8 +24,9 @@ if end == "commit":
     folder.mkdir(parents=True)
     (folder / "COMMIT").write_text("{}")
     sys.exit(1)
-if end == "killed":
-    os.kill(os.getpid(), signal.SIGKILL)
+if end.startswith("SIG"):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.Signals[end])
 sys.exit(int(end))
 """
 
@@ -41,10 +42,12 @@ def no_delay(monkeypatch):
         (["0"], 2, 0, 1),
         (["2"], 2, 2, 1),
         (["143"], 2, 143, 1),
-        (["killed", "2", "0"], 2, 0, 3),
-        (["1", "killed", "0"], 2, 0, 3),
+        (["SIGTERM"], 2, 143, 1),
+        (["SIGINT"], 2, 130, 1),
+        (["SIGKILL", "2", "0"], 2, 0, 3),
+        (["1", "SIGKILL", "0"], 2, 0, 3),
         (["1", "1", "1", "0"], 2, 1, 3),
-        (["1", "killed", "0"], 1, 1, 2),
+        (["1", "SIGKILL", "0"], 1, 1, 2),
         (["1", "commit", "1", "commit", "1", "0"], 2, 0, 6),
     ],
 )
@@ -83,7 +86,7 @@ def test_a_signal_while_the_child_is_started_reaches_it(tmp_path, monkeypatch):
         return child
 
     monkeypatch.setattr(subprocess, "Popen", start_and_signal)
-    assert supervise([sys.executable, "-c", "import time; time.sleep(20)"], tmp_path, restarts=3) == 1
+    assert supervise([sys.executable, "-c", "import time; time.sleep(20)"], tmp_path, restarts=3) == 143
 
 
 DELAYED = """

@@ -4,9 +4,12 @@
 
 Each try is one whole run of a tiny recipe at k = 0: real controller under `train --supervise`, real trainer ranks,
 two engines. With stand-in engines (tests/faults) a completion depends on its seed alone, so that every try must give
-the weights, pass rates and batches of the run without faults, bit for bit. With real engines (--real tries) the
-batches must be the same, and nothing lost or trained twice. One JSON row per try is appended to OUT/rows.jsonl; a
-second call continues where the first stopped. `--table` prints the table of docs/reliability.md from the rows.
+the weights, pass rates and batches of the run without faults, bit for bit. With real engines (--real tries) the run
+is deterministic (rollouts.deterministic): a killed controller or trainer gives the same bits, too; a killed engine
+the same batches, nothing lost or trained twice. One JSON row per try is appended to OUT/rows.jsonl; a second call
+continues where the first stopped. The victim "disk" is the file system of the run's folder, a tmpfs: it is filled up,
+the run has to end with a path, and has to finish once there is space. `--table` prints the table of
+docs/reliability.md from the rows.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -45,15 +49,18 @@ if __name__ == "__main__":
 
 with explained():
     import psutil
+    from small_disk import SmallDisk
 
     from megatron_scalerl.checkpoints.jsonl import read_jsonl
     from megatron_scalerl.processes.logs import NAME_VARIABLE
+    from megatron_scalerl.processes.parent_death import tied_command
     from megatron_scalerl.rollouts.history import read_history
 
 ROOT = Path(__file__).parent.parent
 STEPS, LIMIT_S = 8, 420
-VICTIMS = ("controller", "trainer-0", "trainer-1", "engine-1", "verifier")
-FAULTS = ("garbage", "half", "wrong version", "nothing")
+VICTIMS = ("controller", "trainer-0", "trainer-1", "engine-1", "verifier", "decoder-0")
+DISK = "disk"
+FAULTS = ("garbage", "half", "wrong version", "nothing", "endless")
 AT = ("running", "random")
 STATES = ("importing", "update", "validation", "checkpoint")
 
@@ -64,7 +71,7 @@ class Case:
 
     victim: str
     fault: str
-    """KILL, STOP (and CONT for the controller), or what the stand-in engine answers."""
+    """KILL, STOP (and CONT for the controller), what the stand-in engine answers, or "full" for the disk."""
     at: str
     """A state; "random": any moment of the run; "running": any moment after its first step."""
     number: int
@@ -85,6 +92,7 @@ def cases(tries: int, real: int) -> list[Case]:
     ]
     found += [Case(victim="engine-1", fault=f, at="running", number=n) for n in range(3) for f in FAULTS]
     found += [Case(victim=v, fault="STOP", at="running", number=n) for n in range(2) for v in VICTIMS]
+    found += [Case(victim=DISK, fault="full", at="running", number=n) for n in range(3)]
     kinds = ("controller", "trainer-0", "engine-1")
     found += [Case(victim=v, fault="KILL", at=AT[n % 2], number=n, real=True) for n in range(real) for v in kinds]
     return found
@@ -93,12 +101,16 @@ def cases(tries: int, real: int) -> list[Case]:
 class Try:
     """One run with one fault."""
 
-    def __init__(self, folder: Path, tiny: Path, *, real: bool, steps: int = STEPS) -> None:
-        self.folder, self.run = folder, folder / "r"
+    def __init__(self, folder: Path, tiny: Path, *, real: bool, steps: int = STEPS, disk: bool = False) -> None:
+        """disk: the run's folder is on a disk of its own, and the run is not started again by its supervisor."""
+        self.folder = folder
+        self.disk = SmallDisk(folder / "disk") if disk else None
+        output_dir = folder if self.disk is None else self.disk.folder
+        self.run = output_dir / "r"
         self.faults = folder / "faults"
         self.faults.mkdir(parents=True, exist_ok=True)
         settings = [
-            "name=r", f"output_dir={folder}", f"steps={steps}", f"policy.path={tiny / 'base_policy'}",
+            "name=r", f"output_dir={output_dir}", f"steps={steps}", f"policy.path={tiny / 'base_policy'}",
             f"prompts.path={tiny / 'prompts.jsonl'}", f"prompts.held_out_path={tiny / 'held_out.jsonl'}",
             "rollouts.groups_per_batch=4", "rollouts.group_size=4", "rollouts.max_in_flight=16",
             "rollouts.max_staleness_steps=0", "validation.every_steps=4", "validation.prompts=10",
@@ -109,10 +121,12 @@ class Try:
             "trainer.step_timeout_s=20", "weights.connect_timeout_s=20",
         ]  # fmt: skip
         program = ["-m", "megatron_scalerl"] if real else [str(ROOT / "tests/faults/run_with_stand_ins.py")]
-        settings += [] if real else ["interruption.enabled=false"]
+        deterministic = ["rollouts.deterministic=true", "rewards.verifier=coin:toss"]
+        settings += deterministic if real else ["interruption.enabled=false"]
         # the supervisor starts `python -m megatron_scalerl train`; with stand-ins this program supervises instead
         self.command = [sys.executable, *program, "train", "recipes/tiny_cpu.yaml", *settings]
-        self.env = os.environ | {"STAND_IN_FAULTS": str(self.faults), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        path = f"{ROOT}:{ROOT / 'tests/e2e'}"
+        self.env = os.environ | {"STAND_IN_FAULTS": str(self.faults), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         self.begin = time.monotonic()
         self.first_step: float | None = None
         self.process: subprocess.Popen[bytes] | None = None
@@ -120,10 +134,11 @@ class Try:
     def start(self) -> None:
         """Start the controller under the supervisor."""
         code = "import sys, json; from megatron_scalerl.commands.supervise import supervise; "
-        code += "sys.exit(supervise(json.loads(sys.argv[1]), sys.argv[2], restarts=5))"
-        argv = [sys.executable, "-c", code, json.dumps(self.command), str(self.run)]
+        code += "sys.exit(supervise(json.loads(sys.argv[1]), sys.argv[2], restarts=int(sys.argv[3])))"
+        restarts = "5" if self.disk is None else "0"
+        argv = [sys.executable, "-c", code, json.dumps(self.command), str(self.run), restarts]
         with open(self.folder / "output", "ab") as output:
-            self.process = subprocess.Popen(argv, cwd=ROOT, env=self.env, stdout=output, stderr=output)
+            self.process = subprocess.Popen(tied_command(argv), cwd=ROOT, env=self.env, stdout=output, stderr=output)
 
     def steps(self) -> int:
         """Steps recorded so far."""
@@ -164,13 +179,16 @@ class Try:
             "running": lambda: self.since_first_step() >= moment_s,
         }
         while self.process.poll() is None:
-            if marks[case.at]() and self.find(case.victim) is not None:
+            if marks[case.at]() and (case.victim == DISK or self.find(case.victim) is not None):
                 return True
             time.sleep(0.005)
         return False
 
     def inject(self, case: Case) -> None:
         """Do it, to the whole process group of engines and trainer ranks."""
+        if self.disk is not None:
+            self.disk.fill()
+            return
         process = self.find(case.victim)
         if case.fault in FAULTS:
             (self.faults / case.victim).write_text(case.fault)
@@ -186,6 +204,17 @@ class Try:
             if case.fault == "STOP" and case.victim in ("controller", "verifier"):
                 time.sleep(6)
                 os.kill(process.pid, signal.SIGCONT)
+
+    def start_with_space(self) -> list[str]:
+        """Wait for the end of a run whose disk is full, make space and start it again; what is wrong with the end."""
+        assert self.disk is not None
+        output = self.folder / "output"
+        code, said = self.end(), output.read_text(errors="replace")
+        self.disk.free()
+        self.start()
+        lines = [line for line in said.splitlines() if f"No space left on device: '{self.run}" in line]
+        wrong = [f"exit code with a full disk: expected 1, found {code}"] if code != 1 else []
+        return wrong if lines else [*wrong, f"{output}: expected a path that has no space, found none"]
 
     def end(self) -> int:
         """Wait for the end; -1 if it takes too long."""
@@ -210,16 +239,11 @@ def _tail(path: Path) -> str:
 
 def outcome_of(run: Path) -> dict[str, Any]:
     """What a run leaves, as far as it must be the same with every fault."""
-    digests = {}
-    for log in run.glob("logs/engine-*.log"):
-        for line in log.read_text(errors="replace").splitlines():
-            words = line.split()
-            if len(words) == 4 and words[0] == "version" and words[2] == "digest":
-                digests[words[1]] = words[3]
     metrics, validation = _rows(run / "metrics.jsonl"), _rows(run / "validation.jsonl")
     return {
         "batches": [sorted(b.group_ids) for b in read_history(run).batches],
-        "digests": dict(sorted(digests.items(), key=lambda item: int(item[0]))),
+        "digests": [row["weight_digest"] for row in metrics],
+        "losses": [[row["loss"], row["grad_norm"]] for row in metrics],
         "steps": [row["step"] for row in metrics],
         "pass_rates": [row["train_pass_rate"] for row in metrics],
         "validation": [[row["step"], row["pass_rate"]] for row in validation],
@@ -248,14 +272,29 @@ def faults_of(run: Path, expected: dict[str, Any] | None) -> list[str]:
 def attempt(
     case: Case, folder: Path, tiny: Path, expected: dict[str, Any], seconds: dict[str, float], seed: int
 ) -> dict[str, Any]:
-    """One try; its row."""
+    """One try; its row. A run with a disk of its own that went wrong is copied before the disk is detached."""
+    tried = Try(folder, tiny, real=case.real, disk=case.victim == DISK)
+    try:
+        row = _attempt(tried, case, expected, seconds, seed)
+        if tried.disk is not None and row["wrong"]:
+            shutil.copytree(tried.run, folder / "r")
+        return row
+    finally:
+        if tried.disk is not None:
+            tried.disk.close()
+
+
+def _attempt(
+    tried: Try, case: Case, expected: dict[str, Any], seconds: dict[str, float], seed: int
+) -> dict[str, Any]:
     moment_s = random.Random(f"{seed}/{case.key}").uniform(0.0, seconds.get(case.at, 0.0))
-    tried = Try(folder, tiny, real=case.real)
     tried.start()
     happened = tried.wait_for(case, moment_s)
-    step, at_s = tried.steps(), time.monotonic() - tried.begin
+    step, at_s, wrong = tried.steps(), time.monotonic() - tried.begin, []
     if happened:
         tried.inject(case)
+        if tried.disk is not None:
+            wrong = tried.start_with_space()
     went_on_s = None
     while happened and tried.process is not None and tried.process.poll() is None:
         if tried.steps() > step:
@@ -267,8 +306,9 @@ def attempt(
     with contextlib.suppress(FileNotFoundError):
         (tried.faults / case.victim).unlink()
     code = tried.end()
-    keys = ("batches", "steps") if case.real else tuple(expected)
-    wrong = [f"exit code: expected 0, found {code}"] if code else []
+    same_bits = not case.real or case.victim.startswith(("controller", "trainer"))
+    keys = tuple(expected) if same_bits else ("batches", "steps")
+    wrong += [f"exit code: expected 0, found {code}"] if code else []
     wrong += faults_of(tried.run, {key: expected[key] for key in keys})
     return {
         "case": case.key, "victim": case.victim, "fault": case.fault, "at": case.at, "real": case.real,
@@ -295,6 +335,22 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def reference_of(out: Path, tiny: Path, *, real: bool) -> tuple[dict[str, Any], dict[str, float]]:
+    """The run without faults, made once: (what it leaves, seconds in which a moment is drawn)."""
+    folder = out / ("reference_real" if real else "reference")
+    if not (folder / "seconds").exists():
+        unharmed = Try(folder, tiny, real=real)
+        unharmed.start()
+        while unharmed.since_first_step() < 0 and unharmed.process is not None and unharmed.process.poll() is None:
+            time.sleep(0.05)
+        code = unharmed.end()
+        assert code == 0, f"the run without faults: exit code {code}, see {folder / 'output'}"
+        durations = {"random": time.monotonic() - unharmed.begin, "running": unharmed.since_first_step()}
+        assert faults_of(folder / "r", None) == [], faults_of(folder / "r", None)
+        (folder / "seconds").write_text(json.dumps(durations))
+    return outcome_of(folder / "r"), json.loads((folder / "seconds").read_text())
+
+
 def main(arguments: argparse.Namespace) -> int:
     """Run the tries that have no row yet."""
     out: Path = arguments.out.resolve()
@@ -309,26 +365,20 @@ def main(arguments: argparse.Namespace) -> int:
         subprocess.run(
             [sys.executable, "-m", "megatron_scalerl.tiny", str(tiny), "--seed", "1"], cwd=ROOT, check=True
         )
-    reference = out / "reference"
-    if not (reference / "r" / "end.json").exists():
-        unharmed = Try(reference, tiny, real=False)
-        unharmed.start()
-        while unharmed.since_first_step() < 0 and unharmed.process is not None and unharmed.process.poll() is None:
-            time.sleep(0.05)
-        code = unharmed.end()
-        assert code == 0, f"the run without faults: exit code {code}, see {reference / 'output'}"
-        durations = {"random": time.monotonic() - unharmed.begin, "running": unharmed.since_first_step()}
-        (reference / "seconds").write_text(json.dumps(durations))
-    expected, seconds = outcome_of(reference / "r"), json.loads((reference / "seconds").read_text())
-    assert faults_of(reference / "r", None) == [], faults_of(reference / "r", None)
     done = {row["case"] for row in rows}
     describe = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    references: dict[bool, tuple[dict[str, Any], dict[str, float]]] = {}
     for case in cases(arguments.tries, arguments.real):
         if case.key in done or not case.key.startswith(arguments.only):
             continue
+        if case.victim == DISK and os.geteuid() != 0:
+            print(f"{case.key}: left out, it needs the right to mount", flush=True)
+            continue
         folder = out / case.key.replace(":", "_").replace(" ", "_")
-        row = attempt(case, folder, tiny, expected, seconds, arguments.seed)
+        if case.real not in references:
+            references[case.real] = reference_of(out, tiny, real=case.real)
+        row = attempt(case, folder, tiny, *references[case.real], arguments.seed)
         row["commit"] = commit
         with open(rows_file, "a", encoding="utf8") as file:
             file.write(json.dumps(row) + "\n")

@@ -5,7 +5,10 @@
 A tiny recipe at k = 8 with two engines, in real time: kills at exponential intervals, SIGKILL or SIGSTOP, of a random
 process other than the controller. Every five seconds a row with the controller's resident memory, open files and
 threads, the size of the run's folder and the steps made is appended to OUT/samples.jsonl. A second call continues the
-run and the rows. At the end: the slopes after minute 10, and OUT/soak.png. --real: vLLM instead of stand-in engines.
+run and the rows until --minutes in all. At the end OUT/report.json (also printed) and OUT/soak.png: the steps, the
+kills, the longest time without a step, what the journal and the records have wrong, and the change per hour after
+minute 10, which is the median of the slopes between all pairs of samples (Theil-Sen). --real: vLLM instead of
+stand-in engines. Exit code 1 if the run ended early or something is wrong.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -42,56 +46,111 @@ if __name__ == "__main__":
 with explained():
     import numpy as np
     import psutil
-    from kill_matrix import ROOT, Try
+    from kill_matrix import ROOT, Try, outcome_of
 
+    from megatron_scalerl.checkpoints.atomic_io import write_durably
     from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl
 
-EVERY_S, FROM_S = 5.0, 600.0
-VICTIMS = ("engine-0", "engine-1", "trainer-0", "verifier")
-UNITS = {"rss_mib": "MiB", "files": "open files", "threads": "threads", "disk_mib": "MiB"}
+EVERY_S, FROM_S, ENOUGH = 5.0, 600.0, 60
+"""Seconds between samples, seconds that are left out at the start, samples that a slope needs."""
+VICTIMS = ("engine-0", "engine-1", "trainer-0", "verifier", "decoder-0")
+SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP)
+MEASURED = {"rss_mib": "percent", "files": "count", "threads": "count", "disk_mib": "MiB"}
+"""What is sampled, and the unit of its slope per hour."""
 
 
-def sample(tried: Try, begin: float) -> dict[str, Any] | None:
+def size_of(folder: Path) -> float:
+    """MiB of the files in a folder, some of which may be deleted meanwhile."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(parent, name)).st_size
+    return total / 2**20
+
+
+def sample(tried: Try, seconds: float) -> dict[str, Any] | None:
     """One row, None while the controller is being started."""
     controller = tried.find("controller")
     if controller is None:
         return None
     with contextlib.suppress(psutil.Error):
-        disk = sum(path.stat().st_size for path in tried.run.rglob("*") if path.is_file())
         return {
-            "seconds": round(time.time() - begin, 1),
+            "seconds": round(seconds, 1),
             "pid": controller.pid,
             "rss_mib": controller.memory_info().rss / 2**20,
             "files": controller.num_fds(),
             "threads": controller.num_threads(),
-            "disk_mib": disk / 2**20,
+            "disk_mib": size_of(tried.run),
             "steps": tried.steps(),
         }
     return None
 
 
-def kill(tried: Try, source: random.Random, begin: float) -> dict[str, Any]:
-    """Kill or stop one process; the row."""
-    victim, number = source.choice(VICTIMS), source.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
+def kill(tried: Try, source: random.Random, seconds: float) -> dict[str, Any] | None:
+    """Kill or stop one process, with its group; the row, None if the process does not run at the moment."""
+    victim, number = source.choice(VICTIMS), source.choice(SIGNALS)
     process = tried.find(victim)
-    with contextlib.suppress(psutil.Error, ProcessLookupError):
-        if process is not None:
-            os.killpg(process.pid, number) if victim != "verifier" else process.send_signal(signal.SIGKILL)
-    return {"seconds": round(time.time() - begin, 1), "kill": victim, "signal": number.name}
+    if process is None:
+        return None
+    try:
+        if victim == "verifier":
+            process.send_signal(number)
+        else:
+            os.killpg(process.pid, number)
+    except (psutil.NoSuchProcess, ProcessLookupError):
+        return None
+    return {"seconds": round(seconds, 1), "kill": victim, "signal": number.name}
 
 
-def slopes(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Change per hour after minute 10, of the controller that ran longest; memory in percent."""
-    samples = [row for row in rows if "rss_mib" in row and row["seconds"] >= FROM_S]
+def measured(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The samples after minute 10 of one controller, the one with the most samples."""
+    samples = [row for row in rows if "rss_mib" in row]
     pids = [row["pid"] for row in samples]
     samples = [row for row in samples if row["pid"] == max(set(pids), key=pids.count)]
+    return [row for row in samples if row["seconds"] - samples[0]["seconds"] >= FROM_S]
+
+
+def slopes(samples: list[dict[str, Any]]) -> dict[str, str]:
+    """Change per hour of each measured value by Theil-Sen, as text with its unit; memory in percent of its median."""
+    if len(samples) < ENOUGH:
+        few = f"too few samples after minute {FROM_S / 60:g}: {len(samples)}, expected {ENOUGH}"
+        return dict.fromkeys(MEASURED, few)
     hours = np.array([row["seconds"] / 3600 for row in samples])
+    first, second = np.triu_indices(len(samples), 1)
     found = {}
-    for key in UNITS:
+    for key, unit in MEASURED.items():
         values = np.array([row[key] for row in samples])
-        slope = float(np.polyfit(hours, values, 1)[0])
-        found[key] = 100 * slope / float(values.mean()) if key == "rss_mib" else slope
+        slope = float(np.median((values[second] - values[first]) / (hours[second] - hours[first])))
+        slope *= 100 / float(np.median(values)) if unit == "percent" else 1
+        found[key] = f"{slope:+.3f} {unit} per hour"
     return found
+
+
+def longest_pause_s(rows: list[dict[str, Any]]) -> float:
+    """Longest time without a new step, after the first one; to the resolution of the samples."""
+    samples = [row for row in rows if row.get("steps")]
+    last, longest = samples[0] if samples else {}, 0.0
+    for row in samples:
+        longest = max(longest, row["seconds"] - last["seconds"])
+        if row["steps"] > last["steps"]:
+            last = row
+    return round(longest, 1)
+
+
+def wrong_in(run: Path) -> list[str]:
+    """What the journal and the records of a run have wrong, whatever its length."""
+    found = outcome_of(run)
+    groups, steps = [g for batch in found["batches"] for g in batch], found["steps"]
+    wrong = []
+    if len(groups) != len(set(groups)):
+        wrong.append(f"batches: expected every group once, found {len(groups) - len(set(groups))} again")
+    if steps != list(range(1, len(steps) + 1)):
+        wrong.append(f"metrics: expected steps 1 to {len(steps)}, each once, in order")
+    hours = [row["device_hours"] for row in read_jsonl(run / "metrics.jsonl")]
+    if hours != sorted(hours):
+        wrong.append("compute axis: expected it ascending")
+    return wrong
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -110,49 +169,68 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         axis.set_ylabel(label)
         for row in rows:
             if "kill" in row:
-                axis.axvline(row["seconds"] / 60, color="tab:red", alpha=0.4, linewidth=0.8)
-    axes[0].set_title("One run with two engines; red: a process is killed or stopped")
+                color = "tab:red" if row["signal"] == "SIGKILL" else "tab:orange"
+                axis.axvline(row["seconds"] / 60, color=color, alpha=0.5, linewidth=0.8)
+    axes[0].set_title("One run with two engines. Red: a process is killed, orange: stopped")
     axes[-1].set_xlabel("minutes")
     figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def soak(tried: Try, file: Path, arguments: argparse.Namespace) -> int | None:
+    """Run until --minutes are reached, appending rows to `file`; the exit code if the run ended before, else None."""
+    before = read_jsonl(file)
+    begin = time.monotonic() - (before[-1]["seconds"] if before else 0.0)
+    source = random.Random(f"{arguments.seed}/{len(before)}")
+    mean_s = 60 * arguments.mean_minutes
+    with contextlib.closing(JsonlWriter(file)) as writer:
+        tried.start()
+        assert tried.process is not None
+        try:
+            next_kill = time.monotonic() - begin + source.expovariate(1 / mean_s)
+            while (seconds := time.monotonic() - begin) < 60 * arguments.minutes:
+                if tried.process.poll() is not None:
+                    return tried.process.returncode
+                if seconds >= next_kill and (row := kill(tried, source, seconds)) is not None:
+                    writer.append(row)
+                    next_kill = seconds + source.expovariate(1 / mean_s)
+                if (row := sample(tried, seconds)) is not None:
+                    writer.append(row)
+                time.sleep(EVERY_S)
+        finally:
+            tried.process.send_signal(signal.SIGTERM)
+            tried.process.wait()
+    return None
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run or continue the soak, then report."""
     out: Path = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    tiny = out / "tiny"
+    tiny, file = out / "tiny", out / "samples.jsonl"
     if not (tiny / "tiny.json").exists():
         command = [sys.executable, "-m", "megatron_scalerl.tiny", str(tiny), "--seed", "1"]
         subprocess.run(command, cwd=ROOT, check=True)
-    file = out / "samples.jsonl"
-    before = read_jsonl(file)
-    begin = time.time() - (before[-1]["seconds"] if before else 0.0)
-    source = random.Random(f"{arguments.seed}/{len(before)}")
     tried = Try(out, tiny, real=arguments.real, steps=1_000_000)
     tried.command += ["rollouts.max_staleness_steps=8", "checkpoint.every_steps=10", "trainer.world_size=1"]
     tried.command += ["validation.every_steps=20", "engine.max_restarts=1000", "trainer.max_restarts=1000"]
-    tried.start()
-    next_kill = time.time() + source.expovariate(1 / (60 * arguments.mean_minutes))
-    with contextlib.closing(JsonlWriter(file)) as writer:
-        while time.time() - begin < 60 * arguments.minutes:
-            time.sleep(EVERY_S)
-            assert tried.process is not None and tried.process.poll() is None, f"the run ended, see {out / 'output'}"
-            if time.time() >= next_kill:
-                writer.append(kill(tried, source, begin))
-                next_kill = time.time() + source.expovariate(1 / (60 * arguments.mean_minutes))
-            if (row := sample(tried, begin)) is not None:
-                writer.append(row)
-    assert tried.process is not None
-    tried.process.send_signal(signal.SIGTERM)
-    tried.process.wait()
-    rows = read_jsonl(file)
+    code = soak(tried, file, arguments)
+    rows, wrong = read_jsonl(file), wrong_in(tried.run)
+    wrong += [] if code is None else [f"the run ended with exit code {code}, see {out / 'output'}"]
     plot(rows, out / "soak.png")
-    made = max(row["steps"] for row in rows if "steps" in row)
-    kills = sum("kill" in row for row in rows)
-    report = {"steps": made, "kills": kills, "slopes_per_hour": slopes(rows)}
-    (out / "report.json").write_text(json.dumps(report, indent=1))
+    report = {
+        "minutes": round(rows[-1]["seconds"] / 60, 1) if rows else 0.0,
+        "steps": tried.steps(),
+        "kills": dict(Counter(f"{row['kill']} {row['signal']}" for row in rows if "kill" in row)),
+        "controllers": len({row["pid"] for row in rows if "pid" in row}),
+        "longest_pause_s": longest_pause_s(rows),
+        "samples_of_slopes": len(measured(rows)),
+        "slopes": slopes(measured(rows)),
+        "wrong": wrong,
+    }
+    write_durably(out / "report.json", json.dumps(report, indent=1).encode())
     print(json.dumps(report, indent=1))
-    return 0
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -120,8 +120,12 @@ def show(console: Console, group: dict[str, Any], index: int, tokenizer: Any) ->
     prompt = group["prompt"]
     step = f"in the batch of step {group['step']}" if group["step"] is not None else "in no batch yet"
     right = sum(each["correct"] for each in group["scores"])
+    task = f"task {printable(prompt['task'])}, " if prompt.get("task") else ""  # older files have no tasks
     lines = [
-        ("group", f"{group['group_id']}, epoch {group['epoch']}, {step}, pass rate {right}/{len(group['scores'])}"),
+        (
+            "group",
+            f"{group['group_id']}, {task}epoch {group['epoch']}, {step}, pass rate {right}/{len(group['scores'])}",
+        ),
         (
             "completion",
             f"{index} of {len(group['rollouts'])}, {len(rollout['token_ids'])} tokens, seed {rollout['seed']}",

@@ -1,9 +1,9 @@
 """`megatron-scalerl train --supervise`: runs the controller as a child process and starts it again when it fails.
 
 The child is `megatron-scalerl train` without the option. It is not started again when it is done (exit code 0), after
-a user error at its first start (2), and when it was stopped by a signal (130, 143); a child that was killed or failed
-resumes from its newest checkpoint. The child ends when this process does, however that exits
-(`processes.parent_death`).
+a user error at its first start (2), and when SIGINT or SIGTERM stopped it (130, 143), also before it had handlers for
+them; a child that was killed or failed resumes from its newest checkpoint. The child ends when this process does,
+however that exits (`processes.parent_death`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _USER_ERROR = 2
 
 
 def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> int:
-    """Run `command` until it ends for good; returns its exit code, 1 for one that a signal killed.
+    """Run `command` until it ends for good; returns its exit code, 1 for one that was killed by another signal.
 
     restarts: starts after a failure without a new checkpoint in RUN/checkpoints in between. SIGINT and SIGTERM are
     passed on to the child, which then is not started again.
@@ -53,7 +53,7 @@ def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> 
             child = subprocess.Popen(tied_command(list(command)), start_new_session=True)
             while early:  # received while the child was being started
                 child.send_signal(early.pop(0))
-            code, child = child.wait(), None
+            code, child = _exit_code(child.wait()), None
             if code in _FINAL or stopped_by or (code == _USER_ERROR and first):
                 return code if code >= 0 else 1
             first = False
@@ -71,6 +71,11 @@ def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> 
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _exit_code(code: int) -> int:
+    """130 or 143, too, for a process that SIGINT or SIGTERM ended before it had handlers for them."""
+    return 128 - code if -code in SIGNALS else code
 
 
 def _pause(seconds: float, stopped_by: Sequence[int]) -> None:

@@ -11,7 +11,8 @@ A step (`_train`, `_train_on`):
 2. The cost of producing the batch is charged and the batch's composition is journaled, in this order. Truncated
    completions and zero-variance groups are filtered out. If nothing remains, there is no optimizer step and no new
    policy version, and the batch is counted as skipped.
-3. The trainer ranks make one optimizer step. Meanwhile the engines continue to generate.
+3. The trainer ranks make one optimizer step. Meanwhile the engines continue to generate, and the next batch is
+   taken and sent if the gate releases it for the next version (`sending`). Its step 2 comes in its turn.
 4. The weights are published, the ledger is charged and the step's record is written.
 5. Every validation.every_steps a validation starts, every checkpoint.every_steps a checkpoint is written.
 
@@ -19,7 +20,10 @@ A weight update (`_publish`): a validation in progress is awaited first, because
 every engine pauses between two tokens, keeps its requests, receives the weights, reports their digest and resumes
 (`weight_sync`). Only then do new groups start at the new version. Every weights.probe_every steps the log-probs of
 trainer and engines are compared (`probe`). An engine that is started again meanwhile takes part in the next update,
-or gets the current weights while the trainer waits for a batch (`_while_current`).
+or gets the current weights while the trainer waits for a batch (`_while_current`); it is probed then, too.
+
+With rollouts.deterministic, update, probe, checkpoint and validation come one after another, and only then new groups
+start, in rounds (`engine.rounds`).
 
 A checkpoint (`_save`): ledger, metrics and journal are synced to disk, the trainer ranks write and commit the
 checkpoint with the controller's own state (step, batches, length of the journal), and old checkpoints are deleted
@@ -35,44 +39,44 @@ raises (`launch.local`).
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
-from megatron_scalerl.batching.advantages import samples_of
-from megatron_scalerl.batching.assignment import plan_step
 from megatron_scalerl.controller.batch_metrics import batch_metrics
 from megatron_scalerl.controller.meter import Meter
 from megatron_scalerl.controller.metrics import Metrics
 from megatron_scalerl.controller.probe import Probe
 from megatron_scalerl.controller.progress import Progress
 from megatron_scalerl.controller.run_folder import ControllerState, ResumePoint, RunFolder
-from megatron_scalerl.controller.validation import Validator
+from megatron_scalerl.controller.sending import Ahead, Sender, SentBatch
+from megatron_scalerl.controller.validations import Validations
 from megatron_scalerl.controller.weight_sync import WeightSync
+from megatron_scalerl.engine.rounds import Rounds
 from megatron_scalerl.launch.fleet import Fleet
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.prompts.dataset import PromptSet
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.tasks import tasks_of
-from megatron_scalerl.rollouts.completions import completions_of
+from megatron_scalerl.rollouts.admission import Admission
 from megatron_scalerl.rollouts.history import BatchRecord, History, read_batch, read_groups, replay_draws
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.sampler import Sampler
-from megatron_scalerl.rollouts.stream import Admission, RolloutStream
+from megatron_scalerl.rollouts.stream import RolloutStream
 from megatron_scalerl.types import RolloutGroup, StepReport
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-class VersionLost(RuntimeError):
-    """No engine holds the policy version of a validation any more, and the trainer has already left it."""
-
-
 class Controller:
     """One attempt of a run."""
+
+    _ahead: SentBatch | None = None
+    """The next batch, if it was sent while the trainer stepped."""
 
     def __init__(
         self,
@@ -92,30 +96,30 @@ class Controller:
         """start: the checkpoint to resume from. history: the journal at the start of this attempt."""
         self._recipe = recipe
         self._prompts = prompts.training
-        self._folder = folder
-        self._fleet = fleet
-        self._start = start
-        self._history = history
+        self._folder, self._fleet = folder, fleet
+        self._start, self._history = start, history
         self._sync, self._probe = sync, probe
-        self._meter, self._ledger = meter, meter.ledger
-        self._progress = progress
+        self._sender = Sender(recipe, fleet, folder.path)
+        self._meter, self._ledger, self._progress = meter, meter.ledger, progress
         self._step = self._saved_step = start.step
-        self._batches = start.batches
-        self._skipped_in_a_row = 0
-        self._validation: asyncio.Task[None] | None = None
-        self._validator = Validator(
-            recipe,
-            engines=fleet.engines,
-            sampler=sampler,
-            prompts=prompts.held_out,
-            count_tokens=meter.count_validation,
-        )
+        self._batches, self._skipped_in_a_row = start.batches, 0
+        rounds = Rounds(fleet.engines, timeout_s=recipe.weights.timeout_s) if recipe.rollouts.deterministic else None
         self._metrics = Metrics(
             folder.path,
             recipe.name,
             step=start.step,
             batches=start.batches,
             last_step=max([start.step, *(b.step for b in history.batches)]),
+        )
+        self._validations = Validations(
+            recipe,
+            prompts.held_out,
+            engines=fleet.engines,
+            sampler=sampler,
+            rounds=rounds,
+            meter=meter,
+            metrics=self._metrics,
+            progress=progress,
         )
         self._curriculum = Curriculum(
             self._prompts,
@@ -133,19 +137,21 @@ class Controller:
             journal=self._journal,
             next_group_id=history.admitted,
             count_tokens=meter.count_training,
+            rounds=rounds,
         )
 
     async def run(self) -> str:
         """Train until all steps are made or no prompt is left; returns why it ended. Raises the first failure."""
+        gc.collect()
+        gc.freeze()  # else a full collection over modules and prompts stops the event loop for 0.1 s and more
         try:
             return await self._run()
         finally:
             await self._stream.close()
-            if self._validation is not None:
-                self._validation.cancel()
-                await asyncio.gather(self._validation, return_exceptions=True)
+            await self._validations.close()
             await self._journal.close()
             self._metrics.close()
+            gc.unfreeze()
 
     async def _run(self) -> str:
         if self._start.checkpoint is not None:
@@ -153,9 +159,9 @@ class Controller:
         await self._publish()
         await self._probe.check(self._step)
         self._meter.charge_startup()
-        if self._validation_due():
-            self._begin_validation()
-            await self._await_validation()
+        if self._validations.due(self._step):
+            self._validations.begin(self._step, self._batches)
+            await self._validations.end(self._while_current)
             self._meter.charge_validation()
         await self._replay()
         self._stream.start(self._step)
@@ -171,7 +177,8 @@ class Controller:
         """
         while self._step < self._recipe.steps:
             begin = self._meter.elapsed
-            groups = await self._while_current(self._stream.next_batch())
+            sent, self._ahead = self._ahead, None
+            groups = sent.groups if sent else await self._while_current(self._stream.next_batch())
             if groups is None:
                 return await self._finish(self._stream.exhausted or "no prompt is left", final=True)
             waited = self._meter.elapsed - begin
@@ -184,49 +191,54 @@ class Controller:
                 group_ids=tuple(g.group_id for g in groups),
             )
             await self._journal.batch(record)
-            await self._train_on(groups, waited)
+            await self._train_on(groups, waited, sent)
             if self._skipped_in_a_row >= self._recipe.filters.max_empty_batches:
                 return await self._finish(
                     f"{self._skipped_in_a_row} batches in a row had nothing left to train on (filters)"
                 )
         return await self._finish(f"all {self._recipe.steps} steps are made")
 
-    async def _train_on(self, groups: Sequence[RolloutGroup], waited: float = 0.0) -> None:
-        """One batch: at most one optimizer step and one new policy version."""
-        recipe = self._recipe
-        plan = samples_of(
-            groups,
-            normalize=recipe.advantages.normalize,
-            truncated=recipe.rewards.truncated,
-            zero_variance=recipe.filters.zero_variance,
-            reduction=recipe.loss.reduction,
-        )
+    async def _train_on(
+        self, groups: Sequence[RolloutGroup], waited: float = 0.0, sent: SentBatch | None = None
+    ) -> None:
+        """One batch: at most one optimizer step and one new policy version. sent: the batch, if it was sent ahead."""
+        begin = self._meter.elapsed
+        sent = sent or await self._sender.send(groups, self._step)
+        sending = self._meter.elapsed - begin
         self._batches += 1
         record: dict[str, Any] = {"batches": self._batches, "wait_for_batch_seconds": waited}
-        record |= batch_metrics(groups, plan.stats, self._step)
-        if not plan.samples:
+        record |= batch_metrics(groups, sent.stats, self._step)
+        if sent.step is None:
             self._skipped_in_a_row += 1
             await self._stream.trained(self._step)
             self._metrics.step(self._step, {"skipped": 1} | record | self._charge())
             self._progress.skipped(self._step)
             return
         self._skipped_in_a_row = 0
-        step = plan_step(
-            plan.samples,
-            step=self._step + 1,
-            dp_size=self._fleet.info.dp_size,
-            micro_batch_tokens=recipe.micro_batch_tokens,
-            policy_version=self._step,
-        )
-        trainer = self._fleet.trainer
-        await trainer.prepare(step, completions_of(self._folder.path, plan.sources))
-        report = await trainer.step(step.step)
-        record["pinned_seconds"] = await self._await_validation(trainer_left=True)
+        report, rest = await self._step_on(sent.step)
+        record["send_seconds"] = sending + rest
+        record["pinned_seconds"] = await self._validations.end(None)
         self._step = report.policy_version
         record |= await self._publish()
-        if recipe.weights.probe_every and self._step % recipe.weights.probe_every == 0:
+        every = self._recipe.weights.probe_every
+        if every and self._step % every == 0:
             record |= await self._probe.check(self._step)
+        else:
+            await self._probe.check(self._step, new_only=True)
         await self._finish_step(report, record)
+        if self._recipe.rollouts.deterministic:
+            await self._validations.end(self._while_current)
+            await self._stream.trained(self._step)
+
+    async def _step_on(self, step: int) -> tuple[StepReport, float]:
+        """The trainer's step, and the seconds for which it then waited until the batch sent ahead was on its way."""
+        if step == self._recipe.steps:
+            return await self._fleet.trainer.step(step), 0.0
+        async with Ahead(self._sender, self._stream.next_batch_ahead, step) as ahead:
+            report = await self._fleet.trainer.step(step)
+            begin = self._meter.elapsed
+            self._ahead = await ahead.batch()
+            return report, self._meter.elapsed - begin
 
     async def _finish_step(self, report: StepReport, record: dict[str, Any]) -> None:
         record |= self._charge()
@@ -240,60 +252,33 @@ class Controller:
         }
         self._metrics.step(self._step, record)
         self._progress.step(self._step, record)
-        if self._validation_due():
-            self._begin_validation()
+        if self._validations.due(self._step):
+            self._validations.begin(self._step, self._batches)
         every = self._recipe.checkpoint.every_steps
         if every and self._step % every == 0:
             await self._save()
 
-    async def _publish(self) -> dict[str, float]:
-        """Update every engine to the trainer's weights, labeled with the current version; then admit new groups."""
+    async def _publish(self) -> dict[str, Any]:
+        """Update every engine to the trainer's weights, labeled with the current version; then admit new groups.
+
+        With rollouts.deterministic they are admitted at the end of the step instead.
+        """
         update = await self._sync.publish(self._step)
-        await self._stream.trained(self._step)
+        if not self._recipe.rollouts.deterministic:
+            await self._stream.trained(self._step)
         return {
             "publish_seconds": update.seconds_total,
             "engine_paused_seconds": update.seconds_paused,
             "weight_bytes": float(update.bytes),
+            "weight_digest": update.digest,
         }
 
-    def _begin_validation(self, *, last: bool = False) -> None:
-        """Start a validation of the current version; the next weight update waits for it."""
-        assert self._validation is None
-        settings = self._recipe.validation
-        at_an_end = last or self._step in (0, self._recipe.steps)
-        generations = settings.end_generations if at_an_end else None
-        logger.info("validation of version %d", self._step)
-        hours, hours_total = self._ledger.axis_at(self._batches), self._ledger.hours()
-        self._validation = asyncio.create_task(
-            self._validate(self._step, generations or settings.generations, hours, hours_total)
-        )
-
-    async def _validate(self, step: int, generations: int, hours: float, hours_total: float) -> None:
-        pass_rate, by_prompt = await self._validator.validate(
-            step, generations=generations, gpu_hours=hours, gpu_hours_total=hours_total
-        )
-        self._metrics.validation(pass_rate, by_prompt=by_prompt)
-        self._progress.validation(pass_rate)
-
-    async def _await_validation(self, *, trainer_left: bool = False) -> float:
-        """Wait for the validation in progress, if any; returns the seconds waited.
-
-        trainer_left: the trainer holds a later version already. Raises VersionLost if no engine is left then.
-        """
-        if self._validation is None:
-            return 0.0
-        begin = self._meter.elapsed
-        if trainer_left:
-            await self._until_version_lost(self._validation)
-        else:
-            await self._while_current(self._validation)
-        self._validation = None
-        waited = self._meter.elapsed - begin
-        self._meter.pinned_seconds += waited
-        return waited
-
     async def _while_current(self, work: Awaitable[T]) -> T:
-        """The result of `work`. Engines that join meanwhile get the trainer's weights, which are the current ones."""
+        """The result of `work`, for which the trainer waits, too.
+
+        Engines that join meanwhile get the trainer's weights, which are the current ones, and are probed before the
+        result is returned. Not with rollouts.deterministic, where the probe would join a round: after the next step.
+        """
         task = asyncio.ensure_future(work)
         engines = self._fleet.engines
         try:
@@ -305,22 +290,11 @@ class Controller:
                     joined.cancel()
                 if not task.done():
                     await self._sync.catch_up(self._step)
+                    if not self._recipe.rollouts.deterministic:
+                        await self._probe.check(self._step, new_only=True)
             return await task
         finally:
             task.cancel()
-
-    async def _until_version_lost(self, validation: asyncio.Task[None]) -> None:
-        engines = self._fleet.engines
-        lost = asyncio.create_task(engines.until(lambda: not engines.serving))
-        try:
-            await asyncio.wait({validation, lost}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            lost.cancel()
-        if not validation.done():
-            raise VersionLost(
-                f"validation of version {self._step}: expected an engine that holds it, found none left"
-            )
-        await validation
 
     def _charge(self) -> dict[str, float]:
         """Charge the batch that was just trained or skipped (`meter`); its times and hours for the step record."""
@@ -378,18 +352,13 @@ class Controller:
     async def _finish(self, reason: str, *, final: bool = False) -> str:
         """The last validation, checkpoint and charge. final: the run cannot resume, even with more steps."""
         await self._stream.close()
-        await self._await_validation()
+        await self._validations.end(self._while_current)
         if self._recipe.validation.every_steps and not self._metrics.has_validation(self._step):
-            self._begin_validation(last=True)
-            await self._await_validation()
+            self._validations.begin(self._step, self._batches, last=True)
+            await self._validations.end(self._while_current)
         if self._step > self._saved_step:
             await self._save()
         await self._journal.removed()
         self._meter.charge_validation()
         self._folder.end(reason, step=self._step, final=final)
         return reason
-
-    def _validation_due(self) -> bool:
-        """True if this step's validation is not recorded; it may be missing after a restart, too."""
-        every = self._recipe.validation.every_steps
-        return bool(every) and self._step % every == 0 and not self._metrics.has_validation(self._step)

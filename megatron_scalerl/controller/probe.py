@@ -19,6 +19,8 @@ from megatron_scalerl.rollouts.sampler import VALIDATION_PRIORITY, Sampler
 from megatron_scalerl.types import Prompt
 
 PROMPTS = 4
+TOKENS = 256
+"""Longest completion: the trainer waits for it, and a whole one may take minutes."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 """Nats by policy.dtype, if weights.probe_tolerance is unset."""
 
@@ -36,14 +38,19 @@ class Probe:
         self._prompts = sorted(prompts, key=lambda p: p.prompt_id)[:PROMPTS]
         self._seed = recipe.seed
         self._tolerance = recipe.weights.probe_tolerance or TOLERANCE[recipe.policy.dtype]
+        self._checked: set[EngineClient] = set()
 
-    async def check(self, policy_version: int) -> dict[str, float]:
+    async def check(self, policy_version: int, *, new_only: bool = False) -> dict[str, float]:
         """Mean and largest |trainer - engine log-prob| (nats) of the engines that serve `policy_version`.
 
-        An engine that fails meanwhile is evicted. Raises ProbeError beyond the tolerance.
+        new_only: of those whose server was started since the last check. An engine that fails meanwhile is evicted.
+        Raises ProbeError beyond the tolerance.
         """
         found: list[float] = []
+        self._checked &= set(self._fleet.engines.serving)
         for engine in self._fleet.engines.serving:
+            if new_only and engine in self._checked:
+                continue
             rollouts = await self._completions(engine)
             if rollouts is None:
                 continue
@@ -57,6 +64,7 @@ class Probe:
                     f"{self._tolerance} nats of the trainer's (weights.probe_tolerance), found {max(differences):.3g}"
                 )
             found += differences
+            self._checked.add(engine)
         return {"probe_mismatch_mean": sum(found) / len(found), "probe_mismatch_max": max(found)} if found else {}
 
     async def _completions(self, engine: EngineClient) -> list[RolloutArrays] | None:
@@ -66,7 +74,11 @@ class Probe:
                 running = [
                     tasks.create_task(
                         self._sampler.complete(
-                            engine, prompt, self._sampler.draw(self._seed, -1, index), priority=VALIDATION_PRIORITY
+                            engine,
+                            prompt,
+                            self._sampler.draw(self._seed, -1, index),
+                            priority=VALIDATION_PRIORITY,
+                            max_tokens=TOKENS,
                         )
                     )
                     for index, prompt in enumerate(self._prompts)

@@ -25,7 +25,7 @@ from rich.console import Console
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter
 from megatron_scalerl.controller.failures import log_failures
 from megatron_scalerl.controller.ledger import Ledger
-from megatron_scalerl.controller.loop import Controller, VersionLost
+from megatron_scalerl.controller.loop import Controller
 from megatron_scalerl.controller.meter import Meter, metering
 from megatron_scalerl.controller.preflight import Inputs, check_inputs
 from megatron_scalerl.controller.probe import Probe
@@ -38,6 +38,7 @@ from megatron_scalerl.controller.run_folder import (
     finished,
     resume_point,
 )
+from megatron_scalerl.controller.validations import VersionLost
 from megatron_scalerl.controller.weight_sync import WeightSync, WeightUpdateError
 from megatron_scalerl.engine.membership import Member
 from megatron_scalerl.launch.fleet import Devices, Fleet

@@ -20,7 +20,9 @@ import math
 from collections.abc import Callable, Sequence
 
 from megatron_scalerl.engine.answers import EngineError
+from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.membership import Membership
+from megatron_scalerl.engine.rounds import Rounds
 from megatron_scalerl.prompts.dataset import first_of_each_task
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.sampler import VALIDATION_PRIORITY, Sampler, ScoredCompletion
@@ -42,14 +44,18 @@ class Validator:
         sampler: Sampler,
         prompts: Sequence[Prompt],
         count_tokens: Callable[[int], None],
+        rounds: Rounds | None = None,
     ) -> None:
-        """count_tokens: called with the number of tokens of every finished completion."""
+        """count_tokens: called with the number of tokens of every finished completion. rounds: for
+        rollouts.deterministic."""
         self._seed = recipe.validation.seed
         self._prompts = first_of_each_task(prompts, recipe.validation.prompts)
         self._engines = engines
         self._sampler = sampler
         self._count_tokens = count_tokens
-        self._slots = asyncio.Semaphore(recipe.rollouts.max_in_flight * recipe.engine.count)
+        self._rounds = rounds
+        self._in_flight = recipe.rollouts.max_in_flight * recipe.engine.count
+        self._slots = asyncio.Semaphore(self._in_flight)
 
     async def validate(
         self, step: int, *, generations: int, gpu_hours: float, gpu_hours_total: float
@@ -61,12 +67,9 @@ class Validator:
         Raises RuntimeError if all completions of a prompt are lost.
         """
         assert self._prompts and generations >= 1
-        async with asyncio.TaskGroup() as tasks:
-            running = [
-                [tasks.create_task(self._completion(step, number, index)) for index in range(generations)]
-                for number in range(len(self._prompts))
-            ]
-        results = [[result for task in row if (result := task.result()) is not None] for row in running]
+        generate = self._all_at_once if self._rounds is None else self._in_rounds
+        found_by_prompt = await generate(step, generations)
+        results = [[result for result in row if result is not None] for row in found_by_prompt]
         for prompt, row in zip(self._prompts, results):
             if not row:
                 raise RuntimeError(
@@ -92,18 +95,49 @@ class Validator:
         )
         return pass_rate, by_prompt
 
-    async def _completion(self, step: int, number: int, index: int) -> ScoredCompletion | None:
-        """Completion `index` of a prompt by policy version `step`; None if it was lost."""
+    async def _all_at_once(self, step: int, generations: int) -> list[list[ScoredCompletion | None]]:
+        """All completions, by prompt, in whatever order the engines serve them."""
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                [tasks.create_task(self._completion(step, number, index)) for index in range(generations)]
+                for number in range(len(self._prompts))
+            ]
+        return [[task.result() for task in row] for row in running]
+
+    async def _in_rounds(self, step: int, generations: int) -> list[list[ScoredCompletion | None]]:
+        """All completions, by prompt, generated in rounds (`engine.rounds`)."""
+        assert self._rounds is not None
+        wanted = [(number, index) for number in range(len(self._prompts)) for index in range(generations)]
+        found: list[ScoredCompletion | None] = []
+        for begin in range(0, len(wanted), self._in_flight):
+            part = wanted[begin : begin + self._in_flight]
+            together = await self._rounds.begin()
+            engines = [together.engine(number) for number, _ in part]
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(self._completion(step, number, index, first=engine, rank=rank))
+                    for rank, (engine, (number, index)) in enumerate(zip(engines, part))
+                ]
+                await together.go(engines)
+            found += [task.result() for task in running]
+        return [found[begin : begin + generations] for begin in range(0, len(wanted), generations)]
+
+    async def _completion(
+        self, step: int, number: int, index: int, *, first: EngineClient | None = None, rank: int = 0
+    ) -> ScoredCompletion | None:
+        """Completion `index` of a prompt by policy version `step`; None if it was lost.
+
+        first: the engine of the first attempt, None for any. rank: of the request within its round.
+        """
         prompt = self._prompts[number]
         draw = self._sampler.draw(self._seed, number, index)
         tries = 0
         async with self._slots:
             while tries < _TRIES:
-                await self._engines.until(lambda: bool(self._engines.serving))
-                serving = self._engines.serving
-                engine = serving[number % len(serving)]
+                engine = first or await self._engine(number)
+                first = None
                 try:
-                    result = await self._sampler.complete(engine, prompt, draw, priority=VALIDATION_PRIORITY)
+                    result = await self._sampler.complete(engine, prompt, draw, priority=VALIDATION_PRIORITY + rank)
                     found = {result.completion.first_version, result.completion.last_version}
                     if found != {step}:
                         raise EngineError(f"{engine.name}: policy versions: expected {step}, found {sorted(found)}")
@@ -116,6 +150,12 @@ class Validator:
                     self._count_tokens(result.completion.tokens)
                     return result
         return None
+
+    async def _engine(self, number: int) -> EngineClient:
+        """A serving engine; the completions of a prompt share one."""
+        await self._engines.until(lambda: bool(self._engines.serving))
+        serving = self._engines.serving
+        return serving[number % len(serving)]
 
 
 def _by_task(prompts: Sequence[Prompt], by_prompt: Sequence[float]) -> dict[str, TaskPassRate]:

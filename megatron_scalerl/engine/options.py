@@ -192,7 +192,8 @@ def _nested(options: dict[str, Any], name: str) -> dict[str, Any]:
 def engine_arguments(recipe: Recipe, *, host: str, port: int, transport: str) -> list[str]:
     """Arguments of vLLM's OpenAI server.
 
-    transport: gloo or nccl. Raises ValueError as `check_options` does.
+    transport: gloo or nccl. Raises ValueError as `check_options` does, and for an option that contradicts another
+    setting of the recipe.
     """
     check_options(recipe.engine.vllm)
     options: dict[str, Any] = (CPU_DEFAULTS if on_cpu() else {}) | {
@@ -233,6 +234,8 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int, transport: str) ->
     }
     if recipe.rollouts.routing_replay:
         options |= _routing_options()
+    if recipe.rollouts.deterministic:
+        options |= _deterministic_options(recipe.engine.vllm)
     return [text for name, value in options.items() for text in _argument(name, value)]
 
 
@@ -244,6 +247,17 @@ def _routing_options() -> dict[str, Any]:
             "the CPU build"
         )
     return {"enable_return_routed_experts": True, "enable_prefix_caching": True}
+
+
+def _deterministic_options(given: dict[str, Any]) -> dict[str, Any]:
+    """For rollouts.deterministic: which requests share a batch must not depend on time."""
+    for name, expected in {"async_scheduling": False, "data_parallel_size": 1}.items():
+        if given.get(name, expected) != expected:
+            raise ValueError(
+                f"engine.vllm.{name}: expected {str(expected).lower()} with rollouts.deterministic, found "
+                f"{given[name]!r}"
+            )
+    return {"async_scheduling": False}
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -1,9 +1,9 @@
-"""Detects an engine that hangs: requests in flight, and no token for too long. Runs in the controller.
+"""Detects an engine that hangs: requests in flight, and no token for too long, or too many. Runs in the controller.
 
 It polls the token count of each engine core, which the server process keeps (`engine.vllm_progress`): a hanging core
-cannot delay the response. No limit applies to a completion as a whole. Time in which the engine is paused does not
-count, nor does time in which the controller itself did not run (a suspended job). After EngineDied the engine is
-evicted, its processes are ended, and it is started again (`launch.engines`).
+cannot delay the response. No limit of time applies to a completion as a whole, only its budget of tokens. Time in
+which the engine is paused does not count, nor does time in which the controller did not run (a suspended job). After
+EngineDied the engine is evicted, its processes are ended, and it is started again (`launch.engines`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ _POLLS = 20
 """Polls within `stall_timeout_s`."""
 _MAX_INTERVAL_S = 5.0
 """Longest time between two polls."""
+_BUDGETS = 2.0
+"""An engine is hung once it has generated so many times what its requests may have, and none of them has ended."""
 
 
 class EngineDied(RuntimeError):
@@ -63,11 +65,38 @@ class StallClock:
         return None
 
 
+class BudgetClock:
+    """Compares what an engine has generated since one of its requests ended with the budgets of those in flight."""
+
+    def __init__(self) -> None:
+        self._ended = 0
+        self._tokens: int | None = None
+        """Count of tokens at the first poll after the last end, before which none counts."""
+
+    def update(self, tokens: int, *, ended: int, budget: int) -> str | None:
+        """Add one poll; returns what is wrong, or None.
+
+        tokens: generated in total. ended: requests that have ended, in total. budget: `client.budget_since_end`.
+        """
+        if ended != self._ended:
+            self._ended, self._tokens = ended, None
+            return None
+        if self._tokens is None:
+            self._tokens = tokens
+        generated = tokens - self._tokens
+        if not budget or generated <= _BUDGETS * budget:
+            return None
+        return f"generated {generated} tokens and ended none of its requests, which may have {budget} tokens in all"
+
+
 class LagClock:
     """Compares the rates of a run's engines, and measures how long each has lagged behind the others.
 
-    The rate is tokens per second and decoding request, so that it depends neither on the number of requests nor on
-    the lengths of completions: an eviction for lagging does not select completions by length.
+    The rate is tokens per second and decoding request. By itself it does not depend on the lengths of completions but
+    it does on the number of requests that an engine decodes at once: the more, the fewer tokens each gets a second.
+    The stream gives work to the engine with the least of it (`rollouts.engine_loads`), which keeps the numbers alike
+    while there is work for all; engine.min_relative_rate has to leave room for the rest, such as a full engine beside
+    others with the last completions of a batch.
     """
 
     _OTHERS = 2
@@ -109,7 +138,7 @@ async def watch_progress(client: EngineClient, settings: EngineSection, lag: Lag
     """Poll one engine's progress forever. Raises EngineDied, naming it, once it hangs, lags or does not respond."""
     limit = settings.stall_timeout_s
     interval = min(limit / _POLLS, _MAX_INTERVAL_S)
-    clock = StallClock(settings)
+    clock, budgets = StallClock(settings), BudgetClock()
     polled = answered = time.monotonic()
     tokens = client.produced_tokens
     while True:
@@ -130,6 +159,7 @@ async def watch_progress(client: EngineClient, settings: EngineSection, lag: Lag
         elapsed, polled = min(answered - polled, limit / 4), answered
         paused = client.paused
         stall = clock.update(progress.cores, in_flight=client.in_flight, paused=paused, elapsed_s=elapsed)
+        stall = stall or budgets.update(progress.tokens, ended=client.ended, budget=client.budget_since_end)
         if stall is None and lag is not None and not paused:
             decoding = sum(core.decoding for core in progress.cores)
             new_tokens = progress.tokens - tokens

@@ -102,6 +102,10 @@ class RolloutsSection(Section):
     """Maximum number of concurrent completions per engine; at least group_size."""
     decoders: PositiveInt | None = None
     """Processes that decode the engines' responses. null: one for each CPU available to the controller, at most 4."""
+    deterministic: bool = False
+    """Submit requests in rounds, so that on CPUs an interrupted and resumed run has the same bits as one that was not
+    interrupted. Requires max_staleness_steps 0. Slower: validation, probe, generation and checkpoint come one after
+    another, and a round starts only when every engine that is not given up serves."""
     kv_cache: Literal["keep", "recompute"] = "keep"
     """At a weight update, keep the KV cache of running completions, as in PipelineRL, or recompute it."""
     routing_replay: bool = False
@@ -115,6 +119,11 @@ class RolloutsSection(Section):
             raise ValueError(
                 "top_p: expected 1 (the engine's log-probs would be renormalized over the nucleus, the trainer's are "
                 f"over all tokens), found {self.top_p:g}"
+            )
+        if self.deterministic and (self.max_staleness_steps or self.routing_replay):
+            found = f"{self.max_staleness_steps} and {str(self.routing_replay).lower()}"
+            raise ValueError(
+                f"deterministic: expected max_staleness_steps 0 and routing_replay false with it, found {found}"
             )
         return self
 

@@ -5,7 +5,7 @@ Training rollouts and validation share it, so that they differ only in seeds and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.rewards.pool import VerifierPool
@@ -40,14 +40,18 @@ class Sampler:
         """The random choices for completion `index` of a group, a function of these three numbers."""
         return self._plans.draw(seed, group_id, index)
 
-    async def complete(self, engine: EngineClient, prompt: Prompt, draw: Draw, *, priority: int) -> ScoredCompletion:
-        """One completion and its score.
+    async def complete(
+        self, engine: EngineClient, prompt: Prompt, draw: Draw, *, priority: int, max_tokens: int | None = None
+    ) -> ScoredCompletion:
+        """One completion and its score. max_tokens: end it after so many, in place of the run's own budget.
 
         An answer on which the verifier fails counts as wrong. Raises CompletionLost for a completion that is unusable
         for a reason other than the policy, EngineError for an engine that is to be evicted, and RuntimeError, which
         ends the run, from a pool of decoders or verifiers without processes.
         """
         spec = self._plans.spec(draw, priority)
+        if max_tokens is not None:
+            spec = replace(spec, max_tokens=min(max_tokens, spec.max_tokens))
         found = await engine.generate(prompt.token_ids, sampling=spec, decoder=self._decoders)
         score = await self._verifier.score(found.text, prompt, truncated=found.completion.truncated)
         return ScoredCompletion(completion=found.completion, data=found.data, score=score)

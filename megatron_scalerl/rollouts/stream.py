@@ -17,13 +17,17 @@ finished batch, freed engine slots, an engine that joins or leaves, a failure.
 * `_follow_engines` (one task) notifies the condition when an engine joins or leaves.
 * `next_batch` (the controller's training loop). Consumes: `_ready`, bounded by the gate. Waits for: a batch that the
   gate may release. Unblocked by: group tasks. Returns None when the curriculum is exhausted and nothing is
-  outstanding.
+  outstanding. `next_batch_ahead` does the same for the version after the current one, until it is cancelled.
 
 An engine that fails a request is evicted (`engine.membership`). The groups on it are issued again on another engine,
 under their ids. Completions that had finished stay. The others are generated again with the same seed and the same
 interruption point, because a completion in flight is longer than average: a new draw in its place would favor short
 completions, while the same draw gives the same completion again as far as the weights are the same. A group of which
 nothing is left starts with a new deadline; one with finished completions keeps its deadline and stays in the gate.
+
+With `rollouts.deterministic`, admission is `_admit_in_rounds`: whole rounds (`engine.rounds`), each after the last
+one has ended. After a restart the round that was interrupted is generated again as a whole, those of its groups that
+had finished too, since the others shared batches of the engines with them. The recorded ones are trained on.
 
 The first other failure in admission or a group task is raised by `next_batch`. `close` cancels all tasks.
 
@@ -34,52 +38,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.membership import Membership
+from megatron_scalerl.engine.rounds import Rounds
 from megatron_scalerl.prompts.curriculum import Curriculum, CurriculumDry
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.rollouts.admission import Admission
+from megatron_scalerl.rollouts.engine_loads import EngineLoads
 from megatron_scalerl.rollouts.gate import StalenessGate
 from megatron_scalerl.rollouts.journal import Journal
+from megatron_scalerl.rollouts.plans import Draw
 from megatron_scalerl.rollouts.sampler import TRAINING_PRIORITY, Sampler, ScoredCompletion
-from megatron_scalerl.types import CompletionLost, Prompt, RolloutGroup
+from megatron_scalerl.types import Completion, CompletionLost, Prompt, RolloutGroup
 
 logger = logging.getLogger(__name__)
-
-_FORGET = 0.02
-"""Weight of the newest completion in the running mean of their lengths."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Admission:
-    """A group to generate."""
-
-    group_id: int
-    prompt: Prompt
-    epoch: int
-    kept: dict[int, ScoredCompletion | None] = field(default_factory=dict)
-    """Completions that finished before their engine was evicted, by index; None for a lost one."""
-    redraws: int = 0
-    """How often all of its completions were lost: each time, they get draws that the group has not had."""
-
-    @property
-    def holds_deadline(self) -> bool:
-        """True if a kept completion fixes the group's deadline: the gate counts the group as in flight."""
-        return any(result is not None for result in self.kept.values())
-
-
-class _Load:
-    """Work of one engine that this stream has submitted."""
-
-    def __init__(self) -> None:
-        self.completions = 0
-        self.tokens = 0.0
-        """Prompt tokens and expected completion tokens of the completions."""
 
 
 class RolloutStream:
@@ -95,8 +72,10 @@ class RolloutStream:
         journal: Journal,
         next_group_id: int = 0,
         count_tokens: Callable[[int], None] = lambda tokens: None,
+        rounds: Rounds | None = None,
     ) -> None:
-        """count_tokens: called with the number of tokens of every finished completion."""
+        """count_tokens: called with the number of tokens of every finished completion. rounds: for
+        rollouts.deterministic."""
         self.reissued_groups = 0
         """Groups that were issued again because their engine was evicted."""
         self.policy_version = 0
@@ -110,16 +89,20 @@ class RolloutStream:
             max_staleness_steps=recipe.rollouts.max_staleness_steps,
         )
         self._group_size = recipe.rollouts.group_size
-        self._max_in_flight = recipe.rollouts.max_in_flight
         self._seed = recipe.seed
         self._next_group_id = next_group_id
         self._count_tokens = count_tokens
         self._engines = engines
-        self._load: dict[EngineClient, _Load] = {}
-        self._expected_tokens = float(recipe.max_completion_tokens)
-        self._idle_since: float | None = None
-        self._idle_seconds = 0.0
+        self._rounds = rounds
+        self._round_groups = recipe.rollouts.max_in_flight // self._group_size * recipe.engine.count
+        self._loads = EngineLoads(
+            engines,
+            group_size=self._group_size,
+            max_in_flight=recipe.rollouts.max_in_flight,
+            expected_tokens=float(recipe.max_completion_tokens),
+        )
         self._reissue: list[Admission] = []
+        self._repeating = 0  # recorded groups that are being generated once more, or will be
         self._ready: dict[int, RolloutGroup] = {}
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -139,7 +122,11 @@ class RolloutStream:
         for group in ready:
             self._gate.restore(group.group_id, group.first_token_version)
             self._ready[group.group_id] = group
-        self._reissue = list(unfinished)
+        again = list(unfinished)
+        if self._rounds is not None and len(ready) < self._gate.groups_per_batch:
+            again += [Admission(group_id=g.group_id, prompt=g.prompt, epoch=g.epoch, recorded=g) for g in ready]
+            self._repeating = len(ready)
+        self._reissue = sorted(again, key=lambda admission: admission.group_id)
 
     async def trained(self, policy_version: int) -> None:
         """The last batch is done; every engine serves `policy_version` (the old one if there was no step)."""
@@ -157,14 +144,29 @@ class RolloutStream:
             while True:
                 if self._failure is not None:
                     raise self._failure
-                ids = self._gate.batch(self.policy_version)
-                if ids is not None:
-                    self._gate.take(ids)
-                    self._changed.notify_all()
-                    return [self._ready.pop(g) for g in ids]
+                if (batch := self._take(self.policy_version)) is not None:
+                    return batch
                 if self.exhausted and self._gate.in_flight == 0 and not self._reissue:
                     return None
                 await self._changed.wait()
+
+    async def next_batch_ahead(self) -> list[RolloutGroup]:
+        """While a batch trains, the groups to train on after it, as `next_batch`.
+
+        Waits, also if there is none or the stream has failed, until it is cancelled; it has taken nothing then.
+        """
+        async with self._changed:
+            while (batch := self._take(self.policy_version + 1)) is None:
+                await self._changed.wait()
+            return batch
+
+    def _take(self, policy_version: int) -> list[RolloutGroup] | None:
+        ids = None if self._repeating else self._gate.batch(policy_version)
+        if ids is None:
+            return None
+        self._gate.take(ids)
+        self._changed.notify_all()
+        return [self._ready.pop(g) for g in ids]
 
     @property
     def in_flight(self) -> int:
@@ -177,12 +179,8 @@ class RolloutStream:
         return self._gate.ready
 
     def take_idle_seconds(self) -> float:
-        """Seconds since the last call in which the staleness bound left all engines without work."""
-        now = time.monotonic()
-        idle = self._idle_seconds + (now - self._idle_since if self._idle_since is not None else 0.0)
-        self._idle_seconds = 0.0
-        self._idle_since = now if self._idle_since is not None else None
-        return idle
+        """Seconds since the last call in which engines served and the staleness bound left all without work."""
+        return self._loads.take_idle_seconds()
 
     async def close(self) -> None:
         """Stop admission and cancel all groups in flight."""
@@ -192,7 +190,8 @@ class RolloutStream:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _start_admission(self) -> None:
-        self._admission = asyncio.create_task(self._guarded(self._admit), name="admission")
+        admit = self._admit if self._rounds is None else self._admit_in_rounds
+        self._admission = asyncio.create_task(self._guarded(admit), name="admission")
 
     async def _guarded(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
         """A task of the stream: keep the first failure for `next_batch`."""
@@ -213,31 +212,69 @@ class RolloutStream:
             await self._engines.until(lambda: self._engines.epoch != epoch)  # noqa: B023
             epoch = self._engines.epoch
             async with self._changed:
+                self._loads.note_idle()
                 self._changed.notify_all()
 
     async def _admit(self) -> None:
         while True:
             async with self._changed:
-                await self._changed.wait_for(lambda: self._may_start() and self._free_engine() is not None)
+                await self._changed.wait_for(lambda: self._may_start() and self._loads.free_engine() is not None)
                 admission = self._draw()
                 if admission is None:
                     self._changed.notify_all()
                     return
-                engine = self._free_engine()
+                engine = self._loads.free_engine()
                 assert engine is not None
-                if not admission.holds_deadline:
+                if not admission.counted:
                     self._gate.start(admission.group_id, self.policy_version)
-                weight = self._add_load(engine, admission)
-                if self._idle_since is not None:
-                    self._idle_seconds += time.monotonic() - self._idle_since
-                    self._idle_since = None
-            name = f"group {admission.group_id}"
-            task = asyncio.create_task(self._guarded(self._group, engine, admission, weight), name=name)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+                self._submit(engine, admission, TRAINING_PRIORITY)
+
+    def _submit(self, engine: EngineClient, admission: Admission, priority: int) -> asyncio.Task[None]:
+        weight = self._loads.add(engine, admission.prompt, self._group_size - len(admission.kept))
+        name = f"group {admission.group_id}"
+        task = asyncio.create_task(self._guarded(self._group, engine, admission, weight, priority), name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _admit_in_rounds(self) -> None:
+        """Admission with rollouts.deterministic: the groups of a round reach their paused engines together.
+
+        Consumes: as `_admit`. Waits for: the gate, all engines that are not given up, and the groups of the last
+        round. Unblocked by: a batch that is done, an engine that joins, group tasks that end.
+        """
+        assert self._rounds is not None
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(self._may_start)
+                admissions = self._draw_round()
+                if not admissions:
+                    self._changed.notify_all()
+                    return
+            together = await self._rounds.begin()
+            groups, requests = [], []
+            for rank, admission in enumerate(admissions):
+                engine = together.engine(rank)
+                first = TRAINING_PRIORITY + rank * self._group_size
+                groups.append(self._submit(engine, admission, first))
+                requests += [engine] * (self._group_size - len(admission.kept))
+            await together.go(requests)
+            await asyncio.wait(groups)
+
+    def _draw_round(self) -> list[Admission]:
+        """The groups of the next round, none if the curriculum is exhausted. The gate counts them from now on."""
+        drawn: list[Admission] = []
+        while len(drawn) < self._round_groups and self._may_start():
+            admission = self._draw()
+            if admission is None:
+                break
+            if not admission.counted:
+                self._gate.start(admission.group_id, self.policy_version)
+            drawn.append(admission)
+        return drawn
 
     def _may_start(self) -> bool:
-        return bool(self._reissue and self._reissue[0].holds_deadline) or self._gate.may_start()
+        return bool(self._reissue and self._reissue[0].counted) or self._gate.may_start()
 
     def _draw(self) -> Admission | None:
         """The next group: one to reissue, otherwise a new prompt; None if the curriculum is exhausted."""
@@ -253,28 +290,23 @@ class RolloutStream:
         self._journal.admit(group_id, prompt.prompt_id, epoch)
         return Admission(group_id=group_id, prompt=prompt, epoch=epoch)
 
-    def _free_engine(self) -> EngineClient | None:
-        """The serving engine with the fewest expected tokens, of those with slots for a whole group."""
-        serving = self._engines.serving
-        self._load = {engine: self._load.get(engine) or _Load() for engine in serving}
-        free = [e for e in serving if self._load[e].completions + self._group_size <= self._max_in_flight]
-        return min(free, key=lambda engine: self._load[engine].tokens, default=None)
-
-    def _add_load(self, engine: EngineClient, admission: Admission) -> float:
-        """Count the completions of a group that starts; returns the expected tokens of each, with its prompt's."""
-        load, count = self._load[engine], self._group_size - len(admission.kept)
-        weight = len(admission.prompt.token_ids) + self._expected_tokens
-        load.completions += count
-        load.tokens += count * weight
-        return weight
-
-    async def _group(self, engine: EngineClient, admission: Admission, weight: float) -> None:
+    async def _group(self, engine: EngineClient, admission: Admission, weight: float, priority: int) -> None:
+        """priority: of its first completion; in a round, those of the others follow it."""
         group_id, prompt = admission.group_id, admission.prompt
         missing = [index for index in range(self._group_size) if index not in admission.kept]
         drawn = admission.redraws * self._group_size
         async with asyncio.TaskGroup() as tasks:
             running = {
-                index: tasks.create_task(self._completion(engine, prompt, group_id, drawn + index, weight))
+                index: tasks.create_task(
+                    self._completion(
+                        engine,
+                        prompt,
+                        self._sampler.draw(self._seed, group_id, drawn + index),
+                        weight=weight,
+                        priority=priority + (0 if self._rounds is None else index),
+                        where=f"group {group_id}, completion {drawn + index}",
+                    )
+                )
                 for index in missing
             }
         results = dict(admission.kept)
@@ -282,6 +314,9 @@ class RolloutStream:
             if (finished := task.result()) is not None:
                 results[index] = finished[0]
         kept = [result for _, result in sorted(results.items()) if result is not None]
+        if admission.recorded is not None:
+            await self._repeated(admission.recorded, [found.completion for found in kept])
+            return
         if len(results) < self._group_size or not kept:
             await self._reissue_group(admission, results if kept else {}, evicted=len(results) < self._group_size)
             return
@@ -313,22 +348,32 @@ class RolloutStream:
         again = replace(admission, kept=kept, redraws=admission.redraws + (not evicted))
         async with self._changed:
             self.reissued_groups += evicted
-            if not again.holds_deadline:
+            if not again.counted:
                 self._gate.abandon(admission.group_id)
             self._reissue.append(again)
             if self._admission is not None and self._admission.done():  # it ended when the curriculum was exhausted
                 self._start_admission()
             self._changed.notify_all()
 
+    async def _repeated(self, recorded: RolloutGroup, found: Sequence[Completion]) -> None:
+        """A recorded group was generated once more, for the others of its round."""
+        if tuple(found) != recorded.completions:
+            logger.warning(
+                "group %d: its completions are others than before the restart: this run is not deterministic",
+                recorded.group_id,
+            )
+        async with self._changed:
+            self._repeating -= 1
+            self._changed.notify_all()
+
     async def _completion(
-        self, engine: EngineClient, prompt: Prompt, group_id: int, index: int, weight: float
+        self, engine: EngineClient, prompt: Prompt, draw: Draw, *, weight: float, priority: int, where: str
     ) -> tuple[ScoredCompletion | None] | None:
         """(one scored completion, None if it was lost); None if its engine was evicted before it finished."""
-        draw = self._sampler.draw(self._seed, group_id, index)
         result: tuple[ScoredCompletion | None] | None = None
         served = self.policy_version
         try:
-            found = await self._sampler.complete(engine, prompt, draw, priority=TRAINING_PRIORITY)
+            found = await self._sampler.complete(engine, prompt, draw, priority=priority)
             newest = found.completion.last_version
             if newest > self.policy_version + 1:  # during a weight update, engines may serve the next version already
                 raise EngineError(
@@ -340,18 +385,14 @@ class RolloutStream:
                     f"was sent, found {found.completion.first_version}"
                 )
             self._count_tokens(found.completion.tokens)
-            self._expected_tokens += _FORGET * (found.completion.tokens - self._expected_tokens)
+            self._loads.observe(found.completion.tokens)
             result = (found,)
         except CompletionLost as lost:
-            logger.warning("group %d, completion %d is left out: %s", group_id, index, lost)
+            logger.warning("%s is left out: %s", where, lost)
             result = (None,)
         except EngineError as error:
             self._engines.evict(engine, str(error))
         async with self._changed:
-            if (load := self._load.get(engine)) is not None:
-                load.completions -= 1
-                load.tokens -= weight
-            if not any(load.completions for load in self._load.values()):
-                self._idle_since = self._idle_since or time.monotonic()
+            self._loads.remove(engine, weight)
             self._changed.notify_all()
         return result

@@ -1,10 +1,12 @@
 """The probe compares log-probs of sampled tokens and rejects another version or other weights."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from rollout_groups import scored
 
+from megatron_scalerl.controller.loop import Controller
 from megatron_scalerl.controller.probe import Probe, ProbeError
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.launch.fleet import Devices, Fleet
@@ -17,6 +19,10 @@ PROMPTS = [Prompt(prompt_id=f"p{i}", text="", answer="", token_ids=(1, 2, 3)) fo
 
 class StandInEngine:
     name = "engine-0"
+    produced_tokens = received_tokens = 0
+
+    def abort(self, reason):
+        """No request notices it."""
 
 
 class StandInSampler:
@@ -24,11 +30,14 @@ class StandInSampler:
 
     def __init__(self, version):
         self.version = version
+        self.engines = []
 
     def draw(self, seed, group_id, index):
         return index
 
-    async def complete(self, engine, prompt, draw, *, priority):
+    async def complete(self, engine, prompt, draw, *, priority, max_tokens):
+        assert max_tokens == 256, "the trainer waits for the probe"
+        self.engines.append(engine)
         rollout = Rollout(
             token_ids=(7, 8, 9),
             rollout_logprobs=(-1.0, 0.0, -2.0),
@@ -52,13 +61,13 @@ class StandInTrainer:
         return [[-5.0, -5.0, -1.0, -9.0, self.last] for _ in sequences]
 
 
+def fleet_of(engines, last=-2.0):
+    devices = Devices(unit="device_hours", trainer=1, engine=1)
+    return Fleet(trainer=StandInTrainer(last), info=None, engines=engines, devices=devices)
+
+
 def check(*, last=-2.0, version=4):
-    fleet = Fleet(
-        trainer=StandInTrainer(last),
-        info=None,
-        engines=Membership.of([StandInEngine()], version=4),
-        devices=Devices(unit="device_hours", trainer=1, engine=1),
-    )
+    fleet = fleet_of(Membership.of([StandInEngine()], version=4), last)
     return asyncio.run(Probe(RECIPE, StandInSampler(version), fleet, PROMPTS).check(4))
 
 
@@ -80,3 +89,51 @@ def test_other_weights_end_the_run():
 def test_another_version_ends_the_run():
     with pytest.raises(ProbeError, match=r"expected policy version 4, found \[3\]"):
         check(version=3)
+
+
+def test_an_engine_that_joins_while_the_trainer_waits_is_probed_once():
+    """Before the batch that the trainer waited for is returned; engines that were probed are not probed again."""
+    old, new = StandInEngine(), StandInEngine()
+    engines, sampler = Membership(2), StandInSampler(4)
+    probe = Probe(RECIPE, sampler, fleet_of(engines), PROMPTS)
+
+    async def catch_up(version):
+        for engine in engines.stale:
+            engines.serve(engine, version)
+
+    async def batch():
+        engines.join(1, new)
+        await engines.until(lambda: new in engines.serving)
+        return "batch"
+
+    async def run():
+        engines.join(0, old)
+        engines.serve(old, 4)
+        await probe.check(4)
+        assert set(sampler.engines) == {old}
+        sampler.engines.clear()
+        loop = SimpleNamespace(
+            _fleet=SimpleNamespace(engines=engines),
+            _sync=SimpleNamespace(catch_up=catch_up),
+            _probe=probe,
+            _step=4,
+            _recipe=RECIPE,
+        )
+        assert await Controller._while_current(loop, batch()) == "batch"
+        assert set(sampler.engines) == {new}
+        assert await probe.check(4, new_only=True) == {}
+
+    asyncio.run(run())
+
+
+def test_a_server_that_is_started_again_is_new():
+    first, second = StandInEngine(), StandInEngine()
+    engines, sampler = Membership.of([first], version=4), StandInSampler(4)
+    probe = Probe(RECIPE, sampler, fleet_of(engines), PROMPTS)
+    asyncio.run(probe.check(4))
+    engines.evict(first, "gone")
+    engines.join(0, second)
+    engines.serve(second, 4)
+    sampler.engines.clear()
+    asyncio.run(probe.check(4, new_only=True))
+    assert set(sampler.engines) == {second}

@@ -215,3 +215,20 @@ def test_environment(tmp_path, monkeypatch):
     assert env["VLLM_USE_FLASHINFER_SAMPLER"] == "0", "nothing of it is used, and it would be compiled"
     assert env["VLLM_SERVER_DEV_MODE"] == "1" and "VLLM_CPU_KVCACHE_SPACE" not in env
     assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"], env["VLLM_HOST_IP"]) == ("lo", "lo", "127.0.0.1")
+
+
+DETERMINISTIC = {"deterministic": True, "max_staleness_steps": 0}
+
+
+def test_deterministic_runs_schedule_synchronously(tmp_path):
+    assert "--no-async-scheduling" in arguments(tmp_path, rollouts=DETERMINISTIC)
+    assert "--no-async-scheduling" not in arguments(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"), [("async_scheduling", True, "false"), ("data_parallel_size", 2, "1")]
+)
+def test_deterministic_refuses_options_that_make_batches_depend_on_time(tmp_path, name, given, expected):
+    message = f"engine.vllm.{name}: expected {expected} with rollouts.deterministic, found {given}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        arguments(tmp_path, {name: given}, rollouts=DETERMINISTIC)

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from megatron_scalerl.engine.answers import CoreProgress, EngineError, EngineProgress
 from megatron_scalerl.engine.client import EngineClient, SamplingSpec
-from megatron_scalerl.engine.watchdog import EngineDied, StallClock, watch_progress
+from megatron_scalerl.engine.watchdog import BudgetClock, EngineDied, StallClock, watch_progress
 from megatron_scalerl.recipe.process_sections import EngineSection
 
 SETTINGS = EngineSection(stall_timeout_s=10, first_token_timeout_s=30)
@@ -68,6 +68,30 @@ def test_a_stalled_core_is_noticed_beside_one_that_progresses():
 
 def test_requests_that_never_reach_a_core_are_stuck():
     assert seconds_until_death([([core(5, decoding=0)], False)] * 100)[0] == 30
+
+
+def excess(polls):
+    """Index and message of the first poll (tokens, ended, budget) that is too much."""
+    clock = BudgetClock()
+    for number, (tokens, ended, budget) in enumerate(polls):
+        if (wrong := clock.update(tokens, ended=ended, budget=budget)) is not None:
+            return number, wrong
+    return None
+
+
+def test_more_tokens_than_the_requests_may_have():
+    after, words = excess([(100 * n, 0, 300) for n in range(100)])
+    assert after == 7 and "generated 700 tokens and ended none of its requests, which may have 300 tokens" in words
+
+
+def test_requests_that_end_are_no_excess():
+    """However many tokens there are between two polls."""
+    assert excess([(1000 * n, n, 10) for n in range(100)]) is None
+    # what was generated until the first poll after an end may belong to the request that ended
+    assert excess([(0, 0, 10), (900, 1, 10), (1800, 1, 10), (1820, 1, 10)]) is None
+    assert excess([(0, 0, 10), (900, 1, 10), (1800, 1, 10), (1821, 1, 10)])[0] == 3
+    # without requests, the last tokens of aborted ones
+    assert excess([(5 * n, 0, 0) for n in range(100)]) is None
 
 
 class StandInServer:
@@ -137,6 +161,41 @@ def test_a_healthy_server_whose_core_hangs_is_reported():
     assert after >= 0.4
 
 
+def test_a_server_whose_completions_never_end_is_reported():
+    async def scenario(server):
+        async def tokens():
+            while True:
+                await asyncio.sleep(0.01)
+                server.tokens += 1
+
+        return await watched(server, 20, during=tokens)
+
+    died, _ = in_server(scenario)
+    assert isinstance(died, EngineDied)
+    assert str(died).startswith("engine-3 generated ") and str(died).endswith("which may have 4 tokens in all")
+
+
+def test_the_client_counts_the_budgets_since_a_request_ended():
+    async def scenario(server):
+        client = server.client
+        spec = [SamplingSpec(max_tokens=n) for n in (4, 10, 100)]
+        requests = [asyncio.create_task(client.generate([1], sampling=each)) for each in spec[:2]]
+        await asyncio.sleep(0)
+        found = [(client.ended, client.budget_since_end)]
+        requests[0].cancel()
+        await asyncio.wait(requests[:1])
+        found.append((client.ended, client.budget_since_end))
+        requests.append(asyncio.create_task(client.generate([1], sampling=spec[2])))
+        await asyncio.sleep(0)
+        found.append((client.ended, client.budget_since_end))
+        for request in requests:
+            request.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
+        return [*found, (client.ended, client.budget_since_end)]
+
+    assert in_server(scenario) == [(0, 14), (1, 10), (1, 110), (3, 0)]
+
+
 def test_a_server_that_does_not_respond_is_reported():
     async def scenario(server):
         server.silent = True
@@ -203,6 +262,7 @@ def test_a_poll_during_which_this_process_was_stopped_is_no_missing_answer():
         """Its first answer arrives while this process is stopped for longer than the limit."""
 
         name, produced_tokens, in_flight, paused = "engine-0", 0, 0, False
+        ended = budget_since_end = 0
         polls = 0
 
         async def progress(self):

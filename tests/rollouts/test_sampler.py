@@ -1,6 +1,8 @@
 """From draw to answer text: seeds and cut points are reproducible, the answer follows the closing tag."""
 
+import asyncio
 import dataclasses
+import re
 from pathlib import Path
 
 import msgspec
@@ -9,11 +11,14 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.client import _sampling
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.decoder import Setup, _text_decoder
 from megatron_scalerl.rollouts.plans import Plans
+from megatron_scalerl.rollouts.sampler import Sampler
 from megatron_scalerl.tiny.tokenizer import build_tokenizer
+from megatron_scalerl.types import Prompt
 
 SECTIONS = {
     "policy": {"path": "p"},
@@ -50,6 +55,25 @@ def test_draws_depend_only_on_seed_group_and_index(tiny):
     assert {d.thinking_cut for d in draws} == set(range(44, 53))
     assert all(0 <= d.seed < 2**31 for d in draws)
     assert s.draw(2, 2, 3) != s.draw(1, 2, 3)
+
+
+class StandInEngine:
+    """Fails with the budget of the request."""
+
+    async def generate(self, prompt_token_ids, *, sampling, decoder):
+        raise EngineError(str((sampling.max_tokens, sampling.interruption.cut)))
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, 10**6), (9, 9), (10**6, 10**6)])
+def test_a_request_may_have_a_lower_budget_than_the_run(tiny, limit, expected):
+    s = plans(tiny)
+    draw = s.draw(1, 0, 0)
+    most = s.spec(draw, 1).max_tokens
+    assert most > 9
+    prompt = Prompt(prompt_id="p", text="1", answer="1", token_ids=(1,))
+    sampler = Sampler(s, decoders=None, verifier=None)
+    with pytest.raises(EngineError, match=re.escape(str((min(expected, most), draw.thinking_cut)))):
+        asyncio.run(sampler.complete(StandInEngine(), prompt, draw, priority=1, max_tokens=limit))
 
 
 def test_interruption_off_shares_one_budget(tiny):

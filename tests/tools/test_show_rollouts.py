@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -161,3 +162,14 @@ def test_a_completion_does_not_steer_the_terminal():
     assert tool.printable("a\x1b]52;c;eA==\x07b\x1b[2Jc\u202ed\n\te\u00e9") == (
         "a\\x1b]52;c;eA==\\x07b\\x1b[2Jc\\u202ed\n\te\u00e9"
     )
+
+
+def test_a_group_of_a_mixture_names_its_task(run_dir, tmp_path, capsys):
+    shutil.copytree(run_dir, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "rollouts")
+    made, rollouts = group(0)
+    made = replace(made, prompt=replace(made.prompt, task="code"))
+    (tmp_path / "run" / "journal.jsonl").unlink()
+    write_journal(tmp_path / "run", groups=[(made, rollouts)])
+    assert main([str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.startswith("group      0, task code, epoch 0, in no batch yet, pass rate 1/2")

@@ -1,0 +1,117 @@
+"""The validations of a run: which one is due, the one in progress, and what depends on it.
+
+A validation measures one policy version, so that the next weight update waits for it. The trainer may leave that
+version meanwhile; an engine that is started again cannot get it any more then, and when the last engine that holds it
+is evicted, the validation cannot end: VersionLost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from megatron_scalerl.controller.meter import Meter
+from megatron_scalerl.controller.metrics import Metrics
+from megatron_scalerl.controller.progress import Progress
+from megatron_scalerl.controller.validation import Validator
+from megatron_scalerl.engine.membership import Membership
+from megatron_scalerl.engine.rounds import Rounds
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.rollouts.sampler import Sampler
+from megatron_scalerl.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+
+class VersionLost(RuntimeError):
+    """No engine holds the policy version of a validation any more, and the trainer has already left it."""
+
+
+class Validations:
+    """At most one validation at a time."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        prompts: Sequence[Prompt],
+        *,
+        engines: Membership,
+        sampler: Sampler,
+        rounds: Rounds | None,
+        meter: Meter,
+        metrics: Metrics,
+        progress: Progress,
+    ) -> None:
+        """prompts: the held-out ones. rounds: for rollouts.deterministic."""
+        self._validator = Validator(
+            recipe,
+            engines=engines,
+            sampler=sampler,
+            prompts=prompts,
+            count_tokens=meter.count_validation,
+            rounds=rounds,
+        )
+        self._recipe, self._engines = recipe, engines
+        self._meter, self._metrics, self._progress = meter, metrics, progress
+        self._task: asyncio.Task[None] | None = None
+
+    def due(self, step: int) -> bool:
+        """True if this step's validation is not recorded; it may be missing after a restart, too."""
+        every = self._recipe.validation.every_steps
+        return bool(every) and step % every == 0 and not self._metrics.has_validation(step)
+
+    def begin(self, step: int, batches: int, *, last: bool = False) -> None:
+        """Start a validation of version `step`. batches: charged so far. last: of the run."""
+        assert self._task is None
+        settings = self._recipe.validation
+        at_an_end = last or step in (0, self._recipe.steps)
+        generations = settings.end_generations if at_an_end else None
+        logger.info("validation of version %d", step)
+        ledger = self._meter.ledger
+        hours, hours_total = ledger.axis_at(batches), ledger.hours()
+        self._task = asyncio.create_task(
+            self._validate(step, generations or settings.generations, hours, hours_total),
+            name=f"validation of version {step}",
+        )
+
+    async def end(self, while_current: Callable[[Awaitable[None]], Awaitable[None]] | None) -> float:
+        """Wait for the validation in progress, if any; returns the seconds waited.
+
+        while_current: waits for work while engines that join get the trainer's weights; None if the trainer holds a
+        later version already. Raises VersionLost if no engine is left then.
+        """
+        if self._task is None:
+            return 0.0
+        begin = self._meter.elapsed
+        if while_current is None:
+            await self._until_version_lost(self._task)
+        else:
+            await while_current(self._task)
+        self._task = None
+        waited = self._meter.elapsed - begin
+        self._meter.pinned_seconds += waited
+        return waited
+
+    async def close(self) -> None:
+        """Cancel the validation in progress, if any."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _validate(self, step: int, generations: int, hours: float, hours_total: float) -> None:
+        pass_rate, by_prompt = await self._validator.validate(
+            step, generations=generations, gpu_hours=hours, gpu_hours_total=hours_total
+        )
+        self._metrics.validation(pass_rate, by_prompt=by_prompt)
+        self._progress.validation(pass_rate)
+
+    async def _until_version_lost(self, validation: asyncio.Task[None]) -> None:
+        lost = asyncio.create_task(self._engines.until(lambda: not self._engines.serving))
+        try:
+            await asyncio.wait({validation, lost}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            lost.cancel()
+        if not validation.done():
+            raise VersionLost(f"{validation.get_name()}: expected an engine that holds it, found none left")
+        await validation

@@ -1,0 +1,99 @@
+"""Rounds: requests that reach their engines together, while these are paused, and run there alone.
+
+Used by `rollouts.deterministic`. The last bits of what an engine computes for a request depend on the requests that
+share its batches, and the batches on the order and the time of arrival. In a round neither varies: the engines are
+paused, every request is submitted with a priority of its own to an engine that depends on its rank alone, and the
+engines continue once they hold all of them. vLLM then forms the same batches each time (scheduling by priority,
+neither prefix cache nor asynchronous scheduling, see `engine.options`).
+
+    begin --> pause --> submit (caller) --> go: wait until the engines hold all requests --> resume
+
+Two rounds never overlap, nor does anything else use the engines meanwhile: the caller sees to that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+
+from megatron_scalerl.engine.answers import EngineError
+from megatron_scalerl.engine.client import EngineClient
+from megatron_scalerl.engine.membership import Membership
+
+_POLL_S = 0.01
+"""Seconds between two polls of the requests that an engine holds: vLLM has no call that waits for them."""
+
+
+class Round:
+    """One round, with its engines paused."""
+
+    def __init__(self, engines: Membership, members: Sequence[EngineClient], timeout_s: float) -> None:
+        self._engines = engines
+        self._members = list(members)
+        self._timeout_s = timeout_s
+
+    def engine(self, rank: int) -> EngineClient:
+        """The engine for the work of this rank."""
+        return self._members[rank % len(self._members)]
+
+    async def go(self, requests: Sequence[EngineClient]) -> None:
+        """Wait until the engines hold what was submitted, and resume them.
+
+        requests: the engine of each request. An engine that does not get or take its requests is evicted.
+        """
+        counts = Counter(requests)
+        await asyncio.gather(*(self._go(engine, counts[engine]) for engine in self._members))
+
+    async def _go(self, engine: EngineClient, count: int) -> None:
+        held = 0
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while (held := await _held(engine)) < count:
+                    await asyncio.sleep(_POLL_S)
+            await engine.resume()
+        except TimeoutError:
+            self._engines.evict(
+                engine,
+                f"{engine.name}: expected {count} requests within {self._timeout_s:g} s of their submission, found "
+                f"{held} (weights.timeout_s)",
+            )
+        except EngineError as error:
+            self._engines.evict(engine, str(error))
+
+
+class Rounds:
+    """Begins rounds on the engines of a run."""
+
+    def __init__(self, engines: Membership, *, timeout_s: float) -> None:
+        """timeout_s: an engine that has not paused, or not received its requests, after so long is evicted."""
+        self._engines = engines
+        self._timeout_s = timeout_s
+
+    async def begin(self) -> Round:
+        """A round on all engines that are not given up; waits until they serve, and pauses them."""
+        while True:
+            await self._engines.until(self._complete)
+            members = self._engines.serving
+            await asyncio.gather(*(self._pause(engine) for engine in members))
+            if members == self._engines.serving:
+                return Round(self._engines, members, self._timeout_s)
+
+    def _complete(self) -> bool:
+        return bool(self._engines.serving) and len(self._engines.serving) == self._engines.left
+
+    async def _pause(self, engine: EngineClient) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await engine.pause(clear_cache=False)
+        except TimeoutError:
+            self._engines.evict(
+                engine, f"{engine.name}: did not pause within {self._timeout_s:g} s (weights.timeout_s)"
+            )
+        except EngineError as error:
+            self._engines.evict(engine, str(error))
+
+
+async def _held(engine: EngineClient) -> int:
+    """Requests that an engine has received and not finished."""
+    return sum(core.waiting + core.decoding for core in (await engine.progress()).cores)

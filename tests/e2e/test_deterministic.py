@@ -1,0 +1,59 @@
+"""rollouts.deterministic with vLLM: a run that is killed and resumed has the bits of one that is not."""
+
+import os
+import signal
+import time
+
+import pytest
+from whole_runs import overrides, run, start
+
+from megatron_scalerl.checkpoints.jsonl import read_jsonl
+
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+
+
+def settings(tiny, out, name):
+    more = (
+        "rollouts.deterministic=true",
+        "rollouts.max_staleness_steps=0",
+        "rollouts.max_in_flight=16",  # a batch is two rounds
+        "rewards.verifier=tests.e2e.coin:toss",
+        "steps=4",
+        "validation.every_steps=2",
+        "checkpoint.every_steps=2",
+        "weights.probe_every=2",
+    )
+    return ["-m", "megatron_scalerl", "train", "recipes/tiny_cpu.yaml", *overrides(tiny, out, name, *more)]
+
+
+def bits(folder):
+    steps = read_jsonl(folder / "metrics.jsonl")
+    keys = ("step", "loss", "grad_norm", "train_pass_rate", "completion_tokens_mean", "weight_digest")
+    validations = read_jsonl(folder / "validation.jsonl")
+    return (
+        [[row[key] for key in keys] for row in steps],
+        [[row[key] for key in ("step", "pass_rate", "entropy", "mean_completion_tokens")] for row in validations],
+    )
+
+
+def test_a_killed_run_has_the_bits_of_one_that_was_not(tiny_dense, tmp_path):
+    run(*settings(tiny_dense, tmp_path, "whole"))
+    expected = bits(tmp_path / "whole")
+    assert len({row[-1] for row in expected[0]}) == 4, "every step changes the weights"
+
+    interrupted = tmp_path / "interrupted"
+    process = start(*settings(tiny_dense, tmp_path, "interrupted"))
+    events = interrupted / "journal.jsonl"
+    until = time.monotonic() + 240
+    # in the third batch, some of whose groups are in the journal
+    while not events.exists() or events.read_text().count('"finish"') < 10:
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    finished = events.read_text().count('"finish"')
+    assert finished < 12, "a batch was interrupted, not a step"
+
+    run(*settings(tiny_dense, tmp_path, "interrupted"))
+    assert bits(interrupted) == expected
+    assert "not deterministic" not in (interrupted / "logs" / "controller.log").read_text()

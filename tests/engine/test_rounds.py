@@ -1,0 +1,126 @@
+"""Rounds: pause, submit, wait until the engines hold everything, resume; and engines that fail in between."""
+
+import asyncio
+
+import pytest
+
+from megatron_scalerl.engine.answers import CoreProgress, EngineError, EngineProgress
+from megatron_scalerl.engine.membership import EngineState, Membership
+from megatron_scalerl.engine.rounds import Rounds
+
+
+class StandInEngine:
+    """Records its calls; holds what the test says."""
+
+    def __init__(self, name, fails_in=None):
+        self.name = name
+        self.fails_in = fails_in
+        self.held = 0
+        self.calls = []
+        self.produced_tokens = self.received_tokens = 0
+        self.aborted = None
+
+    def abort(self, reason):
+        self.aborted = reason
+
+    def _note(self, call):
+        self.calls.append(call)
+        if call == self.fails_in:
+            raise EngineError(f"{self.name}: {call}: 500")
+
+    async def pause(self, *, clear_cache):
+        self._note("pause")
+
+    async def resume(self):
+        self._note("resume")
+
+    async def progress(self):
+        self._note("progress")
+        half = self.held // 2
+        core = CoreProgress(core=0, tokens=0, waiting=self.held - half, decoding=half)
+        return EngineProgress(cores=(core,), dead=False)
+
+
+def test_engines_resume_once_they_hold_their_requests():
+    engines = [StandInEngine("engine-0"), StandInEngine("engine-1")]
+
+    async def run():
+        together = await Rounds(Membership.of(engines), timeout_s=30).begin()
+        assert [e.calls for e in engines] == [["pause"], ["pause"]]
+        assert [together.engine(rank) for rank in range(3)] == [engines[0], engines[1], engines[0]]
+        going = asyncio.create_task(together.go([engines[0], engines[1], engines[0]]))
+        engines[1].held = 1
+        while "resume" not in engines[1].calls:
+            await asyncio.sleep(0)
+        engines[0].held = 1
+        await asyncio.sleep(0.05)
+        assert "resume" not in engines[0].calls, "one of its two requests has not arrived"
+        engines[0].held = 2
+        await going
+
+    asyncio.run(run())
+    assert engines[0].calls[-1] == "resume"
+
+
+def test_an_engine_without_requests_is_resumed():
+    engines = [StandInEngine("engine-0"), StandInEngine("engine-1")]
+
+    async def run():
+        together = await Rounds(Membership.of(engines), timeout_s=30).begin()
+        engines[0].held = 1
+        await together.go([engines[0]])
+
+    asyncio.run(run())
+    assert engines[1].calls[-1] == "resume"
+
+
+def test_a_round_waits_for_every_engine_that_is_not_given_up():
+    async def run():
+        members = Membership(2)
+        first, second = StandInEngine("engine-0"), StandInEngine("engine-1")
+        members.join(0, first)
+        members.serve(first, 3)
+        begun = asyncio.create_task(Rounds(members, timeout_s=30).begin())
+        await asyncio.sleep(0.05)
+        assert not begun.done() and not first.calls, "engine-1 is starting"
+        members.join(1, second)
+        members.serve(second, 3)
+        together = await begun
+        assert together.engine(1) is second
+        members.lose(0, "exit code 1", given_up=True)
+        alone = await Rounds(members, timeout_s=30).begin()
+        assert alone.engine(0) is alone.engine(1) is second
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("fails_in", ["pause", "progress"])
+def test_an_engine_that_fails_is_evicted_and_the_others_go_on(fails_in):
+    engines = [StandInEngine("engine-0"), StandInEngine("engine-1", fails_in)]
+    members = Membership.of(engines)
+
+    async def run():
+        together = await Rounds(members, timeout_s=30).begin()
+        used = [together.engine(rank) for rank in range(2)]
+        engines[0].held = used.count(engines[0])
+        await together.go(used)
+
+    asyncio.run(run())
+    assert engines[1].aborted == f"engine-1: {fails_in}: 500"
+    assert members.members[1].state is EngineState.DRAINING
+    assert engines[0].calls[-1] == "resume"
+
+
+def test_an_engine_that_does_not_receive_its_requests_is_evicted():
+    engine = StandInEngine("engine-0")
+    engine.held = 1
+    members = Membership.of([engine])
+
+    async def run():
+        together = await Rounds(members, timeout_s=0.05).begin()
+        await together.go([engine, engine])
+
+    asyncio.run(run())
+    expected = "expected 2 requests within 0.05 s of their submission, found 1 (weights.timeout_s)"
+    assert engine.aborted == f"engine-0: {expected}"
+    assert "resume" not in engine.calls

@@ -1,0 +1,212 @@
+"""rollouts.deterministic in stream and validation: what reaches the engines is the same with and without a restart.
+
+The stand-in engine's answers depend on the requests that it runs together, as real ones do in their last bits.
+"""
+
+import asyncio
+import hashlib
+
+import pytest
+from rollout_groups import scored
+
+from megatron_scalerl.controller.validation import Validator
+from megatron_scalerl.engine.answers import CoreProgress, EngineProgress
+from megatron_scalerl.engine.membership import Membership
+from megatron_scalerl.engine.rounds import Rounds
+from megatron_scalerl.prompts.curriculum import Curriculum
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.rollouts.admission import Admission
+from megatron_scalerl.rollouts.history import read_groups, read_history, replay_draws
+from megatron_scalerl.rollouts.journal import Journal
+from megatron_scalerl.rollouts.stream import RolloutStream
+from megatron_scalerl.types import Prompt, Rollout, Score
+
+GROUPS, SIZE = 3, 4
+
+
+class StandInEngine:
+    """Answers, while it is not paused, as a function of all requests that it held when it was resumed."""
+
+    def __init__(self, name, version=0):
+        self.name, self.version = name, version
+        self.paused = False
+        self.held = {}
+        self.batches = []
+        self.produced_tokens = self.received_tokens = 0
+        self.resumed = asyncio.Event()
+
+    def abort(self, reason):
+        raise AssertionError(f"evicted: {reason}")
+
+    async def pause(self, *, clear_cache):
+        assert not self.held, "something else runs on the engine"
+        self.paused = True
+
+    async def progress(self):
+        return EngineProgress(cores=(CoreProgress(core=0, tokens=0, waiting=len(self.held), decoding=0),), dead=False)
+
+    async def resume(self):
+        self.paused = False
+        self.batches.append(tuple(draw for _, draw in sorted(self.held.items())))
+        assert len(set(self.held)) == len(self.held)
+        self.resumed.set()
+        self.resumed = asyncio.Event()
+
+
+class StandInSampler:
+    """Requests arrive late and out of order, and answers take different times."""
+
+    def __init__(self, stop_after=None):
+        self.finished, self.stop_after = 0, stop_after
+        self.stopped = asyncio.Event()
+
+    def draw(self, seed, group_id, index):
+        return (seed, group_id, index)
+
+    async def complete(self, engine, prompt, draw, *, priority):
+        await asyncio.sleep(0.001 * (priority * 7 % 5))
+        assert engine.paused, "submitted after the round began to run"
+        assert priority not in engine.held
+        engine.held[priority] = draw
+        await engine.resumed.wait()
+        together = hashlib.sha256(str(engine.batches[-1]).encode()).digest()
+        await asyncio.sleep(0.001 * (priority * 3 % 7))
+        if self.finished == self.stop_after:
+            self.stopped.set()
+            await asyncio.Event().wait()
+        self.finished += 1
+        del engine.held[priority]
+        rollout = Rollout(
+            token_ids=(draw[1] + 1, draw[2] + 1),
+            rollout_logprobs=(-1.0, -together[0] / 256 - together[1] / 65536),
+            policy_versions=(engine.version,) * 2,
+            loss_mask=(True, True),
+            interrupted=False,
+            truncated=False,
+            thinking_cut=0,
+            seed=0,
+        )
+        return scored(rollout, Score(correct=draw[2] % 2 == 0, reward=1.0))
+
+
+def recipe(max_in_flight):
+    rollouts = {"groups_per_batch": GROUPS, "group_size": SIZE, "max_in_flight": max_in_flight}
+    return Recipe(
+        name="r",
+        steps=1,
+        seed=1,
+        policy={"path": "p"},
+        prompts={"path": "q"},
+        rollouts=rollouts | {"max_staleness_steps": 0, "deterministic": True},
+        engine={"count": 2},
+        validation={"prompts": 5},
+    )
+
+
+PROMPTS = [Prompt(prompt_id=f"p{i:03d}", text=str(i), answer="0", token_ids=(1,)) for i in range(50)]
+
+
+async def train(folder, versions, *, max_in_flight, stop_after=None):
+    """Batches of one attempt, from its journal on; it stops in the middle of a round after so many completions."""
+    engines = [StandInEngine("engine-0", versions[0]), StandInEngine("engine-1", versions[0])]
+    members = Membership.of(engines, version=versions[0])
+    sampler = StandInSampler(stop_after)
+    history = read_history(folder)
+    curriculum = Curriculum(PROMPTS, 7, None, None)
+    replay_draws(curriculum, history)
+    stream = RolloutStream(
+        recipe(max_in_flight),
+        curriculum=curriculum,
+        engines=members,
+        sampler=sampler,
+        journal=Journal(folder, history),
+        next_group_id=history.admitted,
+        rounds=Rounds(members, timeout_s=30),
+    )
+    ready = read_groups(folder, history, history.unbatched())
+    by_id = {p.prompt_id: p for p in PROMPTS}
+    unfinished = [
+        Admission(group_id=e.group_id, prompt=by_id[e.prompt_id], epoch=e.epoch) for e in history.to_reissue(ready)
+    ]
+    stream.restore(list(ready.values()), unfinished)
+    stream.start(versions[0])
+    batches = []
+    try:
+        for version in versions:
+            batch = asyncio.create_task(stream.next_batch())
+            stopped = asyncio.create_task(sampler.stopped.wait())
+            await asyncio.wait({batch, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            stopped.cancel()
+            if not batch.done():
+                await asyncio.sleep(0.1)  # what has finished gets to the disk
+                batch.cancel()
+                break
+            batches.append([(g.group_id, g.prompt.prompt_id, g.completions) for g in batch.result()])
+            for engine in engines:
+                engine.version = version + 1
+            await stream.trained(version + 1)
+    finally:
+        await stream.close()
+    return batches, len(ready), engines
+
+
+@pytest.mark.parametrize("max_in_flight", [4, 8, 64])
+@pytest.mark.parametrize("stop_after", [0, 5, 11])
+def test_an_interrupted_batch_is_generated_as_without_the_interruption(tmp_path, caplog, max_in_flight, stop_after):
+    whole, interrupted = tmp_path / "whole", tmp_path / "interrupted"
+    whole.mkdir()
+    interrupted.mkdir()
+    expected, _, engines = asyncio.run(train(whole, [0, 1], max_in_flight=max_in_flight))
+    assert {len(batch) for engine in engines for batch in engine.batches} <= set(range(0, max_in_flight + 1, 4))
+
+    nothing, _, _ = asyncio.run(train(interrupted, [0], max_in_flight=max_in_flight, stop_after=stop_after))
+    assert nothing == []
+    found, ready, _ = asyncio.run(train(interrupted, [0], max_in_flight=max_in_flight))
+    assert found == expected[:1]
+    assert ready < GROUPS
+    if stop_after == 11:
+        assert ready, "something had finished, and is generated once more for the others"
+    assert "not deterministic" not in caplog.text
+
+
+def test_a_repeated_group_that_differs_is_reported(tmp_path, caplog):
+    asyncio.run(train(tmp_path, [0], max_in_flight=64, stop_after=11))
+    found, ready, _ = asyncio.run(train(tmp_path, [0], max_in_flight=4))  # other rounds than in the first attempt
+    assert ready and len(found[0]) == GROUPS
+    assert "its completions are others than before the restart: this run is not deterministic" in caplog.text
+
+
+def test_validation_in_rounds_reaches_the_engines_the_same_way_each_time():
+    def validate():
+        async def run():
+            engines = [StandInEngine("engine-0", 3), StandInEngine("engine-1", 3)]
+            members = Membership.of(engines, version=3)
+            validator = Validator(
+                recipe(4),
+                engines=members,
+                sampler=StandInSampler(),
+                prompts=PROMPTS,
+                count_tokens=lambda tokens: None,
+                rounds=Rounds(members, timeout_s=30),
+            )
+            result, by_prompt = await validator.validate(3, generations=3, gpu_hours=0.0, gpu_hours_total=0.0)
+            return result, by_prompt, [engine.batches for engine in engines]
+
+        return asyncio.run(run())
+
+    first, second = validate(), validate()
+    assert first == second
+    assert sum(len(batch) for batches in first[2] for batch in batches) == 5 * 3
+    assert max(len(batch) for batches in first[2] for batch in batches) <= 8
+
+
+@pytest.mark.parametrize("setting", [{"max_staleness_steps": 1}, {"max_staleness_steps": 0, "routing_replay": True}])
+def test_deterministic_excludes_what_overlaps(setting):
+    with pytest.raises(ValueError, match="deterministic: expected max_staleness_steps 0 and routing_replay false"):
+        Recipe(
+            name="r",
+            steps=1,
+            policy={"path": "p"},
+            prompts={"path": "q"},
+            rollouts={"deterministic": True, **setting},
+        )
