@@ -245,7 +245,7 @@ def recipe(folder, **changes) -> Recipe:
         "weights": {"probe_every": 0},
     }
     for section, values in changes.items():
-        data[section] = {**data[section], **values} if isinstance(values, dict) else values
+        data[section] = {**data.get(section, {}), **values} if isinstance(values, dict) else values
     return Recipe.model_validate(data)
 
 
