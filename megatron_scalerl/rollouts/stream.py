@@ -315,7 +315,8 @@ class RolloutStream:
                 results[index] = finished[0]
         kept = [result for _, result in sorted(results.items()) if result is not None]
         if admission.recorded is not None:
-            await self._repeated(admission.recorded, [found.completion for found in kept])
+            complete = len(results) == self._group_size
+            await self._repeated(admission.recorded, [found.completion for found in kept] if complete else None)
             return
         if len(results) < self._group_size or not kept:
             await self._reissue_group(admission, results if kept else {}, evicted=len(results) < self._group_size)
@@ -355,9 +356,9 @@ class RolloutStream:
                 self._start_admission()
             self._changed.notify_all()
 
-    async def _repeated(self, recorded: RolloutGroup, found: Sequence[Completion]) -> None:
-        """A recorded group was generated once more, for the others of its round."""
-        if tuple(found) != recorded.completions:
+    async def _repeated(self, recorded: RolloutGroup, found: Sequence[Completion] | None) -> None:
+        """A recorded group was generated once more, for the others of its round; None if its engine was evicted."""
+        if found is not None and tuple(found) != recorded.completions:
             logger.warning(
                 "group %d: its completions are others than before the restart: this run is not deterministic",
                 recorded.group_id,
