@@ -10,7 +10,7 @@ from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.controller.preflight import check_inputs
 from megatron_scalerl.recipe.file import load_recipe
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 WEIGHTS = {"math": 2, "printed": 1, "code": 1}
 
 
