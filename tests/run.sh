@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
 # Installs what the tests need and runs them.
 #
-#   tests/run.sh               the CI tier: everything but what needs more than 25 minutes, then --fast under Python 3.12
+#   tests/run.sh               the CI tier: everything but what needs more than 25 minutes, and --fast under Python 3.12
 #                              with line and branch coverage by package, where there is one
-#   tests/run.sh --fast        no engine, one process: four to five minutes
+#   tests/run.sh --fast        no engine, one process each
 #   tests/run.sh --all         everything, at most 80 minutes
 #   tests/run.sh --python-3.12 --fast under Python 3.12, in .venv-3.12
 #   tests/run.sh --torch-2.11  --fast but for vLLM under Python 3.12, torch 2.11, Triton 3.6, numpy 2.5, in
 #                              .venv-torch-2.11: 6 GB of packages
 #   tests/run.sh --help        this text; installs and runs nothing
 #
-# Further arguments go to pytest. The exit code is not 0 where any test failed.
+# The CI tier and --fast use two cores: build/tests-beside.log has the output of the second until it is shown.
+# Further arguments go to pytest, in one process. The exit code is not 0 where any test failed.
 set -euo pipefail
 { # read to its end before it runs: a file may change while this takes its minutes
 cd "$(dirname "$0")/.."
@@ -40,11 +41,42 @@ torch_2_11() {
     .venv-torch-2.11/bin/python -m pytest -q "${fast[@]}" "${need_vllm[@]}" "$@"
 }
 
+lint_types_and_docs() {
+  .venv/bin/mypy
+  NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build -q
+}
+
+# A second pytest, on the second core: in a process group of its own, which `stop` can interrupt.
+start_beside() { # PYTEST-OPTION...
+  mkdir -p build
+  : >build/tests-beside.log  # `tail` may come first
+  set -m
+  .venv/bin/python -m pytest -q -p no:cacheprovider "$@" >>build/tests-beside.log 2>&1 </dev/null &
+  beside=$!
+  set +m
+}
+
+end_beside() { # shows what it has printed, and the rest as it comes; sets code where it fails
+  echo "run.sh: the tests that run beside these"
+  tail -n +1 -f --pid="$beside" build/tests-beside.log
+  wait "$beside" || code=$((code ? code : $?))
+  beside=
+}
+
+# Half of the work of the fast tests, and the slow tests that need one core. All that start a sandbox are here: some of them
+# look for programs of sandboxes that are left on this machine.
+one_process=(tests/{fit,plan,logits,rewards,controller/test_preflight.py})
+code=0
+tier=
 select=(-m "not full")
 second=
 case "${1:-}" in
-  -h | --help) sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 0 ;;
-  --fast) select=("${fast[@]}"); shift ;;
+  -h | --help) sed -n '2,15s/^# \{0,1\}//p' "$0"; exit 0 ;;
+  --fast)
+    tier=fast select=("${fast[@]}")
+    shift
+    [ "$#" = 0 ] || tier=fast_some
+    ;;
   --all) select=(); shift ;;
   --python-3.12)
     python=$(tools/find_python.sh 3.12) || { echo "run.sh: expected Python 3.12 with venv, found none" >&2; exit 2; }
@@ -53,29 +85,48 @@ case "${1:-}" in
     exit
     ;;
   --torch-2.11) torch_2_11 "${@:2}"; exit ;;
-  "") second=$(tools/find_python.sh 3.12) || echo "run.sh: Python 3.12 is left out: found none with venv" ;;
+  "")
+    tier=ci
+    second=$(tools/find_python.sh 3.12) || echo "run.sh: Python 3.12 is left out: found none with venv"
+    ;;
 esac
-# Both environments are installed at once, the second one also while the linters run: an installation uses one core.
+# Both environments are installed at once: an installation uses one core.
+installing=
+beside=
+stop() { # nothing is left running where a linter fails or the run is interrupted; pytest ends its processes on SIGINT
+  [ -z "$beside" ] || kill -INT -- "-$beside" 2>/dev/null || true
+  wait
+}
+trap stop EXIT
 if [ -n "$second" ]; then
   install_3_12 "$second" >.venv-3.12.log 2>&1 &
   installing=$!
-  trap 'wait "$installing" || true' EXIT  # nothing is left running where a linter fails
 fi
 tools/install.sh cpu
 .venv/bin/ruff check .
 .venv/bin/ruff format --check -q .
-if [ "${select[1]:-}" != "not slow and not full" ]; then
-  .venv/bin/mypy
-  NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build -q
-fi
-installed=0
-[ -z "$second" ] || wait "$installing" || installed=$?
-code=0
-.venv/bin/python -m pytest -q "${select[@]}" "$@" || code=$?
-[ -n "$second" ] || exit "$code"
-echo "run.sh: the fast tier under Python 3.12"
-cat .venv-3.12.log
-[ "$installed" = 0 ] || exit "$((code ? code : installed))"
-covered_fast_3_12 || code=$((code ? code : $?))
+case "$tier" in
+  ci)
+    start_beside -m "slow and not full" "${one_process[@]/#/--ignore=}"
+    lint_types_and_docs
+    .venv/bin/python -m pytest -q -m "not full" "${one_process[@]}" || code=$?
+    .venv/bin/python -m pytest -q "${fast[@]}" "${one_process[@]/#/--ignore=}" || code=$((code ? code : $?))
+    if [ -n "$second" ]; then
+      echo "run.sh: the fast tier under Python 3.12"
+      wait "$installing" && covered_fast_3_12 || code=$((code ? code : $?))
+      cat .venv-3.12.log
+    fi
+    end_beside
+    ;;
+  fast)
+    start_beside "${fast[@]}" "${one_process[@]}"
+    .venv/bin/python -m pytest -q "${fast[@]}" "${one_process[@]/#/--ignore=}" || code=$?
+    end_beside
+    ;;
+  *)
+    [ "$tier" = fast_some ] || lint_types_and_docs
+    .venv/bin/python -m pytest -q "${select[@]}" "$@" || code=$?
+    ;;
+esac
 exit "$code"
 }

@@ -134,25 +134,37 @@ class StandInSampler:
 
 
 class StandInTrainer:
-    """Counts steps."""
+    """Counts steps. Batches come before a step or beside it, and not beside a weight update or a checkpoint."""
 
-    def __init__(self) -> None:
+    def __init__(self, send_s: float = 0.0) -> None:
+        """send_s: for sending a batch."""
         self.version = self.prepared = 0
         self.trained: list[int] = []
+        self.sent_ahead: list[int] = []
+        """Steps whose batch was sent, or begun to be, while the trainer made the step before."""
+        self.stepping = self.sending = False
+        self.send_s = send_s
         self.completions: dict[int, set[tuple[int, int]]] = {}
         """(group, index) of what each step was sent, read from its bytes."""
 
     async def prepare(self, plan, read):
         assert [part.policy_version for part in plan.ranks] == [plan.step - 1]
+        assert not self.sending and self.prepared == self.version + self.stepping, "one batch at a time"
+        if self.stepping:
+            self.sent_ahead.append(plan.step)
+        self.sending = True
         sent = [rollout_bytes.read(data) for numbers in plan.numbers for data in await read(numbers)]
         assert [len(each.token_ids) for each in sent] == [s.tokens for part in plan.ranks for s in part.samples]
+        await asyncio.sleep(self.send_s)
         self.completions[plan.step] = {(each.thinking_cut, each.seed) for each in sent}
         self.prepared = plan.step
+        self.sending = False
 
     async def step(self, step):
-        assert step == self.prepared
+        assert step == self.prepared and not self.sending
+        self.stepping = True
         await asyncio.sleep(TRAIN_S)
-        self.version = step
+        self.stepping, self.version = False, step
         self.trained.append(self.version)
         return StepReport(
             step=self.version,
@@ -167,10 +179,11 @@ class StandInTrainer:
 
     async def load(self, path):
         state = json.loads((Path(path) / "controller.json").read_text())
-        self.version = state["step"]
+        self.version = self.prepared = state["step"]
         return state
 
     async def save(self, path, extra):
+        assert not self.sending
         await asyncio.sleep(SAVE_S)
         folder = Path(path)
         shutil.rmtree(folder, ignore_errors=True)
@@ -182,10 +195,11 @@ class StandInTrainer:
 class StandInSync:
     """Sets the engines' version after a delay."""
 
-    def __init__(self, engines) -> None:
-        self._engines = engines
+    def __init__(self, engines, trainer) -> None:
+        self._engines, self._trainer = engines, trainer
 
     async def publish(self, version):
+        assert not self._trainer.sending
         await asyncio.sleep(PUBLISH_S)
         for engine in self._engines.alive:
             engine.version = version
@@ -211,6 +225,8 @@ class Outcome:
     trained: list[int]
     completions: dict[int, set[tuple[int, int]]]
     """Step -> (group, index) of every completion that the trainer was sent for it."""
+    sent_ahead: list[int]
+    """Steps whose batch was sent, or begun to be, while the trainer made the step before."""
     killed_in: str
     """Name of the file that it was writing when it was killed."""
 
@@ -230,7 +246,7 @@ def recipe(folder, **changes) -> Recipe:
         "weights": {"probe_every": 0},
     }
     for section, values in changes.items():
-        data[section] = {**data[section], **values} if isinstance(values, dict) else values
+        data[section] = {**data.get(section, {}), **values} if isinstance(values, dict) else values
     return Recipe.model_validate(data)
 
 
@@ -249,13 +265,15 @@ def attempt(
     power_loss: bool = False,
     flat_groups: Container[int] = (),
     lost: dict[tuple[int, int, int], int] | None = None,
+    send_s: float = 0.0,
 ) -> Outcome:
     """One attempt, to its end or until it is killed at a moment or in a write, or asked to save and exit.
 
+    send_s: for sending a batch to the trainer.
     power_loss: truncate every file to its last synced length.
     """
     loop = VirtualTimeLoop()
-    trainer, sampler = StandInTrainer(), StandInSampler(flat_groups, lost or {})
+    trainer, sampler = StandInTrainer(send_s), StandInSampler(flat_groups, lost or {})
     killer = _Killer(loop, kill_at_s, kill_at_write)
     write, os.write = os.write, killer.guard(os.write)
     disk = _Disk()
@@ -285,6 +303,7 @@ def attempt(
         seconds=seconds,
         trained=trainer.trained,
         completions=trainer.completions,
+        sent_ahead=trainer.sent_ahead,
         killed_in=killer.killed_in,
     )
 
@@ -373,7 +392,7 @@ async def _attempt(loop, settings, folder, trainer, sampler, saving) -> str:
             start=start,
             history=history,
             sampler=sampler,
-            sync=StandInSync(engines),
+            sync=StandInSync(engines, trainer),
             probe=StandInProbe(),
             meter=meter,
             progress=Progress(Console(file=open("/dev/null", "w")), settings.steps),  # noqa: SIM115

@@ -244,6 +244,20 @@ def test_skipped_batches_after_a_checkpoint_are_recorded_once(tmp_path):
     assert [e.step for e in events.Scalars("reward")] == [step for _, step, _ in whole]
 
 
+def test_a_run_with_nothing_to_train_on_ends_without_a_step(tmp_path):
+    settings = recipe(tmp_path, rollouts={"max_staleness_steps": 0}, filters={"max_empty_batches": 2})
+    found = attempt(settings, flat_groups=range(99))
+    assert "2 batches in a row had nothing left to train on" in found.reason and found.trained == []
+    records = read_jsonl(tmp_path / "r" / "metrics.jsonl")
+    assert [(r["step"], r["skipped"]) for r in records] == [(0, 1), (0, 1)]
+    assert all(r["batch/samples"] == 0 and r["batch/groups"] == 2 for r in records)
+    batches = [e for e in read_jsonl(tmp_path / "r" / "journal.jsonl") if e["event"] == "batch"]
+    assert [(b["batch"], b["step"], b["policy_version"]) for b in batches] == [(0, 1, 0), (1, 1, 0)]
+    history = read_history(tmp_path / "r")
+    groups = read_groups(tmp_path / "r", history, history.finished)
+    assert {v for g in groups.values() for c in g.completions for v in (c.first_version, c.last_version)} == {0}
+
+
 def test_a_lost_group_is_generated_again(tmp_path):
     """An earlier version could write its event and lose the group, in a power loss."""
     settings = recipe(tmp_path)

@@ -257,23 +257,65 @@ def test_cuda_packages_are_those_of_torchs_cuda(lock):
     assert [version for version in parts if not version.startswith("13.0.")] == []
 
 
+def run_with_stand_ins(checkout, second, main, *argv, mypy="exit 0\n"):
+    """tests/run.sh with stand-ins for both environments. None: no Python 3.12; "": it could not be installed."""
+    (checkout / "tests").mkdir(exist_ok=True)
+    shutil.copy(ROOT / "tests" / "run.sh", checkout / "tests")
+    script(checkout / "tools" / "install.sh", "exit 0\n" if second != "" else '[ -z "${MSRL_VENV:-}" ]\n')
+    script(checkout / "tools" / "find_python.sh", "exit 1\n" if second is None else "echo stand-in\n")
+    for tool, text in {"ruff": "exit 0\n", "mypy": mypy, "mkdocs": "exit 0\n"}.items():
+        script(checkout / ".venv" / "bin" / tool, text)
+    script(checkout / ".venv" / "bin" / "python", f'echo "main $*"; {main}')
+    script(checkout / ".venv-3.12" / "bin" / "python", f'echo "second $*"; exit {second}\n')
+    command = ["bash", checkout / "tests" / "run.sh", *argv]
+    return subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=60, check=False)
+
+
+def python_runs(done):
+    """Of each run of the main environment's pytest: its marks, the paths it is given and those it leaves out."""
+    lines = [line.split(" -m ", 2)[2] for line in done.stdout.splitlines() if line.startswith("main ")]
+    split = [line.split(" --ignore=") for line in lines]
+    return [
+        (first.split(" tests/")[0], first.split(" tests/")[1:], [o.removeprefix("tests/") for o in out])
+        for first, *out in split
+    ]
+
+
 @pytest.mark.parametrize(
     ("main", "second", "code"), [(0, 0, 0), (1, 0, 1), (0, 1, 1), (2, 1, 2), (0, None, 0), (0, "", 1)]
 )
 def test_the_test_command_fails_where_either_tier_fails(checkout, main, second, code):
-    """With stand-ins for both environments. None: no Python 3.12; "": its environment could not be installed."""
-    shutil.copytree(ROOT / "tests", checkout / "tests", ignore=lambda *_: {"distributed", "e2e", "__pycache__"})
-    script(checkout / "tools" / "install.sh", "exit 0\n" if second != "" else '[ -z "${MSRL_VENV:-}" ]\n')
-    script(checkout / "tools" / "find_python.sh", "exit 1\n" if second is None else "echo stand-in\n")
-    for tool in ("ruff", "mypy", "mkdocs"):
-        script(checkout / ".venv" / "bin" / tool, "exit 0\n")
-    script(checkout / ".venv" / "bin" / "python", f"echo main; exit {main}\n")
-    script(checkout / ".venv-3.12" / "bin" / "python", f"echo second; exit {second}\n")
-    done = subprocess.run(
-        ["bash", checkout / "tests" / "run.sh"], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run_with_stand_ins(checkout, second, f"exit {main}\n")
     assert done.returncode == code, done.stderr
     said = done.stdout.splitlines()
-    assert "main" in said and ("second" in said) == (second in (0, 1))
-    assert said[-1] == ("main" if second is None else "second") or second == ""
+    (marks, alone, _), (fast, _, without), (slow, _, without_too) = python_runs(done)
+    assert (marks, fast, slow) == ("not full", "not slow and not full", "slow and not full")
+    assert alone == without == without_too != []
+    assert [line for line in said if line.startswith("second ")] == [
+        "second -m coverage run -m pytest -q -m not slow and not full",
+        "second tests/coverage_table.py",
+    ] * (second in (0, 1))
     assert ("run.sh: Python 3.12 is left out: found none with venv" in said) == (second is None)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_the_fast_tier_is_two_halves(checkout, code):
+    done = run_with_stand_ins(checkout, None, f"exit {code}\n", "--fast")
+    assert done.returncode == code, done.stderr
+    (marks, _, without), (others, alone, _) = python_runs(done)
+    assert marks == others == "not slow and not full" and alone == without != []
+    assert python_runs(run_with_stand_ins(checkout, None, "exit 0\n", "--fast", "-k", "x"))[0][1:] == ([], [])
+
+
+@pytest.mark.parametrize(("slow", "fast"), [(3, 0), (0, 4)])
+def test_the_test_command_fails_where_the_slow_or_the_fast_tests_fail(checkout, slow, fast):
+    answer = f'case "$*" in *"-m slow"*) exit {slow} ;; *) exit {fast} ;; esac\n'
+    done = run_with_stand_ins(checkout, None, answer)
+    assert done.returncode == slow + fast, done.stderr
+
+
+def test_a_linter_that_fails_ends_the_slow_tests(checkout):
+    answer = 'case "$*" in *"-m slow"*) trap "echo >interrupted; exit 2" INT; echo >began; sleep 50 & wait ;; esac\n'
+    done = run_with_stand_ins(checkout, None, answer, mypy="until [ -e began ]; do sleep 0.05; done; exit 7\n")
+    assert done.returncode == 7, done.stderr
+    assert (checkout / "interrupted").exists()

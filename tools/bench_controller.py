@@ -4,8 +4,9 @@
 
 The controller is the real one: client, decoder processes, sampler, verifier processes, stream, gate, journal,
 packing, and the trainer's socket. Stand-ins, in processes of their own: the engines (tools/stand_in_engines.py) give
-prepared responses of --tokens tokens after --delay seconds, the trainer's rank receives its batches and does nothing
-else. With the default delay the engines offer more than the controller takes, so its rate is its limit.
+prepared responses of --tokens tokens after --delay seconds, the trainer's rank receives its batches and waits for
+--step-seconds in a step. With the default delay the engines offer more than the controller takes, so its rate is its
+limit.
 
 Lag of the event loop: a timer every 5 ms; where the loop stands still, each tick that it missed counts with its own
 delay. Figures are taken after --warm-up, over at least --seconds seconds from the end of a step to that of another: a
@@ -21,6 +22,7 @@ import json
 import os
 import platform
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -44,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seconds", type=float, default=60.0, help="of the measurement")
     p.add_argument("--decoders", type=int, default=None, help="rollouts.decoders")
     p.add_argument("--groups-per-batch", type=int, default=16)
+    p.add_argument("--step-seconds", type=float, default=0.0, help="of the stand-in trainer, for every step")
     p.add_argument("--tokens-per-gpu", type=float, default=1242.0, help="tokens/s per GPU of a run, for the last row")
     p.add_argument("--profile", metavar="FILE", help="write a profile of the controller's main thread (cProfile)")
     p.add_argument("--json", metavar="FILE")
@@ -59,6 +62,7 @@ with explained():
     from rich.table import Table
     from stand_in_trainer import INFO
 
+    from megatron_scalerl.checkpoints.jsonl import read_jsonl
     from megatron_scalerl.controller.ledger import Ledger
     from megatron_scalerl.controller.loop import Controller
     from megatron_scalerl.controller.meter import Meter, metering
@@ -109,7 +113,7 @@ class StandInSync:
 class StandInProbe:
     """Finds no mismatch."""
 
-    async def check(self, version: int) -> dict[str, float]:
+    async def check(self, version: int, *, new_only: bool = False) -> dict[str, float]:
         """Nothing."""
         return {}
 
@@ -167,14 +171,14 @@ def stand_in_engines(o: argparse.Namespace) -> Iterator[tuple[list[str], list[in
 
 
 @contextlib.asynccontextmanager
-async def trainer_of(folder: Path) -> AsyncIterator[tuple[TrainerClient, int]]:
+async def trainer_of(folder: Path, step_seconds: float) -> AsyncIterator[tuple[TrainerClient, int]]:
     """(client, process id) of the stand-in rank."""
     with private_folder() as rendezvous:
         client = TrainerClient(
             world_size=1, run_id="bench", incarnation="local.0", secret="bench", rendezvous=rendezvous
         )
         env = os.environ | client.worker_env(0) | {"MSRL_RECIPE": str(folder / "run" / "recipe.yaml")}
-        argv = [sys.executable, str(TOOLS / "stand_in_trainer.py")]
+        argv = [sys.executable, str(TOOLS / "stand_in_trainer.py"), str(step_seconds)]
         with open(folder / "trainer.log", "wb") as log:
             rank = subprocess.Popen(argv, env=env, stdout=log, stderr=log)
         try:
@@ -209,7 +213,7 @@ async def measure(folder: Path, o: argparse.Namespace) -> dict[str, Any]:
         plans = Plans(recipe, tokenizer)
         decoders = DecoderPool(recipe, tokenizer, plans, logs=folder)
         await stack.enter_async_context(decoders)
-        trainer, trainer_pid = await stack.enter_async_context(trainer_of(folder))
+        trainer, trainer_pid = await stack.enter_async_context(trainer_of(folder, o.step_seconds))
         start = resume_point(run.path)
         ledger = stack.enter_context(
             contextlib.closing(Ledger(run.path / "ledger.jsonl", "device_hours", incarnation="local.0"))
@@ -236,10 +240,13 @@ async def measure(folder: Path, o: argparse.Namespace) -> dict[str, Any]:
         running = asyncio.create_task(controller.run())
         pids = {"engines": engine_pids, "trainer": [trainer_pid], "decoders": decoders.pids}
         try:
-            return await observe(running, pids, clients, sync, o)
+            found = await observe(running, pids, clients, sync, o)
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
+        rows = read_jsonl(run.path / "metrics.jsonl")[-found["steps"] :]
+        waits = ("wait_for_batch_seconds", "send_seconds", "step_seconds")
+        return found | {name: round(statistics.fmean(row[name] for row in rows), 4) for name in waits}
 
 
 async def observe(
@@ -334,6 +341,9 @@ def table(found: dict[str, Any], o: argparse.Namespace) -> Table:
     shown.add_row("  a decoder", f"{found['peak_mib']['a decoder']:,}")
     shown.add_row("open sockets", f"{found['sockets']:,}")
     shown.add_row("optimizer steps", f"{found['steps']:,}")
+    shown.add_row("  seconds of each", f"{found['step_seconds']:.3f}")
+    shown.add_row("  trainer waits for a batch", f"{found['wait_for_batch_seconds']:.3f}")
+    shown.add_row("  trainer waits while it is planned and sent", f"{found['send_seconds']:.3f}")
     shown.add_row(f"GPUs that this feeds, at {o.tokens_per_gpu:,.0f} tokens/s per GPU", f"{found['gpus']:,}")
     return shown
 

@@ -39,7 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dense-bf16-selective": {
         "policy": "dense",
         "dtype": "bfloat16",
-        "tokens": 4096,
+        "tokens": 2048,
         "model": {"recompute_granularity": "selective", "recompute_modules": ["mlp", "core_attn"]},
     },
     "moe-fp32": {"policy": "moe", "dtype": "float32", "tokens": 2048},

@@ -1,8 +1,12 @@
-"""The stand-in trainer rank of tools/bench_controller.py: the real protocol, and no training."""
+"""The stand-in trainer rank of tools/bench_controller.py: the real protocol, and no training.
+
+python tools/stand_in_trainer.py SECONDS        (of a step; the environment of a rank)
+"""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +27,8 @@ INFO = messages.TrainerInfo(
     dtype="bfloat16",
     logits="fp32",
 )
+
+STEP_SECONDS = float(sys.argv[1]) if __name__ == "__main__" else 0.0
 
 
 class StandInWorker:
@@ -46,6 +52,7 @@ class StandInWorker:
     def run(self, command: Any) -> Any:
         """The report of a step."""
         assert isinstance(command, messages.Step), command
+        time.sleep(STEP_SECONDS)
         return StepReport(
             step=command.step,
             policy_version=command.step,
@@ -53,7 +60,7 @@ class StandInWorker:
             grad_norm=0.0,
             learning_rate=0.0,
             tokens=self._tokens,
-            seconds=0.0,
+            seconds=STEP_SECONDS,
             metrics={"mismatch_mean": 0.0, "entropy": 0.0},
         )
 

@@ -11,7 +11,8 @@ A step (`_train`, `_train_on`):
 2. The cost of producing the batch is charged and the batch's composition is journaled, in this order. Truncated
    completions and zero-variance groups are filtered out. If nothing remains, there is no optimizer step and no new
    policy version, and the batch is counted as skipped.
-3. The trainer ranks make one optimizer step. Meanwhile the engines continue to generate.
+3. The trainer ranks make one optimizer step. Meanwhile the engines continue to generate, and the next batch is
+   taken and sent if the gate releases it for the next version (`sending`). Its step 2 comes in its turn.
 4. The weights are published, the ledger is charged and the step's record is written.
 5. Every validation.every_steps a validation starts, every checkpoint.every_steps a checkpoint is written.
 
@@ -48,14 +49,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from megatron_scalerl.batching.advantages import samples_of
-from megatron_scalerl.batching.assignment import plan_step
 from megatron_scalerl.controller.batch_metrics import batch_metrics
 from megatron_scalerl.controller.meter import Meter
 from megatron_scalerl.controller.metrics import Metrics
 from megatron_scalerl.controller.probe import Probe
 from megatron_scalerl.controller.progress import Progress
 from megatron_scalerl.controller.run_folder import ControllerState, ResumePoint, RunFolder
+from megatron_scalerl.controller.sending import Ahead, Sender, SentBatch
 from megatron_scalerl.controller.validations import Validations
 from megatron_scalerl.controller.weight_sync import WeightSync
 from megatron_scalerl.engine.rounds import Rounds
@@ -66,7 +66,6 @@ from megatron_scalerl.prompts.dataset import PromptSet
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.tasks import tasks_of
 from megatron_scalerl.rollouts.admission import Admission
-from megatron_scalerl.rollouts.completions import completions_of
 from megatron_scalerl.rollouts.history import BatchRecord, History, read_batch, read_groups, replay_draws
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.sampler import Sampler
@@ -79,6 +78,9 @@ logger = logging.getLogger(__name__)
 
 class Controller:
     """One attempt of a run."""
+
+    _ahead: SentBatch | None = None
+    """The next batch, if it was sent while the trainer stepped."""
 
     def __init__(
         self,
@@ -97,12 +99,12 @@ class Controller:
         saving: SaveAndExit,
     ) -> None:
         """start: the checkpoint to resume from. history: the journal at the start of this attempt."""
-        self._recipe = recipe
-        self._prompts = prompts.training
+        self._recipe, self._prompts = recipe, prompts.training
         self._folder, self._fleet = folder, fleet
         self._start, self._history = start, history
-        self._sync, self._probe, self._progress, self._saving = sync, probe, progress, saving
-        self._meter, self._ledger = meter, meter.ledger
+        self._sync, self._probe, self._saving = sync, probe, saving
+        self._sender = Sender(recipe, fleet, folder.path)
+        self._meter, self._ledger, self._progress = meter, meter.ledger, progress
         self._step = self._saved_step = start.step
         self._batches, self._skipped_in_a_row = start.batches, 0
         rounds = Rounds(fleet.engines, timeout_s=recipe.weights.timeout_s) if recipe.rollouts.deterministic else None
@@ -179,7 +181,8 @@ class Controller:
         """
         while self._step < self._recipe.steps:
             begin = self._meter.elapsed
-            groups = await self._while_current(self._stream.next_batch())
+            sent, self._ahead = self._ahead, None
+            groups = sent.groups if sent else await self._while_current(self._stream.next_batch())
             if groups is None:
                 return await self._finish(self._stream.exhausted or "no prompt is left", final=True)
             waited = self._meter.elapsed - begin
@@ -193,60 +196,60 @@ class Controller:
                 # before the journal: a batch in the journal must not lack the charge for producing it
                 self._meter.charge_produce(self._batches)
                 await self._journal.batch(record)
-            await self._train_on(groups, waited)
+            await self._train_on(groups, waited, sent)
             if self._skipped_in_a_row >= self._recipe.filters.max_empty_batches:
                 return await self._finish(
                     f"{self._skipped_in_a_row} batches in a row had nothing left to train on (filters)"
                 )
         return await self._finish(f"all {self._recipe.steps} steps are made")
 
-    async def _train_on(self, groups: Sequence[RolloutGroup], waited: float = 0.0) -> None:
-        """One batch: at most one optimizer step and one new policy version."""
+    async def _train_on(
+        self, groups: Sequence[RolloutGroup], waited: float = 0.0, sent: SentBatch | None = None
+    ) -> None:
+        """One batch: at most one optimizer step and one new policy version. sent: the batch, if it was sent ahead."""
         async with self._saving.uninterrupted():
-            stepped = await self._step_on(groups, waited)
+            stepped = await self._train_batch(groups, waited, sent)
         if stepped and self._recipe.rollouts.deterministic:
             await self._validations.end(self._while_current)
             await self._stream.trained(self._step)
 
-    async def _step_on(self, groups: Sequence[RolloutGroup], waited: float) -> bool:
+    async def _train_batch(self, groups: Sequence[RolloutGroup], waited: float, sent: SentBatch | None) -> bool:
         """True after an optimizer step, False if nothing was left to train on."""
-        recipe = self._recipe
-        plan = samples_of(
-            groups,
-            normalize=recipe.advantages.normalize,
-            truncated=recipe.rewards.truncated,
-            zero_variance=recipe.filters.zero_variance,
-            reduction=recipe.loss.reduction,
-        )
+        begin = self._meter.elapsed
+        sent = sent or await self._sender.send(groups, self._step)
+        sending = self._meter.elapsed - begin
         self._batches += 1
         record: dict[str, Any] = {"batches": self._batches, "wait_for_batch_seconds": waited}
-        record |= batch_metrics(groups, plan.stats, self._step)
-        if not plan.samples:
+        record |= batch_metrics(groups, sent.stats, self._step)
+        if sent.step is None:
             self._skipped_in_a_row += 1
             await self._stream.trained(self._step)
             self._metrics.step(self._step, {"skipped": 1} | record | self._charge())
             self._progress.skipped(self._step)
             return False
         self._skipped_in_a_row = 0
-        step = plan_step(
-            plan.samples,
-            step=self._step + 1,
-            dp_size=self._fleet.info.dp_size,
-            micro_batch_tokens=recipe.micro_batch_tokens,
-            policy_version=self._step,
-        )
-        trainer = self._fleet.trainer
-        await trainer.prepare(step, completions_of(self._folder.path, plan.sources))
-        report = await trainer.step(step.step)
+        report, rest = await self._step_on(sent.step)
+        record["send_seconds"] = sending + rest
         record["pinned_seconds"] = await self._validations.end(None)
         self._step = report.policy_version
         record |= await self._publish()
-        if recipe.weights.probe_every and self._step % recipe.weights.probe_every == 0:
+        every = self._recipe.weights.probe_every
+        if every and self._step % every == 0:
             record |= await self._probe.check(self._step)
         else:
             await self._probe.check(self._step, new_only=True)
         await self._finish_step(report, record)
         return True
+
+    async def _step_on(self, step: int) -> tuple[StepReport, float]:
+        """The trainer's step, and the seconds for which it then waited until the batch sent ahead was on its way."""
+        if step == self._recipe.steps:
+            return await self._fleet.trainer.step(step), 0.0
+        async with Ahead(self._sender, self._stream.next_batch_ahead, step) as ahead:
+            report = await self._fleet.trainer.step(step)
+            begin = self._meter.elapsed
+            self._ahead = await ahead.batch()
+            return report, self._meter.elapsed - begin
 
     async def _finish_step(self, report: StepReport, record: dict[str, Any]) -> None:
         record |= self._charge()

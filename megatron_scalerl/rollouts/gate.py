@@ -6,7 +6,7 @@ for its age, because that would favor short completions. Two rules maintain the 
 Khatri et al. 2025, section 2; the rules are ours):
 
 * admission: a group starts only while fewer than (k + 1) * G groups are outstanding, that is in flight, ready, or
-  in the batch being trained on (until its new version is served, new groups still start at the old one);
+  in a batch that was taken and is not done (until its new version is served, new groups still start at the old one);
 * waiting: a batch of G ready groups, earliest deadline first, is released at version v only if the remaining groups
   can still meet their deadlines: for every j = 1..k at most j * G outstanding groups have a deadline <= v + j, and
   none has a deadline <= v.
@@ -18,6 +18,17 @@ v + 1; and groups that start at v + 1 have deadlines >= v + 1 + k. Once all outs
 earliest deadlines always satisfies it, and every group in flight becomes ready, so the wait ends. Waiting only for
 groups whose deadline is v would not be enough: young, fast groups could fill the batches while more than G slow ones
 with the same later deadline accumulate.
+
+Ahead: while one batch trains at version v, the next one may be taken by the same rule at v + 1. Not too early:
+
+* Only groups that start between this choice and the new version are unknown to the rule. They start at v, so their
+  deadline is v + k = (v + 1) + (k - 1): for j < k - 1 nothing changes.
+* When one of them starts, at most (k + 1) * G groups are outstanding, 2 * G of them in the two batches. So at most
+  (k - 1) * G remain, whatever their deadlines: the rule at v + 1 holds for j = k - 1, and for j = k.
+* No group in the second batch is late. The first batch left none with a deadline <= v, and what started since has the
+  deadline v + k >= v + 1; with k = 0 nothing has started, and nothing is outstanding beside the first batch.
+
+If the first batch makes no step, the second one trains at v: the rule at v + 1 implies the rule at v.
 
 Three groups start at version 0; the two fast ones finish first:
 
@@ -44,6 +55,19 @@ A group that starts now has one more step until its deadline. It is ready at onc
     >>> gate.finish(2, first_token_version=0)
     >>> gate.batch(policy_version=1)
     (2,)
+
+While group 2 trains, the batch of version 2 is taken. Both batches count until they are done.
+
+    >>> gate.take((2,))
+    >>> gate.finish(1, first_token_version=0)
+    >>> gate.batch(policy_version=2)
+    (1,)
+    >>> gate.take((1,))
+    >>> gate.outstanding, gate.may_start()  # 1, 2 and 3
+    (3, False)
+    >>> gate.trained()  # every engine serves version 2
+    >>> gate.outstanding
+    2
 """
 
 from __future__ import annotations
@@ -60,7 +84,8 @@ class StalenessGate:
         self.max_staleness_steps = max_staleness_steps
         self._in_flight: dict[int, int] = {}
         self._ready: dict[int, int] = {}
-        self._training = 0
+        self._training = self._ahead = 0
+        """Groups in the batch being trained on, and in the one after it."""
 
     @property
     def in_flight(self) -> int:
@@ -74,8 +99,8 @@ class StalenessGate:
 
     @property
     def outstanding(self) -> int:
-        """Groups in flight, ready or being trained on; at most (k + 1) * groups_per_batch."""
-        return len(self._in_flight) + len(self._ready) + self._training
+        """Groups in flight, ready or in a batch that is not done; at most (k + 1) * groups_per_batch."""
+        return len(self._in_flight) + len(self._ready) + self._training + self._ahead
 
     def may_start(self) -> bool:
         """True if the admission rule allows one more group."""
@@ -102,7 +127,10 @@ class StalenessGate:
         self._ready[group_id] = first_token_version + self.max_staleness_steps
 
     def batch(self, policy_version: int) -> tuple[int, ...] | None:
-        """The groups to train on at `policy_version`, earliest deadline first; None if the trainer must wait."""
+        """The groups to train on at `policy_version`, earliest deadline first; None if the trainer must wait.
+
+        policy_version: the current one, or while a batch trains the one that it leads to.
+        """
         if len(self._ready) < self.groups_per_batch:
             return None
         order = sorted(self._ready, key=lambda g: (self._ready[g], g))
@@ -114,12 +142,15 @@ class StalenessGate:
         return tuple(chosen)
 
     def take(self, group_ids: tuple[int, ...]) -> None:
-        """The groups of a released batch are being trained on from now on."""
-        assert not self._training, "one batch trains at a time"
+        """The groups of a released batch are trained on from now on, or next if a batch trains already."""
+        assert not self._ahead, "one batch trains at a time, and one is taken ahead"
         for group_id in group_ids:
             del self._ready[group_id]
-        self._training = len(group_ids)
+        if self._training:
+            self._ahead = len(group_ids)
+        else:
+            self._training = len(group_ids)
 
     def trained(self) -> None:
-        """The batch is done: its new version is served, or there was no step."""
-        self._training = 0
+        """The batch is done: its new version is served, or there was no step. The one taken ahead trains next."""
+        self._training, self._ahead = self._ahead, 0

@@ -17,7 +17,7 @@ finished batch, freed engine slots, an engine that joins or leaves, a failure.
 * `_follow_engines` (one task) notifies the condition when an engine joins or leaves.
 * `next_batch` (the controller's training loop). Consumes: `_ready`, bounded by the gate. Waits for: a batch that the
   gate may release. Unblocked by: group tasks. Returns None when the curriculum is exhausted and nothing is
-  outstanding.
+  outstanding. `next_batch_ahead` does the same for the version after the current one, until it is cancelled.
 
 An engine that fails a request is evicted (`engine.membership`). The groups on it are issued again on another engine,
 under their ids. Completions that had finished stay. The others are generated again with the same seed and the same
@@ -144,14 +144,29 @@ class RolloutStream:
             while True:
                 if self._failure is not None:
                     raise self._failure
-                ids = None if self._repeating else self._gate.batch(self.policy_version)
-                if ids is not None:
-                    self._gate.take(ids)
-                    self._changed.notify_all()
-                    return [self._ready.pop(g) for g in ids]
+                if (batch := self._take(self.policy_version)) is not None:
+                    return batch
                 if self.exhausted and self._gate.in_flight == 0 and not self._reissue:
                     return None
                 await self._changed.wait()
+
+    async def next_batch_ahead(self) -> list[RolloutGroup]:
+        """While a batch trains, the groups to train on after it, as `next_batch`.
+
+        Waits, also if there is none or the stream has failed, until it is cancelled; it has taken nothing then.
+        """
+        async with self._changed:
+            while (batch := self._take(self.policy_version + 1)) is None:
+                await self._changed.wait()
+            return batch
+
+    def _take(self, policy_version: int) -> list[RolloutGroup] | None:
+        ids = None if self._repeating else self._gate.batch(policy_version)
+        if ids is None:
+            return None
+        self._gate.take(ids)
+        self._changed.notify_all()
+        return [self._ready.pop(g) for g in ids]
 
     @property
     def in_flight(self) -> int:
@@ -300,7 +315,8 @@ class RolloutStream:
                 results[index] = finished[0]
         kept = [result for _, result in sorted(results.items()) if result is not None]
         if admission.recorded is not None:
-            await self._repeated(admission.recorded, [found.completion for found in kept])
+            complete = len(results) == self._group_size
+            await self._repeated(admission.recorded, [found.completion for found in kept] if complete else None)
             return
         if len(results) < self._group_size or not kept:
             await self._reissue_group(admission, results if kept else {}, evicted=len(results) < self._group_size)
@@ -340,9 +356,9 @@ class RolloutStream:
                 self._start_admission()
             self._changed.notify_all()
 
-    async def _repeated(self, recorded: RolloutGroup, found: Sequence[Completion]) -> None:
-        """A recorded group was generated once more, for the others of its round."""
-        if tuple(found) != recorded.completions:
+    async def _repeated(self, recorded: RolloutGroup, found: Sequence[Completion] | None) -> None:
+        """A recorded group was generated once more, for the others of its round; None if its engine was evicted."""
+        if found is not None and tuple(found) != recorded.completions:
             logger.warning(
                 "group %d: its completions are others than before the restart: this run is not deterministic",
                 recorded.group_id,

@@ -70,6 +70,9 @@ class TrainerClient:
         """The rank that receives the batches of each data-parallel rank."""
         self._prepared: int | None = None
         """The step whose batch was sent and which was not called yet."""
+        self._step_sent = asyncio.Event()
+        """Every rank was sent the step that was called last: the next batch may follow."""
+        self._step_sent.set()
         self._unheld: set[int] = set()
         """Ranks that were sent a batch which they do not hold yet."""
         self._all_held = asyncio.Event()
@@ -121,7 +124,8 @@ class TrainerClient:
     async def prepare(self, plan: StepPlan, read: ReadCompletions) -> None:
         """Send each data-parallel rank's plan and completions to one of its ranks, which keeps them for `step`.
 
-        May run beside `step` or any other command, but only one batch may be prepared and not yet stepped on.
+        May run beside `step` or any other command, but only one batch may be prepared and not yet stepped on. Every
+        rank is sent the step before the next batch.
         `read` is called for one data-parallel rank after the other; its bytes are not copied, and must not change.
         Raises TrainerError for a rank that is gone, and if the ranks do not hold the batch before within
         `command_timeout_s`; RuntimeError if `read` returns another number of completions. After these, or an error
@@ -133,6 +137,7 @@ class TrainerClient:
         async with self._sending:
             assert self._prepared is None, f"step {self._prepared} is prepared and was not called"
             async with self._deadline(self._command_timeout_s, "batch", self._without_batch):
+                await self._step_sent.wait()
                 await self._all_held.wait()
             for dp_rank, (part, numbers) in enumerate(zip(plan.ranks, plan.numbers, strict=True)):
                 completions = await read(numbers)
@@ -151,7 +156,10 @@ class TrainerClient:
         """One optimizer step on the batch that was prepared for it. Raises TrainerError, as all commands do."""
         assert self._prepared == step, f"expected step {self._prepared}, which is prepared, found {step}"
         self._prepared = None
-        return await self._call(lambda call: messages.Step(call=call, step=step), StepReport)
+        self._step_sent.clear()
+        return await self._call(
+            lambda call: messages.Step(call=call, step=step), StepReport, sent=self._step_sent.set
+        )
 
     async def manifest(self) -> Manifest:
         """Names, types and shapes of the weights, in the order in which they are sent."""
@@ -196,10 +204,17 @@ class TrainerClient:
             self._authenticator.stop()
             self._context.destroy(linger=0)
 
-    async def _call(self, make: Callable[[int], messages.Command], kind: Any, *, leaves: bool = False) -> Any:
+    async def _call(
+        self,
+        make: Callable[[int], messages.Command],
+        kind: Any,
+        *,
+        leaves: bool = False,
+        sent: Callable[[], None] = lambda: None,
+    ) -> Any:
         """Send each rank its command, wait for all answers, and return rank 0's as `kind`.
 
-        `leaves`: after its answer a rank may disconnect.
+        `leaves`: after its answer a rank may disconnect. `sent`: called when every rank was sent the command.
         """
         answers: dict[int, msgspec.Raw] = {}
         limit, what = (STOP_TIMEOUT_S, "stop") if leaves else (self._command_timeout_s, "command")
@@ -207,6 +222,7 @@ class TrainerClient:
             self._calls += 1
             for rank in range(self.world_size):
                 await self._send(rank, messages.encode(make(self._calls)))
+            sent()
             while len(answers) < self.world_size:
                 sender, message = await self._receive()
                 if isinstance(message, messages.Held):

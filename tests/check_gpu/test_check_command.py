@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import command as command_of
 
 import megatron_scalerl
 from megatron_scalerl.check_gpu import command
 from megatron_scalerl.check_gpu.table import PARTS
 
+main = command_of("check-gpu")
 GPU = shutil.which("nvidia-smi") is not None
 
 
@@ -46,10 +48,11 @@ def test_without_a_gpu_one_line_says_so_and_nothing_is_left(tmp_path):
         (["--planner", "p.yaml", "--rehearse"], "--planner: expected figures measured on a GPU, found --rehearse"),
     ],
 )
-def test_a_user_error_is_one_line(tmp_path, options, text):
-    done = check_gpu(*options, cwd=tmp_path)
-    [line] = done.stderr.splitlines()
-    assert done.returncode == 2 and text in line and list(tmp_path.iterdir()) == []
+def test_a_user_error_is_one_line(tmp_path, monkeypatch, capsys, options, text):
+    monkeypatch.chdir(tmp_path)
+    assert main(options) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert text in line and list(tmp_path.iterdir()) == []
 
 
 def test_the_list_names_every_part_and_imports_no_torch(tmp_path):
@@ -58,7 +61,7 @@ def test_the_list_names_every_part_and_imports_no_torch(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["link", "open"])
-def test_a_folder_that_others_can_write_is_rejected(tmp_path, kind):
+def test_a_folder_that_others_can_write_is_rejected(tmp_path, capsys, kind):
     """Compiled code is kept there and executed."""
     if kind == "link":
         (tmp_path / "real").mkdir(mode=0o700)
@@ -66,8 +69,8 @@ def test_a_folder_that_others_can_write_is_rejected(tmp_path, kind):
     else:
         (tmp_path / "out").mkdir()
         (tmp_path / "out").chmod(0o777)
-    done = check_gpu("--rehearse", "--only", "wire", "--out", tmp_path / "out", cwd=tmp_path)
-    assert done.returncode == 2 and "that nobody else can write" in done.stderr
+    assert main(["--rehearse", "--only", "wire", "--out", tmp_path / "out"]) == 2
+    assert "that nobody else can write" in capsys.readouterr().err
 
 
 def test_without_a_checkout_the_version_is_a_hash_of_the_files(tmp_path, monkeypatch):

@@ -42,7 +42,9 @@ def test_tensor_parallel_dense(tiny_dense, tmp_path):
     assert validations[1]["gpu_hours"] > validations[0]["gpu_hours"] == 0
 
 
+@pytest.mark.full
 def test_expert_parallel_moe(tiny_moe, tmp_path):
+    """test_family_runs.py runs this layout with an untrained Llama-4 mixture and the same limits."""
     train(
         *overrides(tiny_moe, tmp_path, "ep2", "trainer.world_size=2"),
         "megatron.parallel.expert_model_parallel_size=2",
@@ -124,7 +126,9 @@ def test_a_killed_run_goes_on_and_a_finished_one_starts_nothing(tiny_dense, tmp_
     assert len(read_jsonl(folder / "attempts.jsonl")) == 2
 
 
+@pytest.mark.full
 def test_a_batch_with_nothing_left_makes_no_step(tiny_dense, tmp_path):
+    """test_crash_and_restart.py runs the same controller with stand-ins for engine and trainer."""
     # with equal rewards every group has zero variance
     done = train(*overrides(tiny_dense, tmp_path, "empty", "rewards.incorrect=1.0", "filters.max_empty_batches=2"))
     assert "2 batches in a row had nothing left to train on" in done.stdout

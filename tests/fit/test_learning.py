@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -19,24 +20,33 @@ TWO = (
 )
 
 
-def clear_caches():
-    for cached in ("setting_score", "_discrepancies", "discrepancy_evidence", "_tasks", "_reference"):
-        getattr(learning, cached).cache_clear()
+CACHED = ("setting_score", "_discrepancies", "discrepancy_evidence", "_tasks", "_reference")
 
 
 @pytest.fixture
-def learned_from(monkeypatch):
-    """Learn from the given series, with few draws; restores the published ones afterwards."""
+def few_draws(monkeypatch):
+    """Learn with few draws, and with empty caches of its own: the shared ones keep what all draws gave."""
+
+    def empty():
+        for name in CACHED:
+            monkeypatch.setattr(learning, name, cache(getattr(learning, name).__wrapped__))
+
+    monkeypatch.setattr(learning, "REFERENCE_DRAWS", 1000)
+    empty()
+    return empty
+
+
+@pytest.fixture
+def learned_from(few_draws, monkeypatch):
+    """Learn from the given series, with few draws."""
 
     def learn_from(series, without):
-        clear_caches()
+        few_draws()
         monkeypatch.setattr(learning, "published_series", lambda: series)
-        monkeypatch.setattr(learning, "REFERENCE_DRAWS", 1000)
         prior = learning.learn(without, TWO)
         return prior, [learning.setting_score(s, frozenset(without)) for s in TWO]
 
-    yield learn_from
-    clear_caches()
+    return learn_from
 
 
 @pytest.mark.slow
@@ -62,7 +72,7 @@ def test_a_run_in_two_figures_counts_once(learned_from):
     assert [d.weight for d in doubled.discrepancies] == pytest.approx([d.weight for d in once.discrepancies])
 
 
-def test_location_and_spread_of_the_exponent_by_hand():
+def test_location_and_spread_of_the_exponent_by_hand(few_draws):
     prior = learning.learned_with(TWO[0], frozenset())
     by_run: dict[str, list[float]] = {}
     for s in published_series():

@@ -107,6 +107,43 @@ def test_batches_keep_the_bound_and_lose_nothing(tmp_path, k):
     assert set(seen) <= set(history.finished)
 
 
+@pytest.mark.parametrize("k", [0, 1, 3, 8])
+def test_batches_taken_ahead_keep_the_bound_and_an_attempt_that_is_given_up_loses_nothing(tmp_path, k):
+    """The steps end at random moments: attempts are given up while they wait, and when they could just take."""
+    engines, source = [StandInEngine(1), StandInEngine(2)], random.Random(k)
+
+    async def run():
+        stream = make_stream(tmp_path, k=k, engines=engines)
+        stream.start(0)
+        seen, ahead, taken_ahead = [], None, 0
+        for version in range(40):
+            groups = ahead or await stream.next_batch()
+            assert len(groups) == 3
+            assert all(version - g.first_token_version <= k for g in groups)
+            seen += [g.group_id for g in groups]
+            taking = asyncio.create_task(stream.next_batch_ahead())
+            for _ in range(source.randrange(12)):
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.004 * source.randrange(2))
+            ahead = taking.result() if taking.done() else None
+            taking.cancel()
+            await asyncio.gather(taking, return_exceptions=True)
+            taken_ahead += ahead is not None
+            assert stream.in_flight + stream.ready <= (k + 1) * 3 - 3 * (1 + (ahead is not None))
+            for engine in engines:
+                engine.version = version + 1
+            await stream.trained(version + 1)
+        left = [g.group_id for g in ahead or ()] + list(stream._ready)
+        await stream.close()
+        return seen, left, taken_ahead
+
+    seen, left, taken_ahead = asyncio.run(run())
+    assert len(seen) == len(set(seen)) == 120
+    history = read_history(tmp_path)
+    assert sorted(seen + left) == sorted(history.finished)
+    assert (taken_ahead > 0) == (k > 0)
+
+
 def test_k_zero_generates_only_between_steps(tmp_path):
     async def run():
         engine = StandInEngine()

@@ -108,6 +108,43 @@ def test_the_next_batch_is_read_while_a_step_runs_once_the_ranks_hold_the_batch_
     conversation(scenario)
 
 
+def test_no_rank_is_sent_the_next_batch_before_the_step(monkeypatch):
+    """A rank holds one batch: sent a second one, it fails. Here the step cannot be sent to the second rank yet."""
+    asked, free = [], asyncio.Event()
+
+    async def read(numbers):
+        asked.append(tuple(numbers))
+        return [write(SAMPLES[number].rollout) for number in numbers]
+
+    async def scenario(trainer, start):
+        with StandInRank(trainer) as first, StandInRank(trainer) as second:
+            await join(start, first, second)
+            plans = [plan_of(SAMPLES, step=step, dp_size=2) for step in (1, 2)]
+            await trainer.prepare(plans[0], read)
+            send = trainer._send
+
+            async def slow(rank, *frames):
+                if rank == 1 and len(frames) == 1:  # the step
+                    await free.wait()
+                await send(rank, *frames)
+
+            monkeypatch.setattr(trainer, "_send", slow)
+            for number in range(2):
+                trainer._note_held(number)
+            stepping = asyncio.create_task(trainer.step(1))
+            preparing = asyncio.create_task(trainer.prepare(plans[1], read))
+            assert [type(await first.answer()) for _ in range(2)] == [messages.Prepare, messages.Step]
+            assert asked == list(plans[0].numbers)
+            free.set()
+            await preparing
+            answers = [type(await second.answer()) for _ in range(3)]
+            assert answers == [messages.Prepare, messages.Step, messages.Prepare]
+            await finish(1, first, second)
+            await stepping
+
+    conversation(scenario)
+
+
 def test_a_batch_that_no_rank_takes_ends_in_time():
     async def scenario(trainer, start):
         with StandInRank(trainer) as first, StandInRank(trainer) as second:

@@ -106,6 +106,14 @@ async def receive_weights(client, version):
     return tensors, group
 
 
+async def step_with_the_next_batch_ahead(client, samples, following, *, step):
+    """The report of a step beside which the batch of the next one is sent, and a function that then makes this."""
+    await client.prepare(plan_of(samples, step=step, dp_size=2), of_rollouts([s.rollout for s in samples]))
+    ahead = plan_of(following, step=step + 1, dp_size=2), of_rollouts([s.rollout for s in following])
+    report, _ = await asyncio.gather(client.step(step), client.prepare(*ahead))
+    return report, lambda: client.step(step + 1)
+
+
 def check_doors(world):
     """With the trainer's groups and a weight group open: who could come in, and where the secret shows."""
     doors = open_doors.listening([os.getpid(), *world.pids()])
@@ -153,13 +161,17 @@ def test_two_ranks_carry_out_every_command(tmp_path, policy):
         third = await train(world.client, samples[2], step=3, dp_size=2)
         scores = await world.client.logprobs(probe)
         assert await world.client.load(tmp_path / "step_000002") == {"batches": 2}
-        again = await train(world.client, samples[2], step=3, dp_size=2)
+        again, make_fourth = await step_with_the_next_batch_ahead(world.client, samples[2], samples[0], step=3)
         assert (again.loss, again.grad_norm) == (third.loss, third.grad_norm)
         assert await world.client.logprobs(probe) == scores
         await world.client.save(tmp_path / "step_000003", {})
         sent, group = await receive_weights(world.client, version=3)
         check_doors(world)
         group.close()
+        fourth = await make_fourth()
+        await world.client.load(tmp_path / "step_000003")
+        expected = await train(world.client, samples[0], step=4, dp_size=2)
+        assert (fourth.loss, fourth.grad_norm) == (expected.loss, expected.grad_norm)
         await world.client.stop()
         assert await world.exits() == [0, 0]
         return scores, sent

@@ -76,7 +76,7 @@ async def check_update(
 
 async def _update(scene: Scene, client: EngineClient, training: Training) -> tuple[list[str], WeightUpdate, int]:
     """(faults, the update, the token at which it arrived) of an update during a completion."""
-    tokens, prompt = (300 if scene.setting.toy else 2000), scene.prompts[0]
+    tokens, prompt = (1000 if scene.setting.toy else 2000), scene.prompts[0]
     fixed = [*prompt.token_ids, *range(6, 22)]
     sync = WeightSync(training.client, Membership.of([client]), scene.recipe)
     before = await client.score(fixed)

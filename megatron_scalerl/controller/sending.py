@@ -1,0 +1,98 @@
+"""From a batch's groups to a batch that the trainer holds; the next one is sent while the trainer steps.
+
+What is sent ahead is a copy: its groups stay finished and in no batch until the journal records their batch, before
+the step that trains on it. A crash or a failure in between costs the sending, and the batch is composed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_scalerl.batching.advantages import samples_of
+from megatron_scalerl.batching.assignment import plan_step
+from megatron_scalerl.launch.fleet import Fleet
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.rollouts.completions import completions_of
+from megatron_scalerl.types import RolloutGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SentBatch:
+    """A batch after the filters. Produced by `Sender.send`."""
+
+    groups: tuple[RolloutGroup, ...]
+    """All of its groups, in order."""
+    stats: Mapping[str, float]
+    """Counts of the filters (`batching.advantages.BatchPlan`)."""
+    step: int | None
+    """The optimizer step for which the trainer holds it; None if nothing is left to train on and nothing was sent."""
+
+
+class Sender:
+    """Plans batches and sends them to the trainer's ranks."""
+
+    def __init__(self, recipe: Recipe, fleet: Fleet, run_dir: Path) -> None:
+        self._recipe, self._fleet, self._run_dir = recipe, fleet, run_dir
+
+    async def send(self, groups: Sequence[RolloutGroup], policy_version: int) -> SentBatch:
+        """Filter a batch, plan the step that trains `policy_version` on it, and send what is left.
+
+        Raises as `TrainerClient.prepare`, `plan_step` and the reader of `completions_of` do.
+        """
+        recipe = self._recipe
+        plan = samples_of(
+            groups,
+            normalize=recipe.advantages.normalize,
+            truncated=recipe.rewards.truncated,
+            zero_variance=recipe.filters.zero_variance,
+            reduction=recipe.loss.reduction,
+        )
+        if not plan.samples:
+            return SentBatch(groups=tuple(groups), stats=plan.stats, step=None)
+        step = plan_step(
+            plan.samples,
+            step=policy_version + 1,
+            dp_size=self._fleet.info.dp_size,
+            micro_batch_tokens=recipe.micro_batch_tokens,
+            policy_version=policy_version,
+        )
+        await self._fleet.trainer.prepare(step, completions_of(self._run_dir, plan.sources))
+        return SentBatch(groups=tuple(groups), stats=plan.stats, step=step.step)
+
+
+class Ahead:
+    """A batch that is taken and sent while the block of this context manager runs a step; leaves no task behind.
+
+    One task. Consumes: at most one batch. Waits for: `take`, then the trainer's socket and the disk. It is cancelled
+    at the end of the block, or by `batch` if nothing was taken.
+    """
+
+    def __init__(
+        self, sender: Sender, take: Callable[[], Awaitable[Sequence[RolloutGroup]]], policy_version: int
+    ) -> None:
+        """take: returns the groups; cancelled before that, it takes none. policy_version: trains on them."""
+        self._sender, self._take, self._policy_version = sender, take, policy_version
+        self._taken = False
+
+    async def batch(self) -> SentBatch | None:
+        """The batch, once it is sent; None if none was taken, and none will be. Raises as `Sender.send` does."""
+        if not self._taken:
+            self._task.cancel()
+            return None
+        return await self._task
+
+    async def _send(self) -> SentBatch:
+        groups = await self._take()
+        self._taken = True
+        return await self._sender.send(groups, self._policy_version)
+
+    async def __aenter__(self) -> Ahead:
+        self._task = asyncio.create_task(self._send(), name="batch ahead")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)

@@ -1,0 +1,129 @@
+"""The batch that is sent while a step runs: when it is given up, and what is left behind."""
+
+import asyncio
+
+import pytest
+
+from megatron_scalerl.controller.sending import Ahead, SentBatch
+
+
+class StandInSender:
+    """Sends when it is let; fails if told to."""
+
+    def __init__(self, failure=None):
+        self.failure = failure
+        self.free = asyncio.Event()
+        self.cancelled = False
+
+    async def send(self, groups, policy_version):
+        try:
+            await self.free.wait()
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+        if self.failure is not None:
+            raise self.failure
+        return SentBatch(groups=tuple(groups), stats={}, step=policy_version + 1)
+
+
+class StandInStream:
+    """Gives one batch once it is there."""
+
+    def __init__(self, *, ready):
+        self.there = asyncio.Event()
+        if ready:
+            self.there.set()
+        self.taken = 0
+
+    async def take(self):
+        await self.there.wait()
+        self.taken += 1
+        return ("a", "b")
+
+
+def scenario(coroutine):
+    """Runs it; no task may be left behind."""
+
+    async def whole():
+        result = await asyncio.wait_for(coroutine(), 20)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return result
+
+    return asyncio.run(whole())
+
+
+def test_a_batch_that_is_there_is_sent_beside_the_step():
+    async def run():
+        sender, stream = StandInSender(), StandInStream(ready=True)
+        async with Ahead(sender, stream.take, 4) as ahead:
+            await asyncio.sleep(0.01)  # the step
+            asyncio.get_running_loop().call_later(0.05, sender.free.set)
+            return await ahead.batch()
+
+    assert scenario(run) == SentBatch(groups=("a", "b"), stats={}, step=5)
+
+
+def test_a_batch_that_is_not_there_when_the_step_ends_is_not_taken():
+    async def run():
+        stream = StandInStream(ready=False)
+        async with Ahead(StandInSender(), stream.take, 4) as ahead:
+            await asyncio.sleep(0.01)
+            stream.there.set()  # at the same moment
+            assert await ahead.batch() is None
+            await asyncio.sleep(0.01)
+        assert stream.taken == 0
+
+    scenario(run)
+
+
+def test_a_step_that_ends_at_once_takes_nothing():
+    async def run():
+        stream = StandInStream(ready=True)
+        async with Ahead(StandInSender(), stream.take, 4) as ahead:
+            assert await ahead.batch() is None
+        assert stream.taken == 0
+
+    scenario(run)
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_the_failure_of_the_step_ends_the_sending(ready):
+    async def run():
+        sender = StandInSender()
+        with pytest.raises(RuntimeError, match="rank 1 is gone"):
+            async with Ahead(sender, StandInStream(ready=ready).take, 4):
+                await asyncio.sleep(0.01)
+                raise RuntimeError("rank 1 is gone")
+        assert sender.cancelled == ready
+
+    scenario(run)
+
+
+def test_a_cancelled_step_ends_the_sending():
+    async def run():
+        sender = StandInSender()
+
+        async def step():
+            async with Ahead(sender, StandInStream(ready=True).take, 4):
+                await asyncio.Event().wait()
+
+        stepping = asyncio.create_task(step())
+        await asyncio.sleep(0.01)
+        stepping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stepping
+        assert sender.cancelled
+
+    scenario(run)
+
+
+def test_the_failure_of_the_sending_is_raised_after_the_step():
+    async def run():
+        sender = StandInSender(OSError("segment-00000.bin: no such file"))
+        sender.free.set()
+        async with Ahead(sender, StandInStream(ready=True).take, 4) as ahead:
+            await asyncio.sleep(0.01)
+            with pytest.raises(OSError, match=r"segment-00000\.bin"):
+                await ahead.batch()
+
+    scenario(run)
