@@ -49,6 +49,8 @@ WALL_CLOCK = {
     "convert/views.py": "part of a file's identity, compared for equality",
     "distributed/rendezvous.py": "age of a leftover folder that no process holds a lock on",
     "plan/assumptions_file.py": "the date of a new file",
+    "slurm/status.py": "which attempt started last, and until when a job may run",
+    "slurm/submission.py": "records it",
 }
 """Files that read the time of day or a file's time, which may jump, and what for."""
 

@@ -131,6 +131,15 @@ def test_an_array_goes_on_without_the_run_that_fails(stand_in, tmp_path, capsys)
 
 
 @pytest.mark.full
+def test_the_time_limit_ends_an_attempt_and_not_the_run(stand_in, capsys):
+    """Slurm itself sends the signal; a minute at least, for that is the shortest lead."""
+    words, run = stand_in("wait finish", "--time", "2", "--startup-seconds", "1", "--save-seconds", "1")
+    [job] = submitted(words, capsys)
+    assert wait_for_end(slurm.last_state, job) == "COMPLETED"
+    assert len(starts(run)) == 2
+
+
+@pytest.mark.full
 def test_the_jobs_of_a_chain_after_the_end_do_not_start_the_program(stand_in, capsys):
     words, run = stand_in("75 finish 0", "--chain", "--max-requeues", "2")
     jobs = submitted(words, capsys)
