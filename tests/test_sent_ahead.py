@@ -65,7 +65,7 @@ def test_a_batch_sent_ahead_without_anything_to_train_on_is_skipped_in_its_turn(
     assert len(set(groups)) == len(groups) == 2 * len(rows)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     k=st.sampled_from([0, 1, 3, 8]),
     seed=st.integers(0, 1000),
