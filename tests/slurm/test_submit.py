@@ -139,7 +139,6 @@ def test_the_time_limit_ends_an_attempt_and_not_the_run(stand_in, capsys):
     assert len(starts(run)) == 2
 
 
-@pytest.mark.full
 def test_the_jobs_of_a_chain_after_the_end_do_not_start_the_program(stand_in, capsys):
     words, run = stand_in("75 finish 0", "--chain", "--max-requeues", "2")
     jobs = submitted(words, capsys)
