@@ -53,6 +53,9 @@ FLOORS = [
         "commands": "batching checkpoints controller export processes recipe report rollouts sft types",
     },
     {
+        "doctor": "check_gpu checkpoints distributed launch plan processes recipe rewards",
+    },
+    {
         "__main__": "environment processes",
     },
 ]

@@ -48,6 +48,8 @@ WALL_CLOCK = {
     "controller/train.py": "records it",
     "convert/views.py": "part of a file's identity, compared for equality",
     "distributed/rendezvous.py": "age of a leftover folder that no process holds a lock on",
+    "doctor/node.py": "the date of the report",
+    "doctor/space.py": "age of a leftover segment that no process uses",
     "plan/assumptions_file.py": "the date of a new file",
 }
 """Files that read the time of day or a file's time, which may jump, and what for."""
