@@ -41,6 +41,7 @@ COMMANDS = {
     "plan": Command("whether a recipe fits its GPUs, and what it costs", "plan.command", 2),
     "convert": Command("convert checkpoints between Hugging Face and Megatron", "convert.command"),
     "export": Command("write a run's newest checkpoint as a Hugging Face folder", "commands.export"),
+    "doctor": Command("check this node before a run starts on it", "doctor.command"),
     "check-gpu": Command("check correctness and speed on the GPUs of this machine", "check_gpu.command"),
 }
 

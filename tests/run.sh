@@ -46,8 +46,17 @@ lint_types_and_docs() {
   NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build -q
 }
 
-# A second pytest, on the second core: in a process group of its own, which `stop` can interrupt.
-start_beside() { # PYTEST-OPTION...
+# Each pytest is in a process group of its own, which `stop` can interrupt, and this script can be interrupted while it waits.
+run_tests() { # COMMAND...; sets code where it fails
+  set -m
+  "$@" </dev/null &
+  tests=$!
+  set +m
+  wait "$tests" || code=$((code ? code : $?))
+  tests=
+}
+
+start_beside() { # PYTEST-OPTION...: on the second core
   mkdir -p build
   : >build/tests-beside.log  # `tail` may come first
   set -m
@@ -92,12 +101,17 @@ case "${1:-}" in
 esac
 # Both environments are installed at once: an installation uses one core.
 installing=
+tests=
 beside=
-stop() { # nothing is left running where a linter fails or the run is interrupted; pytest ends its processes on SIGINT
-  [ -z "$beside" ] || kill -INT -- "-$beside" 2>/dev/null || true
+stop() { # nothing is left running where a linter fails or a signal but SIGKILL ends this; pytest ends its processes on SIGINT
+  local each
+  for each in $tests $beside; do kill -INT -- "-$each" 2>/dev/null || true; done
+  [ -z "$beside" ] || { echo "run.sh: the end of build/tests-beside.log"; tail -n 40 build/tests-beside.log; }
   wait
 }
 trap stop EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
 if [ -n "$second" ]; then
   install_3_12 "$second" >.venv-3.12.log 2>&1 &
   installing=$!
@@ -109,23 +123,23 @@ case "$tier" in
   ci)
     start_beside -m "slow and not full" "${one_process[@]/#/--ignore=}"
     lint_types_and_docs
-    .venv/bin/python -m pytest -q -m "not full" "${one_process[@]}" || code=$?
-    .venv/bin/python -m pytest -q "${fast[@]}" "${one_process[@]/#/--ignore=}" || code=$((code ? code : $?))
+    run_tests .venv/bin/python -m pytest -q -m "not full" "${one_process[@]}"
+    run_tests .venv/bin/python -m pytest -q "${fast[@]}" "${one_process[@]/#/--ignore=}"
     if [ -n "$second" ]; then
       echo "run.sh: the fast tier under Python 3.12"
-      wait "$installing" && covered_fast_3_12 || code=$((code ? code : $?))
+      if wait "$installing"; then run_tests covered_fast_3_12; else code=$((code ? code : $?)); fi
       cat .venv-3.12.log
     fi
     end_beside
     ;;
   fast)
     start_beside "${fast[@]}" "${one_process[@]}"
-    .venv/bin/python -m pytest -q "${fast[@]}" "${one_process[@]/#/--ignore=}" || code=$?
+    run_tests .venv/bin/python -m pytest -q "${fast[@]}" "${one_process[@]/#/--ignore=}"
     end_beside
     ;;
   *)
     [ "$tier" = fast_some ] || lint_types_and_docs
-    .venv/bin/python -m pytest -q "${select[@]}" "$@" || code=$?
+    run_tests .venv/bin/python -m pytest -q "${select[@]}" "$@"
     ;;
 esac
 exit "$code"

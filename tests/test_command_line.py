@@ -92,6 +92,12 @@ MISTAKES = {
     "plan key": ([*PLAN, RECIPE, "--gpus", "2", "optimzer.lr=1"], "expected a recipe key, found optimzer"),
     "plan file": ([*PLAN, "none.yaml", "--gpus", "2"], "none.yaml: expected a recipe file"),
     "plan policy": (["tools/plan.py", RECIPE, "--gpus", "2"], "policy.path: expected config.json in"),
+    "doctor key": (["tools/doctor.py", RECIPE, "optimzer.lr=1"], "expected a recipe key, found optimzer"),
+    "doctor file": (["tools/doctor.py", "none.yaml"], "none.yaml: expected a recipe file"),
+    "doctor report": (
+        ["tools/doctor.py", "--compare", "a.json"],
+        "--compare: expected at least two reports, found 1",
+    ),
     "fit": (["tools/fit_curve.py", "runs/none"], "runs/none: expected a run folder or"),
     "show": (["tools/show_rollouts.py", "runs/none"], "runs/none: expected a run folder"),
     "convert": ([CONVERT, "to-megatron", "none", "out"], "none: expected a Hugging Face folder"),
@@ -125,6 +131,7 @@ BARE = {
     "report": ["-m", "megatron_scalerl", "report", "runs/none"],
     "export": ["-m", "megatron_scalerl", "export", "runs/none", "--out", "x"],
     "plan": ["tools/plan.py", RECIPE, "--gpus", "2"],
+    "doctor": ["tools/doctor.py"],
     "fit": ["tools/fit_curve.py", "megatron_scalerl/fit/data/points.csv"],
     "show": ["tools/show_rollouts.py", "runs/none"],
     "convert": [CONVERT, "verify", ".", "."],
@@ -285,7 +292,13 @@ def test_the_console_script_is_this_command():
     assert name == PROGRAM and resolve_name(target) is main
 
 
-DOORS = {"plan.py": "plan", "fit_curve.py": "fit", "convert_checkpoint.py": "convert", "show_rollouts.py": "show"}
+DOORS = {
+    "doctor.py": "doctor",
+    "plan.py": "plan",
+    "fit_curve.py": "fit",
+    "convert_checkpoint.py": "convert",
+    "show_rollouts.py": "show",
+}
 
 
 @pytest.mark.parametrize("tool", DOORS)

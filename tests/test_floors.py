@@ -54,6 +54,9 @@ FLOORS = [
         "slurm": "checkpoints controller recipe",
     },
     {
+        "doctor": "check_gpu checkpoints distributed launch plan processes recipe rewards",
+    },
+    {
         "__main__": "environment processes",
     },
 ]

@@ -48,6 +48,8 @@ WALL_CLOCK = {
     "controller/train.py": "records it",
     "convert/views.py": "part of a file's identity, compared for equality",
     "distributed/rendezvous.py": "age of a leftover folder that no process holds a lock on",
+    "doctor/node.py": "the date of the report",
+    "doctor/space.py": "age of a leftover segment that no process uses",
     "plan/assumptions_file.py": "the date of a new file",
     "slurm/status.py": "which attempt started last, and until when a job may run",
     "slurm/submission.py": "records it",

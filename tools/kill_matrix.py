@@ -239,7 +239,8 @@ def _tail(path: Path) -> str:
 
 def outcome_of(run: Path) -> dict[str, Any]:
     """What a run leaves, as far as it must be the same with every fault."""
-    metrics, validation = _rows(run / "metrics.jsonl"), _rows(run / "validation.jsonl")
+    metrics = [row for row in _rows(run / "metrics.jsonl") if "skipped" not in row]
+    validation = _rows(run / "validation.jsonl")
     return {
         "batches": [sorted(b.group_ids) for b in read_history(run).batches],
         "digests": [row["weight_digest"] for row in metrics],
@@ -376,6 +377,7 @@ def main(arguments: argparse.Namespace) -> int:
             print(f"{case.key}: left out, it needs the right to mount", flush=True)
             continue
         folder = out / case.key.replace(":", "_").replace(" ", "_")
+        subprocess.run(["rm", "-rf", str(folder)], check=True)  # of a try that was cut off
         if case.real not in references:
             references[case.real] = reference_of(out, tiny, real=case.real)
         row = attempt(case, folder, tiny, *references[case.real], arguments.seed)
@@ -389,7 +391,7 @@ def main(arguments: argparse.Namespace) -> int:
         )
         if not row["wrong"]:
             subprocess.run(["rm", "-rf", str(folder)], check=True)
-    return 0
+    return int(any(row["wrong"] for row in _rows(rows_file)))
 
 
 if __name__ == "__main__":

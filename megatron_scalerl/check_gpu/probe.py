@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import subprocess
+from typing import Any
 
 _PACKAGES = (
     "torch",
@@ -53,6 +54,7 @@ def main() -> None:
                 "no_gpu": reason,
                 "driver": driver,
                 "cuda_version": torch.version.cuda,
+                "nccl": _nccl(torch),
                 "cpu": _cpu(),
                 "cores": os.cpu_count(),
                 "python": platform.python_version(),
@@ -78,6 +80,13 @@ def nvidia_smi(field: str) -> str | None:
         return subprocess.run(argv, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def _nccl(torch: Any) -> str | None:
+    """Version of the NCCL library that this process has loaded; None in a torch without it."""
+    if not hasattr(torch._C, "_nccl_version"):
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def _cpu() -> str:

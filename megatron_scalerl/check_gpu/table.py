@@ -271,6 +271,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(component="the 8B recipe's layout on a cut-down policy, 8 GPUs", checks=_of("recipe-8b", "steps", "memory")),
     Row(component="advantages, filters, verifier, prompts, curriculum, ledger, forecast", checks=()),
+    Row(component="checks of a node (`doctor`): NVML, the loaded NCCL", checks=()),
     Row(component="Slurm; a run, or a conversion, at 8B or 17B×16", checks=()),
     Row(component="`tools/install.sh gpu`", checks=()),
 )

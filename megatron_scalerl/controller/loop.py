@@ -22,8 +22,8 @@ every engine pauses between two tokens, keeps its requests, receives the weights
 trainer and engines are compared (`probe`). An engine that is started again meanwhile takes part in the next update,
 or gets the current weights while the trainer waits for a batch (`_while_current`); it is probed then, too.
 
-With rollouts.deterministic, update, probe, checkpoint and validation come one after another, and only then new groups
-start, in rounds (`engine.rounds`).
+With rollouts.deterministic, update, probe and validation come one after another, and only then new groups start, in
+rounds (`engine.rounds`).
 
 A checkpoint (`_save`): ledger, metrics and journal are synced to disk, the trainer ranks write and commit the
 checkpoint with the controller's own state (step, batches, length of the journal), and old checkpoints are deleted

@@ -8,6 +8,7 @@ repacks weights, where no digest reaches them).
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
 from megatron_scalerl.batching.rollout_bytes import RolloutArrays, read
@@ -16,7 +17,9 @@ from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.launch.fleet import Fleet
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.sampler import VALIDATION_PRIORITY, Sampler
-from megatron_scalerl.types import Prompt
+from megatron_scalerl.types import CompletionLost, Prompt
+
+logger = logging.getLogger(__name__)
 
 PROMPTS = 4
 TOKENS = 256
@@ -68,7 +71,7 @@ class Probe:
         return {"probe_mismatch_mean": sum(found) / len(found), "probe_mismatch_max": max(found)} if found else {}
 
     async def _completions(self, engine: EngineClient) -> list[RolloutArrays] | None:
-        """The probe's completions; None if the engine failed, and is evicted."""
+        """The probe's completions; None if the engine failed, and is evicted, or if a completion was lost."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [
@@ -85,7 +88,11 @@ class Probe:
                 ]
         except* EngineError as errors:
             self._fleet.engines.evict(engine, str(errors.exceptions[0]))
-        return None if engine not in self._fleet.engines.serving else [read(task.result().data) for task in running]
+        except* CompletionLost as errors:
+            logger.warning("%s is not probed: a completion is lost: %s", engine.name, errors.exceptions[0])
+        if engine not in self._fleet.engines.serving or any(task.cancelled() or task.exception() for task in running):
+            return None
+        return [read(task.result().data) for task in running]
 
     async def _differences(self, rollouts: Sequence[RolloutArrays]) -> list[float]:
         sequences = [[*p.token_ids, *r.token_ids.tolist()] for p, r in zip(self._prompts, rollouts)]

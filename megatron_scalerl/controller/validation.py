@@ -54,8 +54,8 @@ class Validator:
         self._sampler = sampler
         self._count_tokens = count_tokens
         self._rounds = rounds
-        self._in_flight = recipe.rollouts.max_in_flight * recipe.engine.count
-        self._slots = asyncio.Semaphore(self._in_flight)
+        self._per_engine = recipe.rollouts.max_in_flight
+        self._slots = asyncio.Semaphore(self._per_engine * recipe.engine.count)
 
     async def validate(
         self, step: int, *, generations: int, gpu_hours: float, gpu_hours_total: float
@@ -109,10 +109,10 @@ class Validator:
         assert self._rounds is not None
         wanted = [(number, index) for number in range(len(self._prompts)) for index in range(generations)]
         found: list[ScoredCompletion | None] = []
-        for begin in range(0, len(wanted), self._in_flight):
-            part = wanted[begin : begin + self._in_flight]
+        while len(found) < len(wanted):
             together = await self._rounds.begin()
-            engines = [together.engine(number) for number, _ in part]
+            part = wanted[len(found) : len(found) + self._per_engine * together.size]
+            engines = [together.engine(rank) for rank in range(len(part))]
             async with asyncio.TaskGroup() as tasks:
                 running = [
                     tasks.create_task(self._completion(step, number, index, first=engine, rank=rank))

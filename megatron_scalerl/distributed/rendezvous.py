@@ -73,7 +73,8 @@ def private_folder() -> Iterator[FolderRendezvous]:
     stores need. A lock on it keeps systemd-tmpfiles from deleting it during a long run. A folder left by a kill is
     not reused; a later start of the same user deletes it.
     """
-    _delete_abandoned()
+    for path in abandoned_folders():
+        shutil.rmtree(path, ignore_errors=True)
     folder = tempfile.mkdtemp(prefix=_PREFIX)  # mode 0700, with a new name
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -84,22 +85,32 @@ def private_folder() -> Iterator[FolderRendezvous]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _delete_abandoned() -> None:
-    """Delete this user's private folders that no process holds and that are not just being made."""
+def abandoned_folders() -> Iterator[Path]:
+    """This user's private folders that no process holds and that are not just being made: leftovers of a kill.
+
+    Each is locked while it is yielded, so that no two processes delete it.
+    """
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         try:
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:  # another user's, a link, or deleted meanwhile
             continue
         try:
-            status = os.fstat(folder)
-            if status.st_uid == os.getuid() and time.time() - status.st_mtime > _ABANDONED_S:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
-        except OSError:  # it is held
-            continue
+            if _is_abandoned(folder):
+                yield path
         finally:
             os.close(folder)
+
+
+def _is_abandoned(folder: int) -> bool:
+    status = os.fstat(folder)
+    if status.st_uid != os.getuid() or time.time() - status.st_mtime <= _ABANDONED_S:
+        return False
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # it is held
+        return False
+    return True
 
 
 def listen_on(host: str) -> socket.socket:

@@ -33,6 +33,11 @@ class Round:
         self._members = list(members)
         self._timeout_s = timeout_s
 
+    @property
+    def size(self) -> int:
+        """Number of its engines."""
+        return len(self._members)
+
     def engine(self, rank: int) -> EngineClient:
         """The engine for the work of this rank."""
         return self._members[rank % len(self._members)]
@@ -51,12 +56,12 @@ class Round:
             async with asyncio.timeout(self._timeout_s):
                 while (held := await _held(engine)) < count:
                     await asyncio.sleep(_POLL_S)
-            await engine.resume()
+                await engine.resume()
         except TimeoutError:
             self._engines.evict(
                 engine,
-                f"{engine.name}: expected {count} requests within {self._timeout_s:g} s of their submission, found "
-                f"{held} (weights.timeout_s)",
+                f"{engine.name}: expected it to hold {count} requests and to resume within {self._timeout_s:g} s of "
+                f"their submission, found {held} requests (weights.timeout_s)",
             )
         except EngineError as error:
             self._engines.evict(engine, str(error))

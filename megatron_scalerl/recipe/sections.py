@@ -104,8 +104,8 @@ class RolloutsSection(Section):
     """Processes that decode the engines' responses. null: one for each CPU available to the controller, at most 4."""
     deterministic: bool = False
     """Submit requests in rounds, so that on CPUs an interrupted and resumed run has the same bits as one that was not
-    interrupted. Requires max_staleness_steps 0. Slower: validation, probe, generation and checkpoint come one after
-    another, and a round starts only when every engine that is not given up serves."""
+    interrupted. Requires max_staleness_steps 0. Slower: validation, probe and generation come one after another, and
+    a round starts only when every engine that is not given up serves."""
     kv_cache: Literal["keep", "recompute"] = "keep"
     """At a weight update, keep the KV cache of running completions, as in PipelineRL, or recompute it."""
     routing_replay: bool = False

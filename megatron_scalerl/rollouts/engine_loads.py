@@ -42,6 +42,7 @@ class EngineLoads:
 
     def add(self, engine: EngineClient, prompt: Prompt, completions: int) -> float:
         """Count so many completions of a prompt; returns the expected tokens of each, with its prompt's."""
+        self._loads = {e: load for e, load in self._loads.items() if e in self._engines.serving}
         load = self._loads.setdefault(engine, _Load())
         weight = len(prompt.token_ids) + self._expected_tokens
         load.completions += completions

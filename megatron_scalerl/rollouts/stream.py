@@ -94,7 +94,7 @@ class RolloutStream:
         self._count_tokens = count_tokens
         self._engines = engines
         self._rounds = rounds
-        self._round_groups = recipe.rollouts.max_in_flight // self._group_size * recipe.engine.count
+        self._groups_per_engine = recipe.rollouts.max_in_flight // self._group_size
         self._loads = EngineLoads(
             engines,
             group_size=self._group_size,
@@ -247,11 +247,12 @@ class RolloutStream:
         while True:
             async with self._changed:
                 await self._changed.wait_for(self._may_start)
-                admissions = self._draw_round()
-                if not admissions:
-                    self._changed.notify_all()
-                    return
             together = await self._rounds.begin()
+            async with self._changed:
+                admissions = self._draw_round(self._groups_per_engine * together.size)
+                self._changed.notify_all()
+            if not admissions:
+                return await together.go([])
             groups, requests = [], []
             for rank, admission in enumerate(admissions):
                 engine = together.engine(rank)
@@ -261,10 +262,10 @@ class RolloutStream:
             await together.go(requests)
             await asyncio.wait(groups)
 
-    def _draw_round(self) -> list[Admission]:
+    def _draw_round(self, most: int) -> list[Admission]:
         """The groups of the next round, none if the curriculum is exhausted. The gate counts them from now on."""
         drawn: list[Admission] = []
-        while len(drawn) < self._round_groups and self._may_start():
+        while len(drawn) < most and self._may_start():
             admission = self._draw()
             if admission is None:
                 break

@@ -11,7 +11,7 @@ from megatron_scalerl.controller.probe import Probe, ProbeError
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.launch.fleet import Devices, Fleet
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.types import Prompt, Rollout, Score
+from megatron_scalerl.types import CompletionLost, Prompt, Rollout, Score
 
 RECIPE = Recipe(name="r", steps=1, policy={"path": "p", "dtype": "float32"}, prompts={"path": "q"})
 PROMPTS = [Prompt(prompt_id=f"p{i}", text="", answer="", token_ids=(1, 2, 3)) for i in range(6)]
@@ -137,3 +137,20 @@ def test_a_server_that_is_started_again_is_new():
     sampler.engines.clear()
     asyncio.run(probe.check(4, new_only=True))
     assert set(sampler.engines) == {second}
+
+
+class LosingSampler(StandInSampler):
+    """A stand-in that loses its third completion."""
+
+    async def complete(self, engine, prompt, draw, *, priority, max_tokens):
+        if draw == 2 and len(self.engines) < 4:
+            raise CompletionLost("no process left to score it", reason="verifier_lost")
+        return await super().complete(engine, prompt, draw, priority=priority, max_tokens=max_tokens)
+
+
+def test_a_lost_completion_puts_the_probe_off(caplog):
+    members = Membership.of([StandInEngine()], version=4)
+    probe = Probe(RECIPE, LosingSampler(4), fleet_of(members), PROMPTS)
+    assert asyncio.run(probe.check(4, new_only=True)) == {}
+    assert members.serving and "is not probed: a completion is lost" in caplog.text
+    assert asyncio.run(probe.check(4, new_only=True)) == {"probe_mismatch_mean": 0.0, "probe_mismatch_max": 0.0}

@@ -121,6 +121,34 @@ def test_an_engine_that_does_not_receive_its_requests_is_evicted():
         await together.go([engine, engine])
 
     asyncio.run(run())
-    expected = "expected 2 requests within 0.05 s of their submission, found 1 (weights.timeout_s)"
-    assert engine.aborted == f"engine-0: {expected}"
+    assert engine.aborted == (
+        "engine-0: expected it to hold 2 requests and to resume within 0.05 s of their submission, found 1 requests "
+        "(weights.timeout_s)"
+    )
     assert "resume" not in engine.calls
+
+
+@pytest.mark.parametrize("hangs_in", ["pause", "resume"])
+def test_an_engine_that_hangs_is_evicted(hangs_in):
+    hung, other = StandInEngine("engine-0"), StandInEngine("engine-1")
+    members = Membership.of([hung, other])
+
+    async def hang(**_):
+        await asyncio.Event().wait()
+
+    setattr(hung, hangs_in, hang)
+
+    async def run():
+        rounds = Rounds(members, timeout_s=0.05)
+        together = await rounds.begin() if hangs_in == "resume" else None
+        if together is not None:
+            hung.held = 1
+            await together.go([hung])
+        else:
+            members._supervised = True
+            begun = asyncio.create_task(rounds.begin())
+            await members.until(lambda: hung not in members.serving)
+            begun.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert members.members[0].state is EngineState.DRAINING and hung.aborted.endswith("(weights.timeout_s)")

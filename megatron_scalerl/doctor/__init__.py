@@ -1,0 +1,9 @@
+"""`megatron-scalerl doctor`: checks of one node before a run starts on it.
+
+    command -> node: one list of `check.Check` and the facts that nodes are compared by
+               nvml (a process) -> gpus; versions; limits; space; output; host; digests
+            -> report: table, JSON, and the differences between the JSON files of several nodes
+
+Nothing is changed or deleted on the node, except for a folder that `output` makes, tries and removes. `check_gpu`
+runs kernels and verifies their results; this package only queries.
+"""

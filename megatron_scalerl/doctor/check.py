@@ -1,0 +1,78 @@
+"""The result of one check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from megatron_scalerl.processes.logs import printable
+
+Status = Literal["ok", "warning", "failed", "skipped"]
+GIB, MIB = 2**30, 2**20
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of one check. Produced by `ok`, `warning`, `failed` and `skipped`."""
+
+    name: str
+    status: Status
+    """`warning`: a run can start, but may be slower or fail later. `skipped`: this node cannot be asked."""
+    found: str
+    """One line: what was found, or why the check was skipped."""
+    expected: str = ""
+    """What was expected; "" where the check passed or was skipped."""
+    remedy: str = ""
+    """What to do about it; "" where the check passed or was skipped."""
+
+
+def ok(name: str, found: str) -> Check:
+    """A check that passed."""
+    return Check(name=name, status="ok", found=_line(found))
+
+
+def skipped(name: str, why: str) -> Check:
+    """A check that does not apply to this node or cannot be made on it."""
+    return Check(name=name, status="skipped", found=_line(why))
+
+
+def warning(name: str, *, expected: str, found: str, remedy: str) -> Check:
+    """A run can start, but may be slower or fail later."""
+    return Check(name=name, status="warning", expected=expected, found=_line(found), remedy=remedy)
+
+
+def failed(name: str, *, expected: str, found: str, remedy: str) -> Check:
+    """A run on this node would fail or compute something else."""
+    return Check(name=name, status="failed", expected=expected, found=_line(found), remedy=remedy)
+
+
+def guarded(name: str, check: Callable[[], Check]) -> Check:
+    """The result of `check`; failed if the operating system refuses what it asks for (OSError)."""
+    try:
+        return check()
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return failed(
+            name,
+            expected="an answer of the operating system",
+            found=f"{where}{error.strerror or error}",
+            remedy="see whether the file system or the container denies it",
+        )
+
+
+def size(count: float) -> str:
+    """A number of bytes for people: "1.9 GiB", "512 MiB"."""
+    if count >= GIB:
+        return f"{count / GIB:,.1f} GiB"
+    return f"{count / MIB:,.0f} MiB" if count >= MIB else f"{count:,.0f} bytes"
+
+
+def some(names: list[str], shown: int = 4) -> str:
+    """The first names of a list, and how many more there are."""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
+
+
+def _line(text: str) -> str:
+    return printable(" ".join(text.split()))

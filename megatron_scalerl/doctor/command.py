@@ -1,0 +1,87 @@
+"""The command line: `megatron-scalerl doctor [RECIPE] [options]`, and `doctor --compare A.json B.json ...`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+EPILOG = """exit codes: 0 if no check failed, 1 if one did or if --compare found a difference, 2 for wrong arguments
+
+examples:
+  megatron-scalerl doctor my_run.yaml --json node.json
+  megatron-scalerl doctor --compare reports/*.json
+
+docs/doctor.md describes the checks."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.description = "Check this node before a run starts on it: GPUs, packages, limits, disks, memory, clock."
+    parser.epilog = EPILOG
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="recipe file; without one, its needs are unknown")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="overrides of the recipe")
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="GPUs that the run takes on this node; default: all of the recipe's, as if it ran here alone",
+    )
+    parser.add_argument("--json", metavar="OUT|-", help="write the report as JSON too; - prints only the JSON")
+    parser.add_argument(
+        "--compare", nargs="+", metavar="REPORT", help="check nothing: print in what the reports of nodes differ"
+    )
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Check the node, or compare reports. Returns 0 or 1.
+
+    Raises ValueError for wrong arguments, OSError for a report that cannot be written.
+    """
+    _check(arguments)
+    if arguments.compare:
+        return _compare([Path(name) for name in arguments.compare], console)
+    from megatron_scalerl.recipe.file import load_recipe
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides) if arguments.recipe else None
+
+    from megatron_scalerl.doctor.node import examine
+    from megatron_scalerl.doctor.report import show, to_json, write_report
+
+    report = examine(recipe, arguments.recipe, arguments.gpus)
+    if arguments.json == "-":
+        print(to_json(report).decode(), end="")
+    else:
+        show(report, console)
+        if arguments.json:
+            write_report(report, Path(arguments.json))
+    return 1 if report.failed else 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for arguments that contradict each other or cannot be used."""
+    if arguments.compare:
+        for name in ("recipe", "gpus", "json"):
+            if getattr(arguments, name) is not None:
+                raise ValueError(f"--compare: expected no {name} with it, since nothing is checked")
+        if len(arguments.compare) < 2:
+            raise ValueError(f"--compare: expected at least two reports, found {len(arguments.compare)}")
+    if arguments.gpus is not None and arguments.gpus < 0:
+        raise ValueError(f"--gpus: expected at least 0, found {arguments.gpus}")
+    target = Path(arguments.json) if arguments.json not in (None, "-") else None
+    if target is not None and (target.is_dir() or not target.parent.is_dir()):
+        kind = "a folder" if target.is_dir() else f"no folder {target.parent}"
+        raise ValueError(f"--json: expected a file in an existing folder, found {kind}")
+
+
+def _compare(paths: list[Path], console: Console) -> int:
+    from megatron_scalerl.doctor.report import differences, named, read_report
+
+    reports = named(paths, [read_report(path) for path in paths])
+    lines = differences(reports)
+    for line in lines or [f"{len(reports)} nodes agree in all {len(reports[0][1].facts)} facts"]:
+        console.print(line, highlight=False)
+    return 1 if lines else 0

@@ -1,0 +1,214 @@
+"""A stand-in for nvidia-ml-py, the module pynvml, over the hosts of `HOSTS`: faults that no GPU shows on demand.
+
+It has the functions that `doctor.nvml` calls, with pynvml's names, arguments and constants, and raises as they do.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+
+MIB = 2**20
+NVML_ERROR_INVALID_ARGUMENT = 2
+NVML_ERROR_NOT_SUPPORTED = 3
+NVML_ERROR_NO_PERMISSION = 4
+NVML_ERROR_DRIVER_NOT_LOADED = 9
+NVML_ERROR_LIBRARY_NOT_FOUND = 12
+NVML_ERROR_FUNCTION_NOT_FOUND = 13
+NVML_ERROR_GPU_IS_LOST = 15
+NVML_ERROR_UNKNOWN = 999
+_TEXTS = {2: "Invalid Argument", 3: "Not Supported", 9: "Driver Not Loaded", 15: "GPU is lost", 999: "Unknown Error"}
+
+
+class StandInError(Exception):
+    """As pynvml.NVMLError."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__(_TEXTS.get(value, f"error {value}"))
+        self.value = value
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandInGpu:
+    """One GPU of a host."""
+
+    name: str = "NVIDIA H100 80GB HBM3"
+    processes: tuple[tuple[int, int | None], ...] = ()
+    """(pid, MiB)."""
+    used_mib: int = 1
+    volatile: int = 0
+    aggregate: int = 0
+    pending: int = 0
+    broken: int = 0
+    clocks: int = 1
+    links: tuple[int, ...] = (1,) * 18
+    persistent: int = 1
+    mig: int = 0
+    errors: Mapping[str, int] = field(default_factory=dict)
+    """Function -> the error that it returns for this GPU."""
+
+
+class StandInNvml:
+    """As the module pynvml on one host."""
+
+    NVMLError = StandInError
+    NVML_ERROR_INVALID_ARGUMENT = NVML_ERROR_INVALID_ARGUMENT
+    NVML_ERROR_NOT_SUPPORTED = NVML_ERROR_NOT_SUPPORTED
+    NVML_ERROR_NO_PERMISSION = NVML_ERROR_NO_PERMISSION
+    NVML_ERROR_DRIVER_NOT_LOADED = NVML_ERROR_DRIVER_NOT_LOADED
+    NVML_ERROR_LIBRARY_NOT_FOUND = NVML_ERROR_LIBRARY_NOT_FOUND
+    NVML_ERROR_FUNCTION_NOT_FOUND = NVML_ERROR_FUNCTION_NOT_FOUND
+    NVML_FEATURE_ENABLED = 1
+    NVML_NVLINK_MAX_LINKS = 36
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
+    NVML_VOLATILE_ECC = 0
+    NVML_AGGREGATE_ECC = 1
+    nvmlMemory_v2 = 0x02000028
+
+    def __init__(self, gpus: list[StandInGpu], *, errors: Mapping[str, int] | None = None, every: int = 0) -> None:
+        """errors: function -> its error on every GPU. every: the error of all functions after nvmlInit."""
+        self._gpus, self._errors, self._every = gpus, errors or {}, every
+
+    def _answer(self, function: str, handle: StandInGpu | None = None) -> None:
+        error = self._errors.get(function) or (function != "nvmlInit" and self._every)
+        error = error or (handle.errors.get(function) if handle is not None else 0)
+        if error:
+            raise StandInError(error)
+
+    def nvmlInit(self) -> None:
+        self._answer("nvmlInit")
+
+    def nvmlShutdown(self) -> None:
+        self._answer("nvmlShutdown")
+
+    def nvmlDeviceGetCount(self) -> int:
+        if self._every != NVML_ERROR_NOT_SUPPORTED:
+            self._answer("nvmlDeviceGetCount")
+        return len(self._gpus)
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        self._answer("nvmlSystemGetDriverVersion")
+        return "580.95.05"
+
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+        self._answer("nvmlSystemGetCudaDriverVersion_v2")
+        return 13000
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> StandInGpu:
+        if self._every != NVML_ERROR_NOT_SUPPORTED:
+            self._answer("nvmlDeviceGetHandleByIndex", self._gpus[index])
+        return self._gpus[index]
+
+    def nvmlDeviceGetName(self, handle: StandInGpu) -> str:
+        if self._every != NVML_ERROR_NOT_SUPPORTED:
+            self._answer("nvmlDeviceGetName", handle)
+        return handle.name
+
+    def nvmlDeviceGetUUID(self, handle: StandInGpu) -> str:
+        self._answer("nvmlDeviceGetUUID", handle)
+        place = next(i for i, gpu in enumerate(self._gpus) if gpu is handle)
+        return f"GPU-{place:08x}-0000-0000-0000-000000000000"
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: StandInGpu) -> list[SimpleNamespace]:
+        self._answer("nvmlDeviceGetComputeRunningProcesses", handle)
+        return [
+            SimpleNamespace(pid=pid, usedGpuMemory=None if mib is None else mib * MIB)
+            for pid, mib in handle.processes
+        ]
+
+    def nvmlDeviceGetMemoryInfo(self, handle: StandInGpu, version: int | None = None) -> SimpleNamespace:
+        self._answer("nvmlDeviceGetMemoryInfo", handle)
+        reserved = 0 if version == self.nvmlMemory_v2 else 600 * MIB  # version 1 counts the driver's own
+        return SimpleNamespace(total=81_559 * MIB, used=handle.used_mib * MIB + reserved)
+
+    def nvmlDeviceGetTotalEccErrors(self, handle: StandInGpu, errorType: int, counterType: int) -> int:
+        self._answer("nvmlDeviceGetTotalEccErrors", handle)
+        assert errorType == self.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+        return handle.aggregate if counterType == self.NVML_AGGREGATE_ECC else handle.volatile
+
+    def nvmlDeviceGetRemappedRows(self, device: StandInGpu) -> tuple[int, int, int, int]:
+        self._answer("nvmlDeviceGetRemappedRows", device)
+        return (3, 1, device.pending, device.broken)
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: StandInGpu) -> int:
+        self._answer("nvmlDeviceGetCurrentClocksEventReasons", handle)
+        return handle.clocks
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: StandInGpu) -> int:
+        self._answer("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+        return handle.clocks
+
+    def nvmlDeviceGetNvLinkState(self, device: StandInGpu, link: int) -> int:
+        self._answer("nvmlDeviceGetNvLinkState", device)
+        if link >= len(device.links):
+            raise StandInError(NVML_ERROR_NOT_SUPPORTED if link < 18 else NVML_ERROR_INVALID_ARGUMENT)
+        return device.links[link]
+
+    def nvmlDeviceGetPersistenceMode(self, handle: StandInGpu) -> int:
+        self._answer("nvmlDeviceGetPersistenceMode", handle)
+        return handle.persistent
+
+    def nvmlDeviceGetMigMode(self, device: StandInGpu) -> list[int]:
+        self._answer("nvmlDeviceGetMigMode", device)
+        return [device.mig, device.mig]
+
+
+class HangingNvml(StandInNvml):
+    """A stand-in whose driver does not answer."""
+
+    def nvmlInit(self) -> None:
+        time.sleep(3600)
+
+
+class CrashingNvml(StandInNvml):
+    """A stand-in whose library ends the process."""
+
+    def nvmlInit(self) -> None:
+        os._exit(7)
+
+
+def eight(count: int = 8, **changed: object) -> list[StandInGpu]:
+    """GPUs of a host, of which number 3 is changed, or the last one of fewer."""
+    gpus = [StandInGpu() for _ in range(count)]
+    place = min(3, count - 1)
+    gpus[place] = replace(gpus[place], **changed)
+    return gpus
+
+
+HOSTS: dict[str, Callable[[], StandInNvml]] = {
+    "healthy": lambda: StandInNvml(eight()),
+    "pending remap": lambda: StandInNvml(eight(pending=1)),
+    "failed remap": lambda: StandInNvml(eight(broken=1)),
+    "foreign memory": lambda: StandInNvml(eight(processes=((4711, 70_000), (4712, 512)), used_mib=70_512)),
+    "unseen memory": lambda: StandInNvml(eight(used_mib=70_512)),
+    "monitoring agent": lambda: StandInNvml(eight(processes=((99, None),), used_mib=30)),
+    "volatile ecc": lambda: StandInNvml(eight(volatile=2, aggregate=2)),
+    "old ecc": lambda: StandInNvml(eight(aggregate=5)),
+    "hot": lambda: StandInNvml(eight(clocks=0x48)),
+    "power brake": lambda: StandInNvml(eight(clocks=0x80)),
+    "warm": lambda: StandInNvml(eight(clocks=0x20)),
+    "power capped": lambda: StandInNvml(eight(clocks=0x04)),
+    "link down": lambda: StandInNvml(eight(links=(1,) * 17 + (0,))),
+    "no links on one": lambda: StandInNvml(eight(links=())),
+    "no bridges": lambda: StandInNvml([StandInGpu(links=(0,) * 18) for _ in range(8)]),
+    "no nvlink": lambda: StandInNvml([StandInGpu(links=()) for _ in range(8)]),
+    "mig": lambda: StandInNvml(eight(mig=1)),
+    "not persistent": lambda: StandInNvml([StandInGpu(persistent=0) for _ in range(8)]),
+    "two models": lambda: StandInNvml(eight(name="NVIDIA A100-SXM4-80GB")),
+    "seven": lambda: StandInNvml(eight(7)),
+    "lost": lambda: StandInNvml(eight(errors={"nvmlDeviceGetHandleByIndex": NVML_ERROR_GPU_IS_LOST})),
+    "old driver": lambda: StandInNvml(
+        eight(clocks=0x40), errors={"nvmlDeviceGetCurrentClocksEventReasons": NVML_ERROR_FUNCTION_NOT_FOUND}
+    ),
+    "nothing supported": lambda: StandInNvml(eight(), every=NVML_ERROR_NOT_SUPPORTED),
+    "driver gone": lambda: StandInNvml(eight(), every=NVML_ERROR_DRIVER_NOT_LOADED),
+    "no driver": lambda: StandInNvml([], errors={"nvmlInit": NVML_ERROR_DRIVER_NOT_LOADED}),
+    "no library": lambda: StandInNvml([], errors={"nvmlInit": NVML_ERROR_LIBRARY_NOT_FOUND}),
+    "unknown": lambda: StandInNvml([], errors={"nvmlInit": NVML_ERROR_UNKNOWN}),
+    "no gpu": lambda: StandInNvml([]),
+    "hanging": lambda: HangingNvml([]),
+    "crashing": lambda: CrashingNvml([]),
+}
