@@ -251,16 +251,16 @@ def outcome_of(run: Path) -> dict[str, Any]:
     }
 
 
-def faults_of(run: Path, expected: dict[str, Any] | None) -> list[str]:
+def faults_of(run: Path, expected: dict[str, Any] | None, steps: int = STEPS) -> list[str]:
     """What is wrong with a run that ended; nothing if it is as it must be."""
     found, wrong = outcome_of(run), []
     groups = [g for batch in found["batches"] for g in batch]
-    if len(groups) != len(set(groups)) or len(found["batches"]) != STEPS:
-        wrong.append(f"batches: expected {STEPS} with every group once, found {found['batches']}")
-    if found["steps"] != list(range(1, STEPS + 1)):
+    if len(groups) != len(set(groups)) or len(found["batches"]) != steps:
+        wrong.append(f"batches: expected {steps} with every group once, found {found['batches']}")
+    if found["steps"] != list(range(1, steps + 1)):
         wrong.append(f"metrics: expected each step once, found {found['steps']}")
-    if [row[0] for row in found["validation"]] != [0, 4, 8]:
-        wrong.append(f"validations: expected 0, 4, 8, found {found['validation']}")
+    if [row[0] for row in found["validation"]] != list(range(0, steps + 1, 4)):
+        wrong.append(f"validations: expected every fourth, found {found['validation']}")
     axis = [row["device_hours"] for row in _rows(run / "metrics.jsonl")]
     if axis != sorted(axis):
         wrong.append(f"compute axis: expected ascending, found {axis}")

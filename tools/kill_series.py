@@ -1,0 +1,128 @@
+"""Kill the processes of a few runs again and again at random moments, and check what the runs made of it.
+
+    python tools/kill_series.py --out runs/kills [--tries 20] [--kills 24] [--seed 1]
+
+The run of tools/kill_matrix.py with stand-in engines, but longer: SIGKILL of a random process at a random moment up
+to four seconds after the run went on from the last kill, --kills times in a run, until each kind of process has had
+--tries kills. Every run must end with the weights, pass rates and batches of the run without faults, bit for bit; a
+wrong one counts against all of its kills. One JSON row per kill is appended to OUT/rows.jsonl, in the form of
+kill_matrix.py, whose --table reads them, once its run has ended; a second call continues with the next run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from checkout import explained
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, default=Path("runs/kills"))
+    made.add_argument("--tries", type=int, default=20)
+    made.add_argument("--kills", type=int, default=24)
+    made.add_argument("--seed", type=int, default=1)
+    return made
+
+
+if __name__ == "__main__":
+    OPTIONS = parser().parse_args()  # before the imports, which take seconds
+
+with explained():
+    from kill_matrix import ROOT, VICTIMS, Case, Try, faults_of, outcome_of
+
+    from megatron_scalerl.checkpoints.jsonl import read_jsonl
+
+STEPS_PER_KILL, PAUSE_S, RECOVERY_S = 4, 4.0, 300.0
+
+
+def wait_for_step(tried: Try, step: int, limit_s: float) -> bool:
+    """Wait until a step after `step` is recorded; False if the run ends before, or takes longer."""
+    begin = time.monotonic()
+    while tried.process is not None and tried.process.poll() is None and time.monotonic() - begin < limit_s:
+        if tried.steps() > step:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def series(tried: Try, victims: list[str], source: random.Random, number: int) -> list[dict[str, Any]]:
+    """Run it and kill `victims` one after the other; a row for each that was killed."""
+    rows: list[dict[str, Any]] = []
+    tried.start()
+    wait_for_step(tried, 0, RECOVERY_S)
+    for index, victim in enumerate(victims):
+        time.sleep(source.uniform(0.0, PAUSE_S))
+        if tried.process is None or tried.process.poll() is not None or tried.find(victim) is None:
+            continue
+        case = Case(victim=victim, fault="KILL", at="series", number=number * 1000 + index)
+        begin, step = time.monotonic(), tried.steps()
+        tried.inject(case)
+        went_on = wait_for_step(tried, step, RECOVERY_S)
+        seconds = round(time.monotonic() - begin, 2)
+        rows.append(
+            {"case": case.key, "victim": victim, "fault": "KILL", "at": "series", "real": False, "happened": True,
+             "at_s": round(begin - tried.begin, 2), "at_step": step, "went_on_s": seconds if went_on else None}
+        )  # fmt: skip
+        print(f"{case.key}: at step {step}, on after {rows[-1]['went_on_s']} s", flush=True)
+    return rows
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Make runs until every kind of process has had its kills."""
+    out: Path = arguments.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    rows_file, tiny = out / "rows.jsonl", out / "tiny"
+    steps = 4 * (STEPS_PER_KILL * arguments.kills // 4)
+    if not (tiny / "tiny.json").exists():
+        command = [sys.executable, "-m", "megatron_scalerl.tiny", str(tiny), "--seed", "1"]
+        subprocess.run(command, cwd=ROOT, check=True)
+    reference = out / f"reference_{steps}"
+    if not (reference / "r" / "end.json").exists():
+        unharmed = Try(reference, tiny, real=False, steps=steps)
+        unharmed.start()
+        assert unharmed.process is not None and unharmed.process.wait() == 0, f"see {reference / 'output'}"
+    expected = outcome_of(reference / "r")
+    assert faults_of(reference / "r", None, steps) == [], faults_of(reference / "r", None, steps)
+    describe = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    bad = False
+    while True:
+        done = [row for row in read_jsonl(rows_file) if row["at"] == "series"]
+        had = Counter(row["victim"] for row in done)
+        wanted = [victim for victim in VICTIMS for _ in range(arguments.tries - had[victim])]
+        if not wanted:
+            return int(bad)
+        number = max((int(row["case"].rpartition(":")[2]) // 1000 for row in done), default=-1) + 1
+        source = random.Random(f"{arguments.seed}/{number}")
+        source.shuffle(wanted)
+        folder = out / f"series_{number}"
+        subprocess.run(["rm", "-rf", str(folder)], check=True)  # of a series that was cut off
+        tried = Try(folder, tiny, real=False, steps=steps)
+        rows = series(tried, wanted[: arguments.kills], source, number)
+        assert tried.process is not None
+        code = tried.process.wait()
+        wrong = [f"exit code: expected 0, found {code}"] if code else []
+        wrong += faults_of(tried.run, expected, steps)
+        bad |= bool(wrong)
+        with open(rows_file, "a", encoding="utf8") as file:
+            for row in rows:
+                file.write(json.dumps(row | {"code": code, "wrong": wrong, "commit": commit}) + "\n")
+        print(f"series {number}: {len(rows)} kills: {'; '.join(wrong) or 'as without the faults'}", flush=True)
+        if not rows:
+            raise SystemExit(f"{folder}: expected kills, found a run that ended before the first")
+        if not wrong:
+            subprocess.run(["rm", "-rf", str(folder)], check=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(OPTIONS))
