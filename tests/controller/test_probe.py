@@ -10,6 +10,7 @@ from megatron_scalerl.controller.loop import Controller
 from megatron_scalerl.controller.probe import Probe, ProbeError
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.launch.fleet import Devices, Fleet
+from megatron_scalerl.processes.signals import SaveAndExit
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.types import CompletionLost, Prompt, Rollout, Score
 
@@ -118,6 +119,7 @@ def test_an_engine_that_joins_while_the_trainer_waits_is_probed_once():
             _probe=probe,
             _step=4,
             _recipe=RECIPE,
+            _saving=SaveAndExit(),
         )
         assert await Controller._while_current(loop, batch()) == "batch"
         assert set(sampler.engines) == {new}
