@@ -22,6 +22,8 @@ EPILOG = """examples:
 RUN is on a folder that this host and the controller's see. The engine serves once it has the current weights. When it
 is evicted, or the controller ends, it is started again, after a delay, until the run is finished."""
 
+AGENT = (sys.executable, "-m", "megatron_scalerl.engine.agent")
+"""The program of one start of the engine."""
 FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 60.0
 """Delay before the first start again in a row, which doubles with each, and its bound (seconds)."""
 HEALTHY_S = 600.0
@@ -97,8 +99,7 @@ async def _keep_joined(folder: Path, name: str, devices: int, console: Console) 
     """Start an agent again whenever one ends, until the run has ended."""
     from megatron_scalerl.processes.child_process import ChildProcess
 
-    argv = [sys.executable, "-m", "megatron_scalerl.engine.agent", str(folder)]
-    argv += ["--name", name, "--devices", str(devices)]
+    argv = [*AGENT, str(folder), "--name", name, "--devices", str(devices)]
     failures = 0
     while not has_ended(folder):
         started = time.monotonic()

@@ -139,6 +139,8 @@ class _Engine:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
                 return serving.result()
+            serving.cancel()  # the end of the server is not its own from here on
+            await asyncio.gather(serving, return_exceptions=True)
             if orphaned.done():
                 logger.error("controller at %s: disconnected; the server is killed", self._link.endpoint)
                 await self._end(0.0)
@@ -166,8 +168,8 @@ class _Engine:
             code = await server.exit_code()
         except ServerEnded:
             code = await server.exit_code()
-        except (ValueError, OSError) as error:
-            reason = str(error)
+        except (ValueError, RuntimeError, OSError) as error:
+            reason = f"did not start: {error}"
         logger.error("the server %s", reason or f"exited with code {code}")
         await self._end(0.0)
         log = (await asyncio.to_thread(self._copy.tail))[-messages.LOG_CHARACTERS :]

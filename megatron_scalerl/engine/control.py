@@ -87,7 +87,10 @@ class EngineRegistry:
         welcome: messages.Welcome,
         objection: Callable[[messages.Hello], str | None] = lambda hello: None,
     ) -> None:
-        """address: the controller's, as other hosts reach it. objection: why an engine may not join now, or None."""
+        """address: the controller's, as other hosts reach it. objection: why an engine may not join now, or None.
+
+        Raises ValueError for an address that is not this host's.
+        """
         self._run_id, self._incarnation = run_id, incarnation
         self._welcome, self._join_objection = welcome, objection
         self.joining: asyncio.Queue[AgentLink] = asyncio.Queue(MAX_JOINING)
@@ -103,7 +106,11 @@ class EngineRegistry:
         self._socket.setsockopt(zmq.MAXMSGSIZE, messages.LONGEST)
         self._socket.setsockopt(zmq.IPV6, int(":" in address))
         sockets.secure_server(self._socket, secret, sockets.Purpose.ENGINES)
-        self._socket.bind(f"tcp://[{address}]:*" if ":" in address else f"tcp://{address}:*")
+        try:
+            self._socket.bind(f"tcp://[{address}]:*" if ":" in address else f"tcp://{address}:*")
+        except zmq.ZMQError as error:
+            self.close()
+            raise ValueError(f"--address: expected an address of this host, found {address} ({error})") from None
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def expect(self, name: str, start: str, host: str) -> AgentLink:
@@ -156,8 +163,8 @@ class EngineRegistry:
         elif isinstance(message, messages.Up) and link is not None and not link.up.done():
             link.up.set_result(message.url)
         elif isinstance(message, messages.Exited) and link is not None:
-            how = message.reason or f"exited with code {message.code}"
-            self._end(sender, Ended(reason=how if link.up.done() else f"{how} before it was up", log=message.log))
+            how = f"exited with code {message.code}" + ("" if link.up.done() else " before it was up")
+            self._end(sender, Ended(reason=message.reason or how, log=message.log))
         else:
             await self._refuse(sender, f"expected another message now, found {type(message).__name__}")
 

@@ -311,6 +311,26 @@ def test_a_controller_that_takes_no_engine_says_why():
     conversation(scenario, objection=lambda hello: f"{hello.name} is not welcome")
 
 
+def test_an_address_of_another_host_is_refused():
+    async def scenario():
+        async with registry_of(address="198.51.100.77"):
+            raise AssertionError
+
+    with pytest.raises(ValueError, match=r"--address: expected an address of this host, found 198\.51\.100\.77"):
+        asyncio.run(scenario())
+
+
+def test_a_server_that_was_not_started_is_reported_with_the_reason():
+    async def scenario(registry, agent):
+        one = agent()
+        await one.join()
+        link = await registry.joining.get()
+        await one.say(messages.Exited(reason="did not start: engine.port: in use"))
+        assert (await ended(link)).reason == "did not start: engine.port: in use"
+
+    conversation(scenario)
+
+
 def test_an_agent_is_stopped_or_given_up():
     async def scenario(registry, agent):
         link = registry.expect("engine-0", "s", "b")
