@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from megatron_scalerl.distributed.device import gpu_count
 from megatron_scalerl.launch.hosts import Host, Hosts
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.weights.transport import resolve_transport
@@ -76,7 +75,11 @@ class Placement:
 def visible_gpus() -> list[str]:
     """Names of the GPUs that a process on this host sees, as CUDA_VISIBLE_DEVICES has them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",") if visible else [str(number) for number in range(gpu_count())]
+    if visible:
+        return visible.split(",")
+    from megatron_scalerl.distributed.device import gpu_count  # imports torch
+
+    return [str(number) for number in range(gpu_count())]
 
 
 def gpus_at(positions: tuple[int, ...] | None) -> str | None:
