@@ -24,7 +24,8 @@ from megatron_scalerl.distributed.rendezvous import own_address
 SLURM = "slurm"
 """Instead of names: the hosts of the allocation that this process is in."""
 DEFAULT_COMMAND = "ssh {host}"
-_SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--input=none", "--nodelist={host}")
+_SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--input=none", "--cpu-bind=none", "--nodelist={host}")
+"""A step on one host, which shares its resources with the other steps there."""
 _CARRIED = re.compile(r"MSRL_|NCCL_|UCX_|VLLM_|TORCH_|HF_|PYTHON|(LD_LIBRARY_PATH|CUDA_HOME|OMP_NUM_THREADS|TMPDIR)$")
 """Variables of the controller that a program on another host gets; srun hands all of them on."""
 _PRIVATE = re.compile(r"SECRET|TOKEN|PASSWORD|_KEY", re.IGNORECASE)
@@ -102,7 +103,7 @@ def hosts_of(names: str | None, *, slots: int | None, run_on: str | None, addres
         raise ValueError(f"--slots: expected at least 1, found {slots}")
     if others and slots is None:
         raise ValueError("--slots: expected the number of devices of each host, found none")
-    words = _SRUN if in_slurm else tuple(shlex.split(run_on or DEFAULT_COMMAND))
+    words = _srun() if in_slurm else tuple(shlex.split(run_on or DEFAULT_COMMAND))
     if others and not any("{host}" in word for word in words):
         raise ValueError(f"--run-on: expected a command with {{host}} in it, found {run_on!r}")
     return Hosts(
@@ -116,6 +117,12 @@ def hosts_of(names: str | None, *, slots: int | None, run_on: str | None, addres
 
 def _assignments(env: Mapping[str, str]) -> list[str]:
     return [f"{name}={value}" for name, value in sorted(env.items())]
+
+
+def _srun() -> tuple[str, ...]:
+    """The step has all CPUs that the job has on a node, which are as many on each."""
+    cpus = os.environ.get("SLURM_CPUS_ON_NODE")
+    return (*_SRUN, f"--cpus-per-task={cpus}") if cpus else _SRUN
 
 
 def _of_allocation() -> list[str]:

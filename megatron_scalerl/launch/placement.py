@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from megatron_scalerl.distributed.device import gpu_count
 from megatron_scalerl.launch.hosts import Host, Hosts
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.hosts_needed import hosts_needed
 from megatron_scalerl.weights.transport import resolve_transport
 
 
@@ -76,7 +76,11 @@ class Placement:
 def visible_gpus() -> list[str]:
     """Names of the GPUs that a process on this host sees, as CUDA_VISIBLE_DEVICES has them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",") if visible else [str(number) for number in range(gpu_count())]
+    if visible:
+        return visible.split(",")
+    from megatron_scalerl.distributed.device import gpu_count  # imports torch
+
+    return [str(number) for number in range(gpu_count())]
 
 
 def gpus_at(positions: tuple[int, ...] | None) -> str | None:
@@ -85,16 +89,6 @@ def gpus_at(positions: tuple[int, ...] | None) -> str | None:
         return None
     names = visible_gpus()
     return ",".join(names[position] for position in positions)
-
-
-def hosts_needed(recipe: Recipe, slots: int) -> int | None:
-    """Hosts with so many devices each that a run needs; None if one engine needs more devices than one host has."""
-    each, ranks = recipe.engine.devices_per_engine, recipe.trainer.world_size
-    if each > slots:
-        return None
-    rest = -ranks % slots  # devices that the ranks leave free on the last of their hosts
-    engines = max(0, recipe.engine.count - rest // each)
-    return -(-ranks // slots) + -(-engines // (slots // each))
 
 
 def _ranks(count: int, hosts: Hosts, slots: int) -> list[HostRanks]:

@@ -60,12 +60,13 @@ def test_in_an_allocation_hosts_and_gpus_are_slurms(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[1-3]")
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "96")
     monkeypatch.setenv("SLURMD_NODENAME", "gpu1")
     hosts = named("slurm", slots=None)
     assert [host.name for host in hosts.hosts] == ["gpu1", "gpu2", "gpu3"]
     assert [host.here for host in hosts.hosts] == [True, False, False] and hosts.slots == 4
     command = hosts.command(Host(name="gpu2"), ["program", "it's"], {"A": "b c"})
-    assert command[0] == "srun" and "--nodelist=gpu2" in command
+    assert command[0] == "srun" and "--nodelist=gpu2" in command and "--cpus-per-task=96" in command
     assert command[-4:] == ["env", "A=b c", "program", "it's"]
     monkeypatch.setenv("SLURM_JOB_NODELIST", "another")
     with pytest.raises(ValueError, match=r"--hosts slurm: expected scontrol to list the hosts of another, found: "):

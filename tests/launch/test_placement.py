@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_scalerl.launch import placement
 from megatron_scalerl.launch.hosts import ONE_HOST, Host, Hosts
-from megatron_scalerl.launch.placement import Placement, gpus_at, hosts_needed
+from megatron_scalerl.launch.placement import Placement, gpus_at
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.hosts_needed import hosts_needed
 
 
 def recipe(ranks, engines, each=1, transport="nccl"):
@@ -67,7 +67,7 @@ def test_one_host_has_the_gpus_that_are_visible(monkeypatch):
     with pytest.raises(ValueError, match=message):
         Placement.of(recipe(1, 4), ONE_HOST)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(placement, "gpu_count", lambda: 2)
+    monkeypatch.setattr("megatron_scalerl.distributed.device.gpu_count", lambda: 2)
     assert gpus_at(Placement.of(recipe(1, 1), ONE_HOST).engine_positions(0)) == "1"
 
 
