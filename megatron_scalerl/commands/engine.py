@@ -24,6 +24,8 @@ is evicted, or the controller ends, it is started again, after a delay, until th
 
 AGENT = (sys.executable, "-m", "megatron_scalerl.engine.agent")
 """The program of one start of the engine."""
+ATTEMPTS, END = "attempts.jsonl", "end.json"
+"""Files of a run (`controller.run_folder`, which imports torch: this process stays small beside an engine)."""
 FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 60.0
 """Delay before the first start again in a row, which doubles with each, and its bound (seconds)."""
 HEALTHY_S = 600.0
@@ -89,7 +91,6 @@ def engine_name() -> str:
 def has_ended(folder: Path) -> bool:
     """Whether the newest attempt of the run finished it. An earlier end does not count: the run was extended."""
     from megatron_scalerl.checkpoints.jsonl import read_jsonl
-    from megatron_scalerl.controller.run_folder import ATTEMPTS, END
 
     attempts, ends = ([row["incarnation"] for row in read_jsonl(folder / file)] for file in (ATTEMPTS, END))
     return bool(attempts) and attempts[-1:] == ends[-1:]

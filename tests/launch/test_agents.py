@@ -16,7 +16,9 @@ from launch import other_hosts
 from launch.other_hosts import SECRET, agents, engines_of, none_left, with_children
 from launch.stand_ins import environment
 
+from megatron_scalerl.commands import engine
 from megatron_scalerl.commands.engine import has_ended
+from megatron_scalerl.controller import run_folder as run_folder_module
 from megatron_scalerl.engine.client import SamplingSpec
 from megatron_scalerl.engine.control_folder import secret_file
 from megatron_scalerl.engine.membership import EngineState
@@ -265,6 +267,7 @@ def test_no_engine_joins_a_deterministic_run(policy, run_folder, monkeypatch):
 
 
 def test_an_end_of_an_earlier_attempt_does_not_end_a_run_that_was_extended(run_folder):
+    assert (engine.ATTEMPTS, engine.END) == (run_folder_module.ATTEMPTS, run_folder_module.END)
     rows = [{"run_id": "run", "incarnation": f"local.{number}"} for number in range(2)]
     (run_folder / "attempts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert not has_ended(run_folder)
