@@ -8,7 +8,6 @@ import os
 import random
 import re
 import sys
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -253,7 +252,7 @@ def test_the_loss_of_a_connection_is_noticed_in_every_state(say):
     conversation(scenario)
 
 
-def test_an_agent_that_is_silent_for_too_long_is_lost(monkeypatch):
+def test_an_agent_that_is_silent_for_too_long_is_lost(monkeypatch, tmp_path):
     """It hangs, or the network is gone: nothing closes the connection, but no heartbeat arrives."""
     monkeypatch.setattr(sockets, "HEARTBEAT_MS", 200)
     monkeypatch.setattr(sockets, "HEARTBEAT_TIMEOUT_MS", 1_000)
@@ -273,7 +272,7 @@ def test_an_agent_that_is_silent_for_too_long_is_lost(monkeypatch):
             "os.kill(os.getpid(), signal.SIGSTOP)\n"
         )
         child = await ChildProcess.start(
-            "agent", [sys.executable, "-c", script, registry.endpoint, SECRET], os.environ, Path(os.devnull)
+            "agent", [sys.executable, "-c", script, registry.endpoint, SECRET], os.environ, tmp_path / "log"
         )
         try:
             await asyncio.wait_for(asyncio.shield(link.hello), 30)
