@@ -242,10 +242,10 @@ def test_what_fails_under_way_is_no_mistake_of_the_users(name, tiny, tmp_path, m
     failure, code, said = UNDER_WAY[name]
 
     @asynccontextmanager
-    async def stand_in(*_):
+    async def stand_in(*_, **__):
         yield StandInLauncher(failure())
 
-    monkeypatch.setattr("megatron_scalerl.controller.train.local_launcher", stand_in)
+    monkeypatch.setattr("megatron_scalerl.controller.train.launching", stand_in)
     assert main(["train", *settings(tiny, tmp_path), "rewards.workers=1"]) == code
     captured = capsys.readouterr().err
     assert re.search(said, captured) and "Traceback" not in captured

@@ -50,7 +50,7 @@ FLOORS = [
     {
         "check_gpu": "batching checkpoints controller distributed engine launch logits losses plan processes prompts "
         "recipe rewards rollouts tiny trainer types weights",
-        "commands": "batching checkpoints controller export processes recipe report rollouts sft types",
+        "commands": "batching checkpoints controller export launch processes recipe report rollouts sft types",
         "slurm": "checkpoints controller recipe",
     },
     {

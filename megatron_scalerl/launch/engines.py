@@ -17,7 +17,7 @@ from typing import NoReturn
 from megatron_scalerl.engine.membership import Member, Membership
 from megatron_scalerl.engine.process import EngineProcess
 from megatron_scalerl.engine.watchdog import EngineDied, LagClock
-from megatron_scalerl.launch.fleet import engine_gpus
+from megatron_scalerl.launch.placement import Placement, gpus_at
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.weights.transport import resolve_transport
 
@@ -34,14 +34,20 @@ class LocalEngines:
     """The engine processes of one run. `start`, then `watch`, then `stop`."""
 
     def __init__(
-        self, recipe: Recipe, *, logs: Path, secret: str, record: Callable[[Member], None] = lambda member: None
+        self,
+        recipe: Recipe,
+        *,
+        placement: Placement,
+        logs: Path,
+        secret: str,
+        record: Callable[[Member], None] = lambda member: None,
     ) -> None:
         """logs: folder of the engines' logs. Binds the servers' addresses.
 
         Raises ValueError for a port in use and for options unknown to vLLM.
         """
         self.members = Membership(recipe.engine.count, minimum=recipe.engine.min_engines, record=record)
-        self._recipe, self._logs, self._secret = recipe, logs, secret
+        self._recipe, self._placement, self._logs, self._secret = recipe, placement, logs, secret
         self._lag = LagClock(recipe.engine)
         self._processes = [self._make(index) for index in range(recipe.engine.count)]
         self._supervisors: list[asyncio.Task[None]] = []
@@ -88,7 +94,7 @@ class LocalEngines:
             secret=self._secret,
             log_path=self._logs / f"engine-{index}.log",
             transport=resolve_transport(self._recipe.weights.transport),
-            devices=engine_gpus(self._recipe, index),
+            devices=gpus_at(self._placement.engine_positions(index)),
         )
 
     async def _start(self, index: int) -> None:

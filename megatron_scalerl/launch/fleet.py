@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_scalerl.distributed.device import gpu_count
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer.client import TrainerClient
 from megatron_scalerl.trainer.messages import TrainerInfo
 from megatron_scalerl.types import ComputeUnit
 from megatron_scalerl.weights.transport import resolve_transport
+
+CONTROL = "control"
+"""Folder in RUN/, mode 0700, by which processes on other hosts find the controller and its secret."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,24 +37,6 @@ class Devices:
         )
 
 
-def engine_gpus(recipe: Recipe, index: int) -> str | None:
-    """CUDA_VISIBLE_DEVICES of engine `index`, counted after the trainer's GPUs; None without GPUs.
-
-    Raises ValueError if too few GPUs are visible.
-    """
-    if resolve_transport(recipe.weights.transport) != "nccl":
-        return None
-    each = recipe.engine.devices_per_engine
-    first = recipe.trainer.world_size + index * each
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(n) for n in range(gpu_count())]
-    if len(names) < first + each:
-        raise ValueError(
-            f"engine.count: expected at least {first + each} visible GPUs for trainer and engines, found {len(names)}"
-        )
-    return ",".join(names[first : first + each])
-
-
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
     """One start of a run, as its processes identify it. Produced by `controller.run_folder`."""
@@ -66,6 +49,11 @@ class Attempt:
     """RUN/; the processes write their logs to its subfolder `logs`."""
     recipe_file: Path
     """The resolved recipe, which every process reads."""
+
+
+def secret_file(run: Path) -> Path:
+    """The file in RUN/ from which processes on other hosts read the run's secret."""
+    return (run / CONTROL / "secret").absolute()
 
 
 @dataclass(frozen=True, kw_only=True)

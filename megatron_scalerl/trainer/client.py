@@ -19,6 +19,8 @@ from megatron_scalerl.trainer.messages import TrainerInfo
 from megatron_scalerl.types import StepReport
 from megatron_scalerl.weights.connection import Connection, SendReport
 
+LOOPBACK_ENDPOINT = "tcp://127.0.0.1:*"
+"""Where the socket of a run on one host is bound, at a free port."""
 STOP_TIMEOUT_S = 30.0
 """Seconds for all ranks to leave their process groups at the end; a hung rank must not block the others' devices."""
 PROBE_INTERVAL_MS = 1_000
@@ -56,7 +58,7 @@ class TrainerClient:
         incarnation: str,
         secret: str,
         rendezvous: FolderRendezvous | None,
-        bind: str = "tcp://127.0.0.1:*",
+        bind: str = LOOPBACK_ENDPOINT,
         command_timeout_s: float = 3600.0,
     ) -> None:
         self.world_size = world_size
