@@ -88,6 +88,7 @@ MISTAKES = {
     "sft key": ([*SFT, "optimzer.lr=1"], "expected a recipe key, found optimzer"),
     "sft policy": ([*SFT, "policy.path=/none"], "policy.path: expected a Hugging Face folder"),
     "report": (["-m", "megatron_scalerl", "report", "runs/none"], "runs/none"),
+    "engine": (["-m", "megatron_scalerl", "engine", "--join", "runs/none"], "--join: expected the folder of a run"),
     "export": (["-m", "megatron_scalerl", "export", "runs/none", "--out", "x"], "runs/none/checkpoints: expected"),
     "plan key": ([*PLAN, RECIPE, "--gpus", "2", "optimzer.lr=1"], "expected a recipe key, found optimzer"),
     "plan file": ([*PLAN, "none.yaml", "--gpus", "2"], "none.yaml: expected a recipe file"),

@@ -11,8 +11,8 @@ from typing import Any
 
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
+from megatron_scalerl.engine.local_server import bind_server
 from megatron_scalerl.engine.options import check_options
-from megatron_scalerl.engine.process import bind_server
 from megatron_scalerl.models import family, read_hf_config
 from megatron_scalerl.prompts.dataset import PromptSet, load_prompts
 from megatron_scalerl.prompts.rendering import check_think_tags, check_vocabulary

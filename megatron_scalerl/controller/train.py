@@ -132,7 +132,7 @@ async def _attempts(run: _Run, resumed: tuple[ResumePoint, History]) -> str:
     with contextlib.closing(JsonlWriter(run.folder.path / "engines.jsonl", private=True)) as engines:
         record = partial(_record, engines)
         secret = secrets.token_hex(32)
-        async with launching(run.recipe, run.folder.path, secret, record, hosts=run.hosts) as launcher:
+        async with launching(run.recipe, run.folder.attempt, secret, record, hosts=run.hosts) as launcher:
             while True:
                 try:
                     return await _attempt(run, launcher, resumed, since=ended)

@@ -12,9 +12,6 @@ from megatron_scalerl.trainer.messages import TrainerInfo
 from megatron_scalerl.types import ComputeUnit
 from megatron_scalerl.weights.transport import resolve_transport
 
-CONTROL = "control"
-"""Folder in RUN/, mode 0700, by which processes on other hosts find the controller and its secret."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
@@ -49,11 +46,6 @@ class Attempt:
     """RUN/; the processes write their logs to its subfolder `logs`."""
     recipe_file: Path
     """The resolved recipe, which every process reads."""
-
-
-def secret_file(run: Path) -> Path:
-    """The file in RUN/ from which processes on other hosts read the run's secret."""
-    return (run / CONTROL / "secret").absolute()
 
 
 @dataclass(frozen=True, kw_only=True)

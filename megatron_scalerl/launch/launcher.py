@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from megatron_scalerl.engine.control_folder import secret_file
 from megatron_scalerl.engine.membership import Member
-from megatron_scalerl.launch.engines import LocalEngines
-from megatron_scalerl.launch.fleet import Attempt, Devices, Fleet, secret_file
+from megatron_scalerl.launch.engines import Engines
+from megatron_scalerl.launch.fleet import Attempt, Devices, Fleet
 from megatron_scalerl.launch.hosts import ONE_HOST, Hosts
 from megatron_scalerl.launch.placement import Placement
 from megatron_scalerl.launch.trainer import TrainerRanks, trainer_ranks
@@ -30,9 +30,7 @@ Watch = Callable[[], Coroutine[Any, Any, NoReturn]]
 class Launcher:
     """The processes of one run: its engines, and the trainer of the current attempt."""
 
-    def __init__(
-        self, recipe: Recipe, secret: str, engines: LocalEngines, hosts: Hosts, placement: Placement
-    ) -> None:
+    def __init__(self, recipe: Recipe, secret: str, engines: Engines, hosts: Hosts, placement: Placement) -> None:
         self.engines = engines
         self._recipe, self._secret = recipe, secret
         self._hosts, self._placement = hosts, placement
@@ -88,7 +86,7 @@ async def until_failure(work: Coroutine[Any, Any, T], *watches: Watch) -> T:
 @contextlib.asynccontextmanager
 async def launching(
     recipe: Recipe,
-    folder: Path,
+    attempt: Attempt,
     secret: str,
     record: Callable[[Member], None] = lambda member: None,
     *,
@@ -96,14 +94,15 @@ async def launching(
 ) -> AsyncIterator[Launcher]:
     """A launcher whose processes are stopped on exit from the block.
 
-    folder: RUN/. record: called with every change of an engine. Raises ValueError for a port in use, for options
-    unknown to vLLM, and for a fleet that does not fit on the hosts.
+    attempt: the first of this process; the engines belong to its folder and incarnation. record: called with every
+    change of an engine. Raises ValueError for a port in use, for options unknown to vLLM, and for a fleet that does
+    not fit on the hosts.
     """
     placement = Placement.of(recipe, hosts)
-    file = secret_file(folder)
+    file = secret_file(attempt.folder)
     if hosts.address is not None:
         write_secret(file, secret)
-    engines = LocalEngines(recipe, placement=placement, logs=folder / "logs", secret=secret, record=record)
+    engines = Engines(recipe, placement=placement, hosts=hosts, attempt=attempt, secret=secret, record=record)
     launcher = Launcher(recipe, secret, engines, hosts, placement)
     try:
         yield launcher

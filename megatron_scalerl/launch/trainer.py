@@ -19,7 +19,8 @@ from typing import NoReturn
 
 from megatron_scalerl.distributed.device import environment
 from megatron_scalerl.distributed.rendezvous import private_folder
-from megatron_scalerl.launch.fleet import Attempt, secret_file
+from megatron_scalerl.engine.control_folder import secret_file
+from megatron_scalerl.launch.fleet import Attempt
 from megatron_scalerl.launch.hosts import Hosts
 from megatron_scalerl.launch.placement import HostRanks, Placement
 from megatron_scalerl.processes.child_process import ChildProcess

@@ -13,8 +13,9 @@ import zmq.asyncio
 
 from megatron_scalerl.batching.assignment import ReadCompletions, StepPlan
 from megatron_scalerl.checkpoints.manifest import Manifest, ParamMeta
+from megatron_scalerl.distributed import sockets
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous, Rendezvous
-from megatron_scalerl.trainer import messages, sockets
+from megatron_scalerl.trainer import messages
 from megatron_scalerl.trainer.messages import TrainerInfo
 from megatron_scalerl.types import StepReport
 from megatron_scalerl.weights.connection import Connection, SendReport
@@ -83,11 +84,11 @@ class TrainerClient:
         self._calls = 0
         self._busy, self._sending = asyncio.Lock(), asyncio.Lock()
         self._context = zmq.asyncio.Context()
-        self._authenticator = sockets.CurveAuthenticator(self._context, secret)
+        self._authenticator = sockets.CurveAuthenticator(self._context, secret, sockets.Purpose.TRAINER)
         self._authenticator.start()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        sockets.secure_server(self._socket, secret)
+        sockets.secure_server(self._socket, secret, sockets.Purpose.TRAINER)
         self._socket.bind(bind)
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 

@@ -90,7 +90,7 @@ async def scenario(recipe, inputs, out):
     prompts = list(inputs.prompts.held_out[:4])
     with contextlib.closing(RunFolder(recipe)) as folder:
         async with (
-            launching(recipe, folder.path, SECRET) as launcher,
+            launching(recipe, folder.attempt, SECRET) as launcher,
             launcher.trainer(folder.attempt) as trainer,
         ):
             fleet = await launcher.start(trainer)

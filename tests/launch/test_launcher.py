@@ -13,7 +13,8 @@ from megatron_scalerl.engine.client import EngineClient, SamplingSpec
 from megatron_scalerl.engine.watchdog import EngineDied, watch_progress
 from megatron_scalerl.launch import engines as engines_module
 from megatron_scalerl.launch import trainer as trainer_module
-from megatron_scalerl.launch.engines import LocalEngines
+from megatron_scalerl.launch.engines import Engines
+from megatron_scalerl.launch.fleet import Attempt
 from megatron_scalerl.launch.hosts import ONE_HOST
 from megatron_scalerl.launch.launcher import until_failure
 from megatron_scalerl.launch.placement import Placement
@@ -144,6 +145,8 @@ class StandInHungServer:
 class StandInProcess:
     """An engine process behind a stand-in server; `fail_starts` of them do not start."""
 
+    reached = True
+
     def __init__(self, index, url, settings, fail_starts):
         self.name = f"engine-{index}"
         self.client = EngineClient(url=url, secret="s", name=self.name)
@@ -165,6 +168,10 @@ class StandInProcess:
         await self.client.close()
 
 
+def attempt_in(folder):
+    return Attempt(run_id="r", incarnation="local.0", folder=folder, recipe_file=folder / "recipe.yaml")
+
+
 def engines_of(recipe, tmp_path, monkeypatch, url, fail_starts=()):
     """Engines behind a stand-in server, and the processes and changes of state so far."""
     made, changes, failing = [], [], []
@@ -174,11 +181,12 @@ def engines_of(recipe, tmp_path, monkeypatch, url, fail_starts=()):
         made.append(StandInProcess(index, url, recipe.engine, failing))
         return made[-1]
 
-    monkeypatch.setattr(LocalEngines, "_make", make)
-    engines = LocalEngines(
+    monkeypatch.setattr(Engines, "_make", make)
+    engines = Engines(
         recipe,
         placement=Placement.of(recipe, ONE_HOST),
-        logs=tmp_path,
+        hosts=ONE_HOST,
+        attempt=attempt_in(tmp_path),
         secret="s",
         record=lambda m: changes.append((m.name, str(m.state))),
     )
@@ -300,9 +308,10 @@ def test_the_address_of_an_engine_is_bound_when_it_is_chosen(recipe, tmp_path):
     """No other process can bind it between the choice and the start of the server, even with SO_REUSEADDR."""
     import socket
 
-    engines = LocalEngines(recipe, placement=Placement.of(recipe, ONE_HOST), logs=tmp_path, secret="s")
+    placement = Placement.of(recipe, ONE_HOST)
+    engines = Engines(recipe, placement=placement, hosts=ONE_HOST, attempt=attempt_in(tmp_path), secret="s")
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with pytest.raises(OSError, match="in use"):
-            other.bind(("127.0.0.1", engines._processes[0].port))
-    engines._processes[0]._socket.close()
+            other.bind(("127.0.0.1", engines._processes[0].server.port))
+    engines._processes[0].server._socket.close()

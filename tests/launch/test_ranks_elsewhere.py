@@ -11,7 +11,8 @@ import pytest
 from random_policies import write_policy
 from random_policy import make_recipe
 
-from megatron_scalerl.launch.fleet import Attempt, secret_file
+from megatron_scalerl.engine.control_folder import secret_file
+from megatron_scalerl.launch.fleet import Attempt
 from megatron_scalerl.launch.hosts import hosts_of
 from megatron_scalerl.launch.placement import Placement
 from megatron_scalerl.launch.trainer import trainer_ranks
