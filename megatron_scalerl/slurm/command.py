@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_scalerl.doctor.command import WITHIN_S
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -81,6 +83,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=3,
         metavar="N",
         help="restarts within a job without a new checkpoint in between (default: %(default)s)",
+    )
+    job.add_argument(
+        "--check-seconds",
+        type=float,
+        default=WITHIN_S,
+        metavar="S",
+        help="with several nodes: one that has not passed its check by then is excluded (default: %(default)g)",
     )
     job.add_argument("--startup-seconds", type=float, metavar="S", help="time to the first step (default: measured)")
     job.add_argument("--save-seconds", type=float, metavar="S", help="time of one checkpoint (default: measured)")
@@ -163,7 +172,7 @@ def _request(arguments: argparse.Namespace, *, throttle: int | None = None) -> R
     if arguments.throttle is not None and arguments.array is None:
         raise ValueError("--throttle: expected --array with it, found none")
     for key, least in (("throttle", 1), ("max_requeues", 0), ("max_failures", 0), ("startup_seconds", 0),
-                       ("save_seconds", 0), ("nodes", 1), ("slots", 1)):  # fmt: skip
+                       ("save_seconds", 0), ("nodes", 1), ("slots", 1), ("check_seconds", 1)):  # fmt: skip
         if (value := getattr(arguments, key)) is not None and not value >= least:
             raise ValueError(f"--{key.replace('_', '-')}: expected at least {least}, found {value}")
     if (hours := arguments.gpu_hours) is not None and not 0 < hours < float("inf"):
@@ -173,6 +182,7 @@ def _request(arguments: argparse.Namespace, *, throttle: int | None = None) -> R
         time=arguments.time,
         asked=Asked(nodes=arguments.nodes, gpus=arguments.gpus_per_node, slots=arguments.slots, cpus=arguments.cpus),
         gpu_hours=arguments.gpu_hours,
+        check_s=arguments.check_seconds,
         any_file_system=arguments.any_file_system,
         site=arguments.site,
         max_requeues=arguments.max_requeues,

@@ -22,8 +22,6 @@ from megatron_scalerl.slurm.submission import Request, submitting
 
 CONTROLLER = Path("control") / "controller.json"
 """In RUN: where engines find the controller; written by it."""
-JOBS = "engine_jobs.jsonl"
-"""In RUN/slurm: one line for each job of engines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +66,7 @@ def add_engines(run_dir: Path, request: Request, *, dry_run: bool) -> Iterator[s
             return
         job = cluster.submit(plan.script)
         try:
-            with contextlib.closing(JsonlWriter(run / SLURM / JOBS)) as file:
+            with contextlib.closing(JsonlWriter(run / SLURM / checks.ENGINE_JOBS)) as file:
                 file.append(
                     {"jobs": [job], "script": str(plan.script), "nodes": plan.nodes, "unix_time": time.time()}
                 )

@@ -56,6 +56,8 @@ class JobPlan:
     """Device-hours of the run, after which the job is not queued again."""
     startup_s: int = 0
     """Seconds until the first step: a budget that is left for fewer counts as spent."""
+    check_s: float
+    """Seconds within which each of several nodes has to report."""
     site: Site
 
     @property
@@ -67,7 +69,7 @@ class JobPlan:
 def render(plan: JobPlan) -> str:
     """The text of the job script."""
     train = ["train", "--supervise", "--max-failures", str(plan.max_failures)]
-    check = ["doctor", "--hosts", "slurm", "--gpus", str(plan.gpus)]
+    check = ["doctor", "--hosts", "slurm", "--gpus", str(plan.gpus), "--within", f"{plan.check_s:g}"]
     if plan.nodes > 1:
         train += ["--hosts", "slurm", "--slots", str(plan.slots)]
     return rendered(

@@ -11,9 +11,9 @@ from typing import Any
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.controller.run_folder import END, SLURM
 from megatron_scalerl.recipe.file import read_run_recipe
-from megatron_scalerl.slurm import cluster, engines
+from megatron_scalerl.slurm import cluster
 from megatron_scalerl.slurm.budget import spent
-from megatron_scalerl.slurm.checks import JOBS, jobs_of
+from megatron_scalerl.slurm.checks import ENGINE_JOBS, JOBS, jobs_of
 from megatron_scalerl.slurm.nodes import node_lines
 
 ROLES = ("preflight", "controller")
@@ -68,7 +68,7 @@ def _requeues(run: Path, newest: dict[str, Any] | None) -> str:
 
 def _engine_lines(run: Path, queued: list[cluster.Job]) -> Iterator[str]:
     """Jobs of engines that join the run."""
-    mine = {str(job) for row in read_jsonl(run / SLURM / engines.JOBS) for job in row["jobs"]}
+    mine = {str(job) for row in read_jsonl(run / SLURM / ENGINE_JOBS) for job in row["jobs"]}
     for job in queued:
         if job.job_id in mine:
             yield f"job {job.job_id}, engines: {job.state} ({job.reason})"

@@ -31,6 +31,8 @@ class Request:
     asked: Asked
     gpu_hours: float | None
     """Device-hours that the run may take in all, None without a budget."""
+    check_s: float
+    """Seconds within which each of several nodes has to report."""
     any_file_system: bool
     """Also where other nodes seem not to see the output folder."""
     site: str | None
@@ -139,6 +141,7 @@ def _plan(
         throttle=request.throttle,
         max_failures=request.max_failures,
         gpu_hours=request.gpu_hours,
+        check_s=request.check_s,
         startup_s=int(max(each.startup_s for each in times)),
         site=site,
     )

@@ -172,8 +172,8 @@ def write_settings(folder: Path, nodes: tuple[str, ...], silence_s: int) -> None
     }
     lines = [f"{key}={value}" for key, value in settings.items()]
     lines += [
-        f"NodeName={name} NodeAddr={address} CPUs={CPUS} RealMemory=1000 Gres=gpu:{GPUS}"
-        for name, address in addresses.items()
+        f"NodeName={name} NodeAddr={address} CPUs={CPUS} RealMemory=1000 Gres=gpu:{GPUS} Weight={1 + number}"
+        for number, (name, address) in enumerate(addresses.items())  # a job gets the first nodes that are free
     ]
     lines.append(f"PartitionName=gpu Nodes={names} Default=YES MaxTime=1-0 State=UP")
     (folder / "etc" / "slurm.conf").write_text("\n".join(lines) + "\n")
