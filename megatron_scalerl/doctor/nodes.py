@@ -26,8 +26,6 @@ from megatron_scalerl.processes.logs import printable
 
 PROGRAM = (sys.executable, "-m", "megatron_scalerl")
 """The program that each node starts."""
-STEP = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--input=none")
-"""Starts it there; the node's name follows."""
 BAD = "bad"
 """Name of the file with the unfit nodes."""
 _TIMEOUT_S = 60.0
@@ -64,7 +62,7 @@ def examine_nodes(nodes: Sequence[str], folder: Path, words: Sequence[str], *, w
         try:
             for node in nodes:
                 more = [f"--json={folder / node}.json", f"--head={folder / 'head.json'}"]
-                step = [*STEP, f"--nodelist={node}"] if node != nodes[0] else []
+                step = _step(node) if node != nodes[0] else []
                 with open(folder / f"{node}.log", "wb") as log:
                     started[node] = subprocess.Popen(
                         [*step, *PROGRAM, "doctor", *words, *more],
@@ -127,6 +125,11 @@ def verdict(folder: Path, nodes: Sequence[str], bad: Mapping[str, str]) -> list[
     elif bad:
         lines.append(f"all {len(nodes)} nodes are unfit, so that other nodes would be, too")
     return lines or [f"{len(nodes)} nodes are fit and agree: {', '.join(nodes)}"]
+
+
+def _step(node: str) -> list[str]:
+    """Starts a program on another node of the allocation."""
+    return ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--input=none", f"--nodelist={node}"]
 
 
 def _blame_head(found: dict[str, list[str]], reports: Mapping[str, NodeReport], head: str) -> None:
