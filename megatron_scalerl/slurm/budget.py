@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
-from megatron_scalerl.controller.run_folder import SLURM
 from megatron_scalerl.fit.formatting import unit_name
 from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.slurm.allocation import devices_of
@@ -31,7 +30,7 @@ def spent(run: Path) -> Spent:
     return Spent(hours=hours, unit=unit_name(str(header.get("unit", "device_hours"))))
 
 
-def seconds_left(run: Path, budget: float) -> int:
-    """How long the fleet of a submitted run may still be held (s). budget: device-hours. Raises ValueError."""
-    devices = devices_of(load_recipe(run / SLURM / "recipe.yaml"))
-    return max(0, int((budget - spent(run).hours) * 3600 / devices))
+def seconds_left(recipe_file: str | Path, budget: float) -> int:
+    """How long the fleet of a recipe's run may still be held (s). budget: device-hours. Raises ValueError."""
+    recipe = load_recipe(recipe_file)
+    return max(0, int((budget - spent(Path(recipe.run_dir)).hours) * 3600 / devices_of(recipe)))

@@ -40,9 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--status", metavar="RUN", help="job, progress, cost and last error of a submitted run")
     what.add_argument("--add-engines", metavar="RUN", help="a job of engines that join a run while its job runs")
     what.add_argument(
-        "--seconds-left",
-        metavar="RUN",
-        help="how long --gpu-hours still pays for a run's devices; its job asks this",
+        "--seconds-left", metavar="RECIPE", help="how long --gpu-hours still pays for its run; asked by the run's job"
     )
     job = parser.add_argument_group("job")
     job.add_argument("--partition", metavar="P", help="partition")
@@ -106,7 +104,7 @@ def _lines(arguments: argparse.Namespace) -> Iterator[str]:
     """Do what is asked; what to tell the user."""
     for name in ("status", "seconds_left", "add_engines"):
         if getattr(arguments, name) is not None and not _alone(arguments, name):
-            raise ValueError(f"--{name.replace('_', '-')}: expected the folder of a run alone, found a recipe, too")
+            raise ValueError(f"--{name.replace('_', '-')}: expected its value alone, found a recipe or a folder, too")
     if arguments.status is not None:
         from megatron_scalerl.slurm.status import status
 
@@ -116,7 +114,7 @@ def _lines(arguments: argparse.Namespace) -> Iterator[str]:
 
         if arguments.gpu_hours is None:
             raise ValueError("--seconds-left: expected --gpu-hours with it, found none")
-        yield str(seconds_left(Path(arguments.seconds_left), arguments.gpu_hours))
+        yield str(seconds_left(arguments.seconds_left, arguments.gpu_hours))
     elif arguments.add_engines is not None:
         from megatron_scalerl.slurm.engines import add_engines
 

@@ -36,6 +36,7 @@ def finish(run):
 
 
 def spend(run, hours):
+    (run / "recipe.yaml").write_bytes((run / "slurm" / "recipe.yaml").read_bytes())
     ledger = run / "ledger.jsonl"
     rows = [{"role": "trainer", "phase": "train", "hours": hours, "step": 1}]
     if not ledger.exists():

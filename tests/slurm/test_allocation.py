@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_scalerl.doctor.mounts import Mount
-from megatron_scalerl.recipe.file import load_recipe
+from megatron_scalerl.recipe.file import dump_recipe, load_recipe
 from megatron_scalerl.slurm import checks
 from megatron_scalerl.slurm.allocation import Allocation, Asked, allocate, check_plan, nodes_needed
 from megatron_scalerl.slurm.budget import seconds_left, spent
@@ -145,16 +145,16 @@ def test_a_folder_for_temporary_files_is_refused_whatever_it_is_on(monkeypatch):
 
 
 def test_the_ledger_is_summed_up_to_its_last_heartbeat(tmp_path):
-    assert spent(tmp_path).hours == 0
+    run = tmp_path / "r"
+    assert spent(run).hours == 0
+    run.mkdir()
     rows = ['{"unit": "gpu_hours"}', '{"role": "trainer", "hours": 1.5}', '{"role": "lost", "hours": 0.25}',
             '{"heartbeat": 3600, "devices": 2}']  # fmt: skip
-    (tmp_path / "ledger.jsonl").write_text("\n".join(rows) + "\n")
-    assert (spent(tmp_path).hours, spent(tmp_path).unit) == (3.75, "GPU-hours")
-    (tmp_path / "slurm").mkdir()
-    (tmp_path / "slurm" / "recipe.yaml").write_bytes((ROOT / "recipes" / "tiny_cpu.yaml").read_bytes())
-    devices = BASE.trainer.world_size  # the recipe's own has one rank and one engine
-    assert seconds_left(tmp_path, 4.75) == 3600 // 2 and devices == 2
-    assert seconds_left(tmp_path, 3.0) == 0
+    (run / "ledger.jsonl").write_text("\n".join(rows) + "\n")
+    assert (spent(run).hours, spent(run).unit) == (3.75, "GPU-hours")
+    file = tmp_path / "recipe.yaml"
+    file.write_text(dump_recipe(recipe_like(3, 1, 1).model_copy(update={"name": "r", "output_dir": str(tmp_path)})))
+    assert (seconds_left(file, 4.75), seconds_left(file, 3.0)) == (900, 0)
 
 
 def test_nodes_that_failed_are_named():

@@ -93,7 +93,10 @@ def test_several_nodes_of_a_chain_or_of_an_array(tmp_path):
 
 def test_a_budget_is_asked_for_at_the_start_and_before_a_requeue(tmp_path):
     text = checked(replace(PLAN, gpu_hours=12.5, startup_s=40), tmp_path)
-    assert 'submit --gpu-hours 12.5 --seconds-left "$run"' in text and text.count("left=$(seconds_left)") == 2
+    assert (
+        'submit --gpu-hours 12.5 --seconds-left "$run/slurm/recipe.yaml"' in text
+        and text.count("left=$(seconds_left)") == 2
+    )
     assert "seconds_left" not in checked(PLAN, tmp_path)
 
 
@@ -222,8 +225,8 @@ def test_no_sbatch_on_the_path_is_one_line(tmp_path, monkeypatch, capsys):
         (["r.yaml", "--partition", "p"], "--time: expected a value"),
         (["r.yaml", "--partition", "p", "--time", "60", "--throttle", "2"], "--throttle: expected --array"),
         (["--array", "f", "--partition", "p", "--time", "60", "--throttle", "0"], "--throttle: expected at least 1"),
-        (["r.yaml", "--status", "f"], "--status: expected the folder of a run alone"),
-        (["r.yaml", "--add-engines", "f"], "--add-engines: expected the folder of a run alone"),
+        (["r.yaml", "--status", "f"], "--status: expected its value alone"),
+        (["r.yaml", "--add-engines", "f"], "--add-engines: expected its value alone"),
         (["--seconds-left", "f"], "--seconds-left: expected --gpu-hours with it"),
         (["r.yaml", "--partition", "p", "--time", "60", "--gpu-hours", "0"], "--gpu-hours: expected more than 0"),
         (["r.yaml", "--partition", "p", "--time", "60", "--nodes", "0"], "--nodes: expected at least 1"),

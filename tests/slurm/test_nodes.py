@@ -111,7 +111,7 @@ def test_two_jobs_on_the_same_nodes_do_not_meet(stand_in, capsys):
 
 
 def test_engines_join_a_run_until_it_is_finished(stand_in, tmp_path, capsys):
-    """Two engines of two devices on each of two nodes, and what is refused before."""
+    """Two engines of two devices on each of the run's own nodes, and what is refused before."""
     words, run = stand_in("wait", *TWO, "trainer.world_size=4", "engine.count=2", "engine.devices_per_engine=2")
     more = ["submit", "--add-engines", str(run), "--nodes", "2", "--gpus-per-node", "4", *JOB]
     more += ["--site", str(tmp_path / "site.yaml")]
@@ -132,7 +132,7 @@ def test_engines_join_a_run_until_it_is_finished(stand_in, tmp_path, capsys):
     joined = wait_for(lambda: len(rows := read_jsonl(run / "slurm" / "joined")) == 4 and rows, "four engines")
     places = sorted((row["node"], row["environment"]["CUDA_VISIBLE_DEVICES"]) for row in joined)
     nodes = sorted({node for node, _ in places})
-    assert len(nodes) == 2 and places == [(node, gpus) for node in nodes for gpus in ("0,1", "2,3")]
+    assert len(nodes) == 2 and places == [(node, gpus) for node in nodes for gpus in ("4,5", "6,7")]
     assert joined[0]["argv"] == ["engine", "--join", str(run), "--devices", "2"]
     said = status(run, capsys)
     assert f"job {job}: RUNNING" in said and f"job {added}, engines: RUNNING (" in said
@@ -147,13 +147,12 @@ def test_engines_join_a_run_until_it_is_finished(stand_in, tmp_path, capsys):
 
 def test_a_budget_that_is_spent_ends_the_requeues(stand_in, capsys):
     """Also: the job asks for a save where a start would spend it, and a job without a budget left starts nothing."""
-    words, run = stand_in("wait spend=0.4 spend=0.6", "--gpus", "0", "--startup-seconds", "1")
-    budgets = {"0.005": 2, "1": 3, "1.0": 3}  # 6 s of three devices; then as many starts
-    for hours, count in budgets.items():
+    words, run = stand_in("wait spend=0.5", "--gpus", "0", "--startup-seconds", "1")
+    for hours in ("0.004", "0.4"):  # the first is 4 s of three devices
         [job] = submitted([*words, "--gpu-hours", hours], capsys)
         assert wait_for_end(slurm.last_state, job) == "COMPLETED", output_of(run, job)
-        assert len(starts(run)) == count and "hours is spent" in output_of(run, job)
-    assert "1 device-hours spent, 0 left of 1" in status(run, capsys)
+        assert len(starts(run)) == 2 and f"the budget of {hours} hours is spent" in output_of(run, job)
+    assert "0.5 device-hours spent, 0 left of 0.4" in status(run, capsys)
 
 
 @pytest.fixture
