@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import signal
+import stat
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -133,10 +134,14 @@ def signal_group(pid: int, sig: int = signal.SIGKILL) -> bool:
 
 
 def open_log(path: Path) -> BinaryIO:
-    """The log file, opened for appending (binary). Only its owner can read it: a traceback may contain prompts."""
+    """The log, opened for appending (binary). Only its owner can read it: a traceback may contain prompts.
+
+    A device, such as /dev/null, keeps its mode.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    os.fchmod(fd, 0o600)  # it may exist from an earlier attempt
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        os.fchmod(fd, 0o600)  # it may exist from an earlier attempt
     return os.fdopen(fd, "ab")
 
 

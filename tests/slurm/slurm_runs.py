@@ -9,11 +9,15 @@ import yaml
 
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
+from megatron_scalerl.slurm import cluster
 
 ROOT = Path(__file__).parents[2]
 WITH_STAND_INS = ROOT / "tests" / "faults" / "run_with_stand_ins.py"
 STAND_IN_PROGRAM = Path(__file__).with_name("stand_in_program.py")
 JOB = ["--partition", "gpu", "--time", "30", "--startup-seconds", "10", "--save-seconds", "5"]
+TWO = ["--nodes", "2", "--gpus-per-node", "4", "--any-file-system"]
+FLEET = ["trainer.world_size=4", "engine.count=4"]
+"""Fills two nodes of four devices."""
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
 
@@ -46,6 +50,17 @@ def write_recipe(path, tiny, *, name="r", output_dir, **changes):
 def starts(run):
     """What the stand-in program noted at each start."""
     return read_jsonl(run / "slurm" / "starts")
+
+
+def nodes_of(start):
+    """The nodes of the allocation in which the stand-in started."""
+    return cluster.hostnames(start["environment"]["SLURM_JOB_NODELIST"])
+
+
+def output_of(run, job):
+    """What the job's script has said so far."""
+    file = run / "slurm" / f"{job}.out"
+    return file.read_text() if file.exists() else ""
 
 
 def write_site(path, program, **more):

@@ -3,8 +3,8 @@
 `train`: ends as the words in RUN/slurm/ends say, one word a start. A number: exits with it. `wait`: SIGUSR1 makes it
 exit with 75. `finish`: writes end.json and exits with 0. `spend=H`: charges H device-hours and exits with 75.
 `steps`: starts a step on each node that appends to RUN/slurm/beats-NODE, until RUN/slurm/enough exists, and then
-finishes, or exits with 1 if a step fails and RUN/slurm/fragile exists. Each start appends its words and its
-environment to RUN/slurm/starts.
+finishes, or exits with 1 once RUN/slurm/broken exists. Each start appends its words and its environment to
+RUN/slurm/starts.
 
 `engine --join`: appends the same to RUN/slurm/joined, and ends with 0 when RUN/end.json exists.
 
@@ -63,7 +63,7 @@ def steps(run):
     ]
     while not (run / "slurm" / "enough").exists():
         time.sleep(BEAT_S)
-        if (run / "slurm" / "fragile").exists() and any(step.poll() for step in started):
+        if (run / "slurm" / "broken").exists():
             sys.exit(1)
     for step in started:
         step.wait()

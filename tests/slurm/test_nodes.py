@@ -4,30 +4,15 @@ The program is a stand-in; its `doctor` is the real one with stand-in GPUs (test
 """
 
 import contextlib
-import os
 
 import pytest
-from mini_cluster import MiniCluster, missing
-from slurm_runs import JOB, starts, status, submitted, wait_for, wait_for_end
+from slurm_runs import FLEET, JOB, TWO, nodes_of, output_of, starts, status, submitted, wait_for, wait_for_end
 
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.slurm import cluster as slurm
 
 pytestmark = pytest.mark.slow
-TWO = ["--nodes", "2", "--gpus-per-node", "4", "--any-file-system"]
-FLEET = ["trainer.world_size=4", "engine.count=4"]
-"""Fills two nodes of four devices."""
-
-
-def nodes_of(start):
-    """The nodes of the allocation in which the stand-in started."""
-    return slurm.hostnames(start["environment"]["SLURM_JOB_NODELIST"])
-
-
-def output_of(run, job):
-    file = run / "slurm" / f"{job}.out"
-    return file.read_text() if file.exists() else ""
 
 
 @contextlib.contextmanager
@@ -153,50 +138,3 @@ def test_a_budget_that_is_spent_ends_the_requeues(stand_in, capsys):
         assert wait_for_end(slurm.last_state, job) == "COMPLETED", output_of(run, job)
         assert len(starts(run)) == 2 and f"the budget of {hours} hours is spent" in output_of(run, job)
     assert "0.5 device-hours spent, 0 left of 0.4" in status(run, capsys)
-
-
-@pytest.fixture
-def impatient(tmp_path_factory, monkeypatch):
-    """A cluster that gives up a silent node after 5 s."""
-    if (why := missing()) is not None:
-        pytest.skip(why)
-    made = MiniCluster(tmp_path_factory.mktemp("slurm") / "c", ("node1", "node2", "node3"), silence_s=5)
-    monkeypatch.setenv("PATH", f"{made.bin}:{os.environ['PATH']}")
-    yield made
-    made.close()
-
-
-@pytest.mark.full
-def test_a_job_goes_on_without_a_node_that_fails(stand_in, impatient, capsys):
-    words, run = stand_in("steps", *TWO, *FLEET)
-    [job] = submitted(words, capsys)
-    wait_for((run / "slurm" / "beats-node2").exists, "the step on node2")
-    impatient.kill_daemon("node2")
-    wait_for(lambda: slurm.nodes_of(job) == ["node1"], "the excision of node2")
-    said = status(run, capsys)
-    assert f"job {job}: RUNNING (node1)" in said and "node2 failed and has left the job; it is down* now" in said
-    (run / "slurm" / "enough").touch()
-    assert wait_for_end(slurm.last_state, job) == "COMPLETED"
-    assert len(starts(run)) == 1
-
-
-@pytest.mark.full
-def test_a_run_that_needs_the_lost_node_is_queued_again(stand_in, impatient, capsys):
-    words, run = stand_in("steps finish", *TWO, *FLEET)
-    (run / "slurm" / "fragile").touch()
-    [job] = submitted(words, capsys)
-    wait_for((run / "slurm" / "beats-node2").exists, "the step on node2")
-    impatient.kill_daemon("node2")
-    assert wait_for_end(slurm.last_state, job) == "COMPLETED", output_of(run, job)
-    assert "nodes were lost: node2; queued again" in output_of(run, job)
-    assert nodes_of(starts(run)[1]) == ["node1", "node3"]
-
-
-@pytest.mark.full
-def test_the_loss_of_the_first_node_queues_the_job_again(stand_in, impatient, capsys):
-    words, run = stand_in("steps finish", *TWO, *FLEET)
-    [job] = submitted(words, capsys)
-    wait_for((run / "slurm" / "beats-node2").exists, "the step on node2")
-    impatient.kill_daemon("node1")
-    assert wait_for_end(slurm.last_state, job) == "COMPLETED", output_of(run, job)
-    assert nodes_of(starts(run)[1]) == ["node2", "node3"]
