@@ -40,6 +40,7 @@ SHOWN = {
     "the quickstart's output": r"\[ *\d+ s\]",
     "the tests' output": r"\d+ passed",
     "the planner's output": r"scalerl_\w+ on \d+ x ",  # compared below
+    "the doctor's output": r"\w+, \d{4}-\d\d-\d\dT",
     "a formula": r"    R\(C\) = ",
     "a row of prompts": r'\{"prompt": ',  # tests/rewards/test_code_verifier.py scores it
     "a folder": r"\.metadata metadata\.json",
@@ -221,6 +222,8 @@ def check_command(argv, place):
     """Raises, or fails, where a documented command could not be given as it stands."""
     if argv[0] == "source":
         assert argv[1] == ".venv/bin/activate" and "\nvenv=.venv\n" in (ROOT / "tools" / "install.sh").read_text()
+    elif argv[:2] == ["bash", "-c"]:
+        check_command(shlex.split(argv[2]), place)
     elif argv[0].endswith(".sh") or argv[0] == "bash":
         script, *words = argv[argv[0] == "bash" :]
         check_script(script, words)

@@ -42,7 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--seconds-left", metavar="RECIPE", help="how long --gpu-hours still pays for its run; asked by the run's job"
     )
-    job = parser.add_argument_group("job")
+    _add_job_arguments(parser.add_argument_group("job"))
+
+
+def _add_job_arguments(job: argparse._ArgumentGroup) -> None:
     job.add_argument("--partition", metavar="P", help="partition")
     job.add_argument("--time", metavar="T", help="time limit of one job: MINUTES, H:MM:SS or D-HH:MM:SS")
     job.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes (default: %(default)s)")

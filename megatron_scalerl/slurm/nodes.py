@@ -12,6 +12,8 @@ from megatron_scalerl.slurm import cluster
 
 HOSTS = "hosts"
 """In the folder of an attempt: the nodes that the job had at its start, one a line."""
+FIRST_NODE = "first-node.log"
+"""There, too: what the other nodes noted when the first one was lost."""
 _LONGEST = 500
 """Characters of a reason that are shown."""
 
@@ -22,6 +24,7 @@ def node_lines(run: Path, newest: Mapping[str, Any] | None, jobs: Iterable[clust
     for attempt in attempts(run, ids):
         for node, why in unfit(attempt).items():
             yield f"attempt {attempt.name}: {node} was unfit: {why[:_LONGEST]}"
+        yield from (f"attempt {attempt.name}: {line}" for line in _lines(attempt / FIRST_NODE))
     for job in jobs:
         if job.state != "RUNNING" or not (mine := attempts(run, {job.job_id})):
             continue

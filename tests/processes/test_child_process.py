@@ -5,11 +5,12 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from launch.stand_ins import ROOT, environment, gone, pids_in, stand_in
 
-from megatron_scalerl.processes.child_process import ChildProcess, ProcessDied, log_tail
+from megatron_scalerl.processes.child_process import ChildProcess, ProcessDied, log_tail, open_log
 
 CONTROLLER = ROOT / "tests" / "launch" / "controller.py"
 
@@ -188,3 +189,13 @@ def gone_processes(pids):
     alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     _, left = psutil.wait_procs(alive, timeout=10)
     return all(process.status() == psutil.STATUS_ZOMBIE for process in left)
+
+
+def test_a_log_is_private_and_a_device_in_its_place_keeps_its_mode(tmp_path):
+    path = tmp_path / "log"
+    path.touch(0o644)
+    open_log(path).close()
+    assert path.stat().st_mode & 0o777 == 0o600
+    before = Path("/dev/null").stat().st_mode
+    open_log(Path("/dev/null")).close()
+    assert Path("/dev/null").stat().st_mode == before

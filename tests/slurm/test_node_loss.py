@@ -54,3 +54,4 @@ def test_the_loss_of_the_first_node_queues_the_job_again(stand_in, cluster, caps
     cluster.kill_daemon("node1")
     assert wait_for_end(slurm.last_state, job, 120) == "COMPLETED", output_of(run, job)
     assert nodes_of(starts(run)[1]) == ["node2", "node3"]
+    assert f"attempt {job}.0: the first node, node1, was lost" in status(run, capsys)
