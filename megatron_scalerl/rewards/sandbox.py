@@ -112,7 +112,8 @@ class Sandbox:
     def run(self, program: str, inputs: Sequence[str], output_bytes: Sequence[int]) -> Iterator[Result]:
         """Run the program once for each input (its standard input); the results come one by one.
 
-        output_bytes: the limit of each run's standard output. Raises SandboxError if the sandbox cannot be built.
+        output_bytes: the limit of each run's standard output. Raises SandboxError if the sandbox cannot be built or
+        the program cannot be started.
         """
         self._request(program, tests=None, inputs=list(inputs), output_bytes=list(output_bytes))
         for _ in inputs:
@@ -178,10 +179,15 @@ class Sandbox:
             raise SandboxError(f"expected a sandbox (user namespaces of Linux), found {why}")
 
     def _result(self) -> Result | None:
-        """The next result, None if there is none: the program ended the sandbox."""
+        """The next result, None if there is none: the program ended the sandbox.
+
+        Raises SandboxError for a program that could not be started.
+        """
         line = self._line()
         if not line:
             return None
+        if line[0] == "failed":
+            raise SandboxError(f"expected a program to start in its sandbox, found {' '.join(line[1:])}")
         _, code, full, cpu_left_s, size = line
         while len(self._buffer) < int(size):
             if not self._read():

@@ -132,7 +132,10 @@ def _process_1(results: _Results, request: dict[str, Any]) -> None:
         results.write("failed", error.strerror or error)
         return
     results.write("ready")
-    _Programs(request, executable, guest, results).run()
+    try:
+        _Programs(request, executable, guest, results).run()
+    except _NotStarted as error:
+        results.write("failed", error)
 
 
 def _give_up_rights(uid: int | None) -> None:
@@ -145,6 +148,10 @@ def _give_up_rights(uid: int | None) -> None:
     check_call(_libc.capset(header, bytes(24)), "capset")
     check_call(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
     check_call(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
+
+
+class _NotStarted(Exception):
+    """A program could not be started: a fault of this host, whatever the program is."""
 
 
 class _Programs:
@@ -191,11 +198,23 @@ class _Programs:
         return os.waitstatus_to_exitcode(status)
 
     def _start(self, arguments: list[str], stdin: int, stdout: int, ends: list[int]) -> int:
-        """Start the interpreter: -c with these arguments, and `ends` as its descriptors from 3 on."""
-        pid = os.fork()
+        """Start the interpreter: -c with these arguments, and `ends` as its descriptors from 3 on.
+
+        Raises _NotStarted.
+        """
+        told, tell = os.pipe()  # closed by exec
+        try:
+            pid = os.fork()
+        except OSError as error:
+            raise _NotStarted(error) from None
         if pid:
+            _close(tell)
+            with os.fdopen(told, errors="replace") as file:
+                if reason := file.read():
+                    raise _NotStarted(reason)
             return pid
         try:
+            tell = fcntl.fcntl(tell, fcntl.F_DUPFD_CLOEXEC, OPEN_FILES // 2)
             ours = [stdin, stdout, os.open("/dev/null", os.O_WRONLY), *ends]
             copies = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, OPEN_FILES // 2) for end in ours]
             for number, copy in enumerate(copies):
@@ -206,6 +225,8 @@ class _Programs:
             restrict_calls()
             command = [self._executable, "-S", "-P", "-X", "utf8", "-c", *arguments]
             os.execve(self._executable, command, {"PYTHONHASHSEED": "0"})
+        except BaseException as error:
+            os.write(tell, str(error).encode(errors="replace"))
         finally:
             os._exit(127)
 

@@ -15,7 +15,7 @@ import pytest
 from sandboxed import LIMITS, output, prints, processes, sandboxes_since, verdict
 
 from megatron_scalerl.rewards.limits import Limits, TimeLimitExceeded
-from megatron_scalerl.rewards.sandbox import Sandbox
+from megatron_scalerl.rewards.sandbox import Sandbox, SandboxError
 from megatron_scalerl.rewards.sandbox_init import OPEN_FILES, THREADS
 from megatron_scalerl.rewards.sandbox_probe import check_sandbox
 
@@ -368,7 +368,7 @@ FAULTS = {
     ),
     "an interpreter that does not start": (
         "from megatron_scalerl.rewards import sandbox_root; sandbox_root.SYSTEM_LIBRARIES = ()",
-        "to run inside, found exit status 127",
+        "expected a program to start in its sandbox, found [Errno 2] No such file or directory",
     ),
     "a step that fails": (
         "def fail(uid): raise PermissionError(1, 'Operation not permitted')\nsandbox_init._give_up_rights = fail",
@@ -376,6 +376,14 @@ FAULTS = {
     ),
 }
 """What is wrong with a sandbox -> how it is made so, in its first process, and what the check says."""
+
+
+@pytest.mark.parametrize("run", [output, lambda program: verdict(program, "assert True")])
+def test_a_program_that_cannot_be_started_is_a_fault_of_the_host_and_no_wrong_answer(run, monkeypatch):
+    fail = "def fail(*_): raise PermissionError(13, 'Permission denied', '/dev/null')"
+    start_with(monkeypatch, f"{fail}\nsandbox_init._Programs._limit = fail")
+    with pytest.raises(SandboxError, match=r"^expected a program to start in its sandbox, found .*'/dev/null'$"):
+        run("print(1)")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
