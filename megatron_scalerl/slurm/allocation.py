@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.hosts_needed import hosts_needed
 from megatron_scalerl.slurm.cluster import Partition
 
 
@@ -69,18 +70,6 @@ def devices_of(recipe: Recipe) -> int:
     return recipe.trainer.world_size + recipe.engine.count * recipe.engine.devices_per_engine
 
 
-def nodes_needed(recipe: Recipe, slots: int) -> int | None:
-    """Nodes with so many devices each that a run needs: ranks fill nodes first, no engine spans two.
-
-    None if an engine has more devices than a node.
-    """
-    ranks, each = recipe.trainer.world_size, recipe.engine.devices_per_engine
-    if each > slots:
-        return None
-    beside_ranks = -ranks % slots // each
-    return -(-ranks // slots) + -(-max(0, recipe.engine.count - beside_ranks) // (slots // each))
-
-
 def default_gpus(recipe: Recipe, partition: Partition) -> bool:
     """Whether a run takes GPUs, if nothing else is said."""
     return bool(partition.gpus) and recipe.weights.transport != "gloo"
@@ -120,7 +109,7 @@ def _gpus(recipe: Recipe, partition: Partition, asked: Asked) -> int:
         if asked.slots is not None and given and asked.nodes > 1:
             raise ValueError("--slots: expected --gpus-per-node 0 with it: on GPUs a node's devices are its GPUs")
         if given > partition.gpus:
-            more = nodes_needed(recipe, partition.gpus)
+            more = hosts_needed(recipe, partition.gpus)
             advice = f"; --nodes {more}" if more else f"; one engine takes {recipe.engine.devices_per_engine}"
             raise ValueError(
                 f"{recipe.name}: expected a fleet that fits on one node, found {recipe.trainer.world_size} trainer "
@@ -143,14 +132,14 @@ def _gpus(recipe: Recipe, partition: Partition, asked: Asked) -> int:
 def _fewest_slots(recipe: Recipe, nodes: int) -> int:
     """The fewest devices of a node with which a run fits on so many nodes."""
     for slots in range(recipe.engine.devices_per_engine, devices_of(recipe)):
-        if (needed := nodes_needed(recipe, slots)) is not None and needed <= nodes:
+        if (needed := hosts_needed(recipe, slots)) is not None and needed <= nodes:
             return slots
     return devices_of(recipe)
 
 
 def _checked_need(recipe: Recipe, slots: int, nodes: int) -> int:
     """Nodes that a run needs. Raises ValueError if these are too few, or too small."""
-    needed = nodes_needed(recipe, slots)
+    needed = hosts_needed(recipe, slots)
     engines = f"{recipe.engine.count} engines of {recipe.engine.devices_per_engine}"
     if needed is None:
         raise ValueError(

@@ -7,8 +7,9 @@ import pytest
 
 from megatron_scalerl.doctor.mounts import Mount
 from megatron_scalerl.recipe.file import dump_recipe, load_recipe
+from megatron_scalerl.recipe.hosts_needed import hosts_needed
 from megatron_scalerl.slurm import checks
-from megatron_scalerl.slurm.allocation import Allocation, Asked, allocate, check_plan, nodes_needed
+from megatron_scalerl.slurm.allocation import Allocation, Asked, allocate, check_plan
 from megatron_scalerl.slurm.budget import seconds_left, spent
 from megatron_scalerl.slurm.cluster import Partition
 from megatron_scalerl.slurm.nodes import attempts, lost, unfit
@@ -44,7 +45,7 @@ def placed(ranks, engines, devices, slots):
 def test_as_many_nodes_as_filling_them_takes():
     for ranks, engines, devices, slots in itertools.product(range(1, 10), range(1, 8), (1, 2, 3, 4), range(1, 9)):
         want = placed(ranks, engines, devices, slots) if devices <= slots else None
-        assert nodes_needed(recipe_like(ranks, engines, devices), slots) == want, (ranks, engines, devices, slots)
+        assert hosts_needed(recipe_like(ranks, engines, devices), slots) == want, (ranks, engines, devices, slots)
 
 
 def recipe_like(ranks, engines, devices):

@@ -36,7 +36,9 @@ def settings(policy, out, name):
 
 def curve(folder):
     """What has to be equal, step by step and validation by validation."""
-    steps = [(row["step"], row["pass_rate"], row["weight_digest"]) for row in read_jsonl(folder / "metrics.jsonl")]
+    steps = [
+        (row["step"], row["train_pass_rate"], row["weight_digest"]) for row in read_jsonl(folder / "metrics.jsonl")
+    ]
     return steps, [(row["step"], row["pass_rate"]) for row in read_jsonl(folder / "validation.jsonl")]
 
 
