@@ -8,6 +8,7 @@ while the agent goes on, and the other way round.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -23,6 +24,9 @@ HELLO_S = 120.0
 """Seconds from the start of an agent's command to its first message: for the step to be scheduled, and imports."""
 ANSWER_S = 15.0
 """Seconds for an agent to report the end of its server, once that is due."""
+
+EXIT_S = 5.0
+"""Seconds for an agent that has reported the end of its server to exit."""
 
 Launch = Callable[[], Awaitable[ChildProcess]]
 
@@ -117,6 +121,8 @@ class RemoteServer:
         finally:
             await link.forget()
             if self._command is not None:
+                with contextlib.suppress(TimeoutError):  # the agent exits; a signal would look like a failure
+                    await asyncio.wait_for(self._command.wait(), EXIT_S if answered and link.hello.done() else 0.0)
                 await self._command.stop(STOP_S)
         if not answered:
             raise RuntimeError(
