@@ -129,7 +129,7 @@ def verdict(folder: Path, nodes: Sequence[str], bad: Mapping[str, str]) -> list[
 
 def _step(node: str) -> list[str]:
     """Starts a program on another node of the allocation."""
-    return ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--input=none", f"--nodelist={node}"]
+    return ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--input=none", "--cpu-bind=none", f"--nodelist={node}"]
 
 
 def _blame_head(found: dict[str, list[str]], reports: Mapping[str, NodeReport], head: str) -> None:

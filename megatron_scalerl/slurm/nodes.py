@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from megatron_scalerl.controller.run_folder import SLURM
 from megatron_scalerl.doctor.nodes import BAD
@@ -18,26 +18,29 @@ _LONGEST = 500
 """Characters of a reason that are shown."""
 
 
-def node_lines(run: Path, newest: Mapping[str, Any] | None, jobs: Iterable[cluster.Job]) -> Iterator[str]:
-    """Lines of the status. newest: the last submission. jobs: of the run, queued or running. Raises RuntimeError."""
-    ids = {job.job_id for job in jobs} | set(newest["jobs"] if newest else ())
-    for attempt in attempts(run, ids):
+def node_lines(run: Path, jobs: Iterable[cluster.Job]) -> Iterator[str]:
+    """Lines of the status. jobs: of the run, queued or running. Raises RuntimeError."""
+    since = attempts(run)
+    for attempt in since:
         for node, why in unfit(attempt).items():
             yield f"attempt {attempt.name}: {node} was unfit: {why[:_LONGEST]}"
         yield from (f"attempt {attempt.name}: {line}" for line in _lines(attempt / FIRST_NODE))
+    had = _lines(since[-1] / HOSTS) if since else []
     for job in jobs:
-        if job.state != "RUNNING" or not (mine := attempts(run, {job.job_id})):
-            continue
-        had = _lines(mine[-1] / HOSTS)
-        holds = cluster.nodes_of(job.job_id)
-        yield from lost(had, had if holds is None else holds, cluster.node_states(had))
+        if job.state == "RUNNING" and had:
+            holds = cluster.nodes_of(job.job_id)
+            yield from lost(had, had if holds is None else holds, cluster.node_states(had))
 
 
-def attempts(run: Path, jobs: Iterable[str]) -> list[Path]:
-    """Folders of the attempts of these jobs, by job and restart."""
-    found = [(job, folder) for job in jobs for folder in (run / SLURM).glob(f"{job}.*") if folder.is_dir()]
-    numbered = [(job, int(folder.name.rpartition(".")[2]), folder) for job, folder in found if _is_attempt(folder)]
-    return [folder for _, _, folder in sorted(numbered)]
+def attempts(run: Path) -> list[Path]:
+    """Folders of the attempts since the last submission, in the order of their starts.
+
+    Their names are no help: the jobs of an array have other numbers inside than outside.
+    """
+    script = run / SLURM / "job.sbatch"
+    submitted = os.path.getmtime(script) if script.exists() else 0.0
+    started = sorted((os.path.getmtime(file), file.parent) for file in (run / SLURM).glob("*/started"))
+    return [folder for when, folder in started if when >= submitted]
 
 
 def unfit(attempt: Path) -> dict[str, str]:
@@ -57,10 +60,6 @@ def lost(had: Iterable[str], holds: Iterable[str], states: Mapping[str, str]) ->
             yield f"{node} failed and has left the job; it is {state} now"
         elif state.endswith("*") or state.startswith(("down", "fail")):
             yield f"{node} is {state}" + (": Slurm gets no answer from it" if state.endswith("*") else "")
-
-
-def _is_attempt(folder: Path) -> bool:
-    return folder.name.rpartition(".")[2].isdigit()
 
 
 def _lines(file: Path) -> list[str]:

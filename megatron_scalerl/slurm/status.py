@@ -32,7 +32,7 @@ def status(run_dir: str | Path) -> Iterator[str]:
     queued = cluster.queued()
     jobs = jobs_of(run, queued)
     yield from _job_lines(run, newest, jobs)
-    yield from node_lines(run, newest, jobs)
+    yield from node_lines(run, jobs)
     yield from _engine_lines(run, queued)
     yield from _progress(run, (newest or {}).get("gpu_hours"))
     error = last_error(run)

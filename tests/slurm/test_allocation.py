@@ -1,6 +1,7 @@
 """What a job asks for, what is refused before, and what the status says about its nodes: without a cluster."""
 
 import itertools
+import os
 from pathlib import Path
 
 import pytest
@@ -168,11 +169,19 @@ def test_nodes_that_failed_are_named():
     ]
 
 
-def test_attempts_are_those_of_the_jobs_in_order(tmp_path):
-    for name in ("7.0", "7.10", "7.9", "70.0", "7.out", "6.0"):
-        (tmp_path / "slurm" / name).mkdir(parents=True)
-    assert [folder.name for folder in attempts(tmp_path, ["7"])] == ["7.0", "7.9", "7.10"]
-    assert unfit(tmp_path / "slurm" / "7.0") == {}
+def test_attempts_are_those_since_the_last_submission_in_order(tmp_path):
+    script = tmp_path / "slurm" / "job.sbatch"
+    assert attempts(tmp_path) == []
+    for when, name in ((5, "6.0"), (30, "7.10"), (20, "7.9")):
+        file = tmp_path / "slurm" / name / "started"
+        file.parent.mkdir(parents=True)
+        file.touch()
+        os.utime(file, (when, when))
+    (tmp_path / "slurm" / "8.0").mkdir()  # the run was finished, and the job ended at once
+    script.touch()
+    os.utime(script, (10, 10))
+    assert [folder.name for folder in attempts(tmp_path)] == ["7.9", "7.10"]
+    assert unfit(tmp_path / "slurm" / "7.9") == {}
     (tmp_path / "slurm" / "7.9" / "nodes").mkdir()
     (tmp_path / "slurm" / "7.9" / "nodes" / "bad").write_text("n1\tGPUs: none\nn2\ttoo\tlate\n")
     assert unfit(tmp_path / "slurm" / "7.9") == {"n1": "GPUs: none", "n2": "too\tlate"}

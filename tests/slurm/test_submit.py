@@ -112,7 +112,7 @@ def test_an_array_goes_on_without_the_run_that_fails(stand_in, tmp_path, capsys)
     assert [wait_for_end(slurm.last_state, f"{job}_{n}") for n in range(3)] == ["COMPLETED", "FAILED", "COMPLETED"]
     assert main(["submit", "--status", str(tmp_path / "b")]) == 0
     said = capsys.readouterr().out
-    assert f"job {job}_1: FAILED" in said and "last error: exit code 3: the stand-in fails with 3" in said
+    assert f"job {job}_1: FAILED" in said and "last error: controller: exit code 3: the stand-in fails with 3" in said
     assert main(["submit", "--status", str(tmp_path / "c")]) == 0
     assert "finished: all steps are made" in capsys.readouterr().out
 
