@@ -107,6 +107,7 @@ def test_a_killed_agent_takes_its_server_along_and_a_killed_server_is_reported(p
     assert changes[5].reason == "engine-0 (host b) exited with code -9"
 
 
+@pytest.mark.full
 def test_an_engine_that_cannot_start_says_why(policy, run_folder):
     broken = recipe_for(policy)
     (run_folder / "nowhere").mkdir()
@@ -136,7 +137,7 @@ def controller_process(policy, run_folder, **env):
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)])
 def test_a_controller_that_is_gone_or_cut_off_leaves_no_agent(policy, run_folder, number):
     """Stopped, it stands for one whose network is gone: the connection stays open, heartbeats do not arrive."""
     controller = controller_process(policy, run_folder, STAND_IN_LIMIT_S="2")
@@ -149,6 +150,7 @@ def test_a_controller_that_is_gone_or_cut_off_leaves_no_agent(policy, run_folder
         controller.wait()
 
 
+@pytest.mark.full
 def test_an_agent_of_an_earlier_start_is_refused(policy, run_folder, monkeypatch):
     monkeypatch.setenv("STAND_IN_LIMIT_S", "4")
 
@@ -171,6 +173,7 @@ def test_an_agent_of_an_earlier_start_is_refused(policy, run_folder, monkeypatch
     scenario_of(scenario)
 
 
+@pytest.mark.full
 def test_an_engine_whose_host_is_gone_is_given_up_and_its_devices_are_not_held(policy, run_folder, tmp_path):
     recipe = recipe_for(policy, engine={"vllm": {"max_model_len": 2048}, "max_restarts": 2})
     held = []
@@ -233,6 +236,7 @@ def test_an_engine_joins_leaves_and_joins_again_until_the_run_has_ended(policy, 
     assert agents(run_folder) == {}
 
 
+@pytest.mark.full
 def test_sigterm_ends_an_engine_that_has_joined(policy, run_folder):
     async def scenario():
         async with engines_of(recipe_for(policy), run_folder) as engines:
@@ -249,6 +253,7 @@ def test_sigterm_ends_an_engine_that_has_joined(policy, run_folder):
     scenario_of(scenario)
 
 
+@pytest.mark.full
 def test_no_engine_joins_a_deterministic_run(policy, run_folder, monkeypatch):
     deterministic = {"deterministic": True, "max_staleness_steps": 0}
 
