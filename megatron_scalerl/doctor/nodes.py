@@ -22,31 +22,22 @@ from megatron_scalerl.doctor.check import Check
 from megatron_scalerl.doctor.head import NETWORK, offered
 from megatron_scalerl.doctor.node import NodeReport
 from megatron_scalerl.doctor.report import read_report
+from megatron_scalerl.launch.hosts import hosts_of_allocation, step_words
 from megatron_scalerl.processes.logs import printable
 
 PROGRAM = (sys.executable, "-m", "megatron_scalerl")
 """The program that each node starts."""
 BAD = "bad"
 """Name of the file with the unfit nodes."""
-_TIMEOUT_S = 60.0
-"""Of scontrol (s)."""
 _END_S = 5.0
 """From SIGTERM to SIGKILL of a step that is too late (s)."""
 _TAIL_BYTES = 20_000
 
 
 def allocated() -> list[str]:
-    """The nodes of this Slurm allocation, this one first. Raises ValueError outside of one, RuntimeError."""
-    listed = os.environ.get("SLURM_JOB_NODELIST")
-    if not listed:
-        raise ValueError("--hosts slurm: expected an allocation (SLURM_JOB_NODELIST), found none")
-    argv = ["scontrol", "show", "hostnames", listed]
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
-    except subprocess.SubprocessError as error:
-        raise RuntimeError(f"{' '.join(argv)}: {error}") from None
+    """The nodes of this Slurm allocation, this one first. Raises ValueError outside of one."""
     here = os.environ.get("SLURMD_NODENAME")
-    return sorted(done.stdout.split(), key=lambda node: node != here)
+    return sorted(hosts_of_allocation(), key=lambda node: node != here)
 
 
 def examine_nodes(nodes: Sequence[str], folder: Path, words: Sequence[str], *, within_s: float) -> dict[str, str]:
@@ -129,7 +120,7 @@ def verdict(folder: Path, nodes: Sequence[str], bad: Mapping[str, str]) -> list[
 
 def _step(node: str) -> list[str]:
     """Starts a program on another node of the allocation."""
-    return ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--input=none", "--cpu-bind=none", f"--nodelist={node}"]
+    return [word.replace("{host}", node) for word in step_words()]
 
 
 def _blame_head(found: dict[str, list[str]], reports: Mapping[str, NodeReport], head: str) -> None:
