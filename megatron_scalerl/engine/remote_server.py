@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_scalerl.distributed import sockets
 from megatron_scalerl.engine.control import AgentLink, Ended
 from megatron_scalerl.engine.local_server import STOP_S, ServerEnded
 from megatron_scalerl.processes.child_process import LOG_END, ChildProcess, log_end
@@ -116,7 +117,7 @@ class RemoteServer:
         try:
             if link.hello.done() and not link.ended.done():
                 await link.stop(self._grace_s)
-                _, unfinished = await asyncio.wait({link.ended}, timeout=self._grace_s + ANSWER_S)
+                _, unfinished = await asyncio.wait({link.ended}, timeout=self._answer_s)
                 answered = not unfinished
         finally:
             await link.forget()
@@ -127,8 +128,14 @@ class RemoteServer:
         if not answered:
             raise RuntimeError(
                 f"{self.name} (host {self.host}): its agent is connected and did not end the server within "
-                f"{self._grace_s + ANSWER_S:g} s"
+                f"{self._answer_s:g} s"
             )
+
+    @property
+    def _answer_s(self) -> float:
+        """Longest time until the end of an agent is known (s): where it cannot be reached, its connection is given up
+        after the heartbeats' time limit, as the agent does, which ends the server then."""
+        return max(self._grace_s, sockets.HEARTBEAT_TIMEOUT_MS / 1000) + ANSWER_S
 
     async def _unless_ended(self, sign: asyncio.Future[Any]) -> None:
         """Wait for a sign of the agent. Raises ServerEnded if the agent or its command ends first."""
