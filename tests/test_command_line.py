@@ -88,6 +88,7 @@ MISTAKES = {
     "sft key": ([*SFT, "optimzer.lr=1"], "expected a recipe key, found optimzer"),
     "sft policy": ([*SFT, "policy.path=/none"], "policy.path: expected a Hugging Face folder"),
     "report": (["-m", "megatron_scalerl", "report", "runs/none"], "runs/none"),
+    "engine": (["-m", "megatron_scalerl", "engine", "--join", "runs/none"], "--join: expected the folder of a run"),
     "export": (["-m", "megatron_scalerl", "export", "runs/none", "--out", "x"], "runs/none/checkpoints: expected"),
     "plan key": ([*PLAN, RECIPE, "--gpus", "2", "optimzer.lr=1"], "expected a recipe key, found optimzer"),
     "plan file": ([*PLAN, "none.yaml", "--gpus", "2"], "none.yaml: expected a recipe file"),
@@ -242,10 +243,10 @@ def test_what_fails_under_way_is_no_mistake_of_the_users(name, tiny, tmp_path, m
     failure, code, said = UNDER_WAY[name]
 
     @asynccontextmanager
-    async def stand_in(*_):
+    async def stand_in(*_, **__):
         yield StandInLauncher(failure())
 
-    monkeypatch.setattr("megatron_scalerl.controller.train.local_launcher", stand_in)
+    monkeypatch.setattr("megatron_scalerl.controller.train.launching", stand_in)
     assert main(["train", *settings(tiny, tmp_path), "rewards.workers=1"]) == code
     captured = capsys.readouterr().err
     assert re.search(said, captured) and "Traceback" not in captured

@@ -1,4 +1,4 @@
-"""`megatron-scalerl train RECIPE`: run a recipe on this machine, or resume its run."""
+"""`megatron-scalerl train RECIPE`: run a recipe on this machine or on several, or resume its run."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ EPILOG = """examples:
   megatron-scalerl train my_run.yaml                                   start, or resume after an interruption
   megatron-scalerl train my_run.yaml optimizer.lr=1e-6 engine.count=2  override settings
   megatron-scalerl train --supervise my_run.yaml                       start it again whenever it fails
+  megatron-scalerl train my_run.yaml --hosts a,b,c --slots 8           over hosts that `ssh` reaches
+  megatron-scalerl train my_run.yaml --hosts slurm                     over the hosts of the allocation
 
 A recipe states differences from the defaults in megatron_scalerl/recipe/sections.py. The run's folder is
 output_dir/name. A run that failed or was stopped resumes from its last checkpoint with the same command."""
@@ -26,7 +28,7 @@ PROGRAM = (sys.executable, "-m", "megatron_scalerl")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.description = "Run a recipe on this machine, or resume its run."
+    parser.description = "Run a recipe on this machine or on several, or resume its run."
     parser.epilog = EPILOG
     parser.add_argument("--supervise", action="store_true", help="start the run again when it fails or is killed")
     parser.add_argument(
@@ -36,32 +38,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="with --supervise: restarts without a new checkpoint in between (default: %(default)s)",
     )
+    several = parser.add_argument_group("several hosts, which share the run's folder")
+    several.add_argument("--hosts", metavar="A,B", help="names of the hosts; slurm: those of the allocation")
+    several.add_argument("--slots", type=int, metavar="N", help="devices of each host (default with slurm: its GPUs)")
+    several.add_argument(
+        "--run-on",
+        metavar="COMMAND",
+        help="command that runs its last argument in a shell on {host} (default: ssh {host})",
+    )
+    several.add_argument(
+        "--address", metavar="ADDRESS", help="of this host, as the others reach it (default: on the route to them)"
+    )
     add_recipe(parser)
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Run the recipe until it ends. Raises ValueError for user errors, RuntimeError and OSError for failures."""
+    from megatron_scalerl.launch.hosts import hosts_of
     from megatron_scalerl.recipe.input_files import check_prompts
 
     recipe = recipe_of(arguments)
     check_prompts(recipe)
+    hosts = hosts_of(arguments.hosts, slots=arguments.slots, run_on=arguments.run_on, address=arguments.address)
     if arguments.supervise:
         from megatron_scalerl.commands.supervise import supervise
 
-        verbose = ["--verbose"] if arguments.verbose else []
-        command = [
-            *PROGRAM,
-            "train",
-            *verbose,
-            arguments.recipe,
-            *arguments.overrides,
-        ]
+        command = [*PROGRAM, "train", *_passed_on(arguments), arguments.recipe, *arguments.overrides]
         return supervise(command, recipe.run_dir, restarts=arguments.max_failures)
     from megatron_scalerl.controller.train import train
 
-    reason = train(recipe, console)
+    reason = train(recipe, console, hosts)
     console.print(f"{recipe.run_dir}: {reason}", highlight=False)
     return 0
+
+
+def _passed_on(arguments: argparse.Namespace) -> list[str]:
+    """The options that the supervised program gets, too."""
+    words = ["--verbose"] if arguments.verbose else []
+    for name in ("hosts", "slots", "run_on", "address"):
+        if (value := getattr(arguments, name)) is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return words
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:

@@ -36,7 +36,7 @@ A request to save and exit (`processes.signals`) lets a step, a checkpoint and t
 finished, and cancels everything else: generation, a validation, the start (`_leave`).
 
 The end (`_finish`): no more prompts or steps. The loop ends no process: the launcher does when `run` returns or
-raises (`launch.local`).
+raises (`launch.launcher`).
 """
 
 from __future__ import annotations

@@ -54,12 +54,27 @@ class Meter:
         """Seconds of the current window in which the trainer waited for a validation."""
         self._trainer, self._engine = devices.trainer, devices.engine
         self._since = clock() if since is None else since
+        self._engine_since, self._engine_seconds = self._since, 0.0  # of the current window
         self._batches, self._step = start.batches, start.step
 
     @property
     def elapsed(self) -> float:
         """Seconds since the last charge."""
         return self._clock() - self._since
+
+    @property
+    def _engine_devices(self) -> float:
+        """Devices of the engines, on average over the window so far."""
+        now = self._clock()
+        if self._engine_since == self._since or now <= self._since:
+            return self._engine
+        return (self._engine_seconds + self._engine * (now - self._engine_since)) / (now - self._since)
+
+    def hold_engine_devices(self, count: int) -> None:
+        """From now on, the engines hold so many devices: one joined, or its host left the run for good."""
+        now = self._clock()
+        self._engine_seconds += self._engine * (now - self._engine_since)
+        self._engine, self._engine_since = count, now
 
     def count_training(self, tokens: int) -> None:
         """Count a finished training completion of so many tokens."""
@@ -114,18 +129,22 @@ class Meter:
             await asyncio.sleep(HEARTBEAT_S)
             with contextlib.suppress(OSError):  # a full disk may recover; a charge that cannot be written raises
                 self.ledger.heartbeat(
-                    batch=self._batches, step=self._step, devices=self._trainer + self._engine, seconds=self.elapsed
+                    batch=self._batches,
+                    step=self._step,
+                    devices=self._trainer + self._engine_devices,
+                    seconds=self.elapsed,
                 )
 
     def _charge_all(self, phase: Phase, role: Role) -> None:
-        self._write(phase, self.elapsed, [(role, self._trainer + self._engine)])
+        self._write(phase, self.elapsed, [(role, self._trainer + self._engine_devices)])
 
     def _split(self, phase: Phase) -> None:
         seconds, tokens = self.elapsed, self._training_tokens + self._validation_tokens
-        validating = self._engine * self._validation_tokens / tokens if tokens else 0.0
+        engine = self._engine_devices
+        validating = engine * self._validation_tokens / tokens if tokens else 0.0
         pinned = self._trainer * min(1.0, self.pinned_seconds / seconds) if seconds > 0 else 0.0
         devices: list[tuple[Role, float]] = [("validation", validating + pinned)] if validating or pinned else []
-        devices += [("engine", self._engine - validating), ("trainer", self._trainer - pinned)]
+        devices += [("engine", engine - validating), ("trainer", self._trainer - pinned)]
         self._write(phase, seconds, devices)
 
     def _write(self, phase: Phase, seconds: float, devices: list[tuple[Role, float]]) -> None:
@@ -134,6 +153,7 @@ class Meter:
             tokens = self._training_tokens + self._validation_tokens
             self._batch = BatchTime(seconds=self._batch.seconds + seconds, tokens=self._batch.tokens + tokens)
         self._since += seconds
+        self._engine_since, self._engine_seconds = self._since, 0.0
         self._training_tokens = self._validation_tokens = 0
         self.pinned_seconds = 0.0
 

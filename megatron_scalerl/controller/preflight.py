@@ -11,9 +11,8 @@ from typing import Any
 
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
+from megatron_scalerl.engine.local_server import bind_server
 from megatron_scalerl.engine.options import check_options
-from megatron_scalerl.engine.process import bind_server
-from megatron_scalerl.launch.fleet import engine_gpus
 from megatron_scalerl.models import family, read_hf_config
 from megatron_scalerl.prompts.dataset import PromptSet, load_prompts
 from megatron_scalerl.prompts.rendering import check_think_tags, check_vocabulary
@@ -51,7 +50,7 @@ class Inputs:
 def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:
     """Load and check the recipe's inputs. Raises ValueError: one line with key or row, expected, found.
 
-    on_this_host: the run is to start here, which needs its sandboxes, ports and GPUs.
+    on_this_host: the run is to start here, which needs its sandboxes and ports.
     """
     check_policy(recipe)
     check_prompts(recipe)
@@ -90,14 +89,12 @@ def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:
 
 
 def _check_host(recipe: Recipe) -> None:
-    """Raises ValueError if this host lacks GPUs, a port, or the sandbox of the verifier code."""
+    """Raises ValueError if this host lacks a port, or the sandbox of the verifier code."""
     for task in tasks_of(recipe):
         if task.rewards.verifier == "code":
             check_sandbox(limits_of(task.rewards))
     for index in range(recipe.engine.count if recipe.engine.port else 0):
         bind_server(recipe.engine.host, recipe.engine.port + index).close()
-    for index in range(recipe.engine.count):
-        engine_gpus(recipe, index)
 
 
 def _check_answer(task: Task, answer: str) -> None:

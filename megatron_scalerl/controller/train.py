@@ -1,4 +1,4 @@
-"""`megatron-scalerl train RECIPE`: runs a recipe on one machine, from its checks to its end.
+"""`megatron-scalerl train RECIPE`: runs a recipe, from its checks to its end.
 
     train        checks inputs and folder, raises ValueError for user errors    no file written, no process started
     _train       verifier processes, run folder (locked), controller.log, decoder processes
@@ -42,8 +42,10 @@ from megatron_scalerl.controller.validations import VersionLost
 from megatron_scalerl.controller.weight_sync import WeightSync, WeightUpdateError
 from megatron_scalerl.engine.membership import Member
 from megatron_scalerl.launch.fleet import Devices, Fleet
-from megatron_scalerl.launch.local import LocalLauncher, local_launcher
+from megatron_scalerl.launch.hosts import ONE_HOST, Hosts
+from megatron_scalerl.launch.launcher import Launcher, launching
 from megatron_scalerl.launch.open_files import allow_open_files
+from megatron_scalerl.launch.placement import Placement
 from megatron_scalerl.processes.child_process import ProcessDied
 from megatron_scalerl.processes.signals import SaveAndExit, run_until_signal
 from megatron_scalerl.recipe import Recipe
@@ -65,13 +67,14 @@ class StartFailed(RuntimeError):
     """The processes of the first attempt did not start."""
 
 
-def train(recipe: Recipe, console: Console) -> str:
+def train(recipe: Recipe, console: Console, hosts: Hosts = ONE_HOST) -> str:
     """Start or resume the run of `recipe`; returns why it ended.
 
     Raises ValueError for user errors (no file is written then), RuntimeError and OSError for a failed process or
     update, and Stopped for a signal, before which SIGUSR1 saves a checkpoint. Started again, the run resumes from its
     last checkpoint.
     """
+    Placement.of(recipe, hosts)
     inputs = check_inputs(recipe)
     for line in inputs.prompts.report.lines():
         console.print(line, highlight=False)
@@ -82,10 +85,10 @@ def train(recipe: Recipe, console: Console) -> str:
         return f"{reason}; nothing is left to do"
     allow_open_files(recipe)
     saving = SaveAndExit()
-    return run_until_signal(_train(recipe, inputs, console, saving), saving)
+    return run_until_signal(_train(recipe, inputs, console, saving, hosts), saving)
 
 
-async def _train(recipe: Recipe, inputs: Inputs, console: Console, saving: SaveAndExit) -> str:
+async def _train(recipe: Recipe, inputs: Inputs, console: Console, saving: SaveAndExit, hosts: Hosts) -> str:
     async with TaskPools(tasks_of(recipe)) as verifier:
         # the folder is created last, after every check for user errors
         with contextlib.closing(RunFolder(recipe)) as folder, log_failures(folder.path / "logs" / "controller.log"):
@@ -94,7 +97,13 @@ async def _train(recipe: Recipe, inputs: Inputs, console: Console, saving: SaveA
             async with DecoderPool(recipe, inputs.tokenizer, plans, logs=folder.path / "logs") as decoders:
                 sampler = Sampler(plans, decoders=decoders, verifier=verifier)
                 run = _Run(
-                    recipe=recipe, inputs=inputs, folder=folder, sampler=sampler, console=console, saving=saving
+                    recipe=recipe,
+                    inputs=inputs,
+                    folder=folder,
+                    sampler=sampler,
+                    console=console,
+                    saving=saving,
+                    hosts=hosts,
                 )
                 return await _attempts(run, resumed)
 
@@ -109,6 +118,7 @@ class _Run:
     sampler: Sampler
     console: Console
     saving: SaveAndExit
+    hosts: Hosts
 
 
 async def _attempts(run: _Run, resumed: tuple[ResumePoint, History]) -> str:
@@ -121,7 +131,8 @@ async def _attempts(run: _Run, resumed: tuple[ResumePoint, History]) -> str:
     # private: a reason may quote what an engine answered
     with contextlib.closing(JsonlWriter(run.folder.path / "engines.jsonl", private=True)) as engines:
         record = partial(_record, engines)
-        async with local_launcher(run.recipe, run.folder.path, secrets.token_hex(32), record) as launcher:
+        secret = secrets.token_hex(32)
+        async with launching(run.recipe, run.folder.attempt, secret, record, hosts=run.hosts) as launcher:
             while True:
                 try:
                     return await _attempt(run, launcher, resumed, since=ended)
@@ -149,7 +160,7 @@ def _record(engines: JsonlWriter, member: Member) -> None:
 
 
 async def _attempt(
-    run: _Run, launcher: LocalLauncher, resumed: tuple[ResumePoint, History], *, since: float | None
+    run: _Run, launcher: Launcher, resumed: tuple[ResumePoint, History], *, since: float | None
 ) -> str:
     """One attempt.
 
@@ -160,10 +171,12 @@ async def _attempt(
     recipe, folder, attempt = run.recipe, run.folder, run.folder.attempt
     start, history = resumed
     logger.info("run %s, attempt %s, from step %d", attempt.run_id, attempt.incarnation, start.step)
-    devices = Devices.of(recipe)
+    engines = launcher.engines.members
+    devices = replace(Devices.of(recipe), engine=engines.devices)
     ledger = Ledger(folder.path / "ledger.jsonl", devices.unit, incarnation=attempt.incarnation)
     with contextlib.closing(ledger):
         meter = Meter(ledger, devices, start, since=since)
+        engines.on_devices = meter.hold_engine_devices
         async with metering(meter), launcher.trainer(attempt) as trainer:
             try:
                 fleet = await launcher.start(trainer)

@@ -43,6 +43,7 @@ LOOPBACK = "lo"
 _PREFIX = "megatron_scalerl-"
 _ABANDONED_S = 3600.0
 """Age from which a private folder that is not locked is a leftover (seconds)."""
+_ANY_PORT = 9
 _ANY_ADDRESS = ("", "0.0.0.0", "::")
 
 
@@ -166,9 +167,12 @@ def open_store(rendezvous: Rendezvous, name: str, *, timeout: timedelta) -> dist
 def use_interface(rendezvous: Rendezvous | None) -> None:
     """Make this process's default collectives listen only on the interface to its peers; None: it has no peers.
 
-    Call it before the first group is created.
+    Between hosts, a NCCL_SOCKET_IFNAME that the user has set stays. Call it before the first group is created.
     """
-    os.environ |= listen_only_at(LOOPBACK if rendezvous is None else interface_of(rendezvous))
+    variables = listen_only_at(LOOPBACK if rendezvous is None else interface_of(rendezvous))
+    if isinstance(rendezvous, HostRendezvous) and "NCCL_SOCKET_IFNAME" in os.environ:
+        del variables["NCCL_SOCKET_IFNAME"]
+    os.environ |= variables
 
 
 def listen_only_at(interface: str) -> dict[str, str]:
@@ -189,14 +193,20 @@ def interface_of(rendezvous: Rendezvous) -> str:
         return LOOPBACK
     import psutil
 
-    [(family, kind, *_, address), *_] = socket.getaddrinfo(rendezvous.host, rendezvous.port, type=socket.SOCK_DGRAM)
-    with socket.socket(family, kind) as probe:  # sends nothing: connecting a datagram socket only looks up the route
-        probe.connect(address)
-        own = probe.getsockname()[0]
+    own = own_address(rendezvous.host)
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address.split("%")[0] == own for entry in addresses):
             return name
     raise RuntimeError(f"rendezvous: expected an interface with the address {own}, on the route to {rendezvous.host}")
+
+
+def own_address(host: str) -> str:
+    """This host's address on the route to `host`. Raises OSError for a name that cannot be resolved or reached."""
+    [(family, kind, *_, address), *_] = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
+    with socket.socket(family, kind) as probe:  # sends nothing: connecting a datagram socket only looks up the route
+        probe.connect(address)
+        found: str = probe.getsockname()[0]
+    return found
 
 
 def _check_private(folder: str) -> None:

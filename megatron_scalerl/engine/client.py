@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -130,10 +131,20 @@ class EngineClient:
     """One engine's HTTP interface. Keeps its connections open until `close`."""
 
     def __init__(
-        self, *, url: str, secret: str, name: str = "engine-0", settings: EngineSection | None = None
+        self,
+        *,
+        url: str,
+        secret: str,
+        name: str = "engine-0",
+        settings: EngineSection | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
-        """url: http://host:port. name: used in error messages. settings: None for the defaults."""
+        """url: http://host:port, or https://host:port with `tls`, the context that trusts the server's certificate.
+
+        name: used in error messages. settings: None for the defaults.
+        """
         self.url = url.rstrip("/")
+        self._tls = tls
         self.name = name
         self.secret = secret
         self.in_flight = 0
@@ -321,7 +332,7 @@ class EngineClient:
             async with (
                 self._until_aborted(),
                 self._connections().request(
-                    method, self.url + path, data=data, params=query, headers=headers
+                    method, self.url + path, data=data, params=query, headers=headers, allow_redirects=False
                 ) as response,
             ):
                 yield response
@@ -341,7 +352,7 @@ class EngineClient:
     def _connections(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3600),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3600, ssl=self._tls or True),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
                 headers={SECRET_HEADER: self.secret, "Content-Type": "application/json"},
                 auto_decompress=False,  # a small response must not become a large one

@@ -6,10 +6,10 @@ A new policy version of an engine that goes on serving is no change of its state
                    |                      ^
                    '----------------------'
 
-The launcher reports starts and ends of processes (`launch.engines`), the weight update which engines hold the current
-policy version (`controller.weight_sync`), and whoever finds a fault evicts the engine: the watchdog, the weight
-update, or the caller of a completion. Rollouts, validation, probe and weight update take their engines from here for
-every piece of work and keep no list of their own.
+The launcher reports starts and ends of processes, and engines that join and leave (`launch.engines`), the weight
+update which engines hold the current policy version (`controller.weight_sync`), and whoever finds a fault evicts the
+engine: the watchdog, the weight update, or the caller of a completion. Rollouts, validation, probe and weight update
+take their engines from here for every piece of work and keep no list of their own.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Member:
     """One engine at one epoch."""
 
     name: str
-    """engine-N"""
+    """engine-N; of an engine that joined, extra-..."""
     state: EngineState
     epoch: int
     """Number of changes of all engines up to its last one."""
@@ -63,21 +63,37 @@ class Member:
     """Tokens that evicted servers of this engine had generated and nobody received, in total."""
     given_up: bool = False
     """True if it is not started again."""
+    joined: bool = False
+    """True for an engine that the run did not start: it may leave, and come back under its name."""
+    devices: int = 0
+    """Devices that the run holds for it: of one that joined while it is there, of the others until they are given up
+    and their host is gone."""
 
 
 class Membership:
     """The engines of a run. Every method but `until` and `too_few` returns at once; all run in one event loop."""
 
     def __init__(
-        self, count: int, *, minimum: int = 1, record: Callable[[Member], None] = lambda member: None
+        self,
+        count: int,
+        *,
+        minimum: int = 1,
+        devices: int = 1,
+        record: Callable[[Member], None] = lambda member: None,
     ) -> None:
-        """minimum: fewer engines that are not given up end the run. record: called with every changed member."""
+        """minimum: fewer engines that are not given up end the run. devices: of each of the `count` engines.
+
+        record: called with every changed member.
+        """
         self.epoch = 0
+        self.on_devices: Callable[[int], None] = lambda count: None
+        """Called with every new value of `devices`, after the change of the member; must return at once."""
         self._minimum = minimum
         self._supervised = True
         self._record = record
         self._members = [
-            Member(name=f"engine-{index}", state=EngineState.STARTING, epoch=0) for index in range(count)
+            Member(name=f"engine-{index}", state=EngineState.STARTING, epoch=0, devices=devices)
+            for index in range(count)
         ]
         self._changed = asyncio.Event()
 
@@ -112,6 +128,25 @@ class Membership:
         """Engines that answer, by number: those that a weight update includes."""
         return self._clients(EngineState.SERVING, EngineState.STALE)
 
+    @property
+    def devices(self) -> int:
+        """Devices that the run holds for its engines now."""
+        return sum(member.devices for member in self._members)
+
+    def add(self, name: str, devices: int) -> int:
+        """An engine that the run did not start is here, and its server is being started; returns its number.
+
+        It has the same number each time it joins. Its name must not be that of an engine that is there.
+        """
+        known = [index for index, member in enumerate(self._members) if member.name == name]
+        if not known:
+            self._members.append(Member(name=name, state=EngineState.LOST, epoch=0, joined=True))
+        index = known[0] if known else len(self._members) - 1
+        before = self._members[index]
+        assert before.joined and before.state is EngineState.LOST, before
+        self._set(index, state=EngineState.STARTING, devices=devices, restarts=before.restarts + len(known))
+        return index
+
     def start(self, index: int) -> None:
         """The server of engine `index` is being started."""
         again = self._members[index].state is EngineState.LOST
@@ -140,12 +175,21 @@ class Membership:
             state=EngineState.DRAINING,
             reason=line,
             lost_tokens=lost_tokens,
-            given_up=not self._supervised,
+            given_up=not self._supervised and not self._members[index].joined,
         )
 
-    def lose(self, index: int, reason: str, *, given_up: bool = False) -> None:
-        """Engine `index` has no process. given_up: it is not started again."""
-        self._set(index, state=EngineState.LOST, client=None, version=None, reason=_line(reason), given_up=given_up)
+    def lose(self, index: int, reason: str, *, given_up: bool = False, host_gone: bool = False) -> None:
+        """Engine `index` has no process. given_up: it is not started again. host_gone: nor are its devices held."""
+        before = self._members[index]
+        self._set(
+            index,
+            state=EngineState.LOST,
+            client=None,
+            version=None,
+            reason=_line(reason),
+            given_up=given_up,
+            devices=0 if before.joined or (given_up and host_gone) else before.devices,
+        )
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until `condition` holds; it is evaluated now and after each change."""
@@ -167,8 +211,9 @@ class Membership:
 
     @property
     def left(self) -> int:
-        """Number of engines that are not given up."""
-        return sum(not member.given_up for member in self._members)
+        """Number of engines that are not given up; one that joined counts while it is there."""
+        gone = (EngineState.DRAINING, EngineState.LOST)
+        return sum(m.state not in gone if m.joined else not m.given_up for m in self._members)
 
     @property
     def given_up_because(self) -> str:
@@ -196,6 +241,8 @@ class Membership:
         logger.info("epoch %d: %s is %s%s", self.epoch, member.name, member.state, why)
         self._changed.set()
         self._changed = asyncio.Event()
+        if member.devices != before.devices:
+            self.on_devices(self.devices)
         self._record(member)  # last: nobody may wait forever where it fails
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.distributed.rendezvous import LOOPBACK, listen_only_at
+from megatron_scalerl.engine.certificate import CertificateFiles
 from megatron_scalerl.engine.numerics import attention_temperature, logprobs_mode
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.nearest import check_keys
@@ -49,6 +50,12 @@ OURS = {
     "tokenizer": "policy.path",
     "tokenizer_revision": "policy.path",
     "hf_config_path": "policy.path",
+    "ssl_keyfile": None,
+    "ssl_certfile": None,
+    "ssl_ca_certs": None,
+    "ssl_cert_reqs": None,
+    "ssl_ciphers": None,
+    "enable_ssl_refresh": None,
 }
 """vLLM options that this package sets itself -> the recipe key that decides them (None: fixed)."""
 
@@ -189,11 +196,13 @@ def _nested(options: dict[str, Any], name: str) -> dict[str, Any]:
     return value or {}
 
 
-def engine_arguments(recipe: Recipe, *, host: str, port: int, transport: str) -> list[str]:
+def engine_arguments(
+    recipe: Recipe, *, host: str, port: int, transport: str, tls: CertificateFiles | None = None
+) -> list[str]:
     """Arguments of vLLM's OpenAI server.
 
-    transport: gloo or nccl. Raises ValueError as `check_options` does, and for an option that contradicts another
-    setting of the recipe.
+    transport: gloo or nccl. tls: files that it reads before it reports that it is up; None: HTTP without TLS. Raises
+    ValueError as `check_options` does, and for an option that contradicts another setting of the recipe.
     """
     check_options(recipe.engine.vllm)
     options: dict[str, Any] = (CPU_DEFAULTS if on_cpu() else {}) | {
@@ -232,6 +241,8 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int, transport: str) ->
         "scheduling_policy": "priority",
         "enable_scale_out": True,
     }
+    if tls is not None:
+        options |= {"ssl_certfile": str(tls.certificate), "ssl_keyfile": str(tls.key)}
     if recipe.rollouts.routing_replay:
         options |= _routing_options()
     if recipe.rollouts.deterministic:
@@ -283,12 +294,19 @@ def engine_command(arguments: list[str]) -> list[str]:
 
 
 def engine_environment(
-    recipe: Recipe, *, secret: str, ready_fd: int, listen_fd: int, devices: str | None
+    recipe: Recipe,
+    *,
+    secret: str,
+    ready_fd: int,
+    listen_fd: int,
+    devices: str | None,
+    interface: str = LOOPBACK,
 ) -> dict[str, str]:
     """The server's environment.
 
     ready_fd: pipe that the plugin writes to once the server is up. listen_fd: socket that listens on its address.
-    devices: CUDA_VISIBLE_DEVICES of this engine, None: unchanged.
+    devices: CUDA_VISIBLE_DEVICES of this engine, None: unchanged. interface: the one to the other members of the
+    weight group, for NCCL; a NCCL_SOCKET_IFNAME that the user has set takes its place between hosts.
     """
     env = dict(os.environ)
     env |= {
@@ -308,8 +326,14 @@ def engine_environment(
     env.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     if devices is not None:
         env["CUDA_VISIBLE_DEVICES"] = devices
-    # the run is on one host: the sockets between vLLM's processes and of the weight group listen on loopback only
-    env |= listen_only_at(LOOPBACK) | {"VLLM_HOST_IP": "127.0.0.1"}
+    # an engine is on one host: vLLM's processes listen for each other on loopback only. On several hosts the weight
+    # group goes beyond: NCCL has one interface for all of a process's groups, gloo's is chosen per group
+    # (`distributed.rendezvous.gloo_device`).
+    between_hosts = os.environ.get("NCCL_SOCKET_IFNAME") if interface != LOOPBACK else None
+    env |= listen_only_at(LOOPBACK) | {
+        "NCCL_SOCKET_IFNAME": between_hosts or interface,
+        "VLLM_HOST_IP": "127.0.0.1",
+    }
     if on_cpu():
         env |= {
             "OMP_NUM_THREADS": str(recipe.engine.threads),

@@ -1,40 +1,41 @@
-"""Starts, watches and stops one vLLM server process. Runs in the controller.
+"""Starts, watches and stops one engine: its server, wherever it runs, and the client to it. Runs in the controller.
 
-The controller binds the server's address and passes the listening socket on (`engine.server`), so that nobody takes
-a free port between its choice and its use. The server reports through a pipe that it is up (`engine.vllm_plugin`).
-Its exit is awaited, its progress watched (`engine.watchdog`), and its output goes to a log file whose last lines are
-part of the error when it dies. It leads its own process group, so that its core and its workers stop with it. A
-server that ended is not started again: another `EngineProcess` is (`launch.engines`).
+The server is a child process (`engine.local_server`), or on another host, behind an agent (`engine.remote_server`).
+Its end is awaited, its progress watched (`engine.watchdog`), and the last lines of its log are part of the error when
+it dies. An engine that ended is not started again: another `EngineProcess` is (`launch.engines`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
-import socket
+import ssl
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import tenacity
 
+from megatron_scalerl.distributed.rendezvous import LOOPBACK
 from megatron_scalerl.engine.answers import EngineError, EngineInfo
 from megatron_scalerl.engine.client import EngineClient
+from megatron_scalerl.engine.local_server import LocalServer, Server, ServerEnded, ServerPlace
 from megatron_scalerl.engine.numerics import check_engine
-from megatron_scalerl.engine.options import engine_arguments, engine_command, engine_environment
 from megatron_scalerl.engine.watchdog import EngineDied, LagClock, watch_progress
-from megatron_scalerl.processes.child_process import ChildProcess, log_end
 from megatron_scalerl.recipe import Recipe
-
-_STOP_S = 20.0
-_BACKLOG = 2048
 
 
 class EngineProcess:
-    """One vLLM server. `start` it, then use `client`; `watch` never returns; `stop` may be called at any time."""
+    """One engine. `start` it, then use `client`; `watch` never returns; `stop` may be called at any time."""
 
-    def __init__(
-        self,
+    def __init__(self, recipe: Recipe, server: Server, *, secret: str, tls: ssl.SSLContext | None = None) -> None:
+        """tls: for a server with TLS, the context that trusts its certificate."""
+        self._recipe, self.server = recipe, server
+        self.name = server.name
+        self.client = EngineClient(url="", secret=secret, name=self.name, settings=recipe.engine, tls=tls)
+        self._started = False
+
+    @classmethod
+    def local(
+        cls,
         recipe: Recipe,
         *,
         index: int = 0,
@@ -42,28 +43,25 @@ class EngineProcess:
         log_path: str | Path,
         transport: str,
         devices: str | None = None,
-    ) -> None:
-        """index: number of the engine from 0. transport: gloo or nccl. devices: its CUDA_VISIBLE_DEVICES.
+        interface: str = LOOPBACK,
+    ) -> EngineProcess:
+        """An engine whose server is a child of this process, as the recipe has it.
 
-        Binds the server's address. Raises ValueError for an option that vLLM does not know and for a port in use.
+        index: number of the engine from 0. transport: gloo or nccl. devices: its CUDA_VISIBLE_DEVICES. interface: see
+        `ServerPlace`. Raises ValueError for an option that vLLM does not know and for a port in use.
         """
         engine = recipe.engine
-        self._recipe, self._secret = recipe, secret
-        self._devices = devices
-        self.name = f"engine-{index}"
-        self.log_path = Path(log_path)
-        self._socket = bind_server(engine.host, engine.port + index if engine.port else 0)
-        self.port: int = self._socket.getsockname()[1]
-        self._arguments = engine_arguments(recipe, host=engine.host, port=self.port, transport=transport)
-        host = f"[{engine.host}]" if ":" in engine.host else engine.host
-        self.client = EngineClient(url=f"http://{host}:{self.port}", secret=secret, name=self.name, settings=engine)
-        self._process: ChildProcess | None = None
+        port = engine.port + index if engine.port else 0
+        place = ServerPlace(host=engine.host, port=port, devices=devices, interface=interface)
+        server = LocalServer(
+            recipe, place, name=f"engine-{index}", secret=secret, log_path=log_path, transport=transport
+        )
+        return cls(recipe, server, secret=secret)
 
     @property
-    def pid(self) -> int:
-        """Process id of the server, also the id of its process group."""
-        assert self._process is not None, "started"
-        return self._process.pid
+    def reached(self) -> bool:
+        """Whether its host was there when it was started."""
+        return self.server.reached
 
     async def start(self, *, version: int = 0) -> EngineInfo:
         """Start the server, wait until it answers, label its weights with `version`, and check it.
@@ -71,11 +69,12 @@ class EngineProcess:
         Raises EngineDied if it exits or takes longer than engine.start_timeout_s, EngineError and ValueError if it
         does not compute what the recipe says (see `check_engine`). It is stopped first.
         """
-        assert self._process is None, "an engine starts once"
+        assert not self._started, "an engine starts once"
+        self._started = True
         limit = self._recipe.engine.start_timeout_s
         try:
             async with asyncio.timeout(limit):
-                await self._ready(await self._launch())
+                self.client.url = await self.server.start()
                 await self._first_answer()
                 await self.client.set_version(version)
                 info = await self.client.info()
@@ -85,6 +84,8 @@ class EngineProcess:
             await self.stop()
             if isinstance(error, TimeoutError):
                 raise late from None
+            if isinstance(error, ServerEnded):
+                raise self._died(str(error)) from None
             raise
         return info
 
@@ -93,76 +94,30 @@ class EngineProcess:
 
         lag: compares this engine with others that it watches too; one that lags behind them raises as well.
         """
-        assert self._process is not None, "started"
-        exit_code = asyncio.create_task(self._process.wait())
+        ended = asyncio.create_task(self.server.wait())
         progress = asyncio.create_task(watch_progress(self.client, self._recipe.engine, lag))
         try:
-            await asyncio.wait({exit_code, progress}, return_when=asyncio.FIRST_COMPLETED)
-            if exit_code.done():
-                raise self._died(f"exited with code {exit_code.result()}")
+            await asyncio.wait({ended, progress}, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                raise self._died(ended.result())
             progress.result()
         except EngineDied as died:
-            if exit_code.done():
+            if ended.done():
                 raise
-            raise EngineDied(f"{died}{log_end(self.log_path)}") from None
+            raise EngineDied(f"{died}{self.server.log_end()}") from None
         finally:
-            exit_code.cancel()
+            ended.cancel()
             progress.cancel()
-            await asyncio.gather(exit_code, progress, return_exceptions=True)
+            await asyncio.gather(ended, progress, return_exceptions=True)
 
     def kill(self) -> None:
-        """Send SIGKILL to the server's process group; does not wait. A no-op before the start."""
-        if self._process is not None:
-            self._process.kill()
+        """Let `stop` end the server at once, by SIGKILL; does not wait. A no-op before the start."""
+        self.server.kill()
 
     async def stop(self) -> None:
         """Terminate the server with all its processes, after some seconds by SIGKILL. May be called twice."""
-        self._socket.close()
         await self.client.close()
-        if self._process is not None:
-            await self._process.stop(_STOP_S)
-
-    async def _launch(self) -> int:
-        """Start the process; returns the read end of the pipe on which it reports that it is up."""
-        read, write = os.pipe()
-        listening = self._socket.fileno()
-        env = engine_environment(
-            self._recipe, secret=self._secret, ready_fd=write, listen_fd=listening, devices=self._devices
-        )
-        try:
-            self._process = await ChildProcess.start(
-                self.name, engine_command(self._arguments), env, self.log_path, pass_fds=(write, listening)
-            )
-        except BaseException:
-            os.close(read)
-            raise
-        finally:
-            os.close(write)
-            self._socket.close()  # the server alone listens now: once it exits, connections are refused
-        return read
-
-    async def _ready(self, read: int) -> None:
-        """Wait for the plugin's byte or the exit of the process."""
-        assert self._process is not None
-        loop = asyncio.get_running_loop()
-        up: asyncio.Future[bytes] = loop.create_future()
-
-        def readable() -> None:
-            loop.remove_reader(read)
-            up.set_result(os.read(read, 1))
-
-        loop.add_reader(read, readable)
-        exit_code = asyncio.create_task(self._process.wait())
-        try:
-            either: set[asyncio.Future[Any]] = {up, exit_code}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not up.done() or not up.result():  # the write end was closed: the process is about to exit
-                raise self._died(f"exited with code {await exit_code} before it was up")
-        finally:
-            loop.remove_reader(read)
-            os.close(read)
-            exit_code.cancel()
-            await asyncio.gather(exit_code, return_exceptions=True)
+        await self.server.stop()
 
     async def _first_answer(self) -> None:
         """Wait for the first response: the plugin reports shortly before the server accepts connections."""
@@ -176,15 +131,4 @@ class EngineProcess:
                 await self.client.get("/health")
 
     def _died(self, what: str) -> EngineDied:
-        return EngineDied(f"{self.name} (port {self.port}) {what}{log_end(self.log_path)}")
-
-
-def bind_server(host: str, port: int) -> socket.socket:
-    """A socket that listens on this address, on a free port for 0. Raises ValueError for a port in use."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as err:
-        if err.errno != errno.EADDRINUSE:
-            raise ValueError(f"engine.host: expected an address of this machine, found {host} ({err})") from None
-        raise ValueError(f"engine.port: expected a free port, found {host}:{port} in use") from None
+        return EngineDied(f"{self.name} ({self.server.where}) {what}{self.server.log_end()}")

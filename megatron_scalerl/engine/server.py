@@ -52,7 +52,8 @@ async def _serve(arguments: Namespace, sock: socket.socket) -> None:
     signal.signal(signal.SIGTERM, _interrupt)  # until vLLM's server installs its own handler
     validate_api_server_args(arguments)
     set_ulimit()
-    await run_server_worker(f"http://{arguments.host}:{arguments.port}", sock, arguments)
+    scheme = "https" if arguments.ssl_certfile else "http"
+    await run_server_worker(f"{scheme}://{arguments.host}:{arguments.port}", sock, arguments)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -1,23 +1,34 @@
-"""The engines of a run on this machine: started, watched, ended when they are evicted, and started again.
+"""The engines of a run: started, watched, ended when they are evicted, and started again, on whichever host.
 
 One supervisor task per engine (`_supervise`). Consumes: the exits, stalls and evictions of its engine. Waits for: one
 of these; then for the end of the engine's processes, for the delay, and for the new server. Unblocked by: the
 watchdog (`engine.watchdog`), or whoever evicts the engine (`engine.membership`). It ends when the engine is given up.
+
+With several hosts there are two tasks more: one reads the socket to the agents (`engine.control`), the other takes in
+engines that join (`_take_in`), each with a task of its own until it is evicted or leaves (`_serve_joined`). The run
+does not start such an engine again: its own host does (`commands.engine`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from megatron_scalerl.distributed.rendezvous import LOOPBACK
+from megatron_scalerl.engine.agent_messages import Hello
+from megatron_scalerl.engine.control import AgentLink
 from megatron_scalerl.engine.membership import Member, Membership
 from megatron_scalerl.engine.process import EngineProcess
 from megatron_scalerl.engine.watchdog import EngineDied, LagClock
-from megatron_scalerl.launch.fleet import engine_gpus
+from megatron_scalerl.launch.agents import Agents
+from megatron_scalerl.launch.fleet import Attempt
+from megatron_scalerl.launch.hosts import Hosts
+from megatron_scalerl.launch.open_files import files_needed
+from megatron_scalerl.launch.placement import Placement, gpus_at
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.weights.transport import resolve_transport
 
@@ -30,24 +41,48 @@ HEALTHY_S = 600.0
 (seconds)."""
 
 
-class LocalEngines:
-    """The engine processes of one run. `start`, then `watch`, then `stop`."""
+class Engines:
+    """The engines of one run. `start`, then `watch`, then `stop`."""
 
     def __init__(
-        self, recipe: Recipe, *, logs: Path, secret: str, record: Callable[[Member], None] = lambda member: None
+        self,
+        recipe: Recipe,
+        *,
+        placement: Placement,
+        hosts: Hosts,
+        attempt: Attempt,
+        secret: str,
+        record: Callable[[Member], None] = lambda member: None,
     ) -> None:
-        """logs: folder of the engines' logs. Binds the servers' addresses.
+        """attempt: the run's folder, and what agents of this start of the controller are recognized by.
 
-        Raises ValueError for a port in use and for options unknown to vLLM.
+        Binds the servers' addresses on this host and, with several hosts, the socket to the agents, for which it
+        needs a running event loop. Raises ValueError for a port in use and for options unknown to vLLM.
         """
-        self.members = Membership(recipe.engine.count, minimum=recipe.engine.min_engines, record=record)
-        self._recipe, self._logs, self._secret = recipe, logs, secret
+        engine = recipe.engine
+        self.members = Membership(
+            engine.count, minimum=engine.min_engines, devices=engine.devices_per_engine, record=record
+        )
+        self._recipe, self._placement, self._secret = recipe, placement, secret
+        self._logs = attempt.folder / "logs"
         self._lag = LagClock(recipe.engine)
-        self._processes = [self._make(index) for index in range(recipe.engine.count)]
+        self._agents: Agents | None = None
+        if hosts.address is not None:
+            self._agents = Agents(
+                recipe, hosts=hosts, attempt=attempt, secret=secret, objection=self._objection_to_joining
+            )
+        self._processes = [self._make(index) for index in range(engine.count)]
+        self._agent_tasks: list[asyncio.Task[NoReturn]] = []  # the reader of their socket, who takes in engines
         self._supervisors: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Start all engines, which are stale then. Raises the first failure: a first start is not repeated."""
+        if self._agents is not None:
+            self._agent_tasks = [
+                asyncio.create_task(self._agents.registry.serve(), name="agents"),
+                asyncio.create_task(self._take_in(self._agents), name="joining"),
+            ]
+            self._agents.announce()
         async with asyncio.TaskGroup() as tasks:
             for index in range(len(self._processes)):
                 tasks.create_task(self._start(index), name=f"engine-{index}")
@@ -63,7 +98,9 @@ class LocalEngines:
         """
         too_few = asyncio.create_task(self.members.too_few())
         try:
-            done, _ = await asyncio.wait({too_few, *self._supervisors}, return_when=asyncio.FIRST_EXCEPTION)
+            done, _ = await asyncio.wait(
+                {too_few, *self._supervisors, *self._agent_tasks}, return_when=asyncio.FIRST_EXCEPTION
+            )
             for task in done:
                 task.result()
         finally:
@@ -73,22 +110,29 @@ class LocalEngines:
 
     async def stop(self) -> None:
         """Stop every process, whatever fails meanwhile; each failure is logged as a one-line warning."""
-        for task in self._supervisors:
-            task.cancel()
-        await asyncio.gather(*self._supervisors, return_exceptions=True)
+        await _cancel(*self._supervisors, *self._agent_tasks[1:])
         results = await asyncio.gather(*(process.stop() for process in self._processes), return_exceptions=True)
         for process, error in zip(self._processes, results):
             if isinstance(error, BaseException):
-                logger.warning("%s could not be stopped: %s", process.name, str(error) or type(error).__name__)
+                _log_failed_stop(process, error)
+        await _cancel(*self._agent_tasks)  # the reader last: it gets the agents' answers
+        if self._agents is not None:
+            self._agents.close()
 
     def _make(self, index: int) -> EngineProcess:
-        return EngineProcess(
+        host, positions = self._placement.engine_host(index), self._placement.engine_positions(index)
+        log = self._logs / f"engine-{index}.log"
+        if not host.here:
+            assert self._agents is not None, host
+            return self._agents.engine(host, index=index, log=log, positions=positions)
+        return EngineProcess.local(
             self._recipe,
             index=index,
             secret=self._secret,
-            log_path=self._logs / f"engine-{index}.log",
+            log_path=log,
             transport=resolve_transport(self._recipe.weights.transport),
-            devices=engine_gpus(self._recipe, index),
+            devices=gpus_at(positions),
+            interface=LOOPBACK if self._agents is None else self._agents.interface,
         )
 
     async def _start(self, index: int) -> None:
@@ -101,7 +145,7 @@ class LocalEngines:
         """Keep one engine running until it is given up."""
         failures, started = 0, time.monotonic()
         while True:
-            reason = await self._until_evicted(index)
+            reason = await self._until_evicted(self._processes[index])
             failures = 1 if time.monotonic() - started > self._healthy_s else failures + 1
             while not await self._restart(index, failures, reason):
                 if self.members.members[index].given_up:
@@ -115,9 +159,8 @@ class LocalEngines:
         engine, weights = self._recipe.engine, self._recipe.weights
         return HEALTHY_S + max(engine.stall_timeout_s, engine.first_token_timeout_s, weights.timeout_s)
 
-    async def _until_evicted(self, index: int) -> str:
+    async def _until_evicted(self, process: EngineProcess) -> str:
         """Wait until the engine fails or is evicted; it is evicted then. Returns the reason."""
-        process = self._processes[index]
         watch = asyncio.create_task(process.watch(self._lag))
         evicted = asyncio.create_task(self.members.evicted(process.client))
         try:
@@ -139,13 +182,14 @@ class LocalEngines:
         logger.warning("engine-%d is evicted: %s", index, reason)
         process = self._processes[index]
         given_up = failures > self._recipe.engine.max_restarts
+        host_gone = not process.reached
         try:
             process.kill()  # it may be stopped or hang, and nothing of it is worth saving
             await process.stop()
         except (RuntimeError, OSError) as error:
-            given_up, reason = True, str(error)
+            given_up, host_gone, reason = True, False, str(error)
         self._lag.forget(process.name)
-        self.members.lose(index, reason, given_up=given_up)
+        self.members.lose(index, reason, given_up=given_up, host_gone=host_gone)
         if given_up:
             return False
         await asyncio.sleep(min(FIRST_DELAY_S * 2 ** (failures - 1), LONGEST_DELAY_S))
@@ -156,3 +200,65 @@ class LocalEngines:
             self.members.lose(index, str(error))
             return False
         return True
+
+    async def _take_in(self, agents: Agents) -> NoReturn:
+        """Serve every engine that joins. Consumes `registry.joining`, and waits for it alone."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                link = await agents.registry.joining.get()
+                if self._held(link.name):
+                    await link.forget()
+                    continue
+                index = self.members.add(link.name, link.hello.result().devices)
+                tasks.create_task(self._serve_joined(index, link, agents.joined(link)), name=link.name)
+        raise AssertionError("it ends by being cancelled")
+
+    async def _serve_joined(self, index: int, link: AgentLink, process: EngineProcess) -> None:
+        """Use an engine that has joined, until it is evicted or leaves."""
+        reason = "the run ends"
+        logger.info(
+            "%s joins from host %s with %d devices", link.name, link.host, self.members.members[index].devices
+        )
+        try:
+            await process.start()
+            self.members.join(index, process.client)
+            reason = await self._until_evicted(process)
+            process.kill()
+        except (EngineDied, RuntimeError, ValueError, OSError) as error:
+            reason = str(error)
+        finally:
+            try:
+                await process.stop()
+            except (RuntimeError, OSError) as error:
+                _log_failed_stop(process, error)
+            self._lag.forget(process.name)
+            self.members.lose(index, reason)
+            logger.warning("%s has left: %s", link.name, reason)
+
+    def _held(self, name: str) -> bool:
+        """Whether an engine of this name is there."""
+        return any(member.name == name and member.devices for member in self.members.members)
+
+    def _objection_to_joining(self, hello: Hello) -> str | None:
+        """Why this engine may not join now, or None."""
+        if self._recipe.rollouts.deterministic:
+            return "rollouts.deterministic: expected the same engines throughout the run, found one that joins"
+        if self._held(hello.name):
+            return f"{hello.name}: the engine of this name has not left yet"
+        here = 1 + sum(member.joined and member.devices > 0 for member in self.members.members)
+        engine = self._recipe.engine.model_copy(update={"count": self._recipe.engine.count + here})
+        needed = files_needed(self._recipe.model_copy(update={"engine": engine}))
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if allowed != resource.RLIM_INFINITY and allowed < needed:
+            return f"open files: expected a limit of at least {needed} in the controller, found {allowed} (ulimit -n)"
+        return None
+
+
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _log_failed_stop(process: EngineProcess, error: BaseException) -> None:
+    logger.warning("%s could not be stopped: %s", process.name, str(error) or type(error).__name__)

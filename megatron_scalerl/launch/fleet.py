@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_scalerl.distributed.device import gpu_count
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer.client import TrainerClient
@@ -34,24 +32,6 @@ class Devices:
             trainer=recipe.trainer.world_size,
             engine=recipe.engine.count * recipe.engine.devices_per_engine,
         )
-
-
-def engine_gpus(recipe: Recipe, index: int) -> str | None:
-    """CUDA_VISIBLE_DEVICES of engine `index`, counted after the trainer's GPUs; None without GPUs.
-
-    Raises ValueError if too few GPUs are visible.
-    """
-    if resolve_transport(recipe.weights.transport) != "nccl":
-        return None
-    each = recipe.engine.devices_per_engine
-    first = recipe.trainer.world_size + index * each
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(n) for n in range(gpu_count())]
-    if len(names) < first + each:
-        raise ValueError(
-            f"engine.count: expected at least {first + each} visible GPUs for trainer and engines, found {len(names)}"
-        )
-    return ",".join(names[first : first + each])
 
 
 @dataclass(frozen=True, kw_only=True)

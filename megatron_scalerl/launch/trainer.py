@@ -1,6 +1,8 @@
-"""The trainer's ranks of one attempt on this machine: started as child processes of the controller, and stopped.
+"""The trainer's ranks of one attempt: started, watched and stopped.
 
-With GPUs, rank r uses the r-th visible one, and the engines the next ones (`launch.fleet.engine_gpus`).
+On the controller's host each rank is its child process; on another one all of them are children of one program
+(`trainer.host_ranks`), which is started by a command. With GPUs, a host's ranks use its first visible ones
+(`launch.placement`).
 """
 
 from __future__ import annotations
@@ -10,48 +12,100 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NoReturn
 
 from megatron_scalerl.distributed.device import environment
 from megatron_scalerl.distributed.rendezvous import private_folder
+from megatron_scalerl.engine.control_folder import secret_file
 from megatron_scalerl.launch.fleet import Attempt
+from megatron_scalerl.launch.hosts import Hosts
+from megatron_scalerl.launch.placement import HostRanks, Placement
 from megatron_scalerl.processes.child_process import ChildProcess
+from megatron_scalerl.processes.logs import NAME_VARIABLE
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.trainer.client import TrainerClient
+from megatron_scalerl.trainer import rank_process
+from megatron_scalerl.trainer.client import LOOPBACK_ENDPOINT, TrainerClient
 from megatron_scalerl.trainer.messages import TrainerInfo
 
 logger = logging.getLogger(__name__)
 
+_EXIT_S = 10.0
+"""Seconds in which processes that are about to exit may do so by themselves: a signal would reach ranks on another
+host by way of the command that started them, which reports it as a failure."""
 _STOP_S = 60.0
 """Seconds for all ranks to leave their process groups and answer, once the run is finished."""
+_NOT_FOR_OTHER_HOSTS = ("RANK", "MSRL_SECRET")
+"""Variables of a rank that the command line of a program on another host must not have."""
 
 
-class LocalTrainer:
+class TrainerRanks:
     """The ranks of one attempt. `start`, then use `client` while `watch` waits, then `stop`."""
 
-    def __init__(self, recipe: Recipe, attempt: Attempt, client: TrainerClient) -> None:
+    def __init__(
+        self, recipe: Recipe, attempt: Attempt, client: TrainerClient, hosts: Hosts, placement: Placement
+    ) -> None:
         self.client = client
         self._recipe, self._attempt = recipe, attempt
-        self._ranks: list[ChildProcess] = []
-        self._watches: list[asyncio.Task[NoReturn]] = []  # one per rank; each ends by raising
+        self._hosts, self._placement = hosts, placement
+        self._children: list[ChildProcess] = []
+        self._elsewhere: set[str] = set()
+        """Names of the children that start ranks on other hosts."""
+        self._watches: list[asyncio.Task[NoReturn]] = []  # one per child; each ends by raising
         self._started = asyncio.Event()
 
     async def start(self) -> TrainerInfo:
         """Start all ranks and wait until they are ready. Raises the first failure."""
-        for rank in range(self._recipe.trainer.world_size):
-            child = await start_rank(
-                self._recipe,
-                self.client,
-                rank=rank,
-                recipe_file=self._attempt.recipe_file,
-                log=self._attempt.folder / "logs" / f"trainer-{rank}.log",
-            )
-            self._ranks.append(child)
-            self._watches.append(asyncio.create_task(child.watch(), name=child.name))
+        for ranks in self._placement.trainer:
+            if ranks.host.here:
+                for number in range(ranks.count):
+                    self._add(await self._start_here(ranks.first + number, local_rank=number))
+            else:
+                self._add(await self._start_there(ranks))
         self._started.set()
         return await self.client.wait_ready(self._recipe.trainer.start_timeout_s)
+
+    async def _exits(self, children: Sequence[ChildProcess]) -> None:
+        """Wait until these have exited, _EXIT_S at most."""
+        waits = [asyncio.create_task(child.wait()) for child in children]
+        if waits:
+            await asyncio.wait(waits, timeout=_EXIT_S)
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+
+    def _add(self, child: ChildProcess) -> None:
+        self._children.append(child)
+        self._watches.append(asyncio.create_task(child.watch(), name=child.name))
+
+    async def _start_here(self, rank: int, *, local_rank: int) -> ChildProcess:
+        bind = {"MSRL_BIND_HOST": self._hosts.address} if self._hosts.address and rank == 0 else {}
+        return await start_rank(
+            self._recipe,
+            self.client,
+            rank=rank,
+            local_rank=local_rank,
+            recipe_file=self._attempt.recipe_file,
+            log=self._attempt.folder / "logs" / f"trainer-{rank}.log",
+            env=bind,
+        )
+
+    async def _start_there(self, ranks: HostRanks) -> ChildProcess:
+        name, logs = f"trainer-{ranks.host.name}", (self._attempt.folder / "logs").absolute()
+        self._elsewhere.add(name)
+        env = {name: value for name, value in self.client.worker_env(0).items() if name not in _NOT_FOR_OTHER_HOSTS}
+        env |= {
+            "MSRL_RANKS": f"{ranks.first}:{ranks.count}",
+            "MSRL_SECRET_FILE": str(secret_file(self._attempt.folder)),
+            "MSRL_RECIPE": str(self._attempt.recipe_file.absolute()),
+            "MSRL_LOGS": str(logs),
+            NAME_VARIABLE: name,
+        }
+        argv = [sys.executable, "-m", "megatron_scalerl.trainer.host_ranks"]
+        command = self._hosts.command(ranks.host, argv, env)
+        return await ChildProcess.start(name, command, os.environ, logs / f"{name}.log")
 
     async def watch(self) -> NoReturn:
         """Wait until a rank has exited, then raise ProcessDied."""
@@ -75,41 +129,57 @@ class LocalTrainer:
             reason = str(error) or f"no answer within {_STOP_S:g} s"
             logger.warning("the run is finished, but its trainer did not stop gracefully: %s", reason)
         finally:
-            self.client.close()
-            results = await asyncio.gather(*(rank.stop() for rank in self._ranks), return_exceptions=True)
-            for rank, failure in zip(self._ranks, results):
+            self.client.close()  # ranks that have not exited do so now
+            await self._exits(
+                self._children if graceful else [c for c in self._children if c.name in self._elsewhere]
+            )
+            results = await asyncio.gather(*(child.stop() for child in self._children), return_exceptions=True)
+            for child, failure in zip(self._children, results):
                 if isinstance(failure, BaseException):
-                    logger.warning("%s could not be stopped: %s", rank.name, str(failure) or type(failure).__name__)
+                    logger.warning("%s could not be stopped: %s", child.name, str(failure) or type(failure).__name__)
 
 
 async def start_rank(
-    recipe: Recipe, client: TrainerClient, *, rank: int, recipe_file: Path, log: Path
+    recipe: Recipe,
+    client: TrainerClient,
+    *,
+    rank: int,
+    recipe_file: Path,
+    log: Path,
+    local_rank: int | None = None,
+    env: Mapping[str, str] = MappingProxyType({}),
 ) -> ChildProcess:
-    """Start one trainer rank, which reads `recipe_file` and connects to `client`."""
-    env = client.worker_env(rank) | {
-        "LOCAL_RANK": str(rank),
-        "MSRL_RECIPE": str(recipe_file),
-        "OMP_NUM_THREADS": str(recipe.trainer.threads),
-        # Megatron-Core warns at every import that Transformer Engine and apex are not installed
-        "PYTHONWARNINGS": "ignore::UserWarning,ignore::FutureWarning",
-    }
-    argv = [sys.executable, "-m", "megatron_scalerl.trainer.worker"]
-    return await ChildProcess.start(f"trainer-{rank}", argv, environment(recipe) | os.environ | env, log)
+    """Start one trainer rank on this host, which reads `recipe_file` and connects to `client`.
+
+    local_rank: None for `rank`. env: further variables.
+    """
+    ours = {name: value for name, value in environment(recipe).items() if name not in os.environ}
+    return await rank_process.start_rank(
+        {**ours, **client.worker_env(rank), **env, "MSRL_RECIPE": str(recipe_file)},
+        rank=rank,
+        local_rank=rank if local_rank is None else local_rank,
+        threads=recipe.trainer.threads,
+        log=log,
+    )
 
 
 @contextlib.asynccontextmanager
-async def local_trainer(recipe: Recipe, attempt: Attempt, secret: str) -> AsyncIterator[LocalTrainer]:
+async def trainer_ranks(
+    recipe: Recipe, attempt: Attempt, secret: str, hosts: Hosts, placement: Placement
+) -> AsyncIterator[TrainerRanks]:
     """The trainer of one attempt, stopped on exit from the block, gracefully if nothing was raised."""
-    with private_folder() as rendezvous:
+    with contextlib.ExitStack() as stack:
+        address = hosts.address
         client = TrainerClient(
             world_size=recipe.trainer.world_size,
             run_id=attempt.run_id,
             incarnation=attempt.incarnation,
             secret=secret,
-            rendezvous=rendezvous,
+            rendezvous=None if address else stack.enter_context(private_folder()),
+            bind=f"tcp://{f'[{address}]' if ':' in address else address}:*" if address else LOOPBACK_ENDPOINT,
             command_timeout_s=recipe.trainer.step_timeout_s,
         )
-        trainer = LocalTrainer(recipe, attempt, client)
+        trainer = TrainerRanks(recipe, attempt, client, hosts, placement)
         try:
             yield trainer
         except BaseException:

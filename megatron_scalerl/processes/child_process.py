@@ -47,20 +47,28 @@ class ChildProcess:
 
     @classmethod
     async def start(
-        cls, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path, *, pass_fds: Sequence[int] = ()
+        cls,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        log: Path,
+        *,
+        pass_fds: Sequence[int] = (),
+        output: int | None = None,
     ) -> ChildProcess:
         """Start `argv`.
 
         env: the complete environment but for the process name. log: stdout and stderr are appended to it.
+        output: descriptor that stdout and stderr are written to in place of the log, which is not opened then.
         pass_fds: inherited file descriptors. The child dies with the calling thread: call it from one that lives as
         long as this process, preferably the main thread. Raises OSError.
         """
-        with open_log(log) as output:
+        with contextlib.nullcontext(output) if output is not None else open_log(log) as written:
             process = await asyncio.create_subprocess_exec(
                 *tied_command(list(argv)),
                 env={**env, NAME_VARIABLE: name},
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
+                stdout=written,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
                 pass_fds=tuple(pass_fds),

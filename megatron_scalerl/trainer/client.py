@@ -13,12 +13,15 @@ import zmq.asyncio
 
 from megatron_scalerl.batching.assignment import ReadCompletions, StepPlan
 from megatron_scalerl.checkpoints.manifest import Manifest, ParamMeta
+from megatron_scalerl.distributed import sockets
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous, Rendezvous
-from megatron_scalerl.trainer import messages, sockets
+from megatron_scalerl.trainer import messages
 from megatron_scalerl.trainer.messages import TrainerInfo
 from megatron_scalerl.types import StepReport
 from megatron_scalerl.weights.connection import Connection, SendReport
 
+LOOPBACK_ENDPOINT = "tcp://127.0.0.1:*"
+"""Where the socket of a run on one host is bound, at a free port."""
 STOP_TIMEOUT_S = 30.0
 """Seconds for all ranks to leave their process groups at the end; a hung rank must not block the others' devices."""
 PROBE_INTERVAL_MS = 1_000
@@ -56,7 +59,7 @@ class TrainerClient:
         incarnation: str,
         secret: str,
         rendezvous: FolderRendezvous | None,
-        bind: str = "tcp://127.0.0.1:*",
+        bind: str = LOOPBACK_ENDPOINT,
         command_timeout_s: float = 3600.0,
     ) -> None:
         self.world_size = world_size
@@ -81,11 +84,11 @@ class TrainerClient:
         self._calls = 0
         self._busy, self._sending = asyncio.Lock(), asyncio.Lock()
         self._context = zmq.asyncio.Context()
-        self._authenticator = sockets.CurveAuthenticator(self._context, secret)
+        self._authenticator = sockets.CurveAuthenticator(self._context, secret, sockets.Purpose.TRAINER)
         self._authenticator.start()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        sockets.secure_server(self._socket, secret)
+        sockets.secure_server(self._socket, secret, sockets.Purpose.TRAINER)
         self._socket.bind(bind)
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 

@@ -1,7 +1,8 @@
 """Messages between the controller and the trainer's ranks, and their msgpack form.
 
-The controller binds a ROUTER socket, every rank connects a DEALER; `sockets` encrypts both. A rank's first message
-names the run and the incarnation that it belongs to. A message is one frame; only Prepare is followed by others.
+The controller binds a ROUTER socket, every rank connects a DEALER; `distributed.sockets` encrypts both. A rank's
+first message names the run and the incarnation that it belongs to. A message is one frame; only Prepare is followed
+by others.
 """
 
 from __future__ import annotations

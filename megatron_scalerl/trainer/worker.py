@@ -28,11 +28,12 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from megatron_scalerl.distributed import sockets
 from megatron_scalerl.distributed.rendezvous import HostRendezvous, Rendezvous, address_of, listen_on, serve_store
 from megatron_scalerl.processes.logs import log_to_stderr
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import load_recipe
-from megatron_scalerl.trainer import messages, sockets
+from megatron_scalerl.trainer import messages
 from megatron_scalerl.weights.connection import Connection, SendReport
 
 logger = logging.getLogger("megatron_scalerl.trainer.worker")  # also where this module is __main__
@@ -101,7 +102,7 @@ class ControllerLink:
         self._settings = settings
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        sockets.secure_client(self._socket, settings.secret)
+        sockets.secure_client(self._socket, settings.secret, sockets.Purpose.TRAINER)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(settings.endpoint)
         self._leaving = threading.Event()

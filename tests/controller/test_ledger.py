@@ -176,3 +176,21 @@ def test_the_time_between_two_attempts_of_a_process_is_charged(tmp_path):
     meter.charge_crash()
     assert meter.ledger.hours("startup") == pytest.approx(4.0)
     assert meter.ledger.hours("lost") == pytest.approx(4.0)
+
+
+def test_engines_are_charged_from_when_they_join_until_they_are_gone(tmp_path):
+    clock = StandInClock()
+    meter = Meter(open_ledger(tmp_path), Devices(unit="gpu_hours", trainer=1, engine=2), ResumePoint(), clock=clock)
+    clock.now = 1800.0
+    meter.hold_engine_devices(4)
+    clock.now = 3600.0
+    meter.charge_produce(0)  # 2 for half an hour, 4 for the other half
+    assert meter.ledger.hours("engine") == pytest.approx(3.0)
+    clock.now = 7200.0
+    meter.charge_train(0, 1)
+    assert meter.ledger.hours("engine") == pytest.approx(7.0) and meter.ledger.hours("trainer") == pytest.approx(2.0)
+    clock.now = 9000.0
+    meter.hold_engine_devices(0)
+    clock.now = 10800.0
+    meter.charge_crash()
+    assert meter.ledger.hours("lost") == pytest.approx(1.0 + 2.0)

@@ -21,6 +21,7 @@ from random_policy import make_recipe
 import megatron_scalerl
 from megatron_scalerl.distributed import device
 from megatron_scalerl.launch import trainer
+from megatron_scalerl.trainer import rank_process
 
 
 def test_without_a_gpu_the_seam_is_cpu_and_gloo() -> None:
@@ -137,7 +138,7 @@ def test_a_rank_is_started_with_the_environment_and_the_users_wins(
     async def start(name: str, argv: list[str], env: dict[str, str], log: Path) -> None:
         seen.update(env)
 
-    monkeypatch.setattr(trainer.ChildProcess, "start", start)
+    monkeypatch.setattr(rank_process.ChildProcess, "start", start)
     monkeypatch.setattr(trainer, "environment", lambda _: {"MSRL_TEST_A": "ours", "MSRL_TEST_B": "ours"})
     monkeypatch.setenv("MSRL_TEST_B", "the user's")
     client: Any = SimpleNamespace(worker_env=lambda rank: {"RANK": str(rank)})

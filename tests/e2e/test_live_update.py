@@ -21,7 +21,7 @@ from megatron_scalerl.controller.run_folder import RunFolder
 from megatron_scalerl.controller.weight_sync import WeightSync
 from megatron_scalerl.engine.client import SamplingSpec
 from megatron_scalerl.export import export
-from megatron_scalerl.launch.local import local_launcher
+from megatron_scalerl.launch.launcher import launching
 from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.types import RolloutGroup, Score
 
@@ -90,7 +90,7 @@ async def scenario(recipe, inputs, out):
     prompts = list(inputs.prompts.held_out[:4])
     with contextlib.closing(RunFolder(recipe)) as folder:
         async with (
-            local_launcher(recipe, folder.path, SECRET) as launcher,
+            launching(recipe, folder.attempt, SECRET) as launcher,
             launcher.trainer(folder.attempt) as trainer,
         ):
             fleet = await launcher.start(trainer)

@@ -60,7 +60,7 @@ def test_raw_logprobs_equal_log_softmax_and_seeds_decide(engine, policies, run):
 
 
 def test_its_log_has_the_format_of_every_process_and_not_the_secret(engine):
-    text = engine.log_path.read_text()
+    text = engine.server.log_path.read_text()
     assert re.search(r"^(\(\w+ pid=\d+\) )?[\d-]+ [\d:,]+ INFO +engine-0 vllm\.[\w.]+: ", text, re.MULTILINE), text
     assert SECRET not in text
 
@@ -286,10 +286,10 @@ def test_a_cancelled_completion_is_aborted(engine, run):
 
 
 def test_a_port_in_use_is_refused_in_one_line(engine, policies, tmp_path):
-    recipe = recipe_for(policies["dense_a"], engine={"port": engine.port})
-    line = rf"engine\.port: expected a free port, found 127\.0\.0\.1:{engine.port} in use"
+    recipe = recipe_for(policies["dense_a"], engine={"port": engine.server.port})
+    line = rf"engine\.port: expected a free port, found 127\.0\.0\.1:{engine.server.port} in use"
     with pytest.raises(ValueError, match=line):
-        EngineProcess(recipe, secret=SECRET, log_path=tmp_path / "log", transport="gloo")
+        EngineProcess.local(recipe, secret=SECRET, log_path=tmp_path / "log", transport="gloo")
 
 
 async def broken_weights_lose_completions(engine, policy):
@@ -309,7 +309,7 @@ async def a_hung_core_is_noticed(engine):
     answer = asyncio.create_task(engine.client.generate(PROMPT, sampling=free(0, 1900)))
     while not (await engine.client.progress()).cores[0].decoding:
         await asyncio.sleep(0.01)
-    core = next(p for p in psutil.Process(engine.pid).children(recursive=True) if "EngineCore" in p.name())
+    core = next(p for p in psutil.Process(engine.server.pid).children(recursive=True) if "EngineCore" in p.name())
     core.suspend()
     # and the look at its progress needs no answer of the core
     await asyncio.wait_for(engine.client.progress(), 10)
@@ -328,7 +328,7 @@ def test_precision_is_measured_in_the_engine_and_its_death_is_noticed(policies, 
     }
     broken = tiny_policies.make_nan(policies["dense_a"], tmp_path / "nan")
     engines = {
-        logits: EngineProcess(recipe, secret=SECRET, log_path=tmp_path / f"{logits}.log", transport="gloo")
+        logits: EngineProcess.local(recipe, secret=SECRET, log_path=tmp_path / f"{logits}.log", transport="gloo")
         for logits, recipe in both.items()
     }
 
@@ -339,7 +339,7 @@ def test_precision_is_measured_in_the_engine_and_its_death_is_noticed(policies, 
             watching = asyncio.create_task(victim.watch())
             answer = asyncio.create_task(victim.client.generate(PROMPT, sampling=free(0, 1900)))
             await victim.client.generate(PROMPT, sampling=free(0, 5))
-            os.kill(victim.pid, signal.SIGKILL)
+            os.kill(victim.server.pid, signal.SIGKILL)
             with pytest.raises(EngineError, match="engine-0: POST /inference/v1/generate"):
                 await answer
             with pytest.raises(EngineDied, match=r"engine-0 \(port \d+\) exited with code -9"):
@@ -366,6 +366,6 @@ def test_precision_is_measured_in_the_engine_and_its_death_is_noticed(policies, 
 
 def test_an_engine_that_cannot_start_reports_the_reason(policies, run, tmp_path):
     recipe = recipe_for(policies["dense_a"], vllm={"quantization": "fp9"})
-    process = EngineProcess(recipe, secret=SECRET, log_path=tmp_path / "log", transport="gloo")
+    process = EngineProcess.local(recipe, secret=SECRET, log_path=tmp_path / "log", transport="gloo")
     with pytest.raises(EngineDied, match=r"(?s)exited with code \d+ before it was up; the end of .*fp9"):
         run(process.start())

@@ -10,6 +10,7 @@ import pytest
 from engine_recipes import recipe_for
 
 from megatron_scalerl.engine import options as engine_options
+from megatron_scalerl.engine.certificate import CertificateFiles
 from megatron_scalerl.engine.client import WHOLE_DISTRIBUTION, SamplingSpec, _sampling
 from megatron_scalerl.engine.interruption import Plan
 from megatron_scalerl.engine.options import (
@@ -215,6 +216,30 @@ def test_environment(tmp_path, monkeypatch):
     assert env["VLLM_USE_FLASHINFER_SAMPLER"] == "0", "nothing of it is used, and it would be compiled"
     assert env["VLLM_SERVER_DEV_MODE"] == "1" and "VLLM_CPU_KVCACHE_SPACE" not in env
     assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"], env["VLLM_HOST_IP"]) == ("lo", "lo", "127.0.0.1")
+
+
+def test_between_hosts_nccl_uses_the_route_or_what_the_user_set(tmp_path, monkeypatch):
+    def names():
+        env = engine_environment(
+            recipe_for(tmp_path), secret="s", ready_fd=9, listen_fd=8, devices=None, interface="eth1"
+        )
+        return env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"], env["VLLM_HOST_IP"]
+
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    assert names() == ("lo", "eth1", "127.0.0.1")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=ib0")
+    assert names() == ("lo", "=ib0", "127.0.0.1")
+
+
+def test_tls_is_set_by_the_launcher_alone(tmp_path):
+    files = CertificateFiles(certificate=tmp_path / "c.pem", key=tmp_path / "k.pem")
+    found = engine_arguments(recipe_for(tmp_path), host="127.0.0.2", port=1, transport="gloo", tls=files)
+    assert found[found.index("--ssl-certfile") + 1] == str(files.certificate)
+    assert found[found.index("--ssl-keyfile") + 1] == str(files.key)
+    assert not [word for word in arguments(tmp_path) if "ssl" in word]
+    for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"):
+        with pytest.raises(ValueError, match=rf"engine\.vllm\.{name}: expected none \(it is fixed\)"):
+            arguments(tmp_path, {name: "x"})
 
 
 DETERMINISTIC = {"deterministic": True, "max_staleness_steps": 0}

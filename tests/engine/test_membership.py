@@ -9,6 +9,7 @@ from megatron_scalerl.controller.train import _record
 from megatron_scalerl.engine.answers import EngineLost
 from megatron_scalerl.engine.client import EngineClient, SamplingSpec
 from megatron_scalerl.engine.membership import EngineState, Member, Membership
+from megatron_scalerl.engine.watchdog import EngineDied
 
 
 def test_an_eviction_that_cannot_be_recorded_still_ends_requests_and_waits():
@@ -57,3 +58,58 @@ def test_a_change_of_an_engine_is_recorded_unless_the_disk_is_full(tmp_path, mon
     [row] = read_jsonl(tmp_path / "engines.jsonl")
     assert (row["name"], row["state"], row["epoch"], row["reason"]) == ("engine-3", "lost", 7, "exited")
     assert "client" not in row
+
+
+def client_of(name):
+    return EngineClient(url="http://127.0.0.1:1", secret="s", name=name)
+
+
+def test_an_engine_that_joined_leaves_and_comes_back_under_its_number():
+    changes = []
+    members = Membership(1, devices=2, record=changes.append)
+    held = []
+    members.on_devices = held.append
+    members.join(0, client_of("engine-0"))
+    index = members.add("extra-7-0", 4)
+    client = client_of("extra-7-0")
+    members.join(index, client)
+    assert (members.devices, members.left, members.alive[1]) == (6, 2, client)
+    members.evict(client, "garbage")
+    assert (members.devices, members.left, members.members[1].given_up) == (6, 1, False)
+    members.lose(index, "garbage")
+    assert (members.devices, members.left, members.members[1].given_up) == (2, 1, False)
+    assert members.add("extra-7-0", 1) == index and members.devices == 3
+    assert members.members[1].restarts == 1 and members.add("extra-7-1", 1) == 2
+    assert held == [6, 2, 3, 4]
+    states = [str(change.state) for change in changes if change.name == "extra-7-0"]
+    assert states == ["starting", "stale", "draining", "lost", "starting"]
+    with pytest.raises(AssertionError):
+        members.add("engine-0", 1)
+    with pytest.raises(AssertionError):
+        members.add("extra-7-0", 1)
+
+
+def test_engines_that_leave_are_never_too_few_but_one_that_is_there_counts():
+    async def scenario():
+        members = Membership(2, minimum=2)
+        few = asyncio.create_task(members.too_few())
+        index = members.add("extra-7-0", 1)
+        members.lose(index, "left")
+        await asyncio.sleep(0)
+        assert not few.done() and members.left == 2
+        members.add("extra-7-0", 1)
+        members.lose(0, "broken", given_up=True)
+        await asyncio.sleep(0)
+        assert not few.done() and members.left == 2
+        members.lose(index, "left")
+        with pytest.raises(EngineDied, match=r"at least 2 engines that can serve, found 1 \(engine-0: broken\)"):
+            await asyncio.wait_for(few, 10)
+
+    asyncio.run(scenario())
+
+
+def test_devices_are_held_until_an_engine_is_given_up_and_its_host_is_gone():
+    members = Membership(3, devices=2)
+    for index, (given_up, host_gone) in enumerate(((False, True), (True, False), (True, True))):
+        members.lose(index, "lost", given_up=given_up, host_gone=host_gone)
+        assert members.devices == (6, 6, 4)[index]

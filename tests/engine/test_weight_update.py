@@ -157,7 +157,7 @@ def test_a_manifest_without_every_parameter_is_refused(engine, policies, run, tm
 
 def test_a_mixture_of_experts_is_updated(policies, run, tmp_path):
     recipe = recipe_for(policies["moe_a"])
-    process = EngineProcess(recipe, secret=SECRET, log_path=tmp_path / "moe.log", transport="gloo")
+    process = EngineProcess.local(recipe, secret=SECRET, log_path=tmp_path / "moe.log", transport="gloo")
 
     async def scenario():
         await process.start()
@@ -177,7 +177,7 @@ def test_a_mixture_of_experts_is_updated(policies, run, tmp_path):
 
 def test_two_engines_take_one_update_and_one_that_is_killed_is_evicted(engine, policies, run, tmp_path):
     recipe = recipe_for(policies["dense_a"])
-    other = EngineProcess(recipe, index=1, secret=SECRET, log_path=tmp_path / "other.log", transport="gloo")
+    other = EngineProcess.local(recipe, index=1, secret=SECRET, log_path=tmp_path / "other.log", transport="gloo")
 
     async def scenario():
         await other.start()

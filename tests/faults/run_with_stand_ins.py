@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.commands import train
-from megatron_scalerl.engine import process
+from megatron_scalerl.engine import local_server
 
 SERVER = Path(__file__).parent / "stand_in_engine.py"
 
@@ -21,8 +21,8 @@ def command(arguments: object) -> list[str]:
     return [sys.executable, str(SERVER), *given[given.index("megatron_scalerl.engine.server") + 1 :]]
 
 
-original = process.engine_command
-process.engine_command = command
+original = local_server.engine_command
+local_server.engine_command = command
 train.PROGRAM = (sys.executable, __file__)
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import os
 import random
 import signal
 import socket
+import ssl
 from pathlib import Path
 
 import msgspec
@@ -219,7 +220,12 @@ async def serve(arguments: argparse.Namespace) -> None:
     """Serve until SIGTERM."""
     runner = web.AppRunner(StandInEngine(arguments).app(), shutdown_timeout=0.1)
     await runner.setup()
-    await web.SockSite(runner, socket.socket(fileno=int(os.environ.pop("MSRL_LISTEN_FD")))).start()
+    context = None
+    if arguments.ssl_certfile is not None:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(arguments.ssl_certfile, arguments.ssl_keyfile)
+    listening = socket.socket(fileno=int(os.environ.pop("MSRL_LISTEN_FD")))
+    await web.SockSite(runner, listening, ssl_context=context).start()
     ready = int(os.environ.pop("MSRL_READY_FD"))
     os.write(ready, b"1")
     os.close(ready)
@@ -232,5 +238,7 @@ async def serve(arguments: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
+    parser.add_argument("--ssl-certfile")
+    parser.add_argument("--ssl-keyfile")
     parser.add_argument("--max-model-len", type=int, default=1 << 20)
     asyncio.run(serve(parser.parse_known_args()[0]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -17,8 +18,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from megatron_scalerl.distributed import sockets
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous, HostRendezvous
-from megatron_scalerl.trainer import messages, sockets, worker
+from megatron_scalerl.trainer import messages, worker
 from megatron_scalerl.trainer.client import TrainerClient, TrainerError
 
 pytestmark = pytest.mark.slow
@@ -118,7 +120,7 @@ class StandInRank:
     def __init__(self, trainer: TrainerClient, *, keys: tuple[bytes, bytes] | None = None) -> None:
         self._context = zmq.asyncio.Context()
         self.socket = self._context.socket(zmq.DEALER)
-        sockets.secure_client(self.socket, "a secret")
+        sockets.secure_client(self.socket, "a secret", sockets.Purpose.TRAINER)
         if keys is not None:
             self.socket.curve_publickey, self.socket.curve_secretkey = keys
         self.socket.connect(trainer.endpoint)
@@ -380,7 +382,8 @@ def test_a_rank_that_hangs_is_lost_after_the_heartbeat_s_limit(monkeypatch):
 
 
 def test_each_side_has_a_key_of_its_own_and_each_secret_its_own_pair():
-    keys = {sockets._keys(secret, whose) for secret in ("a", "b") for whose in (sockets._CONTROLLER, sockets._RANKS)}
-    assert len(keys) == 4 and len({public for public, _ in keys}) == 4
+    each = itertools.product(("a", "b"), sockets.Purpose, sockets.Side)
+    keys = {sockets._keys(secret, purpose, side) for secret, purpose, side in each}
+    assert len(keys) == 8 and len({public for public, _ in keys}) == 8
     with pytest.raises(ValueError, match="secret: expected a non-empty text"):
-        sockets._keys("", sockets._RANKS)
+        sockets._keys("", sockets.Purpose.TRAINER, sockets.Side.PEER)

@@ -114,6 +114,7 @@ class Serving:
     """A running engine. Produced by `serve`."""
 
     process: EngineProcess
+    log: Path
     info: EngineInfo
     seconds: float
     """From the start of its process until it was ready."""
@@ -123,7 +124,7 @@ class Serving:
 
 async def serve(recipe: Recipe, log: Path, *, index: int = 0) -> Serving:
     """Start an engine. Raises RuntimeError in one line, with the cause from its log."""
-    process = EngineProcess(recipe, index=index, secret=SECRET, log_path=log, transport=TRANSPORT)
+    process = EngineProcess.local(recipe, index=index, secret=SECRET, log_path=log, transport=TRANSPORT)
     begin = time.monotonic()
     try:
         info = await process.start()
@@ -131,7 +132,7 @@ async def serve(recipe: Recipe, log: Path, *, index: int = 0) -> Serving:
         first = str(error).splitlines()[0].removesuffix(f"; the end of {log}:")
         raise RuntimeError(f"{first}: {cause(read_log(log))}") from error
     seconds = time.monotonic() - begin
-    return Serving(process=process, info=info, seconds=seconds, facts=serving_facts(read_log(log)))
+    return Serving(process=process, log=log, info=info, seconds=seconds, facts=serving_facts(read_log(log)))
 
 
 class Training:

@@ -25,7 +25,7 @@ async def check_update(
     scene: Scene, record: Recorder, serving: Serving, sampler: Sampler, training: Training
 ) -> None:
     """Checks `update`, `trainer parity`, `probe`; the trainer sends weights that differ from the engine's."""
-    client, log = serving.process.client, serving.process.log_path
+    client, log = serving.process.client, serving.log
     rollouts: list[Rollout] = []
     prompts = scene.prompts[:8]
     reference = Reference(scene.other)

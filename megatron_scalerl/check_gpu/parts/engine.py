@@ -116,7 +116,7 @@ async def _started(scene: Scene, record: Recorder, deadline: Deadline) -> Servin
 
 
 async def _alone(scene: Scene, record: Recorder, serving: Serving, sampler: Sampler) -> None:
-    client, prompt, log = serving.process.client, scene.prompts[0].token_ids, serving.process.log_path
+    client, prompt, log = serving.process.client, scene.prompts[0].token_ids, serving.log
     async with limited(record, "fp32 head", CHECK_S, log):
         rows = await checks.likeliest(client, prompt, tokens=32)
         faults = checks.head_faults(serving.info.head_dtype, rows)

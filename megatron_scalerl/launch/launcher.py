@@ -1,4 +1,4 @@
-"""The processes of a run on one machine: engines and trainer ranks are child processes of the controller.
+"""The processes of a run: engines and trainer ranks, on this host and, where `hosts` names more, on others.
 
 Engines live as long as the run (`launch.engines`), trainer ranks as long as one attempt (`launch.trainer`). An engine
 that exits or hangs is evicted and started again. A trainer rank that exits ends the attempt. Nothing else in the
@@ -11,34 +11,38 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from megatron_scalerl.engine.control_folder import secret_file
 from megatron_scalerl.engine.membership import Member
-from megatron_scalerl.launch.engines import LocalEngines
+from megatron_scalerl.launch.engines import Engines
 from megatron_scalerl.launch.fleet import Attempt, Devices, Fleet
-from megatron_scalerl.launch.trainer import LocalTrainer, local_trainer
+from megatron_scalerl.launch.hosts import ONE_HOST, Hosts
+from megatron_scalerl.launch.placement import Placement
+from megatron_scalerl.launch.trainer import TrainerRanks, trainer_ranks
+from megatron_scalerl.processes.secret_file import write_secret
 from megatron_scalerl.recipe import Recipe
 
 T = TypeVar("T")
 Watch = Callable[[], Coroutine[Any, Any, NoReturn]]
 
 
-class LocalLauncher:
-    """The processes of one run on this machine: its engines, and the trainer of the current attempt."""
+class Launcher:
+    """The processes of one run: its engines, and the trainer of the current attempt."""
 
-    def __init__(self, recipe: Recipe, secret: str, engines: LocalEngines) -> None:
+    def __init__(self, recipe: Recipe, secret: str, engines: Engines, hosts: Hosts, placement: Placement) -> None:
         self.engines = engines
         self._recipe, self._secret = recipe, secret
+        self._hosts, self._placement = hosts, placement
         self._starting: asyncio.Task[None] | None = None
 
     @contextlib.asynccontextmanager
-    async def trainer(self, attempt: Attempt) -> AsyncIterator[LocalTrainer]:
+    async def trainer(self, attempt: Attempt) -> AsyncIterator[TrainerRanks]:
         """The trainer of one attempt; its processes are stopped on exit from the block."""
-        async with local_trainer(self._recipe, attempt, self._secret) as trainer:
+        async with trainer_ranks(self._recipe, attempt, self._secret, self._hosts, self._placement) as trainer:
             yield trainer
 
-    async def start(self, trainer: LocalTrainer) -> Fleet:
+    async def start(self, trainer: TrainerRanks) -> Fleet:
         """Start the trainer and, the first time, the engines; wait until all are ready. Raises the first failure."""
         if self._starting is None:
             self._starting = asyncio.create_task(self.engines.start(), name="engines")
@@ -52,7 +56,7 @@ class LocalLauncher:
             trainer=trainer.client, info=info, engines=self.engines.members, devices=Devices.of(self._recipe)
         )
 
-    async def while_alive(self, trainer: LocalTrainer, work: Coroutine[Any, Any, T]) -> T:
+    async def while_alive(self, trainer: TrainerRanks, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`. Raises the error of the first trainer rank that exits, and if engines are too few."""
         return await until_failure(work, trainer.watch, self.engines.watch)
 
@@ -80,17 +84,30 @@ async def until_failure(work: Coroutine[Any, Any, T], *watches: Watch) -> T:
 
 
 @contextlib.asynccontextmanager
-async def local_launcher(
-    recipe: Recipe, folder: Path, secret: str, record: Callable[[Member], None] = lambda member: None
-) -> AsyncIterator[LocalLauncher]:
+async def launching(
+    recipe: Recipe,
+    attempt: Attempt,
+    secret: str,
+    record: Callable[[Member], None] = lambda member: None,
+    *,
+    hosts: Hosts = ONE_HOST,
+) -> AsyncIterator[Launcher]:
     """A launcher whose processes are stopped on exit from the block.
 
-    folder: RUN/. record: called with every change of an engine. Raises ValueError for a port in use and for options
-    unknown to vLLM.
+    attempt: the first of this process; the engines belong to its folder and incarnation. record: called with every
+    change of an engine. Raises ValueError for a port in use, for options unknown to vLLM, and for a fleet that does
+    not fit on the hosts.
     """
-    engines = LocalEngines(recipe, logs=folder / "logs", secret=secret, record=record)
-    launcher = LocalLauncher(recipe, secret, engines)
+    placement = Placement.of(recipe, hosts)
+    file = secret_file(attempt.folder)
+    if hosts.address is not None:
+        write_secret(file, secret)
+    engines = Engines(recipe, placement=placement, hosts=hosts, attempt=attempt, secret=secret, record=record)
+    launcher = Launcher(recipe, secret, engines, hosts, placement)
     try:
         yield launcher
     finally:
-        await launcher.stop()
+        try:
+            await launcher.stop()
+        finally:
+            file.unlink(missing_ok=True)

@@ -13,9 +13,12 @@ from megatron_scalerl.engine.client import EngineClient, SamplingSpec
 from megatron_scalerl.engine.watchdog import EngineDied, watch_progress
 from megatron_scalerl.launch import engines as engines_module
 from megatron_scalerl.launch import trainer as trainer_module
-from megatron_scalerl.launch.engines import LocalEngines
-from megatron_scalerl.launch.local import until_failure
-from megatron_scalerl.launch.trainer import LocalTrainer
+from megatron_scalerl.launch.engines import Engines
+from megatron_scalerl.launch.fleet import Attempt
+from megatron_scalerl.launch.hosts import ONE_HOST
+from megatron_scalerl.launch.launcher import until_failure
+from megatron_scalerl.launch.placement import Placement
+from megatron_scalerl.launch.trainer import TrainerRanks
 from megatron_scalerl.processes.child_process import LOG_END, ChildProcess, ProcessDied
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer.client import TrainerClient, TrainerError
@@ -51,7 +54,7 @@ def trainer(recipe, run):
         client = TrainerClient(
             world_size=1, run_id="r", incarnation="local.0", secret="secret" * 8, rendezvous=rendezvous
         )
-        return LocalTrainer(recipe, folder.attempt, client)
+        return TrainerRanks(recipe, folder.attempt, client, ONE_HOST, Placement.of(recipe, ONE_HOST))
 
     with private_folder() as rendezvous:
         trainer = run(make(rendezvous))
@@ -73,8 +76,8 @@ def test_a_failing_stop_of_the_trainer_leaves_no_child(trainer, run, tmp_path, m
         for name in ("trainer-0", "trainer-1", "trainer-2"):
             child = await ChildProcess.start(name, stand_in(tmp_path / "pids"), environment(), tmp_path / name)
             monkeypatch.setattr(child, "stop", lambda child=child: ChildProcess.stop(child, 0.3))
-            trainer._ranks.append(child)
-        last = trainer._ranks[-1]
+            trainer._children.append(child)
+        last = trainer._children[-1]
         monkeypatch.setattr(last, "stop", refuse)
         groups = set(pids_in(tmp_path / "pids", 3))
         await trainer.stop(graceful=True)
@@ -102,8 +105,8 @@ def test_a_trainer_that_never_answers_the_stop_command_does_not_block_the_end(tr
 def test_the_first_rank_that_exits_ends_the_work(trainer, run, tmp_path):
     async def scenario():
         argv = ["bash", "-c", "echo out of memory; exit 7"]
-        trainer._ranks.append(await ChildProcess.start("trainer-0", argv, environment(), tmp_path / "log"))
-        trainer._watches.append(asyncio.create_task(trainer._ranks[0].watch()))
+        trainer._children.append(await ChildProcess.start("trainer-0", argv, environment(), tmp_path / "log"))
+        trainer._watches.append(asyncio.create_task(trainer._children[0].watch()))
         trainer._started.set()
         await until_failure(asyncio.Event().wait(), trainer.watch)
 
@@ -142,6 +145,8 @@ class StandInHungServer:
 class StandInProcess:
     """An engine process behind a stand-in server; `fail_starts` of them do not start."""
 
+    reached = True
+
     def __init__(self, index, url, settings, fail_starts):
         self.name = f"engine-{index}"
         self.client = EngineClient(url=url, secret="s", name=self.name)
@@ -163,6 +168,10 @@ class StandInProcess:
         await self.client.close()
 
 
+def attempt_in(folder):
+    return Attempt(run_id="r", incarnation="local.0", folder=folder, recipe_file=folder / "recipe.yaml")
+
+
 def engines_of(recipe, tmp_path, monkeypatch, url, fail_starts=()):
     """Engines behind a stand-in server, and the processes and changes of state so far."""
     made, changes, failing = [], [], []
@@ -172,8 +181,15 @@ def engines_of(recipe, tmp_path, monkeypatch, url, fail_starts=()):
         made.append(StandInProcess(index, url, recipe.engine, failing))
         return made[-1]
 
-    monkeypatch.setattr(LocalEngines, "_make", make)
-    engines = LocalEngines(recipe, logs=tmp_path, secret="s", record=lambda m: changes.append((m.name, str(m.state))))
+    monkeypatch.setattr(Engines, "_make", make)
+    engines = Engines(
+        recipe,
+        placement=Placement.of(recipe, ONE_HOST),
+        hosts=ONE_HOST,
+        attempt=attempt_in(tmp_path),
+        secret="s",
+        record=lambda m: changes.append((m.name, str(m.state))),
+    )
     failing.extend(fail_starts)
     return engines, made, changes
 
@@ -292,9 +308,10 @@ def test_the_address_of_an_engine_is_bound_when_it_is_chosen(recipe, tmp_path):
     """No other process can bind it between the choice and the start of the server, even with SO_REUSEADDR."""
     import socket
 
-    engines = LocalEngines(recipe, logs=tmp_path, secret="s")
+    placement = Placement.of(recipe, ONE_HOST)
+    engines = Engines(recipe, placement=placement, hosts=ONE_HOST, attempt=attempt_in(tmp_path), secret="s")
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with pytest.raises(OSError, match="in use"):
-            other.bind(("127.0.0.1", engines._processes[0].port))
-    engines._processes[0]._socket.close()
+            other.bind(("127.0.0.1", engines._processes[0].server.port))
+    engines._processes[0].server._socket.close()

@@ -1,0 +1,115 @@
+"""`megatron-scalerl engine --join RUN`: add an engine on this host to a run that another host's controller serves."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import re
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+EPILOG = """examples:
+  megatron-scalerl engine --join runs/my_run              until the run ends, or SIGTERM
+  megatron-scalerl engine --join runs/my_run --devices 2  with the first two GPUs that are visible
+
+RUN is on a folder that this host and the controller's see. The engine serves once it has the current weights. When it
+is evicted, or the controller ends, it is started again, after a delay, until the run is finished."""
+
+AGENT = (sys.executable, "-m", "megatron_scalerl.engine.agent")
+"""The program of one start of the engine."""
+ATTEMPTS, END = "attempts.jsonl", "end.json"
+"""Files of a run (`controller.run_folder`, which imports torch: this process stays small beside an engine)."""
+FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 60.0
+"""Delay before the first start again in a row, which doubles with each, and its bound (seconds)."""
+HEALTHY_S = 600.0
+"""An engine that ran for so long starts a new row (seconds)."""
+
+_STOP_S = 30.0
+"""Seconds for the agent to end its server after SIGTERM."""
+_HOST_CHARACTERS = 48
+"""Of the host's name in an engine's name."""
+_ENDS = {
+    0: "the controller let it stop",
+    1: "its server ended",
+    3: "the controller is gone",
+    4: "no controller accepted it",
+}
+"""Exit codes of the agent."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.description = "Add an engine on this host to a run on several hosts."
+    parser.epilog = EPILOG
+    parser.add_argument("--join", metavar="RUN", required=True, help="folder of the run")
+    parser.add_argument(
+        "--devices", type=int, metavar="N", help="devices of the engine (default: engine.devices_per_engine)"
+    )
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Keep one engine in the run until this ends. Raises ValueError for user errors, OSError for files."""
+    from megatron_scalerl.processes.signals import Stopped, run_until_signal
+    from megatron_scalerl.recipe.file import load_recipe
+
+    folder = Path(arguments.join).absolute()
+    if not (folder / "recipe.yaml").is_file():
+        raise ValueError(f"--join: expected the folder of a run, found no recipe.yaml in {folder}")
+    devices = arguments.devices
+    if devices is None:
+        devices = load_recipe(str(folder / "recipe.yaml")).engine.devices_per_engine
+    if devices < 1:
+        raise ValueError(f"--devices: expected at least 1, found {devices}")
+    name = engine_name()
+    console.print(f"{name}: {devices} devices; log: {folder / 'logs' / name}.log")
+    try:
+        run_until_signal(_keep_joined(folder, name, devices, console))
+    except Stopped as stopped:
+        console.print(f"{name}: stopped by a signal")
+        return stopped.exit_code
+    console.print(f"{name}: the run is finished")
+    return 0
+
+
+def engine_name() -> str:
+    """The engine's name in the run: extra-JOB-STEP on Slurm, otherwise of host and process; the same each time."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if not job:
+        host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:_HOST_CHARACTERS]
+        return f"extra-{host}-{os.getpid()}"
+    step, process = os.environ.get("SLURM_STEP_ID", "0"), os.environ.get("SLURM_PROCID", "0")
+    return f"extra-{job}-{step}" + (f".{process}" if process != "0" else "")
+
+
+def has_ended(folder: Path) -> bool:
+    """Whether the newest attempt of the run finished it. An earlier end does not count: the run was extended."""
+    from megatron_scalerl.checkpoints.jsonl import read_jsonl
+
+    attempts, ends = ([row["incarnation"] for row in read_jsonl(folder / file)] for file in (ATTEMPTS, END))
+    return bool(attempts) and attempts[-1:] == ends[-1:]
+
+
+async def _keep_joined(folder: Path, name: str, devices: int, console: Console) -> None:
+    """Start an agent again whenever one ends, until the run has ended."""
+    from megatron_scalerl.processes.child_process import ChildProcess
+
+    argv = [*AGENT, str(folder), "--name", name, "--devices", str(devices)]
+    failures = 0
+    while not has_ended(folder):
+        started = time.monotonic()
+        agent = await ChildProcess.start(name, argv, os.environ, folder / "logs" / f"{name}.log")
+        try:
+            code = await agent.wait()
+        finally:
+            await agent.stop(_STOP_S)
+        failures = 1 if time.monotonic() - started > HEALTHY_S else failures + 1
+        delay = min(FIRST_DELAY_S * 2 ** (failures - 1), LONGEST_DELAY_S)
+        console.print(f"{name}: {_ENDS.get(code, f'exited with code {code}')}; next look at the run in {delay:g} s")
+        await asyncio.sleep(delay)

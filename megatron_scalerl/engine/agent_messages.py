@@ -1,0 +1,134 @@
+"""Messages between the controller and the agents of engines on other hosts, and their msgpack form.
+
+    agent                          controller
+    Hello           ------------>
+                    <------------  Welcome, or Refused: exit
+    Up              ------------>
+    Exited          ------------>  (the server ended)
+                    <------------  Stop (end the server)
+
+The controller binds a ROUTER socket, every agent connects a DEALER; `distributed.sockets` encrypts both. A message is
+one frame of at most LONGEST bytes, and every text in it has a limit of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+
+LONGEST = 1 << 17
+"""Bytes of the longest message. ZeroMQ closes the connection of a peer that sends a longer one."""
+LOG_CHARACTERS = 20_000
+"""Of the end of a server's log."""
+REASON_CHARACTERS = 1_000
+"""Of a reason."""
+_NAME = r"^(engine-[0-9]{1,6}|extra-[A-Za-z0-9._-]{1,64})$"
+_URL = r"^https://(\[[0-9A-Fa-f:.%a-z]{2,64}\]|[0-9.]{7,15}):[0-9]{1,5}$"
+
+JOINING = "extra-"
+"""Names of engines that the controller did not start begin so; those of the others are engine-N."""
+
+Identifier = Annotated[str, msgspec.Meta(max_length=128)]
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Agent to controller: first message."""
+
+    name: Annotated[str, msgspec.Meta(pattern=_NAME)]
+    """engine-N of an engine that the controller starts, extra-... of one that joins."""
+    run_id: Identifier
+    incarnation: Identifier
+    """Of the start of the controller that the agent was started by, or wants to join."""
+    start: Identifier
+    """Identifies this start of the engine, as the controller chose it; empty for an engine that joins."""
+    host: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:-]{1,255}$")]
+    """Name of the agent's host."""
+    devices: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    """Devices of the engine."""
+
+
+class Welcome(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Controller to agent: accepted, start the server."""
+
+    certificate: str
+    """PEM, for TLS."""
+    key: str
+    """PEM; secret."""
+    transport: str
+    """Of the weights: gloo or nccl."""
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Controller to agent: end the server if there is one, and exit, for this reason."""
+
+    reason: str
+
+
+class Ping(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Controller to agent: no operation; sending it shows whether the agent is still connected."""
+
+
+class Up(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Agent to controller: the server is up."""
+
+    url: Annotated[str, msgspec.Meta(pattern=_URL)]
+    """https://ADDRESS:PORT"""
+
+
+class Exited(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Agent to controller: there is no server, and the agent exits next."""
+
+    code: Annotated[int, msgspec.Meta(ge=-256, le=256)] | None = None
+    """Exit code of the server, negative for a signal; None if it was not started."""
+    reason: Annotated[str, msgspec.Meta(max_length=REASON_CHARACTERS)] = ""
+    """Why it was not started."""
+    log: Annotated[str, msgspec.Meta(max_length=LOG_CHARACTERS)] = ""
+    """The last lines that the server wrote."""
+
+
+class Stop(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Controller to agent: end the server and exit with 0."""
+
+    grace_s: Annotated[float, msgspec.Meta(ge=0, le=3600)]
+    """Seconds between SIGTERM and SIGKILL; 0: SIGKILL at once."""
+
+
+ToAgent = Welcome | Refused | Ping | Stop
+ToController = Hello | Up | Exited
+
+_to_agent = msgspec.msgpack.Decoder(ToAgent)
+_to_controller = msgspec.msgpack.Decoder(ToController)
+
+
+class InvalidMessage(RuntimeError):
+    """Bytes that are not a message of this protocol: the peer is broken, or has another version."""
+
+
+def encode(message: Any) -> bytes:
+    """A message as msgpack."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode_for_agent(frames: Sequence[bytes]) -> ToAgent:
+    """A message of the controller. Raises InvalidMessage for anything else."""
+    return _decoded(_to_agent, frames)
+
+
+def decode_for_controller(frames: Sequence[bytes]) -> ToController:
+    """A message of an agent. Raises InvalidMessage for anything else."""
+    return _decoded(_to_controller, frames)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[Any], frames: Sequence[bytes]) -> Any:
+    if len(frames) != 1 or len(frames[0]) > LONGEST:
+        raise InvalidMessage(
+            f"expected a message in one frame of at most {LONGEST} bytes, found {len(frames)} frames with "
+            f"{sum(map(len, frames))} bytes"
+        )
+    try:
+        return decoder.decode(frames[0])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        why = ascii(str(error))[1:-1][:300]  # it may quote the message
+        raise InvalidMessage(f"expected a message, found {len(frames[0])} bytes that are none ({why})") from error

@@ -1,0 +1,88 @@
+"""The TLS certificate of the engines on other hosts: one for every start of a run, made by the controller.
+
+It is signed by itself and is the only one that the controller's clients trust, so whoever answers in its name holds
+its private key. Host names are not compared: a pinned key says more. The agents receive certificate and key over
+their encrypted socket (`engine.control`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import ssl
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from megatron_scalerl.distributed.rendezvous import private_folder
+
+_BEGIN = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
+_END = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
+"""No well-defined end (RFC 5280, 4.1.2.5): the certificate is discarded with the start of the run that made it, and a
+clock that jumps must not end one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """A certificate and its private key. Produced by `make_certificate`."""
+
+    certificate: str
+    """PEM."""
+    key: str = field(repr=False)
+    """PEM, not encrypted; secret."""
+
+    def trusting(self) -> ssl.SSLContext:
+        """A client's context that accepts this certificate and no other one."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False  # the certificate itself is pinned
+        context.load_verify_locations(cadata=self.certificate)
+        return context
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertificateFiles:
+    """A certificate and its private key as files, as vLLM's server reads them."""
+
+    certificate: Path
+    key: Path
+
+
+def make_certificate() -> Certificate:
+    """A new certificate that signs itself and nothing else."""
+    private = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "megatron_scalerl engine")])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(private.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(_BEGIN)
+        .not_valid_after(_END)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .sign(private, hashes.SHA256())
+    )
+    key = private.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return Certificate(certificate=certificate.public_bytes(serialization.Encoding.PEM).decode(), key=key.decode())
+
+
+@contextlib.contextmanager
+def certificate_files(certificate: Certificate) -> Iterator[CertificateFiles]:
+    """The certificate in files that only this user can read, deleted at the end of the block."""
+    with private_folder() as folder:
+        files = CertificateFiles(
+            certificate=Path(folder.folder) / "certificate.pem", key=Path(folder.folder) / "key.pem"
+        )
+        for path, text in ((files.certificate, certificate.certificate), (files.key, certificate.key)):
+            path.touch(mode=0o600, exist_ok=False)
+            path.write_text(text, encoding="ascii")
+        yield files

@@ -1,0 +1,222 @@
+"""One vLLM server as a child process. Runs in the controller and, on other hosts, in the engine's agent.
+
+The parent binds the server's address and passes the listening socket on (`engine.server`), so that nobody takes a
+free port between its choice and its use. The server reports through a pipe that it is up (`engine.vllm_plugin`). Its
+output goes to a log file or, in an agent, to the pipe of `engine.log_copy`. It leads its own process group, so that
+its core and its workers stop with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_scalerl.distributed.rendezvous import LOOPBACK
+from megatron_scalerl.engine.certificate import CertificateFiles
+from megatron_scalerl.engine.options import engine_arguments, engine_command, engine_environment
+from megatron_scalerl.processes.child_process import ChildProcess, log_end
+from megatron_scalerl.recipe import Recipe
+
+STOP_S = 20.0
+"""Seconds between SIGTERM and SIGKILL when a server is stopped."""
+_BACKLOG = 2048
+
+
+class ServerEnded(RuntimeError):
+    """The server ended before it was up; the message continues "engine-0 (port 8000) ..."."""
+
+
+class Server(Protocol):
+    """One vLLM server, wherever it runs. `start` once; `kill` and `stop` at any time."""
+
+    name: str
+    """engine-N"""
+
+    @property
+    def where(self) -> str:
+        """Where it runs, as part of an error message: a port, or a host."""
+
+    @property
+    def reached(self) -> bool:
+        """Whether its host was there when it was started."""
+
+    async def start(self) -> str:
+        """Start it and wait until it is up; its URL. Raises ServerEnded, and OSError if it cannot be started."""
+
+    async def wait(self) -> str:
+        """Wait until it has ended after its start; how, as the message of ServerEnded."""
+
+    def log_end(self) -> str:
+        """The last lines of its log as the end of an error message."""
+
+    def kill(self) -> None:
+        """Let `stop` end it at once, by SIGKILL; does not wait. A no-op before the start."""
+
+    async def stop(self) -> None:
+        """End it with all its processes. May be called twice. Raises RuntimeError if it may still be running."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerPlace:
+    """Where a server runs and what it listens on."""
+
+    host: str
+    """Address of this host."""
+    port: int = 0
+    """0: a free one is chosen."""
+    devices: str | None = None
+    """Its CUDA_VISIBLE_DEVICES; None: unchanged."""
+    interface: str = LOOPBACK
+    """Name of the interface to the other members of a weight group over NCCL."""
+    tls: CertificateFiles | None = None
+    """None: HTTP without TLS, for loopback."""
+
+
+class LocalServer:
+    """A `Server` that is a child of this process."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        place: ServerPlace,
+        *,
+        name: str,
+        secret: str,
+        log_path: str | Path,
+        transport: str,
+        output: int | None = None,
+    ) -> None:
+        """transport: gloo or nccl. output: descriptor that gets the server's output in place of the log.
+
+        Binds the server's address. Raises ValueError for an option that vLLM does not know and for a port in use.
+        """
+        self.name = name
+        self.log_path = Path(log_path)
+        self._recipe, self._place, self._secret, self._output = recipe, place, secret, output
+        self._socket = bind_server(place.host, place.port)
+        self.port: int = self._socket.getsockname()[1]
+        self._arguments = engine_arguments(
+            recipe, host=place.host, port=self.port, transport=transport, tls=place.tls
+        )
+        self._process: ChildProcess | None = None
+
+    @property
+    def where(self) -> str:
+        """Part of an error message."""
+        return f"port {self.port}"
+
+    @property
+    def reached(self) -> bool:
+        """True: its host is this one."""
+        return True
+
+    @property
+    def url(self) -> str:
+        """What its clients connect to."""
+        host = f"[{self._place.host}]" if ":" in self._place.host else self._place.host
+        return f"{'https' if self._place.tls else 'http'}://{host}:{self.port}"
+
+    @property
+    def started(self) -> bool:
+        """Whether its process was started."""
+        return self._process is not None
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server, also the id of its process group."""
+        assert self._process is not None, "started"
+        return self._process.pid
+
+    async def start(self) -> str:
+        """Start the process and wait until it is up; its URL. Raises ServerEnded and OSError."""
+        assert self._process is None, "a server starts once"
+        read = await self._launch()
+        await self._ready(read)
+        return self.url
+
+    async def exit_code(self) -> int:
+        """Wait until the process has exited; its exit code, negative for a signal."""
+        assert self._process is not None, "started"
+        return await self._process.wait()
+
+    async def wait(self) -> str:
+        """Wait until the process has exited; how."""
+        return f"exited with code {await self.exit_code()}"
+
+    def log_end(self) -> str:
+        """The last lines of its log as the end of an error message."""
+        return log_end(self.log_path)
+
+    def kill(self) -> None:
+        """Send SIGKILL to the server's process group; does not wait. A no-op before the start."""
+        if self._process is not None:
+            self._process.kill()
+
+    async def stop(self, grace_s: float = STOP_S) -> None:
+        """Terminate the server with all its processes, after `grace_s` seconds by SIGKILL. May be called twice."""
+        self._socket.close()
+        if self._process is not None:
+            await self._process.stop(grace_s)
+
+    async def _launch(self) -> int:
+        """Start the process; returns the read end of the pipe on which it reports that it is up."""
+        read, write = os.pipe()
+        listening = self._socket.fileno()
+        env = engine_environment(
+            self._recipe,
+            secret=self._secret,
+            ready_fd=write,
+            listen_fd=listening,
+            devices=self._place.devices,
+            interface=self._place.interface,
+        )
+        command = engine_command(self._arguments)
+        try:
+            self._process = await ChildProcess.start(
+                self.name, command, env, self.log_path, pass_fds=(write, listening), output=self._output
+            )
+        except BaseException:
+            os.close(read)
+            raise
+        finally:
+            os.close(write)
+            self._socket.close()  # the server alone listens now: once it exits, connections are refused
+        return read
+
+    async def _ready(self, read: int) -> None:
+        """Wait for the plugin's byte or the exit of the process."""
+        loop = asyncio.get_running_loop()
+        up: asyncio.Future[bytes] = loop.create_future()
+
+        def readable() -> None:
+            loop.remove_reader(read)
+            up.set_result(os.read(read, 1))
+
+        loop.add_reader(read, readable)
+        exit_code = asyncio.create_task(self.exit_code())
+        try:
+            either: set[asyncio.Future[Any]] = {up, exit_code}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not up.done() or not up.result():  # the write end was closed: the process is about to exit
+                raise ServerEnded(f"exited with code {await exit_code} before it was up")
+        finally:
+            loop.remove_reader(read)
+            os.close(read)
+            exit_code.cancel()
+            await asyncio.gather(exit_code, return_exceptions=True)
+
+
+def bind_server(host: str, port: int) -> socket.socket:
+    """A socket that listens on this address, on a free port for 0. Raises ValueError for a port in use."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as err:
+        if err.errno != errno.EADDRINUSE:
+            raise ValueError(f"engine.host: expected an address of this machine, found {host} ({err})") from None
+        raise ValueError(f"engine.port: expected a free port, found {host}:{port} in use") from None

@@ -1,0 +1,122 @@
+"""Which rank and which engine runs on which host, and on which of its devices.
+
+The trainer's ranks fill one host after the other, from each host's first device on; the engines follow, and none
+spans two hosts.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from megatron_scalerl.launch.hosts import Host, Hosts
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.hosts_needed import hosts_needed
+from megatron_scalerl.weights.transport import resolve_transport
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostRanks:
+    """The trainer's ranks on one host, which use its first devices in their order."""
+
+    host: Host
+    first: int
+    """The lowest rank."""
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnginePlace:
+    """One engine's place."""
+
+    host: Host
+    positions: tuple[int, ...] | None
+    """Its devices, as indices into the host's visible GPUs; None without GPUs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The places of all processes of a run."""
+
+    trainer: tuple[HostRanks, ...]
+    engines: tuple[EnginePlace, ...]
+
+    @classmethod
+    def of(cls, recipe: Recipe, hosts: Hosts) -> Placement:
+        """The places on these hosts. Raises ValueError if they have too few devices, or an engine needs more than
+        one of them has."""
+        gpus = resolve_transport(recipe.weights.transport) == "nccl"
+        slots = hosts.slots or (len(visible_gpus()) if gpus else _needed(recipe))
+        trainer = _ranks(recipe.trainer.world_size, hosts, slots)
+        used = [sum(ranks.count for ranks in trainer if ranks.host == host) for host in hosts.hosts]
+        each, engines = recipe.engine.devices_per_engine, []
+        number = 0
+        for _ in range(recipe.engine.count):
+            while number < len(used) and used[number] + each > slots:
+                number += 1
+            if number == len(used):
+                break
+            positions = tuple(range(used[number], used[number] + each)) if gpus else None
+            engines.append(EnginePlace(host=hosts.hosts[number], positions=positions))
+            used[number] += each
+        placed = sum(ranks.count for ranks in trainer)
+        if placed < recipe.trainer.world_size or len(engines) < recipe.engine.count:
+            raise ValueError(_too_few(recipe, hosts, slots, gpus=gpus))
+        return cls(trainer=tuple(trainer), engines=tuple(engines))
+
+    def engine_host(self, index: int) -> Host:
+        """The host of engine `index`."""
+        return self.engines[index].host
+
+    def engine_positions(self, index: int) -> tuple[int, ...] | None:
+        """The devices of engine `index`, as indices into its host's visible GPUs; None without GPUs."""
+        return self.engines[index].positions
+
+
+def visible_gpus() -> list[str]:
+    """Names of the GPUs that a process on this host sees, as CUDA_VISIBLE_DEVICES has them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible:
+        return visible.split(",")
+    from megatron_scalerl.distributed.device import gpu_count  # imports torch
+
+    return [str(number) for number in range(gpu_count())]
+
+
+def gpus_at(positions: tuple[int, ...] | None) -> str | None:
+    """CUDA_VISIBLE_DEVICES with the GPUs of this host at these positions; None without GPUs."""
+    if positions is None:
+        return None
+    names = visible_gpus()
+    return ",".join(names[position] for position in positions)
+
+
+def _ranks(count: int, hosts: Hosts, slots: int) -> list[HostRanks]:
+    placed: list[HostRanks] = []
+    for number, host in enumerate(hosts.hosts):
+        if (here := min(slots, count - number * slots)) > 0:
+            placed.append(HostRanks(host=host, first=number * slots, count=here))
+    return placed
+
+
+def _needed(recipe: Recipe) -> int:
+    return recipe.trainer.world_size + recipe.engine.count * recipe.engine.devices_per_engine
+
+
+def _too_few(recipe: Recipe, hosts: Hosts, slots: int, *, gpus: bool) -> str:
+    fleet = (
+        f"{recipe.trainer.world_size} trainer ranks and {recipe.engine.count} engines of "
+        f"{recipe.engine.devices_per_engine}"
+    )
+    if hosts.slots is None:
+        return (
+            f"engine.count: expected at least {_needed(recipe)} visible GPUs for trainer and engines, found {slots}"
+        )
+    needed = hosts_needed(recipe, slots)
+    what = "GPUs" if gpus else "devices"
+    if needed is None:
+        return (
+            f"--slots: expected at least {recipe.engine.devices_per_engine} {what} on a host, which one engine needs "
+            f"(engine.devices_per_engine), found {slots}"
+        )
+    return f"--hosts: expected at least {needed} hosts with {slots} {what} each for {fleet}, found {len(hosts.hosts)}"

@@ -1,0 +1,45 @@
+"""The run's secret in a file that only its owner can read, for processes on other hosts that share the folder.
+
+On one host the secret is in the environment of the child processes, which no other user can read. Neither an
+argument list nor the environment of a program that starts on another host keeps it from others.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+_LONGEST = 4096
+
+
+def write_secret(path: Path, secret: str) -> None:
+    """Write the secret to `path`, mode 0600, in a folder that is made, or set, to mode 0700. Raises OSError."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.parent.chmod(0o700)
+    path.unlink(missing_ok=True)  # of an earlier start; its mode or owner may be another one
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        os.write(handle, secret.encode())
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_secret(path: Path) -> str:
+    """The secret. Raises ValueError for a file that another user owns or can read, OSError if there is none."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        found = os.fstat(handle)
+        mode = stat.S_IMODE(found.st_mode)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or mode & 0o077:
+            raise ValueError(
+                f"{path}: expected a file of user {os.geteuid()} with mode 0600, found one of user {found.st_uid} "
+                f"with mode {mode:04o}"
+            )
+        secret = os.read(handle, _LONGEST).decode()
+    finally:
+        os.close(handle)
+    if not secret:
+        raise ValueError(f"{path}: expected the secret of a run, found an empty file")
+    return secret

@@ -1,0 +1,75 @@
+"""The trainer's ranks on a host other than the controller's: `python -m megatron_scalerl.trainer.host_ranks`.
+
+Environment: what `trainer.worker` reads, but MSRL_RANKS (FIRST:COUNT) in place of RANK and MSRL_SECRET_FILE in place
+of MSRL_SECRET; the files are on a folder that all hosts see.
+
+It starts the host's ranks as child processes and waits for them. When one fails the others are ended, and this
+process exits with 1 and names the one that failed first. SIGTERM ends all. The ranks die with this process, and exit
+by themselves when the controller disconnects: none of them is left behind, whatever becomes of the connection over
+which this program was started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from pathlib import Path
+
+from megatron_scalerl.distributed.rendezvous import own_address
+from megatron_scalerl.processes.child_process import ChildProcess, log_end
+from megatron_scalerl.processes.logs import log_to_stderr
+from megatron_scalerl.processes.secret_file import read_secret
+from megatron_scalerl.processes.signals import Stopped, run_until_signal
+from megatron_scalerl.recipe.file import load_recipe
+from megatron_scalerl.trainer.rank_process import start_rank
+
+logger = logging.getLogger("megatron_scalerl.trainer.host_ranks")  # also where this module is __main__
+
+_VARIABLES = ("MSRL_RANKS", "MSRL_SECRET_FILE", "MSRL_CONTROLLER", "MSRL_RECIPE", "MSRL_LOGS")
+
+
+async def serve() -> int:
+    """Start the ranks and wait until all have exited; the exit code. Raises ValueError for the environment."""
+    missing = [name for name in _VARIABLES if not os.environ.get(name)]
+    if missing:
+        raise ValueError(f"environment: expected {', '.join(_VARIABLES)}, missing {', '.join(missing)}")
+    first, count = map(int, os.environ["MSRL_RANKS"].split(":"))
+    controller = os.environ["MSRL_CONTROLLER"].removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    env = {"MSRL_SECRET": read_secret(Path(os.environ["MSRL_SECRET_FILE"]))}
+    if first == 0:
+        env["MSRL_BIND_HOST"] = own_address(controller)
+    threads = load_recipe(os.environ["MSRL_RECIPE"]).trainer.threads
+    ranks: list[ChildProcess] = []
+    try:
+        for number in range(count):
+            log = Path(os.environ["MSRL_LOGS"]) / f"trainer-{first + number}.log"
+            ranks.append(await start_rank(env, rank=first + number, local_rank=number, threads=threads, log=log))
+        exits = {asyncio.create_task(rank.wait()): rank for rank in ranks}
+        for task in asyncio.as_completed(exits):
+            await task
+            failed = [rank for done, rank in exits.items() if done.done() and done.result() != 0]
+            if failed:
+                code = next(done.result() for done, rank in exits.items() if rank is failed[0])
+                logger.error("%s exited with code %d%s", failed[0].name, code, log_end(failed[0].log))
+                return 1
+        return 0
+    finally:
+        await asyncio.gather(*(rank.stop() for rank in ranks))
+
+
+def main() -> int:
+    """Run the ranks of this host. Returns the exit status."""
+    log_to_stderr()
+    try:
+        return run_until_signal(serve())
+    except Stopped as stopped:
+        return stopped.exit_code
+    except (ValueError, OSError) as error:
+        logger.error("%s", error)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""The pinned certificate: the client accepts it and nothing else, and files of it do not stay."""
+
+import asyncio
+import contextlib
+import datetime
+import ssl
+
+import pytest
+from aiohttp import web
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+from megatron_scalerl.engine.answers import EngineError
+from megatron_scalerl.engine.certificate import (
+    Certificate,
+    CertificateFiles,
+    certificate_files,
+    make_certificate,
+)
+from megatron_scalerl.engine.client import SECRET_HEADER, EngineClient
+
+SECRET = "the secret of this run"
+
+
+@contextlib.asynccontextmanager
+async def serving(certificate=None, answer=None):
+    """A stand-in server, with TLS if there is a certificate; yields its port and the secrets it received."""
+    received = []
+
+    async def progress(request):
+        received.append(request.headers.get(SECRET_HEADER))
+        if answer is not None:
+            raise answer()
+        return web.json_response({"cores": [], "dead": False})
+
+    app = web.Application()
+    app.router.add_get("/msrl/progress", progress)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    context = None
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        with certificate_files(certificate) as files:
+            context.load_cert_chain(files.certificate, files.key)
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
+    try:
+        yield runner.addresses[0][1], received
+    finally:
+        await runner.cleanup()
+
+
+async def asked(scheme, port, tls):
+    async with EngineClient(url=f"{scheme}://127.0.0.1:{port}", secret=SECRET, tls=tls) as client:
+        return await client.progress()
+
+
+def test_the_pinned_certificate_is_accepted():
+    async def scenario():
+        certificate = make_certificate()
+        async with serving(certificate) as (port, received):
+            await asked("https", port, certificate.trusting())
+            return received
+
+    assert asyncio.run(scenario()) == [SECRET]
+
+
+def test_another_certificate_is_refused_before_the_secret_is_sent():
+    async def scenario():
+        async with serving(make_certificate()) as (port, received):
+            for tls in (make_certificate().trusting(), None):
+                with pytest.raises(EngineError, match="certificate verify failed"):
+                    await asked("https", port, tls)
+            return received
+
+    assert asyncio.run(scenario()) == []
+
+
+def test_a_certificate_that_the_pinned_key_has_signed_is_refused():
+    """The agents hold the key; what it signs is not the pinned certificate."""
+
+    async def scenario():
+        pinned, other = make_certificate(), make_certificate()
+        own, foreign = (x509.load_pem_x509_certificate(c.certificate.encode()) for c in (pinned, other))
+        issued = (
+            x509.CertificateBuilder()
+            .subject_name(x509.Name([]))
+            .issuer_name(own.subject)
+            .public_key(foreign.public_key())
+            .serial_number(7)
+            .not_valid_before(datetime.datetime(2001, 1, 1))
+            .not_valid_after(datetime.datetime(2099, 1, 1))
+            .sign(load_pem_private_key(pinned.key.encode(), None), hashes.SHA256())
+        )
+        pem = issued.public_bytes(serialization.Encoding.PEM).decode()
+        async with serving(Certificate(certificate=pem, key=other.key)) as (port, received):
+            with pytest.raises(EngineError, match="certificate verify failed"):
+                await asked("https", port, pinned.trusting())
+            return received
+
+    assert asyncio.run(scenario()) == []
+
+
+def test_plain_http_is_refused():
+    async def scenario():
+        certificate = make_certificate()
+        async with serving() as (port, received):
+            with pytest.raises(EngineError, match=r"(?i)ssl"):
+                await asked("https", port, certificate.trusting())
+        async with serving(certificate) as (port, also):
+            with pytest.raises(EngineError):
+                await asked("http", port, certificate.trusting())
+        return received + also
+
+    assert asyncio.run(scenario()) == []
+
+
+def test_an_old_version_of_tls_is_refused():
+    assert make_certificate().trusting().minimum_version is ssl.TLSVersion.TLSv1_3
+
+
+def test_a_redirection_is_not_followed():
+    """It would carry the secret to another place."""
+
+    async def scenario():
+        async with serving() as (other, received):
+
+            def elsewhere():
+                return web.HTTPTemporaryRedirect(f"http://127.0.0.1:{other}/msrl/progress")
+
+            async with serving(answer=elsewhere) as (port, _):
+                with pytest.raises(EngineError, match="307"):
+                    await asked("http", port, None)
+        return received
+
+    assert asyncio.run(scenario()) == []
+
+
+def test_files_of_a_certificate_are_private_and_do_not_stay():
+    certificate = make_certificate()
+    with certificate_files(certificate) as files:
+        assert isinstance(files, CertificateFiles)
+        modes = [path.stat().st_mode & 0o777 for path in (files.key.parent, files.key, files.certificate)]
+        assert modes == [0o700, 0o600, 0o600]
+        assert files.key.read_text() == certificate.key
+    assert not files.key.parent.exists()
+    assert certificate.key not in repr(certificate)

@@ -1,0 +1,76 @@
+"""Engines of a run on "other hosts", which are this one under other addresses, and what is left of them."""
+
+import asyncio
+import contextlib
+import json
+import sys
+from pathlib import Path
+
+import psutil
+
+from megatron_scalerl.engine.control_folder import secret_file
+from megatron_scalerl.launch.engines import Engines
+from megatron_scalerl.launch.fleet import Attempt
+from megatron_scalerl.launch.hosts import hosts_of
+from megatron_scalerl.launch.placement import Placement
+from megatron_scalerl.processes.secret_file import write_secret
+from megatron_scalerl.recipe.file import dump_recipe, load_recipe
+
+SECRET = "the secret of this run"
+STAND_IN_HOST = Path(__file__).parent / "stand_in_host.py"
+
+
+@contextlib.asynccontextmanager
+async def engines_of(recipe, folder, record=lambda member: None, *, incarnation="local.0", start=True):
+    """The engines of a run: engine-0 on host b, engine-1 on host c."""
+    file = folder / "recipe.yaml"
+    file.write_text(dump_recipe(recipe))
+    attempts = folder / "attempts.jsonl"
+    attempts.write_text(json.dumps({"run_id": "run", "incarnation": incarnation, "unix_time": 0.0}) + "\n")
+    write_secret(secret_file(folder), SECRET)
+    run_on = f"{sys.executable} {STAND_IN_HOST} {{host}}"
+    hosts = hosts_of("a,b,c", slots=1, run_on=run_on, address="127.0.0.1")
+    attempt = Attempt(run_id="run", incarnation=incarnation, folder=folder, recipe_file=file)
+    placement = Placement.of(recipe, hosts)
+    engines = Engines(recipe, placement=placement, hosts=hosts, attempt=attempt, secret=SECRET, record=record)
+    try:
+        if start:
+            await engines.start()
+        yield engines
+    finally:
+        await engines.stop()
+
+
+def agents(folder):
+    """The agents of this run, by name of their engine."""
+    found = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            line = process.cmdline()
+            if str(folder) in line and "--name" in line and "agent" in " ".join(line[:3]):
+                found[line[line.index("--name") + 1]] = process
+    return found
+
+
+def with_children(process):
+    """A process and all below it."""
+    return [process, *process.children(recursive=True)]
+
+
+async def none_left(processes, within_s=30.0):
+    """Wait until all of `processes` are gone."""
+    async with asyncio.timeout(within_s):
+        while left := [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+            await asyncio.sleep(0.05)
+    assert not left
+
+
+async def main(folder):
+    """Serve engines until this process is killed, as a controller; prints `up` once all are."""
+    async with engines_of(load_recipe(str(folder / "given.yaml")), folder) as engines:
+        print("up", flush=True)
+        await engines.watch()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1])))

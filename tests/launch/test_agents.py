@@ -1,0 +1,279 @@
+"""Agents of engines on other hosts as real processes, with stand-in servers: none of them is ever left behind."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from engine.engine_recipes import recipe_for
+from launch import other_hosts
+from launch.other_hosts import SECRET, agents, engines_of, none_left, with_children
+from launch.stand_ins import environment
+
+from megatron_scalerl.commands import engine
+from megatron_scalerl.commands.engine import has_ended
+from megatron_scalerl.controller import run_folder as run_folder_module
+from megatron_scalerl.engine.client import SamplingSpec
+from megatron_scalerl.engine.control_folder import secret_file
+from megatron_scalerl.engine.membership import EngineState
+from megatron_scalerl.engine.watchdog import EngineDied
+from megatron_scalerl.launch import engines as engines_module
+from megatron_scalerl.processes.secret_file import write_secret
+from megatron_scalerl.recipe.file import dump_recipe
+from megatron_scalerl.tiny.policy import make_llama
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+AGENT, JOIN = (Path(__file__).parent / f"{name}_with_stand_in.py" for name in ("agent", "join"))
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("policy")
+    make_llama(folder, 0)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch, tmp_path):
+    for name, value in environment(STAND_IN_SERVERS="1", STAND_IN_DOWN=str(tmp_path / "down")).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(engines_module, "FIRST_DELAY_S", 0.1)
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    return folder
+
+
+async def generate(client):
+    return await client.generate([1, 5], sampling=SamplingSpec(max_tokens=100, seed=3))
+
+
+def scenario_of(scenario):
+    async def limited():
+        async with asyncio.timeout(200):
+            await scenario()
+
+    asyncio.run(limited())
+
+
+def check_secrets(folder, processes):
+    """The server alone has the secret in its environment, nobody in a command line; files with it are private."""
+    assert [SECRET in process.environ().values() for process in processes] == [False, True]
+    everyone = with_children(psutil.Process()) + processes
+    assert not any(SECRET in word for process in everyone for word in process.cmdline())
+    files = sorted((folder / "control").iterdir())
+    assert [(file.name, file.stat().st_mode & 0o777) for file in files] == [
+        ("controller.json", 0o600),
+        ("secret", 0o600),
+    ]
+
+
+def test_a_killed_agent_takes_its_server_along_and_a_killed_server_is_reported(policy, run_folder):
+    changes = []
+
+    async def scenario():
+        async with engines_of(recipe_for(policy), run_folder, changes.append) as engines:
+            assert engines.members.stale[0].url.startswith("https://127.0.0.2:")
+            first = with_children(agents(run_folder)["engine-0"])
+            check_secrets(run_folder, first)
+            first[0].kill()
+            await engines.members.until(lambda: engines.members.members[0].restarts == 1 and engines.members.stale)
+            await none_left(first)
+            assert re.search(r"^engine-0 \(host b\) (lost|exited)", changes[1].reason), changes[1]
+            agent, server = with_children(agents(run_folder)["engine-0"])
+            server.kill()
+            await engines.members.until(lambda: engines.members.members[0].restarts == 2 and engines.members.stale)
+            await none_left([agent])
+            assert (await generate(engines.members.stale[0])).token_ids
+            last = with_children(agents(run_folder)["engine-0"])
+            assert len(last) == 2
+        await none_left(last)
+
+    scenario_of(scenario)
+    assert [str(change.state) for change in changes] == ["stale", "draining", "lost", "starting"] * 2 + ["stale"]
+    assert changes[5].reason == "engine-0 (host b) exited with code -9"
+
+
+@pytest.mark.full
+def test_an_engine_that_cannot_start_says_why(policy, run_folder):
+    broken = recipe_for(policy)
+    (run_folder / "nowhere").mkdir()
+    broken = broken.model_copy(
+        update={"policy": broken.policy.model_copy(update={"path": str(run_folder / "nowhere")})}
+    )
+
+    async def scenario():
+        with pytest.raises(ExceptionGroup) as failure:
+            async with engines_of(broken, run_folder):
+                raise AssertionError
+        [error] = failure.value.exceptions
+        text = (
+            r"(?s)engine-0 \(host b\) exited with code 1 before it was up; the end of its log on b:.*tokenizer\.json"
+        )
+        assert isinstance(error, EngineDied) and re.match(text, str(error)), error
+
+    scenario_of(scenario)
+
+
+def controller_process(policy, run_folder, **env):
+    """A controller as a process of its own, once its engine is up."""
+    (run_folder / "given.yaml").write_text(dump_recipe(recipe_for(policy)))
+    argv = [sys.executable, other_hosts.__file__, str(run_folder)]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env={**os.environ, **env})
+    assert process.stdout.readline() == "up\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)])
+def test_a_controller_that_is_gone_or_cut_off_leaves_no_agent(policy, run_folder, number):
+    """Stopped, it stands for one whose network is gone: the connection stays open, heartbeats do not arrive."""
+    controller = controller_process(policy, run_folder, STAND_IN_LIMIT_S="2")
+    try:
+        processes = with_children(agents(run_folder)["engine-0"])
+        controller.send_signal(number)
+        asyncio.run(none_left(processes))
+    finally:
+        controller.kill()
+        controller.wait()
+
+
+@pytest.mark.full
+def test_an_agent_of_an_earlier_start_is_refused(policy, run_folder, monkeypatch):
+    monkeypatch.setenv("STAND_IN_LIMIT_S", "4")
+
+    async def refused(*arguments):
+        argv = [sys.executable, str(AGENT), str(run_folder), "--name", "engine-0", *arguments]
+        process = await asyncio.create_subprocess_exec(*argv, stderr=asyncio.subprocess.PIPE)
+        _, errors = await process.communicate()
+        assert process.returncode == 4, errors
+        return errors.decode()
+
+    async def scenario():
+        async with engines_of(recipe_for(policy), run_folder):
+            assert "expected the controller 0.9, found local.0" in await refused(
+                "--incarnation", "0.9", "--start", "x"
+            )
+            assert "engine-0: expected one agent, found a second" in await refused("--start", "x")
+            write_secret(secret_file(run_folder), "another secret")
+            assert "expected an answer within 4 s, found none" in await refused("--start", "x")
+
+    scenario_of(scenario)
+
+
+@pytest.mark.full
+def test_an_engine_whose_host_is_gone_is_given_up_and_its_devices_are_not_held(policy, run_folder, tmp_path):
+    recipe = recipe_for(policy, engine={"vllm": {"max_model_len": 2048}, "max_restarts": 2})
+    held = []
+
+    async def scenario():
+        async with engines_of(recipe, run_folder) as engines:
+            engines.members.on_devices = held.append
+            assert engines.members.devices == 1
+            (tmp_path / "down").mkdir()
+            (tmp_path / "down" / "b").touch()
+            agents(run_folder)["engine-0"].kill()
+            with pytest.raises(EngineDied, match=r"found 0 \(engine-0: engine-0 \(host b\) lost the command .* 1\)"):
+                await engines.watch()
+            assert "no route to host" in (run_folder / "logs" / "engine-0.log").read_text()
+
+    scenario_of(scenario)
+    assert held == [0]
+
+
+def joining(run_folder, **env):
+    argv = [sys.executable, JOIN, "engine", "--join", str(run_folder), "--devices", "2"]
+    return subprocess.Popen(argv, env={**os.environ, "MSRL_BIND_HOST": "127.0.0.4", **env})
+
+
+def test_an_engine_joins_leaves_and_joins_again_until_the_run_has_ended(policy, run_folder):
+    held = []
+
+    async def scenario():
+        async with engines_of(recipe_for(policy), run_folder) as engines:
+            members = engines.members
+            members.on_devices = held.append
+            joined = joining(run_folder, SLURM_JOB_ID="77", SLURM_STEP_ID="3")
+            try:
+                await members.until(lambda: len(members.stale) == 2)
+                assert [(m.name, m.devices, m.joined) for m in members.members] == [
+                    ("engine-0", 1, False),
+                    ("extra-77-3", 2, True),
+                ]
+                client = members.members[1].client
+                assert client.url.startswith("https://127.0.0.4:") and members.left == 2
+                assert (await generate(client)).token_ids == (await generate(members.stale[0])).token_ids
+                processes = with_children(agents(run_folder)["extra-77-3"])
+                processes[0].kill()
+                await members.until(lambda: members.members[1].state is EngineState.LOST)
+                assert members.left == 1 and not members.members[1].given_up
+                await none_left(processes)
+                await members.until(lambda: len(members.stale) == 2)
+                assert members.members[1].restarts == 1 and len(members.members) == 2
+                members.evict(members.members[1].client, "garbage")
+                await members.until(lambda: members.members[1].state is EngineState.LOST)
+                await members.until(lambda: len(members.stale) == 2)
+                (run_folder / "end.json").write_text('{"reason": "done", "incarnation": "local.0"}\n')
+            except BaseException:
+                joined.kill()
+                raise
+        assert await asyncio.to_thread(joined.wait, 60) == 0
+
+    scenario_of(scenario)
+    assert held == [3, 1, 3, 1, 3, 1]
+    assert agents(run_folder) == {}
+
+
+@pytest.mark.full
+def test_sigterm_ends_an_engine_that_has_joined(policy, run_folder):
+    async def scenario():
+        async with engines_of(recipe_for(policy), run_folder) as engines:
+            members = engines.members
+            joined = joining(run_folder)
+            await members.until(lambda: len(members.stale) == 2)
+            name = members.members[1].name
+            processes = with_children(agents(run_folder)[name])
+            joined.terminate()
+            assert name.startswith("extra-") and await asyncio.to_thread(joined.wait, 60) == 143
+            await none_left(processes)
+            await members.until(lambda: members.members[1].state is EngineState.LOST)
+
+    scenario_of(scenario)
+
+
+@pytest.mark.full
+def test_no_engine_joins_a_deterministic_run(policy, run_folder, monkeypatch):
+    deterministic = {"deterministic": True, "max_staleness_steps": 0}
+
+    async def scenario():
+        async with engines_of(recipe_for(policy, rollouts=deterministic), run_folder) as engines:
+            joined = joining(run_folder, SLURM_JOB_ID="7")
+            log = run_folder / "logs" / "extra-7-0.log"
+            while not (log.exists() and "refused this agent" in log.read_text()):
+                await asyncio.sleep(0.1)
+            joined.terminate()
+            await asyncio.to_thread(joined.wait, 60)
+            assert "rollouts.deterministic: expected the same engines" in log.read_text()
+            assert len(engines.members.members) == 1
+
+    scenario_of(scenario)
+
+
+def test_an_end_of_an_earlier_attempt_does_not_end_a_run_that_was_extended(run_folder):
+    assert (engine.ATTEMPTS, engine.END) == (run_folder_module.ATTEMPTS, run_folder_module.END)
+    rows = [{"run_id": "run", "incarnation": f"local.{number}"} for number in range(2)]
+    (run_folder / "attempts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert not has_ended(run_folder)
+    (run_folder / "end.json").write_text(json.dumps({"reason": "done", "incarnation": "local.0"}) + "\n")
+    assert not has_ended(run_folder)
+    (run_folder / "end.json").write_text(json.dumps({"reason": "done", "incarnation": "local.1"}) + "\n")
+    assert has_ended(run_folder)

@@ -1,0 +1,96 @@
+"""The hosts of a run as the user names them, and the command lines for programs on other hosts."""
+
+import os
+import shlex
+import socket
+import subprocess
+
+import pytest
+
+from megatron_scalerl.launch.hosts import ONE_HOST, Host, hosts_of
+
+
+def named(names="a,b", **options):
+    defaults = {"slots": 8, "run_on": None, "address": "10.1.2.3"}
+    return hosts_of(names, **defaults | options)
+
+
+def test_without_names_a_run_is_on_this_host():
+    assert hosts_of(None, slots=None, run_on=None, address=None) is ONE_HOST
+
+
+def test_this_host_is_recognized_and_needs_no_address_alone(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "a.cluster")
+    hosts = named("a,b")
+    assert hosts.hosts == (Host(name="a", here=True), Host(name="b"))
+    assert hosts.address == "10.1.2.3"
+    alone = hosts_of("a", slots=None, run_on=None, address=None)
+    assert alone.address is None and alone.slots is None
+
+
+def test_the_address_is_the_one_on_the_route_to_the_first_other_host():
+    assert named("localhost,127.0.0.2", address=None).address == "127.0.0.1"
+
+
+def test_a_command_reaches_a_shell_of_the_host_with_its_words_intact(tmp_path, monkeypatch):
+    folder = tmp_path / "a folder's name"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    hosts = named(run_on="env REACHED={host} sh -c")
+    command = hosts.command(Host(name="b"), ["sh", "-c", 'echo "$REACHED|$MORE|$0|$(pwd)"', "it's"], {"MORE": "x y"})
+    assert subprocess.check_output(command, text=True) == f"b|x y|it's|{folder}\n"
+
+
+def test_variables_of_the_user_travel_and_secrets_do_not(monkeypatch):
+    for name in ("NCCL_DEBUG", "MSRL_LOG_LEVEL", "HF_TOKEN", "MSRL_SECRET", "CUDA_VISIBLE_DEVICES", "EDITOR"):
+        monkeypatch.setenv(name, "value-of-it")
+    command = named().command(Host(name="b"), ["true"], {"NCCL_DEBUG": "INFO"})
+    assert command[:2] == ["ssh", "b"] and len(command) == 3
+    sent = [word for word in shlex.split(command[2]) if "=" in word]
+    assert "NCCL_DEBUG=INFO" in sent and "MSRL_LOG_LEVEL=value-of-it" in sent
+    assert "NCCL_DEBUG=value-of-it" not in sent
+    for name in ("HF_TOKEN", "MSRL_SECRET", "CUDA_VISIBLE_DEVICES", "EDITOR"):
+        assert not any(word.startswith(f"{name}=") for word in sent)
+
+
+def test_in_an_allocation_hosts_and_gpus_are_slurms(tmp_path, monkeypatch):
+    program = tmp_path / "scontrol"
+    program.write_text('#!/bin/sh\n[ "$*" = "show hostnames gpu[1-3]" ] && printf "gpu1\\ngpu2\\ngpu3\\n"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[1-3]")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "96")
+    monkeypatch.setenv("SLURMD_NODENAME", "gpu1")
+    hosts = named("slurm", slots=None)
+    assert [host.name for host in hosts.hosts] == ["gpu1", "gpu2", "gpu3"]
+    assert [host.here for host in hosts.hosts] == [True, False, False] and hosts.slots == 4
+    command = hosts.command(Host(name="gpu2"), ["program", "it's"], {"A": "b c"})
+    assert command[0] == "srun" and "--nodelist=gpu2" in command and "--cpus-per-task=96" in command
+    assert command[-4:] == ["env", "A=b c", "program", "it's"]
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "another")
+    with pytest.raises(ValueError, match=r"--hosts slurm: expected scontrol to list the hosts of another, found: "):
+        named("slurm")
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "message"),
+    [
+        (None, {}, "--slots: expected --hosts with it, found none"),
+        ("a,,b", {}, "--hosts: expected names of hosts, separated by commas, or slurm, found 'a,,b'"),
+        ("a,-oProxyCommand=x", {}, "--hosts: expected names of hosts"),
+        ("a b", {}, "--hosts: expected names of hosts"),
+        ("a,b,a", {}, "--hosts: expected each host once, found 'a,b,a'"),
+        ("a,b", {"slots": None}, "--slots: expected the number of devices of each host, found none"),
+        ("a,b", {"slots": 0}, "--slots: expected at least 1, found 0"),
+        ("a,b", {"run_on": "ssh host"}, "--run-on: expected a command with {host} in it, found 'ssh host'"),
+        ("slurm", {"run_on": "ssh {host}"}, "--run-on: expected none with --hosts slurm"),
+        ("slurm", {}, "--hosts slurm: expected an allocation (SLURM_JOB_NODELIST), found none"),
+        ("no-such-host.invalid,b", {"address": None}, "--address: expected an address that no-such-host.invalid"),
+    ],
+)
+def test_what_is_refused(monkeypatch, names, options, message):
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    with pytest.raises(ValueError) as raised:
+        named(names, **options)
+    assert str(raised.value).startswith(message) and "\n" not in str(raised.value)

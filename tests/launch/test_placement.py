@@ -1,0 +1,77 @@
+"""Ranks and engines on hosts: filled in order, no engine on two of them, and what does not fit is refused."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_scalerl.launch.hosts import ONE_HOST, Host, Hosts
+from megatron_scalerl.launch.placement import Placement, gpus_at
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.hosts_needed import hosts_needed
+
+
+def recipe(ranks, engines, each=1, transport="nccl"):
+    return Recipe(
+        name="r",
+        steps=1,
+        policy={"path": "p"},
+        prompts={"path": "q"},
+        trainer={"world_size": ranks},
+        engine={"count": engines, "devices_per_engine": each},
+        weights={"transport": transport},
+    )
+
+
+def several(count, slots):
+    return Hosts(hosts=tuple(Host(name=f"h{number}") for number in range(count)), slots=slots, address="10.0.0.1")
+
+
+def test_ranks_fill_hosts_and_engines_follow():
+    made = Placement.of(recipe(10, 5, each=4), several(4, 8))
+    assert [(ranks.host.name, ranks.first, ranks.count) for ranks in made.trainer] == [("h0", 0, 8), ("h1", 8, 2)]
+    assert [(place.host.name, place.positions) for place in made.engines] == [
+        ("h1", (2, 3, 4, 5)),
+        ("h2", (0, 1, 2, 3)),
+        ("h2", (4, 5, 6, 7)),
+        ("h3", (0, 1, 2, 3)),
+        ("h3", (4, 5, 6, 7)),
+    ]
+    assert made.engine_host(1).name == "h2" and made.engine_positions(2) == (4, 5, 6, 7)
+
+
+@given(ranks=st.integers(1, 40), engines=st.integers(1, 20), each=st.integers(1, 8), slots=st.integers(1, 8))
+def test_the_least_number_of_hosts_is_enough_and_one_less_is_not(ranks, engines, each, slots):
+    asked, needed = recipe(ranks, engines, each), hosts_needed(recipe(ranks, engines, each), slots)
+    if needed is None:
+        assert each > slots
+        with pytest.raises(ValueError, match="which one engine needs"):
+            Placement.of(asked, several(99, slots))
+        return
+    made = Placement.of(asked, several(needed, slots))
+    used = [(rank.host.name, position) for rank in made.trainer for position in range(rank.count)]
+    used += [(place.host.name, position) for place in made.engines for position in place.positions]
+    assert len(set(used)) == len(used) == ranks + engines * each, "every device has one process"
+    assert all(position < slots for _, position in used)
+    numbers = [number for rank in made.trainer for number in range(rank.first, rank.first + rank.count)]
+    assert numbers == list(range(ranks))
+    if needed > 1:
+        with pytest.raises(ValueError, match=f"--hosts: expected at least {needed} hosts with {slots} GPUs each"):
+            Placement.of(asked, several(needed - 1, slots))
+
+
+def test_one_host_has_the_gpus_that_are_visible(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-uuid,7")
+    made = Placement.of(recipe(1, 3), ONE_HOST)
+    assert [gpus_at(place.positions) for place in made.engines] == ["5", "GPU-uuid", "7"]
+    message = "engine.count: expected at least 5 visible GPUs for trainer and engines, found 4"
+    with pytest.raises(ValueError, match=message):
+        Placement.of(recipe(1, 4), ONE_HOST)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr("megatron_scalerl.distributed.device.gpu_count", lambda: 2)
+    assert gpus_at(Placement.of(recipe(1, 1), ONE_HOST).engine_positions(0)) == "1"
+
+
+def test_without_gpus_one_host_has_room_for_all():
+    made = Placement.of(recipe(3, 9, transport="gloo"), ONE_HOST)
+    assert {place.positions for place in made.engines} == {None} and len(made.engines) == 9
+    assert gpus_at(None) is None

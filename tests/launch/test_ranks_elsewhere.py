@@ -1,0 +1,110 @@
+"""Trainer ranks on two other hosts, which are this one: started by a command, none of them left behind."""
+
+import asyncio
+import contextlib
+import os
+import signal
+
+import open_doors
+import psutil
+import pytest
+from random_policies import write_policy
+from random_policy import make_recipe
+
+from megatron_scalerl.engine.control_folder import secret_file
+from megatron_scalerl.launch.fleet import Attempt
+from megatron_scalerl.launch.hosts import hosts_of
+from megatron_scalerl.launch.placement import Placement
+from megatron_scalerl.launch.trainer import trainer_ranks
+from megatron_scalerl.processes.child_process import ProcessDied
+from megatron_scalerl.processes.secret_file import write_secret
+from megatron_scalerl.recipe.file import dump_recipe
+from megatron_scalerl.trainer.client import TrainerError
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SECRET = "the secret of this run"
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return write_policy(tmp_path_factory.mktemp("policy") / "llama")
+
+
+@contextlib.asynccontextmanager
+async def started(policy, folder):
+    """A trainer of two ranks with its client, and the processes that the command started."""
+    recipe = make_recipe(policy, trainer={"world_size": 2}, engine={"count": 1})
+    file = folder / "recipe.yaml"
+    file.write_text(dump_recipe(recipe))
+    hosts = hosts_of("one,two,three", slots=1, run_on="env STAND_IN_HOST={host} sh -c", address="127.0.0.1")
+    write_secret(secret_file(folder), SECRET)
+    attempt = Attempt(run_id="run", incarnation="local.0", folder=folder, recipe_file=file)
+    async with trainer_ranks(recipe, attempt, SECRET, hosts, Placement.of(recipe, hosts)) as trainer:
+        info = await trainer.start()
+        assert info.world_size == 2 and info.dp_size == 2
+        yield trainer
+
+
+def programs():
+    """What runs below this process: host programs and ranks."""
+    return [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+
+
+async def none_left(processes, within_s=60.0):
+    """Wait until all of `processes` are gone."""
+    async with asyncio.timeout(within_s):
+        while any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes):
+            await asyncio.sleep(0.05)
+
+
+def ranks_of(processes):
+    return [each for each in processes if "megatron_scalerl.trainer.worker" in each.cmdline()]
+
+
+def test_they_meet_at_rank_0s_store_and_end_with_the_run(policy, tmp_path):
+    async def scenario():
+        async with started(policy, tmp_path) as trainer:
+            running = programs()
+            assert len(ranks_of(running)) == 2
+            assert trainer.client.rendezvous.host == "127.0.0.1"
+            assert await trainer.client.manifest()
+            lines = [" ".join(each.cmdline()) for each in running]
+            assert [line for line in lines if SECRET in line] == []
+            outside = [each for each in running if each not in ranks_of(running)]
+            assert [each for each in outside if SECRET in str(each.environ())] == []
+            assert open_doors.leaks([os.getpid(), *(each.pid for each in running)], SECRET) == []
+        await none_left(running)
+
+    asyncio.run(scenario())
+    assert "STAND_IN_HOST" not in (tmp_path / "logs" / "trainer-1.log").read_text()
+
+
+def test_a_rank_that_dies_is_named_and_ends_the_others(policy, tmp_path):
+    async def scenario():
+        async with started(policy, tmp_path) as trainer:
+            running = programs()
+            ranks_of(running)[1].kill()
+            with pytest.raises(ProcessDied, match=r"(?s)trainer-(one|two) exited with code 1;.*trainer-[01] exited"):
+                await trainer.watch()
+            raise TrainerError("as the launcher does then")
+
+    with pytest.raises(TrainerError):
+        asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("victim", ["host_ranks", pytest.param("controller", marks=pytest.mark.full)])
+def test_ranks_end_with_what_started_them(policy, tmp_path, victim):
+    async def scenario():
+        with contextlib.suppress(TrainerError):
+            async with started(policy, tmp_path) as trainer:
+                running = programs()
+                if victim == "controller":
+                    trainer.client.close()  # as its death does
+                else:
+                    for each in [each for each in running if "megatron_scalerl.trainer.host_ranks" in each.cmdline()]:
+                        os.kill(each.pid, signal.SIGKILL)
+                await none_left(running)
+                raise TrainerError("as the launcher does then")
+
+    asyncio.run(scenario())
