@@ -188,7 +188,7 @@ def test_two_engines_take_one_update_and_one_that_is_killed_is_evicted(engine, p
                 sync = WeightSync(sender, members, recipe)
                 await sync.publish(1)
                 rollouts = [await client.generate(PROMPT, sampling=greedy(32)) for client in clients]
-                os.kill(other.pid, signal.SIGKILL)
+                os.kill(other.server.pid, signal.SIGKILL)
                 await engine.client.post(
                     "/start_weight_update", None
                 )  # as if the other had died after it, not before
