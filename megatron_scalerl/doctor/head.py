@@ -12,13 +12,13 @@ from pathlib import Path
 import msgspec
 
 from megatron_scalerl.checkpoints.atomic_io import write_durably
+from megatron_scalerl.distributed.rendezvous import own_address
 from megatron_scalerl.doctor.check import Check, failed, ok, skipped
 
 NETWORK = "network to the head"
 """Name of the check that fails on every other node if the head's network does."""
 LIMIT_S = 20.0
 """Time limit of a connection to the head (s)."""
-_DISCARD = 9
 _LARGEST = 4096
 
 
@@ -39,10 +39,12 @@ def offered(file: Path, others: Sequence[str]) -> Iterator[Head]:
 
     Raises OSError for a file that cannot be written.
     """
-    server = socket.create_server(("", 0), backlog=1024)
+    address = _address_towards(others[0]) if others else "127.0.0.1"
+    family = socket.AF_INET6 if ":" in (address or "") else socket.AF_INET
+    server = socket.create_server((address or "", 0), family=family, backlog=1024)
     head = Head(
         host=socket.gethostname(),
-        address=_address_towards(others[0]) if others else "127.0.0.1",
+        address=address or socket.gethostname(),
         port=server.getsockname()[1],
         word=secrets.token_hex(16),
     )
@@ -105,11 +107,9 @@ def _answer(server: socket.socket, word: bytes) -> None:
             connection.sendall(word)
 
 
-def _address_towards(other: str) -> str:
-    """This node's address on the route to another one, its name if there is none. Nothing is sent."""
-    with contextlib.suppress(OSError, UnicodeError):
-        family, kind, protocol, _, address = socket.getaddrinfo(other, _DISCARD, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    return socket.gethostname()
+def _address_towards(other: str) -> str | None:
+    """This node's address on the route to another one, None where its name says nothing here."""
+    try:
+        return own_address(other)
+    except (OSError, UnicodeError):
+        return None
