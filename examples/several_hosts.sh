@@ -58,4 +58,4 @@ ip netns exec "${hosts[0]}" unshare --uts sh -c 'hostname "$1"; shift; exec "$@"
   "name=several_hosts_$id" "steps=$steps" "prompts.path=$tiny/prompts.jsonl" "prompts.held_out_path=$tiny/held_out.jsonl" \
   "policy.path=$tiny/policy" trainer.world_size=2 megatron.parallel.tensor_model_parallel_size=2 \
   rollouts.groups_per_batch=4 validation.every_steps=0 checkpoint.every_steps=2
-"$python" -m megatron_scalerl report "runs/several_hosts_$id"
+echo "logs of all hosts:" "runs/several_hosts_$id"/logs/*.log

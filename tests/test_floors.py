@@ -51,10 +51,12 @@ FLOORS = [
         "check_gpu": "batching checkpoints controller distributed engine launch logits losses plan processes prompts "
         "recipe rewards rollouts tiny trainer types weights",
         "commands": "batching checkpoints controller export launch processes recipe report rollouts sft types",
-        "slurm": "checkpoints controller recipe",
     },
     {
         "doctor": "check_gpu checkpoints distributed launch plan processes recipe rewards",
+    },
+    {
+        "slurm": "checkpoints controller doctor fit plan recipe",
     },
     {
         "__main__": "environment processes",

@@ -51,6 +51,8 @@ WALL_CLOCK = {
     "doctor/node.py": "the date of the report",
     "doctor/space.py": "age of a leftover segment that no process uses",
     "plan/assumptions_file.py": "the date of a new file",
+    "slurm/engines.py": "records it",
+    "slurm/nodes.py": "which attempts belong to the last submission",
     "slurm/status.py": "which attempt started last, and until when a job may run",
     "slurm/submission.py": "records it",
 }

@@ -171,10 +171,12 @@ async def _attempt(
     recipe, folder, attempt = run.recipe, run.folder, run.folder.attempt
     start, history = resumed
     logger.info("run %s, attempt %s, from step %d", attempt.run_id, attempt.incarnation, start.step)
-    devices = Devices.of(recipe)
+    engines = launcher.engines.members
+    devices = replace(Devices.of(recipe), engine=engines.devices)
     ledger = Ledger(folder.path / "ledger.jsonl", devices.unit, incarnation=attempt.incarnation)
     with contextlib.closing(ledger):
         meter = Meter(ledger, devices, start, since=since)
+        engines.on_devices = meter.hold_engine_devices
         async with metering(meter), launcher.trainer(attempt) as trainer:
             try:
                 fleet = await launcher.start(trainer)

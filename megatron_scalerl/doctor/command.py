@@ -1,4 +1,5 @@
-"""The command line: `megatron-scalerl doctor [RECIPE] [options]`, and `doctor --compare A.json B.json ...`."""
+"""The command line: `megatron-scalerl doctor [RECIPE] [options]`, `doctor --compare A.json B.json ...`, and
+in a Slurm job `doctor --hosts slurm`."""
 
 from __future__ import annotations
 
@@ -9,11 +10,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
+WITHIN_S = 300.0
+"""Default of --within. An assumption: a check takes 10 to 30 s, more where many nodes load packages at once."""
 EPILOG = """exit codes: 0 if no check failed, 1 if one did or if --compare found a difference, 2 for wrong arguments
 
 examples:
   megatron-scalerl doctor my_run.yaml --json node.json
   megatron-scalerl doctor --compare reports/*.json
+  megatron-scalerl doctor my_run.yaml --hosts slurm --reports reports    in a job: all of its nodes
 
 docs/doctor.md describes the checks."""
 
@@ -34,6 +38,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare", nargs="+", metavar="REPORT", help="check nothing: print in what the reports of nodes differ"
     )
+    several = parser.add_argument_group("all nodes of a Slurm job, from its first one")
+    several.add_argument("--hosts", choices=["slurm"], help="check and compare the nodes of this allocation")
+    several.add_argument("--reports", metavar="FOLDER", help="where the nodes write their reports; seen by all")
+    several.add_argument(
+        "--within",
+        type=float,
+        default=WITHIN_S,
+        metavar="S",
+        help="a node whose report is not there after so many seconds is unfit (default: %(default)g)",
+    )
+    several.add_argument("--head", metavar="FILE", help=argparse.SUPPRESS)  # on each node: what its head offers
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
@@ -47,11 +62,13 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     from megatron_scalerl.recipe.file import load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides) if arguments.recipe else None
+    if arguments.hosts:
+        return _examine_nodes(arguments, console)
 
     from megatron_scalerl.doctor.node import examine
     from megatron_scalerl.doctor.report import show, to_json, write_report
 
-    report = examine(recipe, arguments.recipe, arguments.gpus)
+    report = examine(recipe, arguments.recipe, arguments.gpus, Path(arguments.head) if arguments.head else None)
     if arguments.json == "-":
         print(to_json(report).decode(), end="")
     else:
@@ -61,10 +78,29 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     return 1 if report.failed else 0
 
 
+def _examine_nodes(arguments: argparse.Namespace, console: Console) -> int:
+    from megatron_scalerl.doctor import nodes
+
+    names, folder = nodes.allocated(), Path(arguments.reports).absolute()
+    words = [arguments.recipe, *arguments.overrides] if arguments.recipe else []
+    words += [] if arguments.gpus is None else ["--gpus", str(arguments.gpus)]
+    bad = nodes.examine_nodes(names, folder, words, within_s=arguments.within)
+    for line in nodes.verdict(folder, names, bad):
+        console.print(line, highlight=False)
+    return 1 if bad else 0
+
+
 def _check(arguments: argparse.Namespace) -> None:
     """Raises ValueError for arguments that contradict each other or cannot be used."""
+    if (arguments.hosts is None) != (arguments.reports is None):
+        given, missing = ("hosts", "reports") if arguments.hosts else ("reports", "hosts")
+        raise ValueError(f"--{given}: expected --{missing} with it, found none")
+    if arguments.hosts and arguments.json is not None:
+        raise ValueError("--json: expected --reports alone with --hosts, since every node writes a report")
+    if not arguments.within > 0:
+        raise ValueError(f"--within: expected more than 0 seconds, found {arguments.within:g}")
     if arguments.compare:
-        for name in ("recipe", "gpus", "json"):
+        for name in ("recipe", "gpus", "json", "hosts"):
             if getattr(arguments, name) is not None:
                 raise ValueError(f"--compare: expected no {name} with it, since nothing is checked")
         if len(arguments.compare) < 2:

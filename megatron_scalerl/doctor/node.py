@@ -15,6 +15,7 @@ from megatron_scalerl.check_gpu.runner import Machine, probe_machine
 from megatron_scalerl.doctor.check import Check, failed, guarded, ok, skipped
 from megatron_scalerl.doctor.digests import code_digest, names_digest, recipe_digest
 from megatron_scalerl.doctor.gpus import cuda_text, gpu_checks, names, visible_gpus
+from megatron_scalerl.doctor.head import head_checks
 from megatron_scalerl.doctor.host import host_checks
 from megatron_scalerl.doctor.limits import limit_checks
 from megatron_scalerl.doctor.mounts import mount_of
@@ -47,8 +48,9 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return any(check.status == "failed" for check in self.checks)
 
 
-def examine(recipe: Recipe | None, recipe_file: str | None, gpus: int | None) -> NodeReport:
-    """Check this node. gpus: those that a run takes here; None: all of the recipe's.
+def examine(recipe: Recipe | None, recipe_file: str | None, gpus: int | None, head: Path | None = None) -> NodeReport:
+    """Check this node. gpus: those that a run takes here; None: all of the recipe's. head: the file of `doctor.head`,
+    for one of several nodes.
 
     Raises nothing for what a node lacks: that is a failed check.
     """
@@ -69,6 +71,7 @@ def examine(recipe: Recipe | None, recipe_file: str | None, gpus: int | None) ->
     else:
         checks.append(skipped("output folder", "no recipe was given"))
     checks += host_checks(recipe, number, gpus=needed or 0)
+    checks += head_checks(head) if head is not None else []
     facts = _facts(reading, machine, recipe)
     checks.append(ok("code and recipe", f"digests {facts['code']} and {facts['recipe'] or '(no recipe)'}"))
     return NodeReport(

@@ -8,11 +8,13 @@ while the agent goes on, and the other way round.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_scalerl.distributed import sockets
 from megatron_scalerl.engine.control import AgentLink, Ended
 from megatron_scalerl.engine.local_server import STOP_S, ServerEnded
 from megatron_scalerl.processes.child_process import LOG_END, ChildProcess, log_end
@@ -23,6 +25,9 @@ HELLO_S = 120.0
 """Seconds from the start of an agent's command to its first message: for the step to be scheduled, and imports."""
 ANSWER_S = 15.0
 """Seconds for an agent to report the end of its server, once that is due."""
+
+EXIT_S = 5.0
+"""Seconds for an agent that has reported the end of its server to exit."""
 
 Launch = Callable[[], Awaitable[ChildProcess]]
 
@@ -112,17 +117,25 @@ class RemoteServer:
         try:
             if link.hello.done() and not link.ended.done():
                 await link.stop(self._grace_s)
-                _, unfinished = await asyncio.wait({link.ended}, timeout=self._grace_s + ANSWER_S)
+                _, unfinished = await asyncio.wait({link.ended}, timeout=self._answer_s)
                 answered = not unfinished
         finally:
             await link.forget()
             if self._command is not None:
+                with contextlib.suppress(TimeoutError):  # the agent exits; a signal would look like a failure
+                    await asyncio.wait_for(self._command.wait(), EXIT_S if answered and link.hello.done() else 0.0)
                 await self._command.stop(STOP_S)
         if not answered:
             raise RuntimeError(
                 f"{self.name} (host {self.host}): its agent is connected and did not end the server within "
-                f"{self._grace_s + ANSWER_S:g} s"
+                f"{self._answer_s:g} s"
             )
+
+    @property
+    def _answer_s(self) -> float:
+        """Longest time until the end of an agent is known (s): where it cannot be reached, its connection is given up
+        after the heartbeats' time limit, as the agent does, which ends the server then."""
+        return max(self._grace_s, sockets.HEARTBEAT_TIMEOUT_MS / 1000) + ANSWER_S
 
     async def _unless_ended(self, sign: asyncio.Future[Any]) -> None:
         """Wait for a sign of the agent. Raises ServerEnded if the agent or its command ends first."""

@@ -89,7 +89,7 @@ def hosts_of(names: str | None, *, slots: int | None, run_on: str | None, addres
     in_slurm = names == SLURM
     if in_slurm and run_on is not None:
         raise ValueError(f"--run-on: expected none with --hosts {SLURM}, which uses srun, found {run_on!r}")
-    listed = _of_allocation() if in_slurm else [name.strip() for name in names.split(",")]
+    listed = hosts_of_allocation() if in_slurm else [name.strip() for name in names.split(",")]
     if not all(re.fullmatch(r"[\w.@:-]+", name) and name[0] != "-" for name in listed) or not listed:
         raise ValueError(f"--hosts: expected names of hosts, separated by commas, or {SLURM}, found {names!r}")
     if len(set(listed)) < len(listed):
@@ -103,7 +103,7 @@ def hosts_of(names: str | None, *, slots: int | None, run_on: str | None, addres
         raise ValueError(f"--slots: expected at least 1, found {slots}")
     if others and slots is None:
         raise ValueError("--slots: expected the number of devices of each host, found none")
-    words = _srun() if in_slurm else tuple(shlex.split(run_on or DEFAULT_COMMAND))
+    words = step_words() if in_slurm else tuple(shlex.split(run_on or DEFAULT_COMMAND))
     if others and not any("{host}" in word for word in words):
         raise ValueError(f"--run-on: expected a command with {{host}} in it, found {run_on!r}")
     return Hosts(
@@ -119,13 +119,17 @@ def _assignments(env: Mapping[str, str]) -> list[str]:
     return [f"{name}={value}" for name, value in sorted(env.items())]
 
 
-def _srun() -> tuple[str, ...]:
-    """The step has all CPUs that the job has on a node, which are as many on each."""
+def step_words() -> tuple[str, ...]:
+    """The command that starts a program on `{host}` of the allocation.
+
+    It has all CPUs that the job has on a node, which are as many on each.
+    """
     cpus = os.environ.get("SLURM_CPUS_ON_NODE")
     return (*_SRUN, f"--cpus-per-task={cpus}") if cpus else _SRUN
 
 
-def _of_allocation() -> list[str]:
+def hosts_of_allocation() -> list[str]:
+    """The hosts of the Slurm allocation that this process is in. Raises ValueError outside of one."""
     nodes = os.environ.get("SLURM_JOB_NODELIST")
     if not nodes:
         raise ValueError(f"--hosts {SLURM}: expected an allocation (SLURM_JOB_NODELIST), found none")

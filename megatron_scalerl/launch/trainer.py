@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn
@@ -32,6 +32,9 @@ from megatron_scalerl.trainer.messages import TrainerInfo
 
 logger = logging.getLogger(__name__)
 
+_EXIT_S = 10.0
+"""Seconds in which processes that are about to exit may do so by themselves: a signal would reach ranks on another
+host by way of the command that started them, which reports it as a failure."""
 _STOP_S = 60.0
 """Seconds for all ranks to leave their process groups and answer, once the run is finished."""
 _NOT_FOR_OTHER_HOSTS = ("RANK", "MSRL_SECRET")
@@ -48,6 +51,8 @@ class TrainerRanks:
         self._recipe, self._attempt = recipe, attempt
         self._hosts, self._placement = hosts, placement
         self._children: list[ChildProcess] = []
+        self._elsewhere: set[str] = set()
+        """Names of the children that start ranks on other hosts."""
         self._watches: list[asyncio.Task[NoReturn]] = []  # one per child; each ends by raising
         self._started = asyncio.Event()
 
@@ -61,6 +66,15 @@ class TrainerRanks:
                 self._add(await self._start_there(ranks))
         self._started.set()
         return await self.client.wait_ready(self._recipe.trainer.start_timeout_s)
+
+    async def _exits(self, children: Sequence[ChildProcess]) -> None:
+        """Wait until these have exited, _EXIT_S at most."""
+        waits = [asyncio.create_task(child.wait()) for child in children]
+        if waits:
+            await asyncio.wait(waits, timeout=_EXIT_S)
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
 
     def _add(self, child: ChildProcess) -> None:
         self._children.append(child)
@@ -80,6 +94,7 @@ class TrainerRanks:
 
     async def _start_there(self, ranks: HostRanks) -> ChildProcess:
         name, logs = f"trainer-{ranks.host.name}", (self._attempt.folder / "logs").absolute()
+        self._elsewhere.add(name)
         env = {name: value for name, value in self.client.worker_env(0).items() if name not in _NOT_FOR_OTHER_HOSTS}
         env |= {
             "MSRL_RANKS": f"{ranks.first}:{ranks.count}",
@@ -114,7 +129,10 @@ class TrainerRanks:
             reason = str(error) or f"no answer within {_STOP_S:g} s"
             logger.warning("the run is finished, but its trainer did not stop gracefully: %s", reason)
         finally:
-            self.client.close()
+            self.client.close()  # ranks that have not exited do so now
+            await self._exits(
+                self._children if graceful else [c for c in self._children if c.name in self._elsewhere]
+            )
             results = await asyncio.gather(*(child.stop() for child in self._children), return_exceptions=True)
             for child, failure in zip(self._children, results):
                 if isinstance(failure, BaseException):

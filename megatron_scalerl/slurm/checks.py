@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.controller.run_folder import SAVES, SLURM
-from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.doctor.mounts import mount_of
 from megatron_scalerl.recipe.nearest import unknown_key
 from megatron_scalerl.slurm.cluster import Job, Partition, seconds_of
 from megatron_scalerl.slurm.job import MARGIN_S
@@ -17,8 +17,15 @@ STARTUP_S, SAVE_S = 600.0, 300.0
 """Assumed seconds until the first step, and of a step and its checkpoint, where the run has no records of them."""
 _RECENT = 100
 """Steps whose slowest one counts."""
+_PRIVATE = ("tmpfs", "ramfs", "devtmpfs", "overlay", "squashfs")
+_LOCAL_FOLDERS = (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"))
+_LOCAL_DISKS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs")
+"""File systems of one host; it may export them to others under the same path."""
 JOBS = "jobs.jsonl"
 """In RUN/slurm: one line per submission with the job's id and script."""
+
+ENGINE_JOBS = "engine_jobs.jsonl"
+"""In RUN/slurm: one line for each job of engines that join the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,40 +66,6 @@ def check_partition(name: str, partitions: Mapping[str, Partition]) -> Partition
     return partitions[name]
 
 
-def gpus_needed(recipe: Recipe, partition: Partition, given: int | None) -> int:
-    """GPUs of the run's job: as given, else one for each rank and engine device, none where nodes have none."""
-    devices = recipe.trainer.world_size + recipe.engine.count * recipe.engine.devices_per_engine
-    if given is None:
-        given = devices if partition.gpus and recipe.weights.transport != "gloo" else 0
-        if given > partition.gpus:
-            raise ValueError(
-                f"{recipe.name}: expected a fleet that fits on one node (one node only so far), found "
-                f"{recipe.trainer.world_size} trainer and {devices - recipe.trainer.world_size} engine GPUs; a node "
-                f"of {partition.name} has {partition.gpus}"
-            )
-    if given > partition.gpus:
-        raise ValueError(
-            f"--gpus: expected at most {partition.gpus}, what a node of {partition.name} has, found {given}"
-        )
-    if given < 0 or 0 < given < devices:
-        raise ValueError(f"--gpus: expected at least {devices}, one for each rank and engine device, found {given}")
-    return given
-
-
-def cpus_needed(recipe: Recipe, partition: Partition, gpus: int, given: int | None) -> int | None:
-    """CPUs of the job: as given, else the GPUs' share of the node's; None for a whole node."""
-    if given is not None:
-        if not 0 < given <= partition.cpus:
-            raise ValueError(
-                f"--cpus: expected 1 to {partition.cpus}, what a node of {partition.name} has, found {given}"
-            )
-        return given
-    if gpus:
-        return None if gpus == partition.gpus else max(1, partition.cpus * gpus // partition.gpus)
-    devices = recipe.trainer.world_size + recipe.engine.count * recipe.engine.devices_per_engine
-    return min(partition.cpus, 2 + 2 * devices)
-
-
 def check_time(limit: str, partition: Partition, times: Times) -> None:
     """A time limit of the partition in which a run starts and saves."""
     seconds, least = seconds_of(limit), times.startup_s + times.lead_s
@@ -117,6 +90,27 @@ def jobs_of(run: Path, jobs: Iterable[Job]) -> list[Job]:
     """Those of the `jobs` that are the run's: submitted by the command, or its script by hand."""
     submitted, script = set(job_ids(run)), str(run / SLURM / "job.sbatch")
     return [job for job in jobs if job.job_id in submitted or job.script == script]
+
+
+def check_shared(run: Path, *, nodes: int, anywhere: bool) -> str | None:
+    """Whether other nodes can see the run's folder, by the type of its file system, as far as this node can say.
+
+    Returns a warning or None. Raises ValueError for a folder that no other node sees, if the job has several nodes
+    and not `anywhere`.
+    """
+    place = next(place for place in (run, *run.parents) if place.is_dir())
+    mount = mount_of(place)
+    kind = mount.kind if mount is not None else "unknown"
+    private = kind in _PRIVATE or any(place.resolve().is_relative_to(folder) for folder in _LOCAL_FOLDERS)
+    if not private and kind not in _LOCAL_DISKS:
+        return None
+    found = f"{place}, {kind} at {mount.point if mount is not None else '?'}"
+    if private and nodes > 1 and not anywhere:
+        raise ValueError(
+            f"output_dir: expected a folder that the other nodes see under the same path, found {found}; "
+            "--any-file-system submits all the same"
+        )
+    return f"output_dir: do the job's nodes see it under the same path? It is {found}"
 
 
 def check_free(run: Path, jobs: Iterable[Job]) -> None:

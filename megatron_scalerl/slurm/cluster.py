@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -25,6 +25,10 @@ class Partition:
     """GPUs of a node."""
     cpus: int
     """CPUs of a node."""
+    nodes: int
+    """Nodes, those that are down too."""
+    gpu_type: str | None
+    """What Slurm calls the GPUs, such as h100; None if it has no name for them."""
     limit_s: int | None
     """Longest time limit of a job (s), None for none."""
 
@@ -54,16 +58,19 @@ def require() -> None:
 def partitions() -> dict[str, Partition]:
     """Partitions by name. Raises RuntimeError if Slurm does not answer."""
     found: dict[str, Partition] = {}
-    for line in _ask("sinfo", "--noheader", "--exact", "-o", "%R|%G|%c|%l").splitlines():
-        name, gres, cpus, limit = line.strip().split("|")
+    for line in _ask("sinfo", "--noheader", "--exact", "-o", "%R|%G|%c|%l|%D").splitlines():
+        name, gres, cpus, limit, count = line.strip().split("|")
+        before = found[name].nodes if name in found else 0
         node = Partition(
             name=name,
             gpus=gpus_of(gres),
             cpus=int(re.sub(r"\D.*", "", cpus) or 0),
+            nodes=before + int(count),
+            gpu_type=gpu_type_of(gres),
             limit_s=None if limit == "infinite" or limit in _UNKNOWN else seconds_of(limit),
         )
-        if name not in found or (node.gpus, node.cpus) > (found[name].gpus, found[name].cpus):
-            found[name] = node
+        larger = name not in found or (node.gpus, node.cpus) > (found[name].gpus, found[name].cpus)
+        found[name] = node if larger else replace(found[name], nodes=node.nodes)
     return found
 
 
@@ -74,6 +81,16 @@ def gpus_of(gres: str) -> int:
     (12, 0, 2)
     """
     return sum(int(number) for number in re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)(?=$|[,(])", gres))
+
+
+def gpu_type_of(gres: str) -> str | None:
+    """The type of a node's GPUs in Slurm's description, if it has one and only one.
+
+    >>> gpu_type_of("gpu:h100:8(S:0-1),tmp:1"), gpu_type_of("gpu:8"), gpu_type_of("gpu:a100:4,gpu:h100:4")
+    ('h100', None, None)
+    """
+    types = set(re.findall(r"(?:^|,)gpu:([^:,()]+):\d+", gres))
+    return types.pop() if len(types) == 1 else None
 
 
 def seconds_of(limit: str) -> int:
@@ -118,6 +135,27 @@ def last_state(job_id: str) -> str | None:
     done = _run("scontrol", "show", "job", "--oneliner", job_id)
     match = re.search(r"\bJobState=(\w+)", done.stdout)
     return match[1] if done.returncode == 0 and match else None
+
+
+def hostnames(nodes: str) -> list[str]:
+    """The names in Slurm's short form, such as `node[1-3]`. Raises RuntimeError."""
+    return _ask("scontrol", "show", "hostnames", nodes).split() if nodes and nodes not in _UNKNOWN else []
+
+
+def nodes_of(job_id: str) -> list[str] | None:
+    """The nodes that a job holds now; with --no-kill one that failed is no longer one of them. None without a job."""
+    done = _run("scontrol", "show", "job", "--oneliner", job_id)
+    match = re.search(r" NodeList=(\S*)", done.stdout)
+    return hostnames(match[1]) if done.returncode == 0 and match else None
+
+
+def node_states(names: Sequence[str]) -> dict[str, str]:
+    """States of nodes as sinfo shows them: idle, mixed, down; a * follows where a node does not respond. Raises
+    RuntimeError."""
+    if not names:
+        return {}
+    lines = _ask("sinfo", "--noheader", "--Node", "--nodes", ",".join(names), "-o", "%N|%T").splitlines()
+    return dict(line.strip().split("|", 1) for line in lines if "|" in line)
 
 
 def test_only(script: Path, options: Sequence[str] = ()) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,9 +36,13 @@ class JobPlan:
     partition: str
     time: str
     """Time limit of one job, in Slurm's notation."""
+    nodes: int = 1
     gpus: int
+    """GPUs of a node, 0 for a run on CPUs."""
+    slots: int | None = None
+    """Ranks and engine devices of a node, where there are several."""
     cpus: int | None
-    """CPUs of the run, None for a whole node."""
+    """CPUs of a node, None for whole nodes."""
     lead_s: int
     """Seconds before the time limit at which the run is asked to save and exit."""
     max_requeues: int
@@ -48,6 +52,12 @@ class JobPlan:
     """Tasks of an array that run at a time."""
     max_failures: int
     """Starts after a failure without a new checkpoint, within one job."""
+    gpu_hours: float | None = None
+    """Device-hours of the run, after which the job is not queued again."""
+    startup_s: int = 0
+    """Seconds until the first step: a budget that is left for fewer counts as spent."""
+    check_s: float
+    """Seconds within which each of several nodes has to report."""
     site: Site
 
     @property
@@ -58,6 +68,33 @@ class JobPlan:
 
 def render(plan: JobPlan) -> str:
     """The text of the job script."""
+    train = ["train", "--supervise", "--max-failures", str(plan.max_failures)]
+    check = ["doctor", "--hosts", "slurm", "--gpus", str(plan.gpus), "--within", f"{plan.check_s:g}"]
+    if plan.nodes > 1:
+        train += ["--hosts", "slurm", "--slots", str(plan.slots)]
+    return rendered(
+        "job.sbatch",
+        plan.site,
+        options=list(_options(plan)),
+        script=plan.script,
+        runs=plan.runs,
+        cwd=plan.cwd,
+        nodes=plan.nodes,
+        chain=plan.chain,
+        max_requeues=plan.max_requeues,
+        cpus=plan.cpus,
+        gpu_hours=plan.gpu_hours,
+        startup_s=plan.startup_s,
+        command=_command(plan, train),
+        preflight=_command(plan, check),
+        budget=_command(plan, ["submit", "--gpu-hours", f"{plan.gpu_hours:g}", "--seconds-left"])
+        if plan.gpu_hours
+        else "",
+    )
+
+
+def rendered(template: str, site: Site, **values: object) -> str:
+    """A template with the site's modules and variables."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         undefined=StrictUndefined,
@@ -67,54 +104,60 @@ def render(plan: JobPlan) -> str:
         autoescape=False,  # a shell script: every value passes through `quote`
     )
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
-    return environment.get_template("job.sbatch").render(
-        options=list(_options(plan)),
-        script=plan.script,
-        runs=plan.runs,
-        cwd=plan.cwd,
-        chain=plan.chain,
-        max_requeues=plan.max_requeues,
-        modules=plan.site.modules,
-        environment=plan.site.environment,
-        cpus=plan.cpus,
-        command=_command(plan),
-    )
+    return environment.get_template(template).render(modules=site.modules, environment=site.environment, **values)
 
 
 def _options(plan: JobPlan) -> Iterator[str]:
-    """What follows #SBATCH, line by line; the site's own lines last, so that they win."""
+    """What follows #SBATCH, line by line."""
     yield f"--job-name={plan.name}"
     yield f"--partition={plan.partition}"
     yield f"--time={plan.time}"
-    yield "--nodes=1"
-    yield "--ntasks=1"
-    if plan.gpus:
-        yield f"--gpus-per-node={plan.gpus}"
-    if plan.cpus is None:
-        yield "--exclusive"
-        yield "--mem=0"
-    else:
-        yield f"--cpus-per-task={plan.cpus}"
+    yield from nodes_options(plan.nodes, plan.gpus, plan.cpus)
     yield f"--signal=B:USR1@{plan.lead_s}"
     yield "--no-requeue" if plan.chain else "--requeue"
     yield "--open-mode=append"
-    yield f"--output={_escaped(plan.outputs)}"
+    yield f"--output={escaped(plan.outputs)}"
     if plan.throttle:
         yield f"--array=0-{len(plan.runs) - 1}%{plan.throttle}"
+    yield from site_options(plan.site)
+
+
+def nodes_options(nodes: int, gpus: int, cpus: int | None) -> Iterator[str]:
+    """Options of sbatch for so many nodes with so many GPUs and CPUs each; cpus None: whole nodes."""
+    yield f"--nodes={nodes}"
+    yield "--ntasks-per-node=1"
+    if nodes > 1:
+        yield "--no-kill"  # the job goes on where a node fails that is not its first
+    if gpus:
+        yield f"--gpus-per-node={gpus}"
+    if cpus is None:
+        yield "--exclusive"
+        yield "--mem=0"
+    else:
+        yield f"--cpus-per-task={cpus}"
+
+
+def site_options(site: Site) -> Iterator[str]:
+    """The variables that the job gets, and the site's own options, which come last, so that they win."""
     yield f"--export={','.join(EXPORTED)}"
-    yield from (f"--{key}={value}" for key in ("account", "qos") if (value := getattr(plan.site, key)))
-    yield from plan.site.sbatch
+    yield from (f"--{key}={value}" for key in ("account", "qos") if (value := getattr(site, key)))
+    yield from site.sbatch
 
 
-def _escaped(path: str) -> str:
+def escaped(path: str) -> str:
+    """A path as it follows #SBATCH."""
     return f'"{path}"' if " " in path else path
 
 
-def _command(plan: JobPlan) -> str:
-    """The command that starts a run, without its recipe."""
-    site = plan.site
+def program_of(site: Site) -> list[str]:
+    """The words that start the program."""
     default = (sys.executable, "-m", "megatron_scalerl") if site.container == "none" else ("megatron-scalerl",)
-    program = [*(site.program or default), "train", "--supervise", "--max-failures", str(plan.max_failures)]
+    return list(site.program or default)
+
+
+def _command(plan: JobPlan, words: Sequence[str]) -> str:
+    """A command of the program, in the site's container; a path follows it."""
+    site, program = plan.site, [*program_of(plan.site), *words]
     if site.container == "none":
         return shlex.join(program)
     folders = [f"{plan.cwd}:{plan.cwd}", *site.mounts]

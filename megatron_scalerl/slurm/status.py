@@ -12,8 +12,12 @@ from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.controller.run_folder import END, SLURM
 from megatron_scalerl.recipe.file import read_run_recipe
 from megatron_scalerl.slurm import cluster
-from megatron_scalerl.slurm.checks import JOBS, jobs_of
+from megatron_scalerl.slurm.budget import spent
+from megatron_scalerl.slurm.checks import ENGINE_JOBS, JOBS, jobs_of
+from megatron_scalerl.slurm.nodes import node_lines
 
+ROLES = ("preflight", "controller")
+"""What an attempt starts, in this order; each leaves ROLE.exit and ROLE.log."""
 _TAIL_BYTES = 100_000
 
 
@@ -25,8 +29,12 @@ def status(run_dir: str | Path) -> Iterator[str]:
     if not submissions and not (run / SLURM / "job.sbatch").exists():
         raise ValueError(f"{run_dir}: expected a run that was submitted to Slurm, found no {SLURM}/job.sbatch")
     newest = submissions[-1] if submissions else None
-    yield from _job_lines(run, newest, jobs_of(run, cluster.queued()))
-    yield from _progress(run)
+    queued = cluster.queued()
+    jobs = jobs_of(run, queued)
+    yield from _job_lines(run, newest, jobs)
+    yield from node_lines(run, jobs)
+    yield from _engine_lines(run, queued)
+    yield from _progress(run, (newest or {}).get("gpu_hours"))
     error = last_error(run)
     if error is not None:
         yield f"last error: {error}"
@@ -58,7 +66,15 @@ def _requeues(run: Path, newest: dict[str, Any] | None) -> str:
     return f"queued again {count}{bound}"
 
 
-def _progress(run: Path) -> Iterator[str]:
+def _engine_lines(run: Path, queued: list[cluster.Job]) -> Iterator[str]:
+    """Jobs of engines that join the run."""
+    mine = {str(job) for row in read_jsonl(run / SLURM / ENGINE_JOBS) for job in row["jobs"]}
+    for job in queued:
+        if job.job_id in mine:
+            yield f"job {job.job_id}, engines: {job.state} ({job.reason})"
+
+
+def _progress(run: Path, budget: float | None) -> Iterator[str]:
     if not (run / "recipe.yaml").exists():
         yield "not started yet"
         return
@@ -69,27 +85,24 @@ def _progress(run: Path) -> Iterator[str]:
     if validations := read_jsonl(run / "validation.jsonl"):
         last = validations[-1]
         yield f"held-out pass rate {last['pass_rate']:.3f} at step {last['step']}"
-    header, *rows = read_jsonl(run / "ledger.jsonl") or [{}]
-    hours = sum(row["hours"] for row in rows if "role" in row)
-    if rows and "heartbeat" in rows[-1]:
-        hours += rows[-1]["heartbeat"] * rows[-1]["devices"] / 3600
-    yield f"{hours:.4g} {str(header.get('unit', 'device_hours')).replace('_', '-')} spent"
+    cost = spent(run)
+    left = f", {max(0.0, budget - cost.hours):.4g} left of {budget:g}" if budget else ""
+    yield f"{cost.hours:.4g} {cost.unit} spent{left}"
 
 
 def last_error(run: Path) -> str | None:
     """The error with which the newest attempt in a job ended, with its log; None after a good end or while it runs.
 
-    Exit codes 0 and 75 (saved) are good ends.
+    Exit codes 0 and 75 (saved) are good ends. The first role that failed is the cause: nothing starts after it.
     """
-    exits = sorted((run / SLURM).glob("*/controller.exit"), key=os.path.getmtime)
     started = sorted((run / SLURM).glob("*/started"), key=os.path.getmtime)
-    if not exits or exits[-1].parent != started[-1].parent:
-        return None
-    code = exits[-1].read_text().strip()
-    if code in ("0", "75"):
-        return None
-    log = exits[-1].with_name("controller.log")
-    return f"exit code {code}: {_last_line(log)} ({log}, {run / 'logs' / 'controller.log'})"
+    for role in ROLES if started else ():
+        file = started[-1].with_name(f"{role}.exit")
+        if file.exists() and (code := file.read_text().strip()) not in ("0", "75"):
+            log = file.with_suffix(".log")
+            more = (run / "logs" / "controller.log") if role == "controller" else file.with_name("nodes")
+            return f"{role}: exit code {code}: {_last_line(log)} ({log}, {more})"
+    return None
 
 
 def _last_line(log: Path) -> str:

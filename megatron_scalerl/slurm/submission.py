@@ -17,6 +17,7 @@ from megatron_scalerl.controller.run_folder import SLURM, check_recipe
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import dump_recipe, load_recipe
 from megatron_scalerl.slurm import checks, cluster
+from megatron_scalerl.slurm.allocation import Asked, allocate, check_plan
 from megatron_scalerl.slurm.job import JobPlan, render
 from megatron_scalerl.slurm.site import Site, read_site
 
@@ -27,8 +28,13 @@ class Request:
 
     partition: str
     time: str
-    gpus: int | None
-    cpus: int | None
+    asked: Asked
+    gpu_hours: float | None
+    """Device-hours that the run may take in all, None without a budget."""
+    check_s: float
+    """Seconds within which each of several nodes has to report."""
+    any_file_system: bool
+    """Also where other nodes seem not to see the output folder."""
     site: str | None
     """Path of the site file."""
     max_requeues: int
@@ -47,6 +53,9 @@ class Submission:
     plan: JobPlan
     expected: str
     """What Slurm says about its start."""
+    fits: str
+    """What `plan --check` says, or why it was skipped."""
+    warnings: tuple[str, ...] = ()
     jobs: tuple[str, ...] = ()
     """Ids of the submitted jobs; none after a dry run."""
 
@@ -67,23 +76,28 @@ def recipes_of(source: str, overrides: Sequence[str], *, array: bool) -> list[Re
     return recipes
 
 
-def submit(recipes: Sequence[Recipe], name: str, request: Request, *, dry_run: bool) -> Submission:
+def submit(
+    recipes: Sequence[Recipe], name: str, request: Request, *, recipe_file: str | None, dry_run: bool
+) -> Submission:
     """Check everything, write the job script, submit it. More than one recipe, or a throttle: an array.
 
-    name: of the job. Raises ValueError for user errors, before which nothing is submitted, and RuntimeError where
-    Slurm fails.
+    name: of the job. recipe_file: of the only recipe. Raises ValueError for user errors, before which nothing is
+    submitted, and RuntimeError where Slurm fails.
     """
     cluster.require()
     site = read_site(request.site)
     partition = checks.check_partition(request.partition, cluster.partitions())
     plan = _plan(recipes, name, request, site, partition)
-    for recipe in recipes:
+    warnings, fits = [], ""
+    for recipe, run in zip(recipes, plan.runs, strict=True):
         check_inputs(recipe, on_this_host=False)
         check_recipe(recipe)
+        warnings.append(checks.check_shared(run, nodes=plan.nodes, anywhere=request.any_file_system))
+        fits = check_plan(recipe, recipe_file, partition, plan.gpus)
     with contextlib.ExitStack() as stack:
         for run in dict.fromkeys([*plan.runs, plan.script.parent.parent]):
             (run / SLURM).mkdir(parents=True, exist_ok=True)
-            stack.enter_context(_submitting(run))
+            stack.enter_context(submitting(run))
         queued = cluster.queued()
         for run in plan.runs:
             checks.check_free(run, queued)
@@ -94,7 +108,8 @@ def submit(recipes: Sequence[Recipe], name: str, request: Request, *, dry_run: b
         cluster.check_syntax(plan.script)
         expected = cluster.test_only(plan.script)
         jobs = () if dry_run else _submit(plan)
-    return Submission(plan=plan, expected=expected, jobs=jobs)
+    said = tuple(dict.fromkeys(line for line in warnings if line is not None))
+    return Submission(plan=plan, expected=expected, fits=fits, warnings=said, jobs=jobs)
 
 
 def _plan(
@@ -102,8 +117,9 @@ def _plan(
 ) -> JobPlan:
     runs = tuple(Path(recipe.run_dir).absolute() for recipe in recipes)
     array = request.throttle is not None
-    gpus = [checks.gpus_needed(recipe, partition, request.gpus) for recipe in recipes]
-    cpus = [checks.cpus_needed(recipe, partition, max(gpus), request.cpus) for recipe in recipes]
+    if request.asked.nodes > 1 and site.container != "none":
+        raise ValueError(f"{request.site}: container: expected none with several nodes, found {site.container}")
+    allocation = allocate(recipes, partition, request.asked)
     times = [checks.times_of(run, startup_s=request.startup_s, save_s=request.save_s) for run in runs]
     for each in times:
         checks.check_time(request.time, partition, each)
@@ -115,13 +131,18 @@ def _plan(
         cwd=Path.cwd(),
         partition=partition.name,
         time=request.time,
-        gpus=max(gpus),
-        cpus=None if None in cpus else max(count for count in cpus if count is not None),
+        nodes=allocation.nodes,
+        gpus=allocation.gpus,
+        slots=allocation.slots,
+        cpus=allocation.cpus,
         lead_s=max(each.lead_s for each in times),
         max_requeues=request.max_requeues,
         chain=request.chain,
         throttle=request.throttle,
         max_failures=request.max_failures,
+        gpu_hours=request.gpu_hours,
+        check_s=request.check_s,
+        startup_s=int(max(each.startup_s for each in times)),
         site=site,
     )
 
@@ -142,6 +163,8 @@ def _submit(plan: JobPlan) -> tuple[str, ...]:
                         "lead_s": plan.lead_s,
                         "max_requeues": plan.max_requeues,
                         "chain": plan.chain,
+                        "nodes": plan.nodes,
+                        "gpu_hours": plan.gpu_hours,
                         "unix_time": time.time(),
                     }
                 )
@@ -153,7 +176,7 @@ def _submit(plan: JobPlan) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def _submitting(run: Path) -> Iterator[None]:
+def submitting(run: Path) -> Iterator[None]:
     """One submission of a run at a time. Raises ValueError if another one is in progress."""
     handle = os.open(run / SLURM / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:

@@ -18,7 +18,7 @@ from pathlib import Path
 from megatron_scalerl.processes.parent_death import tied_command
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "unshare", "nsenter", "ip")
-CLIENTS = ("sbatch", "squeue", "sinfo", "scontrol", "scancel")
+CLIENTS = ("sbatch", "squeue", "sinfo", "scontrol", "scancel", "srun")
 NETWORK = "10.77.0"
 CPUS, GPUS = 16, 8
 START_S = 60
@@ -40,12 +40,13 @@ def missing() -> str | None:
 class MiniCluster:
     """A running cluster with the partition `gpu`. Its client programs are in `bin`."""
 
-    def __init__(self, folder: Path, nodes: tuple[str, ...]) -> None:
+    def __init__(self, folder: Path, nodes: tuple[str, ...], *, silence_s: int = 30) -> None:
+        """silence_s: seconds until Slurm calls a node down that does not answer."""
         self.folder, self.bin = folder, folder / "bin"
         for name in ("etc", "run", "log", "state", "spool", "dev", "bin"):
             (folder / name).mkdir(parents=True)
         folder.chmod(0o755)
-        write_settings(folder, nodes)
+        write_settings(folder, nodes, silence_s)
         spaces = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "--kill-child"]
         with open(folder / "log" / "init", "wb") as log:
             self._process = subprocess.Popen(
@@ -75,6 +76,7 @@ class MiniCluster:
             if time.monotonic() > deadline:
                 raise RuntimeError("the namespaces of the cluster did not start")
             time.sleep(0.01)
+        self._inner = inner[0]
         enter = f"nsenter --target {inner[0]} --net --mount --uts --ipc --pid --"
         conf = self.folder / "etc" / "slurm.conf"
         for name in CLIENTS:
@@ -97,6 +99,23 @@ class MiniCluster:
         """Standard output of a client program."""
         return subprocess.run([self.bin / name, *words], capture_output=True, text=True, check=False).stdout
 
+    def link(self, node: str, state: str) -> None:
+        """Take a node's only network link down, or up again."""
+        self._inside("ip", "link", "set", f"to-{node}", state)
+
+    def kill_daemon(self, node: str) -> None:
+        """SIGKILL to a node's slurmd: Slurm loses the node, whose processes go on."""
+        self._inside("kill", "-9", (self.folder / "run" / f"{node}.pid").read_text().strip())
+
+    def start_daemon(self, node: str) -> None:
+        """Start a node's slurmd again."""
+        self._inside(*slurmd(node))
+
+    def _inside(self, *words: str) -> None:
+        enter = ["nsenter", "--target", self._inner, "--net", "--mount", "--uts", "--ipc", "--pid", "--"]
+        conf = f"SLURM_CONF={self.folder / 'etc' / 'slurm.conf'}"
+        subprocess.run([*enter, "env", conf, *words], check=True, capture_output=True)
+
     def close(self) -> None:
         """End the cluster and every process in it."""
         if self._process.poll() is None:
@@ -104,7 +123,12 @@ class MiniCluster:
         self._process.wait()
 
 
-def write_settings(folder: Path, nodes: tuple[str, ...]) -> None:
+def slurmd(node: str) -> list[str]:
+    """Starts a node's daemon in its network namespace, under its name."""
+    return ["ip", "netns", "exec", node, "unshare", "--uts", "sh", "-c", f"hostname {node}; exec slurmd -N {node}"]
+
+
+def write_settings(folder: Path, nodes: tuple[str, ...], silence_s: int) -> None:
     """Slurm's and munge's files."""
     for index in range(GPUS):
         os.mknod(folder / "dev" / f"gpu{index}", 0o666 | 0o020000, os.makedev(1, 3))
@@ -139,7 +163,7 @@ def write_settings(folder: Path, nodes: tuple[str, ...]) -> None:
         "SchedulerParameters": "sched_interval=1,sched_min_interval=10000,batch_sched_delay=0,requeue_delay=1",
         "SlurmdParameters": "config_overrides",  # more CPUs than the machine has
         "ReturnToService": "2",
-        "SlurmdTimeout": "30",
+        "SlurmdTimeout": str(silence_s),
         "MessageTimeout": "30",
         "KillWait": "10",
         "MinJobAge": "3600",
@@ -148,8 +172,8 @@ def write_settings(folder: Path, nodes: tuple[str, ...]) -> None:
     }
     lines = [f"{key}={value}" for key, value in settings.items()]
     lines += [
-        f"NodeName={name} NodeAddr={address} CPUs={CPUS} RealMemory=1000 Gres=gpu:{GPUS}"
-        for name, address in addresses.items()
+        f"NodeName={name} NodeAddr={address} CPUs={CPUS} RealMemory=1000 Gres=gpu:{GPUS} Weight={1 + number}"
+        for number, (name, address) in enumerate(addresses.items())  # a job gets the first nodes that are free
     ]
     lines.append(f"PartitionName=gpu Nodes={names} Default=YES MaxTime=1-0 State=UP")
     (folder / "etc" / "slurm.conf").write_text("\n".join(lines) + "\n")
@@ -190,8 +214,7 @@ def serve(folder: Path, nodes: list[str]) -> None:
         run("ip", "-n", name, "link", "set", "lo", "up")
         run("ip", "-n", name, "addr", "add", f"{NETWORK}.{10 + number}/24", "dev", "eth0")
         run("ip", "-n", name, "link", "set", "eth0", "up")
-        start = f"hostname {name}; exec slurmd -N {name}"
-        run("ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", start)
+        run(*slurmd(name))
     run("slurmctld", "-c")
     while True:  # the first process of the namespaces adopts orphans
         try:

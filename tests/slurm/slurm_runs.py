@@ -1,14 +1,23 @@
 """Recipes for runs on the cluster of these tests, and waiting for their jobs."""
 
+import re
 import sys
 import time
 from pathlib import Path
 
 import yaml
 
+from megatron_scalerl.__main__ import main
+from megatron_scalerl.checkpoints.jsonl import read_jsonl
+from megatron_scalerl.slurm import cluster
+
 ROOT = Path(__file__).parents[2]
 WITH_STAND_INS = ROOT / "tests" / "faults" / "run_with_stand_ins.py"
 STAND_IN_PROGRAM = Path(__file__).with_name("stand_in_program.py")
+JOB = ["--partition", "gpu", "--time", "30", "--startup-seconds", "10", "--save-seconds", "5"]
+TWO = ["--nodes", "2", "--gpus-per-node", "4", "--any-file-system"]
+FLEET = ["trainer.world_size=4", "engine.count=4"]
+"""Fills two nodes of four devices."""
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
 
@@ -38,6 +47,22 @@ def write_recipe(path, tiny, *, name="r", output_dir, **changes):
     return Path(output_dir) / name
 
 
+def starts(run):
+    """What the stand-in program noted at each start."""
+    return read_jsonl(run / "slurm" / "starts")
+
+
+def nodes_of(start):
+    """The nodes of the allocation in which the stand-in started."""
+    return cluster.hostnames(start["environment"]["SLURM_JOB_NODELIST"])
+
+
+def output_of(run, job):
+    """What the job's script has said so far."""
+    file = run / "slurm" / f"{job}.out"
+    return file.read_text() if file.exists() else ""
+
+
 def write_site(path, program, **more):
     """A site file whose program is one of Python."""
     path.write_text(yaml.safe_dump({"program": [sys.executable, str(program)], **more}))
@@ -56,3 +81,15 @@ def wait_for(condition, what, seconds=300.0):
 def wait_for_end(state_of, job, seconds=300.0):
     """The final state of a job."""
     return wait_for(lambda: (state := state_of(job)) in ENDED and state, f"the end of job {job}", seconds)
+
+
+def submitted(words, capsys):
+    """Ids of the submitted jobs."""
+    assert main(words) == 0
+    return re.search(r"submitted: job ([\d, ]+);", capsys.readouterr().out)[1].split(", ")
+
+
+def status(run, capsys):
+    """The lines of `submit --status`."""
+    assert main(["submit", "--status", str(run)]) == 0
+    return capsys.readouterr().out

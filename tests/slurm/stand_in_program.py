@@ -1,30 +1,132 @@
-"""In place of `megatron-scalerl train`: ends as the words in RUN/slurm/ends say, one word a start.
+"""In place of `megatron-scalerl` in jobs.
 
-A number: exits with it. `wait`: SIGUSR1 makes it exit with 75. `finish`: writes end.json and exits with 0. Each start
-appends its environment to RUN/slurm/starts.
+`train`: ends as the words in RUN/slurm/ends say, one word a start. A number: exits with it. `wait`: SIGUSR1 makes it
+exit with 75. `finish`: writes end.json and exits with 0. `spend=H`: charges H device-hours and exits with 75.
+`steps`: starts a step on each node that appends to RUN/slurm/beats-NODE, until RUN/slurm/enough exists, and then
+finishes, or exits with 1 once RUN/slurm/broken exists. Each start appends its words and its environment to
+RUN/slurm/starts.
+
+`engine --join`: appends the same to RUN/slurm/joined, and ends with 0 when RUN/end.json exists.
+
+`doctor`: the real one, but that packages and parameters are not read, and that the GPUs of a node are the stand-ins
+of RUN/slurm/gpus-NODE, by default the healthy ones of `faults.stand_in_nvml`. `submit`: the real one.
 """
 
 import json
 import os
 import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
-run = Path(sys.argv[-1]).parent.parent
-ends, starts = run / "slurm" / "ends", run / "slurm" / "starts"
-if not starts.exists():
-    starts.touch()
-before = len(starts.read_text().splitlines())
-end = ends.read_text().split()[before]
-if end == "wait":
-    signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(75))
-with open(starts, "a", encoding="utf8") as file:
-    file.write(json.dumps({"argv": sys.argv[1:], "environment": dict(os.environ)}) + "\n")
-if end == "wait":
-    while True:
-        signal.pause()
-if end == "finish":
+NODE = os.environ.get("SLURMD_NODENAME", "")
+STEP = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--input=none"]
+BEAT_S = 0.1
+
+
+def note(file):
+    with open(file, "a", encoding="utf8") as opened:
+        opened.write(json.dumps({"argv": sys.argv[1:], "node": NODE, "environment": dict(os.environ)}) + "\n")
+
+
+def finish(run):
     (run / "end.json").write_text('{"reason": "all steps are made", "step": 1, "final": false}\n')
     sys.exit(0)
-print(f"megatron-scalerl: the stand-in fails with {end}")
-sys.exit(int(end))
+
+
+def spend(run, hours):
+    (run / "recipe.yaml").write_bytes((run / "slurm" / "recipe.yaml").read_bytes())
+    ledger = run / "ledger.jsonl"
+    rows = [{"role": "trainer", "phase": "train", "hours": hours, "step": 1}]
+    if not ledger.exists():
+        rows.insert(0, {"unit": "device_hours"})
+    with open(ledger, "a", encoding="utf8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    sys.exit(75)
+
+
+def beat(run):
+    """In a step: a line a moment, so that a test sees it go on."""
+    with open(run / "slurm" / f"beats-{NODE}", "a", encoding="utf8") as file:
+        while not (run / "slurm" / "enough").exists():
+            file.write(".\n")
+            file.flush()
+            time.sleep(BEAT_S)
+
+
+def steps(run):
+    words = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
+    nodes = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+    started = [
+        subprocess.Popen([*STEP, f"--nodelist={node}", sys.executable, __file__, "beat", str(run)]) for node in nodes
+    ]
+    while not (run / "slurm" / "enough").exists():
+        time.sleep(BEAT_S)
+        if (run / "slurm" / "broken").exists():
+            sys.exit(1)
+    for step in started:
+        step.wait()
+    finish(run)
+
+
+def train(run):
+    starts = run / "slurm" / "starts"
+    if not starts.exists():
+        starts.touch()
+    end = (run / "slurm" / "ends").read_text().split()[len(starts.read_text().splitlines())]
+    if end == "wait":
+        signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(75))
+    note(starts)
+    while end == "wait":
+        signal.pause()
+    if end == "finish":
+        finish(run)
+    if end == "steps":
+        steps(run)
+    if end.startswith("spend="):
+        spend(run, float(end.removeprefix("spend=")))
+    print(f"megatron-scalerl: the stand-in fails with {end}")
+    sys.exit(int(end))
+
+
+def join(run):
+    note(run / "slurm" / "joined")
+    while not (run / "end.json").exists():
+        time.sleep(BEAT_S)
+
+
+def doctor():
+    from faults.stand_in_nvml import HOSTS
+
+    from megatron_scalerl.__main__ import main
+    from megatron_scalerl.check_gpu.runner import Machine
+    from megatron_scalerl.doctor import node, nodes
+    from megatron_scalerl.doctor.nvml import read
+
+    recipe = next(Path(word) for word in sys.argv if word.endswith("recipe.yaml"))
+    gpus = recipe.parent / f"gpus-{NODE}"
+    details = {"cuda_version": None, "nccl": None, "packages": {}}
+    node.read_in_process = lambda: read(HOSTS[gpus.read_text() if gpus.exists() else "healthy"]())
+    node.probe_machine = lambda **_: Machine(gpus=(), no_gpu="", modules=(), details=details)
+    node.version_checks = lambda *_: []
+    node._parameters = lambda *_: "the stand-in counts none"
+    nodes.PROGRAM = (sys.executable, __file__)
+    return main(sys.argv[1:])
+
+
+def submit():
+    from megatron_scalerl.__main__ import main
+
+    return main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    if sys.argv[1] in ("doctor", "submit"):
+        sys.exit({"doctor": doctor, "submit": submit}[sys.argv[1]]())
+    if sys.argv[1] == "train":
+        train(Path(sys.argv[-1]).parent.parent)
+    elif sys.argv[1] == "beat":
+        beat(Path(sys.argv[2]))
+    else:
+        join(Path(sys.argv[sys.argv.index("--join") + 1]))

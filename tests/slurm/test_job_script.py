@@ -1,7 +1,9 @@
 """The job script and the site file, without a cluster."""
 
+import os
 import shlex
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +11,9 @@ import pytest
 
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.recipe.nearest import unknown_key
-from megatron_scalerl.slurm import cluster
+from megatron_scalerl.slurm import cluster, engines
 from megatron_scalerl.slurm.checks import SAVE_S, STARTUP_S, times_of
+from megatron_scalerl.slurm.engines import EnginesPlan
 from megatron_scalerl.slurm.job import JobPlan, render
 from megatron_scalerl.slurm.site import Site, read_site
 
@@ -26,6 +29,7 @@ PLAN = JobPlan(
     lead_s=90,
     max_requeues=3,
     max_failures=2,
+    check_s=300.0,
     site=Site(),
 )
 
@@ -60,6 +64,80 @@ def test_an_array_has_one_run_a_task(tmp_path):
 def test_a_chain_is_not_queued_again(tmp_path):
     text = checked(replace(PLAN, chain=True), tmp_path)
     assert "#SBATCH --no-requeue\n" in text and "scontrol" not in text
+
+
+SEVERAL = replace(PLAN, nodes=4, slots=8)
+
+
+def test_several_nodes_are_checked_before_the_controller_starts_on_the_first(tmp_path):
+    text = checked(SEVERAL, tmp_path)
+    for line in ("--nodes=4", "--ntasks-per-node=1", "--no-kill", "--gpus-per-node=8", "--exclusive"):
+        assert f"#SBATCH {line}\n" in text
+    check = 'doctor --hosts slurm --gpus 8 --within 300 "$run/slurm/recipe.yaml" --reports "$logs/nodes"'
+    train = 'train --supervise --max-failures 2 --hosts slurm --slots 8 "$run/slurm/recipe.yaml"'
+    program = f"{shlex.quote(sys.executable)} -m megatron_scalerl"
+    first, second = f"role preflight {program} {check}\n", f"role controller {program} {train}\n"
+    assert text.index(first) < text.index(second)
+    assert 'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_ON_NODE"' in text
+    one = checked(PLAN, tmp_path)
+    assert not any(word in one for word in ("--no-kill", "--hosts", "doctor", "ExcNodeList", "preflight"))
+
+
+def test_several_nodes_of_a_chain_or_of_an_array(tmp_path):
+    text = checked(replace(SEVERAL, chain=True), tmp_path)
+    assert 'requeue "$SLURM' not in text and "ExcNodeList" not in text and "role preflight" in text
+    text = checked(replace(SEVERAL, cpus=10, gpus=0, runs=(Path("/r/a"), Path("/r/b")), throttle=2), tmp_path)
+    assert "#SBATCH --array=0-1%2\n" in text and "#SBATCH --cpus-per-task=10\n" in text
+    assert "export SRUN_CPUS_PER_TASK=10 " in text and "--gpus-per-node" not in text
+
+
+def test_a_budget_is_asked_for_at_the_start_and_before_a_requeue(tmp_path):
+    text = checked(replace(PLAN, gpu_hours=12.5, startup_s=40), tmp_path)
+    assert (
+        'submit --gpu-hours 12.5 --seconds-left "$run/slurm/recipe.yaml"' in text
+        and text.count("left=$(seconds_left)") == 2
+    )
+    assert "seconds_left" not in checked(PLAN, tmp_path)
+
+
+ENGINES = EnginesPlan(
+    run=Path("/runs/my run"),
+    script=Path("/runs/my run/slurm/engines.sbatch"),
+    partition="gpu",
+    time="60",
+    nodes=3,
+    gpus=8,
+    cpus=None,
+    per_node=4,
+    devices=2,
+    site=Site(account="lab", environment={"NCCL_SOCKET_IFNAME": "ib0"}),
+)
+
+
+def test_a_job_of_engines_has_one_step_an_engine(tmp_path):
+    script = tmp_path / "engines.sbatch"
+    script.write_text(engines.render(ENGINES))
+    cluster.check_syntax(script)
+    text = script.read_text()
+    for line in ("#SBATCH --nodes=3", "#SBATCH --no-kill", "#SBATCH --gpus-per-node=8", "#SBATCH --account=lab",
+                 "run='/runs/my run'", "export NCCL_SOCKET_IFNAME=ib0", "  for number in {0..3}; do"):  # fmt: skip
+        assert f"\n{line}\n" in text
+    assert '-m megatron_scalerl engine --join "$run" --devices 2 >>' in text
+
+
+@pytest.mark.parametrize(
+    ("gpus", "found"), [("0,1,2,3", ["0,1", "2,3"]), ("4,7,5,6", ["4,7", "5,6"]), ("", ["", ""])]
+)
+def test_the_engines_of_a_node_share_its_gpus(gpus, found):
+    text = engines.render(ENGINES)
+    start = text[text.index("start='") : text.index("scontrol show")]
+    shown = 'bash -c "$start" start {} bash -c \'echo "${{CUDA_VISIBLE_DEVICES-}}"\''
+    said = subprocess.run(
+        ["bash", "-euc", f"{start}\n{shown.format(0)}\n{shown.format(1)}"],
+        env={"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": gpus},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert said.stdout.splitlines() == found
 
 
 def test_the_lines_of_the_site_are_there(tmp_path):
@@ -141,13 +219,17 @@ def test_no_sbatch_on_the_path_is_one_line(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "expected one of RECIPE, --array FOLDER and --status RUN"),
+        ([], "expected one of RECIPE, --array FOLDER, --add-engines RUN and --status RUN"),
         (["r.yaml", "--array", "f"], "expected one of RECIPE"),
         (["r.yaml", "--time", "60"], "--partition: expected a value"),
         (["r.yaml", "--partition", "p"], "--time: expected a value"),
         (["r.yaml", "--partition", "p", "--time", "60", "--throttle", "2"], "--throttle: expected --array"),
         (["--array", "f", "--partition", "p", "--time", "60", "--throttle", "0"], "--throttle: expected at least 1"),
-        (["r.yaml", "--status", "f"], "--status: expected the folder of a run alone"),
+        (["r.yaml", "--status", "f"], "--status: expected its value alone"),
+        (["r.yaml", "--add-engines", "f"], "--add-engines: expected its value alone"),
+        (["--seconds-left", "f"], "--seconds-left: expected --gpu-hours with it"),
+        (["r.yaml", "--partition", "p", "--time", "60", "--gpu-hours", "0"], "--gpu-hours: expected more than 0"),
+        (["r.yaml", "--partition", "p", "--time", "60", "--nodes", "0"], "--nodes: expected at least 1"),
     ],
 )
 def test_options_that_contradict_each_other_are_one_line(words, said, capsys):

@@ -1,51 +1,27 @@
 """`megatron-scalerl submit` on a real Slurm: refusals, arrays, requeues, chains, a whole run."""
 
 import json
-import re
 
 import pytest
-from slurm_runs import STAND_IN_PROGRAM, WITH_STAND_INS, wait_for, wait_for_end, write_recipe, write_site
+from slurm_runs import (
+    JOB,
+    STAND_IN_PROGRAM,
+    WITH_STAND_INS,
+    starts,
+    submitted,
+    wait_for,
+    wait_for_end,
+    write_recipe,
+    write_site,
+)
 
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.recipe.nearest import unknown_key
 from megatron_scalerl.rollouts.history import read_history
 from megatron_scalerl.slurm import cluster as slurm
-from megatron_scalerl.tiny.build import TinyArguments, build
 
 pytestmark = pytest.mark.slow
-JOB = ["--partition", "gpu", "--time", "30", "--startup-seconds", "10", "--save-seconds", "5"]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    root = tmp_path_factory.mktemp("tiny")
-    build(root, TinyArguments(seed=1, train_prompts=40, held_out=10, sft_examples=4))
-    return root
-
-
-@pytest.fixture
-def stand_in(tmp_path, tiny, on_login_node):
-    """Words of the command for a run whose program is a stand-in, and the run's folder."""
-
-    def made(ends, *options, name="r"):
-        run = write_recipe(tmp_path / f"{name}.yaml", tiny, name=name, output_dir=tmp_path)
-        (run / "slurm").mkdir(parents=True)
-        (run / "slurm" / "ends").write_text(ends)
-        site = write_site(tmp_path / "site.yaml", STAND_IN_PROGRAM, environment={"NCCL_DEBUG": "WARN x"})
-        return ["submit", str(tmp_path / f"{name}.yaml"), *JOB, "--site", site, *options], run
-
-    return made
-
-
-def submitted(words, capsys):
-    """Ids of the submitted jobs."""
-    assert main(words) == 0
-    return re.search(r"submitted: job ([\d, ]+);", capsys.readouterr().out)[1].split(", ")
-
-
-def starts(run):
-    return read_jsonl(run / "slurm" / "starts")
 
 
 def refusal(words, capsys):
@@ -59,12 +35,23 @@ def refusal(words, capsys):
     ("options", "said"),
     [
         (["--partition", "gqu"], unknown_key("gqu", ["gpu"], expected="a partition of this cluster")),
-        (["--gpus", "9"], "--gpus: expected at most 8, what a node of gpu has, found 9"),
-        (["--gpus", "2"], "--gpus: expected at least 3"),
+        (["--gpus", "9"], "--gpus-per-node: expected at most 8, what a node of gpu has, found 9"),
+        (["--gpus-per-node", "2"], "--gpus-per-node: expected at least 3"),
         (["--cpus", "17"], "--cpus: expected 1 to 16"),
         (["--time", "1"], "--time: expected at least 75 s"),
         (["--time", "2-0"], "--time: expected at most 86400 s, the limit of gpu"),
-        (["engine.count=7"], "one node only so far"),
+        (
+            ["engine.count=7"],
+            "expected a fleet that fits on one node, found 2 trainer and 7 engine GPUs; a node of "
+            "gpu has 8; --nodes 2",
+        ),
+        (["--nodes", "5"], "--nodes: expected 1 to 4, the nodes of gpu, found 5"),
+        (["--nodes", "2", "--gpus-per-node", "1"], "--nodes: expected at least 3 with 1 devices each"),
+        (["--nodes", "2"], "--nodes: expected 1, which the fleet fills with 8 devices each, found 2"),
+        (
+            ["--nodes", "2", "--gpus-per-node", "2", "output_dir=/dev/shm/r"],
+            "output_dir: expected a folder that the other nodes see under the same path, found /dev/shm, tmpfs",
+        ),
         (["steps=none"], "steps"),
         (["policy.path=/nonexistent"], "/nonexistent"),
     ],
@@ -125,7 +112,7 @@ def test_an_array_goes_on_without_the_run_that_fails(stand_in, tmp_path, capsys)
     assert [wait_for_end(slurm.last_state, f"{job}_{n}") for n in range(3)] == ["COMPLETED", "FAILED", "COMPLETED"]
     assert main(["submit", "--status", str(tmp_path / "b")]) == 0
     said = capsys.readouterr().out
-    assert f"job {job}_1: FAILED" in said and "last error: exit code 3: the stand-in fails with 3" in said
+    assert f"job {job}_1: FAILED" in said and "last error: controller: exit code 3: the stand-in fails with 3" in said
     assert main(["submit", "--status", str(tmp_path / "c")]) == 0
     assert "finished: all steps are made" in capsys.readouterr().out
 

@@ -1,0 +1,14 @@
+{% if modules %}
+type module >/dev/null 2>&1 || . /etc/profile
+{% for module in modules %}
+module load {{ module | quote }} || exit 1
+{% endfor %}
+{% endif %}
+{% for name, value in environment.items() %}
+export {{ name }}={{ value | quote }}
+{% endfor %}
+{% if cpus %}
+export SRUN_CPUS_PER_TASK={{ cpus }}  # since Slurm 22.05 srun does not read SLURM_CPUS_PER_TASK
+{% elif nodes > 1 %}
+export SRUN_CPUS_PER_TASK="$SLURM_CPUS_ON_NODE"  # a step gets one CPU unless it asks for more
+{% endif %}

@@ -1,0 +1,187 @@
+"""What a job asks for, what is refused before, and what the status says about its nodes: without a cluster."""
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_scalerl.doctor.mounts import Mount
+from megatron_scalerl.recipe.file import dump_recipe, load_recipe
+from megatron_scalerl.recipe.hosts_needed import hosts_needed
+from megatron_scalerl.slurm import checks
+from megatron_scalerl.slurm.allocation import Allocation, Asked, allocate, check_plan
+from megatron_scalerl.slurm.budget import seconds_left, spent
+from megatron_scalerl.slurm.cluster import Partition
+from megatron_scalerl.slurm.nodes import attempts, lost, unfit
+
+ROOT = Path(__file__).parents[2]
+H100 = Partition(name="gpu", gpus=8, cpus=96, nodes=10, gpu_type="h100", limit_s=None)
+CPUS = Partition(name="cpu", gpus=0, cpus=32, nodes=10, gpu_type=None, limit_s=None)
+
+
+def recipe(ranks=2, engines=1, devices=1, name="tiny_cpu"):
+    changes = [f"trainer.world_size={ranks}", f"engine.count={engines}", f"engine.devices_per_engine={devices}"]
+    return load_recipe(ROOT / "recipes" / f"{name}.yaml", [*changes, "weights.transport=auto"])
+
+
+def asked(nodes=1, gpus=None, slots=None, cpus=None):
+    return Asked(nodes=nodes, gpus=gpus, slots=slots, cpus=cpus)
+
+
+def placed(ranks, engines, devices, slots):
+    """Nodes that are filled device by device: ranks first, then engines, none of which spans two."""
+    free = []
+    for _ in range(ranks):
+        if not free or free[-1] == 0:
+            free.append(slots)
+        free[-1] -= 1
+    for _ in range(engines):
+        if not free or free[-1] < devices:
+            free.append(slots)
+        free[-1] -= devices
+    return len(free)
+
+
+def test_as_many_nodes_as_filling_them_takes():
+    for ranks, engines, devices, slots in itertools.product(range(1, 10), range(1, 8), (1, 2, 3, 4), range(1, 9)):
+        want = placed(ranks, engines, devices, slots) if devices <= slots else None
+        assert hosts_needed(recipe_like(ranks, engines, devices), slots) == want, (ranks, engines, devices, slots)
+
+
+def recipe_like(ranks, engines, devices):
+    """A recipe whose layout is not checked."""
+    one = BASE.trainer.model_copy(update={"world_size": ranks})
+    other = BASE.engine.model_copy(update={"count": engines, "devices_per_engine": devices})
+    return BASE.model_copy(update={"trainer": one, "engine": other})
+
+
+BASE = recipe()
+
+
+@pytest.mark.parametrize(
+    ("fleet", "partition", "wanted", "found"),
+    [
+        ((2, 1, 1), H100, asked(), Allocation(nodes=1, gpus=3, slots=None, cpus=36)),
+        ((4, 4, 1), H100, asked(), Allocation(nodes=1, gpus=8, slots=None, cpus=None)),
+        ((16, 8, 2), H100, asked(4), Allocation(nodes=4, gpus=8, slots=8, cpus=None)),
+        ((4, 2, 2), H100, asked(2, gpus=4), Allocation(nodes=2, gpus=4, slots=4, cpus=48)),
+        ((2, 2, 1), CPUS, asked(4), Allocation(nodes=4, gpus=0, slots=1, cpus=4)),
+        ((2, 2, 1), CPUS, asked(2), Allocation(nodes=2, gpus=0, slots=2, cpus=6)),
+        ((2, 3, 1), CPUS, asked(2, slots=4), Allocation(nodes=2, gpus=0, slots=4, cpus=10)),
+        ((2, 2, 1), H100, asked(4, gpus=0, slots=1, cpus=3), Allocation(nodes=4, gpus=0, slots=1, cpus=3)),
+    ],
+)
+def test_nodes_are_alike_and_filled(fleet, partition, wanted, found):
+    assert allocate([recipe_like(*fleet)], partition, wanted) == found
+
+
+@pytest.mark.parametrize(
+    ("fleet", "partition", "wanted", "said"),
+    [
+        ((16, 8, 2), H100, asked(3), "--nodes: expected at least 4 with 8 devices each for 16 trainer ranks and 8 "
+         "engines of 2"),
+        ((16, 8, 2), H100, asked(5), "--nodes: expected 4, which the fleet fills with 8 devices each, found 5"),
+        ((16, 8, 2), H100, asked(11), "--nodes: expected 1 to 10, the nodes of gpu, found 11"),
+        ((16, 8, 2), H100, asked(), "found 16 trainer and 16 engine GPUs; a node of gpu has 8; --nodes 4"),
+        ((2, 2, 4), H100, asked(2, gpus=2), "engine.devices_per_engine: expected at most 2, the devices of a node"),
+        ((2, 1, 16), H100, asked(), "one engine takes 16"),
+        ((2, 2, 1), H100, asked(2, gpus=9), "--gpus-per-node: expected at most 8"),
+        ((2, 2, 1), H100, asked(2, gpus=-1), "--gpus-per-node: expected at least"),
+        ((2, 2, 1), H100, asked(2, gpus=2, slots=2), "--slots: expected no GPUs with it"),
+        ((2, 2, 1), H100, asked(2, slots=2), "--slots: expected --gpus-per-node 0"),
+        ((2, 2, 1), CPUS, asked(slots=2), "--slots: expected --nodes with it"),
+        ((2, 2, 1), CPUS, asked(2, cpus=33), "--cpus: expected 1 to 32"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_with_what_would(fleet, partition, wanted, said):
+    with pytest.raises(ValueError) as refused:
+        allocate([recipe_like(*fleet)], partition, wanted)
+    assert said in str(refused.value)
+
+
+def test_an_array_gets_what_its_largest_run_needs():
+    found = allocate([recipe_like(2, 2, 1), recipe_like(8, 4, 1)], H100, asked(3, gpus=4))
+    assert (found.nodes, found.slots) == (3, 4)
+
+
+def test_the_planner_is_asked_where_it_knows_the_gpus(tmp_path):
+    file = ROOT / "recipes" / "scalerl_llama3_8b.yaml"
+    fits = load_recipe(file)
+    assert check_plan(fits, str(file), H100, 0) == "skipped without GPUs"
+    other = Partition(name="old", gpus=8, cpus=96, nodes=10, gpu_type="v100", limit_s=None)
+    assert "skipped: Slurm calls the GPUs of old v100" in check_plan(fits, str(file), other, 8)
+    assert "skipped" not in check_plan(fits, str(file), H100, 8)
+    tight = load_recipe(file, ["trainer.micro_batch_tokens=2000000"])
+    with pytest.raises(ValueError, match=r"plan --check: .* GiB too much"):
+        check_plan(tight, str(file), H100, 8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "nodes", "anywhere", "result"),
+    [
+        ("nfs4", 4, False, None),
+        ("lustre", 4, False, None),
+        ("ext4", 4, False, "warning"),
+        ("tmpfs", 1, False, "warning"),
+        ("tmpfs", 2, False, "refused"),
+        ("overlay", 2, False, "refused"),
+        ("overlay", 2, True, "warning"),
+    ],
+)
+def test_a_folder_that_only_this_node_sees_is_refused(tmp_path, monkeypatch, kind, nodes, anywhere, result):
+    monkeypatch.setattr(checks, "mount_of", lambda place: Mount(point="/", kind=kind, options=frozenset()))
+    monkeypatch.setattr(checks, "_LOCAL_FOLDERS", ())
+    check = lambda: checks.check_shared(tmp_path / "runs" / "r", nodes=nodes, anywhere=anywhere)  # noqa: E731
+    if result == "refused":
+        with pytest.raises(ValueError, match=f"output_dir: .*found {tmp_path}, {kind} at /; --any-file-system"):
+            check()
+    else:
+        assert (check() is None) == (result is None)
+
+
+def test_a_folder_for_temporary_files_is_refused_whatever_it_is_on(monkeypatch):
+    monkeypatch.setattr(checks, "mount_of", lambda place: Mount(point="/", kind="nfs4", options=frozenset()))
+    with pytest.raises(ValueError, match="output_dir"):
+        checks.check_shared(Path("/tmp/r"), nodes=2, anywhere=False)
+
+
+def test_the_ledger_is_summed_up_to_its_last_heartbeat(tmp_path):
+    run = tmp_path / "r"
+    assert spent(run).hours == 0
+    run.mkdir()
+    rows = ['{"unit": "gpu_hours"}', '{"role": "trainer", "hours": 1.5}', '{"role": "lost", "hours": 0.25}',
+            '{"heartbeat": 3600, "devices": 2}']  # fmt: skip
+    (run / "ledger.jsonl").write_text("\n".join(rows) + "\n")
+    assert (spent(run).hours, spent(run).unit) == (3.75, "GPU-hours")
+    file = tmp_path / "recipe.yaml"
+    file.write_text(dump_recipe(recipe_like(3, 1, 1).model_copy(update={"name": "r", "output_dir": str(tmp_path)})))
+    assert (seconds_left(file, 4.75), seconds_left(file, 3.0)) == (900, 0)
+
+
+def test_nodes_that_failed_are_named():
+    states = {"a": "mixed", "b": "down*", "c": "idle", "d": "mixed*", "e": "drained"}
+    assert list(lost("abcdef", "abde", states)) == [
+        "b is down*: Slurm gets no answer from it",
+        "c failed and has left the job; it is idle now",
+        "d is mixed*: Slurm gets no answer from it",
+        "f failed and has left the job; it is unknown now",
+    ]
+
+
+def test_attempts_are_those_since_the_last_submission_in_order(tmp_path):
+    script = tmp_path / "slurm" / "job.sbatch"
+    assert attempts(tmp_path) == []
+    for when, name in ((5, "6.0"), (30, "7.10"), (20, "7.9")):
+        file = tmp_path / "slurm" / name / "started"
+        file.parent.mkdir(parents=True)
+        file.touch()
+        os.utime(file, (when, when))
+    (tmp_path / "slurm" / "8.0").mkdir()  # the run was finished, and the job ended at once
+    script.touch()
+    os.utime(script, (10, 10))
+    assert [folder.name for folder in attempts(tmp_path)] == ["7.9", "7.10"]
+    assert unfit(tmp_path / "slurm" / "7.9") == {}
+    (tmp_path / "slurm" / "7.9" / "nodes").mkdir()
+    (tmp_path / "slurm" / "7.9" / "nodes" / "bad").write_text("n1\tGPUs: none\nn2\ttoo\tlate\n")
+    assert unfit(tmp_path / "slurm" / "7.9") == {"n1": "GPUs: none", "n2": "too\tlate"}

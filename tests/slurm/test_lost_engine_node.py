@@ -1,0 +1,119 @@
+"""The node of one of two vLLM engines is cut off, on a real Slurm: the run goes on, for a while and for good."""
+
+import json
+import time
+
+import pytest
+from e2e.whole_runs import make_tiny, overrides
+from mini_cluster import MiniCluster, missing
+from slurm_runs import ROOT, output_of, submitted, wait_for_end
+
+from megatron_scalerl.checkpoints.jsonl import read_jsonl
+from megatron_scalerl.slurm import cluster as slurm
+
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(3600)]
+LIMIT_S = 600
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return make_tiny(tmp_path_factory.mktemp("tiny") / "dense", moe=False, sft_steps=80)
+
+
+@pytest.fixture
+def cluster(tmp_path_factory):
+    """Gives up a silent node after 20 s."""
+    if (why := missing()) is not None:
+        pytest.skip(why)
+    made = MiniCluster(tmp_path_factory.mktemp("slurm") / "c", ("node1", "node2", "node3"), silence_s=20)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def run(policy, tmp_path, cluster, on_login_node, monkeypatch, capsys):
+    """A run with ranks on node1 and engines on node2 and node3 that has made a step: its folder and its job."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    settings = overrides(
+        policy,
+        tmp_path,
+        "r",
+        "steps=100000",
+        "engine.count=2",
+        "engine.stall_timeout_s=10",
+        "engine.first_token_timeout_s=10",
+        "engine.max_restarts=2",
+        "weights.timeout_s=15",
+        "rollouts.max_staleness_steps=4",
+        "rewards.verifier=tests.e2e.coin:toss",
+        "optimizer.lr=1e-6",  # what the coin teaches would carry the policy to where two implementations differ
+        "weights.probe_every=0",
+        "validation.every_steps=0",
+        "checkpoint.every_steps=5",
+    )
+    words = ["submit", "recipes/tiny_cpu.yaml", *settings, "--partition", "gpu", "--time", "120", "--nodes", "3"]
+    [job] = submitted([*words, "--gpus-per-node", "0", "--slots", "1", "--any-file-system"], capsys)
+    folder = tmp_path / "r"
+    until(lambda: steps(folder) >= 2, lambda: output_of(folder, job))
+    assert states(folder) == {"engine-0": "serving", "engine-1": "serving"}
+    yield folder, job
+    slurm.cancel([job])
+    wait_for_end(slurm.last_state, job, 120)
+
+
+def until(condition, say=lambda: ""):
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end, say()
+        time.sleep(0.2)
+
+
+def rows(file):
+    return read_jsonl(file) if file.exists() else []
+
+
+def steps(folder):
+    return max((row["step"] for row in rows(folder / "metrics.jsonl")), default=0)
+
+
+def states(folder):
+    """Engine -> its last state."""
+    return {row["name"]: row["state"] for row in rows(folder / "engines.jsonl")}
+
+
+def last(folder, name):
+    return [row for row in rows(folder / "engines.jsonl") if row["name"] == name][-1]
+
+
+def charged(folder):
+    """Devices of the last heartbeat or charge of the ledger."""
+    text = (folder / "ledger.jsonl").read_text().splitlines()
+    beats = [json.loads(line) for line in text if '"heartbeat"' in line]
+    return beats[-1]["devices"] if beats else None
+
+
+def test_an_engine_that_is_cut_off_for_a_while_rejoins(run, cluster):
+    folder, job = run
+    cluster.link("node3", "down")
+    until(lambda: states(folder)["engine-1"] != "serving", lambda: output_of(folder, job))
+    cluster.link("node3", "up")
+    reached = steps(folder)
+    until(lambda: steps(folder) >= reached + 2, lambda: output_of(folder, job))
+    until(lambda: states(folder)["engine-1"] == "serving", lambda: (folder / "engines.jsonl").read_text())
+    assert last(folder, "engine-1")["restarts"] >= 1
+    assert slurm.nodes_of(job) == ["node1", "node2", "node3"]
+    assert all(row["devices"] == 1 for row in rows(folder / "engines.jsonl")), "held, and charged, throughout"
+
+
+def test_a_run_goes_on_without_an_engine_whose_node_is_gone_and_pays_no_longer_for_it(run, cluster):
+    folder, job = run
+    cluster.link("node3", "down")
+    until(lambda: slurm.nodes_of(job) == ["node1", "node2"], lambda: str(slurm.nodes_of(job)))
+    until(lambda: last(folder, "engine-1")["given_up"], lambda: (folder / "engines.jsonl").read_text())
+    assert last(folder, "engine-1")["devices"] == 0
+    reached = steps(folder)
+    until(lambda: steps(folder) >= reached + 3, lambda: output_of(folder, job))
+    assert states(folder)["engine-0"] == "serving"
+    time.sleep(21)  # two heartbeats
+    assert charged(folder) == pytest.approx(2.0)

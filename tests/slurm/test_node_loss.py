@@ -1,0 +1,57 @@
+"""Nodes that fail under a job of several nodes, on a real Slurm that gives up a silent node after 5 s.
+
+The program is a stand-in that has a step on each node (tests/slurm/stand_in_program.py).
+"""
+
+import pytest
+from mini_cluster import MiniCluster, missing
+from slurm_runs import FLEET, TWO, nodes_of, output_of, starts, status, submitted, wait_for, wait_for_end
+
+from megatron_scalerl.slurm import cluster as slurm
+
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+
+
+@pytest.fixture
+def cluster(tmp_path_factory):
+    """One for each test, since the nodes of a test before may still be down. Its own names come first on the path."""
+    if (why := missing()) is not None:
+        pytest.skip(why)
+    made = MiniCluster(tmp_path_factory.mktemp("slurm") / "c", ("node1", "node2", "node3"), silence_s=5)
+    yield made
+    made.close()
+
+
+def test_a_job_goes_on_without_a_node_that_fails(stand_in, cluster, capsys):
+    words, run = stand_in("steps", *TWO, *FLEET)
+    [job] = submitted(words, capsys)
+    wait_for((run / "slurm" / "beats-node2").exists, "the step on node2")
+    cluster.kill_daemon("node2")
+    wait_for(lambda: slurm.nodes_of(job) == ["node1"], "the excision of node2")
+    said = status(run, capsys)
+    assert f"job {job}: RUNNING (node1)" in said and "node2 failed and has left the job; it is down* now" in said
+    (run / "slurm" / "enough").touch()
+    assert wait_for_end(slurm.last_state, job, 120) == "COMPLETED"
+    assert len(starts(run)) == 1
+
+
+def test_a_run_that_needs_the_lost_node_is_queued_again(stand_in, cluster, capsys):
+    words, run = stand_in("steps finish", *TWO, *FLEET)
+    [job] = submitted(words, capsys)
+    wait_for((run / "slurm" / "beats-node2").exists, "the step on node2")
+    cluster.kill_daemon("node2")
+    wait_for(lambda: slurm.nodes_of(job) == ["node1"], "the excision of node2")
+    (run / "slurm" / "broken").touch()  # srun says that the node failed, and waits for its task all the same
+    assert wait_for_end(slurm.last_state, job, 120) == "COMPLETED", output_of(run, job)
+    assert "nodes were lost: node2; queued again" in output_of(run, job)
+    assert nodes_of(starts(run)[1]) == ["node1", "node3"]
+
+
+def test_the_loss_of_the_first_node_queues_the_job_again(stand_in, cluster, capsys):
+    words, run = stand_in("steps finish", *TWO, *FLEET)
+    [job] = submitted(words, capsys)
+    wait_for((run / "slurm" / "beats-node2").exists, "the step on node2")
+    cluster.kill_daemon("node1")
+    assert wait_for_end(slurm.last_state, job, 120) == "COMPLETED", output_of(run, job)
+    assert nodes_of(starts(run)[1]) == ["node2", "node3"]
+    assert f"attempt {job}.0: the first node, node1, was lost" in status(run, capsys)

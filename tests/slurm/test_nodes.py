@@ -1,0 +1,141 @@
+"""Jobs of several nodes on a real Slurm: the check of the nodes, nodes that fail, engines that join, the budget.
+
+The program is a stand-in; its `doctor` is the real one with stand-in GPUs (tests/slurm/stand_in_program.py).
+"""
+
+import contextlib
+
+import pytest
+from slurm_runs import FLEET, JOB, TWO, nodes_of, output_of, starts, status, submitted, wait_for, wait_for_end
+
+from megatron_scalerl.__main__ import main
+from megatron_scalerl.checkpoints.jsonl import read_jsonl
+from megatron_scalerl.slurm import cluster as slurm
+
+pytestmark = pytest.mark.slow
+
+
+@contextlib.contextmanager
+def link_down(cluster, node):
+    cluster.link(node, "down")
+    try:
+        yield
+    finally:
+        cluster.link(node, "up")
+
+
+def test_an_unfit_node_is_named_and_excluded(stand_in, capsys):
+    words, run = stand_in("finish", *TWO, *FLEET)
+    (run / "slurm" / "gpus-node2").write_text("pending remap")
+    [job] = submitted(words, capsys)
+    assert wait_for_end(slurm.last_state, job) == "COMPLETED", output_of(run, job)
+    [start] = starts(run)
+    assert nodes_of(start) == ["node1", "node3"] and start["node"] == "node1"
+    assert start["argv"] == ["train", "--supervise", "--max-failures", "3", "--hosts", "slurm", "--slots", "4",
+                             str(run / "slurm" / "recipe.yaml")]  # fmt: skip
+    folders = [run / "slurm" / f"{job}.{attempt}" for attempt in (0, 1)]
+    assert [(folder / "preflight.exit").read_text() for folder in folders] == ["1\n", "0\n"]
+    assert not (folders[0] / "controller.exit").exists()
+    assert {file.name for file in (folders[1] / "nodes").glob("*.json")} == {"node1.json", "node3.json", "head.json"}
+    why = "node2 was unfit: row remapping: expected none pending, none failed, found GPU 3: row remapping pending"
+    assert f"attempt {job}.0: {why}" in status(run, capsys)
+    assert "unfit node2: row remapping" in output_of(run, job)
+    assert "unfit nodes are excluded: node2; queued again" in output_of(run, job)
+
+
+def test_where_all_nodes_are_unfit_none_is_excluded(stand_in, capsys):
+    words, run = stand_in("finish", *TWO, *FLEET)
+    for node in ("node1", "node2"):
+        (run / "slurm" / f"gpus-{node}").write_text("seven")
+    (run / "slurm" / "gpus-node1").write_text("mig")
+    (run / "slurm" / "gpus-node2").write_text("hot")
+    [job] = submitted(words, capsys)
+    assert wait_for_end(slurm.last_state, job) == "FAILED"
+    assert starts(run) == [] and not (run / "slurm" / "requeues").exists()
+    assert "all 2 nodes are unfit" in output_of(run, job)
+    assert "last error: preflight: exit code 1: all 2 nodes are unfit" in status(run, capsys)
+
+
+def test_a_node_on_which_the_check_never_starts_is_named(stand_in, on_login_node, capsys):
+    words, run = stand_in("finish", *TWO, "--check-seconds", "6", *FLEET)
+    with link_down(on_login_node, "node2"):
+        [job] = submitted(words, capsys)
+        wait_for(lambda: "queued again" in output_of(run, job), "the exclusion of node2")
+    assert "unfit node2: no report (" in output_of(run, job)
+    assert wait_for_end(slurm.last_state, job) == "COMPLETED", output_of(run, job)
+    assert nodes_of(starts(run)[0]) == ["node1", "node3"]
+
+
+def test_a_short_outage_of_a_nodes_network_ends_nothing(stand_in, on_login_node, capsys):
+    words, run = stand_in("steps", *TWO, *FLEET)
+    [job] = submitted(words, capsys)
+    beats = run / "slurm" / "beats-node2"
+    wait_for(beats.exists, "the step on node2")
+    with link_down(on_login_node, "node2"):
+        before = len(beats.read_text())
+        wait_for(lambda: len(beats.read_text()) > before + 10, "a second of the step without its network")
+    assert f"job {job}: RUNNING" in status(run, capsys)
+    (run / "slurm" / "enough").touch()
+    assert wait_for_end(slurm.last_state, job) == "COMPLETED"
+    assert len(starts(run)) == 1
+
+
+def test_two_jobs_on_the_same_nodes_do_not_meet(stand_in, capsys):
+    jobs = {}
+    for name in ("a", "b"):
+        words, run = stand_in("wait", *TWO, "--cpus", "4", *FLEET, name=name)
+        jobs[run] = submitted(words, capsys)[0]
+    for run, job in jobs.items():
+        wait_for(lambda run=run: starts(run), "the start of the program")
+        assert f"job {job}: RUNNING" in status(run, capsys)
+    slurm.cancel(jobs.values())
+    assert [wait_for_end(slurm.last_state, job) for job in jobs.values()] == ["CANCELLED"] * 2
+    first = [starts(run)[0] for run in jobs]
+    assert nodes_of(first[0]) == nodes_of(first[1]) == ["node1", "node2"]
+    gpus = [start["environment"]["CUDA_VISIBLE_DEVICES"] for start in first]
+    assert sorted(gpus) == ["0,1,2,3", "4,5,6,7"]
+
+
+def test_engines_join_a_run_until_it_is_finished(stand_in, tmp_path, capsys):
+    """Two engines of two devices on each of the run's own nodes, and what is refused before."""
+    words, run = stand_in("wait", *TWO, "trainer.world_size=4", "engine.count=2", "engine.devices_per_engine=2")
+    more = ["submit", "--add-engines", str(run), "--nodes", "2", "--gpus-per-node", "4", *JOB]
+    more += ["--site", str(tmp_path / "site.yaml")]
+
+    def refused(words):
+        assert main(words) == 2
+        return capsys.readouterr().err
+
+    assert "recipe.yaml: expected a recipe file" in refused(more)
+    [job] = submitted(words, capsys)
+    wait_for(lambda: starts(run), "the start of the program")
+    (run / "recipe.yaml").write_bytes((run / "slurm" / "recipe.yaml").read_bytes())
+    assert "control/controller.json: expected the file of a controller" in refused(more)
+    (run / "control").mkdir()
+    (run / "control" / "controller.json").write_text("{}")
+    assert "--gpus-per-node: expected at least 2" in refused([*more, "--gpus-per-node", "1"])
+    [added] = submitted(more, capsys)
+    joined = wait_for(lambda: len(rows := read_jsonl(run / "slurm" / "joined")) == 4 and rows, "four engines")
+    places = sorted((row["node"], row["environment"]["CUDA_VISIBLE_DEVICES"]) for row in joined)
+    nodes = sorted({node for node, _ in places})
+    assert len(nodes) == 2 and places == [(node, gpus) for node in nodes for gpus in ("4,5", "6,7")]
+    assert joined[0]["argv"] == ["engine", "--join", str(run), "--devices", "2"]
+    said = status(run, capsys)
+    assert f"job {job}: RUNNING" in said and f"job {added}, engines: RUNNING (" in said
+    (run / "end.json").write_text('{"reason": "all steps are made", "step": 1, "final": false}\n')
+    assert wait_for_end(slurm.last_state, added) == "COMPLETED"
+    exits = {file.name: file.read_text() for file in (run / "slurm" / f"{added}.0").glob("*.exit")}
+    assert exits == {f"engine-{node}-{number}.exit": "0\n" for node in nodes for number in (0, 1)}
+    slurm.cancel([job])
+    wait_for_end(slurm.last_state, job)
+    assert "expected a run with a job, found that it is finished" in refused(more)
+
+
+def test_a_budget_that_is_spent_ends_the_requeues(stand_in, capsys):
+    """Also: the job asks for a save where a start would spend it, and a job without a budget left starts nothing."""
+    words, run = stand_in("wait spend=0.5", "--gpus", "0", "--startup-seconds", "1")
+    for hours in ("0.004", "0.4"):  # the first is 4 s of three devices
+        [job] = submitted([*words, "--gpu-hours", hours], capsys)
+        assert wait_for_end(slurm.last_state, job) == "COMPLETED", output_of(run, job)
+        assert len(starts(run)) == 2 and f"the budget of {hours} hours is spent" in output_of(run, job)
+    assert "0.5 device-hours spent, 0 left of 0.4" in status(run, capsys)
