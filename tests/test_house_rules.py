@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -226,3 +227,10 @@ def test_text_from_elsewhere_is_not_read_as_markup(trees):
 
 def test_no_junk_drawers():
     assert [name(p) for p in FILES if p.stem in {"utils", "common", "helpers", "misc"}] == []
+
+
+def test_the_modules_of_the_tests_have_names_of_their_own():
+    """They are imported by name: two of one name cannot be collected together, and a few files never are."""
+    tests = Path(__file__).parent
+    names = Counter(path.name for path in tests.rglob("*.py") if path.name not in ("__init__.py", "conftest.py"))
+    assert [name for name, count in names.items() if count > 1] == []
