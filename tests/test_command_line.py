@@ -10,11 +10,13 @@ import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
 from pkgutil import resolve_name
+from types import SimpleNamespace
 
 import pytest
 from test_report import write_run
 
 from megatron_scalerl.__main__ import COMMANDS, PROGRAM, main
+from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.recipe.file import RecipeError
 from megatron_scalerl.tiny.build import TinyArguments, build
 
@@ -210,6 +212,7 @@ class StandInLauncher:
 
     def __init__(self, failure):
         self._failure = failure
+        self.engines = SimpleNamespace(members=Membership(1))
 
     @asynccontextmanager
     async def trainer(self, attempt):
