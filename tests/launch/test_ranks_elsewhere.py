@@ -46,9 +46,16 @@ async def started(policy, folder):
         yield trainer
 
 
-def programs():
-    """What runs below this process: host programs and ranks."""
-    return [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+def programs(trainer):
+    """What runs below this process for a trainer: host programs and ranks."""
+    mine = f"MSRL_CONTROLLER={trainer.client.endpoint}"
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            words = " ".join(child.cmdline())
+            if mine in words or child.environ().get("MSRL_CONTROLLER") == trainer.client.endpoint:
+                found.append(child)
+    return found
 
 
 async def none_left(processes, within_s=60.0):
@@ -65,7 +72,7 @@ def ranks_of(processes):
 def test_they_meet_at_rank_0s_store_and_end_with_the_run(policy, tmp_path):
     async def scenario():
         async with started(policy, tmp_path) as trainer:
-            running = programs()
+            running = programs(trainer)
             assert len(ranks_of(running)) == 2
             assert trainer.client.rendezvous.host == "127.0.0.1"
             assert await trainer.client.manifest()
@@ -83,7 +90,7 @@ def test_they_meet_at_rank_0s_store_and_end_with_the_run(policy, tmp_path):
 def test_a_rank_that_dies_is_named_and_ends_the_others(policy, tmp_path):
     async def scenario():
         async with started(policy, tmp_path) as trainer:
-            running = programs()
+            running = programs(trainer)
             ranks_of(running)[1].kill()
             with pytest.raises(ProcessDied, match=r"(?s)trainer-(one|two) exited with code 1;.*trainer-[01] exited"):
                 await trainer.watch()
@@ -98,7 +105,7 @@ def test_ranks_end_with_what_started_them(policy, tmp_path, victim):
     async def scenario():
         with contextlib.suppress(TrainerError):
             async with started(policy, tmp_path) as trainer:
-                running = programs()
+                running = programs(trainer)
                 if victim == "controller":
                     trainer.client.close()  # as its death does
                 else:
