@@ -102,14 +102,21 @@ async def _keep_joined(folder: Path, name: str, devices: int, console: Console) 
 
     argv = [*AGENT, str(folder), "--name", name, "--devices", str(devices)]
     failures = 0
-    while not has_ended(folder):
+    while True:
         started = time.monotonic()
-        agent = await ChildProcess.start(name, argv, os.environ, folder / "logs" / f"{name}.log")
         try:
-            code = await agent.wait()
-        finally:
-            await agent.stop(_STOP_S)
+            if has_ended(folder):
+                return
+            agent = await ChildProcess.start(name, argv, os.environ, folder / "logs" / f"{name}.log")
+        except (ValueError, OSError) as error:  # a shared file system may fail for a while, or show half a line
+            how = str(error)
+        else:
+            try:
+                code = await agent.wait()
+            finally:
+                await agent.stop(_STOP_S)
+            how = _ENDS.get(code, f"exited with code {code}")
         failures = 1 if time.monotonic() - started > HEALTHY_S else failures + 1
         delay = min(FIRST_DELAY_S * 2 ** (failures - 1), LONGEST_DELAY_S)
-        console.print(f"{name}: {_ENDS.get(code, f'exited with code {code}')}; next look at the run in {delay:g} s")
+        console.print(f"{name}: {how}; next look at the run in {delay:g} s")
         await asyncio.sleep(delay)

@@ -6,11 +6,13 @@ controller.json   where the controller listens, and which start of it that is
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import msgspec
 
 from megatron_scalerl.checkpoints.atomic_io import write_durably
+from megatron_scalerl.processes.secret_file import read_secret
 
 FOLDER = "control"
 
@@ -30,6 +32,15 @@ class ControllerFile(msgspec.Struct, frozen=True, kw_only=True):
 def secret_file(run: Path) -> Path:
     """The file with the run's secret. run: RUN/."""
     return (run / FOLDER / "secret").absolute()
+
+
+def withdraw(run: Path, secret: str) -> None:
+    """Delete both files at the end of a controller, unless they are of a later start. secret: its own one."""
+    file = secret_file(run)
+    with contextlib.suppress(OSError, ValueError):  # there are none, or they are not readable: nothing of ours
+        if read_secret(file) == secret:
+            file.unlink()
+            (run / FOLDER / "controller.json").unlink()
 
 
 def write_controller(run: Path, content: ControllerFile) -> None:

@@ -24,7 +24,10 @@ from megatron_scalerl.distributed.rendezvous import own_address
 SLURM = "slurm"
 """Instead of names: the hosts of the allocation that this process is in."""
 DEFAULT_COMMAND = "ssh {host}"
-_SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--input=none", "--cpu-bind=none", "--nodelist={host}")
+_SRUN = (
+    "srun", "--overlap", "--nodes=1", "--ntasks=1", "--input=none", "--cpu-bind=none", "--export=ALL",
+    "--nodelist={host}",
+)  # fmt: skip
 """A step on one host, which shares its resources with the other steps there."""
 _CARRIED = re.compile(r"MSRL_|NCCL_|UCX_|VLLM_|TORCH_|HF_|PYTHON|(LD_LIBRARY_PATH|CUDA_HOME|OMP_NUM_THREADS|TMPDIR)$")
 """Variables of the controller that a program on another host gets; srun hands all of them on."""
@@ -95,7 +98,7 @@ def hosts_of(names: str | None, *, slots: int | None, run_on: str | None, addres
     if len(set(listed)) < len(listed):
         raise ValueError(f"--hosts: expected each host once, found {names!r}")
     own = _names_of_this_host()
-    hosts = tuple(Host(name=name, here=name in own) for name in listed)
+    hosts = tuple(Host(name=name, here=_bare(name) in own) for name in listed)
     others = [host.name for host in hosts if not host.here]
     if slots is None and in_slurm:
         slots = int(os.environ.get("SLURM_GPUS_ON_NODE", "0")) or None
@@ -144,7 +147,13 @@ def hosts_of_allocation() -> list[str]:
 
 def _names_of_this_host() -> set[str]:
     name = socket.gethostname()
-    return {"localhost", name, name.partition(".")[0], os.environ.get("SLURMD_NODENAME", name)}
+    return {"localhost", _bare(name), _bare(os.environ.get("SLURMD_NODENAME", name))}
+
+
+def _bare(name: str) -> str:
+    """The name without user and domain; an address stays as it is."""
+    host = name.rpartition("@")[2]
+    return host if re.fullmatch(r"[\d.]+", host) or ":" in host else host.partition(".")[0]
 
 
 def _address_towards(other: str) -> str:

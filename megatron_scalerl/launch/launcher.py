@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, NoReturn, TypeVar
 
-from megatron_scalerl.engine.control_folder import secret_file
+from megatron_scalerl.engine.control_folder import secret_file, withdraw
 from megatron_scalerl.engine.membership import Member
 from megatron_scalerl.launch.engines import Engines
 from megatron_scalerl.launch.fleet import Attempt, Devices, Fleet
@@ -99,9 +99,8 @@ async def launching(
     not fit on the hosts.
     """
     placement = Placement.of(recipe, hosts)
-    file = secret_file(attempt.folder)
     if hosts.address is not None:
-        write_secret(file, secret)
+        write_secret(secret_file(attempt.folder), secret)
     engines = Engines(recipe, placement=placement, hosts=hosts, attempt=attempt, secret=secret, record=record)
     launcher = Launcher(recipe, secret, engines, hosts, placement)
     try:
@@ -110,4 +109,4 @@ async def launching(
         try:
             await launcher.stop()
         finally:
-            file.unlink(missing_ok=True)
+            withdraw(attempt.folder, secret)

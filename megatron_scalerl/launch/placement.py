@@ -47,6 +47,8 @@ class Placement:
         one of them has."""
         gpus = resolve_transport(recipe.weights.transport) == "nccl"
         slots = hosts.slots or (len(visible_gpus()) if gpus else _needed(recipe))
+        if gpus and any(host.here for host in hosts.hosts) and slots > (visible := len(visible_gpus())):
+            raise ValueError(f"--slots: expected at most {visible}, the GPUs visible on this host, found {slots}")
         trainer = _ranks(recipe.trainer.world_size, hosts, slots)
         used = [sum(ranks.count for ranks in trainer if ranks.host == host) for host in hosts.hosts]
         each, engines = recipe.engine.devices_per_engine, []

@@ -80,6 +80,8 @@ def add_engines(run_dir: Path, request: Request, *, dry_run: bool) -> Iterator[s
 
 def plan_engines(run: Path, recipe: Recipe, request: Request, partition: cluster.Partition) -> EnginesPlan:
     """As many engines on each node as fit. Raises ValueError."""
+    if recipe.rollouts.deterministic:
+        raise ValueError("rollouts.deterministic: expected false for engines that join, found true")
     asked, each = request.asked, recipe.engine.devices_per_engine
     site = read_site(request.site)
     if site.container != "none":

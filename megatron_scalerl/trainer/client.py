@@ -88,6 +88,7 @@ class TrainerClient:
         self._authenticator.start()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.IPV6, int("[" in bind))
         sockets.secure_server(self._socket, secret, sockets.Purpose.TRAINER)
         self._socket.bind(bind)
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -102,6 +102,7 @@ class ControllerLink:
         self._settings = settings
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IPV6, int("[" in settings.endpoint))
         sockets.secure_client(self._socket, settings.secret, sockets.Purpose.TRAINER)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(settings.endpoint)

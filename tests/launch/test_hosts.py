@@ -24,6 +24,7 @@ def test_this_host_is_recognized_and_needs_no_address_alone(monkeypatch):
     hosts = named("a,b")
     assert hosts.hosts == (Host(name="a", here=True), Host(name="b"))
     assert hosts.address == "10.1.2.3"
+    assert [host.here for host in named("me@a.cluster,a.other,ab,10.0.0.1").hosts] == [True, True, False, False]
     alone = hosts_of("a", slots=None, run_on=None, address=None)
     assert alone.address is None and alone.slots is None
 

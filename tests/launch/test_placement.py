@@ -75,3 +75,10 @@ def test_without_gpus_one_host_has_room_for_all():
     made = Placement.of(recipe(3, 9, transport="gloo"), ONE_HOST)
     assert {place.positions for place in made.engines} == {None} and len(made.engines) == 9
     assert gpus_at(None) is None
+
+
+def test_more_slots_than_this_host_has_gpus_are_refused(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    hosts = Hosts(hosts=(Host(name="a", here=True), Host(name="b")), slots=8, address="10.0.0.1")
+    with pytest.raises(ValueError, match="--slots: expected at most 2, the GPUs visible on this host, found 8"):
+        Placement.of(recipe(8, 1), hosts)

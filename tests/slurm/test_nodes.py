@@ -117,6 +117,7 @@ def test_engines_join_a_run_until_it_is_finished(stand_in, tmp_path, capsys):
     [added] = submitted(more, capsys)
     joined = wait_for(lambda: len(rows := read_jsonl(run / "slurm" / "joined")) == 4 and rows, "four engines")
     places = sorted((row["node"], row["environment"]["CUDA_VISIBLE_DEVICES"]) for row in joined)
+    assert {row["environment"].get("NCCL_DEBUG") for row in joined} == {"WARN x"}, "what the site file sets"
     nodes = sorted({node for node, _ in places})
     assert len(nodes) == 2 and places == [(node, gpus) for node in nodes for gpus in ("4,5", "6,7")]
     assert joined[0]["argv"] == ["engine", "--join", str(run), "--devices", "2"]

@@ -55,6 +55,23 @@ async def outcome(trainer: TrainerClient, env: dict[str, str], *, fails: bool) -
     return process.returncode, errors.decode().strip().splitlines()[-1], str(failure)
 
 
+def test_the_socket_of_several_hosts_may_have_an_address_of_ipv6():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+
+    async def scenario():
+        trainer = TrainerClient(
+            world_size=1, run_id="run", incarnation="1.0", secret="a secret", rendezvous=None, bind="tcp://[::1]:*"
+        )
+        assert trainer.endpoint.startswith("tcp://[::1]:")
+        return await outcome(trainer, environment(trainer, MSRL_RUN_ID="other"), fails=False)
+
+    code, last, _ = asyncio.run(scenario())
+    assert code == worker.EXIT_REFUSED and "run id: expected run, found other" in last
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -7,8 +7,9 @@ module load {{ module | quote }} || exit 1
 {% for name, value in environment.items() %}
 export {{ name }}={{ value | quote }}
 {% endfor %}
+export SLURM_EXPORT_ENV=ALL  # steps get what is set above, not only what --export lists for the job
 {% if cpus %}
 export SRUN_CPUS_PER_TASK={{ cpus }}  # since Slurm 22.05 srun does not read SLURM_CPUS_PER_TASK
-{% elif nodes > 1 %}
-export SRUN_CPUS_PER_TASK="$SLURM_CPUS_ON_NODE"  # a step gets one CPU unless it asks for more
+{% else %}
+[ -z "${SLURM_CPUS_ON_NODE:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_ON_NODE"  # a step gets one CPU unless it asks for more
 {% endif %}
