@@ -213,7 +213,7 @@ class StandInTrainer:
 def test_an_update_with_another_digest_fails_and_what_needs_it_is_not_run(scene, tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_scalerl.controller.weight_sync.Connection", lambda **_: {})
     record = Recorder("engine", tmp_path / "findings")
-    serving = SimpleNamespace(process=SimpleNamespace(client=StandInEngine(), log_path=tmp_path / "log"))
+    serving = SimpleNamespace(process=SimpleNamespace(client=StandInEngine()), log=tmp_path / "log")
     training = SimpleNamespace(client=StandInTrainer())
     asyncio.run(update.check_update(scene, record, serving, None, training))
     found = {f.check: f for f in read_findings(tmp_path / "findings")}
