@@ -1,11 +1,14 @@
 """Parts of an agent that need no controller: its output, its GPUs, its name, and the files that it reads."""
 
+import asyncio
 import os
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
+from megatron_scalerl.commands import engine as join
 from megatron_scalerl.commands.engine import engine_name
 from megatron_scalerl.engine.agent import _devices_at
 from megatron_scalerl.engine.control_folder import ControllerFile, read_controller, write_controller
@@ -66,3 +69,19 @@ def test_the_name_of_an_engine_that_joins(monkeypatch):
     assert engine_name() == "extra-77-2"
     monkeypatch.setenv("SLURM_PROCID", "3")
     assert engine_name() == "extra-77-2.3"
+
+
+def test_an_engine_that_joins_survives_a_file_system_that_fails_for_a_while(tmp_path, monkeypatch, capsys):
+    seen = [OSError(116, "Stale file handle"), ValueError("attempts.jsonl:3: expected JSON"), True]
+
+    def has_ended(folder):
+        found = seen.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(join, "has_ended", has_ended)
+    monkeypatch.setattr(join, "FIRST_DELAY_S", 0.0)
+    asyncio.run(join._keep_joined(tmp_path, "extra-7-0", 1, Console()))
+    said = capsys.readouterr().out
+    assert seen == [] and "Stale file handle; next look" in said and "attempts.jsonl:3" in said

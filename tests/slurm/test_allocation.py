@@ -13,6 +13,7 @@ from megatron_scalerl.slurm import checks
 from megatron_scalerl.slurm.allocation import Allocation, Asked, allocate, check_plan
 from megatron_scalerl.slurm.budget import seconds_left, spent
 from megatron_scalerl.slurm.cluster import Partition
+from megatron_scalerl.slurm.engines import plan_engines
 from megatron_scalerl.slurm.nodes import attempts, lost, unfit
 
 ROOT = Path(__file__).parents[2]
@@ -185,3 +186,10 @@ def test_attempts_are_those_since_the_last_submission_in_order(tmp_path):
     (tmp_path / "slurm" / "7.9" / "nodes").mkdir()
     (tmp_path / "slurm" / "7.9" / "nodes" / "bad").write_text("n1\tGPUs: none\nn2\ttoo\tlate\n")
     assert unfit(tmp_path / "slurm" / "7.9") == {"n1": "GPUs: none", "n2": "too\tlate"}
+
+
+def test_no_engine_is_added_to_a_deterministic_run():
+    recipe = recipe_like(1, 1, 1)
+    rollouts = recipe.rollouts.model_copy(update={"deterministic": True})
+    with pytest.raises(ValueError, match=r"^rollouts\.deterministic: expected false for engines"):
+        plan_engines(Path("/r"), recipe.model_copy(update={"rollouts": rollouts}), None, None)
