@@ -104,8 +104,9 @@ def run_until_signal(coroutine: Coroutine[Any, Any, T], saving: SaveAndExit | No
     """Run `coroutine` on a new event loop and return its result; call it in the main thread.
 
     The first SIGINT or SIGTERM cancels the coroutine; Stopped is raised once it has returned. Each later signal
-    kills all child processes, so that the coroutine's cleanup, which still runs, waits for none of them. saving: gets
-    the requests of SAVE_SIGNAL, which without it keeps its action.
+    kills all child processes, so that the coroutine's cleanup, which still runs, waits for none of them. One that
+    comes after the cleanup is ignored: the process exits with the code of the first. saving: gets the requests of
+    SAVE_SIGNAL, which without it keeps its action.
     """
     received: list[int] = []
     numbers = [*SIGNALS, *([SAVE_SIGNAL] if saving is not None else [])]
@@ -132,8 +133,12 @@ def run_until_signal(coroutine: Coroutine[Any, Any, T], saving: SaveAndExit | No
         try:
             return await coroutine
         finally:
+            signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
             for number in numbers:
                 loop.remove_signal_handler(number)
+                if received:
+                    signal.signal(number, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
     try:
         return asyncio.run(guarded())

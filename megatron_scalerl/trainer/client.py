@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence, Set
 from typing import Any
 
 import msgspec
@@ -26,6 +27,8 @@ STOP_TIMEOUT_S = 30.0
 """Seconds for all ranks to leave their process groups at the end; a hung rank must not block the others' devices."""
 PROBE_INTERVAL_MS = 1_000
 """Silence after which the ranks' connections are checked (milliseconds)."""
+BLAME_S = 2.0
+"""Seconds after a failure in which a rank that exited unheard is looked for: its peers' collectives fail first."""
 
 
 class TrainerError(RuntimeError):
@@ -259,8 +262,7 @@ class TrainerClient:
             answer = messages.Welcome() if reason is None else messages.Refused(reason=reason)
             if reason is None:
                 self._identities[message.rank] = sender
-                if message.rank == 0:
-                    self._rendezvous = self._rendezvous or message.bound
+                self._rendezvous = self._rendezvous or (message.bound if message.rank == 0 else None)
             await self._answer(sender, answer)
             await self._send_rendezvous()
             return
@@ -294,13 +296,8 @@ class TrainerClient:
 
     def _objection(self, hello: messages.Hello) -> str | None:
         """The reason why this rank may not join, or None."""
-        expected = {"run id": self._run_id, "incarnation": self._incarnation, "world size": self.world_size}
-        found = {"run id": hello.run_id, "incarnation": hello.incarnation, "world size": hello.world_size}
-        for name, value in expected.items():
-            if found[name] != value:
-                return f"{name}: expected {value}, found {found[name]}"
-        if not 0 <= hello.rank < self.world_size:
-            return f"rank: expected 0 to {self.world_size - 1}, found {hello.rank}"
+        if reason := hello.objection(self._run_id, self._incarnation, self.world_size):
+            return reason
         if hello.rank == 0 and self._rendezvous is None and hello.bound is None:
             return "MSRL_BIND_HOST: expected the address where rank 0 binds the store of the run, found none"
         return f"rank {hello.rank}: expected one process, found a second" if hello.rank in self._identities else None
@@ -327,18 +324,15 @@ class TrainerClient:
                 if lost is None or await self._socket.poll(0):
                     continue
                 raise _gone(lost)
-            sender, *frames = await self._socket.recv_multipart()
-            message = await self._decoded(sender, frames)
+            sender, message = await self._read()
             if isinstance(message, messages.Failed):
-                failure = f"rank {message.rank}: {message.error}"
-                # If a rank is killed, collectives of its peers fail, and their message may arrive first.
-                lost = await self._lost(heard=message.rank)
-                raise TrainerError(f"trainer {failure}") if lost is None else _gone(lost, f" ({failure})")
+                raise await self._blame(message)
             if message is not None:
                 return sender, message
 
-    async def _decoded(self, sender: bytes, frames: Sequence[bytes]) -> messages.ToController | None:
-        """The message, or None if it is not from a rank of this run. Raises TrainerError for an invalid one."""
+    async def _read(self) -> tuple[bytes, messages.ToController | None]:
+        """A sender and its message, None if it is not a rank of this run. Raises TrainerError for an invalid one."""
+        sender, *frames = await self._socket.recv_multipart()
         rank = next((rank for rank, identity in self._identities.items() if identity == sender), None)
         try:
             message = messages.decode_for_controller(frames)
@@ -346,17 +340,31 @@ class TrainerClient:
             if rank is not None:
                 raise TrainerError(f"trainer rank {rank}: {error}") from error
             await self._answer(sender, messages.Refused(reason=str(error)))
-            return None
+            return sender, None
         if isinstance(message, messages.Hello):
-            return message
+            return sender, message
         if rank is not None and message.rank != rank:
             raise TrainerError(f"trainer rank {rank}: expected its own messages, found one of rank {message.rank}")
-        return None if rank is None else message
+        return sender, None if rank is None else message
 
-    async def _lost(self, *, heard: int | None = None) -> int | None:
-        """The first rank, other than `heard`, that has joined and is no longer connected; None if all are."""
+    async def _blame(self, first: messages.Failed) -> TrainerError:
+        """The error that names the rank that exited unheard or, where none did, the first that failed."""
+        failure = f"rank {first.rank}: {first.error}"
+        failed, end = {first.rank}, time.monotonic() + BLAME_S
+        while time.monotonic() < end and self._identities.keys() - failed:
+            lost = await self._lost(heard=failed)
+            if await self._socket.poll(50 if lost is None else 0):
+                _, message = await self._read()
+                if isinstance(message, messages.Failed):
+                    failed.add(message.rank)
+            elif lost is not None:
+                return _gone(lost, f" ({failure})")
+        return TrainerError(f"trainer {failure}")
+
+    async def _lost(self, *, heard: Set[int] = frozenset()) -> int | None:
+        """The first rank, not one of `heard`, that has joined and is no longer connected; None if all are."""
         ping = messages.encode(messages.Ping())
-        for rank in sorted(self._identities.keys() - {heard}):
+        for rank in sorted(self._identities.keys() - heard):
             try:
                 await self._socket.send_multipart([self._identities[rank], ping], flags=zmq.DONTWAIT)
             except zmq.Again:  # connected, but its queue is full

@@ -49,6 +49,15 @@ class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     bound: HostRendezvous | None = None
     """On several hosts, from rank 0: address of the run's store, which it has bound."""
 
+    def objection(self, run_id: str, incarnation: str, world_size: int) -> str | None:
+        """The reason why the rank is not one of the run, or None."""
+        expected = {"run id": run_id, "incarnation": incarnation, "world size": world_size}
+        found = {"run id": self.run_id, "incarnation": self.incarnation, "world size": self.world_size}
+        for name, value in expected.items():
+            if found[name] != value:
+                return f"{name}: expected {value}, found {found[name]}"
+        return None if 0 <= self.rank < world_size else f"rank: expected 0 to {world_size - 1}, found {self.rank}"
+
 
 class Welcome(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Controller to rank: accepted, wait for Meet."""

@@ -1,0 +1,54 @@
+"""The rank that a failure names: the one that exited unheard, otherwise the first that failed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from test_handshake import StandInRank, conversation
+from test_prepare import join
+
+from megatron_scalerl.trainer import messages
+from megatron_scalerl.trainer.client import TrainerError
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("last_words", "error"),
+    [
+        (None, r"^trainer rank 1: the process exited unexpectedly \(rank 0: a collective failed\)$"),
+        ("my peer is gone", r"^trainer rank 0: a collective failed$"),
+    ],
+    ids=["unheard", "heard"],
+)
+def test_a_connection_that_closes_after_a_peers_failure(last_words, error):
+    async def scenario(trainer, start):
+        with StandInRank(trainer) as first:
+            with StandInRank(trainer) as second:
+                await join(start, first, second)
+                asking = asyncio.create_task(trainer.manifest())
+                await second.answer()
+                await first.socket.send(messages.encode(messages.Failed(rank=0, error="a collective failed")))
+                await asyncio.sleep(0.5)
+                if last_words:
+                    await second.socket.send(messages.encode(messages.Failed(rank=1, error=last_words)))
+                    await asyncio.sleep(0.1)
+            with pytest.raises(TrainerError, match=error):
+                await asyncio.wait_for(asking, 20)
+
+    conversation(scenario)
+
+
+def test_a_failure_is_not_held_up_by_peers_that_stay(monkeypatch):
+    monkeypatch.setattr("megatron_scalerl.trainer.client.BLAME_S", 0.3)
+
+    async def scenario(trainer, start):
+        with StandInRank(trainer) as first, StandInRank(trainer) as second:
+            await join(start, first, second)
+            asking = asyncio.create_task(trainer.manifest())
+            await first.socket.send(messages.encode(messages.Failed(rank=0, error="no memory")))
+            with pytest.raises(TrainerError, match=r"^trainer rank 0: no memory$"):
+                await asyncio.wait_for(asking, 20)
+
+    conversation(scenario)
