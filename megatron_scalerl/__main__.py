@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with log_to_terminal("controller"):
                 code: int = _module(command).run(arguments, Console(soft_wrap=True, markup=False))
         except ValueError as error:
-            return _failed(error, 2)
+            return _failed(error, getattr(error, "exit_code", 2))
         except OSError as error:
             return _failed(error, command.os_error_code)
         except RuntimeError as error:

@@ -16,6 +16,7 @@ import pytest
 from test_report import write_run
 
 from megatron_scalerl.__main__ import COMMANDS, PROGRAM, main
+from megatron_scalerl.controller.run_folder import RunInUse
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.recipe.file import RecipeError
 from megatron_scalerl.tiny.build import TinyArguments, build
@@ -238,6 +239,7 @@ UNDER_WAY = {
     "several": (lambda: ExceptionGroup("two", [OSError(28, "No space left"), KeyError("x")]), 1, r"No space left"),
     "a bug": (lambda: KeyError("step"), 1, r"KeyError: 'step'"),
     "a recipe": (lambda: RecipeError("prompts.path: expected what the journal names"), 2, r"prompts\.path: expected"),
+    "a run in use": (lambda: RunInUse("runs/r: expected no other run"), 76, r"megatron-scalerl: runs/r: expected no"),
 }
 
 

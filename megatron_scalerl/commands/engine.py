@@ -30,6 +30,8 @@ FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 60.0
 """Delay before the first start again in a row, which doubles with each, and its bound (seconds)."""
 HEALTHY_S = 600.0
 """An engine that ran for so long starts a new row (seconds)."""
+EXIT_GIVEN_UP = 1
+"""Exit code where no controller accepted the engine for --wait-minutes."""
 
 _STOP_S = 30.0
 """Seconds for the agent to end its server after SIGTERM."""
@@ -42,6 +44,8 @@ _ENDS = {
     4: "no controller accepted it",
 }
 """Exit codes of the agent."""
+_TAKEN_IN = (0, 3)
+"""Those after which it has been in the run."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--join", metavar="RUN", required=True, help="folder of the run")
     parser.add_argument(
         "--devices", type=int, metavar="N", help="devices of the engine (default: engine.devices_per_engine)"
+    )
+    parser.add_argument(
+        "--wait-minutes",
+        type=float,
+        default=30.0,
+        metavar="M",
+        help="give up where no controller takes the engine in for so long (default: %(default)g)",
     )
 
 
@@ -65,15 +76,20 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     devices = arguments.devices
     if devices is None:
         devices = load_recipe(str(folder / "recipe.yaml")).engine.devices_per_engine
+    if arguments.wait_minutes <= 0:
+        raise ValueError(f"--wait-minutes: expected more than 0, found {arguments.wait_minutes:g}")
     if devices < 1:
         raise ValueError(f"--devices: expected at least 1, found {devices}")
     name = engine_name()
     console.print(f"{name}: {devices} devices; log: {folder / 'logs' / name}.log")
     try:
-        run_until_signal(_keep_joined(folder, name, devices, console))
+        finished = run_until_signal(_keep_joined(folder, name, devices, arguments.wait_minutes * 60, console))
     except Stopped as stopped:
         console.print(f"{name}: stopped by a signal")
         return stopped.exit_code
+    if not finished:
+        console.print(f"{name}: no controller of {folder} took it in for {arguments.wait_minutes:g} minutes")
+        return EXIT_GIVEN_UP
     console.print(f"{name}: the run is finished")
     return 0
 
@@ -96,17 +112,17 @@ def has_ended(folder: Path) -> bool:
     return bool(attempts) and attempts[-1:] == ends[-1:]
 
 
-async def _keep_joined(folder: Path, name: str, devices: int, console: Console) -> None:
-    """Start an agent again whenever one ends, until the run has ended."""
+async def _keep_joined(folder: Path, name: str, devices: int, wait_s: float, console: Console) -> bool:
+    """Start an agent again whenever one ends. True once the run has ended, False after `wait_s` outside of it."""
     from megatron_scalerl.processes.child_process import ChildProcess
 
     argv = [*AGENT, str(folder), "--name", name, "--devices", str(devices)]
-    failures = 0
-    while True:
+    failures, in_run = 0, time.monotonic()
+    while time.monotonic() - in_run < wait_s:
         started = time.monotonic()
         try:
             if has_ended(folder):
-                return
+                return True
             agent = await ChildProcess.start(name, argv, os.environ, folder / "logs" / f"{name}.log")
         except (ValueError, OSError) as error:  # a shared file system may fail for a while, or show half a line
             how = str(error)
@@ -116,7 +132,10 @@ async def _keep_joined(folder: Path, name: str, devices: int, console: Console) 
             finally:
                 await agent.stop(_STOP_S)
             how = _ENDS.get(code, f"exited with code {code}")
+            if code in _TAKEN_IN or time.monotonic() - started > HEALTHY_S:
+                in_run = time.monotonic()
         failures = 1 if time.monotonic() - started > HEALTHY_S else failures + 1
         delay = min(FIRST_DELAY_S * 2 ** (failures - 1), LONGEST_DELAY_S)
         console.print(f"{name}: {how}; next look at the run in {delay:g} s")
         await asyncio.sleep(delay)
+    return False

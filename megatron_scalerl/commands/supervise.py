@@ -1,9 +1,10 @@
 """`megatron-scalerl train --supervise`: runs the controller as a child process and starts it again when it fails.
 
 The child is `megatron-scalerl train` without the option. It is not started again when it is done (exit code 0), after
-a user error at its first start (2), when SIGINT or SIGTERM stopped it (130, 143), and after SIGUSR1 (75: it was to
-save and exit), also before it had handlers for them; a child that was killed or failed resumes from its newest
-checkpoint. The child ends when this process does, however that exits (`processes.parent_death`).
+a user error at its first start (2) or where another controller had the run then (76), when SIGINT or SIGTERM stopped
+it (130, 143), and after SIGUSR1 (75: it was to save and exit), also before it had handlers for them; a child that was
+killed or failed resumes from its newest checkpoint. The child ends when this process does, however that exits
+(`processes.parent_death`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from types import FrameType
 
 from megatron_scalerl.checkpoints.commit import latest
 from megatron_scalerl.processes.parent_death import tied_command
-from megatron_scalerl.processes.signals import SAVE_SIGNAL, SAVED_CODE, SIGNALS
+from megatron_scalerl.processes.signals import IN_USE_CODE, SAVE_SIGNAL, SAVED_CODE, SIGNALS
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +26,8 @@ FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 300.0
 """Delay before the first restart without a new checkpoint, which doubles with each, and its bound (seconds)."""
 _HANDLED = (*SIGNALS, SAVE_SIGNAL)
 _FINAL = (0, SAVED_CODE, *(128 + number for number in SIGNALS))
-_USER_ERROR = 2
-"""Final at the first start only: a port that a dying engine still holds is one, too."""
+_NOT_STARTED = (2, IN_USE_CODE)
+"""A user error, a run in use: final at the first start only. A port that a dying engine still holds is one, too."""
 
 
 def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> int:
@@ -56,10 +57,10 @@ def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> 
             while early:  # received while the child was being started
                 child.send_signal(early.pop(0))
             code, child = _exit_code(child.wait()), None
-            if SAVE_SIGNAL in stopped_by and code not in _FINAL and not (code == _USER_ERROR and first):
+            if SAVE_SIGNAL in stopped_by and code not in _FINAL and not (code in _NOT_STARTED and first):
                 logger.warning("the run ended with code %d after it was asked to save and exit", code)
                 return SAVED_CODE
-            if code in _FINAL or stopped_by or (code == _USER_ERROR and first):
+            if code in _FINAL or stopped_by or (code in _NOT_STARTED and first):
                 return code if code >= 0 else 1
             first = False
             reached = latest(Path(run_dir) / "checkpoints")

@@ -32,6 +32,7 @@ from megatron_scalerl.checkpoints import commit
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, rewrite
 from megatron_scalerl.launch.fleet import Attempt
+from megatron_scalerl.processes.signals import IN_USE_CODE
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import RecipeError, dump_recipe, read_run_recipe
 from megatron_scalerl.rollouts.history import History, check_groups
@@ -104,11 +105,17 @@ class ControllerState(msgspec.Struct, frozen=True, kw_only=True):
     """Journal and store when the checkpoint was written."""
 
 
+class RunInUse(RecipeError):
+    """Another controller has locked the run's folder; it may be one that ends soon."""
+
+    exit_code = IN_USE_CODE
+
+
 class RunFolder:
     """The folder of one run, locked by one controller at a time."""
 
     def __init__(self, recipe: Recipe) -> None:
-        """Create or reopen. Raises RecipeError if the folder belongs to another recipe or is locked."""
+        """Create or reopen. Raises RecipeError if the folder belongs to another recipe, RunInUse if it is locked."""
         self.path = Path(recipe.run_dir)
         check_recipe(recipe)
         self.path.mkdir(parents=True, exist_ok=True)
@@ -168,7 +175,7 @@ class RunFolder:
         except OSError as error:
             os.close(lock)
             if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
-                raise RecipeError(f"{self.path}: expected a folder that no other run uses, found it locked") from None
+                raise RunInUse(f"{self.path}: expected a folder that no other run uses, found it locked") from None
             raise RecipeError(
                 f"{self.path}/lock: expected a file system with file locks (flock), found {error.strerror}; choose "
                 "an output_dir on another file system"

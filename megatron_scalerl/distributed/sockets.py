@@ -83,6 +83,11 @@ def secure_client(socket: zmq.Socket, secret: str, purpose: Purpose) -> None:
     socket.setsockopt(zmq.RCVHWM, 0)
 
 
+def controller_key(secret: str, purpose: Purpose) -> str:
+    """The controller's public key (hexadecimal), by which a peer knows the secret of one start of the controller."""
+    return z85.decode(_keys(secret, purpose, Side.CONTROLLER)[0]).hex()
+
+
 def _keys(secret: str, purpose: Purpose, side: Side) -> tuple[bytes, bytes]:
     """Public and private key (Z85) of one side, the same for the same secret and purpose."""
     if not secret:

@@ -85,8 +85,8 @@ class RemoteServer:
         try:
             either: set[asyncio.Future[Any]] = {ended, command}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not ended.done() and self.reached:  # its last message may come later than the end of the command
-                await asyncio.wait({ended}, timeout=ANSWER_S)
+            if self.reached:  # the agent may outlive its command; a lost connection ends it (`EngineRegistry`)
+                await asyncio.wait({ended})
             if ended.done():
                 return ended.result().reason
             return f"lost the command that started its agent, which exited with code {command.result()}"

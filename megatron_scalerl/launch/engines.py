@@ -39,6 +39,8 @@ FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 60.0
 HEALTHY_S = 600.0
 """An engine that ran for so long, besides the longest time in which a fault is found, starts a new row of restarts
 (seconds)."""
+UNREACHED_S = 600.0
+"""Starts on a host that cannot be reached do not count as restarts for so long (seconds): it may be starting up."""
 
 
 class Engines:
@@ -147,10 +149,13 @@ class Engines:
         while True:
             reason = await self._until_evicted(self._processes[index])
             failures = 1 if time.monotonic() - started > self._healthy_s else failures + 1
-            while not await self._restart(index, failures, reason):
+            delay, lost = FIRST_DELAY_S * 2 ** (failures - 1), time.monotonic()
+            while not await self._restart(index, failures, reason, delay=min(delay, LONGEST_DELAY_S)):
                 if self.members.members[index].given_up:
                     return
-                failures, reason = failures + 1, self.members.members[index].reason
+                if self._processes[index].reached or time.monotonic() - lost > UNREACHED_S:
+                    failures += 1
+                delay, reason = 2 * delay, self.members.members[index].reason
             started = time.monotonic()
 
     @property
@@ -174,9 +179,10 @@ class Engines:
             evicted.cancel()
             await asyncio.gather(watch, evicted, return_exceptions=True)
 
-    async def _restart(self, index: int, failures: int, reason: str) -> bool:
+    async def _restart(self, index: int, failures: int, reason: str, *, delay: float) -> bool:
         """End what is left of an engine's server and start another; False if it is given up or does not start.
 
+        delay: seconds between both.
         An engine whose processes do not end is given up: they hold its devices.
         """
         logger.warning("engine-%d is evicted: %s", index, reason)
@@ -192,7 +198,7 @@ class Engines:
         self.members.lose(index, reason, given_up=given_up, host_gone=host_gone)
         if given_up:
             return False
-        await asyncio.sleep(min(FIRST_DELAY_S * 2 ** (failures - 1), LONGEST_DELAY_S))
+        await asyncio.sleep(delay)
         try:
             self._processes[index] = self._make(index)
             await self._start(index)

@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from megatron_scalerl.distributed.device import environment
 from megatron_scalerl.distributed.rendezvous import private_folder
+from megatron_scalerl.distributed.sockets import Purpose, controller_key
 from megatron_scalerl.engine.control_folder import secret_file
 from megatron_scalerl.launch.fleet import Attempt
 from megatron_scalerl.launch.hosts import Hosts
@@ -95,10 +96,12 @@ class TrainerRanks:
     async def _start_there(self, ranks: HostRanks) -> ChildProcess:
         name, logs = f"trainer-{ranks.host.name}", (self._attempt.folder / "logs").absolute()
         self._elsewhere.add(name)
-        env = {name: value for name, value in self.client.worker_env(0).items() if name not in _NOT_FOR_OTHER_HOSTS}
+        joining = self.client.worker_env(0)
+        env = {name: value for name, value in joining.items() if name not in _NOT_FOR_OTHER_HOSTS}
         env |= {
             "MSRL_RANKS": f"{ranks.first}:{ranks.count}",
             "MSRL_SECRET_FILE": str(secret_file(self._attempt.folder)),
+            "MSRL_CONTROLLER_KEY": controller_key(joining["MSRL_SECRET"], Purpose.TRAINER),
             "MSRL_RECIPE": str(self._attempt.recipe_file.absolute()),
             "MSRL_LOGS": str(logs),
             NAME_VARIABLE: name,

@@ -18,6 +18,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAVE_SIGNAL = signal.SIGUSR1
 SAVED_CODE = 75
 """Exit code after SAVE_SIGNAL: the run is not finished, and the same command goes on with it."""
+IN_USE_CODE = 76
+"""Exit code where another controller has the run's folder: the same command may succeed later."""
 
 
 class Stopped(Exception):

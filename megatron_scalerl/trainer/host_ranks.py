@@ -1,7 +1,9 @@
 """The trainer's ranks on a host other than the controller's: `python -m megatron_scalerl.trainer.host_ranks`.
 
 Environment: what `trainer.worker` reads, but MSRL_RANKS (FIRST:COUNT) in place of RANK and MSRL_SECRET_FILE in place
-of MSRL_SECRET; the files are on a folder that all hosts see.
+of MSRL_SECRET; the files are on a folder that all hosts see. A shared file system may show the secret of an earlier
+start of the controller for a while: the file is read until its secret gives the controller's public key,
+MSRL_CONTROLLER_KEY.
 
 It starts the host's ranks as child processes and waits for them. When one fails the others are ended, and this
 process exits with 1 and names the one that failed first. SIGTERM ends all. The ranks die with this process, and exit
@@ -15,9 +17,11 @@ import asyncio
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 
 from megatron_scalerl.distributed.rendezvous import own_address
+from megatron_scalerl.distributed.sockets import Purpose, controller_key
 from megatron_scalerl.processes.child_process import ChildProcess, log_end
 from megatron_scalerl.processes.logs import log_to_stderr
 from megatron_scalerl.processes.secret_file import read_secret
@@ -27,7 +31,16 @@ from megatron_scalerl.trainer.rank_process import start_rank
 
 logger = logging.getLogger("megatron_scalerl.trainer.host_ranks")  # also where this module is __main__
 
-_VARIABLES = ("MSRL_RANKS", "MSRL_SECRET_FILE", "MSRL_CONTROLLER", "MSRL_RECIPE", "MSRL_LOGS")
+_VARIABLES = (
+    "MSRL_RANKS",
+    "MSRL_SECRET_FILE",
+    "MSRL_CONTROLLER_KEY",
+    "MSRL_CONTROLLER",
+    "MSRL_RECIPE",
+    "MSRL_LOGS",
+)
+SECRET_S, _READ_AGAIN_S = 60.0, 2.0
+"""Seconds in which the secret of this start of the controller must appear, and between two looks."""
 
 
 async def serve() -> int:
@@ -37,7 +50,7 @@ async def serve() -> int:
         raise ValueError(f"environment: expected {', '.join(_VARIABLES)}, missing {', '.join(missing)}")
     first, count = map(int, os.environ["MSRL_RANKS"].split(":"))
     controller = os.environ["MSRL_CONTROLLER"].removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    env = {"MSRL_SECRET": read_secret(Path(os.environ["MSRL_SECRET_FILE"]))}
+    env = {"MSRL_SECRET": await _secret(Path(os.environ["MSRL_SECRET_FILE"]), os.environ["MSRL_CONTROLLER_KEY"])}
     if first == 0:
         env["MSRL_BIND_HOST"] = own_address(controller)
     threads = load_recipe(os.environ["MSRL_RECIPE"]).trainer.threads
@@ -57,6 +70,25 @@ async def serve() -> int:
         return 0
     finally:
         await asyncio.gather(*(rank.stop() for rank in ranks))
+
+
+async def _secret(path: Path, key: str) -> str:
+    """The secret of the controller with this public key. Raises ValueError and OSError where it does not appear."""
+    end = time.monotonic() + SECRET_S
+    while True:
+        problem: Exception
+        try:
+            secret = read_secret(path)
+            if controller_key(secret, Purpose.TRAINER) == key:
+                return secret
+            problem = ValueError(
+                f"{path}: expected the secret of the controller that started this, found another one"
+            )
+        except (ValueError, OSError) as error:
+            problem = error
+        if time.monotonic() > end:
+            raise problem
+        await asyncio.sleep(_READ_AGAIN_S)
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from megatron_scalerl.checkpoints import commit
-from megatron_scalerl.controller.run_folder import RunFolder, finished, resume_point
+from megatron_scalerl.controller.run_folder import RunFolder, RunInUse, finished, resume_point
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import RecipeError, load_run_recipe
 
@@ -69,7 +69,7 @@ def test_a_run_whose_recipe_has_an_old_key_resumes(tmp_path):
 
 def test_a_folder_in_use_is_refused(tmp_path):
     folder = RunFolder(recipe(tmp_path))
-    with pytest.raises(RecipeError, match="found it locked"):
+    with pytest.raises(RunInUse, match="found it locked"):
         RunFolder(recipe(tmp_path))
     folder.close()
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 from rich.console import Console
@@ -82,6 +83,17 @@ def test_an_engine_that_joins_survives_a_file_system_that_fails_for_a_while(tmp_
 
     monkeypatch.setattr(join, "has_ended", has_ended)
     monkeypatch.setattr(join, "FIRST_DELAY_S", 0.0)
-    asyncio.run(join._keep_joined(tmp_path, "extra-7-0", 1, Console()))
+    assert asyncio.run(join._keep_joined(tmp_path, "extra-7-0", 1, 60, Console()))
     said = capsys.readouterr().out
     assert seen == [] and "Stale file handle; next look" in said and "attempts.jsonl:3" in said
+
+
+@pytest.mark.parametrize(("code", "finished"), [(4, False), (3, True)], ids=["never taken in", "taken in each time"])
+def test_an_engine_that_no_controller_takes_in_gives_up(tmp_path, monkeypatch, code, finished):
+    """The run ends long after the time in which an engine has to be taken in."""
+    (tmp_path / "logs").mkdir()
+    end = time.monotonic() + 1.0
+    monkeypatch.setattr(join, "has_ended", lambda folder: finished and time.monotonic() > end)
+    monkeypatch.setattr(join, "AGENT", (sys.executable, "-c", f"raise SystemExit({code})"))
+    monkeypatch.setattr(join, "FIRST_DELAY_S", 0.0)
+    assert asyncio.run(join._keep_joined(tmp_path, "extra-7-0", 1, 0.2, Console())) is finished

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from engine.engine_recipes import recipe_for
 from launch import other_hosts
-from launch.other_hosts import SECRET, agents, engines_of, none_left, with_children
+from launch.other_hosts import SECRET, STAND_IN_HOST, agents, engines_of, none_left, with_children
 from launch.stand_ins import environment
 
 from megatron_scalerl.commands import engine
@@ -170,8 +170,47 @@ def test_an_agent_of_an_earlier_start_is_refused(policy, run_folder, monkeypatch
     scenario_of(scenario)
 
 
+def test_an_agent_may_outlive_the_command_that_started_it(policy, run_folder, monkeypatch):
+    monkeypatch.setattr("megatron_scalerl.engine.remote_server.ANSWER_S", 0.5)
+
+    async def scenario():
+        async with engines_of(recipe_for(policy), run_folder) as engines:
+            agent = agents(run_folder)["engine-0"]
+            commands = [each for each in psutil.Process().children() if str(STAND_IN_HOST) in each.cmdline()]
+            for command in commands:
+                command.kill()
+            await none_left(commands)
+            await asyncio.sleep(2)
+            assert commands and agent.is_running()
+            assert engines.members.stale and not engines.members.members[0].restarts
+
+    scenario_of(scenario)
+
+
 @pytest.mark.full
-def test_an_engine_whose_host_is_gone_is_given_up_and_its_devices_are_not_held(policy, run_folder, tmp_path):
+def test_an_engine_whose_host_is_away_for_a_while_is_not_given_up(policy, run_folder, tmp_path):
+    recipe = recipe_for(policy, engine={"vllm": {"max_model_len": 2048}, "max_restarts": 1})
+
+    async def scenario():
+        async with engines_of(recipe, run_folder) as engines:
+            (tmp_path / "down").mkdir()
+            (tmp_path / "down" / "b").touch()
+            agents(run_folder)["engine-0"].kill()
+            log = run_folder / "logs" / "engine-0.log"
+            while log.read_text().count("no route to host") < 3:
+                await asyncio.sleep(0.1)
+            (tmp_path / "down" / "b").unlink()
+            await engines.members.until(lambda: bool(engines.members.stale))
+            assert engines.members.members[0].restarts > recipe.engine.max_restarts
+
+    scenario_of(scenario)
+
+
+@pytest.mark.full
+def test_an_engine_whose_host_is_gone_is_given_up_and_its_devices_are_not_held(
+    policy, run_folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("megatron_scalerl.launch.engines.UNREACHED_S", 3.0)
     recipe = recipe_for(policy, engine={"vllm": {"max_model_len": 2048}, "max_restarts": 2})
     held = []
 

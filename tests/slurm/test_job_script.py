@@ -259,6 +259,27 @@ wait $job
 """
 
 
+def test_a_controller_of_an_earlier_attempt_is_waited_for(tmp_path):
+    """Without Slurm, and without the time between two looks: 76 says that another controller has the run."""
+    program = f'echo >>{tmp_path}/starts; [ "$(wc -l <{tmp_path}/starts)" -gt 2 ] || exit 76'
+    plan = replace(
+        PLAN,
+        script=tmp_path / "slurm" / "job.sbatch",
+        runs=(tmp_path,),
+        cwd=tmp_path,
+        site=Site(program=("bash", "-c", program)),
+    )
+    for folder in ("slurm", "bin"):
+        (tmp_path / folder).mkdir()
+    plan.script.write_text(render(plan))
+    (tmp_path / "bin" / "sleep").symlink_to("/bin/true")
+    env = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", plan.script], env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(f"another controller has {tmp_path}") == 2
+    assert (tmp_path / "slurm" / "7.0" / "controller.exit").read_text() == "0\n"
+
+
 def test_the_script_alone_forwards_the_signal_and_queues_the_job_again(tmp_path):
     """Without Slurm: the batch shell gets USR1 while the program runs, and TERM once the job is queued again."""
     program = f'trap "exit 75" USR1; touch {tmp_path}/here; while true; do sleep 0.05; done'
