@@ -42,7 +42,6 @@ raises (`launch.launcher`).
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
@@ -60,6 +59,7 @@ from megatron_scalerl.controller.validations import Validations
 from megatron_scalerl.controller.weight_sync import WeightSync
 from megatron_scalerl.engine.rounds import Rounds
 from megatron_scalerl.launch.fleet import Fleet
+from megatron_scalerl.processes.garbage import rare_full_collections
 from megatron_scalerl.processes.signals import SaveAndExit
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.prompts.dataset import PromptSet
@@ -146,16 +146,14 @@ class Controller:
 
     async def run(self) -> str:
         """Train until all steps are made or no prompt is left; returns why it ended. Raises the first failure."""
-        gc.collect()
-        gc.freeze()  # else a full collection over modules and prompts stops the event loop for 0.1 s and more
         try:
-            return await self._saving.run(self._run(), self._leave)
+            with rare_full_collections():
+                return await self._saving.run(self._run(), self._leave)
         finally:
             await self._stream.close()
             await self._validations.close()
             await self._journal.close()
             self._metrics.close()
-            gc.unfreeze()
 
     async def _run(self) -> str:
         if self._start.checkpoint is not None:
