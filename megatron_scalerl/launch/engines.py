@@ -65,7 +65,7 @@ class Engines:
         self.members = Membership(
             engine.count, minimum=engine.min_engines, devices=engine.devices_per_engine, record=record
         )
-        self._recipe, self._placement, self._secret = recipe, placement, secret
+        self._recipe, self._placement, self._hosts, self._secret = recipe, placement, hosts, secret
         self._logs = attempt.folder / "logs"
         self._lag = LagClock(recipe.engine)
         self._agents: Agents | None = None
@@ -189,6 +189,8 @@ class Engines:
         process = self._processes[index]
         given_up = failures > self._recipe.engine.max_restarts
         host_gone = not process.reached
+        if host_gone and await asyncio.to_thread(self._hosts.has_left, self._placement.engine_host(index)):
+            given_up, reason = True, f"its host has left the job ({reason})"
         try:
             process.kill()  # it may be stopped or hang, and nothing of it is worth saving
             await process.stop()

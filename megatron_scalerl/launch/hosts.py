@@ -72,6 +72,17 @@ class Hosts:
         program = shlex.join(["env", *_assignments({**public, **env}), *argv])
         return [*words, f"cd {shlex.quote(str(Path.cwd()))} && exec {program}"]
 
+    def has_left(self, host: Host) -> bool:
+        """Whether Slurm has taken the host out of the allocation: it does not come back. Blocks; False if unknown."""
+        job = os.environ.get("SLURM_JOB_ID")
+        if self.shell or not job:
+            return False
+        try:
+            found = re.search(r" NodeList=([^\s(]+)", _scontrol("job", "--oneliner", job))
+            return found is not None and host.name not in _scontrol("hostnames", found[1]).split()
+        except (OSError, subprocess.SubprocessError):
+            return False
+
 
 ONE_HOST = Hosts(hosts=(Host(name="localhost", here=True),), slots=None, address=None)
 """This host alone."""
@@ -137,12 +148,15 @@ def hosts_of_allocation() -> list[str]:
     if not nodes:
         raise ValueError(f"--hosts {SLURM}: expected an allocation (SLURM_JOB_NODELIST), found none")
     try:
-        done = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
-        )
+        return _scontrol("hostnames", nodes).split()
     except (OSError, subprocess.SubprocessError) as error:
         raise ValueError(f"--hosts {SLURM}: expected scontrol to list the hosts of {nodes}, found: {error}") from None
-    return done.stdout.split()
+
+
+def _scontrol(*words: str) -> str:
+    """What `scontrol show` says. Raises OSError and SubprocessError."""
+    argv = ["scontrol", "show", *words]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
 
 
 def _names_of_this_host() -> set[str]:

@@ -71,8 +71,10 @@ def test_an_update_in_flight(engine, policies, run, kv_cache):
     recipe = recipe_for(policies["dense_a"], rollouts={"kv_cache": kv_cache})
 
     async def scenario():
-        async with SenderProcess(policies["dense_b"]) as sender:
+        async with SenderProcess(policies["dense_a"]) as sender:
             sync = sync_of(sender, [engine.client], recipe)
+            await sync.publish(0)  # the connections take longer than an update, on a busy machine longer than `long`
+            sender.folder = policies["dense_b"]
             long = asyncio.create_task(engine.client.generate(PROMPT, sampling=greedy(1500)))
             # served in the same batch: when this one is done, the long one has begun
             await engine.client.generate(PROMPT, sampling=greedy(30))

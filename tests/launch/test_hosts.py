@@ -74,6 +74,28 @@ def test_in_an_allocation_hosts_and_gpus_are_slurms(tmp_path, monkeypatch):
         named("slurm")
 
 
+def test_a_host_that_slurm_has_taken_out_of_the_job_has_left(tmp_path, monkeypatch):
+    """`scontrol` as it answers for a job; nothing is known where it fails."""
+    program = tmp_path / "scontrol"
+    program.write_text(
+        '#!/bin/sh\n[ "$2" = job ] && { cat "$(dirname "$0")/job"; exit; }\n'
+        'case "$3" in "gpu[1-3]") printf "gpu1\\ngpu2\\ngpu3\\n";; "gpu[1,3]") printf "gpu1\\ngpu3\\n";; esac\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[1-3]")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    hosts = named("slurm", slots=4)
+    host = Host(name="gpu2")
+    found = []
+    for nodes in ("gpu[1-3]", "gpu[1,3]", "(null)"):
+        (tmp_path / "job").write_text(f"JobId=7 ReqNodeList=gpu9 ExcNodeList=(null) NodeList={nodes} Batch\n")
+        found.append(hosts.has_left(host))
+    (tmp_path / "job").unlink()
+    assert [*found, hosts.has_left(host)] == [False, True, False, False]
+    assert not named("gpu1,gpu2").has_left(host)
+
+
 @pytest.mark.parametrize(
     ("names", "options", "message"),
     [

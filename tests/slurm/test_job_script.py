@@ -259,25 +259,46 @@ wait $job
 """
 
 
-def test_a_controller_of_an_earlier_attempt_is_waited_for(tmp_path):
-    """Without Slurm, and without the time between two looks: 76 says that another controller has the run."""
-    program = f'echo >>{tmp_path}/starts; [ "$(wc -l <{tmp_path}/starts)" -gt 2 ] || exit 76'
+def alone(folder, program, **changes):
+    """What a job script did without Slurm, and without waiting: `program` in place of megatron-scalerl."""
     plan = replace(
         PLAN,
-        script=tmp_path / "slurm" / "job.sbatch",
-        runs=(tmp_path,),
-        cwd=tmp_path,
+        script=folder / "slurm" / "job.sbatch",
+        runs=(folder,),
+        cwd=folder,
         site=Site(program=("bash", "-c", program)),
+        **changes,
     )
-    for folder in ("slurm", "bin"):
-        (tmp_path / folder).mkdir()
+    for name in ("slurm", "bin"):
+        (folder / name).mkdir()
     plan.script.write_text(render(plan))
-    (tmp_path / "bin" / "sleep").symlink_to("/bin/true")
-    env = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    done = subprocess.run(["bash", plan.script], env=env, capture_output=True, text=True, timeout=60, check=False)
+    (folder / "bin" / "sleep").symlink_to("/bin/true")
+    (folder / "bin" / "scontrol").write_text(f'#!/bin/sh\necho "$@" >>{folder}/requeued\n')
+    (folder / "bin" / "scontrol").chmod(0o755)
+    env = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    return subprocess.run(["bash", plan.script], env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_controller_of_an_earlier_attempt_is_waited_for(tmp_path):
+    """76 says that another controller has the run."""
+    program = f'echo >>{tmp_path}/starts; [ "$(wc -l <{tmp_path}/starts)" -gt 2 ] || exit 76'
+    done = alone(tmp_path, program)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(f"another controller has {tmp_path}") == 2
     assert (tmp_path / "slurm" / "7.0" / "controller.exit").read_text() == "0\n"
+
+
+@pytest.mark.parametrize(("first", "requeued", "code"), [("echo 100", True, 75), ("exit 2", False, 1)])
+def test_a_ledger_that_cannot_be_read_ends_a_job_at_its_start_only(tmp_path, first, requeued, code):
+    """After the save the budget is unknown: the next attempt reads the ledger again."""
+    program = f"""case $0 in
+        train) exit 75 ;;
+        submit) [ ! -e {tmp_path}/asked ] || exit 2; touch {tmp_path}/asked; {first} ;;
+    esac"""
+    done = alone(tmp_path, program, gpu_hours=1.0, startup_s=40)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert (tmp_path / "requeued").exists() is requeued
+    assert ("the ledger could not be read" in done.stdout) is not requeued
 
 
 def test_the_script_alone_forwards_the_signal_and_queues_the_job_again(tmp_path):

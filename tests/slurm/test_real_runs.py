@@ -1,0 +1,138 @@
+"""Real trainer ranks and vLLM engines on a real Slurm: lost nodes and time limits end attempts, not runs."""
+
+import time
+
+import pytest
+from e2e.whole_runs import make_tiny, overrides
+from mini_cluster import MiniCluster, missing
+from slurm_runs import ROOT, output_of, submitted, wait_for, wait_for_end
+
+from megatron_scalerl.checkpoints.jsonl import read_jsonl
+from megatron_scalerl.rollouts.history import read_history
+from megatron_scalerl.slurm import cluster as slurm
+
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(3600)]
+RECIPE = "recipes/tiny_cpu.yaml"
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return make_tiny(tmp_path_factory.mktemp("tiny") / "dense", moe=False, sft_steps=80)
+
+
+@pytest.fixture
+def cluster(tmp_path_factory):
+    """One for each test. Gives up a silent node after 10 s."""
+    if (why := missing()) is not None:
+        pytest.skip(why)
+    nodes = ("node1", "node2", "node3", "node4")
+    made = MiniCluster(tmp_path_factory.mktemp("slurm") / "c", nodes, silence_s=10)
+    yield made
+    made.close()
+
+
+def settings(policy, folder, name, *more):
+    return overrides(
+        policy,
+        folder,
+        name,
+        f"steps={STEPS}",
+        "rollouts.deterministic=true",
+        "rollouts.max_staleness_steps=0",
+        "rollouts.max_in_flight=16",
+        "rewards.verifier=tests.e2e.coin:toss",  # a weak policy's groups have both rewards, too
+        "validation.every_steps=0",
+        "trainer.start_timeout_s=120",
+        *more,
+    )
+
+
+def rows(file):
+    return read_jsonl(file) if file.exists() else []
+
+
+def steps(folder):
+    return max((row["step"] for row in rows(folder / "metrics.jsonl")), default=0)
+
+
+def check_whole(folder):
+    """Every step was made, and every batch is in the lineage once."""
+    assert [row["step"] for row in rows(folder / "metrics.jsonl")] == list(range(1, STEPS + 1))
+    groups = [group for batch in read_history(folder).batches for group in batch.group_ids]
+    assert len(groups) == len(set(groups)) and len(read_history(folder).batches) >= STEPS
+
+
+@pytest.mark.parametrize("lost", ["node1", "node2"], ids=["the controller's node", "a trainer rank's node"])
+def test_a_run_resumes_on_the_nodes_that_are_left(
+    policy, tmp_path, cluster, on_login_node, monkeypatch, capsys, lost
+):
+    """Two data-parallel ranks on node1 and node2, an engine on node3; node4 takes the place of the lost one."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    words = settings(policy, tmp_path, "r", "trainer.world_size=2", "engine.count=1", "checkpoint.every_steps=2")
+    job_words = ["--nodes", "3", "--gpus-per-node", "0", "--slots", "1", "--any-file-system", "--max-requeues", "3"]
+    [job] = submitted(["submit", RECIPE, *words, "--partition", "gpu", "--time", "120", *job_words], capsys)
+    folder = tmp_path / "r"
+    wait_for(lambda: steps(folder) >= 4, "four steps", 600)
+    cluster.link(lost, "down")
+    lost_at, reached = time.monotonic(), steps(folder)
+    wait_for(lambda: steps(folder) > reached + 2 or slurm.last_state(job) == "FAILED", "new steps", 1500)
+    with capsys.disabled():
+        print(f"\n{lost}: {time.monotonic() - lost_at:.0f} s from the loss to two further steps")
+    assert wait_for_end(slurm.last_state, job, 1500) == "COMPLETED", output_of(folder, job)
+    check_whole(folder)
+    waited = rows(folder / "attempts.jsonl")[0]["unix_time"] - rows(folder / "slurm" / "jobs.jsonl")[0]["unix_time"]
+    with capsys.disabled():
+        print(f"{waited:.1f} s from the submission to the controller's start, the check of three nodes included")
+    attempts = [row["incarnation"] for row in rows(folder / "attempts.jsonl")]
+    assert attempts[0] == f"{job}.0" and attempts[-1].startswith(f"{job}.1")
+
+
+def test_a_run_that_its_time_limit_ends_twice_completes_as_one_without_a_limit(
+    policy, tmp_path, on_login_node, monkeypatch, capsys
+):
+    """Slurm's own signals, 60 s before the limit of two minutes; the steps of all attempts are as of one."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    steps_of = {}
+    limits = ["--startup-seconds", "1", "--save-seconds", "1", "--max-requeues", "20"]
+    for name, time_limit in (("whole", "120"), ("limited", "2")):
+        words = settings(policy, tmp_path, name, "rewards.verifier=tests.slurm.slow_coin:toss")
+        job_words = ["--partition", "gpu", "--time", time_limit, "--gpus", "0", *limits]
+        [job] = submitted(["submit", RECIPE, *words, *job_words], capsys)
+        assert wait_for_end(slurm.last_state, job, 1500) == "COMPLETED", output_of(tmp_path / name, job)
+        check_whole(tmp_path / name)
+        metrics = rows(tmp_path / name / "metrics.jsonl")
+        steps_of[name] = [(row["step"], row["train_pass_rate"], row["weight_digest"]) for row in metrics]
+    attempts = [row["incarnation"] for row in rows(tmp_path / "limited" / "attempts.jsonl")]
+    assert len(attempts) >= 3, attempts
+    assert steps_of["limited"] == steps_of["whole"]
+
+
+def test_an_engine_of_another_job_serves_while_that_job_lasts(policy, tmp_path, on_login_node, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    words = settings(policy, tmp_path, "r", "steps=100000", "engine.count=1", "checkpoint.every_steps=0")
+    words += ["rollouts.deterministic=false", "rollouts.max_staleness_steps=4", "optimizer.lr=1e-6"]
+    words += ["--partition", "gpu", "--time", "120", "--nodes", "2", "--gpus-per-node", "0", "--slots", "1"]
+    [job] = submitted(["submit", RECIPE, *words, "--any-file-system"], capsys)
+    folder = tmp_path / "r"
+    wait_for(lambda: steps(folder) >= 2, "two steps", 600)
+    more = ["submit", "--add-engines", str(folder), "--partition", "gpu", "--time", "60", "--nodes", "1"]
+    [added] = submitted([*more, "--gpus-per-node", "1"], capsys)
+
+    def joined(*states):
+        found = [row for row in rows(folder / "engines.jsonl") if row["name"].startswith(f"extra-{added}-")]
+        return bool(found) and found[-1]["state"] in states
+
+    wait_for(lambda: joined("serving"), "an engine that has joined and serves", 600)
+    reached = steps(folder)
+    wait_for(lambda: steps(folder) >= reached + 3, "three steps with it", 300)
+    assert joined("serving")
+    slurm.cancel([added])
+    wait_for(lambda: joined("lost"), "its end", 120)
+    reached = steps(folder)
+    wait_for(lambda: steps(folder) >= reached + 2, "two steps without it", 300)
+    slurm.cancel([job])
+    wait_for_end(slurm.last_state, job, 120)
