@@ -24,6 +24,10 @@ if end == "commit":
     folder.mkdir(parents=True)
     (folder / "COMMIT").write_text("{}")
     sys.exit(1)
+if end == "taken over":
+    (Path(run) / "slurm").mkdir()
+    (Path(run) / "slurm" / "attempt").write_text("7.1")
+    sys.exit(1)
 if end.startswith("SIG"):
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.Signals[end])
@@ -41,6 +45,10 @@ def no_delay(monkeypatch):
     [
         (["0"], 2, 0, 1),
         (["2"], 2, 2, 1),
+        (["76"], 2, 76, 1),
+        (["1", "76", "0"], 2, 0, 3),
+        (["taken over", "0"], 2, 1, 1),
+        (["SIGKILL", "taken over", "0"], 2, 1, 2),
         (["143"], 2, 143, 1),
         (["SIGTERM"], 2, 143, 1),
         (["SIGINT"], 2, 130, 1),

@@ -1,7 +1,8 @@
 """`megatron-scalerl train --supervise`: runs the controller as a child process and starts it again when it fails.
 
 The child is `megatron-scalerl train` without the option. It is not started again when it is done (exit code 0), after
-a user error at its first start (2) or where another controller had the run then (76), when SIGINT or SIGTERM stopped
+a user error at its first start (2) or where another controller had the run then (76), once a later attempt of its job
+has begun (`processes.takeover`), when SIGINT or SIGTERM stopped
 it (130, 143), and after SIGUSR1 (75: it was to save and exit), also before it had handlers for them; a child that was
 killed or failed resumes from its newest checkpoint. The child ends when this process does, however that exits
 (`processes.parent_death`).
@@ -19,6 +20,7 @@ from types import FrameType
 from megatron_scalerl.checkpoints.commit import latest
 from megatron_scalerl.processes.parent_death import tied_command
 from megatron_scalerl.processes.signals import IN_USE_CODE, SAVE_SIGNAL, SAVED_CODE, SIGNALS
+from megatron_scalerl.processes.takeover import Takeover
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,7 @@ def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> 
     before = {number: signal.signal(number, on_signal) for number in _HANDLED}
     try:
         first, failures, newest = True, 0, latest(Path(run_dir) / "checkpoints")
+        takeover = Takeover(run_dir)
         while True:
             # a session of its own: a terminal's SIGINT reaches the child once, from here
             child = subprocess.Popen(tied_command(list(command)), start_new_session=True)
@@ -60,6 +63,9 @@ def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> 
             if SAVE_SIGNAL in stopped_by and code not in _FINAL and not (code in _NOT_STARTED and first):
                 logger.warning("the run ended with code %d after it was asked to save and exit", code)
                 return SAVED_CODE
+            if takeover.happened and code not in _FINAL:
+                logger.error("the run ended with code %d, and a later attempt of its job has begun", code)
+                return code if code >= 0 else 1
             if code in _FINAL or stopped_by or (code in _NOT_STARTED and first):
                 return code if code >= 0 else 1
             first = False

@@ -48,6 +48,7 @@ from megatron_scalerl.launch.open_files import allow_open_files
 from megatron_scalerl.launch.placement import Placement
 from megatron_scalerl.processes.child_process import ProcessDied
 from megatron_scalerl.processes.signals import SaveAndExit, run_until_signal
+from megatron_scalerl.processes.takeover import Takeover
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.tasks import tasks_of
 from megatron_scalerl.rewards.task_pools import TaskPools
@@ -126,7 +127,7 @@ async def _attempts(run: _Run, resumed: tuple[ResumePoint, History]) -> str:
 
     resumed: where the first one starts.
     """
-    restarts, newest = 0, -1
+    restarts, newest, takeover = 0, -1, Takeover(run.folder.path)
     ended: float | None = None
     # private: a reason may quote what an engine answered
     with contextlib.closing(JsonlWriter(run.folder.path / "engines.jsonl", private=True)) as engines:
@@ -137,6 +138,10 @@ async def _attempts(run: _Run, resumed: tuple[ResumePoint, History]) -> str:
                 try:
                     return await _attempt(run, launcher, resumed, since=ended)
                 except _RESTART as error:
+                    if takeover.happened:
+                        raise RuntimeError(
+                            f"a later attempt of the job has begun; this one failed: {error}"
+                        ) from error
                     ended = time.monotonic()
                     resumed = await asyncio.to_thread(_resume, run.folder, run.console)  # engines are watched
                     reached = resumed[0].step

@@ -288,6 +288,15 @@ def test_a_controller_of_an_earlier_attempt_is_waited_for(tmp_path):
     assert (tmp_path / "slurm" / "7.0" / "controller.exit").read_text() == "0\n"
 
 
+@pytest.mark.parametrize("code", [1, 75, 76])
+def test_what_is_left_of_an_earlier_attempt_queues_nothing_again(tmp_path, code):
+    """Its requeue would end the later attempt, which is the same job."""
+    done = alone(tmp_path, f"echo >>{tmp_path}/starts; echo 7.1 >{tmp_path}/slurm/attempt; exit {code}")
+    assert done.returncode == code, done.stdout + done.stderr
+    assert f"attempt 7.0 ends with exit code {code}: a later one has begun" in done.stdout
+    assert (tmp_path / "starts").read_text() == "\n" and not (tmp_path / "requeued").exists()
+
+
 @pytest.mark.parametrize(("first", "requeued", "code"), [("echo 100", True, 75), ("exit 2", False, 1)])
 def test_a_ledger_that_cannot_be_read_ends_a_job_at_its_start_only(tmp_path, first, requeued, code):
     """After the save the budget is unknown: the next attempt reads the ledger again."""

@@ -43,6 +43,7 @@ def settings(policy, folder, name, *more):
         "rollouts.max_in_flight=16",
         "rewards.verifier=tests.e2e.coin:toss",  # a weak policy's groups have both rewards, too
         "validation.every_steps=0",
+        "optimizer.lr=1e-6",  # else the coin teaches the policy one answer, and batches without a difference
         "trainer.start_timeout_s=120",
         *more,
     )
@@ -114,7 +115,7 @@ def test_an_engine_of_another_job_serves_while_that_job_lasts(policy, tmp_path, 
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     words = settings(policy, tmp_path, "r", "steps=100000", "engine.count=1", "checkpoint.every_steps=0")
-    words += ["rollouts.deterministic=false", "rollouts.max_staleness_steps=4", "optimizer.lr=1e-6"]
+    words += ["rollouts.deterministic=false", "rollouts.max_staleness_steps=4"]
     words += ["--partition", "gpu", "--time", "120", "--nodes", "2", "--gpus-per-node", "0", "--slots", "1"]
     [job] = submitted(["submit", RECIPE, *words, "--any-file-system"], capsys)
     folder = tmp_path / "r"
