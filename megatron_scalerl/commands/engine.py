@@ -20,7 +20,8 @@ EPILOG = """examples:
   megatron-scalerl engine --join runs/my_run --devices 2  with the first two GPUs that are visible
 
 RUN is on a folder that this host and the controller's see. The engine serves once it has the current weights. When it
-is evicted, or the controller ends, it is started again, after a delay, until the run is finished."""
+is evicted, or the controller ends, it is started again, after a delay, until the run is finished, or until it has not
+been in the run for --wait-minutes (exit code 1)."""
 
 AGENT = (sys.executable, "-m", "megatron_scalerl.engine.agent")
 """The program of one start of the engine."""
@@ -31,7 +32,7 @@ FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 60.0
 HEALTHY_S = 600.0
 """An engine that ran for so long starts a new row (seconds)."""
 EXIT_GIVEN_UP = 1
-"""Exit code where no controller accepted the engine for --wait-minutes."""
+"""Exit code where the engine was not in the run for --wait-minutes."""
 
 _STOP_S = 30.0
 """Seconds for the agent to end its server after SIGTERM."""
@@ -61,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=30.0,
         metavar="M",
-        help="give up where no controller takes the engine in for so long (default: %(default)g)",
+        help="end where the engine has not been in the run for so long (default: %(default)g)",
     )
 
 
@@ -83,12 +84,12 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     name = engine_name()
     console.print(f"{name}: {devices} devices; log: {folder / 'logs' / name}.log")
     try:
-        finished = run_until_signal(_keep_joined(folder, name, devices, arguments.wait_minutes * 60, console))
+        last = run_until_signal(_keep_joined(folder, name, devices, arguments.wait_minutes * 60, console))
     except Stopped as stopped:
         console.print(f"{name}: stopped by a signal")
         return stopped.exit_code
-    if not finished:
-        console.print(f"{name}: no controller of {folder} took it in for {arguments.wait_minutes:g} minutes")
+    if last:
+        console.print(f"{name}: it was not in the run {folder} for {arguments.wait_minutes:g} minutes; last: {last}")
         return EXIT_GIVEN_UP
     console.print(f"{name}: the run is finished")
     return 0
@@ -112,17 +113,20 @@ def has_ended(folder: Path) -> bool:
     return bool(attempts) and attempts[-1:] == ends[-1:]
 
 
-async def _keep_joined(folder: Path, name: str, devices: int, wait_s: float, console: Console) -> bool:
-    """Start an agent again whenever one ends. True once the run has ended, False after `wait_s` outside of it."""
+async def _keep_joined(folder: Path, name: str, devices: int, wait_s: float, console: Console) -> str:
+    """Start an agent again whenever one ends, until the run has ended; empty then.
+
+    Otherwise, after `wait_s` outside of the run, how the last agent ended.
+    """
     from megatron_scalerl.processes.child_process import ChildProcess
 
     argv = [*AGENT, str(folder), "--name", name, "--devices", str(devices)]
-    failures, in_run = 0, time.monotonic()
+    failures, in_run, how = 0, time.monotonic(), ""
     while time.monotonic() - in_run < wait_s:
         started = time.monotonic()
         try:
             if has_ended(folder):
-                return True
+                return ""
             agent = await ChildProcess.start(name, argv, os.environ, folder / "logs" / f"{name}.log")
         except (ValueError, OSError) as error:  # a shared file system may fail for a while, or show half a line
             how = str(error)
@@ -135,7 +139,7 @@ async def _keep_joined(folder: Path, name: str, devices: int, wait_s: float, con
             if code in _TAKEN_IN or time.monotonic() - started > HEALTHY_S:
                 in_run = time.monotonic()
         failures = 1 if time.monotonic() - started > HEALTHY_S else failures + 1
-        delay = min(FIRST_DELAY_S * 2 ** (failures - 1), LONGEST_DELAY_S)
+        delay = min(FIRST_DELAY_S * 2 ** min(failures - 1, 10), LONGEST_DELAY_S)
         console.print(f"{name}: {how}; next look at the run in {delay:g} s")
         await asyncio.sleep(delay)
-    return False
+    return how

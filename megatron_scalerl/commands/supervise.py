@@ -19,7 +19,7 @@ from types import FrameType
 
 from megatron_scalerl.checkpoints.commit import latest
 from megatron_scalerl.processes.parent_death import tied_command
-from megatron_scalerl.processes.signals import IN_USE_CODE, SAVE_SIGNAL, SAVED_CODE, SIGNALS
+from megatron_scalerl.processes.signals import IN_USE_CODE, SAVE_SIGNAL, SAVED_CODE, SIGNALS, exit_code_of
 from megatron_scalerl.processes.takeover import Takeover
 
 logger = logging.getLogger(__name__)
@@ -63,9 +63,6 @@ def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> 
             if SAVE_SIGNAL in stopped_by and code not in _FINAL and not (code in _NOT_STARTED and first):
                 logger.warning("the run ended with code %d after it was asked to save and exit", code)
                 return SAVED_CODE
-            if takeover.happened and code not in _FINAL:
-                logger.error("the run ended with code %d, and a later attempt of its job has begun", code)
-                return code if code >= 0 else 1
             if code in _FINAL or stopped_by or (code in _NOT_STARTED and first):
                 return code if code >= 0 else 1
             first = False
@@ -79,7 +76,10 @@ def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> 
             logger.warning("the run %s: restart %d of at most %d in %g s", how, failures, restarts, delay)
             _pause(delay, stopped_by)
             if stopped_by:
-                return SAVED_CODE if stopped_by[0] == SAVE_SIGNAL else 128 + stopped_by[0]
+                return exit_code_of(stopped_by[0])
+            if takeover.happened:
+                logger.error("a later attempt of the job has begun: the run is not started again here")
+                return code if code >= 0 else 1
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

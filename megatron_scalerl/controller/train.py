@@ -75,6 +75,7 @@ def train(recipe: Recipe, console: Console, hosts: Hosts = ONE_HOST) -> str:
     update, and Stopped for a signal, before which SIGUSR1 saves a checkpoint. Started again, the run resumes from its
     last checkpoint.
     """
+    takeover = Takeover(recipe.run_dir)
     Placement.of(recipe, hosts)
     inputs = check_inputs(recipe)
     for line in inputs.prompts.report.lines():
@@ -86,10 +87,12 @@ def train(recipe: Recipe, console: Console, hosts: Hosts = ONE_HOST) -> str:
         return f"{reason}; nothing is left to do"
     allow_open_files(recipe)
     saving = SaveAndExit()
-    return run_until_signal(_train(recipe, inputs, console, saving, hosts), saving)
+    return run_until_signal(_train(recipe, inputs, console, saving, hosts, takeover), saving)
 
 
-async def _train(recipe: Recipe, inputs: Inputs, console: Console, saving: SaveAndExit, hosts: Hosts) -> str:
+async def _train(
+    recipe: Recipe, inputs: Inputs, console: Console, saving: SaveAndExit, hosts: Hosts, takeover: Takeover
+) -> str:
     async with TaskPools(tasks_of(recipe)) as verifier:
         # the folder is created last, after every check for user errors
         with contextlib.closing(RunFolder(recipe)) as folder, log_failures(folder.path / "logs" / "controller.log"):
@@ -105,6 +108,7 @@ async def _train(recipe: Recipe, inputs: Inputs, console: Console, saving: SaveA
                     console=console,
                     saving=saving,
                     hosts=hosts,
+                    takeover=takeover,
                 )
                 return await _attempts(run, resumed)
 
@@ -120,6 +124,7 @@ class _Run:
     console: Console
     saving: SaveAndExit
     hosts: Hosts
+    takeover: Takeover
 
 
 async def _attempts(run: _Run, resumed: tuple[ResumePoint, History]) -> str:
@@ -127,7 +132,7 @@ async def _attempts(run: _Run, resumed: tuple[ResumePoint, History]) -> str:
 
     resumed: where the first one starts.
     """
-    restarts, newest, takeover = 0, -1, Takeover(run.folder.path)
+    restarts, newest = 0, -1
     ended: float | None = None
     # private: a reason may quote what an engine answered
     with contextlib.closing(JsonlWriter(run.folder.path / "engines.jsonl", private=True)) as engines:
@@ -138,7 +143,7 @@ async def _attempts(run: _Run, resumed: tuple[ResumePoint, History]) -> str:
                 try:
                     return await _attempt(run, launcher, resumed, since=ended)
                 except _RESTART as error:
-                    if takeover.happened:
+                    if run.takeover.happened:
                         raise RuntimeError(
                             f"a later attempt of the job has begun; this one failed: {error}"
                         ) from error

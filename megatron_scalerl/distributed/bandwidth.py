@@ -29,8 +29,8 @@ _NAMED = 3
 def check_bandwidth(parallel: Parallel, floor_gb_s: float) -> float:
     """Bus bandwidth (GB/s) of an all-reduce of 32 MiB over all ranks; every rank calls it and gets the same value.
 
-    Bus bandwidth is 2 (n - 1) / n times the bytes over the seconds, so that it compares with a link's whatever the
-    number n of ranks (as NVIDIA's nccl-tests reckon). The median of ROUNDS after one that opens connections.
+    Bus bandwidth is 2 (n - 1) / n times the bytes over the seconds, so that it compares with the adapters' of a node
+    whatever the number n of ranks (as NVIDIA's nccl-tests reckon). The median of ROUNDS, after one that connects.
     Raises RuntimeError on every rank below `floor_gb_s`, with the slowest links between hosts. Infinite for one rank.
     """
     if parallel.world_size == 1:

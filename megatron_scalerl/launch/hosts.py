@@ -33,6 +33,8 @@ _CARRIED = re.compile(r"MSRL_|NCCL_|UCX_|VLLM_|TORCH_|HF_|PYTHON|(LD_LIBRARY_PAT
 """Variables of the controller that a program on another host gets; srun hands all of them on."""
 _PRIVATE = re.compile(r"SECRET|TOKEN|PASSWORD|_KEY", re.IGNORECASE)
 _TIMEOUT_S = 60.0
+_LOOK_S = 5.0
+"""While a run goes on: its end waits for the answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,8 +80,8 @@ class Hosts:
         if self.shell or not job:
             return False
         try:
-            found = re.search(r" NodeList=([^\s(]+)", _scontrol("job", "--oneliner", job))
-            return found is not None and host.name not in _scontrol("hostnames", found[1]).split()
+            found = re.search(r" NodeList=([^\s(]+)", _scontrol("job", "--oneliner", job, within_s=_LOOK_S))
+            return found is not None and host.name not in _scontrol("hostnames", found[1], within_s=_LOOK_S).split()
         except (OSError, subprocess.SubprocessError):
             return False
 
@@ -153,10 +155,10 @@ def hosts_of_allocation() -> list[str]:
         raise ValueError(f"--hosts {SLURM}: expected scontrol to list the hosts of {nodes}, found: {error}") from None
 
 
-def _scontrol(*words: str) -> str:
+def _scontrol(*words: str, within_s: float = _TIMEOUT_S) -> str:
     """What `scontrol show` says. Raises OSError and SubprocessError."""
     argv = ["scontrol", "show", *words]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
+    return subprocess.run(argv, capture_output=True, text=True, timeout=within_s, check=True).stdout
 
 
 def _names_of_this_host() -> set[str]:

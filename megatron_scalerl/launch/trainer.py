@@ -28,7 +28,7 @@ from megatron_scalerl.processes.child_process import ChildProcess
 from megatron_scalerl.processes.logs import NAME_VARIABLE
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer import rank_process
-from megatron_scalerl.trainer.client import LOOPBACK_ENDPOINT, TrainerClient
+from megatron_scalerl.trainer.client import BLAME_S, LOOPBACK_ENDPOINT, TrainerClient
 from megatron_scalerl.trainer.messages import TrainerInfo
 
 logger = logging.getLogger(__name__)
@@ -114,6 +114,8 @@ class TrainerRanks:
         """Wait until a rank has exited, then raise ProcessDied."""
         await self._started.wait()
         await asyncio.wait(self._watches, return_when=asyncio.FIRST_COMPLETED)
+        # its last message, which says why, reaches whoever waits for an answer by then
+        await asyncio.wait(self._watches, return_when=asyncio.ALL_COMPLETED, timeout=BLAME_S + 1.0)
         next(watch for watch in self._watches if watch.done()).result()
 
     async def stop(self, *, graceful: bool) -> None:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from types import FrameType
 from typing import Any, TypeVar
 
 from megatron_scalerl.processes.child_process import kill_all
@@ -18,6 +21,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAVE_SIGNAL = signal.SIGUSR1
 SAVED_CODE = 75
 """Exit code after SAVE_SIGNAL: the run is not finished, and the same command goes on with it."""
+EXIT_S = 5.0
+"""Seconds for the interpreter to end after the cleanup, in which further signals are ignored."""
 IN_USE_CODE = 76
 """Exit code where another controller has the run's folder: the same command may succeed later."""
 
@@ -29,7 +34,7 @@ class Stopped(Exception):
         name = signal.Signals(number).name
         detail = "" if also is None else f" ({type(also).__name__} while stopping: {also})"
         super().__init__(f"stopped by {name}; the same command resumes from the last checkpoint{detail}")
-        self.exit_code = SAVED_CODE if number == SAVE_SIGNAL else 128 + number
+        self.exit_code = exit_code_of(number)
 
 
 class SaveAndExit:
@@ -102,13 +107,29 @@ class SaveAndExit:
             await asyncio.gather(task, asked, return_exceptions=True)
 
 
+def exit_code_of(number: int) -> int:
+    """Exit code of a run that this signal ended."""
+    return SAVED_CODE if number == SAVE_SIGNAL else 128 + number
+
+
+def _late(code: int) -> Callable[[int, FrameType | None], None]:
+    """A handler of signals that come after the cleanup. Python's own end may wait for a thread, for ever."""
+    end = time.monotonic() + EXIT_S
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        if time.monotonic() > end:
+            os._exit(code)
+
+    return handler
+
+
 def run_until_signal(coroutine: Coroutine[Any, Any, T], saving: SaveAndExit | None = None) -> T:
     """Run `coroutine` on a new event loop and return its result; call it in the main thread.
 
     The first SIGINT or SIGTERM cancels the coroutine; Stopped is raised once it has returned. Each later signal
     kills all child processes, so that the coroutine's cleanup, which still runs, waits for none of them. One that
-    comes after the cleanup is ignored: the process exits with the code of the first. saving: gets the requests of
-    SAVE_SIGNAL, which without it keeps its action.
+    comes after the cleanup is ignored, for EXIT_S: the process exits with the code of the first; after that time it
+    does so at once. saving: gets the requests of SAVE_SIGNAL, which without it keeps its action.
     """
     received: list[int] = []
     numbers = [*SIGNALS, *([SAVE_SIGNAL] if saving is not None else [])]
@@ -138,8 +159,8 @@ def run_until_signal(coroutine: Coroutine[Any, Any, T], saving: SaveAndExit | No
             signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
             for number in numbers:
                 loop.remove_signal_handler(number)
-                if received:
-                    signal.signal(number, signal.SIG_IGN)
+                if stopping := received or (saving is not None and saving.requested and [SAVE_SIGNAL]):
+                    signal.signal(number, _late(exit_code_of(stopping[0])))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
     try:

@@ -27,6 +27,7 @@ from megatron_scalerl.processes.logs import log_to_stderr
 from megatron_scalerl.processes.secret_file import read_secret
 from megatron_scalerl.processes.signals import Stopped, run_until_signal
 from megatron_scalerl.recipe.file import load_recipe
+from megatron_scalerl.trainer.client import BLAME_S
 from megatron_scalerl.trainer.rank_process import start_rank
 
 logger = logging.getLogger("megatron_scalerl.trainer.host_ranks")  # also where this module is __main__
@@ -39,6 +40,8 @@ _VARIABLES = (
     "MSRL_RECIPE",
     "MSRL_LOGS",
 )
+_OTHERS_S = BLAME_S + 2.0
+"""Seconds between the failure of a rank and the end of the host's others."""
 SECRET_S, _READ_AGAIN_S = 60.0, 2.0
 """Seconds in which the secret of this start of the controller must appear, and between two looks."""
 
@@ -66,6 +69,7 @@ async def serve() -> int:
             if failed:
                 code = next(done.result() for done, rank in exits.items() if rank is failed[0])
                 logger.error("%s exited with code %d%s", failed[0].name, code, log_end(failed[0].log))
+                await asyncio.sleep(_OTHERS_S)  # the controller names a rank that exits unheard, which these would do
                 return 1
         return 0
     finally:

@@ -206,6 +206,24 @@ def test_an_engine_whose_host_is_away_for_a_while_is_not_given_up(policy, run_fo
     scenario_of(scenario)
 
 
+def test_an_engine_whose_host_has_left_the_job_is_given_up_at_once(policy, run_folder, tmp_path, monkeypatch):
+    """`Hosts.has_left` is a stand-in for Slurm here."""
+    monkeypatch.setattr("megatron_scalerl.launch.hosts.Hosts.has_left", lambda self, host: host.name == "b")
+    held = []
+
+    async def scenario():
+        async with engines_of(recipe_for(policy), run_folder) as engines:
+            engines.members.on_devices = held.append
+            (tmp_path / "down").mkdir()
+            (tmp_path / "down" / "b").touch()
+            agents(run_folder)["engine-0"].kill()
+            with pytest.raises(EngineDied, match=r"found 0 \(engine-0: its host has left the job"):
+                await engines.watch()
+
+    scenario_of(scenario)
+    assert held == [0]
+
+
 @pytest.mark.full
 def test_an_engine_whose_host_is_gone_is_given_up_and_its_devices_are_not_held(
     policy, run_folder, tmp_path, monkeypatch

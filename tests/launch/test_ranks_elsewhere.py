@@ -32,12 +32,12 @@ def policy(tmp_path_factory):
 
 
 @contextlib.asynccontextmanager
-async def started(policy, folder):
+async def started(policy, folder, names="one,two,three", slots=1):
     """A trainer of two ranks with its client, and the processes that the command started."""
     recipe = make_recipe(policy, trainer={"world_size": 2}, engine={"count": 1})
     file = folder / "recipe.yaml"
     file.write_text(dump_recipe(recipe))
-    hosts = hosts_of("one,two,three", slots=1, run_on="env STAND_IN_HOST={host} sh -c", address="127.0.0.1")
+    hosts = hosts_of(names, slots=slots, run_on="env STAND_IN_HOST={host} sh -c", address="127.0.0.1")
     write_secret(secret_file(folder), SECRET)
     attempt = Attempt(run_id="run", incarnation="local.0", folder=folder, recipe_file=file)
     async with trainer_ranks(recipe, attempt, SECRET, hosts, Placement.of(recipe, hosts)) as trainer:
@@ -97,6 +97,19 @@ def test_a_rank_that_dies_is_named_and_ends_the_others(policy, tmp_path):
             raise TrainerError("as the launcher does then")
 
     with pytest.raises(TrainerError):
+        asyncio.run(scenario())
+
+
+def test_the_rank_that_died_is_named_and_not_one_that_its_host_ends_then(policy, tmp_path):
+    async def scenario():
+        async with started(policy, tmp_path, "one,two", slots=2) as trainer:
+            victim = next(each for each in programs(trainer) if each.environ().get("RANK") == "1")
+            victim.kill()
+            with pytest.raises(TrainerError, match=r"^trainer rank 1: the process exited unexpectedly"):
+                await trainer.client.manifest()
+            raise TrainerError("as the launcher does then")
+
+    with pytest.raises(TrainerError, match="as the launcher does then"):
         asyncio.run(scenario())
 
 

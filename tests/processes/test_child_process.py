@@ -173,6 +173,29 @@ def test_a_second_signal_kills_the_children_at_once(controller, tmp_path):
     assert gone(groups, 2.0)
 
 
+@pytest.mark.parametrize(("exit_s", "code"), [(60.0, 143), (0.0, 143)], ids=["ignored", "ends at once"])
+def test_a_signal_after_the_cleanup_changes_no_exit_code(exit_s, code):
+    """The interpreter's end may take long: `EXIT_S` later a signal ends it, with the same code."""
+    program = (
+        "import asyncio, os, signal, sys, time\n"
+        "from megatron_scalerl.processes import signals\n"
+        "signals.EXIT_S = float(sys.argv[1])\n"
+        "async def run():\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    await asyncio.sleep(60)\n"
+        "try:\n"
+        "    signals.run_until_signal(run())\n"
+        "except signals.Stopped as stopped:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(0.1)\n"
+        "    print('still here', flush=True)\n"
+        "    sys.exit(stopped.exit_code)\n"
+    )
+    argv = [sys.executable, "-c", program, str(exit_s)]
+    done = subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code and done.stdout == ("still here\n" if exit_s else ""), done.stderr
+
+
 def test_a_signal_while_the_children_start(controller, tmp_path):
     process = controller()
     pids_in(tmp_path / "pids", 1)  # the second may not exist yet

@@ -281,11 +281,21 @@ def alone(folder, program, **changes):
 
 def test_a_controller_of_an_earlier_attempt_is_waited_for(tmp_path):
     """76 says that another controller has the run."""
-    program = f'echo >>{tmp_path}/starts; [ "$(wc -l <{tmp_path}/starts)" -gt 2 ] || exit 76'
+    exit_file = tmp_path / "slurm" / "7.0" / "controller.exit"
+    program = f'ls {exit_file}; echo >>{tmp_path}/starts; [ "$(wc -l <{tmp_path}/starts)" -gt 2 ] || exit 76'
     done = alone(tmp_path, program)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "slurm" / "attempt").read_text() == "7.0\n"
+    said = exit_file.with_name("controller.log").read_text()
+    assert said.count("No such file") == 3, "a status in between would show an error"
     assert done.stdout.count(f"another controller has {tmp_path}") == 2
     assert (tmp_path / "slurm" / "7.0" / "controller.exit").read_text() == "0\n"
+
+
+def test_an_attempt_that_never_had_the_run_leaves_it_to_the_controller_that_has(tmp_path):
+    done = alone(tmp_path, f"echo >>{tmp_path}/starts; exit 76")
+    assert done.returncode == 76 and not (tmp_path / "slurm" / "attempt").exists()
+    assert len((tmp_path / "starts").read_text()) == 41 and not (tmp_path / "requeued").exists()
 
 
 @pytest.mark.parametrize("code", [1, 75, 76])

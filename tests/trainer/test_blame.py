@@ -22,7 +22,9 @@ pytestmark = pytest.mark.slow
     ],
     ids=["unheard", "heard"],
 )
-def test_a_connection_that_closes_after_a_peers_failure(last_words, error):
+def test_a_connection_that_closes_after_a_peers_failure(last_words, error, monkeypatch):
+    monkeypatch.setattr("megatron_scalerl.trainer.client.BLAME_S", 15.0)
+
     async def scenario(trainer, start):
         with StandInRank(trainer) as first:
             with StandInRank(trainer) as second:
@@ -33,7 +35,7 @@ def test_a_connection_that_closes_after_a_peers_failure(last_words, error):
                 await asyncio.sleep(0.5)
                 if last_words:
                     await second.socket.send(messages.encode(messages.Failed(rank=1, error=last_words)))
-                    await asyncio.sleep(0.1)
+                    second.socket.close(linger=10_000)
             with pytest.raises(TrainerError, match=error):
                 await asyncio.wait_for(asking, 20)
 
