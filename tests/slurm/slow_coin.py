@@ -4,7 +4,7 @@ import time
 
 from tests.e2e import coin
 
-SECONDS = 0.5
+SECONDS = 1.0
 
 
 def toss(answer_text, reference, extra):

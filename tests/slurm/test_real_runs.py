@@ -93,12 +93,12 @@ def test_a_run_resumes_on_the_nodes_that_are_left(
 def test_a_run_that_its_time_limit_ends_twice_completes_as_one_without_a_limit(
     policy, tmp_path, on_login_node, monkeypatch, capsys
 ):
-    """Slurm's own signals, 60 s before the limit of two minutes; the steps of all attempts are as of one."""
+    """Slurm's own signals, one to two minutes before the limit of four; all attempts together equal one."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     steps_of = {}
     limits = ["--startup-seconds", "1", "--save-seconds", "1", "--max-requeues", "20"]
-    for name, time_limit in (("whole", "120"), ("limited", "2")):
+    for name, time_limit in (("whole", "120"), ("limited", "4")):
         words = settings(policy, tmp_path, name, "rewards.verifier=tests.slurm.slow_coin:toss")
         job_words = ["--partition", "gpu", "--time", time_limit, "--gpus", "0", *limits]
         [job] = submitted(["submit", RECIPE, *words, *job_words], capsys)
