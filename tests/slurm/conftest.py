@@ -1,8 +1,10 @@
 """A cluster for the tests of this folder, which are skipped where there can be none."""
 
+import contextlib
 import os
 
 import pytest
+from e2e.whole_runs import make_tiny
 from mini_cluster import MiniCluster, missing
 from slurm_runs import JOB, ROOT, STAND_IN_PROGRAM, write_recipe, write_site
 
@@ -10,12 +12,23 @@ from megatron_scalerl.tiny.build import TinyArguments, build
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory):
-    if (why := missing()) is not None:
-        pytest.skip(why)
-    made = MiniCluster(tmp_path_factory.mktemp("slurm") / "c", ("node1", "node2", "node3", "node4"))
-    yield made
-    made.close()
+def new_cluster(tmp_path_factory):
+    """`new_cluster(NODE, ..., silence_s=S)`: a context manager with a cluster of its own, for tests that break it."""
+
+    @contextlib.contextmanager
+    def made(*nodes, **options):
+        if (why := missing()) is not None:
+            pytest.skip(why)
+        with contextlib.closing(MiniCluster(tmp_path_factory.mktemp("slurm") / "c", nodes, **options)) as cluster:
+            yield cluster
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def cluster(new_cluster):
+    with new_cluster("node1", "node2", "node3", "node4") as made:
+        yield made
 
 
 @pytest.fixture
@@ -30,6 +43,12 @@ def tiny(tmp_path_factory):
     root = tmp_path_factory.mktemp("tiny")
     build(root, TinyArguments(seed=1, train_prompts=40, held_out=10, sft_examples=4))
     return root
+
+
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory):
+    """A policy after a short warm start, with its task, for runs with real engines."""
+    return make_tiny(tmp_path_factory.mktemp("warm") / "dense", moe=False, sft_steps=80)
 
 
 @pytest.fixture

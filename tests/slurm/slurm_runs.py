@@ -89,6 +89,16 @@ def submitted(words, capsys):
     return re.search(r"submitted: job ([\d, ]+);", capsys.readouterr().out)[1].split(", ")
 
 
+def rows(file):
+    """The lines of a file of a run, none where it is not there yet."""
+    return read_jsonl(file) if file.exists() else []
+
+
+def steps(folder):
+    """Optimizer steps of a run so far."""
+    return max((row["step"] for row in rows(folder / "metrics.jsonl")), default=0)
+
+
 def status(run, capsys):
     """The lines of `submit --status`."""
     assert main(["submit", "--status", str(run)]) == 0

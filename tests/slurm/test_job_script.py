@@ -259,24 +259,24 @@ wait $job
 """
 
 
+def written(folder, program, **changes):
+    """A job script in `folder`, with `program` in place of megatron-scalerl."""
+    script = folder / "slurm" / "job.sbatch"
+    script.parent.mkdir()
+    site = Site(program=("bash", "-c", program))
+    script.write_text(render(replace(PLAN, script=script, runs=(folder,), cwd=folder, site=site, **changes)))
+    return script
+
+
 def alone(folder, program, **changes):
-    """What a job script did without Slurm, and without waiting: `program` in place of megatron-scalerl."""
-    plan = replace(
-        PLAN,
-        script=folder / "slurm" / "job.sbatch",
-        runs=(folder,),
-        cwd=folder,
-        site=Site(program=("bash", "-c", program)),
-        **changes,
-    )
-    for name in ("slurm", "bin"):
-        (folder / name).mkdir()
-    plan.script.write_text(render(plan))
+    """What a job script did without Slurm, and without waiting."""
+    script = written(folder, program, **changes)
+    (folder / "bin").mkdir()
     (folder / "bin" / "sleep").symlink_to("/bin/true")
     (folder / "bin" / "scontrol").write_text(f'#!/bin/sh\necho "$@" >>{folder}/requeued\n')
     (folder / "bin" / "scontrol").chmod(0o755)
     env = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    return subprocess.run(["bash", plan.script], env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(["bash", script], env=env, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_a_controller_of_an_earlier_attempt_is_waited_for(tmp_path):
@@ -323,17 +323,9 @@ def test_a_ledger_that_cannot_be_read_ends_a_job_at_its_start_only(tmp_path, fir
 def test_the_script_alone_forwards_the_signal_and_queues_the_job_again(tmp_path):
     """Without Slurm: the batch shell gets USR1 while the program runs, and TERM once the job is queued again."""
     program = f'trap "exit 75" USR1; touch {tmp_path}/here; while true; do sleep 0.05; done'
-    plan = replace(
-        PLAN,
-        script=tmp_path / "slurm" / "job.sbatch",
-        runs=(tmp_path,),
-        cwd=tmp_path,
-        site=Site(program=("bash", "-c", program)),
-    )
-    plan.script.parent.mkdir()
-    plan.script.write_text(render(plan))
+    script = written(tmp_path, program)
     done = subprocess.run(
-        ["bash", "-c", SIGNAL.format(run=tmp_path, script=plan.script)],
+        ["bash", "-c", SIGNAL.format(run=tmp_path, script=script)],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 75, done.stdout + done.stderr

@@ -4,30 +4,20 @@ import json
 import time
 
 import pytest
-from e2e.whole_runs import make_tiny, overrides
-from mini_cluster import MiniCluster, missing
-from slurm_runs import ROOT, output_of, submitted, wait_for_end
+from e2e.whole_runs import overrides
+from slurm_runs import ROOT, output_of, rows, steps, submitted, wait_for_end
 
-from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.slurm import cluster as slurm
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(3600)]
 LIMIT_S = 600
 
 
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory):
-    return make_tiny(tmp_path_factory.mktemp("tiny") / "dense", moe=False, sft_steps=80)
-
-
 @pytest.fixture
-def cluster(tmp_path_factory):
+def cluster(new_cluster):
     """Gives up a silent node after 20 s."""
-    if (why := missing()) is not None:
-        pytest.skip(why)
-    made = MiniCluster(tmp_path_factory.mktemp("slurm") / "c", ("node1", "node2", "node3"), silence_s=20)
-    yield made
-    made.close()
+    with new_cluster("node1", "node2", "node3", silence_s=20) as made:
+        yield made
 
 
 @pytest.fixture
@@ -67,14 +57,6 @@ def until(condition, say=lambda: ""):
     while not condition():
         assert time.monotonic() < end, say()
         time.sleep(0.2)
-
-
-def rows(file):
-    return read_jsonl(file) if file.exists() else []
-
-
-def steps(folder):
-    return max((row["step"] for row in rows(folder / "metrics.jsonl")), default=0)
 
 
 def states(folder):

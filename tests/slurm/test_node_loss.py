@@ -4,7 +4,6 @@ The program is a stand-in that has a step on each node (tests/slurm/stand_in_pro
 """
 
 import pytest
-from mini_cluster import MiniCluster, missing
 from slurm_runs import FLEET, TWO, nodes_of, output_of, starts, status, submitted, wait_for, wait_for_end
 
 from megatron_scalerl.slurm import cluster as slurm
@@ -13,13 +12,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
 @pytest.fixture
-def cluster(tmp_path_factory):
+def cluster(new_cluster):
     """One for each test, since the nodes of a test before may still be down. Its own names come first on the path."""
-    if (why := missing()) is not None:
-        pytest.skip(why)
-    made = MiniCluster(tmp_path_factory.mktemp("slurm") / "c", ("node1", "node2", "node3"), silence_s=5)
-    yield made
-    made.close()
+    with new_cluster("node1", "node2", "node3", silence_s=5) as made:
+        yield made
 
 
 def test_a_job_goes_on_without_a_node_that_fails(stand_in, cluster, capsys):

@@ -3,11 +3,9 @@
 import time
 
 import pytest
-from e2e.whole_runs import make_tiny, overrides
-from mini_cluster import MiniCluster, missing
-from slurm_runs import ROOT, output_of, submitted, wait_for, wait_for_end
+from e2e.whole_runs import overrides
+from slurm_runs import ROOT, output_of, rows, steps, submitted, wait_for, wait_for_end
 
-from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.rollouts.history import read_history
 from megatron_scalerl.slurm import cluster as slurm
 
@@ -16,20 +14,11 @@ RECIPE = "recipes/tiny_cpu.yaml"
 STEPS = 12
 
 
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory):
-    return make_tiny(tmp_path_factory.mktemp("tiny") / "dense", moe=False, sft_steps=80)
-
-
 @pytest.fixture
-def cluster(tmp_path_factory):
+def cluster(new_cluster):
     """One for each test. Gives up a silent node after 10 s."""
-    if (why := missing()) is not None:
-        pytest.skip(why)
-    nodes = ("node1", "node2", "node3", "node4")
-    made = MiniCluster(tmp_path_factory.mktemp("slurm") / "c", nodes, silence_s=10)
-    yield made
-    made.close()
+    with new_cluster("node1", "node2", "node3", "node4", silence_s=10) as made:
+        yield made
 
 
 def settings(policy, folder, name, *more):
@@ -47,14 +36,6 @@ def settings(policy, folder, name, *more):
         "trainer.start_timeout_s=120",
         *more,
     )
-
-
-def rows(file):
-    return read_jsonl(file) if file.exists() else []
-
-
-def steps(folder):
-    return max((row["step"] for row in rows(folder / "metrics.jsonl")), default=0)
 
 
 def check_whole(folder):

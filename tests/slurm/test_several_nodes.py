@@ -1,7 +1,7 @@
 """Megatron ranks on two nodes and vLLM engines on two others, on a real Slurm: the run equals one on one host."""
 
 import pytest
-from e2e.whole_runs import make_tiny, overrides, run
+from e2e.whole_runs import overrides, run
 from slurm_runs import ROOT, status, submitted, wait_for_end
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
@@ -10,11 +10,6 @@ from megatron_scalerl.slurm import cluster as slurm
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(3600)]
 RECIPE = "recipes/tiny_cpu.yaml"
 STEPS = 20
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory):
-    return make_tiny(tmp_path_factory.mktemp("tiny") / "dense", moe=False, sft_steps=80)
 
 
 def settings(policy, out, name):
