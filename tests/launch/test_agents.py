@@ -1,6 +1,7 @@
 """Agents of engines on other hosts as real processes, with stand-in servers: none of them is ever left behind."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -176,7 +177,10 @@ def test_an_agent_may_outlive_the_command_that_started_it(policy, run_folder, mo
     async def scenario():
         async with engines_of(recipe_for(policy), run_folder) as engines:
             agent = agents(run_folder)["engine-0"]
-            commands = [each for each in psutil.Process().children() if str(STAND_IN_HOST) in each.cmdline()]
+            commands = []
+            for child in psutil.Process().children():
+                with contextlib.suppress(psutil.Error):
+                    commands += [child] if str(STAND_IN_HOST) in child.cmdline() else []
             for command in commands:
                 command.kill()
             await none_left(commands)
