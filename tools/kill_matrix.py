@@ -336,9 +336,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def reference_of(out: Path, tiny: Path, *, real: bool) -> tuple[dict[str, Any], dict[str, float]]:
-    """The run without faults, made once: (what it leaves, seconds in which a moment is drawn)."""
-    folder = out / ("reference_real" if real else "reference")
+def reference_of(out: Path, tiny: Path, commit: str, *, real: bool) -> tuple[dict[str, Any], dict[str, float]]:
+    """The run without faults, made once for a commit: (what it leaves, seconds in which a moment is drawn)."""
+    folder = out / f"reference{'_real' if real else ''}_{commit}"
     if not (folder / "seconds").exists():
         unharmed = Try(folder, tiny, real=real)
         unharmed.start()
@@ -379,7 +379,7 @@ def main(arguments: argparse.Namespace) -> int:
         folder = out / case.key.replace(":", "_").replace(" ", "_")
         subprocess.run(["rm", "-rf", str(folder)], check=True)  # of a try that was cut off
         if case.real not in references:
-            references[case.real] = reference_of(out, tiny, real=case.real)
+            references[case.real] = reference_of(out, tiny, commit, real=case.real)
         row = attempt(case, folder, tiny, *references[case.real], arguments.seed)
         row["commit"] = commit
         with open(rows_file, "a", encoding="utf8") as file:
