@@ -20,6 +20,7 @@ from megatron_scalerl.controller.run_folder import RunInUse
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.recipe.file import RecipeError
 from megatron_scalerl.tiny.build import TinyArguments, build
+from megatron_scalerl.trainer.client import TrainerError
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "transformers", "vllm", "megatron", "matplotlib", "scipy", "pyarrow", "aiohttp")
@@ -260,6 +261,27 @@ def test_what_fails_under_way_is_no_mistake_of_the_users(name, tiny, tmp_path, m
         assert re.search(r" INFO +controller megatron_scalerl\.controller\.train: run \w+, attempt local\.0, ", log)
         assert "Traceback" in log and re.search(said, log) and "StandInLauncher" not in captured
         assert "controller.log" in captured
+
+
+def test_a_controller_that_a_later_attempt_has_replaced_starts_no_trainer_again(tiny, tmp_path, monkeypatch, capsys):
+    """As on a node that Slurm has lost; the attempt that fails is a stand-in."""
+    attempts = []
+
+    @asynccontextmanager
+    async def launching(*_, **__):
+        yield StandInLauncher(None)
+
+    async def attempt(run, *_, **__):
+        attempts.append(run)
+        (run.folder.path / "slurm").mkdir(exist_ok=True)
+        (run.folder.path / "slurm" / "attempt").write_text("7.1\n")
+        raise TrainerError("trainer rank 1: the process exited unexpectedly")
+
+    monkeypatch.setattr("megatron_scalerl.controller.train.launching", launching)
+    monkeypatch.setattr("megatron_scalerl.controller.train._attempt", attempt)
+    assert main(["train", *settings(tiny, tmp_path), "rewards.workers=1"]) == 1
+    assert "a later attempt of the job has begun; this one failed: trainer rank 1" in capsys.readouterr().err
+    assert len(attempts) == 1
 
 
 def test_a_mistake_before_the_start_is_2_and_leaves_nothing(tiny, tmp_path, capsys):

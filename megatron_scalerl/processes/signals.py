@@ -134,6 +134,11 @@ def run_until_signal(coroutine: Coroutine[Any, Any, T], saving: SaveAndExit | No
     received: list[int] = []
     numbers = [*SIGNALS, *([SAVE_SIGNAL] if saving is not None else [])]
 
+    def stopped_by() -> int | None:
+        if received:
+            return received[0]
+        return SAVE_SIGNAL if saving is not None and saving.requested else None
+
     async def guarded() -> T:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
@@ -159,16 +164,16 @@ def run_until_signal(coroutine: Coroutine[Any, Any, T], saving: SaveAndExit | No
             signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
             for number in numbers:
                 loop.remove_signal_handler(number)
-                if stopping := received or (saving is not None and saving.requested and [SAVE_SIGNAL]):
-                    signal.signal(number, _late(exit_code_of(stopping[0])))
+                if (first := stopped_by()) is not None:
+                    signal.signal(number, _late(exit_code_of(first)))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
     try:
         return asyncio.run(guarded())
     except asyncio.CancelledError:
-        if not received and (saving is None or not saving.requested):
+        if (number := stopped_by()) is None:
             raise
-        raise Stopped(received[0] if received else SAVE_SIGNAL) from None
+        raise Stopped(number) from None
     except Exception as error:
         if not received:
             raise

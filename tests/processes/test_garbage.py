@@ -3,7 +3,7 @@
 import gc
 import weakref
 
-from megatron_scalerl.processes.garbage import rare_full_collections
+from megatron_scalerl.processes.garbage import FULL_COLLECTIONS_EVERY, rare_full_collections
 
 
 class Cycle:
@@ -15,7 +15,8 @@ def test_the_collector_is_as_before_afterwards_also_where_the_block_raises():
     before = gc.get_threshold()
     try:
         with rare_full_collections():
-            assert gc.get_freeze_count() and gc.get_threshold()[:2] == before[:2]
+            assert gc.get_freeze_count() and gc.get_threshold() == (*before[:2], FULL_COLLECTIONS_EVERY)
+            assert before[2] < FULL_COLLECTIONS_EVERY
             raise KeyError
     except KeyError:
         pass
