@@ -42,6 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     several.add_argument("--hosts", metavar="A,B", help="names of the hosts; slurm: those of the allocation")
     several.add_argument("--slots", type=int, metavar="N", help="devices of each host (default with slurm: its GPUs)")
     several.add_argument(
+        "--engine-slots",
+        type=int,
+        metavar="N",
+        help="in a heterogeneous job: devices of each host of component 1, which has the engines (default: its GPUs)",
+    )
+    several.add_argument(
         "--run-on",
         metavar="COMMAND",
         help="command that runs its last argument in a shell on {host} (default: ssh {host})",
@@ -59,7 +65,13 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
     recipe = recipe_of(arguments)
     check_prompts(recipe)
-    hosts = hosts_of(arguments.hosts, slots=arguments.slots, run_on=arguments.run_on, address=arguments.address)
+    hosts = hosts_of(
+        arguments.hosts,
+        slots=arguments.slots,
+        engine_slots=arguments.engine_slots,
+        run_on=arguments.run_on,
+        address=arguments.address,
+    )
     if arguments.supervise:
         from megatron_scalerl.commands.supervise import supervise
 
@@ -75,7 +87,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 def _passed_on(arguments: argparse.Namespace) -> list[str]:
     """The options that the supervised program gets, too."""
     words = ["--verbose"] if arguments.verbose else []
-    for name in ("hosts", "slots", "run_on", "address"):
+    for name in ("hosts", "slots", "engine_slots", "run_on", "address"):
         if (value := getattr(arguments, name)) is not None:
             words += [f"--{name.replace('_', '-')}", str(value)]
     return words

@@ -40,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     several = parser.add_argument_group("all nodes of a Slurm job, from its first one")
     several.add_argument("--hosts", choices=["slurm"], help="check and compare the nodes of this allocation")
+    several.add_argument(
+        "--engine-gpus",
+        type=int,
+        metavar="N",
+        help="GPUs that a heterogeneous job's run takes on each node of component 1 (default: --gpus)",
+    )
     several.add_argument("--reports", metavar="FOLDER", help="where the nodes write their reports; seen by all")
     several.add_argument(
         "--within",
@@ -80,11 +86,17 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 def _examine_nodes(arguments: argparse.Namespace, console: Console) -> int:
     from megatron_scalerl.doctor import nodes
+    from megatron_scalerl.launch.hosts import ENGINES
 
-    names, folder = nodes.allocated(), Path(arguments.reports).absolute()
-    words = [arguments.recipe, *arguments.overrides] if arguments.recipe else []
-    words += [] if arguments.gpus is None else ["--gpus", str(arguments.gpus)]
-    bad = nodes.examine_nodes(names, folder, words, within_s=arguments.within)
+    found, folder = nodes.allocated(), Path(arguments.reports).absolute()
+
+    def words(component: int | None) -> list[str]:
+        engines = component == ENGINES and arguments.engine_gpus is not None
+        gpus = arguments.engine_gpus if engines else arguments.gpus
+        recipe = [arguments.recipe, *arguments.overrides] if arguments.recipe else []
+        return recipe + ([] if gpus is None else ["--gpus", str(gpus)])
+
+    names, bad = list(found), nodes.examine_nodes(found, folder, words, within_s=arguments.within)
     for line in nodes.verdict(folder, names, bad):
         console.print(line, highlight=False)
     return 1 if bad else 0
@@ -105,8 +117,11 @@ def _check(arguments: argparse.Namespace) -> None:
                 raise ValueError(f"--compare: expected no {name} with it, since nothing is checked")
         if len(arguments.compare) < 2:
             raise ValueError(f"--compare: expected at least two reports, found {len(arguments.compare)}")
-    if arguments.gpus is not None and arguments.gpus < 0:
-        raise ValueError(f"--gpus: expected at least 0, found {arguments.gpus}")
+    for name, value in (("--gpus", arguments.gpus), ("--engine-gpus", arguments.engine_gpus)):
+        if value is not None and value < 0:
+            raise ValueError(f"{name}: expected at least 0, found {value}")
+    if arguments.engine_gpus is not None and arguments.hosts is None:
+        raise ValueError("--engine-gpus: expected --hosts with it, found none")
     target = Path(arguments.json) if arguments.json not in (None, "-") else None
     if target is not None and (target.is_dir() or not target.parent.is_dir()):
         kind = "a folder" if target.is_dir() else f"no folder {target.parent}"

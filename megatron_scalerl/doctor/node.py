@@ -28,6 +28,8 @@ from megatron_scalerl.recipe.input_files import check_policy, check_prompts
 
 FORMAT = 1
 """Version of the JSON file."""
+GPUS = "GPUs"
+"""The fact in which only nodes of the same kind have to agree."""
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -144,7 +146,7 @@ def _facts(reading: NvmlReading, machine: Machine | Check, recipe: Recipe | None
     details = machine.details if isinstance(machine, Machine) else {}
     packages = details.get("packages", {})
     return {
-        "GPUs": names(gpus),
+        GPUS: names(gpus),
         "driver": reading.driver if isinstance(reading.driver, str) else "",
         "driver's CUDA": cuda_text(reading.cuda_version),
         "torch's CUDA": details.get("cuda_version") or "",

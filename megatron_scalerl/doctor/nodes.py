@@ -14,13 +14,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.doctor.check import Check
 from megatron_scalerl.doctor.head import NETWORK, offered
-from megatron_scalerl.doctor.node import NodeReport
+from megatron_scalerl.doctor.node import GPUS, NodeReport
 from megatron_scalerl.doctor.report import read_report
 from megatron_scalerl.launch.hosts import hosts_of_allocation, step_words
 from megatron_scalerl.processes.logs import printable
@@ -34,18 +35,26 @@ _END_S = 5.0
 _TAIL_BYTES = 20_000
 
 
-def allocated() -> list[str]:
-    """The nodes of this Slurm allocation, this one first. Raises ValueError outside of one."""
+def allocated() -> dict[str, int | None]:
+    """The nodes of this Slurm allocation with their components, this one first. Raises ValueError outside of one."""
     here = os.environ.get("SLURMD_NODENAME")
-    return sorted(hosts_of_allocation(), key=lambda node: node != here)
+    return dict(sorted(hosts_of_allocation().items(), key=lambda item: item[0] != here))
 
 
-def examine_nodes(nodes: Sequence[str], folder: Path, words: Sequence[str], *, within_s: float) -> dict[str, str]:
+def examine_nodes(
+    components: Mapping[str, int | None],
+    folder: Path,
+    words: Callable[[int | None], Sequence[str]],
+    *,
+    within_s: float,
+) -> dict[str, str]:
     """Check all nodes at once; returns why, for each one that is unfit.
 
-    nodes: the first is this one. folder: of the reports. words: of `doctor` on each node. within_s: a node whose
-    report is not there after so many seconds is unfit. Raises OSError.
+    components: of the nodes, None but in a heterogeneous job; the first node is this one. folder: of the reports.
+    words: of `doctor` on a node of a component. within_s: a node whose report is not there after so many seconds is
+    unfit. Raises OSError.
     """
+    nodes = list(components)
     folder.mkdir(parents=True, exist_ok=True)
     started: dict[str, subprocess.Popen[bytes]] = {}
     late: set[str] = set()
@@ -53,10 +62,10 @@ def examine_nodes(nodes: Sequence[str], folder: Path, words: Sequence[str], *, w
         try:
             for node in nodes:
                 more = [f"--json={folder / node}.json", f"--head={folder / 'head.json'}"]
-                step = _step(node) if node != nodes[0] else []
+                step = step_words(node, components[node]) if node != nodes[0] else []
                 with open(folder / f"{node}.log", "wb") as log:
                     started[node] = subprocess.Popen(
-                        [*step, *PROGRAM, "doctor", *words, *more],
+                        [*step, *PROGRAM, "doctor", *words(components[node]), *more],
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,
@@ -79,30 +88,46 @@ def examine_nodes(nodes: Sequence[str], folder: Path, words: Sequence[str], *, w
         except ValueError:
             how = f"within {within_s:g} s" if node in late else f"its step ended with exit code {process.returncode}"
             silent[node] = f"no report ({how}): {said}"
-    return unfit(reports, silent, head=nodes[0])
+    return unfit(reports, silent, head=nodes[0], components=components)
 
 
-def unfit(reports: Mapping[str, NodeReport], silent: Mapping[str, str], *, head: str) -> dict[str, str]:
+def unfit(
+    reports: Mapping[str, NodeReport],
+    silent: Mapping[str, str],
+    *,
+    head: str,
+    components: Mapping[str, int | None] = MappingProxyType({}),
+) -> dict[str, str]:
     """Why, for each node that is unfit: no report, a failed check, or a fact in which it differs from most others.
 
     silent: why, for nodes without a report. head: the node to which the others connect; where two groups are equally
-    large, those differ that are not in its group.
+    large, those differ that are not in its group. components: of a heterogeneous job, whose nodes are compared by
+    their GPUs with those of their own component alone.
     """
     found: dict[str, list[str]] = {node: [why] for node, why in silent.items()}
     for node, report in reports.items():
         found[node] = [_said(check) for check in report.checks if check.status == "failed"]
     _blame_head(found, reports, head)
     for fact in dict.fromkeys(fact for report in reports.values() for fact in report.facts):
-        values = {node: report.facts.get(fact, "") for node, report in reports.items()}
-        counts = Counter(values.values())
-        usual = max(counts, key=lambda value: (counts[value], value == values.get(head)))
-        for node, value in values.items():
-            if value != usual:
-                found[node].append(
-                    f"{fact}: expected {usual or 'none'}, as on {counts[usual]} of {len(values)} nodes, "
-                    f"found {value or 'none'}"
-                )
+        sorts = {node: components.get(node) if fact == GPUS else None for node in reports}
+        for sort in dict.fromkeys(sorts.values()):
+            alike = {node: reports[node].facts.get(fact, "") for node in reports if sorts[node] == sort}
+            for node, why in _different(fact, alike, head):
+                found[node].append(why)
     return {node: printable("; ".join(why)) for node, why in found.items() if why}
+
+
+def _different(fact: str, values: Mapping[str, str], head: str) -> Iterator[tuple[str, str]]:
+    """The nodes whose value is not that of most, and what they are told."""
+    counts = Counter(values.values())
+    usual = max(counts, key=lambda value: (counts[value], value == values.get(head)))
+    for node, value in values.items():
+        if value != usual:
+            yield (
+                node,
+                f"{fact}: expected {usual or 'none'}, as on {counts[usual]} of {len(values)} nodes, "
+                f"found {value or 'none'}",
+            )
 
 
 def verdict(folder: Path, nodes: Sequence[str], bad: Mapping[str, str]) -> list[str]:
@@ -116,11 +141,6 @@ def verdict(folder: Path, nodes: Sequence[str], bad: Mapping[str, str]) -> list[
     elif bad:
         lines.append(f"all {len(nodes)} nodes are unfit, so that other nodes would be, too")
     return lines or [f"{len(nodes)} nodes are fit and agree: {', '.join(nodes)}"]
-
-
-def _step(node: str) -> list[str]:
-    """Starts a program on another node of the allocation."""
-    return [word.replace("{host}", node) for word in step_words()]
 
 
 def _blame_head(found: dict[str, list[str]], reports: Mapping[str, NodeReport], head: str) -> None:

@@ -2,7 +2,8 @@
 
     one host        the default: every process is a child of the controller
     --hosts a,b     `--run-on "ssh {host}"`: the words, then one argument for a shell on that host, as with ssh
-    --hosts slurm   inside an allocation: one step (srun) per host and role, none of which spans two hosts
+    --hosts slurm   inside an allocation: one step (srun) per host and role, none of which spans two hosts; of a
+                    heterogeneous job the hosts of component 1 run the engines, those of component 0 all else
 
 The controller's own host may be one of them; its processes are children of the controller then, too. The hosts see
 the run's folder, the policy and this installation under the same paths.
@@ -24,10 +25,9 @@ from megatron_scalerl.distributed.rendezvous import own_address
 SLURM = "slurm"
 """Instead of names: the hosts of the allocation that this process is in."""
 DEFAULT_COMMAND = "ssh {host}"
-_SRUN = (
-    "srun", "--overlap", "--nodes=1", "--ntasks=1", "--input=none", "--cpu-bind=none", "--export=ALL",
-    "--nodelist={host}",
-)  # fmt: skip
+ENGINES = 1
+"""The component of a heterogeneous job whose hosts run the engines."""
+_SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--input=none", "--cpu-bind=none", "--export=ALL")
 """A step on one host, which shares its resources with the other steps there."""
 _CARRIED = re.compile(r"MSRL_|NCCL_|UCX_|VLLM_|TORCH_|HF_|PYTHON|(LD_LIBRARY_PATH|CUDA_HOME|OMP_NUM_THREADS|TMPDIR)$")
 """Variables of the controller that a program on another host gets; srun hands all of them on."""
@@ -44,6 +44,8 @@ class Host:
     name: str
     here: bool = False
     """True for the controller's own one."""
+    component: int | None = None
+    """Of a heterogeneous job: 1 for a host of engines, 0 for any other one. None in other jobs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +55,24 @@ class Hosts:
     hosts: tuple[Host, ...]
     slots: int | None
     """Devices of each host that the run may use; None: those of the only host."""
+    engine_slots: int | None = None
+    """The same of each host of component 1; None without components."""
     address: str | None
     """The controller's address as the other hosts reach it; None if there is no other one."""
     words: tuple[str, ...] = ()
-    """The command that starts a program; `{host}` stands for the host's name."""
+    """The command that starts a program; `{host}` stands for the host's name. Empty in an allocation: a step."""
     shell: bool = True
     """Whether that command hands one argument to a shell, as ssh does, or executes its arguments."""
+
+    @property
+    def of_trainer(self) -> tuple[Host, ...]:
+        """The hosts that may run trainer ranks."""
+        return tuple(host for host in self.hosts if host.component != ENGINES)
+
+    @property
+    def of_engines(self) -> tuple[Host, ...]:
+        """The hosts that may run engines: those of component 1, without components all."""
+        return tuple(host for host in self.hosts if host.component == ENGINES) or self.hosts
 
     def command(self, host: Host, argv: Sequence[str], env: Mapping[str, str]) -> list[str]:
         """The command line that runs `argv` on another host, in this process's working directory.
@@ -66,9 +80,9 @@ class Hosts:
         env: variables to set there. They are visible to every user of both hosts, and must hold no secret.
         """
         assert not host.here, host
-        words = [word.replace("{host}", host.name) for word in self.words]
         if not self.shell:
-            return [*words, "env", *_assignments(env), *argv]
+            return [*step_words(host.name, host.component), "env", *_assignments(env), *argv]
+        words = [word.replace("{host}", host.name) for word in self.words]
         carried = {name: value for name, value in os.environ.items() if _CARRIED.match(name)}
         public = {name: value for name, value in carried.items() if not _PRIVATE.search(name)}
         program = shlex.join(["env", *_assignments({**public, **env}), *argv])
@@ -80,8 +94,10 @@ class Hosts:
         if self.shell or not job:
             return False
         try:
-            found = re.search(r" NodeList=([^\s(]+)", _scontrol("job", "--oneliner", job, within_s=_LOOK_S))
-            return found is not None and host.name not in _scontrol("hostnames", found[1], within_s=_LOOK_S).split()
+            # a line for each component
+            found = re.findall(r" NodeList=([^\s(]+)", _scontrol("job", "--oneliner", job, within_s=_LOOK_S))
+            held = _scontrol("hostnames", ",".join(found), within_s=_LOOK_S).split() if found else []
+            return bool(found) and host.name not in held
         except (OSError, subprocess.SubprocessError):
             return False
 
@@ -90,14 +106,17 @@ ONE_HOST = Hosts(hosts=(Host(name="localhost", here=True),), slots=None, address
 """This host alone."""
 
 
-def hosts_of(names: str | None, *, slots: int | None, run_on: str | None, address: str | None) -> Hosts:
+def hosts_of(
+    names: str | None, *, slots: int | None, run_on: str | None, address: str | None, engine_slots: int | None = None
+) -> Hosts:
     """The hosts that the user names.
 
     names: comma-separated, or SLURM; None for this host alone. slots: devices of each; None: in an allocation its
     GPUs on this node. run_on: the command, None for ssh. address: of the controller, None: the one on the route to
-    the first other host. Raises ValueError.
+    the first other host. engine_slots: devices of each host of component 1, None: its GPUs. Raises ValueError.
     """
-    for option, value in (("--slots", slots), ("--run-on", run_on), ("--address", address)):
+    options = (("--slots", slots), ("--run-on", run_on), ("--address", address), ("--engine-slots", engine_slots))
+    for option, value in options:
         if names is None and value is not None:
             raise ValueError(f"{option}: expected --hosts with it, found none")
     if names is None:
@@ -105,50 +124,96 @@ def hosts_of(names: str | None, *, slots: int | None, run_on: str | None, addres
     in_slurm = names == SLURM
     if in_slurm and run_on is not None:
         raise ValueError(f"--run-on: expected none with --hosts {SLURM}, which uses srun, found {run_on!r}")
-    listed = hosts_of_allocation() if in_slurm else [name.strip() for name in names.split(",")]
-    if not all(re.fullmatch(r"[\w.@:-]+", name) and name[0] != "-" for name in listed) or not listed:
-        raise ValueError(f"--hosts: expected names of hosts, separated by commas, or {SLURM}, found {names!r}")
-    if len(set(listed)) < len(listed):
-        raise ValueError(f"--hosts: expected each host once, found {names!r}")
+    components = hosts_of_allocation() if in_slurm else dict.fromkeys(_listed(names))
     own = _names_of_this_host()
-    hosts = tuple(Host(name=name, here=_bare(name) in own) for name in listed)
+    hosts = tuple(
+        Host(name=name, here=_bare(name) in own, component=component) for name, component in components.items()
+    )
     others = [host.name for host in hosts if not host.here]
-    if slots is None and in_slurm:
-        slots = int(os.environ.get("SLURM_GPUS_ON_NODE", "0")) or None
+    slots = slots if slots is not None or not in_slurm else _gpus_of_node("SLURM_GPUS_ON_NODE")
     if slots is not None and slots < 1:
         raise ValueError(f"--slots: expected at least 1, found {slots}")
     if others and slots is None:
         raise ValueError("--slots: expected the number of devices of each host, found none")
-    words = step_words() if in_slurm else tuple(shlex.split(run_on or DEFAULT_COMMAND))
-    if others and not any("{host}" in word for word in words):
+    words = () if in_slurm else tuple(shlex.split(run_on or DEFAULT_COMMAND))
+    if others and not in_slurm and not any("{host}" in word for word in words):
         raise ValueError(f"--run-on: expected a command with {{host}} in it, found {run_on!r}")
     return Hosts(
         hosts=hosts,
         slots=slots,
+        engine_slots=_engine_slots(engine_slots, heterogeneous=ENGINES in components.values()),
         address=(address or _address_towards(others[0])) if others else None,
         words=words,
         shell=not in_slurm,
     )
 
 
+def _listed(names: str) -> list[str]:
+    listed = [name.strip() for name in names.split(",")]
+    if not all(re.fullmatch(r"[\w.@:-]+", name) and name[0] != "-" for name in listed):
+        raise ValueError(f"--hosts: expected names of hosts, separated by commas, or {SLURM}, found {names!r}")
+    if len(set(listed)) < len(listed):
+        raise ValueError(f"--hosts: expected each host once, found {names!r}")
+    return listed
+
+
+def _engine_slots(given: int | None, *, heterogeneous: bool) -> int | None:
+    if not heterogeneous:
+        if given is not None:
+            raise ValueError(f"--engine-slots: expected a heterogeneous job with it, found another one ({given})")
+        return None
+    slots = _gpus_of_node(f"SLURM_GPUS_PER_NODE_HET_GROUP_{ENGINES}") if given is None else given
+    if slots is None or slots < 1:
+        found = "none" if slots is None else slots
+        raise ValueError(f"--engine-slots: expected the number of devices of each host of component 1, found {found}")
+    return slots
+
+
+def _gpus_of_node(variable: str) -> int | None:
+    """Slurm's `8` or `h100:8`; None without GPUs."""
+    return int(os.environ.get(variable, "0").rpartition(":")[2]) or None
+
+
 def _assignments(env: Mapping[str, str]) -> list[str]:
     return [f"{name}={value}" for name, value in sorted(env.items())]
 
 
-def step_words() -> tuple[str, ...]:
-    """The command that starts a program on `{host}` of the allocation.
+def step_words(host: str, component: int | None) -> list[str]:
+    """The command that starts a program on a host of the allocation, on all CPUs that the job has there.
 
-    It has all CPUs that the job has on a node, which are as many on each.
+    component: of a heterogeneous job, None in other ones. A component has as many CPUs on each of its nodes.
     """
-    cpus = os.environ.get("SLURM_CPUS_ON_NODE")
-    return (*_SRUN, f"--cpus-per-task={cpus}") if cpus else _SRUN
+    per_node = "SLURM_CPUS_ON_NODE" if component is None else f"SLURM_JOB_CPUS_PER_NODE_HET_GROUP_{component}"
+    cpus = re.match(r"\d+", os.environ.get(per_node, ""))  # 16(x2): on each of two nodes
+    words = [*_SRUN, f"--nodelist={host}"]
+    words += [] if component is None else [f"--het-group={component}"]
+    return words + ([f"--cpus-per-task={cpus[0]}"] if cpus else [])
 
 
-def hosts_of_allocation() -> list[str]:
-    """The hosts of the Slurm allocation that this process is in. Raises ValueError outside of one."""
-    nodes = os.environ.get("SLURM_JOB_NODELIST")
-    if not nodes:
+def hosts_of_allocation() -> dict[str, int | None]:
+    """The hosts of the Slurm allocation that this process is in, each with its component.
+
+    The component is None where the job is no heterogeneous one. Raises ValueError outside of an allocation.
+    """
+    if not os.environ.get("SLURM_JOB_NODELIST"):
         raise ValueError(f"--hosts {SLURM}: expected an allocation (SLURM_JOB_NODELIST), found none")
+    size = int(os.environ.get("SLURM_HET_SIZE", "1"))
+    if size == 1:
+        return dict.fromkeys(_hostnames(os.environ["SLURM_JOB_NODELIST"]))
+    if size > 2:
+        raise ValueError(f"--hosts {SLURM}: expected at most two components, of trainer and engines, found {size}")
+    found: dict[str, int | None] = {}
+    for component in range(size):
+        for name in _hostnames(os.environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{component}", "")):
+            if name in found:
+                raise ValueError(
+                    f"--hosts {SLURM}: expected each node in one component (--exclusive), found {name} in both"
+                )
+            found[name] = component
+    return found
+
+
+def _hostnames(nodes: str) -> list[str]:
     try:
         return _scontrol("hostnames", nodes).split()
     except (OSError, subprocess.SubprocessError) as error:

@@ -1,12 +1,13 @@
 """Which rank and which engine runs on which host, and on which of its devices.
 
-The trainer's ranks fill one host after the other, from each host's first device on; the engines follow, and none
-spans two hosts.
+The trainer's ranks fill one host after the other, from each host's first device on; the engines follow, in a
+heterogeneous job on the hosts of their component, and none spans two hosts.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_scalerl.launch.hosts import Host, Hosts
@@ -50,17 +51,7 @@ class Placement:
         if gpus and any(host.here for host in hosts.hosts) and slots > (visible := len(visible_gpus())):
             raise ValueError(f"--slots: expected at most {visible}, the GPUs visible on this host, found {slots}")
         trainer = _ranks(recipe.trainer.world_size, hosts, slots)
-        used = [sum(ranks.count for ranks in trainer if ranks.host == host) for host in hosts.hosts]
-        each, engines = recipe.engine.devices_per_engine, []
-        number = 0
-        for _ in range(recipe.engine.count):
-            while number < len(used) and used[number] + each > slots:
-                number += 1
-            if number == len(used):
-                break
-            positions = tuple(range(used[number], used[number] + each)) if gpus else None
-            engines.append(EnginePlace(host=hosts.hosts[number], positions=positions))
-            used[number] += each
+        engines = _engines(recipe, hosts, trainer, slots, gpus=gpus)
         placed = sum(ranks.count for ranks in trainer)
         if placed < recipe.trainer.world_size or len(engines) < recipe.engine.count:
             raise ValueError(_too_few(recipe, hosts, slots, gpus=gpus))
@@ -95,9 +86,27 @@ def gpus_at(positions: tuple[int, ...] | None) -> str | None:
 
 def _ranks(count: int, hosts: Hosts, slots: int) -> list[HostRanks]:
     placed: list[HostRanks] = []
-    for number, host in enumerate(hosts.hosts):
+    for number, host in enumerate(hosts.of_trainer):
         if (here := min(slots, count - number * slots)) > 0:
             placed.append(HostRanks(host=host, first=number * slots, count=here))
+    return placed
+
+
+def _engines(
+    recipe: Recipe, hosts: Hosts, trainer: Sequence[HostRanks], slots: int, *, gpus: bool
+) -> list[EnginePlace]:
+    """As many as fit."""
+    each, places, number = recipe.engine.devices_per_engine, hosts.of_engines, 0
+    used = [sum(ranks.count for ranks in trainer if ranks.host == host) for host in places]
+    placed: list[EnginePlace] = []
+    for _ in range(recipe.engine.count):
+        while number < len(used) and used[number] + each > (hosts.engine_slots or slots):
+            number += 1
+        if number == len(used):
+            break
+        positions = tuple(range(used[number], used[number] + each)) if gpus else None
+        placed.append(EnginePlace(host=places[number], positions=positions))
+        used[number] += each
     return placed
 
 
@@ -114,8 +123,13 @@ def _too_few(recipe: Recipe, hosts: Hosts, slots: int, *, gpus: bool) -> str:
         return (
             f"engine.count: expected at least {_needed(recipe)} visible GPUs for trainer and engines, found {slots}"
         )
-    needed = hosts_needed(recipe, slots)
     what = "GPUs" if gpus else "devices"
+    if hosts.engine_slots is not None:
+        return (
+            f"--hosts: expected room for {fleet}, found {len(hosts.of_trainer)} hosts with {slots} {what} each and, "
+            f"for engines, {len(hosts.of_engines)} with {hosts.engine_slots} each"
+        )
+    needed = hosts_needed(recipe, slots)
     if needed is None:
         return (
             f"--slots: expected at least {recipe.engine.devices_per_engine} {what} on a host, which one engine needs "

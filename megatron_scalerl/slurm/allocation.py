@@ -22,11 +22,17 @@ class Asked:
     """Without GPUs: ranks and engine devices of a node."""
     cpus: int | None
     """CPUs of a node."""
+    engine_nodes: int = 0
+    """Nodes of a component of its own for the engines; 0: no heterogeneous job."""
+    engine_gpus: int | None = None
+    """GPUs of each of these."""
+    engine_slots: int | None = None
+    """Without GPUs: engine devices of each of these."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """One homogeneous allocation. Produced by `allocate`."""
+    """One homogeneous allocation, or a component of a heterogeneous one. Produced by `allocate`, `components`."""
 
     nodes: int
     gpus: int

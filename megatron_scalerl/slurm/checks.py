@@ -57,12 +57,12 @@ def times_of(run: Path, *, startup_s: float | None, save_s: float | None) -> Tim
     )
 
 
-def check_partition(name: str, partitions: Mapping[str, Partition]) -> Partition:
+def check_partition(name: str, partitions: Mapping[str, Partition], option: str = "--partition") -> Partition:
     """The partition of this name."""
     if name not in partitions:
         if not partitions:
-            raise ValueError(f"--partition: expected a partition of this cluster, found {name}; it has none")
-        raise ValueError(f"--partition: {unknown_key(name, partitions, expected='a partition of this cluster')}")
+            raise ValueError(f"{option}: expected a partition of this cluster, found {name}; it has none")
+        raise ValueError(f"{option}: {unknown_key(name, partitions, expected='a partition of this cluster')}")
     return partitions[name]
 
 
@@ -87,12 +87,13 @@ def job_ids(run: Path) -> list[str]:
 
 
 def jobs_of(run: Path, jobs: Iterable[Job]) -> list[Job]:
-    """Those of the `jobs` that are the run's: submitted by the command, or its script by hand."""
+    """Those of the `jobs` that are the run's: submitted by the command, or its script by hand. Running ones first."""
     submitted, script = set(job_ids(run)), str(run / SLURM / "job.sbatch")
-    return [job for job in jobs if job.job_id in submitted or job.script == script]
+    mine = [job for job in jobs if job.job_id in submitted or job.script == script]
+    return sorted(mine, key=lambda job: job.state != "RUNNING")
 
 
-def check_shared(run: Path, *, nodes: int, anywhere: bool) -> str | None:
+def check_shared(run: Path, *, several: bool, anywhere: bool) -> str | None:
     """Whether other nodes can see the run's folder, by the type of its file system, as far as this node can say.
 
     Returns a warning or None. Raises ValueError for a folder that no other node sees, if the job has several nodes
@@ -105,7 +106,7 @@ def check_shared(run: Path, *, nodes: int, anywhere: bool) -> str | None:
     if not private and kind not in _LOCAL_DISKS:
         return None
     found = f"{place}, {kind} at {mount.point if mount is not None else '?'}"
-    if private and nodes > 1 and not anywhere:
+    if private and several and not anywhere:
         raise ValueError(
             f"output_dir: expected a folder that the other nodes see under the same path, found {found}; "
             "--any-file-system submits all the same"

@@ -19,6 +19,7 @@ EPILOG = """examples:
   megatron-scalerl submit my_run.yaml --partition gpu --time 24:00:00 --dry-run      write and check the job script
   megatron-scalerl submit --status runs/my_run                                       job, step, cost, last error
   megatron-scalerl submit my_run.yaml --nodes 2 --partition gpu --time 24:00:00 --gpu-hours 5000
+  megatron-scalerl submit my_run.yaml --nodes 4 --engine-nodes 8 --engine-partition small --partition gpu --time 1-0
   megatron-scalerl submit --add-engines runs/my_run --nodes 2 --partition gpu --time 12:00:00
   megatron-scalerl submit --array recipes/study --throttle 4 --partition gpu --time 24:00:00
 
@@ -59,6 +60,16 @@ def _add_job_arguments(job: argparse._ArgumentGroup) -> None:
     job.add_argument(
         "--slots", type=int, metavar="N", help="on CPUs: ranks and engine devices of a node (default: the fewest)"
     )
+    job.add_argument(
+        "--engine-nodes",
+        type=int,
+        default=0,
+        metavar="N",
+        help="nodes for the engines alone: heterogeneous jobs, in a --chain, whose --nodes have the trainer",
+    )
+    job.add_argument("--engine-partition", metavar="P", help="their partition (default: --partition)")
+    job.add_argument("--engine-gpus-per-node", type=int, metavar="N", help="GPUs of each of them (default: all)")
+    job.add_argument("--engine-slots", type=int, metavar="N", help="on CPUs: engine devices of each of them")
     job.add_argument("--cpus", type=int, metavar="N", help="CPUs of a node (default: the GPUs' share of the node)")
     job.add_argument(
         "--gpu-hours", type=float, metavar="H", help="budget: what all attempts together may hold, by the ledger"
@@ -173,22 +184,37 @@ def _request(arguments: argparse.Namespace, *, throttle: int | None = None) -> R
     if arguments.throttle is not None and arguments.array is None:
         raise ValueError("--throttle: expected --array with it, found none")
     for key, least in (("throttle", 1), ("max_requeues", 0), ("max_failures", 0), ("startup_seconds", 0),
-                       ("save_seconds", 0), ("nodes", 1), ("slots", 1), ("check_seconds", 1)):  # fmt: skip
+                       ("save_seconds", 0), ("nodes", 1), ("slots", 1), ("check_seconds", 1), ("engine_nodes", 0),
+                       ("engine_slots", 1)):  # fmt: skip
         if (value := getattr(arguments, key)) is not None and not value >= least:
             raise ValueError(f"--{key.replace('_', '-')}: expected at least {least}, found {value}")
     if (hours := arguments.gpu_hours) is not None and not 0 < hours < float("inf"):
         raise ValueError(f"--gpu-hours: expected more than 0, found {hours:g}")
+    for key in ("engine_partition", "engine_gpus_per_node", "engine_slots"):
+        if getattr(arguments, key) is not None and not arguments.engine_nodes:
+            raise ValueError(f"--{key.replace('_', '-')}: expected --engine-nodes with it, found none")
+    if arguments.engine_nodes and arguments.add_engines is not None:
+        raise ValueError("--engine-nodes: expected none with --add-engines, whose --nodes have engines alone")
     return Request(
         partition=arguments.partition,
+        engine_partition=arguments.engine_partition,
         time=arguments.time,
-        asked=Asked(nodes=arguments.nodes, gpus=arguments.gpus_per_node, slots=arguments.slots, cpus=arguments.cpus),
+        asked=Asked(
+            nodes=arguments.nodes,
+            gpus=arguments.gpus_per_node,
+            slots=arguments.slots,
+            cpus=arguments.cpus,
+            engine_nodes=arguments.engine_nodes,
+            engine_gpus=arguments.engine_gpus_per_node,
+            engine_slots=arguments.engine_slots,
+        ),
         gpu_hours=arguments.gpu_hours,
         check_s=arguments.check_seconds,
         any_file_system=arguments.any_file_system,
         site=arguments.site,
         max_requeues=arguments.max_requeues,
         max_failures=arguments.max_failures,
-        chain=arguments.chain,
+        chain=arguments.chain or arguments.engine_nodes > 0,  # slurm.components says why
         throttle=throttle or arguments.throttle,
         startup_s=arguments.startup_seconds,
         save_s=arguments.save_seconds,

@@ -16,7 +16,7 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.slurm import checks, cluster
 from megatron_scalerl.slurm.allocation import default_gpus
-from megatron_scalerl.slurm.job import escaped, nodes_options, program_of, rendered, site_options
+from megatron_scalerl.slurm.job import EXPORTED, escaped, nodes_options, program_of, rendered, site_options
 from megatron_scalerl.slurm.site import Site, read_site
 from megatron_scalerl.slurm.submission import Request, submitting
 
@@ -157,8 +157,9 @@ def _options(plan: EnginesPlan) -> Iterator[str]:
     yield f"--job-name={plan.run.name}-engines"
     yield f"--partition={plan.partition}"
     yield f"--time={plan.time}"
-    yield from nodes_options(plan.nodes, plan.gpus, plan.cpus)
+    yield from nodes_options(plan.nodes, plan.gpus, plan.cpus, several=plan.nodes > 1)
     yield "--requeue"
     yield "--open-mode=append"
     yield f"--output={escaped(str(plan.script.with_name('engines-%j.out')))}"
-    yield from site_options(plan.site)
+    yield f"--export={','.join(EXPORTED)}"
+    yield from site_options(plan.site, plan.site.sbatch)

@@ -23,6 +23,18 @@ EXPORTED = (
 
 
 @dataclass(frozen=True, kw_only=True)
+class EngineNodes:
+    """Nodes of a component of its own for the engines, whole ones."""
+
+    partition: str
+    nodes: int
+    gpus: int
+    """GPUs of a node, 0 for a run on CPUs."""
+    slots: int
+    """Engine devices of a node."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobPlan:
     """Everything that the job script says."""
 
@@ -58,7 +70,14 @@ class JobPlan:
     """Seconds until the first step: a budget that is left for fewer counts as spent."""
     check_s: float
     """Seconds within which each of several nodes has to report."""
+    engines: EngineNodes | None = None
+    """Component 1 of a heterogeneous job; then the fields above are those of component 0, without engines."""
     site: Site
+
+    @property
+    def several(self) -> bool:
+        """Whether the job has more than one node."""
+        return self.nodes > 1 or self.engines is not None
 
     @property
     def outputs(self) -> str:
@@ -70,8 +89,11 @@ def render(plan: JobPlan) -> str:
     """The text of the job script."""
     train = ["train", "--supervise", "--max-failures", str(plan.max_failures)]
     check = ["doctor", "--hosts", "slurm", "--gpus", str(plan.gpus), "--within", f"{plan.check_s:g}"]
-    if plan.nodes > 1:
+    if plan.several:
         train += ["--hosts", "slurm", "--slots", str(plan.slots)]
+    if plan.engines is not None:
+        train += ["--engine-slots", str(plan.engines.slots)]
+        check += ["--engine-gpus", str(plan.engines.gpus)]
     return rendered(
         "job.sbatch",
         plan.site,
@@ -79,7 +101,8 @@ def render(plan: JobPlan) -> str:
         script=plan.script,
         runs=plan.runs,
         cwd=plan.cwd,
-        nodes=plan.nodes,
+        nodes=plan.nodes + (plan.engines.nodes if plan.engines is not None else 0),
+        heterogeneous=plan.engines is not None,
         chain=plan.chain,
         max_requeues=plan.max_requeues,
         cpus=plan.cpus,
@@ -112,21 +135,38 @@ def _options(plan: JobPlan) -> Iterator[str]:
     yield f"--job-name={plan.name}"
     yield f"--partition={plan.partition}"
     yield f"--time={plan.time}"
-    yield from nodes_options(plan.nodes, plan.gpus, plan.cpus)
+    yield from nodes_options(plan.nodes, plan.gpus, plan.cpus, several=plan.several)
     yield f"--signal=B:USR1@{plan.lead_s}"
     yield "--no-requeue" if plan.chain else "--requeue"
     yield "--open-mode=append"
     yield f"--output={escaped(plan.outputs)}"
     if plan.throttle:
         yield f"--array=0-{len(plan.runs) - 1}%{plan.throttle}"
-    yield from site_options(plan.site)
+    yield f"--export={','.join(EXPORTED)}"
+    yield from site_options(plan.site, plan.site.sbatch)
+    if plan.engines is not None:
+        yield from _engine_options(plan, plan.engines)
 
 
-def nodes_options(nodes: int, gpus: int, cpus: int | None) -> Iterator[str]:
-    """Options of sbatch for so many nodes with so many GPUs and CPUs each; cpus None: whole nodes."""
+def _engine_options(plan: JobPlan, engines: EngineNodes) -> Iterator[str]:
+    """Those of component 1."""
+    yield "hetjob"
+    yield f"--job-name={plan.name}-engines"  # 22.05: components of one name wait for each other (singleton)
+    yield f"--partition={engines.partition}"
+    yield f"--time={plan.time}"
+    yield from nodes_options(engines.nodes, engines.gpus, None, several=True)
+    yield "--no-requeue" if plan.chain else "--requeue"
+    yield from site_options(plan.site, plan.site.engine_sbatch)
+
+
+def nodes_options(nodes: int, gpus: int, cpus: int | None, *, several: bool) -> Iterator[str]:
+    """Options of sbatch for so many nodes with so many GPUs and CPUs each; cpus None: whole nodes.
+
+    several: whether the job has more nodes than one.
+    """
     yield f"--nodes={nodes}"
     yield "--ntasks-per-node=1"
-    if nodes > 1:
+    if several:
         yield "--no-kill"  # the job goes on where a node fails that is not its first
     if gpus:
         yield f"--gpus-per-node={gpus}"
@@ -137,11 +177,10 @@ def nodes_options(nodes: int, gpus: int, cpus: int | None) -> Iterator[str]:
         yield f"--cpus-per-task={cpus}"
 
 
-def site_options(site: Site) -> Iterator[str]:
-    """The variables that the job gets, and the site's own options, which come last, so that they win."""
-    yield f"--export={','.join(EXPORTED)}"
+def site_options(site: Site, more: Sequence[str]) -> Iterator[str]:
+    """The site's own options, which come last, so that they win."""
     yield from (f"--{key}={value}" for key in ("account", "qos") if (value := getattr(site, key)))
-    yield from site.sbatch
+    yield from more
 
 
 def escaped(path: str) -> str:

@@ -26,6 +26,8 @@ class Site:
     """Quality of service."""
     sbatch: tuple[str, ...] = ()
     """Further options of sbatch, each as it follows #SBATCH."""
+    engine_sbatch: tuple[str, ...] = ()
+    """The same for component 1 of a heterogeneous job, the engines' nodes, instead of `sbatch`."""
     modules: tuple[str, ...] = ()
     """Environment modules, loaded in this order."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -59,11 +61,11 @@ def read_site(path: str | Path | None) -> Site:
 def _checked(where: str, key: str, value: Any) -> Any:
     if key == "environment":
         return _environment(where, value)
-    if key in ("sbatch", "modules", "program", "mounts"):
+    if key in ("sbatch", "engine_sbatch", "modules", "program", "mounts"):
         if not isinstance(value, list):
             raise ValueError(f"{where}: expected a list, found {value!r}")
         lines = tuple(_text(where, item) for item in value)
-        for line in lines if key == "sbatch" else ():
+        for line in lines if key.endswith("sbatch") else ():
             if not line.startswith("-"):
                 raise ValueError(f"{where}: expected options of sbatch, such as --constraint=h100, found {line}")
         return lines

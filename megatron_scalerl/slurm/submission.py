@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +17,9 @@ from megatron_scalerl.controller.run_folder import SLURM, check_recipe
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import dump_recipe, load_recipe
 from megatron_scalerl.slurm import checks, cluster
-from megatron_scalerl.slurm.allocation import Asked, allocate, check_plan
-from megatron_scalerl.slurm.job import JobPlan, render
+from megatron_scalerl.slurm.allocation import Allocation, Asked, allocate, check_plan
+from megatron_scalerl.slurm.components import components
+from megatron_scalerl.slurm.job import EngineNodes, JobPlan, render
 from megatron_scalerl.slurm.site import Site, read_site
 
 
@@ -27,6 +28,8 @@ class Request:
     """What the user asks for."""
 
     partition: str
+    engine_partition: str | None
+    """Of the engines' nodes in a heterogeneous job; None for `partition`."""
     time: str
     asked: Asked
     gpu_hours: float | None
@@ -86,13 +89,14 @@ def submit(
     """
     cluster.require()
     site = read_site(request.site)
-    partition = checks.check_partition(request.partition, cluster.partitions())
-    plan = _plan(recipes, name, request, site, partition)
+    partitions = cluster.partitions()
+    partition = checks.check_partition(request.partition, partitions)
+    plan = _plan(recipes, name, request, site, partitions)
     warnings, fits = [], ""
     for recipe, run in zip(recipes, plan.runs, strict=True):
         check_inputs(recipe, on_this_host=False)
         check_recipe(recipe)
-        warnings.append(checks.check_shared(run, nodes=plan.nodes, anywhere=request.any_file_system))
+        warnings.append(checks.check_shared(run, several=plan.several, anywhere=request.any_file_system))
         fits = check_plan(recipe, recipe_file, partition, plan.gpus)
     with contextlib.ExitStack() as stack:
         for run in dict.fromkeys([*plan.runs, plan.script.parent.parent]):
@@ -113,16 +117,24 @@ def submit(
 
 
 def _plan(
-    recipes: Sequence[Recipe], name: str, request: Request, site: Site, partition: cluster.Partition
+    recipes: Sequence[Recipe],
+    name: str,
+    request: Request,
+    site: Site,
+    partitions: Mapping[str, cluster.Partition],
 ) -> JobPlan:
+    partition = partitions[request.partition]
     runs = tuple(Path(recipe.run_dir).absolute() for recipe in recipes)
     array = request.throttle is not None
-    if request.asked.nodes > 1 and site.container != "none":
+    asked = request.asked
+    if (asked.nodes > 1 or asked.engine_nodes) and site.container != "none":
         raise ValueError(f"{request.site}: container: expected none with several nodes, found {site.container}")
-    allocation = allocate(recipes, partition, request.asked)
+    allocation, engines = _allocated(recipes, request, partitions)
     times = [checks.times_of(run, startup_s=request.startup_s, save_s=request.save_s) for run in runs]
     for each in times:
         checks.check_time(request.time, partition, each)
+        if engines is not None:
+            checks.check_time(request.time, partitions[engines.partition], each)
     folder = runs[0].parent / f"{name}.array" if array else runs[0]
     return JobPlan(
         name=name,
@@ -143,8 +155,24 @@ def _plan(
         gpu_hours=request.gpu_hours,
         check_s=request.check_s,
         startup_s=int(max(each.startup_s for each in times)),
+        engines=engines,
         site=site,
     )
+
+
+def _allocated(
+    recipes: Sequence[Recipe], request: Request, partitions: Mapping[str, cluster.Partition]
+) -> tuple[Allocation, EngineNodes | None]:
+    """The nodes of the job, and those of its engines if these are a component of their own."""
+    partition, asked = partitions[request.partition], request.asked
+    if not asked.engine_nodes:
+        return allocate(recipes, partition, asked), None
+    if request.throttle is not None:
+        raise ValueError("--engine-nodes: expected no --array with it: Slurm has no arrays of heterogeneous jobs")
+    others = checks.check_partition(request.engine_partition or partition.name, partitions, "--engine-partition")
+    allocation, mine = components(recipes[0], partition, others, asked)
+    assert mine.slots is not None
+    return allocation, EngineNodes(partition=others.name, nodes=mine.nodes, gpus=mine.gpus, slots=mine.slots)
 
 
 def _submit(plan: JobPlan) -> tuple[str, ...]:
@@ -164,6 +192,7 @@ def _submit(plan: JobPlan) -> tuple[str, ...]:
                         "max_requeues": plan.max_requeues,
                         "chain": plan.chain,
                         "nodes": plan.nodes,
+                        "engine_nodes": plan.engines.nodes if plan.engines is not None else 0,
                         "gpu_hours": plan.gpu_hours,
                         "unix_time": time.time(),
                     }

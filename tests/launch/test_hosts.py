@@ -74,6 +74,59 @@ def test_in_an_allocation_hosts_and_gpus_are_slurms(tmp_path, monkeypatch):
         named("slurm")
 
 
+@pytest.fixture
+def components(tmp_path, monkeypatch):
+    """The environment of a heterogeneous job: gpu1 and gpu2 with 8 GPUs each, small1 with 4."""
+    program = tmp_path / "scontrol"
+    program.write_text(
+        '#!/bin/sh\n[ "$2" = job ] && { cat "$(dirname "$0")/job"; exit; }\n'
+        'for name in $(echo "$3" | sed "s/gpu\\[1-2\\]/gpu1,gpu2/" | tr , " "); do echo $name; done\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name, value in {
+        "JOB_ID": "7",
+        "JOB_NODELIST": "gpu[1-2]",
+        "HET_SIZE": "2",
+        "JOB_NODELIST_HET_GROUP_0": "gpu[1-2]",
+        "JOB_NODELIST_HET_GROUP_1": "small1",
+        "GPUS_ON_NODE": "8",
+        "GPUS_PER_NODE_HET_GROUP_1": "l40s:4",
+        "CPUS_ON_NODE": "96",
+        "JOB_CPUS_PER_NODE_HET_GROUP_0": "96(x2)",
+        "JOB_CPUS_PER_NODE_HET_GROUP_1": "32",
+    }.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("SLURMD_NODENAME", "gpu1")
+    return tmp_path
+
+
+def test_a_heterogeneous_job_has_the_engines_hosts_in_component_1(components, monkeypatch):
+    hosts = named("slurm", slots=None)
+    assert [(host.name, host.component, host.here) for host in hosts.hosts] == [
+        ("gpu1", 0, True),
+        ("gpu2", 0, False),
+        ("small1", 1, False),
+    ]
+    assert (hosts.slots, hosts.engine_slots) == (8, 4) and named("slurm", engine_slots=2).engine_slots == 2
+    for host, cpus in ((hosts.hosts[1], 96), (hosts.hosts[2], 32)):
+        command = hosts.command(host, ["program"], {})
+        assert f"--het-group={host.component}" in command and f"--cpus-per-task={cpus}" in command
+    (components / "job").write_text("JobId=7 NodeList=gpu[1-2] Batch\nJobId=8 NodeList=small1 Batch\n")
+    assert not any(hosts.has_left(host) for host in hosts.hosts)
+    (components / "job").write_text("JobId=7 NodeList=gpu[1-2] Batch\nJobId=8 NodeList=(null) Batch\n")
+    assert [hosts.has_left(host) for host in hosts.hosts] == [False, False, True]
+    monkeypatch.delenv("SLURM_GPUS_PER_NODE_HET_GROUP_1")
+    with pytest.raises(ValueError, match="--engine-slots: expected the number of devices of each host of comp"):
+        named("slurm")
+    monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_1", "gpu2")
+    with pytest.raises(ValueError, match=r"expected each node in one component \(--exclusive\), found gpu2 in both"):
+        named("slurm", engine_slots=1)
+    monkeypatch.setenv("SLURM_HET_SIZE", "3")
+    with pytest.raises(ValueError, match="expected at most two components, of trainer and engines, found 3"):
+        named("slurm", engine_slots=1)
+
+
 def test_a_host_that_slurm_has_taken_out_of_the_job_has_left(tmp_path, monkeypatch):
     """`scontrol` as it answers for a job; nothing is known where it fails."""
     program = tmp_path / "scontrol"
@@ -99,6 +152,7 @@ def test_a_host_that_slurm_has_taken_out_of_the_job_has_left(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("names", "options", "message"),
     [
+        ("a,b", {"engine_slots": 2}, "--engine-slots: expected a heterogeneous job with it, found another one"),
         (None, {}, "--slots: expected --hosts with it, found none"),
         ("a,,b", {}, "--hosts: expected names of hosts, separated by commas, or slurm, found 'a,,b'"),
         ("a,-oProxyCommand=x", {}, "--hosts: expected names of hosts"),

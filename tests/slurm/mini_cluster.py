@@ -38,7 +38,7 @@ def missing() -> str | None:
 
 
 class MiniCluster:
-    """A running cluster with the partition `gpu`. Its client programs are in `bin`."""
+    """A running cluster. Its partition `gpu` has all nodes, `others` the last two. Client programs are in `bin`."""
 
     def __init__(self, folder: Path, nodes: tuple[str, ...], *, silence_s: int = 30) -> None:
         """silence_s: seconds until Slurm calls a node down that does not answer."""
@@ -160,7 +160,8 @@ def write_settings(folder: Path, nodes: tuple[str, ...], silence_s: int) -> None
         "SelectType": "select/cons_tres",
         "SelectTypeParameters": "CR_Core",
         "GresTypes": "gpu",
-        "SchedulerParameters": "sched_interval=1,sched_min_interval=10000,batch_sched_delay=0,requeue_delay=1",
+        "SchedulerParameters": "sched_interval=1,sched_min_interval=10000,batch_sched_delay=0,requeue_delay=1,"
+        "bf_interval=1",  # heterogeneous jobs wait for it
         "SlurmdParameters": "config_overrides",  # more CPUs than the machine has
         "ReturnToService": "2",
         "SlurmdTimeout": str(silence_s),
@@ -176,6 +177,7 @@ def write_settings(folder: Path, nodes: tuple[str, ...], silence_s: int) -> None
         for number, (name, address) in enumerate(addresses.items())  # a job gets the first nodes that are free
     ]
     lines.append(f"PartitionName=gpu Nodes={names} Default=YES MaxTime=1-0 State=UP")
+    lines.append(f"PartitionName=others Nodes={','.join(nodes[-2:])} MaxTime=1-0 State=UP")
     (folder / "etc" / "slurm.conf").write_text("\n".join(lines) + "\n")
     (folder / "etc" / "gres.conf").write_text(f"NodeName={names} Name=gpu File={folder}/dev/gpu[0-{GPUS - 1}]\n")
     (folder / "etc" / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")

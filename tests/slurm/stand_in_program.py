@@ -21,7 +21,6 @@ import time
 from pathlib import Path
 
 NODE = os.environ.get("SLURMD_NODENAME", "")
-STEP = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--input=none"]
 BEAT_S = 0.1
 
 
@@ -56,10 +55,11 @@ def beat(run):
 
 
 def steps(run):
-    words = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
-    nodes = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+    from megatron_scalerl.launch.hosts import hosts_of_allocation, step_words
+
     started = [
-        subprocess.Popen([*STEP, f"--nodelist={node}", sys.executable, __file__, "beat", str(run)]) for node in nodes
+        subprocess.Popen([*step_words(node, component), sys.executable, __file__, "beat", str(run)])
+        for node, component in hosts_of_allocation().items()
     ]
     while not (run / "slurm" / "enough").exists():
         time.sleep(BEAT_S)

@@ -9,10 +9,11 @@ import pytest
 from megatron_scalerl.doctor.mounts import Mount
 from megatron_scalerl.recipe.file import dump_recipe, load_recipe
 from megatron_scalerl.recipe.hosts_needed import hosts_needed
-from megatron_scalerl.slurm import checks
+from megatron_scalerl.slurm import checks, cluster
 from megatron_scalerl.slurm.allocation import Allocation, Asked, allocate, check_plan
 from megatron_scalerl.slurm.budget import seconds_left, spent
 from megatron_scalerl.slurm.cluster import Partition
+from megatron_scalerl.slurm.components import components
 from megatron_scalerl.slurm.engines import plan_engines
 from megatron_scalerl.slurm.nodes import attempts, lost, unfit
 
@@ -26,8 +27,8 @@ def recipe(ranks=2, engines=1, devices=1, name="tiny_cpu"):
     return load_recipe(ROOT / "recipes" / f"{name}.yaml", [*changes, "weights.transport=auto"])
 
 
-def asked(nodes=1, gpus=None, slots=None, cpus=None):
-    return Asked(nodes=nodes, gpus=gpus, slots=slots, cpus=cpus)
+def asked(nodes=1, gpus=None, slots=None, cpus=None, **engines):
+    return Asked(nodes=nodes, gpus=gpus, slots=slots, cpus=cpus, **engines)
 
 
 def placed(ranks, engines, devices, slots):
@@ -133,7 +134,7 @@ def test_the_planner_is_asked_where_it_knows_the_gpus(tmp_path):
 def test_a_folder_that_only_this_node_sees_is_refused(tmp_path, monkeypatch, kind, nodes, anywhere, result):
     monkeypatch.setattr(checks, "mount_of", lambda place: Mount(point="/", kind=kind, options=frozenset()))
     monkeypatch.setattr(checks, "_LOCAL_FOLDERS", ())
-    check = lambda: checks.check_shared(tmp_path / "runs" / "r", nodes=nodes, anywhere=anywhere)  # noqa: E731
+    check = lambda: checks.check_shared(tmp_path / "runs" / "r", several=nodes > 1, anywhere=anywhere)  # noqa: E731
     if result == "refused":
         with pytest.raises(ValueError, match=f"output_dir: .*found {tmp_path}, {kind} at /; --any-file-system"):
             check()
@@ -144,7 +145,7 @@ def test_a_folder_that_only_this_node_sees_is_refused(tmp_path, monkeypatch, kin
 def test_a_folder_for_temporary_files_is_refused_whatever_it_is_on(monkeypatch):
     monkeypatch.setattr(checks, "mount_of", lambda place: Mount(point="/", kind="nfs4", options=frozenset()))
     with pytest.raises(ValueError, match="output_dir"):
-        checks.check_shared(Path("/tmp/r"), nodes=2, anywhere=False)
+        checks.check_shared(Path("/tmp/r"), several=True, anywhere=False)
 
 
 def test_the_ledger_is_summed_up_to_its_last_heartbeat(tmp_path):
@@ -193,3 +194,74 @@ def test_no_engine_is_added_to_a_deterministic_run():
     rollouts = recipe.rollouts.model_copy(update={"deterministic": True})
     with pytest.raises(ValueError, match=r"^rollouts\.deterministic: expected false for engines"):
         plan_engines(Path("/r"), recipe.model_copy(update={"rollouts": rollouts}), None, None)
+
+
+L40S = Partition(name="small", gpus=4, cpus=32, nodes=6, gpu_type="l40s", limit_s=None)
+
+
+@pytest.mark.parametrize(
+    ("fleet", "partitions", "wanted", "trainer", "engines"),
+    [
+        ((16, 8, 2), (H100, L40S), asked(2, engine_nodes=4), (2, 8, 8), (4, 4, 4)),
+        ((16, 5, 4), (H100, L40S), asked(4, gpus=4, engine_nodes=5), (4, 4, 4), (5, 4, 4)),
+        ((16, 8, 2), (H100, H100), asked(2, engine_nodes=4, engine_gpus=4), (2, 8, 8), (4, 4, 4)),
+        ((2, 2, 1), (CPUS, CPUS), asked(2, engine_nodes=2), (2, 0, 1), (2, 0, 1)),
+        ((2, 3, 2), (CPUS, CPUS), asked(1, engine_nodes=2), (1, 0, 2), (2, 0, 4)),
+        ((3, 3, 1), (CPUS, CPUS), asked(2, slots=2, engine_nodes=1, engine_slots=3), (2, 0, 2), (1, 0, 3)),
+    ],
+)
+def test_the_components_of_a_heterogeneous_job(fleet, partitions, wanted, trainer, engines):
+    made = components(recipe_like(*fleet), *partitions, wanted)
+    assert [(each.nodes, each.gpus, each.slots) for each in made] == [trainer, engines]
+    assert [each.cpus for each in made] == [None, None], "whole nodes"
+
+
+@pytest.mark.parametrize(
+    ("fleet", "partitions", "wanted", "said"),
+    [
+        (
+            (16, 8, 2),
+            (H100, L40S),
+            asked(3, engine_nodes=4),
+            "--nodes: expected 2 for 16 trainer ranks with 8 devices",
+        ),
+        ((16, 8, 2), (H100, L40S), asked(2, engine_nodes=3), "--engine-nodes: expected 4 for 8 engines of 2 with 4"),
+        ((16, 8, 2), (H100, L40S), asked(2, engine_nodes=7), "--engine-nodes: expected 1 to 6, the nodes of small"),
+        ((16, 8, 8), (H100, L40S), asked(2, engine_nodes=4), "--engine-gpus-per-node: expected at least 8"),
+        (
+            (16, 8, 2),
+            (H100, L40S),
+            asked(2, engine_nodes=4, engine_gpus=5),
+            "--engine-gpus-per-node: expected at mo",
+        ),
+        ((16, 8, 2), (H100, L40S), asked(2, cpus=4, engine_nodes=4), "--cpus: expected none with --engine-nodes"),
+        ((16, 8, 2), (H100, CPUS), asked(2, engine_nodes=4), "--engine-gpus-per-node: expected GPUs, as for the"),
+        (
+            (2, 2, 1),
+            (H100, L40S),
+            asked(1, slots=2, engine_nodes=1),
+            "--engine-gpus-per-node: expected 0, as fo",
+        ),
+        (
+            (64, 8, 2),
+            (H100, H100),
+            asked(8, engine_nodes=4, engine_gpus=4),
+            "--engine-nodes: expected at most 2, wh",
+        ),
+    ],
+)
+def test_components_that_do_not_fit_are_refused(fleet, partitions, wanted, said):
+    with pytest.raises(ValueError) as refused:
+        components(recipe_like(*fleet), *partitions, wanted)
+    assert said in str(refused.value)
+
+
+def test_the_components_of_a_job_are_one_job():
+    shown = [
+        "7+1|RUNNING|N/A|s|small[1-2]",
+        "7+0|RUNNING|N/A|s|gpu1",
+        "9|PENDING|N/A|t|(Priority)",
+        "8_3|RUNNING|N/A|u|x",
+    ]
+    made = cluster._whole(map(cluster._job, shown))
+    assert {job.job_id: job.reason for job in made} == {"7": "gpu1, small[1-2]", "8_3": "x", "9": "Priority"}

@@ -14,7 +14,7 @@ from megatron_scalerl.recipe.nearest import unknown_key
 from megatron_scalerl.slurm import cluster, engines
 from megatron_scalerl.slurm.checks import SAVE_S, STARTUP_S, times_of
 from megatron_scalerl.slurm.engines import EnginesPlan
-from megatron_scalerl.slurm.job import JobPlan, render
+from megatron_scalerl.slurm.job import EngineNodes, JobPlan, render
 from megatron_scalerl.slurm.site import Site, read_site
 
 PLAN = JobPlan(
@@ -81,6 +81,33 @@ def test_several_nodes_are_checked_before_the_controller_starts_on_the_first(tmp
     assert 'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_ON_NODE"' in text
     one = checked(PLAN, tmp_path)
     assert not any(word in one for word in ("--no-kill", "--hosts", "doctor", "ExcNodeList", "preflight"))
+
+
+HETEROGENEOUS = replace(
+    PLAN,
+    slots=8,
+    chain=True,
+    site=Site(account="lab", sbatch=("--constraint=h100",), engine_sbatch=("--constraint=l40s",)),
+    engines=EngineNodes(partition="small", nodes=2, gpus=4, slots=4),
+)
+
+
+def test_a_heterogeneous_job_has_a_component_of_engines(tmp_path):
+    script = tmp_path / "job.sbatch"
+    script.write_text(render(HETEROGENEOUS))
+    cluster.check_syntax(script)
+    text = script.read_text()
+    first, second = text.split("#SBATCH hetjob\n")
+    for line in ("--nodes=1", "--no-kill", "--gpus-per-node=8", "--exclusive", "--constraint=h100", "--account=lab"):
+        assert f"#SBATCH {line}\n" in first
+    for line in ("--job-name=r-engines", "--partition=small", "--time=1:00:00", "--nodes=2", "--no-kill",
+                 "--gpus-per-node=4", "--exclusive", "--constraint=l40s", "--account=lab"):  # fmt: skip
+        assert f"#SBATCH {line}\n" in second
+    assert "--signal" not in second.split("\n\n")[0] and "h100" not in second
+    assert "--hosts slurm --slots 8 --engine-slots 4 " in text and "--gpus 8 --within 300 --engine-gpus 4 " in text
+    assert "tail -n 5\n" in text, "a line for each of three nodes, and two more"
+    assert "#SBATCH --no-requeue\n" in first and "#SBATCH --no-requeue\n" in second
+    assert "scontrol requeue" not in text and "HetJobOffset=0" in text
 
 
 def test_several_nodes_of_a_chain_or_of_an_array(tmp_path):

@@ -38,12 +38,28 @@ def curve(folder):
     return steps, [(row["step"], row["pass_rate"]) for row in read_jsonl(folder / "validation.jsonl")]
 
 
-def test_a_run_on_four_nodes_equals_the_same_run_on_one_host(policy, tmp_path, on_login_node, monkeypatch, capsys):
+@pytest.fixture(scope="module")
+def one_host(policy, tmp_path_factory):
+    """The curve of the same run on one host."""
+    folder = tmp_path_factory.mktemp("one")
+    run("-m", "megatron_scalerl", "train", RECIPE, *settings(policy, folder, "one"), timeout=2400)
+    return curve(folder / "one")
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [["--nodes", "4", "--slots", "1"], ["--nodes", "2", "--engine-nodes", "2", "--engine-partition", "others"]],
+    ids=["four alike", "heterogeneous"],
+)
+def test_a_run_on_four_nodes_equals_the_same_run_on_one_host(
+    nodes, policy, one_host, tmp_path, on_login_node, monkeypatch, capsys
+):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     words = ["submit", RECIPE, *settings(policy, tmp_path, "four"), "--partition", "gpu", "--time", "120"]
-    words += ["--nodes", "4", "--gpus-per-node", "0", "--slots", "1", "--any-file-system"]
-    [job] = submitted(words, capsys)
+    if "--engine-nodes" in nodes:
+        nodes = [*nodes, "--engine-gpus-per-node", "0", "--max-requeues", "0"]
+    [job] = submitted([*words, *nodes, "--gpus-per-node", "0", "--any-file-system"], capsys)
     state = wait_for_end(slurm.last_state, job, 2400)
     output = (tmp_path / "four" / "slurm" / f"{job}.out").read_text()
     assert state == "COMPLETED", output + status(tmp_path / "four", capsys)
@@ -52,7 +68,6 @@ def test_a_run_on_four_nodes_equals_the_same_run_on_one_host(policy, tmp_path, o
     logs = sorted(file.name for file in (tmp_path / "four" / "logs").iterdir())
     assert {"engine-0.log", "engine-1.log"} <= set(logs)
 
-    run("-m", "megatron_scalerl", "train", RECIPE, *settings(policy, tmp_path, "one"), timeout=2400)
     steps, validations = curve(tmp_path / "four")
     assert len(steps) == STEPS and len({digest for _, _, digest in steps}) == STEPS
-    assert (steps, validations) == curve(tmp_path / "one")
+    assert (steps, validations) == one_host

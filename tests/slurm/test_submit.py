@@ -34,7 +34,7 @@ def refusal(words, capsys):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--partition", "gqu"], unknown_key("gqu", ["gpu"], expected="a partition of this cluster")),
+        (["--partition", "gqu"], unknown_key("gqu", ["gpu", "others"], expected="a partition of this cluster")),
         (["--gpus", "9"], "--gpus-per-node: expected at most 8, what a node of gpu has, found 9"),
         (["--gpus-per-node", "2"], "--gpus-per-node: expected at least 3"),
         (["--cpus", "17"], "--cpus: expected 1 to 16"),

@@ -1,0 +1,99 @@
+"""Heterogeneous jobs on a real Slurm: trainer nodes in one component, engine nodes of another partition in a second.
+
+The program is a stand-in; its `doctor` is the real one with stand-in GPUs (tests/slurm/stand_in_program.py).
+"""
+
+import subprocess
+
+import pytest
+from slurm_runs import output_of, starts, status, submitted, wait_for, wait_for_end
+
+from megatron_scalerl.__main__ import main
+from megatron_scalerl.slurm import cluster as slurm
+
+pytestmark = pytest.mark.slow
+ONE_EACH = ["--gpus-per-node", "4", "--engine-nodes", "1", "--engine-partition", "others"]
+ONE_EACH += ["--engine-gpus-per-node", "4", "--any-file-system", "trainer.world_size=4", "engine.count=4"]
+ONE_EACH += ["--max-requeues", "1"]
+
+
+def components_of(start):
+    """Nodes of both components in which the stand-in started."""
+    lists = [start["environment"][f"SLURM_JOB_NODELIST_HET_GROUP_{number}"] for number in (0, 1)]
+    return [slurm.hostnames(nodes) for nodes in lists]
+
+
+def test_saved_and_gone_on_with_in_the_next_job(stand_in, capsys):
+    words, run = stand_in("wait finish", *ONE_EACH)
+    [job, later] = submitted(words, capsys)
+    [start] = wait_for(lambda: starts(run), "the start of the program")
+    assert components_of(start) == [["node1"], ["node3"]] and start["node"] == "node1"
+    assert start["argv"][3:10] == ["3", "--hosts", "slurm", "--slots", "4", "--engine-slots", "4"]
+    assert {file.name for file in (run / "slurm" / f"{job}.0" / "nodes").glob("n*.json")} == {
+        "node1.json",
+        "node3.json",
+    }
+    said = status(run, capsys)
+    assert f"job {job}: RUNNING (node1, node3)" in said and "has left the job" not in said
+    assert f"job {later}: PENDING (" in said
+    assert main(words) == 2
+    assert f"expected a run without a job, found job {job} RUNNING; scancel {job} ends it" in capsys.readouterr().err
+    subprocess.run(["scancel", "--batch", "--signal=USR1", job], check=True)
+    assert wait_for_end(slurm.last_state, later) == "COMPLETED", output_of(run, later)
+    assert len(starts(run)) == 2 and "saved; the next job of the chain goes on" in output_of(run, job)
+
+
+def test_an_engine_node_that_is_unfit_is_named(stand_in, capsys):
+    words, run = stand_in("finish", *ONE_EACH, "--max-requeues", "0")
+    (run / "slurm" / "gpus-node3").write_text("pending remap")
+    [job] = submitted(words, capsys)
+    assert wait_for_end(slurm.last_state, job) == "FAILED"
+    assert "unfit node3: row remapping" in output_of(run, job) and starts(run) == []
+
+
+def test_what_slurm_or_the_cluster_cannot_do_is_refused(stand_in, tmp_path, capsys):
+    words, run = stand_in("finish", *ONE_EACH)
+    for more, said in (
+        (["--engine-partition", "other"], "--engine-partition: "),
+        (["--engine-nodes", "3"], "--engine-nodes: expected 1 to 2, the nodes of others, found 3"),
+        (["--engine-gpus-per-node", "9"], "--engine-gpus-per-node: expected at most 8"),
+        (["--nodes", "4"], "--nodes: expected 1 for 4 trainer ranks with 4 devices each, found 4"),
+        (["--engine-nodes", "0"], "--engine-partition: expected --engine-nodes with it, found none"),
+    ):
+        assert main([*words, *more]) == 2
+        assert said in capsys.readouterr().err
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "r.yaml").write_bytes((tmp_path / "r.yaml").read_bytes())
+    options = [word for word in words[2:] if "=" not in word]
+    assert main(["submit", "--array", str(tmp_path / "folder"), *options]) == 2
+    assert "--engine-nodes: expected no --array with it" in capsys.readouterr().err
+    assert slurm.queued() == [] and not (run / "slurm" / "jobs.jsonl").exists()
+    assert main([*words, "--dry-run"]) == 0
+    assert "nothing is submitted" in capsys.readouterr().out and slurm.queued() == []
+
+
+class TestNodesThatFail:
+    """On clusters of their own, which give up a silent node after 5 s."""
+
+    pytestmark = pytest.mark.full
+
+    @pytest.fixture
+    def cluster(self, new_cluster):
+        with new_cluster("node1", "node2", "node3", "node4", silence_s=5) as made:
+            yield made
+
+    @pytest.mark.parametrize("lost", ["node1", "node3", "node4"])
+    def test_the_next_job_goes_on_after_the_loss_of_a_node(self, lost, stand_in, cluster, capsys):
+        """Slurm ends the job, also with --no-kill; of the engines' component the other nodes see to it."""
+        more, run = stand_in("steps finish", *ONE_EACH, "--engine-nodes", "2", "--engine-gpus-per-node", "2")
+        [job, later] = submitted(more, capsys)
+        wait_for(lambda: len(list((run / "slurm").glob("beats-*"))) == 3, "the steps on three nodes")
+        cluster.kill_daemon(lost)
+        state = wait_for(lambda: (now := slurm.last_state(job)) != "RUNNING" and now, "the end of the job")
+        assert state in ("NODE_FAIL", "CANCELLED", "COMPLETING")
+        if lost != "node1":
+            cluster.start_daemon(lost)  # there are no other nodes for engines
+        assert wait_for_end(slurm.last_state, later, 180) == "COMPLETED", output_of(run, later)
+        assert components_of(starts(run)[1]) == [["node2" if lost == "node1" else "node1"], ["node3", "node4"]]
+        if lost == "node1":
+            assert f"attempt {job}.0: the first node, node1, was lost" in status(run, capsys)
