@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OSError as error:
             return _failed(error, command.os_error_code)
         except RuntimeError as error:
-            return _failed(error, 1)
+            return _failed(error, getattr(error, "exit_code", 1))
         except KeyboardInterrupt as interrupt:
             return _failed(interrupt, 130)
         except Stopped as stop:

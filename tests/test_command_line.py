@@ -284,6 +284,27 @@ def test_a_controller_that_a_later_attempt_has_replaced_starts_no_trainer_again(
     assert len(attempts) == 1
 
 
+def test_a_run_whose_trainer_has_lost_a_host_of_its_job_ends_with_77(tiny, tmp_path, monkeypatch, capsys):
+    """At the first failure after it; Slurm and the attempt that fails are stand-ins."""
+    attempts, left = [], iter([set(), set(), {"localhost"}, {"localhost"}])
+
+    @asynccontextmanager
+    async def launching(*_, **__):
+        yield StandInLauncher(None)
+
+    async def attempt(run, *_, **__):
+        attempts.append(run)
+        raise TrainerError("trainer rank 1: the process exited unexpectedly")
+
+    monkeypatch.setattr("megatron_scalerl.controller.train.launching", launching)
+    monkeypatch.setattr("megatron_scalerl.controller.train._attempt", attempt)
+    monkeypatch.setattr("megatron_scalerl.launch.hosts.Hosts.have_left", lambda self: next(left))
+    argv = ["train", *settings(tiny, tmp_path), "rewards.workers=1"]
+    assert main(argv) == 77 and len(attempts) == 2
+    assert "localhost: Slurm has taken it out of the job" in capsys.readouterr().err
+    assert main(argv) == 77 and len(attempts) == 2, "not even started"
+
+
 def test_a_mistake_before_the_start_is_2_and_leaves_nothing(tiny, tmp_path, capsys):
     argv = [*settings(tiny, tmp_path / "runs"), "prompts.think_end=</done>"]
     assert main(["train", *argv]) == 2

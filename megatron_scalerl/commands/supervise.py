@@ -2,9 +2,10 @@
 
 The child is `megatron-scalerl train` without the option. It is not started again when it is done (exit code 0), after
 a user error at its first start (2) or where another controller had the run then (76), once a later attempt of its job
-has begun (`processes.takeover`), when SIGINT or SIGTERM stopped it (130, 143), and after SIGUSR1 (75: it was to save
-and exit), also before it had handlers for them; a child that was killed or failed resumes from its newest checkpoint.
-The child ends when this process does, however that exits (`processes.parent_death`).
+has begun (`processes.takeover`), where Slurm has taken a host of the trainer out of the job (77), when SIGINT or
+SIGTERM stopped it (130, 143), and after SIGUSR1 (75: it was to save and exit), also before it had handlers for them; a
+child that was killed or failed resumes from its newest checkpoint. The child ends when this process does, however that
+exits (`processes.parent_death`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from types import FrameType
 
 from megatron_scalerl.checkpoints.commit import latest
 from megatron_scalerl.processes.parent_death import tied_command
-from megatron_scalerl.processes.signals import IN_USE_CODE, SAVE_SIGNAL, SAVED_CODE, SIGNALS, exit_code_of
+from megatron_scalerl.processes.signals import (
+    HOSTS_LEFT_CODE,
+    IN_USE_CODE,
+    SAVE_SIGNAL,
+    SAVED_CODE,
+    SIGNALS,
+    exit_code_of,
+)
 from megatron_scalerl.processes.takeover import Takeover
 
 logger = logging.getLogger(__name__)
@@ -26,7 +34,7 @@ logger = logging.getLogger(__name__)
 FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 300.0
 """Delay before the first restart without a new checkpoint, which doubles with each, and its bound (seconds)."""
 _HANDLED = (*SIGNALS, SAVE_SIGNAL)
-_FINAL = (0, SAVED_CODE, *(128 + number for number in SIGNALS))
+_FINAL = (0, SAVED_CODE, HOSTS_LEFT_CODE, *(128 + number for number in SIGNALS))
 _NOT_STARTED = (2, IN_USE_CODE)
 """A user error, a run in use: final at the first start only. A port that a dying engine still holds is one, too."""
 

@@ -72,11 +72,12 @@ def train(recipe: Recipe, console: Console, hosts: Hosts = ONE_HOST) -> str:
     """Start or resume the run of `recipe`; returns why it ended.
 
     Raises ValueError for user errors (no file is written then), RuntimeError and OSError for a failed process or
-    update, and Stopped for a signal, before which SIGUSR1 saves a checkpoint. Started again, the run resumes from its
-    last checkpoint.
+    update, HostsLeft where the job has lost a host of the trainer, and Stopped for a signal, before which SIGUSR1
+    saves a checkpoint. Started again, the run resumes from its last checkpoint.
     """
     takeover = Takeover(recipe.run_dir)
-    Placement.of(recipe, hosts)
+    placement = Placement.of(recipe, hosts)
+    placement.check_present(hosts)
     inputs = check_inputs(recipe)
     for line in inputs.prompts.report.lines():
         console.print(line, highlight=False)
@@ -87,11 +88,17 @@ def train(recipe: Recipe, console: Console, hosts: Hosts = ONE_HOST) -> str:
         return f"{reason}; nothing is left to do"
     allow_open_files(recipe)
     saving = SaveAndExit()
-    return run_until_signal(_train(recipe, inputs, console, saving, hosts, takeover), saving)
+    return run_until_signal(_train(recipe, inputs, console, saving, hosts, placement, takeover), saving)
 
 
 async def _train(
-    recipe: Recipe, inputs: Inputs, console: Console, saving: SaveAndExit, hosts: Hosts, takeover: Takeover
+    recipe: Recipe,
+    inputs: Inputs,
+    console: Console,
+    saving: SaveAndExit,
+    hosts: Hosts,
+    placement: Placement,
+    takeover: Takeover,
 ) -> str:
     async with TaskPools(tasks_of(recipe)) as verifier:
         # the folder is created last, after every check for user errors
@@ -108,6 +115,7 @@ async def _train(
                     console=console,
                     saving=saving,
                     hosts=hosts,
+                    placement=placement,
                     takeover=takeover,
                 )
                 return await _attempts(run, resumed)
@@ -124,6 +132,7 @@ class _Run:
     console: Console
     saving: SaveAndExit
     hosts: Hosts
+    placement: Placement
     takeover: Takeover
 
 
@@ -148,6 +157,7 @@ async def _attempts(run: _Run, resumed: tuple[ResumePoint, History]) -> str:
                             f"a later attempt of the job has begun; this one failed: {error}"
                         ) from error
                     ended = time.monotonic()
+                    await asyncio.to_thread(run.placement.check_present, run.hosts)
                     resumed = await asyncio.to_thread(_resume, run.folder, run.console)  # engines are watched
                     reached = resumed[0].step
                     restarts, newest = (restarts if reached == newest else 0) + 1, reached

@@ -189,7 +189,8 @@ class Engines:
         process = self._processes[index]
         given_up = failures > self._recipe.engine.max_restarts
         host_gone = not process.reached
-        if host_gone and await asyncio.to_thread(self._hosts.has_left, self._placement.engine_host(index)):
+        host = self._placement.engine_host(index).name
+        if host_gone and host in await asyncio.to_thread(self._hosts.have_left):
             given_up, reason = True, f"its host has left the job ({reason})"
         try:
             process.kill()  # it may be stopped or hang, and nothing of it is worth saving

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_scalerl.distributed.rendezvous import own_address
+from megatron_scalerl.processes.signals import HOSTS_LEFT_CODE
 
 SLURM = "slurm"
 """Instead of names: the hosts of the allocation that this process is in."""
@@ -35,6 +36,12 @@ _PRIVATE = re.compile(r"SECRET|TOKEN|PASSWORD|_KEY", re.IGNORECASE)
 _TIMEOUT_S = 60.0
 _LOOK_S = 5.0
 """While a run goes on: its end waits for the answer."""
+
+
+class HostsLeft(RuntimeError):
+    """Slurm has taken hosts of the trainer out of the job, which can go on in another allocation alone."""
+
+    exit_code = HOSTS_LEFT_CODE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,18 +95,18 @@ class Hosts:
         program = shlex.join(["env", *_assignments({**public, **env}), *argv])
         return [*words, f"cd {shlex.quote(str(Path.cwd()))} && exec {program}"]
 
-    def has_left(self, host: Host) -> bool:
-        """Whether Slurm has taken the host out of the allocation: it does not come back. Blocks; False if unknown."""
+    def have_left(self) -> set[str]:
+        """Names of the hosts that Slurm has taken out of the job: they do not come back. Blocks; none if unknown."""
         job = os.environ.get("SLURM_JOB_ID")
         if self.shell or not job:
-            return False
+            return set()
         try:
             # a line for each component
             found = re.findall(r" NodeList=([^\s(]+)", _scontrol("job", "--oneliner", job, within_s=_LOOK_S))
             held = _scontrol("hostnames", ",".join(found), within_s=_LOOK_S).split() if found else []
-            return bool(found) and host.name not in held
         except (OSError, subprocess.SubprocessError):
-            return False
+            return set()
+        return {host.name for host in self.hosts if found and host.name not in held}
 
 
 ONE_HOST = Hosts(hosts=(Host(name="localhost", here=True),), slots=None, address=None)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_scalerl.launch.hosts import Host, Hosts
+from megatron_scalerl.launch.hosts import Host, Hosts, HostsLeft
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.hosts_needed import hosts_needed
 from megatron_scalerl.weights.transport import resolve_transport
@@ -56,6 +56,12 @@ class Placement:
         if placed < recipe.trainer.world_size or len(engines) < recipe.engine.count:
             raise ValueError(_too_few(recipe, hosts, slots, gpus=gpus))
         return cls(trainer=tuple(trainer), engines=tuple(engines))
+
+    def check_present(self, hosts: Hosts) -> None:
+        """Raises HostsLeft if a host with trainer ranks has left the job. Blocks."""
+        gone = hosts.have_left() & {ranks.host.name for ranks in self.trainer}
+        if gone:
+            raise HostsLeft(f"{', '.join(sorted(gone))}: Slurm has taken it out of the job, with trainer ranks")
 
     def engine_host(self, index: int) -> Host:
         """The host of engine `index`."""

@@ -25,6 +25,8 @@ EXIT_S = 5.0
 """Seconds for the interpreter to end after the cleanup, in which further signals are ignored."""
 IN_USE_CODE = 76
 """Exit code where another controller has the run's folder: the same command may succeed later."""
+HOSTS_LEFT_CODE = 77
+"""Exit code where Slurm has taken hosts of the trainer out of the job: the run can go on in another allocation."""
 
 
 class Stopped(Exception):

@@ -211,8 +211,8 @@ def test_an_engine_whose_host_is_away_for_a_while_is_not_given_up(policy, run_fo
 
 
 def test_an_engine_whose_host_has_left_the_job_is_given_up_at_once(policy, run_folder, tmp_path, monkeypatch):
-    """`Hosts.has_left` is a stand-in for Slurm here."""
-    monkeypatch.setattr("megatron_scalerl.launch.hosts.Hosts.has_left", lambda self, host: host.name == "b")
+    """`Hosts.have_left` is a stand-in for Slurm here."""
+    monkeypatch.setattr("megatron_scalerl.launch.hosts.Hosts.have_left", lambda self: {"b"})
     held = []
 
     async def scenario():

@@ -7,7 +7,9 @@ import subprocess
 
 import pytest
 
-from megatron_scalerl.launch.hosts import ONE_HOST, Host, hosts_of
+from megatron_scalerl.launch.hosts import ONE_HOST, Host, HostsLeft, hosts_of
+from megatron_scalerl.launch.placement import Placement
+from megatron_scalerl.recipe import Recipe
 
 
 def named(names="a,b", **options):
@@ -74,6 +76,18 @@ def test_in_an_allocation_hosts_and_gpus_are_slurms(tmp_path, monkeypatch):
         named("slurm")
 
 
+def recipe_on_three_nodes():
+    return Recipe(
+        name="r",
+        steps=1,
+        policy={"path": "p"},
+        prompts={"path": "q"},
+        trainer={"world_size": 16},
+        engine={"count": 4},
+        weights={"transport": "gloo"},
+    )
+
+
 @pytest.fixture
 def components(tmp_path, monkeypatch):
     """The environment of a heterogeneous job: gpu1 and gpu2 with 8 GPUs each, small1 with 4."""
@@ -113,9 +127,14 @@ def test_a_heterogeneous_job_has_the_engines_hosts_in_component_1(components, mo
         command = hosts.command(host, ["program"], {})
         assert f"--het-group={host.component}" in command and f"--cpus-per-task={cpus}" in command
     (components / "job").write_text("JobId=7 NodeList=gpu[1-2] Batch\nJobId=8 NodeList=small1 Batch\n")
-    assert not any(hosts.has_left(host) for host in hosts.hosts)
+    assert hosts.have_left() == set()
+    Placement.of(recipe_on_three_nodes(), hosts).check_present(hosts)
     (components / "job").write_text("JobId=7 NodeList=gpu[1-2] Batch\nJobId=8 NodeList=(null) Batch\n")
-    assert [hosts.has_left(host) for host in hosts.hosts] == [False, False, True]
+    assert hosts.have_left() == {"small1"}, "and no rank was there"
+    Placement.of(recipe_on_three_nodes(), hosts).check_present(hosts)
+    (components / "job").write_text("JobId=7 NodeList=gpu1 Batch\nJobId=8 NodeList=small1 Batch\n")
+    with pytest.raises(HostsLeft, match="gpu2: Slurm has taken it out of the job"):
+        Placement.of(recipe_on_three_nodes(), hosts).check_present(hosts)
     monkeypatch.delenv("SLURM_GPUS_PER_NODE_HET_GROUP_1")
     with pytest.raises(ValueError, match="--engine-slots: expected the number of devices of each host of comp"):
         named("slurm")
@@ -139,14 +158,13 @@ def test_a_host_that_slurm_has_taken_out_of_the_job_has_left(tmp_path, monkeypat
     monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[1-3]")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     hosts = named("slurm", slots=4)
-    host = Host(name="gpu2")
     found = []
     for nodes in ("gpu[1-3]", "gpu[1,3]", "(null)"):
         (tmp_path / "job").write_text(f"JobId=7 ReqNodeList=gpu9 ExcNodeList=(null) NodeList={nodes} Batch\n")
-        found.append(hosts.has_left(host))
+        found.append(hosts.have_left())
     (tmp_path / "job").unlink()
-    assert [*found, hosts.has_left(host)] == [False, True, False, False]
-    assert not named("gpu1,gpu2").has_left(host)
+    assert [*found, hosts.have_left()] == [set(), {"gpu2"}, set(), set()]
+    assert named("gpu1,gpu2").have_left() == set()
 
 
 @pytest.mark.parametrize(
