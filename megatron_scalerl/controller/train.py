@@ -26,7 +26,7 @@ from megatron_scalerl.checkpoints.jsonl import JsonlWriter
 from megatron_scalerl.controller.failures import log_failures
 from megatron_scalerl.controller.ledger import Ledger
 from megatron_scalerl.controller.loop import Controller
-from megatron_scalerl.controller.meter import Meter, metering
+from megatron_scalerl.controller.meter import Meter, held_uncharged, metering
 from megatron_scalerl.controller.preflight import Inputs, check_inputs
 from megatron_scalerl.controller.probe import Probe
 from megatron_scalerl.controller.progress import Progress
@@ -193,9 +193,11 @@ async def _attempt(
     logger.info("run %s, attempt %s, from step %d", attempt.run_id, attempt.incarnation, start.step)
     engines = launcher.engines.members
     devices = replace(Devices.of(recipe), engine=engines.devices)
-    ledger = Ledger(folder.path / "ledger.jsonl", devices.unit, incarnation=attempt.incarnation)
+    file = folder.path / "ledger.jsonl"
+    held_since = time.monotonic() - held_uncharged(file) if since is None else since
+    ledger = Ledger(file, devices.unit, incarnation=attempt.incarnation)
     with contextlib.closing(ledger):
-        meter = Meter(ledger, devices, start, since=since)
+        meter = Meter(ledger, devices, start, since=held_since)
         engines.on_devices = meter.hold_engine_devices
         async with metering(meter), launcher.trainer(attempt) as trainer:
             try:

@@ -17,7 +17,7 @@ def new_cluster(tmp_path_factory):
 
     @contextlib.contextmanager
     def made(*nodes, **options):
-        if (why := missing()) is not None:
+        if (why := missing(accounting=options.get("accounting", False))) is not None:
             pytest.skip(why)
         with contextlib.closing(MiniCluster(tmp_path_factory.mktemp("slurm") / "c", nodes, **options)) as cluster:
             yield cluster

@@ -19,18 +19,26 @@ from megatron_scalerl.processes.parent_death import tied_command
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "unshare", "nsenter", "ip")
 CLIENTS = ("sbatch", "squeue", "sinfo", "scontrol", "scancel", "srun")
+ACCOUNTING = ("sacct", "sacctmgr", "slurmdbd", "mariadbd", "mariadb", "mariadb-install-db")
+"""Programs of the variant with accounting (apt-get install slurmdbd mariadb-server)."""
+DATABASE = (
+    "CREATE DATABASE slurm_acct_db; CREATE USER slurm@localhost; GRANT ALL ON slurm_acct_db.* TO slurm@localhost"
+)
 NETWORK = "10.77.0"
 CPUS, GPUS = 16, 8
 START_S = 60
 
 
-def missing() -> str | None:
+def missing(*, accounting: bool = False) -> str | None:
     """Why there can be no cluster here, None if there can."""
     if os.geteuid() != 0:
         return "a Slurm for tests needs root"
     absent = [name for name in PROGRAMS if shutil.which(name) is None]
     if absent:
         return f"a Slurm for tests needs {', '.join(absent)} (apt-get install slurm-wlm munge iproute2)"
+    absent = [name for name in ACCOUNTING if accounting and shutil.which(name) is None]
+    if absent:
+        return f"accounting needs {', '.join(absent)} (apt-get install slurmdbd mariadb-server)"
     done = subprocess.run(
         ["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, check=False
     )
@@ -40,13 +48,16 @@ def missing() -> str | None:
 class MiniCluster:
     """A running cluster. Its partition `gpu` has all nodes, `others` the last two. Client programs are in `bin`."""
 
-    def __init__(self, folder: Path, nodes: tuple[str, ...], *, silence_s: int = 30) -> None:
-        """silence_s: seconds until Slurm calls a node down that does not answer."""
+    def __init__(
+        self, folder: Path, nodes: tuple[str, ...], *, silence_s: int = 30, accounting: bool = False
+    ) -> None:
+        """silence_s: seconds until Slurm calls a node down that does not answer. accounting: with a database."""
         self.folder, self.bin = folder, folder / "bin"
+        self._accounting = accounting
         for name in ("etc", "run", "log", "state", "spool", "dev", "bin"):
             (folder / name).mkdir(parents=True)
         folder.chmod(0o755)
-        write_settings(folder, nodes, silence_s)
+        write_settings(folder, nodes, silence_s, accounting=accounting)
         spaces = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "--kill-child"]
         with open(folder / "log" / "init", "wb") as log:
             self._process = subprocess.Popen(
@@ -79,7 +90,7 @@ class MiniCluster:
         self._inner = inner[0]
         enter = f"nsenter --target {inner[0]} --net --mount --uts --ipc --pid --"
         conf = self.folder / "etc" / "slurm.conf"
-        for name in CLIENTS:
+        for name in (*CLIENTS, *(ACCOUNTING[:2] if self._accounting else ())):
             program = self.bin / name
             real = shutil.which(name)
             outside = f'exec {enter} env -C "$PWD" SLURM_CONF={conf} {real} "$@"'
@@ -128,8 +139,8 @@ def slurmd(node: str) -> list[str]:
     return ["ip", "netns", "exec", node, "unshare", "--uts", "sh", "-c", f"hostname {node}; exec slurmd -N {node}"]
 
 
-def write_settings(folder: Path, nodes: tuple[str, ...], silence_s: int) -> None:
-    """Slurm's and munge's files."""
+def write_settings(folder: Path, nodes: tuple[str, ...], silence_s: int, *, accounting: bool) -> None:
+    """Slurm's and munge's files; slurmdbd.conf only with accounting."""
     for index in range(GPUS):
         os.mknod(folder / "dev" / f"gpu{index}", 0o666 | 0o020000, os.makedev(1, 3))
     key = folder / "etc" / "munge.key"
@@ -171,6 +182,20 @@ def write_settings(folder: Path, nodes: tuple[str, ...], silence_s: int) -> None
         "JobRequeue": "1",
         "AccountingStorageType": "accounting_storage/none",
     }
+    if accounting:
+        settings |= {
+            "AccountingStorageType": "accounting_storage/slurmdbd",
+            "AccountingStorageHost": "127.0.0.1",
+            "AccountingStoragePass": f"{folder}/run/munge",
+            "AccountingStorageTRES": "gres/gpu",
+        }
+        file = folder / "etc" / "slurmdbd.conf"
+        file.touch(0o600)
+        file.write_text(
+            f"AuthType=auth/munge\nAuthInfo=socket={folder}/run/munge\nDbdHost=localhost\nDbdAddr=127.0.0.1\n"
+            "SlurmUser=root\nStorageType=accounting_storage/mysql\nStorageHost=127.0.0.1\nStorageUser=slurm\n"
+            f"LogFile={folder}/log/slurmdbd\nPidFile={folder}/run/slurmdbd.pid\n"
+        )
     lines = [f"{key}={value}" for key, value in settings.items()]
     lines += [
         f"NodeName={name} NodeAddr={address} CPUs={CPUS} RealMemory=1000 Gres=gpu:{GPUS} Weight={1 + number}"
@@ -217,12 +242,35 @@ def serve(folder: Path, nodes: list[str]) -> None:
         run("ip", "-n", name, "addr", "add", f"{NETWORK}.{10 + number}/24", "dev", "eth0")
         run("ip", "-n", name, "link", "set", "eth0", "up")
         run(*slurmd(name))
+    if (folder / "etc" / "slurmdbd.conf").exists():
+        account(folder)
     run("slurmctld", "-c")
     while True:  # the first process of the namespaces adopts orphans
         try:
             os.wait()
         except ChildProcessError:
             time.sleep(0.5)
+
+
+def account(folder: Path) -> None:
+    """Start the database and slurmdbd, and make the cluster and the user known."""
+
+    def until_done(*words: object) -> None:
+        deadline = time.monotonic() + START_S
+        while subprocess.run([str(word) for word in words], check=False).returncode:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{words[0]} failed for {START_S} s")
+            time.sleep(0.2)
+
+    data, socket = f"--datadir={folder}/mysql", f"--socket={folder}/run/mysql"
+    make = ["mariadb-install-db", "--no-defaults", "--user=root", data, "--auth-root-authentication-method=normal"]
+    subprocess.run([*make, "--skip-test-db"], check=True)
+    subprocess.Popen(["mariadbd", "--no-defaults", "--user=root", data, socket, "--bind-address=127.0.0.1"])
+    until_done("mariadb", "--no-defaults", socket, "--user=root", "--execute", DATABASE)
+    subprocess.run(["slurmdbd"], check=True)
+    until_done("sacctmgr", "--noheader", "--immediate", "add", "cluster", "mini")
+    until_done("sacctmgr", "--noheader", "--immediate", "add", "account", "lab")
+    until_done("sacctmgr", "--noheader", "--immediate", "add", "user", "root", "account=lab")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ def settings(policy, out, name):
         "engine.count=2",
         "rollouts.deterministic=true",
         "rewards.verifier=tests.e2e.coin:toss",  # a weak policy's groups have both rewards, too
+        "optimizer.lr=1e-6",  # else the coin teaches the policy one answer, and batches without a difference
         "rollouts.max_staleness_steps=0",
         "rollouts.max_in_flight=16",
         "validation.every_steps=5",
