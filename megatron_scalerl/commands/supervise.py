@@ -11,6 +11,7 @@ that exits (`processes.parent_death`).
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_scalerl.checkpoints.commit import latest
+from megatron_scalerl.processes.held_since import held_from_now
 from megatron_scalerl.processes.parent_death import tied_command
 from megatron_scalerl.processes.signals import (
     HOSTS_LEFT_CODE,
@@ -48,6 +50,7 @@ def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> 
     """
     stopped_by: list[int] = []
     early: list[int] = []
+    held: dict[str, str] = {}
     child: subprocess.Popen[bytes] | None = None
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -63,10 +66,11 @@ def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> 
         takeover = Takeover(run_dir)
         while True:
             # a session of its own: a terminal's SIGINT reaches the child once, from here
-            child = subprocess.Popen(tied_command(list(command)), start_new_session=True)
+            child = subprocess.Popen(tied_command(list(command)), start_new_session=True, env={**os.environ, **held})
             while early:  # received while the child was being started
                 child.send_signal(early.pop(0))
             code, child = _exit_code(child.wait()), None
+            held = held_from_now()
             if SAVE_SIGNAL in stopped_by and code not in _FINAL and not (code in _NOT_STARTED and first):
                 logger.warning("the run ended with code %d after it was asked to save and exit", code)
                 return SAVED_CODE

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from megatron_scalerl.controller.ledger import Ledger, Phase, Role
 from megatron_scalerl.controller.run_folder import ResumePoint
@@ -22,21 +20,6 @@ from megatron_scalerl.launch.fleet import Devices
 
 HEARTBEAT_S = 10.0
 """Seconds between heartbeats: the longest time that a crash leaves uncharged."""
-HELD_SINCE = "MSRL_HELD_SINCE"
-"""Set by a job's script: when the job began to hold its devices (Unix seconds)."""
-
-
-def held_uncharged(ledger: Path) -> float:
-    """Seconds for which this job has held its devices uncharged: since its start, or since the ledger's last row.
-
-    The latter after a controller that failed within the same job. 0 outside of a job.
-    """
-    try:
-        started = float(os.environ.get(HELD_SINCE, "inf"))
-    except ValueError:
-        return 0.0
-    last = ledger.stat().st_mtime if ledger.exists() else started
-    return max(0.0, time.time() - max(started, last))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,7 +26,7 @@ from megatron_scalerl.checkpoints.jsonl import JsonlWriter
 from megatron_scalerl.controller.failures import log_failures
 from megatron_scalerl.controller.ledger import Ledger
 from megatron_scalerl.controller.loop import Controller
-from megatron_scalerl.controller.meter import Meter, held_uncharged, metering
+from megatron_scalerl.controller.meter import Meter, metering
 from megatron_scalerl.controller.preflight import Inputs, check_inputs
 from megatron_scalerl.controller.probe import Probe
 from megatron_scalerl.controller.progress import Progress
@@ -47,6 +47,7 @@ from megatron_scalerl.launch.launcher import Launcher, launching
 from megatron_scalerl.launch.open_files import allow_open_files
 from megatron_scalerl.launch.placement import Placement
 from megatron_scalerl.processes.child_process import ProcessDied
+from megatron_scalerl.processes.held_since import held_uncharged
 from megatron_scalerl.processes.signals import SaveAndExit, run_until_signal
 from megatron_scalerl.processes.takeover import Takeover
 from megatron_scalerl.recipe import Recipe
@@ -193,9 +194,8 @@ async def _attempt(
     logger.info("run %s, attempt %s, from step %d", attempt.run_id, attempt.incarnation, start.step)
     engines = launcher.engines.members
     devices = replace(Devices.of(recipe), engine=engines.devices)
-    file = folder.path / "ledger.jsonl"
-    held_since = time.monotonic() - held_uncharged(file) if since is None else since
-    ledger = Ledger(file, devices.unit, incarnation=attempt.incarnation)
+    held_since = time.monotonic() - held_uncharged() if since is None else since
+    ledger = Ledger(folder.path / "ledger.jsonl", devices.unit, incarnation=attempt.incarnation)
     with contextlib.closing(ledger):
         meter = Meter(ledger, devices, start, since=held_since)
         engines.on_devices = meter.hold_engine_devices

@@ -1,14 +1,12 @@
 """The ledger charges devices x wall time by role and batch, and survives a crash."""
 
 import json
-import os
-import time
 
 import pytest
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.controller.ledger import Ledger
-from megatron_scalerl.controller.meter import HELD_SINCE, Meter, held_uncharged
+from megatron_scalerl.controller.meter import Meter
 from megatron_scalerl.controller.run_folder import ResumePoint
 from megatron_scalerl.launch.fleet import Devices
 
@@ -196,26 +194,3 @@ def test_engines_are_charged_from_when_they_join_until_they_are_gone(tmp_path):
     clock.now = 10800.0
     meter.charge_crash()
     assert meter.ledger.hours("lost") == pytest.approx(1.0 + 2.0)
-
-
-def test_a_job_is_charged_from_its_start_or_from_what_was_charged_last(tmp_path, monkeypatch):
-    file, now = tmp_path / "ledger.jsonl", 1_000_000.0
-    monkeypatch.setattr(time, "time", lambda: now)
-    for started, last, uncharged in (
-        (None, None, 0.0),
-        ("none", None, 0.0),
-        ("nan", now - 5, 0.0),
-        (now - 40, None, 40.0),
-        (now - 40, now - 7000, 40.0),  # an earlier job, and the time in the queue
-        (now - 40, now - 7, 7.0),  # a controller of this job failed
-        (now - 40, now + 3, 0.0),  # a clock that was set back
-        (now + 9, None, 0.0),
-    ):
-        monkeypatch.delenv(HELD_SINCE, raising=False)
-        file.unlink(missing_ok=True)
-        if started is not None:
-            monkeypatch.setenv(HELD_SINCE, str(started))
-        if last is not None:
-            file.touch()
-            os.utime(file, (last, last))
-        assert held_uncharged(file) == uncharged, (started, last)
