@@ -53,6 +53,8 @@ exit codes:
   1    a process or an operation failed; train and convert continue where they stopped when they are run again
   2    user error, in one line: file, key or row, what was expected, what was found
   75   SIGUSR1 asked the run to save and exit; the same command goes on with it
+  76   another controller has the run
+  77   Slurm has taken a host of the trainer out of the job; another job goes on with the run
   130  interrupted (SIGINT)
   143  terminated (SIGTERM)
 

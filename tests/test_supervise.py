@@ -71,20 +71,23 @@ def test_a_failed_run_is_started_again_while_it_makes_progress(tmp_path, ends, r
 PROGRAM = """
 import sys
 from megatron_scalerl.commands.supervise import supervise
-program = 'trap "exit 143" TERM; trap "exit 1" USR1; echo $$ >> "$0"; while true; do sleep 0.05; done'
-child = ["bash", "-c", program, sys.argv[1]]
+program = 'trap "exit 143" TERM; trap "exit $1" USR1; echo $$ >> "$0"; while true; do sleep 0.05; done'
+child = ["bash", "-c", program, *sys.argv[1:]]
 sys.exit(supervise(child, "/nonexistent", restarts=3))
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 75), (signal.SIGKILL, -9)])
-def test_a_signal_to_the_supervisor_ends_the_run(tmp_path, number, code):
+@pytest.mark.parametrize(
+    ("number", "childs", "code"),
+    [(signal.SIGTERM, 1, 143), (signal.SIGUSR1, 1, 75), (signal.SIGUSR1, 77, 75), (signal.SIGKILL, 1, -9)],
+)
+def test_a_signal_to_the_supervisor_ends_the_run(tmp_path, number, childs, code):
     """It is passed on, and the run is not started again; after SIGKILL the kernel ends the child.
 
-    A run that fails after SIGUSR1 can go on, too.
+    A run that fails after SIGUSR1 can go on, too, also where a host of the trainer has left.
     """
     pids = tmp_path / "pids"
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(pids)], env=environment())
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(pids), str(childs)], env=environment())
     [child] = pids_in(pids, 1)
     process.send_signal(number)
     assert process.wait(30) == code

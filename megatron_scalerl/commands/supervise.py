@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 300.0
 """Delay before the first restart without a new checkpoint, which doubles with each, and its bound (seconds)."""
 _HANDLED = (*SIGNALS, SAVE_SIGNAL)
-_FINAL = (0, SAVED_CODE, HOSTS_LEFT_CODE, *(128 + number for number in SIGNALS))
+_ENDED = (0, SAVED_CODE, *(128 + number for number in SIGNALS))
+_FINAL = (*_ENDED, HOSTS_LEFT_CODE)
 _NOT_STARTED = (2, IN_USE_CODE)
 """A user error, a run in use: final at the first start only. A port that a dying engine still holds is one, too."""
 
@@ -66,12 +67,14 @@ def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> 
         takeover = Takeover(run_dir)
         while True:
             # a session of its own: a terminal's SIGINT reaches the child once, from here
+            charged = _size(Path(run_dir) / "ledger.jsonl")
             child = subprocess.Popen(tied_command(list(command)), start_new_session=True, env={**os.environ, **held})
             while early:  # received while the child was being started
                 child.send_signal(early.pop(0))
             code, child = _exit_code(child.wait()), None
-            held = held_from_now()
-            if SAVE_SIGNAL in stopped_by and code not in _FINAL and not (code in _NOT_STARTED and first):
+            if _size(Path(run_dir) / "ledger.jsonl") != charged:
+                held = held_from_now()
+            if SAVE_SIGNAL in stopped_by and code not in _ENDED and not (code in _NOT_STARTED and first):
                 logger.warning("the run ended with code %d after it was asked to save and exit", code)
                 return SAVED_CODE
             if code in _FINAL or stopped_by or (code in _NOT_STARTED and first):
@@ -94,6 +97,11 @@ def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> 
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _size(file: Path) -> int:
+    """Bytes of a file, -1 of one that is missing."""
+    return file.stat().st_size if file.exists() else -1
 
 
 def _exit_code(code: int) -> int:

@@ -1,9 +1,9 @@
 """The ledger: the devices that the run held, in device-hours by role and batch.
 
-It charges held devices, busy or idle: devices x wall time, from the start of the processes on, in a Slurm job from
-the job's. With GPUs a device is a GPU and the unit is GPU-hours; without, a device is one trainer or engine process
-and the unit is device-hours. The forecast's compute axis is the sum of the roles `trainer` and `engine`. The time
-until the engines serve the first weights of an attempt (`startup`), validation, and work that a crash discarded
+It charges the devices of the fleet, busy or idle: devices x wall time, from the start of the processes on, in a Slurm
+job from the job's. With GPUs a device is a GPU and the unit is GPU-hours; without, a device is one trainer or engine
+process and the unit is device-hours. The forecast's compute axis is the sum of the roles `trainer` and `engine`. The
+time until the engines serve the first weights of an attempt (`startup`), validation, and work that a crash discarded
 (`lost`) are separate roles. (Khatri et al. 2025 count steps x a constant per setup.)
 
 Every charge belongs to a batch of the journal, and a restart trains the journal's batches again with the recorded

@@ -121,13 +121,12 @@ class Meter:
         self._charge_all("crash", "lost")
 
     async def beat(self) -> None:
-        """The heartbeat loop: record every HEARTBEAT_S that all devices are still held, until cancelled.
+        """The heartbeat loop: record at once and every HEARTBEAT_S that all devices are still held, until cancelled.
 
         Consumes nothing. Waits for the clock alone, so no other loop can block it. A crash then leaves at most
         HEARTBEAT_S uncharged.
         """
         while True:
-            await asyncio.sleep(HEARTBEAT_S)
             with contextlib.suppress(OSError):  # a full disk may recover; a charge that cannot be written raises
                 self.ledger.heartbeat(
                     batch=self._batches,
@@ -135,6 +134,7 @@ class Meter:
                     devices=self._trainer + self._engine_devices,
                     seconds=self.elapsed,
                 )
+            await asyncio.sleep(HEARTBEAT_S)
 
     def _charge_all(self, phase: Phase, role: Role) -> None:
         self._write(phase, self.elapsed, [(role, self._trainer + self._engine_devices)])

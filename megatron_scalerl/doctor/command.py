@@ -89,6 +89,8 @@ def _examine_nodes(arguments: argparse.Namespace, console: Console) -> int:
     from megatron_scalerl.launch.hosts import ENGINES
 
     found, folder = nodes.allocated(), Path(arguments.reports).absolute()
+    if arguments.engine_gpus is not None and ENGINES not in found.values():
+        raise ValueError("--engine-gpus: expected a heterogeneous job with it, found another one")
 
     def words(component: int | None) -> list[str]:
         engines = component == ENGINES and arguments.engine_gpus is not None

@@ -102,7 +102,8 @@ def unfit(
 
     silent: why, for nodes without a report. head: the node to which the others connect; where two groups are equally
     large, those differ that are not in its group. components: of a heterogeneous job, whose nodes are compared by
-    their GPUs with those of their own component alone.
+    their GPUs with those of their own component alone; if there two groups without the head are equally large, all
+    differ.
     """
     found: dict[str, list[str]] = {node: [why] for node, why in silent.items()}
     for node, report in reports.items():
@@ -112,20 +113,27 @@ def unfit(
         sorts = {node: components.get(node) if fact == GPUS else None for node in reports}
         for sort in dict.fromkeys(sorts.values()):
             alike = {node: reports[node].facts.get(fact, "") for node in reports if sorts[node] == sort}
-            for node, why in _different(fact, alike, head):
+            for node, why in _different(fact, alike, head, "" if sort is None else f" of component {sort}"):
                 found[node].append(why)
     return {node: printable("; ".join(why)) for node, why in found.items() if why}
 
 
-def _different(fact: str, values: Mapping[str, str], head: str) -> Iterator[tuple[str, str]]:
-    """The nodes whose value is not that of most, and what they are told."""
+def _different(fact: str, values: Mapping[str, str], head: str, of: str) -> Iterator[tuple[str, str]]:
+    """The nodes whose value is not that of most, and what they are told.
+
+    of: which component they are; where it is not the head's and no value is that of most, all differ.
+    """
     counts = Counter(values.values())
-    usual = max(counts, key=lambda value: (counts[value], value == values.get(head)))
+    most = [value for value in counts if counts[value] == max(counts.values())]
+    usual = values[head] if values.get(head) in most else most[0]
     for node, value in values.items():
-        if value != usual:
+        if of and len(most) > 1 and head not in values:
+            others = ", ".join(f"{other or 'none'} on {name}" for name, other in values.items() if other != value)
+            yield node, f"{fact}: expected the same on all nodes{of}, found {value or 'none'}, and {others}"
+        elif value != usual:
             yield (
                 node,
-                f"{fact}: expected {usual or 'none'}, as on {counts[usual]} of {len(values)} nodes, "
+                f"{fact}: expected {usual or 'none'}, as on {counts[usual]} of {len(values)} nodes{of}, "
                 f"found {value or 'none'}",
             )
 

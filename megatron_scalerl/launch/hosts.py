@@ -97,8 +97,8 @@ class Hosts:
 
     def have_left(self) -> set[str]:
         """Names of the hosts that Slurm has taken out of the job: they do not come back. Blocks; none if unknown."""
-        job = os.environ.get("SLURM_JOB_ID")
-        if self.shell or not job:
+        job = _this_job()
+        if self.shell or job is None:
             return set()
         try:
             # a line for each component
@@ -188,13 +188,13 @@ def _assignments(env: Mapping[str, str]) -> list[str]:
 def step_words(host: str, component: int | None) -> list[str]:
     """The command that starts a program on a host of the allocation, on all CPUs that the job has there.
 
-    component: of a heterogeneous job, None in other ones. A component has as many CPUs on each of its nodes.
+    component: of a heterogeneous job, None in other ones. Where its nodes differ, as many CPUs as the smallest has.
     """
-    per_node = "SLURM_CPUS_ON_NODE" if component is None else f"SLURM_JOB_CPUS_PER_NODE_HET_GROUP_{component}"
-    cpus = re.match(r"\d+", os.environ.get(per_node, ""))  # 16(x2): on each of two nodes
+    per_node = "SLURM_JOB_CPUS_PER_NODE" + ("" if component is None else f"_HET_GROUP_{component}")
+    cpus = [int(each) for each in re.findall(r"(?:^|,)(\d+)", os.environ.get(per_node, ""))]  # 128,64(x2)
     words = [*_SRUN, f"--nodelist={host}"]
     words += [] if component is None else [f"--het-group={component}"]
-    return words + ([f"--cpus-per-task={cpus[0]}"] if cpus else [])
+    return words + ([f"--cpus-per-task={min(cpus)}"] if cpus else [])
 
 
 def hosts_of_allocation() -> dict[str, int | None]:
@@ -218,6 +218,12 @@ def hosts_of_allocation() -> dict[str, int | None]:
                 )
             found[name] = component
     return found
+
+
+def _this_job() -> str | None:
+    """As scontrol knows it: of the last task of an array, SLURM_JOB_ID means all of them. None outside of a job."""
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
 
 
 def _hostnames(nodes: str) -> list[str]:

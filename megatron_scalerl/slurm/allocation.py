@@ -81,8 +81,10 @@ def default_gpus(recipe: Recipe, partition: Partition) -> bool:
     return bool(partition.gpus) and recipe.weights.transport != "gloo"
 
 
-def check_plan(recipe: Recipe, recipe_file: str | None, partition: Partition, gpus: int) -> str:
-    """What `plan --check` says about a run on GPUs. gpus: of a node; 0 for a run on CPUs.
+def check_plan(
+    recipe: Recipe, recipe_file: str | None, partition: Partition, gpus: int, others: Partition | None = None
+) -> str:
+    """What `plan --check` says about a run on GPUs. gpus: of a node; 0 for a run on CPUs. others: of the engines.
 
     Returns its verdict, or why it has none. Raises ValueError for a recipe that does not fit.
     """
@@ -90,6 +92,8 @@ def check_plan(recipe: Recipe, recipe_file: str | None, partition: Partition, gp
 
     if not gpus:
         return "skipped without GPUs"
+    if others is not None and others.gpu_type != partition.gpu_type:
+        return f"skipped: the GPUs of {partition.name} and {others.name} are of two types"
     kind = (partition.gpu_type or "").lower()
     models = [key for key in GPUS if key == kind or key.split("-")[0] == kind]
     if len(models) != 1:
@@ -124,11 +128,11 @@ def _gpus(recipe: Recipe, partition: Partition, asked: Asked) -> int:
             )
     elif given and asked.slots is not None:
         raise ValueError(f"--slots: expected no GPUs with it, whose number it would be, found {given}")
-    if given > partition.gpus:
+    if not 0 <= given <= partition.gpus:
         raise ValueError(
-            f"--gpus-per-node: expected at most {partition.gpus}, what a node of {partition.name} has, found {given}"
+            f"--gpus-per-node: expected 0 to {partition.gpus}, what a node of {partition.name} has, found {given}"
         )
-    if given < 0 or (asked.nodes == 1 and 0 < given < devices):
+    if asked.nodes == 1 and 0 < given < devices:
         raise ValueError(
             f"--gpus-per-node: expected at least {devices}, one for each rank and engine device, found {given}"
         )

@@ -1,8 +1,8 @@
 """What a heterogeneous job asks Slurm for: nodes for the controller and the trainer, and others for the engines.
 
-Both components take whole nodes, so that no node is in both. Such jobs are a chain (`--chain`): Slurm 22.05 ends a
-heterogeneous job that loses a node, also with --no-kill, and queues its first component alone again, which then waits
-for the other one without end.
+Both components take whole nodes, so that no node is in both. Such jobs are a chain (`--chain`): Slurm 22.05 queues
+the first component of a heterogeneous job alone again, which then waits for the other one without end. It ends such a
+job that loses a node, also with --no-kill, where the trainer has one node; else the component runs on without it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ def components(
             f"engine (engine.devices_per_engine), found {engine_slots}"
         )
     _check_nodes("--nodes", asked.nodes, -(-ranks // slots), partition, f"{ranks} trainer ranks with {slots}")
+    if asked.nodes > 1 and 0 < gpus < partition.gpus:
+        raise ValueError(
+            f"--gpus-per-node: expected 0 or {partition.gpus}, all of a node, which the first of several whole nodes "
+            f"sees, found {gpus}"
+        )
     _check_nodes(
         "--engine-nodes",
         asked.engine_nodes,
@@ -59,7 +64,7 @@ def _gpus(recipe: Recipe, partition: Partition, given: int | None, slots: int | 
         raise ValueError(f"--{prefix}slots: expected no GPUs with it, whose number it would be, found {gpus}")
     if not 0 <= gpus <= partition.gpus:
         raise ValueError(
-            f"--{prefix}gpus-per-node: expected at most {partition.gpus}, what a node of {partition.name} has, "
+            f"--{prefix}gpus-per-node: expected 0 to {partition.gpus}, what a node of {partition.name} has, "
             f"found {gpus}"
         )
     return gpus

@@ -97,7 +97,8 @@ def submit(
         check_inputs(recipe, on_this_host=False)
         check_recipe(recipe)
         warnings.append(checks.check_shared(run, several=plan.several, anywhere=request.any_file_system))
-        fits = check_plan(recipe, recipe_file, partition, plan.gpus)
+        others = partitions[plan.engines.partition] if plan.engines is not None else None
+        fits = check_plan(recipe, recipe_file, partition, plan.gpus, others)
     with contextlib.ExitStack() as stack:
         for run in dict.fromkeys([*plan.runs, plan.script.parent.parent]):
             (run / SLURM).mkdir(parents=True, exist_ok=True)

@@ -63,7 +63,7 @@ def test_in_an_allocation_hosts_and_gpus_are_slurms(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[1-3]")
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
-    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "96")
+    monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", "128,96(x2)")
     monkeypatch.setenv("SLURMD_NODENAME", "gpu1")
     hosts = named("slurm", slots=None)
     assert [host.name for host in hosts.hosts] == ["gpu1", "gpu2", "gpu3"]
@@ -106,7 +106,6 @@ def components(tmp_path, monkeypatch):
         "JOB_NODELIST_HET_GROUP_1": "small1",
         "GPUS_ON_NODE": "8",
         "GPUS_PER_NODE_HET_GROUP_1": "l40s:4",
-        "CPUS_ON_NODE": "96",
         "JOB_CPUS_PER_NODE_HET_GROUP_0": "96(x2)",
         "JOB_CPUS_PER_NODE_HET_GROUP_1": "32",
     }.items():
@@ -150,13 +149,15 @@ def test_a_host_that_slurm_has_taken_out_of_the_job_has_left(tmp_path, monkeypat
     """`scontrol` as it answers for a job; nothing is known where it fails."""
     program = tmp_path / "scontrol"
     program.write_text(
-        '#!/bin/sh\n[ "$2" = job ] && { cat "$(dirname "$0")/job"; exit; }\n'
+        '#!/bin/sh\n[ "$2" = job ] && { [ "$4" = 5_2 ] && cat "$(dirname "$0")/job"; exit; }\n'
         'case "$3" in "gpu[1-3]") printf "gpu1\\ngpu2\\ngpu3\\n";; "gpu[1,3]") printf "gpu1\\ngpu3\\n";; esac\n'
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[1-3]")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "5")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
     hosts = named("slurm", slots=4)
     found = []
     for nodes in ("gpu[1-3]", "gpu[1,3]", "(null)"):

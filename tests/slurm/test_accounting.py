@@ -4,14 +4,17 @@ import re
 import subprocess
 
 import pytest
-from slurm_runs import JOB, WITH_STAND_INS, steps, submitted, wait_for, wait_for_end, write_recipe, write_site
+from slurm_runs import JOB, WITH_STAND_INS, steps, wait_for, wait_for_end, write_recipe, write_site
 
+from megatron_scalerl.__main__ import main
 from megatron_scalerl.slurm import cluster as slurm
 from megatron_scalerl.slurm.budget import spent
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 GPUS = 3
 """Of the job: two trainer ranks and an engine, which run on CPUs here."""
+DELAY_S = 30
+"""Between the job's start and the controller's: what is allowed to be uncharged is less."""
 
 
 @pytest.fixture
@@ -36,7 +39,12 @@ def test_the_ledger_charges_what_the_job_held_but_for_its_last_seconds(
     site = write_site(tmp_path / "site.yaml", WITH_STAND_INS, environment=environment)
     run = write_recipe(tmp_path / "r.yaml", tiny, output_dir=tmp_path)
     words = ["submit", str(tmp_path / "r.yaml"), *JOB, "--site", site, "--gpus", str(GPUS)]
-    [job] = submitted(words, capsys)
+    assert main([*words, "--dry-run"]) == 0
+    script = run / "slurm" / "job.sbatch"
+    before, line, after = script.read_text().partition("\nfor look in ")
+    assert line
+    script.write_text(f"{before}\nsleep {DELAY_S}{line}{after}")
+    job = cluster.ask("sbatch", "--parsable", str(script)).strip()
     wait_for(lambda: steps(run) >= 2, "two steps")
     subprocess.run(["scancel", "--batch", "--signal=USR1", job], check=True)
     assert wait_for_end(slurm.last_state, job) == "COMPLETED", (run / "slurm" / f"{job}.out").read_text()
@@ -44,6 +52,7 @@ def test_the_ledger_charges_what_the_job_held_but_for_its_last_seconds(
     assert [gpus for _, gpus in held] == [GPUS, GPUS]
     charged, unit = spent(run).hours * 3600 / GPUS, spent(run).unit
     total = sum(seconds for seconds, _ in held)
+    assert total >= DELAY_S * len(held)
     with capsys.disabled():
         print(f"\nsacct: {GPUS} GPUs for {total} s in two attempts; ledger: {charged:.1f} s ({unit} x 3600 / {GPUS})")
     # uncharged: the ends of both attempts, from the controller's last charge to the job's end

@@ -15,6 +15,9 @@ pytestmark = pytest.mark.slow
 ONE_EACH = ["--gpus-per-node", "4", "--engine-nodes", "1", "--engine-partition", "others"]
 ONE_EACH += ["--engine-gpus-per-node", "4", "--any-file-system", "trainer.world_size=4", "engine.count=4"]
 ONE_EACH += ["--max-requeues", "1"]
+TWO_AND_TWO = ["--nodes", "2", "--gpus-per-node", "8", "--engine-nodes", "2", "--engine-gpus-per-node", "2"]
+TWO_AND_TWO += ["trainer.world_size=16"]
+"""With ONE_EACH: two nodes each."""
 
 
 def components_of(start):
@@ -56,7 +59,9 @@ def test_what_slurm_or_the_cluster_cannot_do_is_refused(stand_in, tmp_path, caps
     for more, said in (
         (["--engine-partition", "other"], "--engine-partition: "),
         (["--engine-nodes", "3"], "--engine-nodes: expected 1 to 2, the nodes of others, found 3"),
-        (["--engine-gpus-per-node", "9"], "--engine-gpus-per-node: expected at most 8"),
+        (["--engine-gpus-per-node", "9"], "--engine-gpus-per-node: expected 0 to 8"),
+        (["--engine-gpus-per-node", "-1"], "--engine-gpus-per-node: expected 0 to 8"),
+        (["--nodes", "2", "--gpus-per-node", "2"], "--gpus-per-node: expected 0 or 8, all of a node"),
         (["--nodes", "4"], "--nodes: expected 1 for 4 trainer ranks with 4 devices each, found 4"),
         (["--engine-nodes", "0"], "--engine-partition: expected --engine-nodes with it, found none"),
     ):
@@ -84,7 +89,7 @@ class TestNodesThatFail:
 
     @pytest.mark.parametrize("lost", ["node1", "node3", "node4"])
     def test_the_next_job_goes_on_after_the_loss_of_a_node(self, lost, stand_in, cluster, capsys):
-        """Slurm ends the job, also with --no-kill; of the engines' component the other nodes see to it."""
+        """With one trainer node Slurm ends that component; the rest of the job is canceled by its other nodes."""
         more, run = stand_in("steps finish", *ONE_EACH, "--engine-nodes", "2", "--engine-gpus-per-node", "2")
         [job, later] = submitted(more, capsys)
         wait_for(lambda: len(list((run / "slurm").glob("beats-*"))) == 3, "the steps on three nodes")
@@ -97,3 +102,40 @@ class TestNodesThatFail:
         assert components_of(starts(run)[1]) == [["node2" if lost == "node1" else "node1"], ["node3", "node4"]]
         if lost == "node1":
             assert f"attempt {job}.0: the first node, node1, was lost" in status(run, capsys)
+
+    @pytest.fixture
+    def two_and_two(self, stand_in, cluster, capsys):
+        """The run, its job and the next one of the chain, once steps run on all four nodes."""
+        words, run = stand_in("steps finish", *ONE_EACH, *TWO_AND_TWO)
+        [job, later] = submitted(words, capsys)
+        wait_for(lambda: len(list((run / "slurm").glob("beats-*"))) == 4, "the steps on four nodes")
+        return run, job, later
+
+    @pytest.mark.parametrize("lost", ["node1", "node2"])
+    def test_the_next_job_goes_on_after_the_loss_of_one_of_two_trainer_nodes(
+        self, lost, two_and_two, cluster, capsys
+    ):
+        """Slurm takes the node out of the job, which runs on: without its script if that was the first one."""
+        run, job, later = two_and_two
+        cluster.kill_daemon(lost)
+        if lost == "node2":
+            wait_for(
+                lambda: cluster.ask("squeue", "-h", "-j", job, "-t", "RUNNING", "-o", "%N") == "node1\nnode[3-4]\n",
+                "node2 to leave",
+            )
+            (run / "slurm" / "broken").touch()  # as a trainer does whose ranks are lost
+        expected = "CANCELLED" if lost == "node1" else "FAILED"
+        assert wait_for_end(slurm.last_state, job) == expected, output_of(run, job)
+        if lost == "node2":
+            assert "nodes were lost: node2; the next job of the chain goes on" in output_of(run, job)
+        cluster.start_daemon(lost)
+        assert wait_for_end(slurm.last_state, later, 180) == "COMPLETED", output_of(run, later)
+        assert components_of(starts(run)[1]) == [["node1", "node2"], ["node3", "node4"]]
+
+    def test_the_run_goes_on_without_one_of_two_engine_nodes(self, two_and_two, cluster, capsys):
+        run, job, _ = two_and_two
+        cluster.kill_daemon("node3")
+        wait_for(lambda: "node3 failed and has left the job" in status(run, capsys), "node3 to leave")
+        assert slurm.last_state(job) == "RUNNING"
+        (run / "slurm" / "enough").touch()
+        assert wait_for_end(slurm.last_state, job) == "COMPLETED", output_of(run, job)

@@ -78,7 +78,6 @@ def test_several_nodes_are_checked_before_the_controller_starts_on_the_first(tmp
     program = f"{shlex.quote(sys.executable)} -m megatron_scalerl"
     first, second = f"role preflight {program} {check}\n", f"role controller {program} {train}\n"
     assert text.index(first) < text.index(second)
-    assert 'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_ON_NODE"' in text
     one = checked(PLAN, tmp_path)
     assert not any(word in one for word in ("--no-kill", "--hosts", "doctor", "ExcNodeList", "preflight"))
 

@@ -1,6 +1,7 @@
 """`megatron-scalerl submit` on a real Slurm: refusals, arrays, requeues, chains, a whole run."""
 
 import json
+import subprocess
 
 import pytest
 from slurm_runs import (
@@ -35,7 +36,7 @@ def refusal(words, capsys):
     ("options", "said"),
     [
         (["--partition", "gqu"], unknown_key("gqu", ["gpu", "others"], expected="a partition of this cluster")),
-        (["--gpus", "9"], "--gpus-per-node: expected at most 8, what a node of gpu has, found 9"),
+        (["--gpus", "9"], "--gpus-per-node: expected 0 to 8, what a node of gpu has, found 9"),
         (["--gpus-per-node", "2"], "--gpus-per-node: expected at least 3"),
         (["--cpus", "17"], "--cpus: expected 1 to 16"),
         (["--time", "1"], "--time: expected at least 75 s"),
@@ -115,6 +116,27 @@ def test_an_array_goes_on_without_the_run_that_fails(stand_in, tmp_path, capsys)
     assert f"job {job}_1: FAILED" in said and "last error: controller: exit code 3: the stand-in fails with 3" in said
     assert main(["submit", "--status", str(tmp_path / "c")]) == 0
     assert "finished: all steps are made" in capsys.readouterr().out
+
+
+def test_a_saved_run_of_an_array_is_queued_again_alone(stand_in, tmp_path, capsys):
+    """Also the last one, whose SLURM_JOB_ID is the array's."""
+    folder = tmp_path / "study"
+    folder.mkdir()
+    for name in ("a", "b"):
+        words, _ = stand_in("wait finish", name=name)
+        (tmp_path / f"{name}.yaml").rename(folder / f"{name}.yaml")
+    [job] = submitted(["submit", "--array", str(folder), "--throttle", "2", *words[2:], "--gpus", "0"], capsys)
+    [first, last] = [
+        wait_for(lambda name=name: starts(tmp_path / name), "the start of the program")[0]["environment"]
+        for name in ("a", "b")
+    ]
+    assert first["SLURM_JOB_ID"] != last["SLURM_JOB_ID"] == job
+    subprocess.run(["scancel", "--batch", "--signal=USR1", f"{job}_1"], check=True)
+    assert wait_for_end(slurm.last_state, f"{job}_1") == "COMPLETED"
+    assert slurm.last_state(f"{job}_0") == "RUNNING"
+    assert [len(starts(tmp_path / name)) for name in ("a", "b")] == [1, 2]
+    slurm.cancel([f"{job}_0"])
+    assert wait_for_end(slurm.last_state, f"{job}_0") == "CANCELLED"
 
 
 @pytest.mark.full

@@ -11,5 +11,7 @@ export SLURM_EXPORT_ENV=ALL  # steps get what is set above, not only what --expo
 {% if cpus %}
 export SRUN_CPUS_PER_TASK={{ cpus }}  # since Slurm 22.05 srun does not read SLURM_CPUS_PER_TASK
 {% else %}
-[ -z "${SLURM_CPUS_ON_NODE:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_ON_NODE"  # a step gets one CPU unless it asks for more
+# a step gets one CPU unless it asks for more: those of the smallest node
+cpus=$(tr , '\n' <<<"${SLURM_JOB_CPUS_PER_NODE:-}" | sed 's/(.*//' | sort -n | head -n 1)
+[ -z "$cpus" ] || export SRUN_CPUS_PER_TASK="$cpus"
 {% endif %}
