@@ -57,9 +57,14 @@ class Validations:
         self._task: asyncio.Task[None] | None = None
 
     def due(self, step: int) -> bool:
-        """True if this step's validation is not recorded; it may be missing after a restart, too."""
+        """True if `step` is a multiple of validation.every_steps, or the first step asked for from one on.
+
+        Not if the validation is recorded or in progress. It may be missing after a restart, too.
+        """
         every = self._recipe.validation.every_steps
-        return bool(every) and step % every == 0 and not self._metrics.has_validation(step)
+        if not every or self._task is not None:
+            return False
+        return step // every > self._metrics.last_validation(step) // every
 
     def begin(self, step: int, batches: int, *, last: bool = False) -> None:
         """Start a validation of version `step`. batches: charged so far. last: of the run."""

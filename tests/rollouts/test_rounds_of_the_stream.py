@@ -128,7 +128,7 @@ async def train(folder, versions, *, max_in_flight, stop_after=None):
     unfinished = [
         Admission(group_id=e.group_id, prompt=by_id[e.prompt_id], epoch=e.epoch) for e in history.to_reissue(ready)
     ]
-    stream.restore(list(ready.values()), unfinished)
+    stream.restore(list(ready.values()), unfinished, len(history.batches))
     stream.start(versions[0])
     batches = []
     try:
