@@ -13,8 +13,7 @@ A step (`_train`, `_train_on`):
    policy version, and the batch is counted as skipped.
 3. The trainer ranks make one optimizer step. Meanwhile the engines continue to generate, and the next batch is
    taken and sent if the gate releases it for the next version (`sending`). Its step 2 comes in its turn.
-4. The weights are published (ppo_off_policy: after the last batch of a phase), the ledger is charged and the step's
-   record is written.
+4. The weights are published (ppo_off_policy: after a phase's last batch), the ledger is charged, the step recorded.
 5. Every validation.every_steps a validation starts (ppo_off_policy: at the end of the phase), every
    checkpoint.every_steps a checkpoint is written.
 
