@@ -127,6 +127,11 @@ class RolloutsSection(Section):
         """Batches from one weight update to the next: 1, or those of a phase."""
         return self.updates_per_phase if self.schedule == "ppo_off_policy" else 1
 
+    @property
+    def staleness_bound(self) -> int:
+        """Most optimizer steps between a completion's first token and its training."""
+        return self.max_staleness_steps if self.schedule == "pipeline" else self.updates_per_phase - 1
+
     @model_validator(mode="after")
     def _bounded_phases(self) -> "RolloutsSection":
         default = type(self).model_fields["updates_per_phase"].default
