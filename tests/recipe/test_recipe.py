@@ -65,6 +65,19 @@ def test_every_spelling_of_a_number_is_one(path, text):
         ),
         ("rollouts.temperature=3", "rollouts.temperature: input should be less than or equal to 2, found 3"),
         ("rollouts.temperature=0", "rollouts.temperature: input should be greater than or equal to 0.01, found 0"),
+        ("rollouts.schedule=ppo", "rollouts.schedule: input should be 'pipeline' or 'ppo_off_policy', found 'ppo'"),
+        (
+            "rollouts.updates_per_phase=4",
+            "updates_per_phase: expected its default 8 with schedule pipeline .* found 4",
+        ),
+        (
+            "rollouts={schedule: ppo_off_policy, max_staleness_steps: 6}",
+            r"updates_per_phase: expected at most max_staleness_steps 6 \+ 1 \(the last batch of a phase .*, found 8",
+        ),
+        (
+            "rollouts={schedule: ppo_off_policy, updates_per_phase: 10}",
+            r"updates_per_phase: expected at most max_staleness_steps 8 \+ 1 .*, found 10",
+        ),
         ("interruption.thinking_tokens=[5, 2]", r"expected 1 <= low <= high, found \[5, 2\]"),
         ("engine.vllm.max_model_len=100", "engine.vllm.max_model_len: expected at least 16385"),
         ("policy=7", "policy"),
@@ -76,6 +89,18 @@ def test_mistakes_are_one_line(path, override, said):
         load_recipe(path, [override])
     assert "\n" not in str(error.value)
     assert str(path) in str(error.value)
+
+
+def test_what_bounds_the_age_of_a_batch(path):
+    for overrides, every, bound in (
+        ([], 1, 8),
+        (["max_staleness_steps=0"], 1, 0),
+        (["schedule=ppo_off_policy"], 8, 7),
+        (["schedule=ppo_off_policy", "updates_per_phase=1", "max_staleness_steps=0"], 1, 0),
+        (["schedule=ppo_off_policy", "updates_per_phase=9"], 9, 8),
+    ):
+        rollouts = load_recipe(path, [f"rollouts.{each}" for each in overrides]).rollouts
+        assert (rollouts.batches_per_update, rollouts.staleness_bound) == (every, bound)
 
 
 TASKS = "name: t\nsteps: 3\npolicy: {path: x}\nprompts:\n  tasks:\n    math: {path: m, weight: 3}\n"
