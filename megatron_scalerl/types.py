@@ -180,7 +180,7 @@ class Score:
     correct: bool
     """True if the answer was accepted. A truncated completion is never correct."""
     reward: float
-    """The reward that enters the advantage (recipe: rewards.correct / rewards.incorrect)."""
+    """The reward that enters the advantage (recipe: rewards.correct / rewards.incorrect, rewards.length_penalty)."""
     reason: str = ""
     """One word if the verdict is not a plain comparison: timeout, memory, crash, error, no_answer, truncated."""
 

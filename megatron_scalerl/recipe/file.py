@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -130,8 +130,9 @@ def valid_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[st
         yield prefix + name
         if info.annotation == PromptsSection.model_fields["tasks"].annotation:
             yield from valid_keys(TaskSection, f"{prefix}{name}.NAME.")
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            yield from valid_keys(info.annotation, f"{prefix}{name}.")
+        for annotation in (info.annotation, *get_args(info.annotation)):
+            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+                yield from valid_keys(annotation, f"{prefix}{name}.")
 
 
 def _keys_beside(key: str) -> list[str]:

@@ -194,6 +194,25 @@ class InterruptionSection(Section):
         return self
 
 
+class LengthPenaltySection(Section):
+    """The length penalty of section 3.8 of the paper, added to the reward of correct completions:
+    clip((max_tokens - length) / cache_tokens - 1, -1, 0). Length: sampled tokens (not specified by the paper)."""
+
+    max_tokens: PositiveInt = 14336
+    """L_max: length from which a correct completion loses 1 (tokens; the paper: 14k, which is its whole output of
+    14,336 in section 2)."""
+    cache_tokens: PositiveInt = 2048
+    """L_cache: the penalty grows over this many tokens before max_tokens (the paper: 2k)."""
+
+    @model_validator(mode="after")
+    def _within(self) -> "LengthPenaltySection":
+        if self.cache_tokens > self.max_tokens:
+            raise ValueError(
+                f"cache_tokens: expected at most max_tokens {self.max_tokens}, found {self.cache_tokens}"
+            )
+        return self
+
+
 class RewardsSection(Section):
     """How completions are scored."""
 
@@ -205,6 +224,10 @@ class RewardsSection(Section):
     """Reward of an accepted answer (the paper: +1)."""
     incorrect: float = -1.0
     """Reward of any other completion (the paper: -1)."""
+    length_penalty: LengthPenaltySection | None = None
+    """Penalty on the length of correct completions, the paper's alternative to interruptions; {} for its numbers.
+    Pass rates and no-positive-resampling depend on correctness alone. The rewards of a group whose completions are
+    all correct may differ by it: the zero-variance filter keeps such a group. null: none."""
     workers: PositiveInt | None = None
     """Verifier processes. null: one for each CPU available to the controller, at most 8."""
     cpu_s: PositiveFloat = 2.0
@@ -240,7 +263,8 @@ class FiltersSection(Section):
     """Which groups are trained on."""
 
     zero_variance: bool = True
-    """Drop groups whose rewards are all equal, without refill (section 3.2 of the paper)."""
+    """Drop groups whose rewards are all equal, without refill (section 3.2 of the paper). A length penalty makes
+    rewards differ among correct completions."""
     max_empty_batches: PositiveInt = 50
     """The run ends after this many consecutive batches that are empty after filtering."""
 

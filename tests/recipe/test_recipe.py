@@ -1,6 +1,7 @@
 """Recipes: every file loads, mistakes are one line that names file and key, the resolved form loads again."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -65,6 +66,14 @@ def test_every_spelling_of_a_number_is_one(path, text):
         ),
         ("rollouts.temperature=3", "rollouts.temperature: input should be less than or equal to 2, found 3"),
         ("rollouts.temperature=0", "rollouts.temperature: input should be greater than or equal to 0.01, found 0"),
+        (
+            "rewards.length_penalty={max_token: 9}",
+            "found rewards.length_penalty.max_token; the nearest is rewards.length_penalty.max_tokens",
+        ),
+        (
+            "rewards.length_penalty={max_tokens: 9, cache_tokens: 10}",
+            "cache_tokens: expected at most max_tokens 9, found 10",
+        ),
         ("rollouts.schedule=ppo", "rollouts.schedule: input should be 'pipeline' or 'ppo_off_policy', found 'ppo'"),
         (
             "rollouts.updates_per_phase=4",
@@ -194,10 +203,12 @@ def test_every_old_key_has_a_valid_new_name_in_the_same_section_and_a_row_in_the
 def test_every_field_says_what_it_is():
     def undocumented(model, prefix=""):
         for name, info in model.model_fields.items():
-            if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
-                yield from undocumented(info.annotation, f"{prefix}{name}.")
-            elif not info.description:
+            parts = (info.annotation, *get_args(info.annotation))
+            sections = [part for part in parts if isinstance(part, type) and issubclass(part, Section)]
+            for section in sections:
+                yield from undocumented(section, f"{prefix}{name}.")
+            if not info.description and info.annotation not in sections:
                 yield prefix + name
 
     assert list(undocumented(Recipe)) == []
-    assert "loss.max_is_weight" in set(valid_keys())
+    assert {"loss.max_is_weight", "rewards.length_penalty.cache_tokens"} <= set(valid_keys())
