@@ -198,19 +198,12 @@ class LengthPenaltySection(Section):
     """The length penalty of section 3.8 of the paper, added to the reward of correct completions:
     clip((max_tokens - length) / cache_tokens - 1, -1, 0). Length: sampled tokens (not specified by the paper)."""
 
-    max_tokens: PositiveInt = 14336
-    """L_max: length from which a correct completion loses 1 (tokens; the paper: 14k, which is its whole output of
-    14,336 in section 2)."""
-    cache_tokens: PositiveInt = 2048
-    """L_cache: the penalty grows over this many tokens before max_tokens (the paper: 2k)."""
-
-    @model_validator(mode="after")
-    def _within(self) -> "LengthPenaltySection":
-        if self.cache_tokens > self.max_tokens:
-            raise ValueError(
-                f"cache_tokens: expected at most max_tokens {self.max_tokens}, found {self.cache_tokens}"
-            )
-        return self
+    max_tokens: PositiveInt | None = None
+    """L_max: length from which a correct completion loses 1 (tokens; the paper: 14k). null: the longest completion,
+    interruption.thinking_tokens[1] + answer_tokens, which is 14,336 with the paper's numbers."""
+    cache_tokens: PositiveInt | None = None
+    """L_cache: the penalty grows over this many tokens before max_tokens (the paper: 2k). null: a seventh of
+    max_tokens, as in the paper."""
 
 
 class RewardsSection(Section):
@@ -225,7 +218,7 @@ class RewardsSection(Section):
     incorrect: float = -1.0
     """Reward of any other completion (the paper: -1)."""
     length_penalty: LengthPenaltySection | None = None
-    """Penalty on the length of correct completions, the paper's alternative to interruptions; {} for its numbers.
+    """Penalty on the length of correct completions, the paper's alternative to interruptions; {}: with its limits.
     Pass rates and no-positive-resampling depend on correctness alone. The rewards of a group whose completions are
     all correct may differ by it: the zero-variance filter keeps such a group. null: none."""
     workers: PositiveInt | None = None

@@ -72,7 +72,7 @@ def test_every_spelling_of_a_number_is_one(path, text):
         ),
         (
             "rewards.length_penalty={max_tokens: 9, cache_tokens: 10}",
-            "cache_tokens: expected at most max_tokens 9, found 10",
+            "rewards.length_penalty.cache_tokens: expected at most max_tokens 9, found 10",
         ),
         ("rollouts.schedule=ppo", "rollouts.schedule: input should be 'pipeline' or 'ppo_off_policy', found 'ppo'"),
         (
@@ -98,6 +98,21 @@ def test_mistakes_are_one_line(path, override, said):
         load_recipe(path, [override])
     assert "\n" not in str(error.value)
     assert str(path) in str(error.value)
+
+
+def test_the_length_penalty_has_the_limits_of_the_completions(path):
+    assert load_recipe(path).length_penalty is None
+    short = "interruption={thinking_tokens: [44, 52], answer_tokens: 4}"
+    for given, more, limits in (
+        ("{}", [], (14336, 2048)),
+        ("{}", [short], (56, 8)),
+        ("{max_tokens: 21}", [short], (21, 3)),
+        ("{cache_tokens: 5}", [short], (56, 5)),
+        ("{max_tokens: 6}", [], (6, 1)),
+    ):
+        recipe = load_recipe(path, [f"rewards.length_penalty={given}", *more])
+        for found in (recipe.length_penalty, tasks_of(recipe)[0].rewards.length_penalty):
+            assert (found.max_tokens, found.cache_tokens) == limits
 
 
 def test_what_bounds_the_age_of_a_batch(path):

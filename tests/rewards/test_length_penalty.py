@@ -10,13 +10,16 @@ from verifier_pools import RIGHT, WRONG, pool_of, prompt, wrong
 from megatron_scalerl.batching import rollout_bytes
 from megatron_scalerl.batching.advantages import samples_of
 from megatron_scalerl.prompts.curriculum import Curriculum
+from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.sections import LengthPenaltySection
 from megatron_scalerl.rewards.length_penalty import length_penalty, penalized
 from megatron_scalerl.rollouts.decoder_pool import Decoded
 from megatron_scalerl.rollouts.sampler import Sampler
 from megatron_scalerl.types import Prompt, Score
 
-PAPER = LengthPenaltySection()
+PAPER = Recipe(
+    name="r", steps=1, policy={"path": "p"}, prompts={"path": "q"}, rewards={"length_penalty": {}}
+).length_penalty
 SMALL = {"max_tokens": 10, "cache_tokens": 4}
 
 
