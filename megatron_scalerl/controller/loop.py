@@ -103,8 +103,6 @@ class Controller:
     ) -> None:
         """start: the checkpoint to resume from. history: the journal at the start of this attempt."""
         self._recipe, self._prompts = recipe, prompts.training
-        deterministic = recipe.rollouts.deterministic
-        self._one_by_one = deterministic or recipe.rollouts.schedule == "ppo_off_policy"
         self._folder, self._fleet = folder, fleet
         self._start, self._history = start, history
         self._sync, self._probe, self._saving = sync, probe, saving
@@ -112,7 +110,7 @@ class Controller:
         self._meter, self._ledger, self._progress = meter, meter.ledger, progress
         self._step = self._saved_step = start.step
         self._batches, self._skipped_in_a_row = start.batches, 0
-        rounds = Rounds(fleet.engines, timeout_s=recipe.weights.timeout_s) if deterministic else None
+        rounds = Rounds(fleet.engines, timeout_s=recipe.weights.timeout_s) if recipe.rollouts.deterministic else None
         self._metrics = Metrics(
             folder.path,
             recipe.name,
@@ -211,7 +209,7 @@ class Controller:
         """One batch: at most one optimizer step and one new policy version. sent: the batch, if it was sent ahead."""
         async with self._saving.uninterrupted():
             await self._train_batch(groups, waited, sent)
-        if self._phase_over and self._one_by_one:
+        if self._phase_over and self._recipe.rollouts.one_by_one:
             await self._validations.end(self._while_current)
             await self._stream.trained(self._step)
 
@@ -252,7 +250,7 @@ class Controller:
             return record
         if self._step > before:
             record = await self._publish()
-        if not self._one_by_one:
+        if not self._recipe.rollouts.one_by_one:
             await self._stream.trained(self._step)
         if self._step > before:
             every = self._recipe.weights.probe_every

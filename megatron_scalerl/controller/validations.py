@@ -74,9 +74,9 @@ class Validations:
         generations = settings.end_generations if at_an_end else None
         logger.info("validation of version %d", step)
         ledger = self._meter.ledger
-        hours, hours_total = ledger.axis_at(batches), ledger.hours()
+        compute, compute_total = ledger.axis_at(batches), ledger.hours()
         self._task = asyncio.create_task(
-            self._validate(step, generations or settings.generations, hours, hours_total),
+            self._validate(step, generations or settings.generations, compute, compute_total),
             name=f"validation of version {step}",
         )
 
@@ -104,9 +104,13 @@ class Validations:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _validate(self, step: int, generations: int, hours: float, hours_total: float) -> None:
+    async def _validate(self, step: int, generations: int, compute: float, compute_total: float) -> None:
         pass_rate, by_prompt = await self._validator.validate(
-            step, generations=generations, gpu_hours=hours, gpu_hours_total=hours_total
+            step,
+            generations=generations,
+            compute=compute,
+            compute_total=compute_total,
+            unit=self._meter.ledger.unit,
         )
         self._metrics.validation(pass_rate, by_prompt=by_prompt)
         self._progress.validation(pass_rate)

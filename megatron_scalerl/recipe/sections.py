@@ -128,6 +128,11 @@ class RolloutsSection(Section):
         return self.updates_per_phase if self.schedule == "ppo_off_policy" else 1
 
     @property
+    def one_by_one(self) -> bool:
+        """True if new groups start only after the validation that follows a weight update, not beside it."""
+        return self.deterministic or self.schedule == "ppo_off_policy"
+
+    @property
     def staleness_bound(self) -> int:
         """Most optimizer steps between a completion's first token and its training."""
         return self.max_staleness_steps if self.schedule == "pipeline" else self.updates_per_phase - 1

@@ -50,11 +50,7 @@ def overlay(folder, name):
 
 
 def test_every_file_is_a_row():
-    found = {
-        (path.parent.name, path.stem)
-        for folder in ("ablations", "baselines")
-        for path in overlay(folder, "x").parent.iterdir()
-    }
+    found = {(path.parent.name, path.stem) for folder in OVERLAYS for path in (ROOT / "recipes" / folder).iterdir()}
     assert found == set(ROWS)
 
 

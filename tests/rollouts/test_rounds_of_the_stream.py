@@ -218,7 +218,9 @@ def test_validation_in_rounds_reaches_the_engines_the_same_way_each_time():
                 count_tokens=lambda tokens: None,
                 rounds=Rounds(members, timeout_s=30),
             )
-            result, by_prompt = await validator.validate(3, generations=3, gpu_hours=0.0, gpu_hours_total=0.0)
+            result, by_prompt = await validator.validate(
+                3, generations=3, compute=0.0, compute_total=0.0, unit="device_hours"
+            )
             return result, by_prompt, [engine.batches for engine in engines]
 
         return asyncio.run(run())
