@@ -305,7 +305,8 @@ class ValidationSection(Section):
     """Mean@k on held-out prompts."""
 
     every_steps: NonNegativeInt = 100
-    """Optimizer steps between validations, from step 0 (the paper: 100). 0: none."""
+    """Optimizer steps between validations, from step 0 (the paper: 100). ppo_off_policy: a validation that is due
+    within a phase is made at its end, of the version that the engines get then. 0: none."""
     prompts: PositiveInt | None = None
     """Number of held-out prompts to use, of each task in a mixture. null: all."""
     generations: PositiveInt = 16

@@ -57,7 +57,14 @@ def test_phases_cost_more_than_the_pipeline_and_are_as_old_as_they_may_be(capsys
         assert main([*args, "--json", "-"]) == 0
         found.append(json.loads(capsys.readouterr().out))
     pipeline, phases = found
-    assert phases["gpu_hours_per_1000_steps"] > pipeline["gpu_hours_per_1000_steps"]
+    costs = [plan["gpu_hours_per_1000_steps"] for plan in (pipeline, phases)]
+    page = " ".join((ROOT / "docs" / "ablations.md").read_text().split())
+    idle = f"{100 * phases['timing']['engines_idle']:.0f} %"
+    assert (
+        f"predicts {costs[1]:,.0f} GPU-hours per 1,000 steps for `ppo_off_policy_8.yaml`, engines idle for {idle}"
+        in page
+    )
+    assert costs[1] > costs[0] and f"and {costs[0]:,.0f} for `scalerl.yaml`" in page
     assert (phases["timing"]["staleness_mean"], phases["timing"]["staleness_max"]) == (3.5, 7)
     assert main(args) == 0
     text = " ".join(capsys.readouterr().out.split())
