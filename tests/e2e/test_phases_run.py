@@ -1,5 +1,7 @@
 """The schedule ppo_off_policy with a trainer rank and an engine: generation and training alternate."""
 
+import shutil
+
 import pytest
 from whole_runs import overrides, run
 
@@ -20,6 +22,8 @@ def test_phases_of_three_batches(tiny_dense, tmp_path):
         "validation.every_steps=2",
         "rewards.verifier=tests.e2e.coin:toss",  # every batch makes a step
         "optimizer.lr=1e-4",
+        "checkpoint.every_steps=1",
+        "checkpoint.keep=9",
     )
     run("-m", "megatron_scalerl", "train", "recipes/tiny_cpu.yaml", *settings)
     folder = tmp_path / "phases"
@@ -48,3 +52,14 @@ def test_phases_of_three_batches(tiny_dense, tmp_path):
     assert min(rows[i]["mismatch_max"] for i in (1, 2, 4, 5)) > max(rows[i]["mismatch_max"] for i in (0, 3))
     validations = [(r["step"], r["policy_version"]) for r in read_jsonl(folder / "validation.jsonl")]
     assert validations == [(0, 0), (3, 3), (6, 6)]
+
+    # resumed within the second phase: the rest of it is trained on again, from the journal, to the same bits
+    for step in (5, 6):
+        shutil.rmtree(folder / "checkpoints" / f"step_{step:06d}")
+    journal = (folder / "journal.jsonl").read_bytes()
+    run("-m", "megatron_scalerl", "train", "recipes/tiny_cpu.yaml", *settings)
+    again = read_jsonl(folder / "metrics.jsonl")
+    keys = ("step", "batches", "loss", "grad_norm", "staleness_max", "weight_digest")
+    assert [[r.get(key) for key in keys] for r in again] == [[r.get(key) for key in keys] for r in rows]
+    assert (folder / "journal.jsonl").read_bytes() == journal
+    assert (folder / "checkpoints" / "step_000006" / "COMMIT").is_file()
