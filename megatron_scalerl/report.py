@@ -16,6 +16,7 @@ from rich.console import Console
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.fit.forecast import fit
 from megatron_scalerl.fit.formatting import unit_name
+from megatron_scalerl.fit.inputs import with_compute
 from megatron_scalerl.fit.plot import plot_forecast
 from megatron_scalerl.fit.result import ForecastEvaluation
 from megatron_scalerl.fit.tables import Table
@@ -23,7 +24,7 @@ from megatron_scalerl.recipe.file import read_run_recipe
 
 BOOTSTRAP_DRAWS = 10_000
 Rows = Sequence[dict[str, Any]]
-"""Rows of validation.jsonl."""
+"""Rows of validation.jsonl, with `fit.inputs.with_compute`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ def report(run_dir: str | Path, console: Console) -> None:
     Raises ValueError for a missing, empty or invalid file, OSError if the figure cannot be written.
     """
     run_dir = Path(run_dir)
-    rows = read_rows(run_dir / "validation.jsonl")
+    rows = [with_compute(row) for row in read_rows(run_dir / "validation.jsonl")]
     recipe = read_run_recipe(run_dir)
     ledger = read_rows(run_dir / "ledger.jsonl")
     unit = str(ledger[0]["unit"])
@@ -91,7 +92,7 @@ def evaluate(
 ) -> ForecastEvaluation:
     """Fit the rows of the first part and compare the forecast with the rest. start: the row of step 0."""
     result = fit(
-        [row["gpu_hours"] for row in fitted],
+        [row["compute"] for row in fitted],
         [row["pass_rate"] for row in fitted],
         initial=start["pass_rate"],
         method=method,
@@ -100,7 +101,7 @@ def evaluate(
         name=name,
         unit=unit,
     )
-    return result.evaluate([row["gpu_hours"] for row in unseen], [row["pass_rate"] for row in unseen])
+    return result.evaluate([row["compute"] for row in unseen], [row["pass_rate"] for row in unseen])
 
 
 def gains_by_task(run_dir: str | Path, last: dict[str, Any]) -> dict[str, Gain]:

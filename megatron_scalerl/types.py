@@ -180,7 +180,7 @@ class Score:
     correct: bool
     """True if the answer was accepted. A truncated completion is never correct."""
     reward: float
-    """The reward that enters the advantage (recipe: rewards.correct / rewards.incorrect)."""
+    """The reward that enters the advantage (recipe: rewards.correct / rewards.incorrect, rewards.length_penalty)."""
     reason: str = ""
     """One word if the verdict is not a plain comparison: timeout, memory, crash, error, no_answer, truncated."""
 
@@ -364,8 +364,9 @@ class PassRate:
         ...     pass_rate=0.61,
         ...     prompts=1000,
         ...     generations=16,
-        ...     gpu_hours=820.5,
-        ...     gpu_hours_total=871.2,
+        ...     compute=820.5,
+        ...     compute_total=871.2,
+        ...     unit="gpu_hours",
         ...     truncated_share=0.01,
         ...     interrupted_share=0.06,
         ...     mean_completion_tokens=6120.4,
@@ -379,10 +380,12 @@ class PassRate:
     prompts: int
     generations: int
     """Completions per prompt (k)."""
-    gpu_hours: float
-    """GPU-hours so far without validation (device-hours without GPUs)."""
-    gpu_hours_total: float
-    """GPU-hours so far with validation."""
+    compute: float
+    """Device-hours of trainer and engines so far, without validation: the forecast's compute axis."""
+    compute_total: float
+    """Device-hours of all roles so far."""
+    unit: ComputeUnit
+    """Of both: the ledger's."""
     truncated_share: float
     interrupted_share: float
     mean_completion_tokens: float

@@ -15,7 +15,7 @@ from megatron_scalerl.rollouts.store import read_block, segment_path
 
 
 def to_old_folder(run_dir: Path, groups_per_file: int = 1024) -> None:
-    """Rewrite groups, events and the controller's state of checkpoints; segments are deleted."""
+    """Rewrite groups, events, validations and the controller's state of checkpoints; segments are deleted."""
     folder = run_dir / "rollouts"
     rows: dict[str, list[dict]] = {}
     for event in read_history(run_dir).events:
@@ -38,6 +38,7 @@ def to_old_folder(run_dir: Path, groups_per_file: int = 1024) -> None:
     rewrite(
         run_dir / "journal.jsonl", [_old_event(e, groups_per_file) for e in read_jsonl(run_dir / "journal.jsonl")]
     )
+    rewrite(run_dir / "validation.jsonl", [_old_validation(r) for r in read_jsonl(run_dir / "validation.jsonl")])
     for _, path in committed(run_dir / "checkpoints"):
         facts = {key: value for key, value in read_commit(path).items() if key not in ("files", "sha256")}
         state = json.loads((path / "controller.json").read_bytes())
@@ -49,6 +50,11 @@ def to_old_folder(run_dir: Path, groups_per_file: int = 1024) -> None:
 
 def file_of(group_id: int, groups_per_file: int = 1024) -> str:
     return f"groups-{group_id // groups_per_file:05d}.jsonl"
+
+
+def _old_validation(row: dict) -> dict:
+    old = {"compute": "gpu_hours", "compute_total": "gpu_hours_total"}
+    return {old.get(key, key): value for key, value in row.items() if key != "unit"}
 
 
 def _old_event(event: dict, groups_per_file: int) -> dict:

@@ -12,7 +12,7 @@ import os
 import random
 import selectors
 import shutil
-from collections.abc import Container
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -266,10 +266,11 @@ def attempt(
     flat_groups: Container[int] = (),
     lost: dict[tuple[int, int, int], int] | None = None,
     send_s: float = 0.0,
+    changes: Sequence[tuple[float, Callable[[Membership], None]]] = (),
 ) -> Outcome:
     """One attempt, to its end or until it is killed at a moment or in a write, or asked to save and exit.
 
-    send_s: for sending a batch to the trainer.
+    send_s: for sending a batch to the trainer. changes: what happens to the engines, and when.
     power_loss: truncate every file to its last synced length.
     """
     loop = VirtualTimeLoop()
@@ -283,7 +284,7 @@ def attempt(
         loop.call_at(save_at_s, saving.request)
     try:
         folder = RunFolder(settings)
-        reason = loop.run_until_complete(_attempt(loop, settings, folder, trainer, sampler, saving))
+        reason = loop.run_until_complete(_attempt(loop, settings, folder, trainer, sampler, saving, changes))
     except (Killed, RuntimeError, asyncio.CancelledError):
         if not killer.dead and not saving.requested:
             raise
@@ -365,8 +366,10 @@ class _Killer:
         return guarded
 
 
-async def _attempt(loop, settings, folder, trainer, sampler, saving) -> str:
+async def _attempt(loop, settings, folder, trainer, sampler, saving, changes) -> str:
     engines = Membership.of([StandInEngine()], version=None)
+    for at_s, change in changes:
+        loop.call_at(at_s, change, engines)
     start, history = resume_point(folder.path, read_commit), read_history(folder.path)
     check_history(folder.path, history, start)
     devices = Devices(unit="device_hours", trainer=1, engine=2)

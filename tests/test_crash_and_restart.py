@@ -15,6 +15,7 @@ from megatron_scalerl.checkpoints.commit import read_commit
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.controller.meter import HEARTBEAT_S
 from megatron_scalerl.controller.run_folder import resume_point
+from megatron_scalerl.fit.inputs import read_curves, with_compute
 from megatron_scalerl.rollouts.history import Finish, read_groups, read_history
 
 DEVICES = 3
@@ -24,7 +25,8 @@ WHOLE_S = 40
 def curve(folder):
     """Step -> device-seconds on the forecast's axis, at each step and each validation."""
     steps = {r["step"]: 3600 * r["device_hours"] for r in read_jsonl(folder / "metrics.jsonl")}
-    validations = {r["step"]: 3600 * r["gpu_hours"] for r in read_jsonl(folder / "validation.jsonl")}
+    rows = [with_compute(r) for r in read_jsonl(folder / "validation.jsonl")]
+    validations = {r["step"]: 3600 * r["compute"] for r in rows}
     return steps, validations
 
 
@@ -292,6 +294,22 @@ def test_the_run_of_an_earlier_version_goes_on(tmp_path, uncrashed):
     assert after[: len(before.batches)] == before.batches
     assert second.completions == {b.step: {(g, i) for g in b.group_ids for i in range(4)} for b in after[3:]}
     assert resume_point(folder, read_commit).position is not None
+
+
+def test_the_validations_of_an_earlier_version_are_read_beside_new_ones(tmp_path, uncrashed):
+    """They called device-hours gpu_hours. `fit` reads the folder, or the file alone, and the report its compute."""
+    settings = recipe(tmp_path)
+    attempt(settings, kill_at_s=28)
+    folder = tmp_path / "r"
+    to_old_folder(folder)
+    attempt(settings)
+    rows = read_jsonl(folder / "validation.jsonl")
+    assert {row["step"]: row.get("unit") for row in rows} == {0: None, 2: None, 4: None, 6: "device_hours"}
+    assert [("gpu_hours" in row, "compute" in row) for row in rows] == [(True, False)] * 3 + [(False, True)]
+    (new,), (found,), (alone,) = (read_curves(p) for p in (uncrashed[2], folder, folder / "validation.jsonl"))
+    assert new.unit == found.unit == alone.unit == "device_hours"
+    assert found.compute.tolist() == alone.compute.tolist() and len(found.compute) == len(new.compute) == 3
+    assert all(abs(a - b) <= DEVICES * 6 / 3600 for a, b in zip(found.compute, new.compute, strict=True))
 
 
 def test_a_journal_behind_its_checkpoint_is_refused(tmp_path):

@@ -25,8 +25,9 @@ def write_run(folder, *, steps=20, noise=0.0):
                 "pass_rate": float(value),
                 "prompts": 200,
                 "generations": 4,
-                "gpu_hours": hours,
-                "gpu_hours_total": hours * 1.2,
+                "compute": hours,
+                "compute_total": hours * 1.2,
+                "unit": "device_hours",
                 "truncated_share": 0.0,
                 "interrupted_share": 0.05,
                 "mean_completion_tokens": 25.0,
@@ -88,6 +89,18 @@ def test_the_report_prints_gain_ledger_and_forecast(tmp_path):
     assert "device-hours: 4 held: trainer 3 (75%), engine 1 (25%)" in text
     assert "robust: error of the forecast mean" in text and "paper: error of the forecast mean" in text
     assert (tmp_path / "forecast.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_report_of_a_run_of_an_earlier_version_is_the_same(tmp_path, capsys):
+    """Its validations called device-hours gpu_hours."""
+    write_run(tmp_path, noise=0.01)
+    report(tmp_path, Console(markup=False, width=200))
+    new, path = capsys.readouterr().out, tmp_path / "validation.jsonl"
+    text = path.read_text().replace('"compute', '"gpu_hours').replace(', "unit": "device_hours"', "")
+    assert '"gpu_hours_total"' in text and "unit" not in text
+    path.write_text(text)
+    report(tmp_path, Console(markup=False, width=200))
+    assert capsys.readouterr().out == new and "device-hours" in new
 
 
 def test_too_short_a_run_has_no_forecast(tmp_path):

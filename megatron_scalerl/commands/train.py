@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 EPILOG = """examples:
   megatron-scalerl train my_run.yaml                                   start, or resume after an interruption
   megatron-scalerl train my_run.yaml optimizer.lr=1e-6 engine.count=2  override settings
+  megatron-scalerl train my_run.yaml overlay=recipes/ablations/dapo_loss.yaml  with the differences in a file
   megatron-scalerl train --supervise my_run.yaml                       start it again whenever it fails
   megatron-scalerl train my_run.yaml --hosts a,b,c --slots 8           over hosts that `ssh` reaches
   megatron-scalerl train my_run.yaml --hosts slurm                     over the hosts of the allocation
@@ -96,7 +97,12 @@ def _passed_on(arguments: argparse.Namespace) -> list[str]:
 def add_recipe(parser: argparse.ArgumentParser) -> None:
     """Add the recipe file and its overrides."""
     parser.add_argument("recipe", metavar="RECIPE", help="recipe file (YAML)")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="settings that override the recipe's")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key.path=value",
+        help="settings that override the recipe's; overlay=FILE: those of a file",
+    )
 
 
 def recipe_of(arguments: argparse.Namespace) -> Recipe:

@@ -1,10 +1,10 @@
-"""Metrics of one batch of groups before filtering: rewards, lengths, staleness, shares."""
+"""Metrics of one batch of groups before filtering: rewards, lengths, staleness, shares; and of its step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megatron_scalerl.types import RolloutGroup
+from megatron_scalerl.types import RolloutGroup, StepReport
 
 
 def batch_metrics(
@@ -32,6 +32,18 @@ def batch_metrics(
         "staleness_max": float(max(staleness)),
         "mixed_version_share": sum(c.first_version != c.last_version for c in completions) / count,
         "epoch": float(max(g.epoch for g in groups)),
+    }
+
+
+def step_metrics(report: StepReport) -> dict[str, float]:
+    """Scalars of an optimizer step."""
+    return {
+        "loss": report.loss,
+        "grad_norm": report.grad_norm,
+        "learning_rate": report.learning_rate,
+        "tokens": report.tokens,
+        "train_seconds": report.seconds,
+        **report.metrics,
     }
 
 

@@ -60,7 +60,7 @@ class Ledger:
 
     def __init__(self, path: str | Path, unit: ComputeUnit, *, incarnation: str) -> None:
         """Open or create, and charge what a crash left uncharged. Raises ValueError for a file in another unit."""
-        self.path = Path(path)
+        self.path, self.unit = Path(path), unit
         self._incarnation = incarnation
         header, *rows = read_jsonl(self.path) or [{"unit": unit}]
         if header.get("unit") != unit:

@@ -13,8 +13,9 @@ A step (`_train`, `_train_on`):
    policy version, and the batch is counted as skipped.
 3. The trainer ranks make one optimizer step. Meanwhile the engines continue to generate, and the next batch is
    taken and sent if the gate releases it for the next version (`sending`). Its step 2 comes in its turn.
-4. The weights are published, the ledger is charged and the step's record is written.
-5. Every validation.every_steps a validation starts, every checkpoint.every_steps a checkpoint is written.
+4. The weights are published (ppo_off_policy: after a phase's last batch), the ledger is charged, the step recorded.
+5. Every validation.every_steps a validation starts (ppo_off_policy: at the end of the phase), every
+   checkpoint.every_steps a checkpoint is written.
 
 A weight update (`_publish`): a validation in progress is awaited first, because it measures one policy version. Then
 every engine pauses between two tokens, keeps its requests, receives the weights, reports their digest and resumes
@@ -23,7 +24,7 @@ trainer and engines are compared (`probe`). An engine that is started again mean
 or gets the current weights while the trainer waits for a batch (`_while_current`); it is probed then, too.
 
 With rollouts.deterministic, update, probe and validation come one after another, and only then new groups start, in
-rounds (`engine.rounds`).
+rounds (`engine.rounds`). With the schedule ppo_off_policy they do, too, between two phases.
 
 A checkpoint (`_save`): ledger, metrics and journal are synced to disk, the trainer ranks write and commit the
 checkpoint with the controller's own state (step, batches, length of the journal), and old checkpoints are deleted
@@ -48,7 +49,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from megatron_scalerl.controller.batch_metrics import batch_metrics
+from megatron_scalerl.controller.batch_metrics import batch_metrics, step_metrics
 from megatron_scalerl.controller.meter import Meter
 from megatron_scalerl.controller.metrics import Metrics
 from megatron_scalerl.controller.probe import Probe
@@ -56,7 +57,7 @@ from megatron_scalerl.controller.progress import Progress
 from megatron_scalerl.controller.run_folder import ControllerState, ResumePoint, RunFolder
 from megatron_scalerl.controller.sending import Ahead, Sender, SentBatch
 from megatron_scalerl.controller.validations import Validations
-from megatron_scalerl.controller.weight_sync import WeightSync
+from megatron_scalerl.controller.weight_sync import NO_UPDATE, WeightSync
 from megatron_scalerl.engine.rounds import Rounds
 from megatron_scalerl.launch.fleet import Fleet
 from megatron_scalerl.processes.garbage import rare_full_collections
@@ -81,6 +82,8 @@ class Controller:
 
     _ahead: SentBatch | None = None
     """The next batch, if it was sent while the trainer stepped."""
+    _served = -1
+    """Policy version that the engines got in the last update."""
 
     def __init__(
         self,
@@ -161,8 +164,7 @@ class Controller:
         await self._publish()
         await self._probe.check(self._step)
         self._meter.charge_startup()
-        if self._validations.due(self._step):
-            self._validations.begin(self._step, self._batches)
+        if self._begin_validation():
             await self._validations.end(self._while_current)
             self._meter.charge_validation()
         await self._replay()
@@ -206,13 +208,12 @@ class Controller:
     ) -> None:
         """One batch: at most one optimizer step and one new policy version. sent: the batch, if it was sent ahead."""
         async with self._saving.uninterrupted():
-            stepped = await self._train_batch(groups, waited, sent)
-        if stepped and self._recipe.rollouts.deterministic:
+            await self._train_batch(groups, waited, sent)
+        if self._phase_over and self._recipe.rollouts.one_by_one:
             await self._validations.end(self._while_current)
             await self._stream.trained(self._step)
 
-    async def _train_batch(self, groups: Sequence[RolloutGroup], waited: float, sent: SentBatch | None) -> bool:
-        """True after an optimizer step, False if nothing was left to train on."""
+    async def _train_batch(self, groups: Sequence[RolloutGroup], waited: float, sent: SentBatch | None) -> None:
         begin = self._meter.elapsed
         sent = sent or await self._sender.send(groups, self._step)
         sending = self._meter.elapsed - begin
@@ -221,23 +222,41 @@ class Controller:
         record |= batch_metrics(groups, sent.stats, self._step)
         if sent.step is None:
             self._skipped_in_a_row += 1
-            await self._stream.trained(self._step)
+            record |= await self._update()
             self._metrics.step(self._step, {"skipped": 1} | record | self._charge())
             self._progress.skipped(self._step)
-            return False
+            self._begin_validation()
+            return
         self._skipped_in_a_row = 0
         report, rest = await self._step_on(sent.step)
         record["send_seconds"] = sending + rest
         record["pinned_seconds"] = await self._validations.end(None)
         self._step = report.policy_version
-        record |= await self._publish()
-        every = self._recipe.weights.probe_every
-        if every and self._step % every == 0:
-            record |= await self._probe.check(self._step)
-        else:
-            await self._probe.check(self._step, new_only=True)
-        await self._finish_step(report, record)
-        return True
+        await self._finish_step(report, record | NO_UPDATE | await self._update())
+
+    @property
+    def _phase_over(self) -> bool:
+        """True if the batches so far are whole phases: always, but for the schedule ppo_off_policy."""
+        return self._batches % self._recipe.rollouts.batches_per_update == 0
+
+    async def _update(self) -> dict[str, Any]:
+        """After a batch: publish what is new at the end of a phase, then let the next batch or phase begin.
+
+        The probe follows every weights.probe_every-th step, or the first update from then on.
+        """
+        before, record = self._served, dict[str, Any]()
+        if not self._phase_over:
+            await self._stream.trained(before)
+            return record
+        if self._step > before:
+            record = await self._publish()
+        if not self._recipe.rollouts.one_by_one:
+            await self._stream.trained(self._step)
+        if self._step > before:
+            every = self._recipe.weights.probe_every
+            reached = bool(every) and self._step // every > before // every
+            record |= await self._probe.check(self._step, new_only=not reached)
+        return record
 
     async def _step_on(self, step: int) -> tuple[StepReport, float]:
         """The trainer's step, and the seconds for which it then waited until the batch sent ahead was on its way."""
@@ -250,44 +269,36 @@ class Controller:
             return report, self._meter.elapsed - begin
 
     async def _finish_step(self, report: StepReport, record: dict[str, Any]) -> None:
-        record |= self._charge()
-        record |= {
-            "loss": report.loss,
-            "grad_norm": report.grad_norm,
-            "learning_rate": report.learning_rate,
-            "tokens": report.tokens,
-            "train_seconds": report.seconds,
-            **report.metrics,
-        }
+        record |= self._charge() | step_metrics(report)
         self._metrics.step(self._step, record)
         self._progress.step(self._step, record)
-        if self._validations.due(self._step):
-            self._validations.begin(self._step, self._batches)
+        self._begin_validation()
         every = self._recipe.checkpoint.every_steps
         if every and self._step % every == 0:
             await self._save()
 
-    async def _publish(self) -> dict[str, Any]:
-        """Update every engine to the trainer's weights, labeled with the current version; then admit new groups.
+    def _begin_validation(self) -> bool:
+        """Start a validation if one is due and the engines hold the trainer's version; True if it was started."""
+        due = self._phase_over and self._validations.due(self._step)
+        if due:
+            self._validations.begin(self._step, self._batches)
+        return due
 
-        With rollouts.deterministic they are admitted at the end of the step instead.
-        """
+    async def _publish(self) -> dict[str, Any]:
+        """Update every engine to the trainer's weights, labeled with the current version."""
         update = await self._sync.publish(self._step)
-        if not self._recipe.rollouts.deterministic:
-            await self._stream.trained(self._step)
-        return {
-            "publish_seconds": update.seconds_total,
-            "engine_paused_seconds": update.seconds_paused,
-            "weight_bytes": float(update.bytes),
-            "weight_digest": update.digest,
-        }
+        self._served = self._step
+        return update.metrics()
 
     async def _while_current(self, work: Awaitable[T]) -> T:
         """The result of `work`, for which the trainer waits, too.
 
         Engines that join meanwhile get the trainer's weights, which are the current ones, and are probed before the
         result is returned. Not with rollouts.deterministic, where the probe would join a round: after the next step.
+        None get them within a phase of ppo_off_policy, while the trainer is ahead of the engines.
         """
+        if self._step != self._served:
+            return await work
         task = asyncio.ensure_future(work)
         engines = self._fleet.engines
         try:
@@ -340,7 +351,7 @@ class Controller:
             Admission(group_id=e.group_id, prompt=prompts[e.prompt_id], epoch=e.epoch)
             for e in history.to_reissue(ready)
         ]
-        self._stream.restore(list(ready.values()), unfinished)
+        self._stream.restore(list(ready.values()), unfinished, self._batches)
 
     async def _save(self) -> None:
         """Write and commit a checkpoint of trainer and controller, then delete old ones."""
@@ -374,6 +385,8 @@ class Controller:
         await self._stream.close()
         await self._validations.end(self._while_current)
         if self._recipe.validation.every_steps and not self._metrics.has_validation(self._step):
+            if self._step > self._served:
+                await self._publish()
             self._validations.begin(self._step, self._batches, last=True)
             await self._validations.end(self._while_current)
         if self._step > self._saved_step:

@@ -141,6 +141,10 @@ class Metrics:
         """True if the validation of this step is recorded."""
         return step in self._validated
 
+    def last_validation(self, step: int) -> int:
+        """The newest recorded validation of a step up to this one; -1 if there is none."""
+        return max((validated for validated in self._validated if validated <= step), default=-1)
+
     def close(self) -> None:
         """Close every file and sink."""
         for file in (self._steps, self._validations, self._by_prompt):

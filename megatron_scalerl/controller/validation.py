@@ -26,7 +26,7 @@ from megatron_scalerl.engine.rounds import Rounds
 from megatron_scalerl.prompts.dataset import first_of_each_task
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.sampler import VALIDATION_PRIORITY, Sampler, ScoredCompletion
-from megatron_scalerl.types import Completion, CompletionLost, PassRate, Prompt, TaskPassRate
+from megatron_scalerl.types import Completion, CompletionLost, ComputeUnit, PassRate, Prompt, TaskPassRate
 
 logger = logging.getLogger(__name__)
 _TRIES = 2
@@ -58,12 +58,12 @@ class Validator:
         self._slots = asyncio.Semaphore(self._per_engine * recipe.engine.count)
 
     async def validate(
-        self, step: int, *, generations: int, gpu_hours: float, gpu_hours_total: float
+        self, step: int, *, generations: int, compute: float, compute_total: float, unit: ComputeUnit
     ) -> tuple[PassRate, tuple[float, ...]]:
         """(the pass rate of policy version `step`, [prompts] the mean over the generations of each prompt).
 
-        generations: completions per prompt; the first ones have the same seeds whatever their number. gpu_hours,
-        gpu_hours_total: the compute axis, which the result is recorded with. A lost completion is tried once more.
+        generations: completions per prompt; the first ones have the same seeds whatever their number. compute,
+        compute_total, unit: what the result is recorded with. A lost completion is tried once more.
         Raises RuntimeError if all completions of a prompt are lost.
         """
         assert self._prompts and generations >= 1
@@ -84,8 +84,9 @@ class Validator:
             pass_rate=sum(by_prompt) / len(by_prompt),
             prompts=len(by_prompt),
             generations=generations,
-            gpu_hours=gpu_hours,
-            gpu_hours_total=gpu_hours_total,
+            compute=compute,
+            compute_total=compute_total,
+            unit=unit,
             truncated_share=sum(c.truncated for c in completions) / len(completions),
             interrupted_share=sum(c.interrupted for c in completions) / len(completions),
             mean_completion_tokens=sum(c.tokens for c in completions) / len(completions),

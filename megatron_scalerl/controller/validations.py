@@ -57,9 +57,14 @@ class Validations:
         self._task: asyncio.Task[None] | None = None
 
     def due(self, step: int) -> bool:
-        """True if this step's validation is not recorded; it may be missing after a restart, too."""
+        """True if `step` is a multiple of validation.every_steps, or the first step asked for from one on.
+
+        Not if the validation is recorded or in progress. It may be missing after a restart, too.
+        """
         every = self._recipe.validation.every_steps
-        return bool(every) and step % every == 0 and not self._metrics.has_validation(step)
+        if not every or self._task is not None:
+            return False
+        return step // every > self._metrics.last_validation(step) // every
 
     def begin(self, step: int, batches: int, *, last: bool = False) -> None:
         """Start a validation of version `step`. batches: charged so far. last: of the run."""
@@ -69,9 +74,9 @@ class Validations:
         generations = settings.end_generations if at_an_end else None
         logger.info("validation of version %d", step)
         ledger = self._meter.ledger
-        hours, hours_total = ledger.axis_at(batches), ledger.hours()
+        compute, compute_total = ledger.axis_at(batches), ledger.hours()
         self._task = asyncio.create_task(
-            self._validate(step, generations or settings.generations, hours, hours_total),
+            self._validate(step, generations or settings.generations, compute, compute_total),
             name=f"validation of version {step}",
         )
 
@@ -99,9 +104,13 @@ class Validations:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _validate(self, step: int, generations: int, hours: float, hours_total: float) -> None:
+    async def _validate(self, step: int, generations: int, compute: float, compute_total: float) -> None:
         pass_rate, by_prompt = await self._validator.validate(
-            step, generations=generations, gpu_hours=hours, gpu_hours_total=hours_total
+            step,
+            generations=generations,
+            compute=compute,
+            compute_total=compute_total,
+            unit=self._meter.ledger.unit,
         )
         self._metrics.validation(pass_rate, by_prompt=by_prompt)
         self._progress.validation(pass_rate)

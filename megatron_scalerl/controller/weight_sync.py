@@ -50,6 +50,10 @@ _COLLECTIVE = ("connect", "update")
 """Phases in which the failure of one member makes all others fail too."""
 
 
+NO_UPDATE = {"publish_seconds": 0.0, "engine_paused_seconds": 0.0}
+"""What the record of a step without a weight update says of it."""
+
+
 class WeightUpdateError(RuntimeError):
     """The weights could not be sent. The message names engine or trainer, and the phase."""
 
@@ -77,6 +81,15 @@ class WeightUpdate:
     """Bytes of one copy of the parameters, padding included."""
     digest: str
     """Digest of these bytes, equal for trainer and engines."""
+
+    def metrics(self) -> dict[str, Any]:
+        """What the record of its step says of it."""
+        return {
+            "publish_seconds": self.seconds_total,
+            "engine_paused_seconds": self.seconds_paused,
+            "weight_bytes": float(self.bytes),
+            "weight_digest": self.digest,
+        }
 
 
 class WeightSync:

@@ -27,7 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Check this node before a run starts on it: GPUs, packages, limits, disks, memory, clock."
     parser.epilog = EPILOG
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="recipe file; without one, its needs are unknown")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="overrides of the recipe")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key.path=value",
+        help="settings that override the recipe's; overlay=FILE: those of a file",
+    )
     parser.add_argument(
         "--gpus",
         type=int,

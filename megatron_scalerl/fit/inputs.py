@@ -20,6 +20,8 @@ from megatron_scalerl.fit.table_file import TableFile, read_table
 
 COMPUTE_COLUMNS = ("gpu_hours", "device_hours", "compute", "gpu-hours", "hours", "flops")
 """Names of a compute column, in order of preference, lower case."""
+_OLD_NAMES = {"gpu_hours": "compute", "gpu_hours_total": "compute_total"}
+"""Names in the validation.jsonl of earlier versions -> their names now."""
 IDENTITY_COLUMNS = ("run", "series", "name", "figure", "recipe", "experiment", "model")
 """Columns that identify a run. Rows that differ in one of them are noted when they are fitted as one run."""
 STEP_COLUMNS = ("step", "_step", "global_step", "steps", "trainer/global_step")
@@ -79,6 +81,8 @@ def read_curves(path: str | Path, options: ColumnOptions | None = None) -> list[
     if path.is_dir():
         return [_read_run_folder(path, options)]
     table = read_table(path)
+    if table.kind == "jsonl" and {"compute", *_OLD_NAMES} <= {*table.columns}:
+        table = _with_compute(table)  # of a run that began with an earlier version
     if table.kind == "wandb" and options.score is None:
         columns = [c for c in table.columns[1:] if not c.endswith(("__MIN", "__MAX"))]
         return [_curve(table, replace(options, score=c), c.split(" - ")[0]) for c in columns]
@@ -86,15 +90,26 @@ def read_curves(path: str | Path, options: ColumnOptions | None = None) -> list[
     return [_curve(part, options, name) for name, part in selections]
 
 
+def with_compute(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of a run's validation.jsonl. Earlier versions named its compute gpu_hours, whatever the ledger's unit."""
+    return row if "compute" in row else {_OLD_NAMES.get(name, name): value for name, value in row.items()}
+
+
+def _with_compute(table: TableFile) -> TableFile:
+    rows = tuple((number, with_compute(row)) for number, row in table.rows)
+    return replace(table, rows=rows, columns=tuple(dict.fromkeys(name for _, row in rows for name in row)))
+
+
 def _read_run_folder(path: Path, options: ColumnOptions) -> Curve:
     file = path / "validation.jsonl"
     if not file.exists():
         raise ValueError(f"{path}: expected a run folder with validation.jsonl, found none")
-    table = read_table(file)
+    table = _with_compute(read_table(file))
     # a step validated again after a resume: its last row counts
     latest = {row.get("step", number): (number, row) for number, row in table.rows}
     table = replace(table, rows=tuple(latest.values()))
-    curve = _curve(table, replace(options, compute=options.compute or "gpu_hours"), path.resolve().name)
+    column = options.compute or "compute"
+    curve = _curve(table, replace(options, compute=_OLD_NAMES.get(column, column)), path.resolve().name)
     return replace(curve, unit=_ledger_unit(path / "ledger.jsonl"), source=path)
 
 
@@ -203,6 +218,8 @@ def _compute_column(table: TableFile, options: ColumnOptions) -> tuple[str, floa
         column = "Step" if "Step" in table.columns else table.columns[0]
     else:
         column = _column(table, options.compute, COMPUTE_COLUMNS + STEP_COLUMNS, "a compute", "--compute")
+    if column == "compute" and table.rows and isinstance(unit := table.rows[-1][1].get("unit"), str):
+        return column, 1.0, unit
     if column.lower() not in STEP_COLUMNS:
         return column, 1.0, column if column.lower() in COMPUTE_COLUMNS else "gpu_hours"
     if options.hours_per_step is None:

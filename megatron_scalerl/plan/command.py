@@ -30,7 +30,12 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.description = "Predict whether a recipe fits its GPUs and what it costs, before any GPU is allocated."
     p.epilog = EPILOG
     p.add_argument("recipe", metavar="RECIPE", help="recipe file")
-    p.add_argument("overrides", nargs="*", metavar="key.path=value", help="overrides of the recipe")
+    p.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key.path=value",
+        help="settings that override the recipe's; overlay=FILE: those of a file",
+    )
     p.add_argument("--gpus", type=_positive, required=True, metavar="N", help="GPUs of trainer and engines together")
     p.add_argument("--gpu", choices=sorted(GPUS), help=f"default: that of --assumptions, else {GPU}")
     p.add_argument(

@@ -161,7 +161,9 @@ class _Trainer:
 
 def _base(recipe: Recipe, speed: Decoding, lengths: Lengths, publish: float) -> QueueSettings:
     r = recipe.rollouts
-    warm_up = 4 + r.max_staleness_steps
+    phase = r.batches_per_update
+    warm_up = 4 + r.max_staleness_steps if r.schedule == "pipeline" else phase
+    counted = max(10, COMPLETIONS // (r.groups_per_batch * r.group_size))
     return QueueSettings(
         groups_per_batch=r.groups_per_batch,
         group_size=r.group_size,
@@ -172,8 +174,9 @@ def _base(recipe: Recipe, speed: Decoding, lengths: Lengths, publish: float) -> 
         lengths=lengths,
         train_seconds=1.0,
         publish_seconds=publish,
-        steps=warm_up + max(10, COMPLETIONS // (r.groups_per_batch * r.group_size)),
+        steps=warm_up + -(-counted // phase) * phase,
         warm_up=warm_up,
+        updates_per_phase=None if r.schedule == "pipeline" else phase,
     )
 
 

@@ -1,8 +1,8 @@
-"""Discrete-event simulation of a run's timing: the PipelineRL-k queue with the staleness gate that runs use.
+"""Discrete-event simulation of a run's timing: the queue of its schedule, with the gate that runs use.
 
 Events: an engine's next completion ends, the trainer's step ends. Engines decode at the speed of `engine.Decoding`,
 receive whole groups as `rollouts.stream` dispatches them (least loaded engine with room for the group), and pause
-during weight updates; the trainer takes batches as `rollouts.gate` releases them.
+during weight updates; the trainer takes batches as `rollouts.gate` releases them, or `rollouts.phase_gate`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from statistics import fmean
 from megatron_scalerl.plan.engine import Decoding
 from megatron_scalerl.plan.lengths import Lengths
 from megatron_scalerl.rollouts.gate import StalenessGate
+from megatron_scalerl.rollouts.phase_gate import PhaseGate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +37,21 @@ class QueueSettings:
     """Between two trainer steps, while engines run."""
     steps: int = 40
     warm_up: int = 12
-    """Leading steps that are excluded while the pipeline fills."""
+    """Leading steps that are excluded while the pipeline fills; whole phases where there are some, as `steps`."""
+    updates_per_phase: int | None = None
+    """Of the schedule ppo_off_policy; None: pipeline."""
     seed: int = 0
+
+    @property
+    def batches_per_update(self) -> int:
+        """Batches from one weight update to the next."""
+        return self.updates_per_phase or 1
+
+    def gate(self) -> StalenessGate:
+        """The gate of the schedule."""
+        if self.updates_per_phase is not None:
+            return PhaseGate(groups_per_batch=self.groups_per_batch, updates_per_phase=self.updates_per_phase)
+        return StalenessGate(groups_per_batch=self.groups_per_batch, max_staleness_steps=self.max_staleness_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +123,7 @@ class _Run:
     def __init__(self, s: QueueSettings) -> None:
         self.s = s
         self.rng = random.Random(s.seed)
-        self.gate = StalenessGate(groups_per_batch=s.groups_per_batch, max_staleness_steps=s.max_staleness_steps)
+        self.gate = s.gate()
         self.engines = [_Engine(s.decoding) for _ in range(s.engines)]
         self.events: list[tuple[float, int, int]] = []
         """Heap of (time, engine, stamp)."""
@@ -117,7 +131,7 @@ class _Run:
         self.tokens: dict[int, int] = {}
         self.started: dict[int, int] = {}
         self.groups = 0
-        self.version = 0
+        self.version = self.served = 0
         self.now = 0.0
 
     def admit(self) -> None:
@@ -130,8 +144,8 @@ class _Run:
                 return
             group = self.groups
             self.groups += 1
-            self.gate.start(group, self.version)
-            self.started[group], self.left[group], self.tokens[group] = self.version, self.s.group_size, 0
+            self.gate.start(group, self.served)
+            self.started[group], self.left[group], self.tokens[group] = self.served, self.s.group_size, 0
             engine.advance(self.now)
             for _ in range(self.s.group_size):
                 length = self.rng.choice(self.s.lengths.tokens)
@@ -173,6 +187,14 @@ class _Run:
             self.admit()
         return self.gate.ready > ready
 
+    def end_step(self) -> None:
+        """A step is made; with it ends a phase, or the next batch of the phase may train."""
+        self.version += 1
+        if self.version % self.s.batches_per_update == 0:
+            self.publish()
+        self.gate.trained()
+        self.admit()
+
     def publish(self) -> None:
         """Pause all engines for a weight update."""
         end = self.now + self.s.publish_seconds
@@ -181,9 +203,7 @@ class _Run:
             engine.clock = max(engine.clock, self.now) + self.s.publish_seconds
             self.schedule(index)
         self.now = end
-        self.version += 1
-        self.gate.trained()
-        self.admit()
+        self.served = self.version
 
 
 def simulate(s: QueueSettings) -> Timing:
@@ -207,7 +227,7 @@ def simulate(s: QueueSettings) -> Timing:
         ages += [run.version - run.started.pop(g) for g in batch]
         work = sum(run.tokens.pop(g) for g in batch) / mean_tokens
         run.until(run.now + s.train_seconds * work + s.other_seconds)
-        run.publish()
+        run.end_step()
     wall, counted = run.now - begun, s.steps - s.warm_up
     engine_time = wall * s.engines
     return Timing(

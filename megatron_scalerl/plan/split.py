@@ -71,13 +71,16 @@ def best_splits(candidates: list[tuple[Split, float]], base: QueueSettings) -> l
 
 
 def estimator(base: QueueSettings) -> Callable[[Split, float], float]:
-    """(split, train seconds) -> seconds per step if the slower side never waits."""
+    """(split, train seconds) -> seconds per step if the slower side never waits, or both in turn with phases."""
     tokens = base.groups_per_batch * base.group_size * base.lengths.mean
-    outstanding = (base.max_staleness_steps + 1) * base.groups_per_batch * base.group_size
+    phase = base.updates_per_phase
+    outstanding = (phase or base.max_staleness_steps + 1) * base.groups_per_batch * base.group_size
 
     def seconds(split: Split, train_seconds: float) -> float:
         running = min(base.decoding.running, base.max_in_flight, max(1, outstanding // split.engines))
         generate = tokens / (split.engines * base.decoding.tokens_per_second(running))
+        if phase:
+            return train_seconds + generate + base.publish_seconds / phase
         return max(train_seconds, generate) + base.publish_seconds
 
     return seconds

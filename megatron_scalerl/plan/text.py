@@ -82,6 +82,10 @@ def fits(plan: RunPlan) -> str:
 def bottleneck(plan: RunPlan) -> str:
     """Whether training or generation limits the speed."""
     t = plan.timing
+    if plan.recipe.rollouts.schedule == "ppo_off_policy":
+        return (
+            f"in turn: the trainer waits {t.trainer_waits:.0%} of the time, engines idle {t.engines_idle:.0%} of it"
+        )
     if t.trainer_waits >= 0.02:
         return f"generation-bound: the trainer waits for batches {t.trainer_waits:.0%} of the time"
     if plan.best and plan.best[0].timing.step_seconds < 0.98 * t.step_seconds:
@@ -127,7 +131,7 @@ def _engine(plan: RunPlan) -> Section:
         ),
         (
             "longest completion",
-            f"{lag:.1f} optimizer steps at full load; max staleness is {plan.recipe.rollouts.max_staleness_steps}",
+            f"{lag:.1f} optimizer steps at full load; max staleness is {plan.recipe.rollouts.staleness_bound}",
         ),
     )
 
@@ -150,10 +154,10 @@ def _step(plan: RunPlan) -> Section:
 
 def _balance(plan: RunPlan) -> Section:
     columns = ("train s", "step s", "trainer waits", "running", "engines idle", "staleness", "GPU-h/1,000")
-    k = plan.recipe.rollouts.max_staleness_steps
-    part = _table(
-        f"balance: GPUs of trainer and engines, simulated PipelineRL-{k} queue", "train + generate", *columns
-    )
+    r = plan.recipe.rollouts
+    pipeline = r.schedule == "pipeline"
+    name = f"PipelineRL-{r.max_staleness_steps}" if pipeline else f"PPO-off-policy-{r.updates_per_phase}"
+    part = _table(f"balance: GPUs of trainer and engines, simulated {name} queue", "train + generate", *columns)
     rows = [(plan.split, plan.work.train_seconds, plan.timing, " (this)")]
     rows += [(s.split, s.train_seconds, s.timing, "") for s in plan.best[:4] if s.split != plan.split]
     for split, seconds, t, note in rows:

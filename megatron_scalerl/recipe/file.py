@@ -1,13 +1,19 @@
-"""Reads recipe files, applies overrides, and reports errors in one line."""
+"""Reads recipe files, lays others over them, applies overrides, and reports errors in one line.
+
+An overlay is a file with differences from a recipe, such as those in recipes/ablations, so that it serves recipes of
+every size. `overlay=FILE` stands among the overrides: every command that takes a recipe takes overlays.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.nearest import unknown_key
@@ -18,33 +24,69 @@ OLD_KEYS = {"advantages.normalise": "advantages.normalize"}
 """Old key path -> new key path. A recipe that uses an old one is rejected; the recipe.yaml of an old run is read."""
 
 
+OVERLAY = "overlay"
+"""Not a key of a recipe: the override `overlay=FILE` lays a file over what stands before it."""
+
+
 class RecipeError(ValueError):
     """A user error in a recipe: one line with file, key, what was expected and what was found."""
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """Load a YAML recipe and apply `key.path=value` overrides.
+    """Load a YAML recipe and apply `key.path=value` and `overlay=FILE` overrides, in their order.
+
+    A section of an overlay is merged with the one below it; any other value replaces the one below it. An overlay
+    without `name` appends its file's: what it makes of a recipe is a run of its own, in a folder of its own.
 
     Raises `RecipeError` for a missing or invalid file, an unknown key (naming the nearest valid one), a wrong type,
     and settings that contradict each other.
     """
     path = Path(path)
-    data = read_yaml(path)
+    files = {path: read_yaml(path)}
+    data = deepcopy(files[path])
     for item in overrides:
-        _override(data, item)
-    return _validated(data, path)
+        key, _, value = item.partition("=")
+        if key == OVERLAY:
+            over = files[Path(value)] = read_yaml(Path(value))
+            named = {} if "name" in over or "name" not in data else {"name": f"{data['name']}_{Path(value).stem}"}
+            data = _merged(data, deepcopy(over) | named)
+        else:
+            _override(data, item)
+    return _validated(data, files)
+
+
+def _merged(data: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    sections = {
+        key: _merged(data[key], value)
+        for key, value in over.items()
+        if isinstance(value, dict) and isinstance(data.get(key), dict)
+    }
+    return data | over | sections
 
 
 def load_run_recipe(run_dir: str | Path) -> Recipe:
     """The recipe of an existing run; raises as `load_recipe`, but accepts the keys of `OLD_KEYS`."""
-    return _validated(read_run_recipe(run_dir), Path(run_dir) / "recipe.yaml")
+    data = read_run_recipe(run_dir)
+    return _validated(data, {Path(run_dir) / "recipe.yaml": data})
 
 
-def _validated(data: dict[str, Any], path: Path) -> Recipe:
+def _validated(data: dict[str, Any], files: dict[Path, dict[str, Any]]) -> Recipe:
+    """files: those that `data` comes from, in their order; an error names the one or the ones that state its key."""
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
-        raise RecipeError(f"{path}: {_first_line(error)}") from None
+        stating = [path for path, own in files.items() if _states(own, _first(error)["loc"])] or list(files)[:1]
+        if not isinstance(_first(error)["input"], dict):
+            stating = stating[-1:]  # its value replaced the others
+        raise RecipeError(f"{' with '.join(map(str, stating))}: {_first_line(error)}") from None
+
+
+def _states(data: Any, loc: tuple[int | str, ...]) -> bool:
+    for part in loc:
+        if not isinstance(data, dict) or part not in data:
+            return False
+        data = data[part]
+    return True
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -106,12 +148,15 @@ def _override(data: dict[str, Any], item: str) -> None:
         raise RecipeError(f"override {item!r}: {_yaml_problem(error)}") from None
 
 
+def _first(error: ValidationError) -> ErrorDetails:
+    """The first problem; unknown keys come first because they often cause the others."""
+    return min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+
+
 def _first_line(error: ValidationError) -> str:
-    """Describe the first problem; unknown keys come first because they often cause the others."""
-    problems = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
-    first = problems[0]
+    first = _first(error)
     key = ".".join(str(part) for part in first["loc"])
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     if first["type"] == "extra_forbidden":
         if key in OLD_KEYS:
             return f"expected a recipe key, found {key}; it was renamed to {OLD_KEYS[key]}{more}"
@@ -130,8 +175,9 @@ def valid_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[st
         yield prefix + name
         if info.annotation == PromptsSection.model_fields["tasks"].annotation:
             yield from valid_keys(TaskSection, f"{prefix}{name}.NAME.")
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            yield from valid_keys(info.annotation, f"{prefix}{name}.")
+        for annotation in (info.annotation, *get_args(info.annotation)):
+            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+                yield from valid_keys(annotation, f"{prefix}{name}.")
 
 
 def _keys_beside(key: str) -> list[str]:

@@ -119,8 +119,8 @@ class WeightsSection(Section):
     bucket_mib: PositiveInt = 64
     """Size of one packed bucket (MiB)."""
     probe_every: NonNegativeInt = 10
-    """Compare trainer and engine log-probs on a fixed probe after every n-th weight update, and on an engine
-    that was started again. 0: only at a start."""
+    """Compare trainer and engine log-probs on a fixed probe after the weight update of every n-th step, or the first
+    one from then on (ppo_off_policy), and on an engine that was started again. 0: only at a start."""
     probe_tolerance: PositiveFloat | None = None
     """The run fails where |trainer - engine log-prob| on the probe exceeds this (nats). null: 1e-3 in float32, 0.5 in
     bfloat16."""

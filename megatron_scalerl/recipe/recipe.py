@@ -17,6 +17,7 @@ from megatron_scalerl.recipe.sections import (
     FiltersSection,
     ForecastSection,
     InterruptionSection,
+    LengthPenaltySection,
     LossSection,
     OptimizerSection,
     PolicySection,
@@ -63,6 +64,15 @@ class Recipe(Section):
         """Longest possible completion without forced tokens (tokens)."""
         return self.interruption.thinking_tokens[1] + self.interruption.answer_tokens
 
+    @property
+    def length_penalty(self) -> LengthPenaltySection | None:
+        """rewards.length_penalty with both of its limits; None without one."""
+        given = self.rewards.length_penalty
+        if given is None:
+            return None
+        longest = given.max_tokens or self.max_completion_tokens
+        return LengthPenaltySection(max_tokens=longest, cache_tokens=given.cache_tokens or max(1, longest // 7))
+
     def longest_sequence(self, phrase_tokens: int | None = None) -> int:
         """Longest possible prompt and completion, including the forced phrase and the end of sequence (tokens).
 
@@ -99,6 +109,12 @@ class Recipe(Section):
                 f"rollouts.max_in_flight: expected at least group_size {r.group_size}, found {r.max_in_flight}"
             )
         _check_tasks(self)
+        penalty = self.length_penalty
+        if penalty is not None and (penalty.cache_tokens or 0) > (penalty.max_tokens or 0):
+            raise ValueError(
+                f"rewards.length_penalty.cache_tokens: expected at most max_tokens {penalty.max_tokens}, "
+                f"found {penalty.cache_tokens}"
+            )
         if self.engine.min_engines > self.engine.count:
             raise ValueError(
                 f"engine.min_engines: expected at most engine.count {self.engine.count}, found "

@@ -89,9 +89,18 @@ class RolloutsSection(Section):
     """Prompts per optimizer step, before filtering (the paper: 48)."""
     group_size: PositiveInt = 16
     """Completions per prompt (the paper: 16)."""
+    schedule: Literal["pipeline", "ppo_off_policy"] = "pipeline"
+    """Order of generation and training (section 3.1 of the paper: pipeline). pipeline: PipelineRL-k, both at once.
+    ppo_off_policy: PPO-off-policy-k, in turn: one version of the policy generates updates_per_phase batches, which
+    are then trained on one after another; the engines get the weights after the last of them, and validations run
+    between the phases."""
+    updates_per_phase: PositiveInt = 8
+    """ppo_off_policy: k, batches of groups_per_batch prompts that one version generates, at most one optimizer step
+    on each (section 3.1 of the paper: 8, and 1, which is synchronous). pipeline: has no phases, the default stays."""
     max_staleness_steps: NonNegativeInt = 8
-    """k of PipelineRL-k: no batch contains a completion whose first token is more than k optimizer steps old
-    (the paper: 8). 0: synchronous training."""
+    """No batch contains a completion whose first token is more than this many optimizer steps old. pipeline: k of
+    PipelineRL-k (the paper: 8). 0: synchronous training. ppo_off_policy: at least updates_per_phase - 1, which is
+    the bound there."""
     temperature: Annotated[float, Field(ge=0.01, le=2)] = 1.0
     """Sampling temperature, in vLLM's range. Not specified by the paper. Trainer and engines both divide their logits
     by it; the warm start does not."""
@@ -104,14 +113,44 @@ class RolloutsSection(Section):
     """Processes that decode the engines' responses. null: one for each CPU available to the controller, at most 4."""
     deterministic: bool = False
     """Submit requests in rounds, so that on CPUs an interrupted and resumed run has the same bits as one that was not
-    interrupted. Requires max_staleness_steps 0. Slower: validation, probe and generation come one after another, and
-    a round starts only when every engine that is not given up serves."""
+    interrupted. Requires max_staleness_steps 0, or the schedule ppo_off_policy. Slower: validation, probe and
+    generation come one after another, and a round starts only when every engine that is not given up serves."""
     kv_cache: Literal["keep", "recompute"] = "keep"
     """At a weight update, keep the KV cache of running completions, as in PipelineRL, or recompute it."""
     routing_replay: bool = False
     """Mixture-of-experts policies: the trainer routes each token to the experts that the engine chose. Requires GPUs,
     interruption.enabled false and kv_cache recompute: vLLM reports the experts only in its second model runner, which
     does not support forced interruption, and its prefix cache has to be reset at each weight update."""
+
+    @property
+    def batches_per_update(self) -> int:
+        """Batches from one weight update to the next: 1, or those of a phase."""
+        return self.updates_per_phase if self.schedule == "ppo_off_policy" else 1
+
+    @property
+    def one_by_one(self) -> bool:
+        """True if new groups start only after the validation that follows a weight update, not beside it."""
+        return self.deterministic or self.schedule == "ppo_off_policy"
+
+    @property
+    def staleness_bound(self) -> int:
+        """Most optimizer steps between a completion's first token and its training."""
+        return self.max_staleness_steps if self.schedule == "pipeline" else self.updates_per_phase - 1
+
+    @model_validator(mode="after")
+    def _bounded_phases(self) -> "RolloutsSection":
+        default = type(self).model_fields["updates_per_phase"].default
+        if self.schedule == "pipeline" and self.updates_per_phase != default:
+            raise ValueError(
+                f"updates_per_phase: expected its default {default} with schedule pipeline (there it is "
+                f"max_staleness_steps that bounds the age), found {self.updates_per_phase}"
+            )
+        if self.batches_per_update > self.max_staleness_steps + 1:
+            raise ValueError(
+                f"updates_per_phase: expected at most max_staleness_steps {self.max_staleness_steps} + 1 (the last "
+                f"batch of a phase is updates_per_phase - 1 steps old), found {self.updates_per_phase}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _whole_distribution(self) -> "RolloutsSection":
@@ -120,7 +159,8 @@ class RolloutsSection(Section):
                 "top_p: expected 1 (the engine's log-probs would be renormalized over the nucleus, the trainer's are "
                 f"over all tokens), found {self.top_p:g}"
             )
-        if self.deterministic and (self.max_staleness_steps or self.routing_replay):
+        overlaps = self.schedule == "pipeline" and self.max_staleness_steps > 0
+        if self.deterministic and (overlaps or self.routing_replay):
             found = f"{self.max_staleness_steps} and {str(self.routing_replay).lower()}"
             raise ValueError(
                 f"deterministic: expected max_staleness_steps 0 and routing_replay false with it, found {found}"
@@ -159,6 +199,18 @@ class InterruptionSection(Section):
         return self
 
 
+class LengthPenaltySection(Section):
+    """The length penalty of section 3.8 of the paper, added to the reward of correct completions:
+    clip((max_tokens - length) / cache_tokens - 1, -1, 0). Length: sampled tokens (not specified by the paper)."""
+
+    max_tokens: PositiveInt | None = None
+    """L_max: length from which a correct completion loses 1 (tokens; the paper: 14k). null: the longest completion,
+    interruption.thinking_tokens[1] + answer_tokens, which is 14,336 with the paper's numbers."""
+    cache_tokens: PositiveInt | None = None
+    """L_cache: the penalty grows over this many tokens before max_tokens (the paper: 2k). null: a seventh of
+    max_tokens, as in the paper."""
+
+
 class RewardsSection(Section):
     """How completions are scored."""
 
@@ -170,6 +222,10 @@ class RewardsSection(Section):
     """Reward of an accepted answer (the paper: +1)."""
     incorrect: float = -1.0
     """Reward of any other completion (the paper: -1)."""
+    length_penalty: LengthPenaltySection | None = None
+    """Penalty on the length of correct completions, the paper's alternative to interruptions; {}: with its limits.
+    Pass rates and no-positive-resampling depend on correctness alone. The rewards of a group whose completions are
+    all correct may differ by it: the zero-variance filter keeps such a group. null: none."""
     workers: PositiveInt | None = None
     """Verifier processes. null: one for each CPU available to the controller, at most 8."""
     cpu_s: PositiveFloat = 2.0
@@ -205,7 +261,8 @@ class FiltersSection(Section):
     """Which groups are trained on."""
 
     zero_variance: bool = True
-    """Drop groups whose rewards are all equal, without refill (section 3.2 of the paper)."""
+    """Drop groups whose rewards are all equal, without refill (section 3.2 of the paper). A length penalty makes
+    rewards differ among correct completions."""
     max_empty_batches: PositiveInt = 50
     """The run ends after this many consecutive batches that are empty after filtering."""
 
@@ -248,7 +305,8 @@ class ValidationSection(Section):
     """Mean@k on held-out prompts."""
 
     every_steps: NonNegativeInt = 100
-    """Optimizer steps between validations, from step 0 (the paper: 100). 0: none."""
+    """Optimizer steps between validations, from step 0 (the paper: 100). ppo_off_policy: a validation that is due
+    within a phase is made at its end, of the version that the engines get then. 0: none."""
     prompts: PositiveInt | None = None
     """Number of held-out prompts to use, of each task in a mixture. null: all."""
     generations: PositiveInt = 16

@@ -20,7 +20,7 @@ class Task:
     prompts: PromptsSection
     """The recipe's section with this task's settings; `path` is set."""
     rewards: RewardsSection
-    """The recipe's section with this task's settings."""
+    """The recipe's section with this task's settings, and with the limits of the length penalty."""
 
     @property
     def key(self) -> str:
@@ -31,12 +31,13 @@ class Task:
 def tasks_of(recipe: Recipe) -> tuple[Task, ...]:
     """The tasks of a recipe, at least one, by name."""
     sections = recipe.prompts.tasks
+    rewards = recipe.rewards.model_copy(update={"length_penalty": recipe.length_penalty})
     if not sections:
-        return (Task(name="", weight=1.0, prompts=recipe.prompts, rewards=recipe.rewards),)
-    return tuple(_task(recipe, name, sections[name]) for name in sorted(sections))
+        return (Task(name="", weight=1.0, prompts=recipe.prompts, rewards=rewards),)
+    return tuple(_task(recipe, rewards, name, sections[name]) for name in sorted(sections))
 
 
-def _task(recipe: Recipe, name: str, section: TaskSection) -> Task:
+def _task(recipe: Recipe, shared: RewardsSection, name: str, section: TaskSection) -> Task:
     own = {key: value for key, value in section.model_dump().items() if value is not None}
     prompts = {key: value for key, value in own.items() if key in PromptsSection.model_fields}
     rewards = {key: value for key, value in own.items() if key in RewardsSection.model_fields}
@@ -44,5 +45,5 @@ def _task(recipe: Recipe, name: str, section: TaskSection) -> Task:
         name=name,
         weight=section.weight,
         prompts=recipe.prompts.model_copy(update={"tasks": None, **prompts}),
-        rewards=recipe.rewards.model_copy(update=rewards),
+        rewards=shared.model_copy(update=rewards),
     )

@@ -43,6 +43,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_scalerl.recipe.sections import RewardsSection
+from megatron_scalerl.rewards.length_penalty import penalized
 from megatron_scalerl.rewards.limits import Limits
 from megatron_scalerl.rewards.worker_process import WorkerDied, WorkerProcess
 from megatron_scalerl.types import CompletionLost, Prompt, Score
@@ -150,9 +151,12 @@ class VerifierPool:
         for task in self._tasks:
             task.add_done_callback(self._on_task_end)
 
-    async def score(self, text_after_thinking: str | None, prompt: Prompt, *, truncated: bool = False) -> Score:
+    async def score(
+        self, text_after_thinking: str | None, prompt: Prompt, *, truncated: bool = False, tokens: int = 0
+    ) -> Score:
         """The score of one completion; None or a blank text is no answer, a truncated one is wrong.
 
+        tokens: those that the policy sampled, for rewards.length_penalty.
         Raises CompletionLost (`verifier_lost`) if no process could be started for it, and RuntimeError if that
         persisted or the pool is closed.
         """
@@ -169,7 +173,7 @@ class VerifierPool:
                 raise
         if score.correct or score.reason:
             self.counters["correct" if score.correct else score.reason] += 1
-        return score
+        return penalized(score, tokens, self._rewards.length_penalty)
 
     async def close(self) -> None:
         """Kill all processes and fail outstanding checks; may be called twice."""

@@ -28,6 +28,8 @@ class TaskPools:
     async def __aexit__(self, *exception: object) -> None:
         await self._running.aclose()
 
-    async def score(self, text_after_thinking: str | None, prompt: Prompt, *, truncated: bool = False) -> Score:
+    async def score(
+        self, text_after_thinking: str | None, prompt: Prompt, *, truncated: bool = False, tokens: int = 0
+    ) -> Score:
         """As `VerifierPool.score`."""
-        return await self._pools[prompt.task].score(text_after_thinking, prompt, truncated=truncated)
+        return await self._pools[prompt.task].score(text_after_thinking, prompt, truncated=truncated, tokens=tokens)

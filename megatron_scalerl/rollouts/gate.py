@@ -30,6 +30,8 @@ Ahead: while one batch trains at version v, the next one may be taken by the sam
 
 If the first batch makes no step, the second one trains at v: the rule at v + 1 implies the rule at v.
 
+`phase_gate` has the other schedule, in which generation and training alternate.
+
 Three groups start at version 0; the two fast ones finish first:
 
     >>> gate = StalenessGate(groups_per_batch=1, max_staleness_steps=2)
@@ -125,6 +127,12 @@ class StalenessGate:
     def restore(self, group_id: int, first_token_version: int) -> None:
         """A finished group is read from the journal after a restart."""
         self._ready[group_id] = first_token_version + self.max_staleness_steps
+
+    def exhaust(self) -> None:
+        """There are no new groups. No batch waits for them here."""
+
+    def resume(self, batches: int) -> None:
+        """After a restart so many batches of the run are done. Which ones follow depends on the groups alone here."""
 
     def batch(self, policy_version: int) -> tuple[int, ...] | None:
         """The groups to train on at `policy_version`, earliest deadline first; None if the trainer must wait.

@@ -53,5 +53,6 @@ class Sampler:
         if max_tokens is not None:
             spec = replace(spec, max_tokens=min(max_tokens, spec.max_tokens))
         found = await engine.generate(prompt.token_ids, sampling=spec, decoder=self._decoders)
-        score = await self._verifier.score(found.text, prompt, truncated=found.completion.truncated)
-        return ScoredCompletion(completion=found.completion, data=found.data, score=score)
+        done = found.completion
+        score = await self._verifier.score(found.text, prompt, truncated=done.truncated, tokens=done.sampled_tokens)
+        return ScoredCompletion(completion=done, data=found.data, score=score)

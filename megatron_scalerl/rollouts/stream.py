@@ -31,7 +31,8 @@ had finished too, since the others shared batches of the engines with them. The 
 
 The first other failure in admission or a group task is raised by `next_batch`. `close` cancels all tasks.
 
-Khatri et al. 2025, section 2 (PipelineRL, k = 8); the staleness bound is proved in `gate`.
+Khatri et al. 2025, section 2 (PipelineRL, k = 8); the staleness bound is proved in `gate`. The schedule
+ppo_off_policy has the same loops behind another gate (`phase_gate`).
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ from megatron_scalerl.prompts.curriculum import Curriculum, CurriculumDry
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.admission import Admission
 from megatron_scalerl.rollouts.engine_loads import EngineLoads
-from megatron_scalerl.rollouts.gate import StalenessGate
 from megatron_scalerl.rollouts.journal import Journal
+from megatron_scalerl.rollouts.phase_gate import gate_of
 from megatron_scalerl.rollouts.plans import Draw
 from megatron_scalerl.rollouts.sampler import TRAINING_PRIORITY, Sampler, ScoredCompletion
 from megatron_scalerl.types import Completion, CompletionLost, Prompt, RolloutGroup
@@ -84,10 +85,7 @@ class RolloutStream:
         self._curriculum = curriculum
         self._sampler = sampler
         self._journal = journal
-        self._gate = StalenessGate(
-            groups_per_batch=recipe.rollouts.groups_per_batch,
-            max_staleness_steps=recipe.rollouts.max_staleness_steps,
-        )
+        self._gate = gate_of(recipe.rollouts)
         self._group_size = recipe.rollouts.group_size
         self._seed = recipe.seed
         self._next_group_id = next_group_id
@@ -117,19 +115,20 @@ class RolloutStream:
         self._following = asyncio.create_task(self._guarded(self._follow_engines), name="engines")
         self._start_admission()
 
-    def restore(self, ready: Sequence[RolloutGroup], unfinished: Sequence[Admission]) -> None:
-        """Before `start`: restore finished groups of an earlier attempt, and reissue its unfinished ones."""
+    def restore(self, ready: Sequence[RolloutGroup], unfinished: Sequence[Admission], batches: int) -> None:
+        """Before `start`: after so many batches, restore finished groups and reissue the unfinished ones."""
+        self._gate.resume(batches)
         for group in ready:
             self._gate.restore(group.group_id, group.first_token_version)
             self._ready[group.group_id] = group
         again = list(unfinished)
-        if self._rounds is not None and len(ready) < self._gate.groups_per_batch:
+        if self._rounds is not None and self._gate.batch(self.policy_version) is None:
             again += [Admission(group_id=g.group_id, prompt=g.prompt, epoch=g.epoch, recorded=g) for g in ready]
             self._repeating = len(ready)
         self._reissue = sorted(again, key=lambda admission: admission.group_id)
 
     async def trained(self, policy_version: int) -> None:
-        """The last batch is done; every engine serves `policy_version` (the old one if there was no step)."""
+        """The last batch is done; every engine serves `policy_version` (the old one if there was no update)."""
         async with self._changed:
             self.policy_version = policy_version
             self._gate.trained()
@@ -285,6 +284,7 @@ class RolloutStream:
             prompt, epoch = self._curriculum.draw()
         except CurriculumDry as end:
             self.exhausted = str(end)
+            self._gate.exhaust()
             return None
         group_id = self._next_group_id
         self._next_group_id += 1

@@ -35,7 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     what = parser.add_argument_group("what")
     what.add_argument("recipe", nargs="?", metavar="RECIPE", help="recipe file (YAML)")
-    what.add_argument("overrides", nargs="*", metavar="key.path=value", help="settings that override the recipe's")
+    what.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key.path=value",
+        help="settings that override the recipe's; overlay=FILE: those of a file",
+    )
     what.add_argument("--array", metavar="FOLDER", help="every recipe (*.yaml) of a folder, as one job array")
     what.add_argument("--throttle", type=int, metavar="N", help="with --array: runs at a time (default: all)")
     what.add_argument("--status", metavar="RUN", help="job, progress, cost and last error of a submitted run")

@@ -118,6 +118,7 @@ def test_an_engine_that_joins_while_the_trainer_waits_is_probed_once():
             _sync=SimpleNamespace(catch_up=catch_up),
             _probe=probe,
             _step=4,
+            _served=4,
             _recipe=RECIPE,
             _saving=SaveAndExit(),
         )
@@ -126,6 +127,19 @@ def test_an_engine_that_joins_while_the_trainer_waits_is_probed_once():
         assert await probe.check(4, new_only=True) == {}
 
     asyncio.run(run())
+
+
+def test_an_engine_that_joins_within_a_phase_gets_no_weights_that_the_others_do_not_have():
+    engines, joined = Membership(1), StandInEngine()
+
+    async def batch():
+        engines.join(0, joined)
+        await asyncio.sleep(0.01)
+        return "batch"
+
+    loop = SimpleNamespace(_fleet=SimpleNamespace(engines=engines), _sync=None, _step=5, _served=4)
+    assert asyncio.run(Controller._while_current(loop, batch())) == "batch"
+    assert engines.stale == [joined]
 
 
 def test_a_server_that_is_started_again_is_new():

@@ -39,7 +39,8 @@ def test_tensor_parallel_dense(tiny_dense, tmp_path):
     check_run(tmp_path / "tp2")
     validations = read_jsonl(tmp_path / "tp2" / "validation.jsonl")
     assert [v["step"] for v in validations] == [0, 3]
-    assert validations[1]["gpu_hours"] > validations[0]["gpu_hours"] == 0
+    assert validations[1]["compute"] > validations[0]["compute"] == 0
+    assert [v["unit"] for v in validations] == ["device_hours"] * 2
 
 
 @pytest.mark.full

@@ -50,6 +50,23 @@ def test_run_folder(tmp_path):
     np.testing.assert_allclose(total.compute, [0.145, 0.27])
 
 
+def test_run_folder_with_a_unit(tmp_path):
+    """As runs write it now; the old name of a column is an option still."""
+    folder = run_folder(tmp_path)
+    rows = [json.loads(line) for line in (folder / "validation.jsonl").read_text().splitlines()]
+    (old,) = read_curves(folder)
+    names = {"gpu_hours": "compute", "gpu_hours_total": "compute_total"}
+    rows = [{names.get(k, k): v for k, v in row.items()} | {"unit": "device_hours"} for row in rows]
+    (folder / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "ledger.jsonl").write_text('{"unit": "device_hours"}\n')
+    for path in (folder, folder / "validation.jsonl"):
+        (curve,) = read_curves(path)
+        assert (curve.unit, curve.compute.tolist(), curve.initial) == ("device_hours", old.compute.tolist(), 0.40)
+    for column in ("compute_total", "gpu_hours_total"):
+        (total,) = read_curves(folder, ColumnOptions(compute=column))
+        np.testing.assert_allclose(total.compute, [0.145, 0.27])
+
+
 def test_run_folder_without_a_ledger_counts_gpu_hours(tmp_path):
     assert read_curves(run_folder(tmp_path))[0].unit == "gpu_hours"
 

@@ -38,6 +38,23 @@ def test_synchronous_is_the_sum_of_its_parts():
     assert (t.staleness_mean, t.staleness_max) == (0, 0)
 
 
+@pytest.mark.parametrize("updates", [1, 4])
+def test_phases_are_the_sum_of_their_parts(updates):
+    """16 completions of 10 s on two engines with room for 64 each, one step of 1 s after another, one update."""
+    t = simulate(replace(BASE, updates_per_phase=updates))
+    phase_s = 10.0 + updates * 1.0 + 0.5
+    assert t.step_seconds == pytest.approx(phase_s / updates)
+    assert t.trainer_waits == pytest.approx(10.0 / phase_s)
+    assert t.engines_idle == pytest.approx(updates * 1.0 / phase_s)
+    assert (t.staleness_mean, t.staleness_max) == ((updates - 1) / 2, updates - 1)
+
+
+def test_a_phase_waits_for_its_longest_completion_and_a_pipeline_does_not():
+    setting = replace(BASE, lengths=SPREAD, train_seconds=3.0)
+    assert simulate(replace(setting, updates_per_phase=4)).step_seconds > simulate(setting).step_seconds
+    assert simulate(replace(setting, updates_per_phase=1)) == simulate(replace(setting, max_staleness_steps=0))
+
+
 def test_a_slow_trainer_sets_the_pace():
     t = simulate(replace(BASE, train_seconds=30.0, lengths=SPREAD))
     assert t.trainer_waits == 0 and t.step_seconds == pytest.approx(30.5, rel=0.1)

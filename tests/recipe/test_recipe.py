@@ -1,8 +1,9 @@
 """Recipes: every file loads, mistakes are one line that names file and key, the resolved form loads again."""
 
-from pathlib import Path
+from typing import get_args
 
 import pytest
+from recipe_files import OVERLAYS, ROOT
 
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import OLD_KEYS, RecipeError, dump_recipe, load_recipe, valid_keys
@@ -11,7 +12,7 @@ from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection
 from megatron_scalerl.recipe.task_section import TaskSection
 from megatron_scalerl.recipe.tasks import tasks_of
 
-ROOT = Path(__file__).parents[2]
+TINY = ROOT / "recipes" / "tiny_cpu.yaml"
 MINIMAL = "name: t\nsteps: 3\npolicy: {path: x}\nprompts: {path: y}\n"
 
 
@@ -24,7 +25,8 @@ def path(tmp_path):
 
 @pytest.mark.parametrize("file", sorted((ROOT / "recipes").rglob("*.yaml")), ids=lambda f: f.stem)
 def test_every_recipe_loads(file):
-    load_recipe(file)
+    overlay = file.parent.name in OVERLAYS
+    load_recipe(*((TINY, [f"overlay={file}"]) if overlay else (file,)))
 
 
 def test_defaults_are_the_papers(path):
@@ -65,6 +67,27 @@ def test_every_spelling_of_a_number_is_one(path, text):
         ),
         ("rollouts.temperature=3", "rollouts.temperature: input should be less than or equal to 2, found 3"),
         ("rollouts.temperature=0", "rollouts.temperature: input should be greater than or equal to 0.01, found 0"),
+        (
+            "rewards.length_penalty={max_token: 9}",
+            "found rewards.length_penalty.max_token; the nearest is rewards.length_penalty.max_tokens",
+        ),
+        (
+            "rewards.length_penalty={max_tokens: 9, cache_tokens: 10}",
+            "rewards.length_penalty.cache_tokens: expected at most max_tokens 9, found 10",
+        ),
+        ("rollouts.schedule=ppo", "rollouts.schedule: input should be 'pipeline' or 'ppo_off_policy', found 'ppo'"),
+        (
+            "rollouts.updates_per_phase=4",
+            "updates_per_phase: expected its default 8 with schedule pipeline .* found 4",
+        ),
+        (
+            "rollouts={schedule: ppo_off_policy, max_staleness_steps: 6}",
+            r"updates_per_phase: expected at most max_staleness_steps 6 \+ 1 \(the last batch of a phase .*, found 8",
+        ),
+        (
+            "rollouts={schedule: ppo_off_policy, updates_per_phase: 10}",
+            r"updates_per_phase: expected at most max_staleness_steps 8 \+ 1 .*, found 10",
+        ),
         ("interruption.thinking_tokens=[5, 2]", r"expected 1 <= low <= high, found \[5, 2\]"),
         ("engine.vllm.max_model_len=100", "engine.vllm.max_model_len: expected at least 16385"),
         ("policy=7", "policy"),
@@ -76,6 +99,33 @@ def test_mistakes_are_one_line(path, override, said):
         load_recipe(path, [override])
     assert "\n" not in str(error.value)
     assert str(path) in str(error.value)
+
+
+def test_the_length_penalty_has_the_limits_of_the_completions(path):
+    assert load_recipe(path).length_penalty is None
+    short = "interruption={thinking_tokens: [44, 52], answer_tokens: 4}"
+    for given, more, limits in (
+        ("{}", [], (14336, 2048)),
+        ("{}", [short], (56, 8)),
+        ("{max_tokens: 21}", [short], (21, 3)),
+        ("{cache_tokens: 5}", [short], (56, 5)),
+        ("{max_tokens: 6}", [], (6, 1)),
+    ):
+        recipe = load_recipe(path, [f"rewards.length_penalty={given}", *more])
+        for found in (recipe.length_penalty, tasks_of(recipe)[0].rewards.length_penalty):
+            assert (found.max_tokens, found.cache_tokens) == limits
+
+
+def test_what_bounds_the_age_of_a_batch(path):
+    for overrides, every, bound in (
+        ([], 1, 8),
+        (["max_staleness_steps=0"], 1, 0),
+        (["schedule=ppo_off_policy"], 8, 7),
+        (["schedule=ppo_off_policy", "updates_per_phase=1", "max_staleness_steps=0"], 1, 0),
+        (["schedule=ppo_off_policy", "updates_per_phase=9"], 9, 8),
+    ):
+        rollouts = load_recipe(path, [f"rollouts.{each}" for each in overrides]).rollouts
+        assert (rollouts.batches_per_update, rollouts.staleness_bound) == (every, bound)
 
 
 TASKS = "name: t\nsteps: 3\npolicy: {path: x}\nprompts:\n  tasks:\n    math: {path: m, weight: 3}\n"
@@ -169,10 +219,12 @@ def test_every_old_key_has_a_valid_new_name_in_the_same_section_and_a_row_in_the
 def test_every_field_says_what_it_is():
     def undocumented(model, prefix=""):
         for name, info in model.model_fields.items():
-            if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
-                yield from undocumented(info.annotation, f"{prefix}{name}.")
-            elif not info.description:
+            parts = (info.annotation, *get_args(info.annotation))
+            sections = [part for part in parts if isinstance(part, type) and issubclass(part, Section)]
+            for section in sections:
+                yield from undocumented(section, f"{prefix}{name}.")
+            if not info.description and info.annotation not in sections:
                 yield prefix + name
 
     assert list(undocumented(Recipe)) == []
-    assert "loss.max_is_weight" in set(valid_keys())
+    assert {"loss.max_is_weight", "rewards.length_penalty.cache_tokens"} <= set(valid_keys())

@@ -102,11 +102,14 @@ async def supervise(members, engines, kills, restart_s, loop):
     await asyncio.gather(*restarts)
 
 
-async def batches_of(folder, loop, *, k, batches, kills, engines=2, restart_s=7.0, fresh=False):
-    """The groups of each batch, with the staleness bound checked; one step takes 10 s."""
+async def batches_of(folder, loop, *, k, batches, kills, engines=2, restart_s=7.0, fresh=False, phases=False):
+    """The groups of each batch, with the staleness bound checked; one step takes 10 s. phases: of k + 1 batches."""
     made = [StandInEngine(f"engine-{i}", 0) for i in range(engines)]
     members = Membership.of(made)
     rollouts = {"groups_per_batch": G, "group_size": SIZE, "max_in_flight": 16, "max_staleness_steps": k}
+    if phases:
+        rollouts |= {"schedule": "ppo_off_policy", "updates_per_phase": k + 1}
+    served = 0
     stream = RolloutStream(
         Recipe(name="r", steps=1, seed=1, policy={"path": "p"}, prompts={"path": "q"}, rollouts=rollouts),
         curriculum=Curriculum(
@@ -131,14 +134,16 @@ async def batches_of(folder, loop, *, k, batches, kills, engines=2, restart_s=7.
             joined = asyncio.create_task(members.until(lambda: bool(members.stale)))
             await asyncio.wait({waiting, joined}, return_when=asyncio.FIRST_COMPLETED)
             joined.cancel()
-            catch_up(version)
+            catch_up(served)
         groups = await waiting
         assert all(0 <= version - g.first_token_version <= k for g in groups)
         assert stream.in_flight + stream.ready <= (k + 1) * G
         found.append(groups)
         await asyncio.sleep(10)
-        catch_up(version + 1)
-        await stream.trained(version + 1)
+        if not phases or (version + 1) % (k + 1) == 0:
+            served = version + 1
+            catch_up(served)
+        await stream.trained(served)
     supervisor.cancel()
     await asyncio.gather(supervisor, return_exceptions=True)
     await stream.close()
@@ -185,6 +190,22 @@ def test_kills_at_any_moment_keep_the_bound_and_lose_and_repeat_nothing(tmp_path
     finished = [e.group_id for e in history.events if isinstance(e, Finish)]
     assert admitted == sorted(set(admitted)), "a group that is issued again keeps its id and its one admission"
     assert len(set(finished)) == len(finished) and set(ids) <= set(finished)
+
+
+@given(
+    k=st.sampled_from([0, 1, 3]),
+    kills=st.lists(st.tuples(st.floats(0, 400), st.integers(0, 1)), max_size=30).map(sorted),
+)
+@settings(max_examples=60, deadline=None)
+def test_kills_at_any_moment_change_no_batch_of_a_phase(tmp_path_factory, k, kills):
+    """Killed while a phase is generated or trained on: the same groups in the same batches, with the same version."""
+    batches, _, _ = run(tmp_path_factory.mktemp("run"), k=k, batches=8, kills=kills, phases=True)
+    whole, _, _ = run(tmp_path_factory.mktemp("run"), k=k, batches=8, kills=[], phases=True)
+    assert [[g.group_id for g in groups] for groups in batches] == [list(range(G * i, G * i + G)) for i in range(8)]
+    assert lengths(batches) == lengths(whole) and rewards(batches) == rewards(whole)
+    for version, groups in enumerate(batches):
+        start = version - version % (k + 1)
+        assert {v for g in groups for c in g.completions for v in (c.first_version, c.last_version)} == {start}
 
 
 @pytest.mark.parametrize("k", [0, 8])

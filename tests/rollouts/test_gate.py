@@ -1,4 +1,4 @@
-"""The staleness gate under random durations: never older than k, never stuck, nothing dropped."""
+"""The gates of both schedules under random durations: never older than k, never stuck, nothing dropped."""
 
 import heapq
 import random
@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_scalerl.rollouts.gate import StalenessGate
+from megatron_scalerl.rollouts.phase_gate import PhaseGate
 
 
 class Simulation:
@@ -16,14 +17,20 @@ class Simulation:
     chance: (name, number) -> uniform in [0, 1), always the same one. At a share `looks` of the events of a step the
     trainer takes a batch ahead if there is one; after a share `kills` of all events the run is killed. Then finished
     groups come back from the journal, as do those of a batch taken ahead, and the batch in training is trained again.
+    losses: share of the groups that are abandoned at their first end and started again. phases: of k + 1 batches.
     """
 
-    def __init__(self, k, groups_per_batch, slots, spread, trainer, chance, looks=0.0, kills=0.0):
+    def __init__(
+        self, k, groups_per_batch, slots, spread, trainer, chance, looks=0.0, kills=0.0, losses=0.0, phases=False
+    ):
         self.k, self.groups_per_batch, self.slots = k, groups_per_batch, slots
         self.spread, self.trainer = spread, trainer
         self.chance, self.looks, self.kills = chance, looks, kills
-        self.gate = StalenessGate(groups_per_batch=groups_per_batch, max_staleness_steps=k)
+        self.losses, self.phases = losses, phases
+        self.gate = self.new_gate()
         self.now, self.version, self.batches, self.events = 0.0, 0, 0, 0
+        self.served = 0
+        self.lost: set[int] = set()
         self.started = 0
         self.running: list[tuple[float, int, int]] = []
         self.reissue: list[int] = []
@@ -33,6 +40,11 @@ class Simulation:
         self.step_ends: float | None = None
         self.ahead: tuple[int, ...] = ()
         self.taken_ahead = 0
+
+    def new_gate(self):
+        if self.phases:
+            return PhaseGate(groups_per_batch=self.groups_per_batch, updates_per_phase=self.k + 1)
+        return StalenessGate(groups_per_batch=self.groups_per_batch, max_staleness_steps=self.k)
 
     def run(self, batches):
         while self.batches < batches:
@@ -54,9 +66,10 @@ class Simulation:
                 group = self.reissue.pop(0)
             else:
                 group, self.started = self.started, self.started + 1
-            self.gate.start(group, self.version)
+            assert not self.phases or self.batches % (self.k + 1) == 0, "a group started while a phase was trained on"
+            self.gate.start(group, self.served)
             seconds = 0.1 + self.spread * self.chance("duration", group) ** 4
-            heapq.heappush(self.running, (self.now + seconds, group, self.version))
+            heapq.heappush(self.running, (self.now + seconds, group, self.served))
         assert self.gate.outstanding <= (self.k + 1) * self.groups_per_batch
 
     def take(self):
@@ -78,14 +91,20 @@ class Simulation:
             self.ready -= set(chosen)
         for group in chosen:
             assert self.version - self.first_version[group] <= self.k, "a group trained older than k"
+        if self.phases:
+            first = self.batches * self.groups_per_batch
+            assert chosen == tuple(range(first, first + self.groups_per_batch)), "another composition"
+            assert not self.running, "a batch was released while its phase was generated"
         self.trained += chosen
         self.step_ends = self.now + self.trainer * self.chance("step", self.batches)
 
     def end_step(self):
         self.version += self.chance("empty", self.batches) >= 0.1
+        self.batches += 1
+        if not self.phases or self.batches % (self.k + 1) == 0:
+            self.served = self.version
         self.gate.trained()
         self.step_ends = None
-        self.batches += 1
         if self.ahead:
             chosen, self.ahead = self.ahead, ()
             self.train(chosen, taken=True)
@@ -94,7 +113,9 @@ class Simulation:
         if self.step_ends is not None:
             self.version += self.chance("empty", self.batches) >= 0.1
             self.batches += 1
-        self.gate = StalenessGate(groups_per_batch=self.groups_per_batch, max_staleness_steps=self.k)
+        self.served = self.version  # a new attempt begins with a weight update
+        self.gate = self.new_gate()
+        self.gate.resume(self.batches)
         self.ready |= set(self.ahead)
         for group in self.ready:
             self.gate.restore(group, self.first_version[group])
@@ -109,7 +130,12 @@ class Simulation:
         self.now = max(self.now, min(events))
         while self.running and self.running[0][0] <= self.now:
             _, group, started = heapq.heappop(self.running)
-            self.first_version[group] = self.version if self.chance("late", group) < 0.3 else started
+            if group not in self.lost and self.chance("lost", group) < self.losses:
+                self.lost.add(group)
+                self.gate.abandon(group)
+                self.reissue.append(group)
+                continue
+            self.first_version[group] = self.served if self.chance("late", group) < 0.3 else started
             self.gate.finish(group, self.first_version[group])
             self.ready.add(group)
 
@@ -123,15 +149,17 @@ class Simulation:
     trainer=st.sampled_from([0.0, 0.3, 3.0, 30.0]),
     looks=st.sampled_from([0.0, 0.3, 1.0]),
     kills=st.sampled_from([0.0, 0.02]),
+    losses=st.sampled_from([0.0, 0.2]),
+    phases=st.booleans(),
     seed=st.integers(0, 2**20),
 )
 def test_never_older_than_k_never_stuck_and_nothing_lost(
-    k, groups_per_batch, slots, spread, trainer, looks, kills, seed
+    k, groups_per_batch, slots, spread, trainer, looks, kills, losses, phases, seed
 ):
     def chance(name, number):
         return random.Random(f"{seed}{name}{number}").random()
 
-    run = Simulation(k, groups_per_batch, slots, spread, trainer, chance, looks, kills).run(40)
+    run = Simulation(k, groups_per_batch, slots, spread, trainer, chance, looks, kills, losses, phases).run(40)
     assert run.version <= 40
     trained = set(run.trained)
     assert len(trained) == len(run.trained) >= 40 * groups_per_batch, "each once"
@@ -205,6 +233,92 @@ def test_waiting_only_for_the_deadline_itself_would_break_the_bound():
     assert gate.batch(1) is None, "groups 1 and 2 both have deadline 2: one of them must train now"
     gate.finish(1, 0)
     assert gate.batch(1) == (1,)
+
+
+def phase_gate(groups_per_batch, updates, groups=0, version=0):
+    """A gate whose groups 0 .. groups - 1 have started, and finished last first."""
+    gate = PhaseGate(groups_per_batch=groups_per_batch, updates_per_phase=updates)
+    for group in range(groups):
+        gate.start(group, version)
+    for group in reversed(range(groups)):
+        gate.finish(group, version)
+    return gate
+
+
+def test_a_phase_is_trained_on_in_the_order_of_admission_and_then_the_next_one_starts():
+    gate = phase_gate(2, 3, groups=6, version=4)
+    for step, expected in enumerate([(0, 1), (2, 3), (4, 5)]):
+        assert not gate.may_start()
+        assert gate.batch(4 + step) == expected
+        gate.take(expected)
+        gate.trained()
+    assert gate.may_start() and gate.outstanding == 0
+    gate.start(6, 7)
+    assert gate.batch(7) is None
+
+
+def test_within_a_phase_a_batch_is_taken_ahead_and_across_its_end_none_is():
+    gate = phase_gate(1, 2, groups=2)
+    gate.take(gate.batch(0))
+    assert gate.batch(1) == (1,)
+    gate.take((1,))
+    assert gate.batch(2) is None and not gate.may_start()
+    gate.trained()
+    assert gate.batch(2) is None and not gate.may_start(), "the second batch of the phase is in training"
+    gate.trained()
+    assert gate.may_start()
+
+
+def test_a_phase_waits_for_its_slowest_group_and_for_one_that_is_abandoned():
+    gate = PhaseGate(groups_per_batch=1, updates_per_phase=3)
+    for group in range(3):
+        gate.start(group, 0)
+    gate.finish(0, 0)
+    gate.finish(2, 0)
+    assert gate.batch(0) is None
+    gate.abandon(1)
+    assert gate.batch(0) is None and gate.may_start()
+    gate.start(1, 0)
+    gate.finish(1, 0)
+    assert gate.batch(0) == (0,)
+
+
+@pytest.mark.parametrize(("batches", "left"), [(0, 6), (1, 4), (5, 2), (6, 6)])
+def test_a_restart_goes_on_within_the_phase(batches, left):
+    """Three batches of two groups: after five batches of the run one is left of the second phase."""
+    gate = PhaseGate(groups_per_batch=2, updates_per_phase=3)
+    gate.resume(batches)
+    for group in range(left - 1):
+        gate.restore(group, 9)
+    assert gate.batch(9) is None and gate.may_start()
+    gate.start(left - 1, 9)
+    gate.finish(left - 1, 9)
+    assert gate.batch(9) == (0, 1) and not gate.may_start()
+
+
+def test_where_the_prompts_end_the_phase_has_the_groups_that_it_has():
+    gate = phase_gate(2, 3, groups=5)
+    assert gate.batch(0) is None
+    gate.exhaust()
+    gate.take(gate.batch(0))
+    gate.trained()
+    assert gate.batch(1) == (2, 3)
+    gate.take((2, 3))
+    gate.trained()
+    assert gate.batch(2) is None and gate.ready == 1, "one group does not fill a batch"
+
+
+def test_a_last_phase_waits_for_an_abandoned_group_too():
+    gate = PhaseGate(groups_per_batch=1, updates_per_phase=3)
+    gate.start(0, 0)
+    gate.start(1, 0)
+    gate.finish(1, 0)
+    gate.exhaust()
+    gate.abandon(0)
+    assert gate.batch(0) is None
+    gate.start(0, 0)
+    gate.finish(0, 0)
+    assert gate.batch(0) == (0,)
 
 
 def test_k_zero_is_synchronous():

@@ -89,15 +89,21 @@ class StandInSampler:
         return scored(rollout, Score(correct=draw[2] % 2 == 0, reward=1.0))
 
 
-def recipe(max_in_flight):
+def recipe(max_in_flight, updates=None):
     rollouts = {"groups_per_batch": GROUPS, "group_size": SIZE, "max_in_flight": max_in_flight}
+    if updates is not None:
+        return recipe_of(rollouts | {"schedule": "ppo_off_policy", "updates_per_phase": updates})
+    return recipe_of(rollouts | {"max_staleness_steps": 0})
+
+
+def recipe_of(rollouts):
     return Recipe(
         name="r",
         steps=1,
         seed=1,
         policy={"path": "p"},
         prompts={"path": "q"},
-        rollouts=rollouts | {"max_staleness_steps": 0, "deterministic": True},
+        rollouts=rollouts | {"deterministic": True},
         engine={"count": 2},
         validation={"prompts": 5},
     )
@@ -106,8 +112,11 @@ def recipe(max_in_flight):
 PROMPTS = [Prompt(prompt_id=f"p{i:03d}", text=str(i), answer="0", token_ids=(1,)) for i in range(50)]
 
 
-async def train(folder, versions, *, max_in_flight, stop_after=None):
-    """Batches of one attempt, from its journal on; it stops in the middle of a round after so many completions."""
+async def train(folder, versions, *, max_in_flight, stop_after=None, updates=None):
+    """Batches of one attempt, from its journal on; it stops in the middle of a round after so many completions.
+
+    updates: batches of a phase of ppo_off_policy; None: the pipeline.
+    """
     engines = [StandInEngine("engine-0", versions[0]), StandInEngine("engine-1", versions[0])]
     members = Membership.of(engines, version=versions[0])
     sampler = StandInSampler(stop_after)
@@ -115,7 +124,7 @@ async def train(folder, versions, *, max_in_flight, stop_after=None):
     curriculum = Curriculum(PROMPTS, 7, None, None)
     replay_draws(curriculum, history)
     stream = RolloutStream(
-        recipe(max_in_flight),
+        recipe(max_in_flight, updates),
         curriculum=curriculum,
         engines=members,
         sampler=sampler,
@@ -128,7 +137,7 @@ async def train(folder, versions, *, max_in_flight, stop_after=None):
     unfinished = [
         Admission(group_id=e.group_id, prompt=by_id[e.prompt_id], epoch=e.epoch) for e in history.to_reissue(ready)
     ]
-    stream.restore(list(ready.values()), unfinished)
+    stream.restore(list(ready.values()), unfinished, len(history.batches))
     stream.start(versions[0])
     batches = []
     try:
@@ -142,9 +151,10 @@ async def train(folder, versions, *, max_in_flight, stop_after=None):
                 batch.cancel()
                 break
             batches.append([(g.group_id, g.prompt.prompt_id, g.completions) for g in batch.result()])
-            for engine in engines:
-                engine.version = version + 1
-            await stream.trained(version + 1)
+            if len(batches) % (updates or 1) == 0:
+                for engine in engines:
+                    engine.version = version + 1
+            await stream.trained(engines[0].version)
     finally:
         await stream.close()
     return batches, len(ready), engines
@@ -169,6 +179,25 @@ def test_an_interrupted_batch_is_generated_as_without_the_interruption(tmp_path,
     assert "not deterministic" not in caplog.text
 
 
+@pytest.mark.parametrize("max_in_flight", [4, 8, 64])
+@pytest.mark.parametrize("stop_after", [5, 17, 23])
+def test_an_interrupted_phase_is_generated_as_without_the_interruption(tmp_path, caplog, max_in_flight, stop_after):
+    """Two batches of three groups of four: a round may hold groups of both, so the phase is repeated as a whole."""
+    whole, interrupted = tmp_path / "whole", tmp_path / "interrupted"
+    whole.mkdir()
+    interrupted.mkdir()
+    expected, _, _ = asyncio.run(train(whole, [0, 1, 2], max_in_flight=max_in_flight, updates=2))
+    versions = [{c.first_version for _, _, completions in batch for c in completions} for batch in expected]
+    assert versions == [{0}, {0}, {2}]
+    nothing, _, _ = asyncio.run(
+        train(interrupted, [0], max_in_flight=max_in_flight, stop_after=stop_after, updates=2)
+    )
+    assert nothing == []
+    found, ready, _ = asyncio.run(train(interrupted, [0, 1], max_in_flight=max_in_flight, updates=2))
+    assert found == expected[:2] and ready < 2 * GROUPS
+    assert "not deterministic" not in caplog.text
+
+
 def test_a_repeated_group_that_differs_is_reported(tmp_path, caplog):
     asyncio.run(train(tmp_path, [0], max_in_flight=64, stop_after=11))
     found, ready, _ = asyncio.run(train(tmp_path, [0], max_in_flight=4))  # other rounds than in the first attempt
@@ -189,7 +218,9 @@ def test_validation_in_rounds_reaches_the_engines_the_same_way_each_time():
                 count_tokens=lambda tokens: None,
                 rounds=Rounds(members, timeout_s=30),
             )
-            result, by_prompt = await validator.validate(3, generations=3, gpu_hours=0.0, gpu_hours_total=0.0)
+            result, by_prompt = await validator.validate(
+                3, generations=3, compute=0.0, compute_total=0.0, unit="device_hours"
+            )
             return result, by_prompt, [engine.batches for engine in engines]
 
         return asyncio.run(run())
@@ -202,6 +233,8 @@ def test_validation_in_rounds_reaches_the_engines_the_same_way_each_time():
 
 @pytest.mark.parametrize("setting", [{"max_staleness_steps": 1}, {"max_staleness_steps": 0, "routing_replay": True}])
 def test_deterministic_excludes_what_overlaps(setting):
+    """Phases of ppo_off_policy overlap with nothing, however many batches they have."""
+    assert recipe(4, updates=8).rollouts.staleness_bound == 7
     with pytest.raises(ValueError, match="deterministic: expected max_staleness_steps 0 and routing_replay false"):
         Recipe(
             name="r",

@@ -279,7 +279,7 @@ def test_unfinished_groups_are_reissued_under_their_ids(tmp_path):
         stream = make_stream(tmp_path, engines=[engine], next_group_id=len(history.finished) + len(lost))
         ready = read_groups(tmp_path, history, history.unbatched())
         unfinished = [Admission(group_id=g, prompt=known[p], epoch=0) for g, p in lost]
-        stream.restore(list(ready.values()), unfinished)
+        stream.restore(list(ready.values()), unfinished, len(history.batches))
         stream.start(1)
         taken = []
         for version in range(4):

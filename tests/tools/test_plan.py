@@ -49,6 +49,28 @@ def test_the_scout_recipe_has_the_planners_split(capsys):
     assert (plan["split"]["trainer"], plan["split"]["engines"]) == (best["trainer"], best["engines"]) == (96, 20)
 
 
+def test_phases_cost_more_than_the_pipeline_and_are_as_old_as_they_may_be(capsys):
+    found = []
+    for schedule in ("pipeline", "ppo_off_policy"):
+        override = f"rollouts.schedule={schedule}"
+        args = [recipe("scalerl_llama3_8b"), "--gpus", "80", "--no-build", override]
+        assert main([*args, "--json", "-"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    pipeline, phases = found
+    costs = [plan["gpu_hours_per_1000_steps"] for plan in (pipeline, phases)]
+    page = " ".join((ROOT / "docs" / "ablations.md").read_text().split())
+    idle = f"{100 * phases['timing']['engines_idle']:.0f} %"
+    assert (
+        f"predicts {costs[1]:,.0f} GPU-hours per 1,000 steps for `ppo_off_policy_8.yaml`, engines idle for {idle}"
+        in page
+    )
+    assert costs[1] > costs[0] and f"and {costs[0]:,.0f} for `scalerl.yaml`" in page
+    assert (phases["timing"]["staleness_mean"], phases["timing"]["staleness_max"]) == (3.5, 7)
+    assert main(args) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "simulated PPO-off-policy-8 queue" in text and "max staleness is 7" in text and "in turn: " in text
+
+
 def test_printed_numbers_are_those_of_the_json(tmp_path, capsys):
     out = tmp_path / "plan.json"
     assert main([recipe("scalerl_llama3_8b"), "--gpus", "80", "--no-build", "--json", str(out)]) == 0

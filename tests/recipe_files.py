@@ -1,0 +1,27 @@
+"""The recipe files of the project, and in what two recipes differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_scalerl.recipe import Recipe
+
+ROOT = Path(__file__).parent.parent
+OVERLAYS = ("ablations", "baselines")
+"""Folders of overlays, which are no whole recipes."""
+
+
+def differences(one: Recipe, other: Recipe) -> dict[str, Any]:
+    """Key -> its value in `other`, where it is not that of `one`."""
+    before, after = (dict(_flat(recipe.model_dump(mode="json"))) for recipe in (one, other))
+    return {key: value for key, value in after.items() if key not in before or before[key] != value}
+
+
+def _flat(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in data.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
