@@ -25,6 +25,8 @@ def gpu_checks(reading: NvmlReading, *, needed: int | None, visible: str | None)
     needed: GPUs that the run takes on this node; None if unknown, 0 if none. visible: CUDA_VISIBLE_DEVICES, None if
     unset; GPUs outside it belong to other jobs.
     """
+    if needed == 0:
+        return [skipped("GPUs", "the run takes none here")]
     if reading.failure:
         found, remedy = reading.failure, "run nvidia-smi; a driver that does not answer needs a reboot of the node"
         return [failed("GPUs", expected="NVML's answer", found=found, remedy=remedy)]

@@ -74,7 +74,7 @@ def examine(recipe: Recipe | None, recipe_file: str | None, gpus: int | None, he
         checks.append(skipped("output folder", "no recipe was given"))
     checks += host_checks(recipe, number, gpus=needed or 0)
     checks += head_checks(head) if head is not None else []
-    facts = _facts(reading, machine, recipe)
+    facts = _facts(reading, machine, recipe, needed=needed)
     checks.append(ok("code and recipe", f"digests {facts['code']} and {facts['recipe'] or '(no recipe)'}"))
     return NodeReport(
         format=FORMAT,
@@ -141,8 +141,10 @@ def _inputs(recipe: Recipe) -> Check:
     return ok("inputs", f"policy {recipe.policy.path} and its prompts")
 
 
-def _facts(reading: NvmlReading, machine: Machine | Check, recipe: Recipe | None) -> dict[str, str]:
-    gpus, _ = visible_gpus(reading.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+def _facts(
+    reading: NvmlReading, machine: Machine | Check, recipe: Recipe | None, *, needed: int | None
+) -> dict[str, str]:
+    gpus, _ = visible_gpus(reading.gpus if needed != 0 else [], os.environ.get("CUDA_VISIBLE_DEVICES"))
     details = machine.details if isinstance(machine, Machine) else {}
     packages = details.get("packages", {})
     return {

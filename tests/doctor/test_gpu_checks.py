@@ -106,6 +106,12 @@ def test_a_host_without_gpus_is_skipped_unless_gpus_are_needed(host):
         assert (check.name, check.status) == ("GPUs", status)
 
 
+def test_where_a_run_takes_none_no_gpu_is_judged():
+    for host in ("foreign memory", "seven", "healthy"):
+        [check] = found(host, needed=0, visible="0,9").values()
+        assert (check.name, check.status, check.found) == ("GPUs", "skipped", "the run takes none here")
+
+
 def test_gpus_of_other_jobs_are_not_judged():
     assert wrong(found("foreign memory", needed=2, visible="0,1")) == {}
     assert wrong(found("foreign memory", needed=2, visible="2,3")) == {"GPU memory": "failed"}
