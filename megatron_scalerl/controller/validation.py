@@ -19,6 +19,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 
+from megatron_scalerl.controller.outcomes import Outcomes, means, within_variance
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.membership import Membership
@@ -59,8 +60,8 @@ class Validator:
 
     async def validate(
         self, step: int, *, generations: int, compute: float, compute_total: float, unit: ComputeUnit
-    ) -> tuple[PassRate, tuple[float, ...]]:
-        """(the pass rate of policy version `step`, [prompts] the mean over the generations of each prompt).
+    ) -> tuple[PassRate, Outcomes]:
+        """(the pass rate of policy version `step`, [prompts][generations] what each completion was).
 
         generations: completions per prompt; the first ones have the same seeds whatever their number. compute,
         compute_total, unit: what the result is recorded with. A lost completion is tried once more.
@@ -76,7 +77,8 @@ class Validator:
                     f"validation of version {step}: prompt {prompt.prompt_id}: expected a completion, found "
                     f"all {generations} lost"
                 )
-        by_prompt = tuple(sum(found.score.correct for found in row) / len(row) for row in results)
+        outcomes = tuple(tuple(None if x is None else x.score.correct for x in row) for row in found_by_prompt)
+        by_prompt = means(outcomes)
         completions = [found.completion for row in results for found in row]
         pass_rate = PassRate(
             step=step,
@@ -92,9 +94,10 @@ class Validator:
             mean_completion_tokens=sum(c.tokens for c in completions) / len(completions),
             entropy=_entropy(completions),
             lost_completions=len(by_prompt) * generations - len(completions),
+            within_variance=within_variance(outcomes),
             tasks=_by_task(self._prompts, by_prompt),
         )
-        return pass_rate, by_prompt
+        return pass_rate, outcomes
 
     async def _all_at_once(self, step: int, generations: int) -> list[list[ScoredCompletion | None]]:
         """All completions, by prompt, in whatever order the engines serve them."""
