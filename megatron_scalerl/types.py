@@ -395,7 +395,6 @@ class PassRate:
     lost_completions: int = 0
     """Completions left out of all of the above (`CompletionLost`)."""
     within_variance: float | None = None
-    """Mean over prompts of the variance p (1 - p) of one completion, unbiased: over prompts x generations it is the
-    binomial variance of `pass_rate` given the prompts. None with one generation, and in earlier versions."""
+    """`controller.outcomes.within_variance`; None with one generation."""
     tasks: Mapping[str, TaskPassRate] = field(default_factory=dict)
     """Of a mixture: task -> its part. RUN/validation.jsonl has them as columns pass_rate/TASK and prompts/TASK."""

@@ -1,8 +1,8 @@
 """What a validation found for each completion, and what a fit needs of it.
 
-Seeds and interruption points are the same in every validation, so that completion j of prompt i in two validations
-differs by the policy alone: the noise of both is correlated, and that correlation is in the single outcomes, not in
-the pass rates. They are in RUN/validation_by_prompt.jsonl.
+The noise of a pass rate is that of its completions given their prompts: the variance within prompts. With
+validation.fresh_seeds off, the same completion of two validations has the same random numbers, and their noise is
+correlated: that is in the single outcomes, not in the pass rates. They are in RUN/validation_by_prompt.jsonl.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Validation: mean@k on the held-out prompts, with one policy version.
 
-Interruption, sampling and verifier are those of training. Seeds and interruption points are the same in every
-validation, so that two validations differ by the policy alone. A truncated completion counts as wrong.
+Interruption, sampling and verifier are those of training. Every validation has the same prompts, so that their
+difficulty is no noise of the curve. Seeds and interruption points are drawn anew (validation.fresh_seeds): with
+common ones, close validations err together, and no curve averages that away. They depend on validation.seed and the
+step alone, so that runs that are compared share them. A truncated completion counts as wrong.
 (Khatri et al. 2025, section 2: mean@16 on 1,000 held-out prompts every 100 steps.)
 
 Consumes: the held-out prompts and the engines' slots, at a higher priority than training completions.
@@ -49,7 +51,7 @@ class Validator:
     ) -> None:
         """count_tokens: called with the number of tokens of every finished completion. rounds: for
         rollouts.deterministic."""
-        self._seed = recipe.validation.seed
+        self._seed, self._fresh = recipe.validation.seed, recipe.validation.fresh_seeds
         self._prompts = first_of_each_task(prompts, recipe.validation.prompts)
         self._engines = engines
         self._sampler = sampler
@@ -134,7 +136,7 @@ class Validator:
         first: the engine of the first attempt, None for any. rank: of the request within its round.
         """
         prompt = self._prompts[number]
-        draw = self._sampler.draw(self._seed, number, index)
+        draw = self._sampler.draw(self._seed + step * self._fresh, number, index)
         tries = 0
         async with self._slots:
             while tries < _TRIES:

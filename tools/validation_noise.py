@@ -1,0 +1,127 @@
+"""What the cadence of validations and their sampling seeds do to a forecast: simulated runs, the best possible fit.
+
+    python tools/validation_noise.py [--runs 400] [--length 28] [RUN ...]
+
+Each simulated run is a sigmoid with random parameters over 100 steps. Its validations have binomial noise,
+independent with fresh seeds, correlated as exp(-lag / length) with common ones. The forecast of the second half is
+the posterior mean under the parameters' own distribution and the noise's own covariance, so that neither kind of
+seeds is disadvantaged by a fit that does not know it. RUN: folders of runs with validation.fresh_seeds=false and
+two generations or more; the correlation of their noise by lag is printed: how much more the same completion of two
+validations agrees than two completions of the same prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from checkout import explained
+
+with explained():
+    from megatron_scalerl.checkpoints.jsonl import read_jsonl
+    from megatron_scalerl.fit.sigmoid import Array, sigmoid
+
+STEPS, FIT_FROM = 100, 10
+WITHIN = 0.7
+"""Variance of one completion given its prompt, as a share of p (1 - p)."""
+PRIOR_DRAWS = 20_000
+DESIGNS = {
+    "every 10 steps, 400 completions": (10, 400),
+    "every 3 steps, 120 completions": (3, 120),
+    "every 2 steps, 80 completions": (2, 80),
+}
+"""(steps between validations, completions of one): the same completions in all."""
+
+
+def parameters(rng: np.random.Generator, count: int) -> list[Array]:
+    """(R_0, A, B, C_mid in steps) of `count` runs."""
+    start = rng.uniform(0.2, 0.5, count)
+    top = start + (1 - start) * rng.beta(3, 1.5, count)
+    return [start, top, np.exp(rng.normal(0.6, 0.35, count)), STEPS * np.exp(rng.normal(-0.9, 0.6, count))]
+
+
+def curves(found: list[Array], steps: Array) -> Array:
+    """[runs, steps] pass rates."""
+    start, top, exponent, midpoint = (x[:, None] for x in found)
+    return sigmoid(steps[None, :], asymptote=top, exponent=exponent, midpoint=midpoint, initial=start)
+
+
+def correlation(steps: Array, length: float) -> Array:
+    """[steps, steps]; length 0: independent."""
+    lag = np.abs(steps[:, None] - steps[None, :])
+    return np.exp(-lag / length) if length else (lag == 0).astype(float)
+
+
+def errors(every: int, completions: int, length: float, *, runs: int, seed: int = 0) -> tuple[float, float, float]:
+    """Root mean squared errors of: the true second half, its measured points, the difference of successive points."""
+    rng = np.random.default_rng(seed)
+    steps = np.arange(every, STEPS + 1, every, dtype=float)
+    fitted, unseen = (steps >= FIT_FROM) & (steps <= STEPS / 2), steps > STEPS / 2
+    prior = curves(parameters(rng, PRIOR_DRAWS), steps)
+    truths = curves(parameters(rng, runs), steps)
+    chol = np.linalg.cholesky(correlation(steps, length) + 1e-9 * np.eye(len(steps)))
+    white = np.linalg.inv(np.linalg.cholesky(correlation(steps[fitted], length)))
+    to_unseen = correlation(steps, length)[np.ix_(unseen, fitted)] @ white.T @ white
+    squared = []
+    for truth in truths:
+        scale = np.sqrt(WITHIN * truth * (1 - truth) / completions)
+        noise = scale * (chol @ rng.standard_normal(len(steps)))
+        measured = truth + noise
+        z = ((measured - prior) / scale)[:, fitted]
+        weight = np.exp(-0.5 * (((z @ white.T) ** 2).sum(1) - ((z @ white.T) ** 2).sum(1).min()))
+        weight /= weight.sum()
+        mean = weight @ prior[:, unseen]
+        later = mean + scale[unseen] * (weight @ (z @ to_unseen.T))
+        squared.append(
+            (
+                np.mean((mean - truth[unseen]) ** 2),
+                np.mean((later - measured[unseen]) ** 2),
+                np.mean(np.diff(noise) ** 2),
+            )
+        )
+    a, b, c = np.sqrt(np.mean(squared, axis=0))
+    return float(a), float(b), float(c)
+
+
+def correlations(run: Path) -> Iterator[tuple[int, float]]:
+    """(lag in steps, correlation of the noise given the prompts), mean over pairs of validations."""
+    rows = read_jsonl(run / "validation_by_prompt.jsonl")
+    prompts = len(rows[0]["by_prompt"])
+    size = min(len(row["outcomes"]) // prompts for row in rows)
+    if size < 2:
+        raise SystemExit(f"{run}: expected validations with two generations or more, found {size}")
+    won = np.array(
+        [np.array([c == "1" for c in row["outcomes"]], float).reshape(prompts, -1)[:, :size] for row in rows]
+    )
+    same = np.einsum("tij,sij->ts", won, won)
+    other = np.einsum("tij,sik->ts", won, won) - same
+    covariance = same / (prompts * size) - other / (prompts * size * (size - 1))
+    spread = np.sqrt(np.diag(covariance))
+    found: dict[int, list[float]] = {}
+    for t, s in zip(*np.triu_indices(len(rows), 1)):
+        if spread[t] * spread[s] > 0:
+            found.setdefault(rows[s]["step"] - rows[t]["step"], []).append(covariance[t, s] / (spread[t] * spread[s]))
+    for lag in sorted(found):
+        yield lag, float(np.mean(found[lag]))
+
+
+def main() -> None:
+    """Print one row per design and kind of seeds, and the correlations of each RUN."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--runs", type=int, default=400, help="simulated runs (default: %(default)s)")
+    made.add_argument("--length", type=float, default=28.0, help="correlation length in steps (default: %(default)s)")
+    made.add_argument("run", nargs="*", type=Path)
+    options = made.parse_args()
+    print(f"{'':34s}{'seeds':8s}{'true curve':>12s}{'measured':>10s}{'difference':>12s}")
+    for name, (every, completions) in DESIGNS.items():
+        for seeds, length in (("common", options.length), ("fresh", 0.0)):
+            curve, measured, difference = errors(every, completions, length, runs=options.runs)
+            print(f"{name:34s}{seeds:8s}{curve:12.4f}{measured:10.4f}{difference:12.4f}")
+    for run in options.run:
+        print(f"{run}: " + ", ".join(f"lag {lag}: {value:.2f}" for lag, value in correlations(run)))
+
+
+if __name__ == "__main__":
+    main()
