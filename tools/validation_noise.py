@@ -24,15 +24,13 @@ with explained():
     from megatron_scalerl.fit.sigmoid import Array, sigmoid
 
 STEPS, FIT_FROM = 100, 10
+AT_START = 600
+"""Completions of the validation at step 0."""
 WITHIN = 0.7
 """Variance of one completion given its prompt, as a share of p (1 - p)."""
 PRIOR_DRAWS = 20_000
-DESIGNS = {
-    "every 10 steps, 400 completions": (10, 400),
-    "every 3 steps, 120 completions": (3, 120),
-    "every 2 steps, 80 completions": (2, 80),
-}
-"""(steps between validations, completions of one): the same completions in all."""
+DESIGNS = ((10, 400), (5, 200), (3, 120), (2, 80))
+"""(steps between validations, completions of one): the same completions per step."""
 
 
 def parameters(rng: np.random.Generator, count: int) -> list[Array]:
@@ -48,41 +46,41 @@ def curves(found: list[Array], steps: Array) -> Array:
     return sigmoid(steps[None, :], asymptote=top, exponent=exponent, midpoint=midpoint, initial=start)
 
 
-def correlation(steps: Array, length: float) -> Array:
-    """[steps, steps]; length 0: independent."""
+def covariance(steps: Array, sizes: Array, length: float) -> Array:
+    """[steps, steps] covariance of the noise over that of one completion; length 0: independent.
+
+    With common seeds a smaller validation has the first completions of a larger one.
+    """
     lag = np.abs(steps[:, None] - steps[None, :])
-    return np.exp(-lag / length) if length else (lag == 0).astype(float)
+    close = np.exp(-lag / length) if length else (lag == 0).astype(float)
+    return close / np.maximum(sizes[:, None], sizes[None, :])
 
 
 def errors(every: int, completions: int, length: float, *, runs: int, seed: int = 0) -> tuple[float, float, float]:
     """Root mean squared errors of: the true second half, its measured points, the difference of successive points."""
     rng = np.random.default_rng(seed)
-    steps = np.arange(every, STEPS + 1, every, dtype=float)
-    fitted, unseen = (steps >= FIT_FROM) & (steps <= STEPS / 2), steps > STEPS / 2
+    steps = np.concatenate([[1e-6], np.arange(every, STEPS + 1, every)])
+    sizes = np.where(steps < 1, float(AT_START), float(completions))
+    fitted, unseen = (steps < 1) | (steps >= FIT_FROM) & (steps <= STEPS / 2), steps > STEPS / 2
     prior = curves(parameters(rng, PRIOR_DRAWS), steps)
-    truths = curves(parameters(rng, runs), steps)
-    chol = np.linalg.cholesky(correlation(steps, length) + 1e-9 * np.eye(len(steps)))
-    white = np.linalg.inv(np.linalg.cholesky(correlation(steps[fitted], length)))
-    to_unseen = correlation(steps, length)[np.ix_(unseen, fitted)] @ white.T @ white
+    noise = covariance(steps, sizes, length)
+    chol = np.linalg.cholesky(noise + 1e-12 * np.eye(len(steps)))
+    precision = np.linalg.inv(noise[np.ix_(fitted, fitted)])
+    to_unseen = precision @ noise[np.ix_(fitted, unseen)]
     squared = []
-    for truth in truths:
-        scale = np.sqrt(WITHIN * truth * (1 - truth) / completions)
-        noise = scale * (chol @ rng.standard_normal(len(steps)))
-        measured = truth + noise
-        z = ((measured - prior) / scale)[:, fitted]
-        weight = np.exp(-0.5 * (((z @ white.T) ** 2).sum(1) - ((z @ white.T) ** 2).sum(1).min()))
+    for truth in curves(parameters(rng, runs), steps):
+        scale = np.sqrt(WITHIN * truth * (1 - truth))
+        error = scale * (chol @ rng.standard_normal(len(steps)))
+        measured = truth + error
+        left = ((measured - prior) / scale)[:, fitted]
+        misfit = np.einsum("ij,jk,ik->i", left, precision, left)
+        weight = np.exp(-0.5 * (misfit - misfit.min()))
         weight /= weight.sum()
         mean = weight @ prior[:, unseen]
-        later = mean + scale[unseen] * (weight @ (z @ to_unseen.T))
-        squared.append(
-            (
-                np.mean((mean - truth[unseen]) ** 2),
-                np.mean((later - measured[unseen]) ** 2),
-                np.mean(np.diff(noise) ** 2),
-            )
-        )
-    a, b, c = np.sqrt(np.mean(squared, axis=0))
-    return float(a), float(b), float(c)
+        later = mean + scale[unseen] * (weight @ left @ to_unseen)
+        squared.append([np.mean(x**2) for x in (mean - truth[unseen], later - measured[unseen], np.diff(error[1:]))])
+    curve, points, difference = np.sqrt(np.mean(squared, axis=0))
+    return float(curve), float(points), float(difference)
 
 
 def correlations(run: Path) -> Iterator[tuple[int, float]]:
@@ -114,11 +112,11 @@ def main() -> None:
     made.add_argument("--length", type=float, default=28.0, help="correlation length in steps (default: %(default)s)")
     made.add_argument("run", nargs="*", type=Path)
     options = made.parse_args()
-    print(f"{'':34s}{'seeds':8s}{'true curve':>12s}{'measured':>10s}{'difference':>12s}")
-    for name, (every, completions) in DESIGNS.items():
+    print("every  completions  seeds   true curve  measured  difference")
+    for every, completions in DESIGNS:
         for seeds, length in (("common", options.length), ("fresh", 0.0)):
             curve, measured, difference = errors(every, completions, length, runs=options.runs)
-            print(f"{name:34s}{seeds:8s}{curve:12.4f}{measured:10.4f}{difference:12.4f}")
+            print(f"{every:5d}  {completions:11d}  {seeds:6s}{curve:12.4f}{measured:10.4f}{difference:12.4f}")
     for run in options.run:
         print(f"{run}: " + ", ".join(f"lag {lag}: {value:.2f}" for lag, value in correlations(run)))
 
