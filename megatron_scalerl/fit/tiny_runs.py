@@ -1,4 +1,4 @@
-"""The tiny runs that ship with the package, a second world of curves beside the published ones: see data/tiny/README.md.
+"""The tiny runs that ship with the package, a second world of curves beside the published ones: data/tiny/README.md.
 
 Which of them a method may learn from is decided by their place in data/tiny/table.csv, before any of them ran.
 """
@@ -50,7 +50,7 @@ class TinyRun:
     generations: NDArray[np.int64] = field(repr=False)
     """[n] completions per prompt."""
     within_variance: Array = field(repr=False)
-    """[n] mean over prompts of the variance of one completion; over prompts x generations it is that of `pass_rate`."""
+    """[n] mean over prompts of the variance of one completion; NaN with one generation."""
     truncated_share: Array = field(repr=False)
     """[n] share of truncated completions."""
     outcomes: tuple[str | None, ...] = field(repr=False)
