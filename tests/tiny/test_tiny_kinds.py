@@ -28,12 +28,10 @@ def test_a_search_has_one_solution_which_its_flawless_trace_finds(level):
         target = int(problem.text.split("=")[1])
         assert [x for x in range(1, 10) if after(x, problem.text) == target] == [problem.answer]
         thinking, answer = search_trace(rng, problem, 0.0)
-        tries = [int(written[0]) for written in thinking.split(";")]
-        assert answer == problem.answer == tries[-1]
-        assert len(set(tries)) == len(tries)
-        assert all(
-            int(written.split("=")[-1]) == after(int(written[0]), problem.text) for written in thinking.split(";")
-        )
+        tries = {int(written[0]): int(written.split("=")[-1]) for written in thinking.split(";")}
+        assert len(tries) == thinking.count(";") + 1, "no x is tried twice"
+        assert answer == problem.answer == list(tries)[-1]
+        assert tries == {x: after(x, problem.text) for x in tries}
 
 
 def test_a_search_that_always_gives_up_tries_once():
@@ -75,10 +73,8 @@ def test_rows_of_every_kind_are_in_the_vocabulary_and_split_without_overlap(name
 def test_levels_and_flaw_make_a_task_easier_or_harder():
     easy, hard = kind_of("chain", levels=(1, 2)), kind_of("chain", flaw=0.9)
     assert Counter(row["level"] for row in prompt_rows(1, 20, held_out=False, kind=easy)) == {1: 10, 2: 10}
-    lengths = [
-        sum(len(row["completion"]) for row in warm_start_rows(1, 300, kind)) for kind in (KINDS["chain"], hard)
-    ]
-    assert lengths[0] > 1.5 * lengths[1]
+    usual = sum(len(row["completion"]) for row in warm_start_rows(1, 300))
+    assert usual > 1.5 * sum(len(row["completion"]) for row in warm_start_rows(1, 300, hard))
 
 
 def test_unknown_names_are_one_line_and_write_nothing(tmp_path, capsys):

@@ -135,7 +135,7 @@ def test_the_data_are_what_the_loader_reads(collect):
 def test_a_run_without_a_record_of_a_validated_step_is_refused(collect, bench):
     run_folder(collect.work / "a")
     (collect.work / "a" / "metrics.jsonl").write_text("")
-    with pytest.raises(ValueError, match="metrics.jsonl: expected a row of step 2, which is validated, found none"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: expected a row of step 2, which is validated, found none"):
         sys.modules["curve_data"].run_data(collect.work / "a", 1)
 
 
