@@ -56,7 +56,12 @@ STRIDE = 10
 BASE = "recipes/tiny_cpu.yaml"
 WARM = ("kind", "levels", "flaw", "size", "task_seed", "sft_steps")
 """Columns that determine a warm start."""
-VALIDATION = ("validation.every_steps=3", "validation.generations=2", "validation.end_generations=4")
+VALIDATION = (
+    "validation.every_steps=4",
+    "validation.prompts=200",
+    "validation.generations=2",
+    "validation.end_generations=4",
+)
 OF_KIND = {
     "chain": (),
     "search": ("interruption.thinking_tokens=[60,72]",),

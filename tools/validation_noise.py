@@ -29,7 +29,7 @@ AT_START = 600
 WITHIN = 0.7
 """Variance of one completion given its prompt, as a share of p (1 - p)."""
 PRIOR_DRAWS = 20_000
-DESIGNS = ((10, 400), (5, 200), (3, 120), (2, 80))
+DESIGNS = ((10, 400), (5, 200), (4, 160), (2, 80))
 """(steps between validations, completions of one): the same completions per step."""
 
 
