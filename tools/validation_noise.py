@@ -23,7 +23,7 @@ with explained():
     from megatron_scalerl.checkpoints.jsonl import read_jsonl
     from megatron_scalerl.fit.sigmoid import Array, sigmoid
 
-STEPS, FIT_FROM = 100, 10
+STEPS, FIT_FROM = 100, 4
 AT_START = 600
 """Completions of the validation at step 0."""
 WITHIN = 0.7
