@@ -105,13 +105,18 @@ def correlations(run: Path) -> Iterator[tuple[int, float]]:
         yield lag, float(np.mean(found[lag]))
 
 
-def main() -> None:
-    """Print one row per design and kind of seeds, and the correlations of each RUN."""
+def parser() -> argparse.ArgumentParser:
+    """The options."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--runs", type=int, default=400, help="simulated runs (default: %(default)s)")
     made.add_argument("--length", type=float, default=28.0, help="correlation length in steps (default: %(default)s)")
-    made.add_argument("run", nargs="*", type=Path)
-    options = made.parse_args()
+    made.add_argument("run", nargs="*", type=Path, metavar="RUN")
+    return made
+
+
+def main() -> None:
+    """Print one row per design and kind of seeds, and the correlations of each RUN."""
+    options = parser().parse_args()
     print("every  completions  seeds   true curve  measured  difference")
     for every, completions in DESIGNS:
         for seeds, length in (("common", options.length), ("fresh", 0.0)):
