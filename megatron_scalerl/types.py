@@ -394,5 +394,7 @@ class PassRate:
     of the policy's entropy per token on held-out prompts."""
     lost_completions: int = 0
     """Completions left out of all of the above (`CompletionLost`)."""
+    within_variance: float | None = None
+    """`controller.outcomes.within_variance`; None with one generation."""
     tasks: Mapping[str, TaskPassRate] = field(default_factory=dict)
     """Of a mixture: task -> its part. RUN/validation.jsonl has them as columns pass_rate/TASK and prompts/TASK."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from megatron_scalerl.controller.outcomes import within_variance
 from megatron_scalerl.types import RolloutGroup, StepReport
 
 
@@ -12,16 +13,20 @@ def batch_metrics(
 ) -> dict[str, float]:
     """Scalars of the batch that `policy_version` trains on; `stats` are the counts of the filters.
 
-    `staleness_*` are optimizer steps since the oldest first token of each group.
+    `staleness_*` are optimizer steps since the oldest first token of each group. `train_pass_rate` is before every
+    filter; `train_within_variance` over `train_completions` is its binomial variance given the prompts.
     """
     completions = [c for g in groups for c in g.completions]
     scores = [s for g in groups for s in g.scores]
     staleness = [policy_version - g.first_token_version for g in groups]
     count = len(completions)
+    within = within_variance([[score.correct for score in group.scores] for group in groups])
     return {
         **{f"batch/{name}": value for name, value in stats.items()},
         "reward": sum(s.reward for s in scores) / count,
         "train_pass_rate": sum(s.correct for s in scores) / count,
+        **({} if within is None else {"train_within_variance": within}),
+        "train_completions": float(count),
         **_pass_rates_by_task(groups),
         "truncated_share": sum(c.truncated for c in completions) / count,
         "interrupted_share": sum(c.interrupted for c in completions) / count,

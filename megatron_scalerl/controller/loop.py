@@ -219,7 +219,7 @@ class Controller:
         sending = self._meter.elapsed - begin
         self._batches += 1
         record: dict[str, Any] = {"batches": self._batches, "wait_for_batch_seconds": waited}
-        record |= batch_metrics(groups, sent.stats, self._step)
+        record |= {"prompts_skipped": self._curriculum.skipped} | batch_metrics(groups, sent.stats, self._step)
         if sent.step is None:
             self._skipped_in_a_row += 1
             record |= await self._update()

@@ -120,13 +120,14 @@ class Metrics:
         self._steps.append({"step": step, **record})
         self._to_sinks(step, record)
 
-    def validation(self, result: PassRate, by_prompt: Sequence[float]) -> None:
+    def validation(self, result: PassRate, by_prompt: Sequence[float], outcomes: str = "") -> None:
         """Append one validation, and the pass rate of each held-out prompt for paired comparisons.
 
+        outcomes: of every completion, as `controller.outcomes.text` writes them.
         Synced to disk when this returns, because it is expensive and a restart does not repeat it.
         """
         row = validation_row(result)
-        self._by_prompt.append({"step": result.step, "by_prompt": list(by_prompt)})
+        self._by_prompt.append({"step": result.step, "by_prompt": list(by_prompt), "outcomes": outcomes})
         self._by_prompt.sync()
         self._validations.append(row)
         self._validations.sync()

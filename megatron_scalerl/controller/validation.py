@@ -1,7 +1,9 @@
 """Validation: mean@k on the held-out prompts, with one policy version.
 
-Interruption, sampling and verifier are those of training. Seeds and interruption points are the same in every
-validation, so that two validations differ by the policy alone. A truncated completion counts as wrong.
+Interruption, sampling and verifier are those of training. Every validation has the same prompts, so that their
+difficulty is no noise of the curve. Seeds and interruption points are drawn anew (validation.fresh_seeds): with
+common ones, close validations err together, and no curve averages that away. They depend on validation.seed and the
+step alone, so that runs that are compared share them. A truncated completion counts as wrong.
 (Khatri et al. 2025, section 2: mean@16 on 1,000 held-out prompts every 100 steps.)
 
 Consumes: the held-out prompts and the engines' slots, at a higher priority than training completions.
@@ -19,6 +21,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 
+from megatron_scalerl.controller.outcomes import Outcomes, means, within_variance
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.membership import Membership
@@ -48,7 +51,7 @@ class Validator:
     ) -> None:
         """count_tokens: called with the number of tokens of every finished completion. rounds: for
         rollouts.deterministic."""
-        self._seed = recipe.validation.seed
+        self._seed, self._fresh = recipe.validation.seed, recipe.validation.fresh_seeds
         self._prompts = first_of_each_task(prompts, recipe.validation.prompts)
         self._engines = engines
         self._sampler = sampler
@@ -59,8 +62,8 @@ class Validator:
 
     async def validate(
         self, step: int, *, generations: int, compute: float, compute_total: float, unit: ComputeUnit
-    ) -> tuple[PassRate, tuple[float, ...]]:
-        """(the pass rate of policy version `step`, [prompts] the mean over the generations of each prompt).
+    ) -> tuple[PassRate, Outcomes]:
+        """(the pass rate of policy version `step`, [prompts][generations] what each completion was).
 
         generations: completions per prompt; the first ones have the same seeds whatever their number. compute,
         compute_total, unit: what the result is recorded with. A lost completion is tried once more.
@@ -76,7 +79,8 @@ class Validator:
                     f"validation of version {step}: prompt {prompt.prompt_id}: expected a completion, found "
                     f"all {generations} lost"
                 )
-        by_prompt = tuple(sum(found.score.correct for found in row) / len(row) for row in results)
+        outcomes = tuple(tuple(None if x is None else x.score.correct for x in row) for row in found_by_prompt)
+        by_prompt = means(outcomes)
         completions = [found.completion for row in results for found in row]
         pass_rate = PassRate(
             step=step,
@@ -92,9 +96,10 @@ class Validator:
             mean_completion_tokens=sum(c.tokens for c in completions) / len(completions),
             entropy=_entropy(completions),
             lost_completions=len(by_prompt) * generations - len(completions),
+            within_variance=within_variance(outcomes),
             tasks=_by_task(self._prompts, by_prompt),
         )
-        return pass_rate, by_prompt
+        return pass_rate, outcomes
 
     async def _all_at_once(self, step: int, generations: int) -> list[list[ScoredCompletion | None]]:
         """All completions, by prompt, in whatever order the engines serve them."""
@@ -131,7 +136,7 @@ class Validator:
         first: the engine of the first attempt, None for any. rank: of the request within its round.
         """
         prompt = self._prompts[number]
-        draw = self._sampler.draw(self._seed, number, index)
+        draw = self._sampler.draw(self._seed + step * self._fresh, number, index)
         tries = 0
         async with self._slots:
             while tries < _TRIES:

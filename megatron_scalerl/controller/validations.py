@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from megatron_scalerl.controller.meter import Meter
 from megatron_scalerl.controller.metrics import Metrics
+from megatron_scalerl.controller.outcomes import means, text
 from megatron_scalerl.controller.progress import Progress
 from megatron_scalerl.controller.validation import Validator
 from megatron_scalerl.engine.membership import Membership
@@ -105,14 +106,14 @@ class Validations:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _validate(self, step: int, generations: int, compute: float, compute_total: float) -> None:
-        pass_rate, by_prompt = await self._validator.validate(
+        pass_rate, outcomes = await self._validator.validate(
             step,
             generations=generations,
             compute=compute,
             compute_total=compute_total,
             unit=self._meter.ledger.unit,
         )
-        self._metrics.validation(pass_rate, by_prompt=by_prompt)
+        self._metrics.validation(pass_rate, by_prompt=means(outcomes), outcomes=text(outcomes))
         self._progress.validation(pass_rate)
 
     async def _until_version_lost(self, validation: asyncio.Task[None]) -> None:

@@ -57,6 +57,14 @@ class Curriculum:
         return sum(task.removed for task in self._tasks.values())
 
     @property
+    def skipped(self) -> int:
+        """Number of draws so far at which a removed prompt's turn came, over all epochs.
+
+        Over skipped and drawn prompts of a stretch of the order, it is the share of prompts that are removed.
+        """
+        return sum(task.skipped for task in self._tasks.values())
+
+    @property
     def epoch(self) -> int:
         """Epoch of the last draw in its task, from 0."""
         return self._epoch
@@ -108,6 +116,7 @@ class _Task:
         self._order = self._order_of(0)
         self._latest: dict[str, float] = {}
         self._removed: set[str] = set()
+        self.skipped = 0
 
     @property
     def removed(self) -> int:
@@ -121,6 +130,7 @@ class _Task:
             identity = self._order[self._position]
             self._position += 1
             if self._is_removed(identity):
+                self.skipped += 1
                 continue
             return self._prompts[identity], self._epoch
 

@@ -315,7 +315,10 @@ class ValidationSection(Section):
     """Completions per prompt at step 0, which fixes the initial value of the forecast, and at the end of the run. The
     reported gain is the difference of these two validations. null: as `generations`."""
     seed: NonNegativeInt = 20251013
-    """Seed of sampling and of interruption points, the same at every validation."""
+    """Seed of sampling and of interruption points."""
+    fresh_seeds: bool = True
+    """Draw both anew at every validation, so that their noise is independent. False: the same ones for completion j
+    of prompt i in all of them, so that two close ones differ by the policy alone, and err in the same direction."""
 
 
 class CheckpointSection(Section):

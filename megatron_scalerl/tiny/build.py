@@ -6,11 +6,12 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.tiny.task import prompt_rows, warm_start_rows
+from megatron_scalerl.tiny.kinds import kind_of
+from megatron_scalerl.tiny.task import Kind, prompt_rows, warm_start_rows
 
 MANIFEST = "tiny.json"
 FORMAT = 2
@@ -29,6 +30,14 @@ class TinyArguments:
     held_out: int = 200
     sft_examples: int = 28800
     """Warm-start examples; the default is 900 steps of 32."""
+    kind: str = "chain"
+    """Of the problems: see `tiny.kinds`."""
+    levels: tuple[int, ...] = ()
+    """Levels of the problems; empty: all of the kind."""
+    flaw: float | None = None
+    """Probability of the warm start's flaw before each step. None: the kind's."""
+    size: str = "base"
+    """Of the dense policy: see `tiny.policy.SIZES`."""
 
 
 def build(out_dir: str | Path, arguments: TinyArguments) -> bool:
@@ -43,7 +52,8 @@ def build(out_dir: str | Path, arguments: TinyArguments) -> bool:
         count = getattr(arguments, name)
         if count < 1:
             raise ValueError(f"--{name.replace('_', '-')}: expected at least 1, found {count}")
-    manifest = {"format": FORMAT, **asdict(arguments)}
+    _kind(arguments)  # raises before anything is written
+    manifest = _manifest(arguments)
     if _exists(out_dir, manifest):
         return False
     out_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -58,6 +68,16 @@ def build(out_dir: str | Path, arguments: TinyArguments) -> bool:
     return True
 
 
+def _manifest(arguments: TinyArguments) -> dict[str, Any]:
+    """Arguments with their default are left out, but for those of format 2's first version."""
+    changed = {
+        f.name: value
+        for f in fields(arguments)
+        if (value := getattr(arguments, f.name)) != f.default or f.name not in ("kind", "levels", "flaw", "size")
+    }
+    return {"format": FORMAT, **json.loads(json.dumps(changed))}
+
+
 def _exists(out_dir: Path, manifest: dict[str, Any]) -> bool:
     """True if the folder was written with the same arguments. Raises ValueError for any other content."""
     if not out_dir.exists() or (out_dir.is_dir() and not any(out_dir.iterdir())):
@@ -66,9 +86,9 @@ def _exists(out_dir: Path, manifest: dict[str, Any]) -> bool:
         found = json.loads((out_dir / MANIFEST).read_text(encoding="utf8"))
     except (OSError, json.JSONDecodeError):
         raise ValueError(f"{out_dir}: expected an absent or empty folder, found one without {MANIFEST}") from None
-    different = [key for key in manifest if found.get(key) != manifest[key]]
+    different = [key for key in sorted({*manifest, *found}) if found.get(key) != manifest.get(key)]
     if different:
-        expected = ", ".join(f"{key} {manifest[key]}" for key in different)
+        expected = ", ".join(f"{key} {manifest.get(key)}" for key in different)
         actual = ", ".join(f"{key} {found.get(key)}" for key in different)
         raise ValueError(f"{out_dir}: expected a folder written with {expected}, found one written with {actual}")
     missing = [name for name in FILES if not (out_dir / name).is_file()]
@@ -81,12 +101,18 @@ def _write(folder: Path, arguments: TinyArguments) -> None:
     # Imported here: an existing folder is recognized without importing torch.
     from megatron_scalerl.tiny.policy import make_llama, make_llama4
 
-    make = make_llama4 if arguments.moe else make_llama
-    make(folder / "base_policy", arguments.seed)
-    seed = arguments.seed
-    _write_rows(folder / "prompts.jsonl", prompt_rows(seed, arguments.train_prompts, held_out=False))
-    _write_rows(folder / "held_out.jsonl", prompt_rows(seed, arguments.held_out, held_out=True))
-    _write_rows(folder / "sft.jsonl", warm_start_rows(seed, arguments.sft_examples))
+    seed, kind = arguments.seed, _kind(arguments)
+    if arguments.moe:
+        make_llama4(folder / "base_policy", seed)
+    else:
+        make_llama(folder / "base_policy", seed, arguments.size)
+    _write_rows(folder / "prompts.jsonl", prompt_rows(seed, arguments.train_prompts, held_out=False, kind=kind))
+    _write_rows(folder / "held_out.jsonl", prompt_rows(seed, arguments.held_out, held_out=True, kind=kind))
+    _write_rows(folder / "sft.jsonl", warm_start_rows(seed, arguments.sft_examples, kind))
+
+
+def _kind(arguments: TinyArguments) -> Kind:
+    return kind_of(arguments.kind, levels=arguments.levels, flaw=arguments.flaw)
 
 
 def _write_rows(path: Path, rows: Iterable[dict[str, str | int]]) -> None:

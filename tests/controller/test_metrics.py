@@ -219,3 +219,18 @@ def test_an_installed_wandb_gets_the_records_unless_it_is_disabled(tmp_path, mon
     found = [json.loads(path.read_text()) for path in tmp_path.glob("wandb_run_run_allow.jsonl")]
     assert found == ([] if mode == "disabled" else [[[1, {"batches": 1.0, "loss": 0.5}]]])
     sys.modules.pop("wandb", None)
+
+
+def test_outcomes_are_beside_the_pass_rates_by_prompt(tmp_path):
+    metrics = open_metrics(tmp_path)
+    metrics.validation(replace(pass_rate(0), within_variance=0.25), by_prompt=[0.5, 1.0], outcomes="1011")
+    metrics.validation(pass_rate(2), by_prompt=[0.5, 1.0])
+    metrics.close()
+    assert column(tmp_path, "validation_by_prompt", "outcomes") == ["1011", ""]
+    assert column(tmp_path, "validation", "within_variance") == [0.25, None]
+
+
+def test_a_batch_has_the_variance_within_its_prompts():
+    found = batch_metrics([group([1, 1, 1, 1]), group([1, 1, -1, -1], group_id=1)], {}, 0)
+    assert found["train_pass_rate"] == 0.75 and found["train_completions"] == 8.0
+    assert found["train_within_variance"] == pytest.approx((0 + 4 * 0.25 / 3) / 2)

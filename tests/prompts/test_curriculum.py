@@ -177,3 +177,13 @@ def test_no_draw_returns_a_prompt_whose_latest_group_was_solved(count, events):
             identity = drawn[-1 - event[0] % len(drawn)][0]
             latest[identity] = event[1]
             curriculum.observe(identity, event[1])
+
+
+def test_skipped_counts_every_turn_of_a_removed_prompt():
+    curriculum = Curriculum(prompts(10), 1, 0.9)
+    for prompt_id in draw_ids(curriculum, 10)[:4]:
+        curriculum.observe(prompt_id, 1.0)
+    assert curriculum.skipped == 0
+    draw_ids(curriculum, 6 + 6 + 1)  # the rest of two epochs, and into a third
+    assert curriculum.removed == 4
+    assert 8 <= curriculum.skipped <= 12, "all four in each whole epoch, though they are removed once"

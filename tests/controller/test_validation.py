@@ -1,0 +1,117 @@
+"""Validation: what is drawn anew each time, what stays, and what is recorded for the noise of a fit."""
+
+import asyncio
+import random
+
+import pytest
+from rollout_groups import scored
+
+from megatron_scalerl.controller.outcomes import means, text, within_variance
+from megatron_scalerl.controller.validation import Validator
+from megatron_scalerl.engine.membership import Membership
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.types import CompletionLost, Prompt, Rollout, Score
+
+PROMPTS = [Prompt(prompt_id=f"id{i}", text=f"text{i}", answer="1", token_ids=(1,)) for i in range(4)]
+
+
+class Engine:
+    name, version = "engine-0", 0
+    produced_tokens = received_tokens = 0
+
+    def abort(self, reason):
+        raise AssertionError(reason)
+
+
+class Sampler:
+    """Every draw is recorded; completion 1 of prompt 2 is lost, others are correct by their draw."""
+
+    def __init__(self):
+        self.draws = []
+
+    def draw(self, seed, group_id, index):
+        self.draws.append((seed, group_id, index))
+        return self.draws[-1]
+
+    async def complete(self, engine, prompt, draw, *, priority, max_tokens=None):
+        if draw[1:] == (2, 1):
+            raise CompletionLost("no log-probabilities", reason="no_logprobs")
+        rollout = Rollout(
+            token_ids=(5,),
+            rollout_logprobs=(-0.5,),
+            policy_versions=(engine.version,),
+            loss_mask=(True,),
+            interrupted=False,
+            truncated=False,
+            thinking_cut=0,
+            seed=0,
+        )
+        correct = random.Random(str(draw)).random() < 0.5
+        return scored(rollout, Score(correct=correct, reward=float(correct)))
+
+
+def validate(*steps, **validation):
+    """[(pass rate, outcomes, draws)] of the validations of `steps`."""
+
+    async def run():
+        recipe = Recipe(name="r", steps=9, policy={"path": "p"}, prompts={"path": "q"}, validation=validation)
+        found = []
+        for step in steps:
+            engine, sampler = Engine(), Sampler()
+            engine.version = step
+            validator = Validator(
+                recipe,
+                engines=Membership.of([engine], version=step),
+                sampler=sampler,
+                prompts=PROMPTS,
+                count_tokens=lambda tokens: None,
+            )
+            result, outcomes = await validator.validate(
+                step, generations=3, compute=0.0, compute_total=0.0, unit="device_hours"
+            )
+            found.append((result, outcomes, set(sampler.draws)))
+        return found
+
+    return asyncio.run(run())
+
+
+def test_every_validation_draws_anew_by_its_step_alone():
+    (_, first, draws), (_, other, others), (_, again, _) = validate(0, 3, 3)
+    assert not draws & others, "no request of two validations has a seed in common"
+    assert {draw[1:] for draw in draws} == {draw[1:] for draw in others}, "the same prompts and completions"
+    assert again == other != first
+
+
+def test_common_seeds_are_the_same_in_every_validation():
+    (_, first, draws), (_, other, others) = validate(0, 3, fresh_seeds=False)
+    assert draws == others and first == other
+    assert draws == validate(0)[0][2], "the first validation is the same either way"
+
+
+def test_a_lost_completion_counts_nowhere():
+    [(result, outcomes, _)] = validate(0)
+    assert outcomes[2][1] is None and result.lost_completions == 1
+    kept = [x for x in outcomes[2] if x is not None]
+    assert means(outcomes)[2] == sum(kept) / 2
+    assert result.pass_rate == pytest.approx(sum(means(outcomes)) / 4)
+    assert result.within_variance == within_variance(outcomes)
+
+
+def test_outcomes_are_written_prompt_after_prompt():
+    assert text(((True, False), (None, True))) == "10-1"
+
+
+def test_the_variance_within_prompts_leaves_out_what_lies_between_them():
+    assert within_variance([[True] * 4, [False] * 4]) == 0.0, "p (1 - p) of their mean is 1/4"
+    assert within_variance([[True, False], [False, True]]) == 0.5
+    assert within_variance([[True, False, False], [True, True, True]]) == pytest.approx((2 / 6 + 0) / 2)
+    assert within_variance([[True, None], [True, False]]) == 0.5
+    assert within_variance([[True], [False]]) is None
+
+
+def test_the_variance_within_prompts_is_unbiased():
+    rng = random.Random(1)
+    rates = [0.1, 0.5, 0.9, 0.99]
+    drawn = [within_variance([[rng.random() < p for _ in range(2)] for p in rates]) for _ in range(20_000)]
+    expected = sum(p * (1 - p) for p in rates) / 4
+    assert sum(drawn) / len(drawn) == pytest.approx(expected, abs=0.005)

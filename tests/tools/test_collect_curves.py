@@ -1,0 +1,153 @@
+"""The collection goes on wherever it was stopped, contains failures, and writes what `fit.tiny_runs` reads."""
+
+import json
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_scalerl.checkpoints.jsonl import read_jsonl
+from megatron_scalerl.fit.tiny_runs import DATA, tiny_runs
+
+TOOLS = Path(__file__).parents[2] / "tools"
+TOOL = TOOLS / "collect_curves.py"
+ROW = {"regime": "x", "kind": "chain", "levels": "1-8", "flaw": "0.2", "size": "base", "task_seed": "1"}
+ROW |= {"sft_steps": "9", "steps": "3", "lr": "1e-4", "groups": "4", "group_size": "8"}
+
+
+@pytest.fixture
+def collect(bench, tmp_path, monkeypatch):
+    """A collection whose commands only write what the real ones would; `failing`: names whose RL fails."""
+
+    class Collection(bench.Collection):
+        failing, asked = set(), []
+
+        def _command(self, row, what, arguments):
+            self.asked.append((row["name"], what))
+            if what == "rl" and row["name"] in self.failing:
+                raise RuntimeError("exit code 1")
+            if what == "warm start":
+                policy(Path(arguments[-1]))
+            if what == "rl":
+                run_folder(self.work / row["name"])
+
+    return Collection(tmp_path / "work", tmp_path / "data", tmp_path / "pause")
+
+
+def rows(*names, **changes):
+    return [ROW | {"name": name, "seed": str(seed)} | changes for seed, name in enumerate(names)]
+
+
+def policy(folder):
+    folder.mkdir(parents=True)
+    config = {"hidden_size": 8, "head_dim": 4, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config |= {"num_hidden_layers": 3, "intermediate_size": 16, "vocab_size": 64}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def run_folder(folder):
+    """Three batches, of which the second made no step, validated at steps 0 and 2."""
+    folder.mkdir()
+
+    def write(name, rows):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    batch = {"completion_tokens_mean": 10.0, "train_completions": 32.0, "train_pass_rate": 0.5, "batch/groups": 4.0}
+    write("metrics.jsonl", [{"step": 1, "tokens": 500} | batch, {"step": 1, "skipped": 1} | batch])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 2, "tokens": 700} | batch) + "\n")
+    point = {"compute": 0.1, "prompts": 2, "generations": 2, "within_variance": 0.25}
+    point |= {"truncated_share": 0.0, "mean_completion_tokens": 9.0, "entropy": 0.1}
+    write("validation.jsonl", [{"step": 0, "pass_rate": 0.25} | point, {"step": 2, "pass_rate": 0.75} | point])
+    outcomes = [{"step": 0, "outcomes": "0100"}, {"step": 2, "outcomes": "1011"}]
+    write("validation_by_prompt.jsonl", [row | {"by_prompt": [0.5, 0.5]} for row in outcomes])
+    (folder / "end.json").write_text('{"reason": "all 2 steps are made"}')
+
+
+def test_a_failed_run_is_tried_again_and_the_others_go_on(collect):
+    collect.failing.add("b")
+    assert collect.run(rows("a", "b", "c")) == 1
+    assert [path.name for path in sorted(collect.data.iterdir())] == ["a.json", "c.json"]
+    assert collect.asked.count(("b", "rl")) == 3
+    assert [(row["run"], row["attempt"]) for row in read_jsonl(collect.work / "failures.jsonl")] == [
+        ("b", 1),
+        ("b", 2),
+        ("b", 3),
+    ]
+
+
+def test_the_same_call_goes_on_and_warm_starts_are_made_once(collect):
+    assert collect.run(rows("a", "b")) == 0
+    assert [what for _, what in collect.asked] == ["task", "warm start", "rl", "rl"]
+    before = (collect.data / "a.json").read_bytes()
+    del collect.asked[:]
+    assert collect.run(rows("a", "b", "c", sft_steps="9")) == 0
+    assert collect.asked == [("c", "rl")]
+    assert collect.run(rows("d", sft_steps="10")) == 0
+    assert [what for _, what in collect.asked[1:]] == ["task", "warm start", "rl"]
+    assert (collect.data / "a.json").read_bytes() == before
+
+
+def test_no_run_begins_while_the_pause_file_exists(collect, bench, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "PAUSE_S", 0.01)
+    (tmp_path / "pause").touch()
+    working = threading.Thread(target=collect.run, args=(rows("a"),))
+    working.start()
+    time.sleep(0.2)
+    assert collect.asked == []
+    (tmp_path / "pause").unlink()
+    working.join(10)
+    assert (collect.data / "a.json").exists()
+
+
+def test_a_signal_ends_the_command_in_progress(bench, tmp_path):
+    collection = bench.Collection(tmp_path / "work", tmp_path / "data", None)
+    threading.Timer(0.5, collection.stop, (signal.SIGTERM,)).start()
+    begin = time.monotonic()
+    with pytest.raises(bench.Stopped):
+        collection._command(rows("a")[0], "rl", ["-c", "import time; time.sleep(60)"])
+    assert time.monotonic() - begin < 20
+    with pytest.raises(bench.Stopped):
+        collection.run(rows("a"))
+    assert read_jsonl(collection.work / "failures.jsonl") == [], "it is no failure"
+
+
+def test_the_log_of_a_failed_command_is_named_with_its_last_line(bench, tmp_path):
+    collection = bench.Collection(tmp_path / "work", tmp_path / "data", None)
+    with pytest.raises(RuntimeError, match=r"a\.log: rl: expected exit code 0, found 4: no space"):
+        collection._command(rows("a")[0], "rl", ["-c", "import sys; print('no space'); sys.exit(4)"])
+
+
+def test_the_data_are_what_the_loader_reads(collect):
+    (collect.data / "table.csv").write_text("name,regime\na,x\n")
+    collect.run(rows("a"))
+    [run] = tiny_runs(data=collect.data)
+    # 3 layers x 8 x (4 x (2 x 2 + 2 x 1) + 3 x 16) + 8 x 64 parameters; 3 x 320 tokens generated, 1200 trained
+    parameters = 3 * 8 * (24 + 48) + 512
+    assert run.compute.tolist() == pytest.approx([0.0, (2 * 960 + 6 * 1200) * parameters * 1e-12], rel=1e-5)
+    assert run.correct(1).tolist() == [[True, False], [True, True]]
+    assert run.ended == "all 2 steps are made" and run.training["step"].tolist() == [1, 1, 2]
+
+
+def test_a_run_without_a_record_of_a_validated_step_is_refused(collect, bench):
+    run_folder(collect.work / "a")
+    (collect.work / "a" / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: expected a row of step 2, which is validated, found none"):
+        sys.modules["curve_data"].run_data(collect.work / "a", 1)
+
+
+def test_every_row_of_the_shipped_table_is_a_valid_recipe(bench, tmp_path):
+    from megatron_scalerl.recipe.file import load_recipe
+
+    table = bench.read_table(DATA / "table.csv")
+    collection = bench.Collection(tmp_path / "work", tmp_path / "data", None)
+    for row in table:
+        recipe = load_recipe(TOOLS.parent / bench.BASE, [*collection._settings(row), f"name={row['name']}"])
+        assert recipe.steps == int(row["steps"]) and recipe.optimizer.lr == float(row["lr"])
+        assert recipe.validation.fresh_seeds
+    order = bench.in_order(table)
+    assert sorted(row["name"] for row in order) == sorted(row["name"] for row in table)
+    assert len({row["regime"] for row in order[:9]}) >= 5, "an early end leaves many regimes"
