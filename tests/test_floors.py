@@ -53,6 +53,7 @@ FLOORS = [
         "commands": "batching checkpoints controller export launch processes recipe report rollouts sft types",
     },
     {
+        "study": "checkpoints fit processes recipe tiny",
         "doctor": "check_gpu checkpoints distributed launch plan processes recipe rewards",
     },
     {

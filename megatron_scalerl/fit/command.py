@@ -155,27 +155,16 @@ def _run_report(curve: "Curve", options: argparse.Namespace) -> "RunReport":
 
 
 def _fit(curve: "Curve", options: argparse.Namespace, fixed_asymptote: float | None) -> "FitResult":
-    from megatron_scalerl.fit.forecast import fit
+    from megatron_scalerl.fit.forecast import fit_curve
 
-    try:
-        result = fit(
-            curve.compute,
-            curve.pass_rate,
-            initial=curve.initial,
-            method=options.method,
-            prompts=curve.prompts,
-            generations=curve.generations,
-            seed=options.seed,
-            name=curve.name,
-            unit=curve.unit,
-            fit_from=options.fit_from,
-            fit_until=options.fit_until,
-            fixed_asymptote=fixed_asymptote,
-            truncated_share=curve.truncated_share,
-        )
-    except ValueError as error:
-        raise ValueError(f"{curve.source}: {error}") from None
-    return replace(result, warnings=(*curve.notes, *result.warnings))
+    return fit_curve(
+        curve,
+        method=options.method,
+        seed=options.seed,
+        fit_from=options.fit_from,
+        fit_until=options.fit_until,
+        fixed_asymptote=fixed_asymptote,
+    )
 
 
 def _computes(text: str | None) -> list[float]:

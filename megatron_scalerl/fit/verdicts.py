@@ -68,14 +68,14 @@ def conclusions(comparison: Comparison) -> list[str]:
 def _variance(comparison: Comparison) -> str:
     if math.isnan(comparison.between_runs):
         return (
-            "Every recipe was run once, so that nothing is decided: how far runs of one recipe differ here is unknown "
+            "Every recipe was run once, so that nothing is decided: how far runs of one recipe differ is unknown "
             f"(±{SAME_ASYMPTOTE:g} in A in the paper)."
         )
     pairing = ", compared within seeds" if comparison.paired else ""
     return (
         f"A differs between runs of one recipe by {comparison.between_runs:.3f} (standard deviation){pairing}. "
-        f"The declared differences in A are wrong with a probability of at most {ERROR:.0%}, all together; so are those in "
-        "efficiency."
+        f"The declared differences in A are wrong with a probability of at most {ERROR:.0%}, all together; so are "
+        "those in efficiency."
     )
 
 
