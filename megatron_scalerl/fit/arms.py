@@ -128,9 +128,8 @@ def _text(value: Any) -> str:
 def _name(group: Sequence[Curve]) -> str:
     if group[0].arm is not None:
         return group[0].arm
-    if len(group) == 1:
-        return group[0].name
-    stems = {re.sub(rf"[-_/ ]*(?:seed|s)?[-_]?{curve.seed}$", "", curve.name) for curve in group}
+    said = "seed" if len(group) == 1 else "(?:seed|s)?"  # of one run, a number alone may be another one's
+    stems = {re.sub(rf"[-_/ ]*{said}[-_]?{curve.seed}$", "", curve.name) for curve in group}
     return stems.pop() if len(stems) == 1 and "" not in stems else group[0].name
 
 

@@ -88,8 +88,10 @@ def _saved(folder: Path) -> int:
 
 
 def in_words(seconds: float) -> str:
-    """0:35, 12:05, 3 h 10 min."""
+    """35 s, 12:05 min, 3 h 10 min."""
     whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
     if whole < 3600:
         return f"{whole // 60}:{whole % 60:02d} min"
     minutes = round(seconds / 60)
