@@ -97,9 +97,7 @@ def test_a_study_from_its_start_to_its_results(task):
     assert code == 0
     order = re.findall(r"(\w+): starts", said)
     assert order == ["plain_seed1", "dapo_seed1", "plain_seed2", "dapo_seed2"]  # the reference first, seed by seed
-    assert re.search(
-        r"estimate: \d+ s for 4 runs, from \d+ steps of plain_seed1: \d+ s to start, 0.\d s a step", said
-    )
+    assert re.search(r"estimate: .* for 4 runs, from \d+ steps of plain_seed1: \d+ s to start, \d+.\d s a step", said)
     assert re.search(r"2 of 4 runs have ended, about .* left", said)
     study = task / "study"
     found = json.loads((study / "comparison.json").read_text())
