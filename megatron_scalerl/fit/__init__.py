@@ -4,7 +4,7 @@ table_file, inputs      read tables and run folders
 sigmoid, forms          the curve, and other forms to compare it with
 forecast                fit(), the entry point; prior and posterior for "robust", paper for "paper"
 result, checks          what a fit returns, and its warnings
-decide, backtest
+decide, backtest, outlook
 arms, between_runs, quantities, compare, verdicts    recipes with several runs each, compared
 plot, plot_comparison, plot_diagnostics, tables, json_output, html, formatting    figures, tables, JSON, HTML pages
 command                 the command line

@@ -16,6 +16,7 @@ from megatron_scalerl.fit.decide import Decision, Estimate
 from megatron_scalerl.fit.formatting import short_number, unit_name
 from megatron_scalerl.fit.forms import FormScore
 from megatron_scalerl.fit.inputs import Curve
+from megatron_scalerl.fit.outlook import Outlook
 from megatron_scalerl.fit.result import FitResult, ForecastEvaluation, Prediction
 
 
@@ -166,6 +167,27 @@ def comparison_table(comparison: Comparison) -> Table:
 
 def _estimated(estimate: Estimate, style: Callable[[float], str]) -> WithInterval:
     return _with_interval(estimate.value, (estimate.lo, estimate.hi), style)
+
+
+def outlook_table(outlooks: Sequence[Outlook], came: float | None) -> Table:
+    """The forecasts of a run's end by the validation after which they were made. came: what was measured there."""
+    end = outlooks[0].end_step
+    return Table(
+        title=f"Forecasts of step {end} after each validation" + (f"; {came:.3f} came" if came is not None else ""),
+        labeled=False,
+        columns=("after step", "forecast", "90 % interval", "error", "", "verdict"),
+        rows=tuple(
+            (
+                str(each.step),
+                f"{each.pass_rate:.3f}",
+                _interval(each.lo, each.hi, "{:.3f}".format),
+                "" if came is None else f"{came - each.pass_rate:+.3f}",
+                "" if came is None or each.lo <= came <= each.hi else "outside",
+                each.verdict,
+            )
+            for each in outlooks
+        ),
+    )
 
 
 def backtest_table(test: Backtest) -> Table:

@@ -182,7 +182,8 @@ def _request(arguments: argparse.Namespace, *, throttle: int | None = None) -> R
         if getattr(arguments, key) is not None and arguments.array is None:
             raise ValueError(f"--{key}: expected --array with it, found none")
     for key, least in (("throttle", 1), ("seeds", 1), ("max_requeues", 0), ("max_failures", 0),
-                       ("startup_seconds", 0), ("save_seconds", 0), ("nodes", 1), ("slots", 1), ("check_seconds", 1)):  # fmt: skip
+                       ("startup_seconds", 0), ("save_seconds", 0), ("nodes", 1), ("slots", 1),
+                       ("check_seconds", 1)):  # fmt: skip
         if (value := getattr(arguments, key)) is not None and not value >= least:
             raise ValueError(f"--{key.replace('_', '-')}: expected at least {least}, found {value}")
     if (hours := arguments.gpu_hours) is not None and not 0 < hours < float("inf"):
