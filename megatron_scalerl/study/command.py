@@ -28,6 +28,8 @@ folder has table.md, table.csv, comparison.json, study.png, curves.png and study
 
 TINY_BASE = Path(__file__).parents[2] / "recipes" / "tiny_cpu.yaml"
 """What overlays are laid over by default."""
+PIPE_WIDTH = 200
+"""Columns of a table that is not printed to a terminal."""
 
 
 _FILES = {"path": True, "held_out_path": True, "megatron_path": True}
@@ -53,8 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--set",
         action="append",
         default=[],
-        metavar="key.path=value",
-        help="setting of every recipe, overlay=FILE too; may be repeated",
+        metavar="[RECIPE:]key.path=value",
+        help="setting of every recipe, or of RECIPE alone; overlay=FILE, too; may be repeated",
     )
     parser.add_argument(
         "--reference",
@@ -62,6 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="[RECIPE=]NAME",
         help="recipe that the others, or RECIPE alone, are compared with (default: the one that changes nothing)",
+    )
+    parser.add_argument(
+        "--per-step",
+        action="store_true",
+        help="compare by optimizer steps in place of device-hours, which other work on the machine changes",
     )
     parser.add_argument("--target", type=float, metavar="X", help="pass rate whose compute is compared")
     parser.add_argument(
@@ -81,10 +88,12 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     from megatron_scalerl.study.folder import StudyFolder
     from megatron_scalerl.study.runner import Runner
 
-    _check(arguments)
     items = listed(arguments.recipes)
+    _check(arguments, [item.name for item in items])
     start = _warm_start(arguments, items)
-    _planned(arguments, items, start, Path(arguments.out))  # mistakes, before a file is written
+    runs = _planned(arguments, items, start, Path(arguments.out))  # mistakes, before a file is written
+    if start is None:
+        _check_files(runs)
     study = StudyFolder(arguments.out)
     try:
         runner = Runner(study, console, verbose=arguments.verbose)
@@ -102,7 +111,6 @@ async def _study(
     runner: Runner,
     console: Console,
 ) -> None:
-    from megatron_scalerl.recipe.input_files import check_policy, check_prompts
     from megatron_scalerl.study.folder import lock
     from megatron_scalerl.study.results import PAGE, Results
 
@@ -114,13 +122,13 @@ async def _study(
                 await runner.warm_start(start)
             finally:
                 os.close(cache)
-        for check in (check_policy, check_prompts):
-            check(runs[0].recipe)
+        _check_files(runs)
         for name in study.begin(runs, redo=arguments.redo):
             console.print(
                 f"{name}: changed, runs again; the earlier run is in {study.path / 'replaced'}", highlight=False
             )
-        results = Results(study, _references(arguments, items, runs), arguments.target)
+        references = _references(arguments, items, runs)
+        results = Results(study, references, pass_rate=arguments.target, per_step=arguments.per_step)
         failed = await runner.runs(runs, lambda: _write(results, console, len(runs)))
         _write(results, console, len(runs), final=True)
     console.print(f"results: {study.path / PAGE}", highlight=False)
@@ -140,17 +148,36 @@ def _write(results: Results, console: Console, planned: int, *, final: bool = Fa
         console.print(f"the results are not written: {error}", highlight=False)
         return
     if final and comparison is not None:
-        console.print(comparison_table(comparison).rich())
+        console.print(comparison_table(comparison).rich(), width=None if console.is_terminal else PIPE_WIDTH)
         for line in (*conclusions(comparison), *(summary(comparison, arm) for arm in comparison.arms)):
             console.print(line, highlight=False)
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    """Raises ValueError for options that contradict each other."""
+def _check_files(runs: Sequence[PlannedRun]) -> None:
+    """Raises ValueError where the policy or the prompts that all runs share do not exist."""
+    from megatron_scalerl.recipe.input_files import check_policy, check_prompts
+
+    check_policy(runs[0].recipe)
+    check_prompts(runs[0].recipe)
+
+
+def _settings(arguments: argparse.Namespace, recipe: str | None = None) -> list[str]:
+    """--set: what is for all, then what is for `recipe` alone."""
+    parts = [(*text.partition("=")[0].rpartition(":")[::2], text) for text in arguments.set]
+    own = [text.removeprefix(f"{name}:") for name, _, text in parts if name and name == recipe]
+    return [*(text for name, _, text in parts if not name), *own]
+
+
+def _check(arguments: argparse.Namespace, names: Sequence[str]) -> None:
+    """Raises ValueError for options that contradict each other. names: of the recipes."""
     if arguments.seeds < 1:
         raise ValueError(f"--seeds: expected at least 1, found {arguments.seeds}")
     if arguments.target is not None and not 0.0 < arguments.target < 1.0:
         raise ValueError(f"--target: expected a pass rate in (0, 1), found {arguments.target:g}")
+    for text in arguments.set:
+        name, colon, _ = text.partition("=")[0].partition(":")
+        if colon and name not in names:
+            raise ValueError(f"--set: expected one of {', '.join(names)} before the colon, found {name!r}")
     if arguments.warm_start and not arguments.base:
         raise ValueError("--warm-start: expected --base with it, whose section sft says how, found none")
 
@@ -172,12 +199,13 @@ def _warm_start(arguments: argparse.Namespace, items: Sequence[Listed]) -> WarmS
     from megatron_scalerl.study.warm_start import conversion, tiny_warm_start, warm_start
 
     base, cache, convert = _base(arguments, items), Path(arguments.cache), arguments.convert
+    settings = _settings(arguments)
     if base is not None and not arguments.base:
-        return tiny_warm_start(base, cache, arguments.set, converted=convert)
+        return tiny_warm_start(base, cache, settings, converted=convert)
     if base is not None and arguments.warm_start:
-        return warm_start(base, Path(arguments.warm_start), cache, arguments.set, converted=convert)
+        return warm_start(base, Path(arguments.warm_start), cache, settings, converted=convert)
     if convert:
-        return conversion(Path(resolve(items[0], base, arguments.set).policy.path), cache)
+        return conversion(Path(resolve(items[0], base, settings).policy.path), cache)
     return None
 
 
@@ -188,9 +216,9 @@ def _planned(
     from megatron_scalerl.recipe.collection import resolve
     from megatron_scalerl.study.folder import check_shared, planned
 
-    settings = [*arguments.set, *(start.overrides if start is not None else ())]
+    made = start.overrides if start is not None else ()
     base = _base(arguments, items)
-    recipes = {item.name: resolve(item, base, settings) for item in items}
+    recipes = {item.name: resolve(item, base, [*_settings(arguments, item.name), *made]) for item in items}
     runs = [
         planned(folder, name, recipe.model_copy(update={"seed": seed}))
         for seed in range(1, arguments.seeds + 1)
@@ -213,6 +241,6 @@ def _references(arguments: argparse.Namespace, items: Sequence[Listed], runs: Se
     of_all = [text for text in arguments.reference if "=" not in text]
     if not of_all:
         base, own = _base(arguments, items), {run.arm: run.recipe for run in reversed(runs)}
-        plain = None if base is None else load_recipe(base, arguments.set).model_dump(exclude=_NOT_COMPARED)
+        plain = None if base is None else load_recipe(base, _settings(arguments)).model_dump(exclude=_NOT_COMPARED)
         of_all = [n for n in names if own[n].model_dump(exclude=_NOT_COMPARED) == plain][:1] or names[:1]
     return [*(text for text in arguments.reference if "=" in text), of_all[-1]]

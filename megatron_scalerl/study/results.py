@@ -13,7 +13,7 @@ from megatron_scalerl.checkpoints.atomic_io import sync, write_durably
 from megatron_scalerl.fit.compare import Comparison, compare_runs
 from megatron_scalerl.fit.forecast import fit_curve
 from megatron_scalerl.fit.html import comparison_page
-from megatron_scalerl.fit.inputs import Curve, read_curves
+from megatron_scalerl.fit.inputs import ColumnOptions, Curve, read_curves
 from megatron_scalerl.fit.json_output import comparison_json
 from megatron_scalerl.fit.plot_comparison import plot_comparison, plot_curves
 from megatron_scalerl.fit.result import FitResult
@@ -31,9 +31,12 @@ FIGURES = {
 class Results:
     """Writes the results of a study; fits of finished runs are kept."""
 
-    def __init__(self, study: StudyFolder, references: Sequence[str], pass_rate: float | None) -> None:
-        """references, pass_rate: as in `fit.compare.compare_runs`, names being those of recipes."""
+    def __init__(
+        self, study: StudyFolder, references: Sequence[str], *, pass_rate: float | None = None, per_step: bool = False
+    ) -> None:
+        """references, pass_rate: as in `fit.compare.compare_runs`. per_step: steps are the compute."""
         self._study, self._references, self._pass_rate = study, references, pass_rate
+        self._columns = ColumnOptions(compute="step" if per_step else None)
         self._fits: dict[str, FitResult] = {}
 
     def write(self, *, planned: int) -> Comparison | None:
@@ -76,7 +79,7 @@ class Results:
         """The finished runs, and a line on those that failed or have too few validations."""
         curves, notes = [], []
         for name in sorted(self._study.finished() & set(self._study.known())):
-            [curve] = read_curves(self._study.path / "runs" / name)
+            [curve] = read_curves(self._study.path / "runs" / name, self._columns)
             try:
                 if name not in self._fits:
                     self._fits[name] = fit_curve(curve)

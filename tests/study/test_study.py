@@ -121,6 +121,10 @@ def test_a_study_from_its_start_to_its_results(task):
     folders = [str(study / "runs" / name) for name in order]
     assert main(["fit", *folders, "--compare", "--json", str(again)]) == 0
     assert json.loads(again.read_text())["comparison"]["arms"] == found["arms"]
+    # by steps, on which the stand-in's compute lies anyway
+    assert ran(task, "--per-step")[0] == 0 and "training steps" not in (study / "table.md").read_text()
+    by_steps = json.loads((study / "comparison.json").read_text())["arms"]
+    assert [arm["asymptote"] for arm in by_steps] == [arm["asymptote"] for arm in found["arms"]]
     # one more seed: what is finished is not repeated, and tells the time
     code, said = ran(task, "--seeds", "3")
     assert code == 0 and "from 4 finished runs" in said and re.findall(r"(\w+): starts", said)[0] == "plain_seed3"
@@ -204,6 +208,7 @@ def test_a_changed_recipe_is_refused_or_redone(task):
         (["--target", "1.5"], "--target: expected a pass rate in (0, 1), found 1.5"),
         (["--reference", "gspo"], "--reference: expected one of dapo, plain, found 'gspo'"),
         (["--reference", "gspo=plain"], "--reference: expected one of dapo, plain, found 'gspo'"),
+        (["--set", "gspo:steps=3"], "--set: expected one of dapo, plain before the colon, found 'gspo'"),
         (["--base", "none.yaml"], "none.yaml: expected a recipe file, found nothing"),
         (["--set", "los.name=dapo"], "expected a recipe key, found los; the nearest is loss"),
         (["--set", "policy.path=/none"], "policy.path: expected a Hugging Face folder with config.json, found /none"),
@@ -213,7 +218,21 @@ def test_a_changed_recipe_is_refused_or_redone(task):
 def test_mistakes_are_one_line(task, more, said, capsys):
     assert main(words(task, *more)) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert said in line
+    assert said in line and not (task / "study").exists()
+
+
+def test_a_setting_of_one_recipe_alone(task):
+    more = ["--set", "dapo:rollouts.groups_per_batch=27", "--set", "optimizer.lr=1e-5", "--set", "steps=4"]
+    assert ran(task, *more, "--seeds", "1")[0] == 0
+    recipes = {
+        name: yaml.safe_load((task / "study" / "recipes" / f"{name}_seed1.yaml").read_text())
+        for name in ("plain", "dapo")
+    }
+    assert {name: recipe["rollouts"]["groups_per_batch"] for name, recipe in recipes.items()} == {
+        "plain": 48,
+        "dapo": 27,
+    }
+    assert {recipe["optimizer"]["lr"] for recipe in recipes.values()} == {1e-5}
 
 
 def test_what_the_recipes_of_a_study_share(task, capsys):
