@@ -170,7 +170,7 @@ def _print_ledger(console: Console, ledger: Rows, unit: str) -> None:
 
 def _print_outlooks(console: Console, rows: Rows, recipe: dict[str, Any]) -> None:
     """The forecasts of the run's end that were shown after each validation, and what came."""
-    steps = int(recipe.get("steps", rows[-1]["step"]))
+    steps = int(recipe.get("steps") or rows[-1]["step"])
     made = outlooks(rows, steps=steps, fit_from_steps=recipe["forecast"]["fit_from_steps"])
     if not made:
         return

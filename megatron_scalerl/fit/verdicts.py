@@ -71,9 +71,12 @@ def _variance(comparison: Comparison) -> str:
             "Every recipe was run once, so that nothing is decided: how far runs of one recipe differ is unknown "
             f"(±{SAME_ASYMPTOTE:g} in A in the paper)."
         )
-    pairing = ", compared within seeds" if comparison.paired else ""
+    pairing = "; recipes are compared within seeds" if comparison.paired else ""
+    spread = f"A differs between runs of one recipe by {comparison.between_runs:.3f} (standard deviation){pairing}."
+    if len(comparison.arms) == 1:
+        return spread
     return (
-        f"A differs between runs of one recipe by {comparison.between_runs:.3f} (standard deviation){pairing}. "
+        f"{spread} "
         f"The declared differences in A are wrong with a probability of at most {ERROR:.0%}, all together; so are "
         "those in efficiency."
     )
