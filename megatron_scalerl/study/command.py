@@ -113,10 +113,12 @@ async def _study(
 ) -> None:
     from megatron_scalerl.study.folder import lock
     from megatron_scalerl.study.results import PAGE, Results
+    from megatron_scalerl.study.warm_start import begin
 
     async with runner.handling_save_signal():
         runs = _planned(arguments, items, start, study.path)
         if start is not None and start.missing:
+            begin(start)
             cache = lock(start.folder / "lock")
             try:
                 await runner.warm_start(start)

@@ -47,6 +47,8 @@ class WarmStart:
 
     folder: Path
     """CACHE/KEY."""
+    key: str
+    """Content of key.json."""
     overrides: tuple[str, ...]
     """Settings that name the made files, for every recipe."""
     steps: tuple[Step, ...]
@@ -62,7 +64,7 @@ def tiny_warm_start(base: Path, cache: Path, overrides: Sequence[str], *, conver
     """The tiny task and its policy, warm-started by the base's section sft. Raises RecipeError."""
     recipe = load_recipe(base, overrides)
     facts = {"tiny": {"format": FORMAT, **asdict(TINY)}, **_facts(recipe)}
-    folder = _entry(cache, facts)
+    folder, key = _entry(cache, facts)
     task = folder / "task"
     files = (
         f"prompts.path={task / 'prompts.jsonl'}",
@@ -71,7 +73,8 @@ def tiny_warm_start(base: Path, cache: Path, overrides: Sequence[str], *, conver
     )
     counts = ("--seed", str(TINY.seed), "--train-prompts", str(TINY.train_prompts))
     make = Step(name="task", argv=("megatron_scalerl.tiny", str(task), *counts), draft=task, made=task / "tiny.json")
-    return _warm_start(base, folder, task / "base_policy", (*overrides, *files), files, (make,), converted=converted)
+    settings = (*overrides, *files)
+    return _warm_start(base, (folder, key), task / "base_policy", settings, files, (make,), converted=converted)
 
 
 def warm_start(base: Path, policy: Path, cache: Path, overrides: Sequence[str], *, converted: bool) -> WarmStart:
@@ -87,8 +90,14 @@ def warm_start(base: Path, policy: Path, cache: Path, overrides: Sequence[str], 
 
 def conversion(policy: Path, cache: Path) -> WarmStart:
     """`policy` (a Hugging Face folder) as a Megatron checkpoint."""
-    folder = _entry(cache, {"files": digests([policy])})
-    return WarmStart(folder=folder, overrides=_converted(folder), steps=(_convert(policy, folder),))
+    folder, key = _entry(cache, {"files": digests([policy])})
+    return WarmStart(folder=folder, key=key, overrides=_converted(folder), steps=(_convert(policy, folder),))
+
+
+def begin(made: WarmStart) -> None:
+    """Create the folder in the cache."""
+    made.folder.mkdir(parents=True, exist_ok=True)
+    write_durably(made.folder / "key.json", made.key.encode())
 
 
 def prepare(step: Step) -> None:
@@ -108,7 +117,7 @@ def finish(step: Step) -> None:
 
 def _warm_start(
     base: Path,
-    folder: Path,
+    entry: tuple[Path, str],
     policy: Path,
     settings: Sequence[str],
     files: tuple[str, ...],
@@ -116,13 +125,14 @@ def _warm_start(
     *,
     converted: bool,
 ) -> WarmStart:
+    folder, key = entry
     made, draft = folder / "policy", folder / "policy.draft"
     argv = ("megatron_scalerl", "sft", str(base), *settings, f"policy.path={policy}", "--out", str(draft))
     steps = (*before, Step(name="policy", argv=argv, draft=draft, made=made))
     overrides = (*files, f"policy.path={made}")
     if converted:
         steps, overrides = (*steps, _convert(made, folder)), (*overrides, *_converted(folder))
-    return WarmStart(folder=folder, overrides=overrides, steps=steps)
+    return WarmStart(folder=folder, key=key, overrides=overrides, steps=steps)
 
 
 def _convert(policy: Path, folder: Path) -> Step:
@@ -142,9 +152,7 @@ def _facts(recipe: Recipe) -> dict[str, Any]:
     return {"sft": sft, "optimizer": optimizer, "seed": recipe.seed, "dtype": recipe.policy.dtype}
 
 
-def _entry(cache: Path, facts: dict[str, Any]) -> Path:
-    text = json.dumps(facts, sort_keys=True, indent=1)
-    folder = cache / hashlib.sha256(text.encode()).hexdigest()[:12]
-    folder.mkdir(parents=True, exist_ok=True)
-    write_durably(folder / "key.json", text.encode() + b"\n")
-    return folder
+def _entry(cache: Path, facts: dict[str, Any]) -> tuple[Path, str]:
+    """(folder in the cache, key.json) of a content that these facts determine."""
+    text = json.dumps(facts, sort_keys=True, indent=1) + "\n"
+    return cache / hashlib.sha256(text.encode()).hexdigest()[:12], text
