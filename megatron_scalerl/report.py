@@ -17,9 +17,10 @@ from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.fit.forecast import fit
 from megatron_scalerl.fit.formatting import unit_name
 from megatron_scalerl.fit.inputs import with_compute
+from megatron_scalerl.fit.outlook import outlooks
 from megatron_scalerl.fit.plot import plot_forecast
 from megatron_scalerl.fit.result import ForecastEvaluation
-from megatron_scalerl.fit.tables import Table
+from megatron_scalerl.fit.tables import Table, outlook_table
 from megatron_scalerl.recipe.file import read_run_recipe
 
 BOOTSTRAP_DRAWS = 10_000
@@ -57,6 +58,7 @@ def report(run_dir: str | Path, console: Console) -> None:
     for task, found in gains_by_task(run_dir, rows[-1]).items():
         _print_gain(console, found, f"{task}: ")
     _print_ledger(console, ledger, unit)
+    _print_outlooks(console, rows, recipe)
     fitted, unseen = split(rows, recipe["forecast"])
     if not unseen:
         console.print("Too few validations for a forecast.", highlight=False)
@@ -164,6 +166,21 @@ def _print_ledger(console: Console, ledger: Rows, unit: str) -> None:
     total = sum(hours.values())
     parts = ", ".join(f"{role} {value:.4g} ({value / total:.0%})" for role, value in hours.items())
     console.print(f"ledger, {unit_name(unit)}: {total:.4g} held: {parts}", highlight=False)
+
+
+def _print_outlooks(console: Console, rows: Rows, recipe: dict[str, Any]) -> None:
+    """The forecasts of the run's end that were shown after each validation, and what came."""
+    steps = int(recipe.get("steps") or rows[-1]["step"])
+    made = outlooks(rows, steps=steps, fit_from_steps=recipe["forecast"]["fit_from_steps"])
+    if not made:
+        return
+    came = rows[-1]["pass_rate"] if rows[-1]["step"] >= steps else None
+    console.print(outlook_table(made, came).rich())
+    moved = f"the forecast moved by {made[-1].pass_rate - made[0].pass_rate:+.3f} from the first to the last"
+    if came is not None:
+        inside = sum(each.lo <= came <= each.hi for each in made)
+        moved += f"; {came:.3f} came, inside {inside} of {len(made)} intervals"
+    console.print(f"{moved}", highlight=False)
 
 
 def _table(evaluation: ForecastEvaluation, unseen: Rows) -> Table:

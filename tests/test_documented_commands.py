@@ -257,7 +257,7 @@ RUN = {
     "show runs/my_run": "pass rate 1/2",
     "fit runs/my_run --predict 16000,50000,100000 --html report.html --plot forecast.png": SAID,
     "fit runs/my_run --fit-until 8000": SAID,
-    "fit runs/a runs/b runs/c --compare": "b kept the ceiling",
+    "fit runs/a runs/b runs/c --compare": "A differs between runs of one recipe by",
     "fit curves.csv --series recipe=a --compute gpu_hours --score pass_rate --r0 0.40 --json -": '"asymptote"',
 }
 """Quick commands of `megatron-scalerl`, and what each prints."""

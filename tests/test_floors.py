@@ -43,7 +43,7 @@ FLOORS = [
         "sft": "batching convert distributed losses prompts recipe trainer types",
     },
     {
-        "controller": "batching checkpoints engine launch models processes prompts recipe rewards "
+        "controller": "batching checkpoints engine fit launch models processes prompts recipe rewards "
         "rollouts safe_load trainer types weights",
         "plan": "checkpoints distributed logits losses models recipe rollouts trainer",
     },
@@ -53,6 +53,7 @@ FLOORS = [
         "commands": "batching checkpoints controller export launch processes recipe report rollouts sft types",
     },
     {
+        "study": "checkpoints fit processes recipe tiny",
         "doctor": "check_gpu checkpoints distributed launch plan processes recipe rewards",
     },
     {

@@ -127,3 +127,15 @@ def test_the_gain_of_each_task_is_over_its_own_prompts(tmp_path, capsys):
     report(tmp_path, Console(markup=False, width=200))
     out = capsys.readouterr().out
     assert "\ncode: held-out pass rate 0.400 at step 0" in out and "\nmath: held-out pass rate 0.500" in out
+
+
+def test_the_forecasts_that_were_shown_and_what_came(tmp_path):
+    write_run(tmp_path, noise=0.01)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(recipe.read_text() + "steps: 100\n")
+    console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
+    report(tmp_path, console)
+    text = console.export_text()
+    came = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()][-1]["pass_rate"]
+    assert f"Forecasts of step 100 after each validation; {came:.3f} came" in text
+    assert "the forecast moved by" in text and "of 16 intervals" in text

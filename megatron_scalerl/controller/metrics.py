@@ -134,6 +134,10 @@ class Metrics:
         self._validated.add(result.step)
         self._to_sinks(result.step, _validation_scalars(row))
 
+    def validations(self) -> list[dict[str, Any]]:
+        """The rows of validation.jsonl so far."""
+        return read_jsonl(self._validations.path)
+
     def sync(self) -> None:
         """Return when every step record is on disk."""
         self._steps.sync()

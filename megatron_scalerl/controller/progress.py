@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from megatron_scalerl.fit.outlook import Outlook
 from megatron_scalerl.types import PassRate
 
 HEADER = " step  reward  pass  stale mean/max  trunc  interr  mismatch  entropy  gen tok/s  waits: trainer engine"
@@ -63,6 +64,10 @@ class Progress:
     def skipped(self, step: int) -> None:
         """Show a batch without an optimizer step."""
         self._console.print(f"{step:5d}  all samples of the batch are filtered out: no step", highlight=False)
+
+    def outlook(self, found: Outlook) -> None:
+        """Show the forecast of the run's end that a validation led to."""
+        self._console.print(f"{found.step:5d}  forecast {found.line()}", style="cyan", highlight=False)
 
     def validation(self, result: PassRate) -> None:
         """Show one validation."""

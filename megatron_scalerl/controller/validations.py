@@ -18,6 +18,7 @@ from megatron_scalerl.controller.progress import Progress
 from megatron_scalerl.controller.validation import Validator
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.engine.rounds import Rounds
+from megatron_scalerl.fit.outlook import outlook
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.sampler import Sampler
 from megatron_scalerl.types import Prompt
@@ -56,6 +57,8 @@ class Validations:
         self._recipe, self._engines = recipe, engines
         self._meter, self._metrics, self._progress = meter, metrics, progress
         self._task: asyncio.Task[None] | None = None
+        self._forecast: asyncio.Task[None] | None = None
+        """The forecast after the last validation, beside the training."""
 
     def due(self, step: int) -> bool:
         """True if `step` is a multiple of validation.every_steps, or the first step asked for from one on.
@@ -100,10 +103,12 @@ class Validations:
         return waited
 
     async def close(self) -> None:
-        """Cancel the validation in progress, if any."""
+        """Cancel the validation in progress, if any; wait for the forecast, which takes less than a second."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        if self._forecast is not None:
+            await self._forecast
 
     async def _validate(self, step: int, generations: int, compute: float, compute_total: float) -> None:
         pass_rate, outcomes = await self._validator.validate(
@@ -115,6 +120,24 @@ class Validations:
         )
         self._metrics.validation(pass_rate, by_prompt=means(outcomes), outcomes=text(outcomes))
         self._progress.validation(pass_rate)
+        if self._forecast is not None:
+            await self._forecast
+        self._forecast = asyncio.create_task(self._look_ahead(), name=f"forecast at version {step}")
+
+    async def _look_ahead(self) -> None:
+        """Show where the run is going. A fit that fails is a line in the log, not the end of the run."""
+        try:
+            found = await asyncio.to_thread(
+                outlook,
+                self._metrics.validations(),
+                steps=self._recipe.steps,
+                fit_from_steps=self._recipe.forecast.fit_from_steps,
+            )
+        except ValueError as error:
+            logger.warning("no forecast: %s", error)
+            return
+        if found is not None:
+            self._progress.outlook(found)
 
     async def _until_version_lost(self, validation: asyncio.Task[None]) -> None:
         lost = asyncio.create_task(self._engines.until(lambda: not self._engines.serving))

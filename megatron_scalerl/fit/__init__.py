@@ -4,8 +4,9 @@ table_file, inputs      read tables and run folders
 sigmoid, forms          the curve, and other forms to compare it with
 forecast                fit(), the entry point; prior and posterior for "robust", paper for "paper"
 result, checks          what a fit returns, and its warnings
-decide, backtest, compare
-plot, plot_diagnostics, tables, json_output, html, formatting    figures, tables, JSON, the HTML report
+decide, backtest, outlook
+arms, between_runs, quantities, compare, verdicts    recipes with several runs each, compared
+plot, plot_comparison, plot_diagnostics, tables, json_output, html, formatting    figures, tables, JSON, HTML pages
 command                 the command line
 published               the paper's curves (data/README.md)
 study/                  how the prior was learned and the methods benchmarked; no user command imports it

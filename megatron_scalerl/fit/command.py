@@ -63,8 +63,14 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--json", metavar="OUT|-", help="write JSON; - prints it, and nothing else, to standard output")
     p.add_argument("--plot", metavar="OUT.png", help="draw PNG and SVG (both are written, side by side)")
     p.add_argument("--html", metavar="OUT.html", help="write a report in one self-contained file")
-    p.add_argument("--compare", action="store_true", help="compare the runs with the first one")
-    p.add_argument("--reference", metavar="NAME", help="run that the others are compared with; default: the first")
+    p.add_argument("--compare", action="store_true", help="group the runs by recipe and compare the recipes")
+    p.add_argument(
+        "--reference",
+        metavar="[RECIPE=]NAME",
+        action="append",
+        default=[],
+        help="recipe that the others, or RECIPE alone, are compared with; default: the first",
+    )
     p.add_argument("--fixed-asymptote", type=float, metavar="X", help="hold A at X")
     p.add_argument("--budget", type=float, metavar="C", help="further compute to decide on; default: as much again")
     p.add_argument("--worth", type=float, metavar="X", help="gain that the budget has to buy; default 0.01")
@@ -79,8 +85,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         importlib.import_module(package)  # a missing package is reported before the fit, not after it
     from megatron_scalerl.fit.json_output import comparison_json, fit_json
 
-    curves = _reference_first(_with_unique_names(_read(options)), options.reference)
-    runs = [_run_report(curve, options) for curve in curves]
+    runs = [_run_report(curve, options) for curve in _with_unique_names(_read(options))]
     comparison = _comparison(runs, options) if options.compare else None
     out: dict[str, Any] = {"fits": [fit_json(r.fit, r.predictions, r.decision) for r in runs]}
     if comparison is not None:
@@ -134,13 +139,6 @@ def _with_unique_names(curves: list["Curve"]) -> list["Curve"]:
     return out
 
 
-def _reference_first(curves: list["Curve"], name: str | None) -> list["Curve"]:
-    names = [curve.name for curve in curves]
-    if name is not None and name not in names:
-        raise ValueError(f"--reference: expected one of {', '.join(names)}, found {name!r}")
-    return sorted(curves, key=lambda curve: name is not None and curve.name != name)
-
-
 def _run_report(curve: "Curve", options: argparse.Namespace) -> "RunReport":
     from megatron_scalerl.fit.decide import WORTH, decide
     from megatron_scalerl.fit.tables import RunReport
@@ -157,27 +155,16 @@ def _run_report(curve: "Curve", options: argparse.Namespace) -> "RunReport":
 
 
 def _fit(curve: "Curve", options: argparse.Namespace, fixed_asymptote: float | None) -> "FitResult":
-    from megatron_scalerl.fit.forecast import fit
+    from megatron_scalerl.fit.forecast import fit_curve
 
-    try:
-        result = fit(
-            curve.compute,
-            curve.pass_rate,
-            initial=curve.initial,
-            method=options.method,
-            prompts=curve.prompts,
-            generations=curve.generations,
-            seed=options.seed,
-            name=curve.name,
-            unit=curve.unit,
-            fit_from=options.fit_from,
-            fit_until=options.fit_until,
-            fixed_asymptote=fixed_asymptote,
-            truncated_share=curve.truncated_share,
-        )
-    except ValueError as error:
-        raise ValueError(f"{curve.source}: {error}") from None
-    return replace(result, warnings=(*curve.notes, *result.warnings))
+    return fit_curve(
+        curve,
+        method=options.method,
+        seed=options.seed,
+        fit_from=options.fit_from,
+        fit_until=options.fit_until,
+        fixed_asymptote=fixed_asymptote,
+    )
 
 
 def _computes(text: str | None) -> list[float]:
@@ -193,10 +180,15 @@ def _computes(text: str | None) -> list[float]:
 
 
 def _comparison(runs: list["RunReport"], options: argparse.Namespace) -> "Comparison":
-    from megatron_scalerl.fit.compare import compare
+    from megatron_scalerl.fit.compare import compare_runs
 
-    curves = {run.curve.name: run.curve for run in runs}
-    return compare([r.fit for r in runs], lambda f, a: _fit(curves[f.name], options, a), pass_rate=options.target)
+    fits = {run.curve.name: run.fit for run in runs}
+
+    def fit_curve(curve: "Curve", asymptote: float | None) -> "FitResult":
+        return fits[curve.name] if asymptote is None else _fit(curve, options, asymptote)
+
+    curves = [run.curve for run in runs]
+    return compare_runs(curves, fit_curve, references=options.reference, pass_rate=options.target)
 
 
 def _backtest(curve: "Curve", options: argparse.Namespace, max_prefixes: int | None) -> "Backtest":
@@ -243,12 +235,15 @@ def _print(runs: list["RunReport"], comparison: "Comparison | None", options: ar
             show(tables.backtest_table(test))
             print(test.summary())
     if comparison is not None:
+        from megatron_scalerl.fit.verdicts import conclusions, summary
+
         show(tables.comparison_table(comparison))
-        print(*(run.summary for run in comparison.runs), sep="\n")
+        print(*conclusions(comparison), *(summary(comparison, arm) for arm in comparison.arms), sep="\n")
 
 
 def _draw(runs: list["RunReport"], comparison: "Comparison | None", options: argparse.Namespace) -> None:
     from megatron_scalerl.fit.plot import plot_forecast
+    from megatron_scalerl.fit.plot_comparison import plot_comparison
     from megatron_scalerl.fit.plot_diagnostics import plot_efficiency
 
     fits = [run.fit for run in runs]
@@ -265,6 +260,7 @@ def _draw(runs: list["RunReport"], comparison: "Comparison | None", options: arg
             plot_forecast(path.with_suffix(".svg"), fits, **figure)
         if comparison is not None:
             plot_efficiency(path.with_name(f"{path.stem}_efficiency{path.suffix}"), comparison)
+            plot_comparison(path.with_name(f"{path.stem}_comparison{path.suffix}"), comparison)
     if not options.html:
         return
     from megatron_scalerl.fit.html import write_html
@@ -276,7 +272,12 @@ def _draw(runs: list["RunReport"], comparison: "Comparison | None", options: arg
             [_with_details(scratch / f"backtest{n}.svg", run, options) for n, run in enumerate(runs)],
             figure=plot_forecast(scratch / "forecast.svg", fits, **figure),
             comparison=comparison,
-            efficiency_figure=plot_efficiency(scratch / "efficiency.svg", comparison) if comparison else None,
+            comparison_figures=()
+            if comparison is None
+            else (
+                (plot_comparison(scratch / "comparison.svg", comparison), "A, B and compute of every recipe"),
+                (plot_efficiency(scratch / "efficiency.svg", comparison), "Efficiency transform: the slope is B"),
+            ),
         )
 
 

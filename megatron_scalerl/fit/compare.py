@@ -1,133 +1,276 @@
 """Which recipe scales better: the ceiling first, then the efficiency (Khatri et al. 2025, A.5 and Fig. 4).
 
-Two asymptotes within 0.02 count as the same. Runs that share their ceiling are refitted with A fixed to the mean
-of their A, and their B is compared. The table also states the compute that each run needs to reach one pass rate,
-for which B is only a proxy.
+The unit of a comparison is a recipe with its runs, an arm (`fit.arms`); what runs of one recipe differ by is in every
+interval (`fit.between_runs`). Arms whose ceiling is not found to differ from their reference's are refitted with A
+fixed to the mean of their A; their efficiency is the compute to reach one pass rate there, of which B is a part. An
+arm with one run decides nothing: whether its A lies within 0.02 of the reference's, the paper's margin between runs
+of one recipe, then only says whether it is refitted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_scalerl.fit.decide import Estimate, estimate
+from megatron_scalerl.fit.arms import Arm, arms_of, differences, shared_start
+from megatron_scalerl.fit.between_runs import Difference, Table, adjusted, spread
+from megatron_scalerl.fit.decide import Estimate
+from megatron_scalerl.fit.inputs import Curve
+from megatron_scalerl.fit.quantities import (
+    ASYMPTOTE,
+    EXPONENT,
+    MIDPOINT,
+    Arms,
+    Quantity,
+    Seeds,
+    compute_to,
+    last_measured,
+)
 from megatron_scalerl.fit.result import FitResult
-from megatron_scalerl.fit.sigmoid import compute_to_reach
 
 SAME_ASYMPTOTE = 0.02
 """Two asymptotes within this margin count as the same (three independent runs; Khatri et al. 2025, A.5)."""
-CLEAR = 0.95
-"""Probability above which a difference in B is stated as one."""
+SAME_COMPUTE = math.log(1.25)
+"""Two recipes count as equally efficient where the log ratio of their compute to one pass rate is within this."""
+SHARE_OF_GAIN = 0.8
+"""The compared pass rate is this share of the way from R_0 to the common A."""
+
+Refit = Callable[[FitResult, float], FitResult]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparedRun:
-    """One run of a comparison. The first run given is the reference."""
+class ArmRuns:
+    """One recipe, fitted."""
 
-    fit: FitResult
-    """The fit with A free."""
-    same_ceiling: bool
-    """Whether A lies within 0.02 of the reference's."""
-    refit: FitResult | None
-    """The fit with A fixed to the mean over the runs that share the reference's ceiling; None for the others."""
-    better_exponent: float
-    """Probability that the refitted B exceeds the reference's; nan for the reference and for other ceilings."""
+    name: str
+    """The arm's name."""
+    fits: tuple[FitResult, ...]
+    """Its runs, each fitted with A free."""
+    seeds: tuple[int | None, ...]
+    """Their seeds; None where unknown."""
+    change: str = ""
+    """What the recipe sets that its reference sets otherwise; empty if unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedArm:
+    """One recipe of a comparison."""
+
+    name: str
+    """The arm's name."""
+    reference: str | None
+    """Name of the arm that it is compared with; None for the reference of all."""
+    change: str
+    """What the recipe sets that its reference sets otherwise; empty if unknown."""
+    fits: tuple[FitResult, ...]
+    """Its runs, each fitted with A free."""
+    seeds: tuple[int | None, ...]
+    """Their seeds; None where unknown."""
+    refits: tuple[FitResult, ...]
+    """The same runs with A fixed to the comparison's; none for another ceiling."""
+    measured: Estimate
+    """Mean of the runs' last validations."""
+    asymptote: Estimate
+    """Mean A. The interval of this and the next ones is that of the mean over seeds; of one run, that of its fit."""
+    exponent: Estimate
+    """Geometric mean of B."""
+    midpoint: Estimate
+    """Geometric mean of C_mid, in the runs' unit."""
+    fixed_exponent: Estimate | None
+    """Geometric mean of B with A fixed; None for another ceiling."""
     to_reach: Estimate
-    """Compute to reach the comparison's pass rate, in the run's unit."""
-    summary: str
-    """How the run differs from the reference, in one sentence."""
+    """Geometric mean of the compute to the comparison's pass rate, with A fixed if it is; inf: a run never does."""
+    ceiling: Difference | None
+    """A minus the reference's; None for the reference."""
+    efficiency: Difference | None
+    """Log of the compute to reach the pass rate over the reference's, at equal A; None where that is not compared."""
+    steepness: Difference | None
+    """Log of B over the reference's, at equal A."""
+
+    @property
+    def runs(self) -> int:
+        """Number of its runs."""
+        return len(self.fits)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The table of the paper's Fig. 4 for any runs."""
+    """The table of the paper's Fig. 4 for any recipes."""
 
-    runs: tuple[ComparedRun, ...]
+    arms: tuple[ComparedArm, ...]
     """The reference first."""
     fixed_asymptote: float
-    """Mean A of the runs that share the reference's ceiling."""
+    """Mean A of the arms that share their reference's ceiling."""
     pass_rate: float
     """The pass rate whose compute is compared."""
+    between_runs: float
+    """Standard deviation of A between runs of one recipe; nan where none was run twice."""
+    paired: bool
+    """Whether differences are within seeds."""
+
+    def arm(self, name: str) -> ComparedArm:
+        """The arm of that name."""
+        return next(arm for arm in self.arms if arm.name == name)
 
 
 def compare(
-    fits: Sequence[FitResult],
-    refit: Callable[[FitResult, float], FitResult],
+    arms: Sequence[ArmRuns],
+    refit: Refit,
     *,
+    references: Mapping[str, str] | None = None,
+    pass_rate: float | None = None,
+    paired: bool = False,
+) -> Comparison:
+    """Compare recipes with the first of them.
+
+    refit:      (fit with A free, A) -> the same run fitted with that A; the caller has the run's options.
+    references: arm -> the arm that it is compared with in place of the first one.
+    pass_rate:  whose compute is compared; default: R_0 plus 80 % of the gain to the common A.
+    paired:     whether runs of two arms with one seed began alike, so that they may be compared within the seed.
+    Raises ValueError for one run alone.
+    """
+    if sum(len(arm.fits) for arm in arms) < 2:
+        raise ValueError(f"expected at least two runs to compare, found {sum(len(arm.fits) for arm in arms)}")
+    fits, seeds = [arm.fits for arm in arms], [arm.seeds for arm in arms]
+    names = [arm.name for arm in arms]
+    to = [names.index((references or {}).get(name, names[0])) for name in names]
+    ceilings = _differences(ASYMPTOTE, fits, seeds, to, paired)
+    shared = _share_the_ceiling(arms, ceilings, to)
+    mean = float(np.mean([ASYMPTOTE.mean(fits, seeds, n).value for n, alike in enumerate(shared) if alike]))
+    fixed = max(mean, max(f.initial for own in fits for f in own) + 1e-3)
+    refits = [tuple(refit(f, fixed) for f in own) if alike else () for own, alike in zip(fits, shared)]
+    if pass_rate is None:
+        start = float(np.mean([f.initial for f in fits[0]]))
+        pass_rate = start + SHARE_OF_GAIN * (fixed - start)
+    reach = compute_to(pass_rate)
+    efficiency = _differences(reach, refits, seeds, to, paired)
+    steepness = _differences(EXPONENT, refits, seeds, to, paired)
+    compared = tuple(
+        ComparedArm(
+            name=arm.name,
+            reference=arms[to[n]].name if n else None,
+            change=arm.change,
+            fits=arm.fits,
+            seeds=arm.seeds,
+            refits=refits[n],
+            measured=last_measured(arm.fits),
+            asymptote=_inside(ASYMPTOTE.mean(fits, seeds, n)),
+            exponent=EXPONENT.mean(fits, seeds, n),
+            midpoint=MIDPOINT.mean(fits, seeds, n),
+            fixed_exponent=EXPONENT.mean(refits, seeds, n) if refits[n] else None,
+            to_reach=reach.mean(refits if refits[n] else fits, seeds, n),
+            ceiling=ceilings.get(n),
+            efficiency=efficiency.get(n),
+            steepness=steepness.get(n),
+        )
+        for n, arm in enumerate(arms)
+    )
+    return Comparison(
+        arms=compared,
+        fixed_asymptote=fixed,
+        pass_rate=pass_rate,
+        between_runs=spread([ASYMPTOTE.runs(own, s) for own, s in zip(fits, seeds)]),
+        paired=any(each.paired for each in ceilings.values()),
+    )
+
+
+def compare_runs(
+    curves: Sequence[Curve],
+    fit_curve: Callable[[Curve, float | None], FitResult],
+    *,
+    references: Sequence[str] = (),
     pass_rate: float | None = None,
 ) -> Comparison:
-    """Compare runs with the first of them.
+    """Group runs by recipe and compare the recipes. Names of the runs are unique.
 
-    refit:     (fit with A free, A) -> the same run fitted with that A; the caller has the run's options.
-    pass_rate: whose compute is compared; default: R_0 plus 90 % of the gain, the smallest among the runs.
-    Raises ValueError for fewer than two runs.
+    fit_curve:  (run, A to hold or None) -> its fit.
+    references: the arm that the others are compared with (default: the first run's), and ARM=REFERENCE for others.
+    Raises ValueError for one run alone and for the name of no arm.
     """
-    if len(fits) < 2:
-        raise ValueError(f"expected at least two runs to compare, found {len(fits)}")
-    reference = fits[0]
-    # 1e-9: the grid of the paper's method puts differences of exactly 0.02 on either side of it
-    same = [abs(f.asymptote - reference.asymptote) <= SAME_ASYMPTOTE + 1e-9 for f in fits]
-    mean = float(np.mean([f.asymptote for f, alike in zip(fits, same) if alike]))
-    refits = [refit(f, mean) if alike else None for f, alike in zip(fits, same)]
-    if pass_rate is None:
-        pass_rate = min(f.initial + 0.9 * (f.asymptote - f.initial) for f in fits)
-    runs = []
-    for index, (run, alike, again) in enumerate(zip(fits, same, refits)):
-        better = math.nan
-        if index and again is not None and refits[0] is not None:
-            better = _probability_above(again, refits[0])
-        runs.append(
-            ComparedRun(
-                fit=run,
-                same_ceiling=alike,
-                refit=again,
-                better_exponent=better,
-                to_reach=_to_reach(run, pass_rate),
-                summary=_summary(index, run, reference, again, refits[0], better),
+    by_arm = {arm.name: arm for arm in arms_of(curves)}
+    own: dict[str, str] = {}
+    first = next(iter(by_arm))
+    for text in references:
+        name, equals, other = text.rpartition("=")
+        found = _named(by_arm, other)
+        if equals:
+            own[_named(by_arm, name)] = found
+        else:
+            first = found
+    order = [first, *(name for name in by_arm if name != first)]
+    sources = {curve.name: curve for curve in curves}
+    return compare(
+        [
+            ArmRuns(
+                name=name,
+                fits=tuple(fit_curve(curve, None) for curve in by_arm[name].curves),
+                seeds=tuple(curve.seed for curve in by_arm[name].curves),
+                change="" if name == first else differences(by_arm[name], by_arm[own.get(name, first)]),
             )
-        )
-    return Comparison(runs=tuple(runs), fixed_asymptote=mean, pass_rate=pass_rate)
+            for name in order
+        ],
+        lambda fit, asymptote: fit_curve(sources[fit.name], asymptote),
+        references=own,
+        pass_rate=pass_rate,
+        paired=shared_start(list(by_arm.values())),
+    )
 
 
-def _probability_above(run: FitResult, reference: FitResult) -> float:
-    """Probability that one run's B exceeds the other's. The draws of two runs are independent."""
-    ordered = np.sort(reference.posterior.exponent)
-    below = np.searchsorted(ordered, run.posterior.exponent) / len(ordered)
-    return float(below.mean())
+def _named(arms: Mapping[str, Arm], name: str) -> str:
+    """The arm called `name`, or the one of the run called so."""
+    for arm in arms.values():
+        if name == arm.name or any(name == curve.name for curve in arm.curves):
+            return arm.name
+    raise ValueError(f"--reference: expected one of {', '.join(arms)}, found {name!r}")
 
 
-def _to_reach(run: FitResult, pass_rate: float) -> Estimate:
-    draws = compute_to_reach(pass_rate, **run.posterior.parameters)
-    return estimate(draws, value=float(compute_to_reach(pass_rate, **run.parameters)))
+def decides(arm: ComparedArm, reference: ComparedArm) -> bool:
+    """Whether both were run with at least two seeds."""
+    return min(arm.runs, reference.runs) >= 2
 
 
-def _summary(
-    index: int,
-    run: FitResult,
-    reference: FitResult,
-    refit: FitResult | None,
-    reference_refit: FitResult | None,
-    better: float,
-) -> str:
-    if index == 0:
-        return f"{run.name} is the reference: A = {run.asymptote:.3f}, B = {run.exponent:.2f}."
-    if refit is None or reference_refit is None:
-        return f"{run.name} moved the ceiling: {_ceiling_difference(run, reference)}."
-    exponents = f"B {refit.exponent:.2f} against {reference_refit.exponent:.2f} at the same A"
-    if better >= CLEAR:
-        return f"{run.name} kept the ceiling and is more efficient: {exponents} (probability {better:.2f})."
-    if better <= 1.0 - CLEAR:
-        return f"{run.name} kept the ceiling and is less efficient: {exponents} (probability {1.0 - better:.2f})."
-    return f"{run.name} kept the ceiling, with no clear difference in efficiency: {exponents}."
+def moves_the_ceiling(difference: Difference) -> bool:
+    """Whether a difference in A is declared, and larger than the paper's margin."""
+    return difference.declared and abs(difference.value) > SAME_ASYMPTOTE
 
 
-def _ceiling_difference(run: FitResult, reference: FitResult) -> str:
-    difference = run.asymptote - reference.asymptote
-    direction = "higher" if difference > 0 else "lower"
-    own, other = run.posterior.asymptote, reference.posterior.asymptote
-    differences = own - np.resize(np.random.default_rng(0).permutation(other), len(own))
-    probability = float(np.mean(differences * math.copysign(1.0, difference) > 0))
-    return f"A is {abs(difference):.3f} {direction} (probability {probability:.2f} that it is {direction})"
+def within(difference: Difference, margin: float) -> bool:
+    """Whether the 90 % interval of a difference lies inside the margin."""
+    return -margin <= difference.lo and difference.hi <= margin
+
+
+def _differences(
+    quantity: Quantity, arms: Arms, seeds: Seeds, to: Sequence[int], paired: bool
+) -> dict[int, Difference]:
+    """Index of an arm -> difference to its reference, p adjusted for their number.
+
+    Left out are the first arm, an arm without fits or values, and one whose reference is.
+    """
+    kept = [n for n, own in enumerate(arms) if quantity.known(own)]
+    if len(kept) < 2:
+        return {}
+    table = Table([quantity.runs(arms[n], seeds[n]) for n in kept], paired=paired)
+    pairs = {n: (kept.index(n), kept.index(to[n])) for n in kept if n and to[n] in kept}
+    found = {n: table.difference(*pair) for n, pair in pairs.items()}
+    return found | adjusted({n: each for n, each in found.items() if each.p < 1.0})
+
+
+def _share_the_ceiling(arms: Sequence[ArmRuns], ceilings: Mapping[int, Difference], to: Sequence[int]) -> list[bool]:
+    def alone(n: int) -> bool:
+        if n == 0:
+            return True
+        difference = ceilings[n]
+        if min(len(arms[n].fits), len(arms[to[n]].fits)) < 2:
+            # 1e-9: the grid of the paper's method puts differences of exactly 0.02 on either side of it
+            return abs(difference.value) <= SAME_ASYMPTOTE + 1e-9
+        return not moves_the_ceiling(difference)
+
+    return [alone(n) and alone(to[n]) for n in range(len(arms))]
+
+
+def _inside(rate: Estimate) -> Estimate:
+    """A pass rate's interval within [0, 1]."""
+    return Estimate(value=rate.value, lo=max(rate.lo, 0.0), hi=min(rate.hi, 1.0))

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_scalerl.fit import checks
+from megatron_scalerl.fit.inputs import Curve
 from megatron_scalerl.fit.paper import ASYMPTOTES, FIT_FROM, fit_paper
 from megatron_scalerl.fit.posterior import Observations, Posterior, covariance, sample
 from megatron_scalerl.fit.prior import DEFAULT_PRIOR, FLAT_PRIOR, Bounds, Prior
@@ -77,6 +78,37 @@ def fit(
         solution = _solve_paper(obs, fixed_asymptote, draws, seed)
     notes += window_notes + solution.notes + checks.truncation_warnings(c, truncated)
     return _result(c, y, solution, notes, name=name, method=method, unit=unit)
+
+
+def fit_curve(
+    curve: Curve,
+    *,
+    method: str = "robust",
+    seed: int = 0,
+    fit_from: float | None = None,
+    fit_until: float | None = None,
+    fixed_asymptote: float | None = None,
+) -> FitResult:
+    """Fit a run that was read from a file; the options are those of `fit`. Raises ValueError naming the file."""
+    try:
+        result = fit(
+            curve.compute,
+            curve.pass_rate,
+            initial=curve.initial,
+            method=method,
+            prompts=curve.prompts,
+            generations=curve.generations,
+            seed=seed,
+            name=curve.name,
+            unit=curve.unit,
+            fit_from=fit_from,
+            fit_until=fit_until,
+            fixed_asymptote=fixed_asymptote,
+            truncated_share=curve.truncated_share,
+        )
+    except ValueError as error:
+        raise ValueError(f"{curve.source}: {error}") from None
+    return replace(result, warnings=(*curve.notes, *result.warnings))
 
 
 @dataclass(frozen=True, kw_only=True)

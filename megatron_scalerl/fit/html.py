@@ -10,11 +10,15 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from megatron_scalerl.fit import tables
+from megatron_scalerl.fit import tables, verdicts
 from megatron_scalerl.fit.compare import Comparison
 from megatron_scalerl.fit.tables import RunReport
 
 TEMPLATES = Path(__file__).parent / "templates"
+
+
+Figures = Sequence[tuple[Path, str]]
+"""(PNG or SVG, what it shows)."""
 
 
 def write_html(
@@ -23,14 +27,30 @@ def write_html(
     *,
     figure: Path,
     comparison: Comparison | None = None,
-    efficiency_figure: Path | None = None,
+    comparison_figures: Figures = (),
 ) -> Path:
-    """Write the report on `runs` to `path`, the figures (PNG or SVG) embedded.
-
-    efficiency_figure: of the comparison. Raises OSError.
-    """
+    """Write the report on `runs` to `path`, the figures embedded. Raises OSError."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    page = _rendered(
+        "report.html",
+        title=f"Forecast of {runs[0].fit.name if len(runs) == 1 else f'{len(runs)} runs'}",
+        sources=list(dict.fromkeys(run.curve.source.name for run in runs)),
+        runs=runs,
+        figure=figure,
+        comparison=comparison,
+        comparison_figures=comparison_figures,
+    )
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def comparison_page(comparison: Comparison | None, *, title: str, notes: Sequence[str], figures: Figures) -> str:
+    """The page of a comparison, the figures embedded. notes: lines below the title; comparison: None before it."""
+    return _rendered("comparison.html", title=title, notes=notes, comparison=comparison, figures=figures)
+
+
+def _rendered(template: str, **values: object) -> str:
     # autoescape: names of runs and columns are the user's text
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
@@ -41,17 +61,9 @@ def write_html(
         keep_trailing_newline=True,
     )
     environment.filters.update(data_uri=_data_uri, subscript=_subscript)
-    page = environment.get_template("report.html").render(
-        title=f"Forecast of {runs[0].fit.name if len(runs) == 1 else f'{len(runs)} runs'}",
-        sources=list(dict.fromkeys(run.curve.source.name for run in runs)),
-        runs=runs,
-        figure=figure,
-        comparison=comparison,
-        efficiency_figure=efficiency_figure,
-        tables=tables,
-    )
-    path.write_text(page, encoding="utf-8")
-    return path
+    # globals: imported macros see no others
+    environment.globals.update(tables=tables, verdicts=verdicts)
+    return environment.get_template(template).render(**values)
 
 
 def _data_uri(path: Path) -> str:

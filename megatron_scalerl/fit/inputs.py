@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,8 @@ _OLD_NAMES = {"gpu_hours": "compute", "gpu_hours_total": "compute_total"}
 """Names in the validation.jsonl of earlier versions -> their names now."""
 IDENTITY_COLUMNS = ("run", "series", "name", "figure", "recipe", "experiment", "model")
 """Columns that identify a run. Rows that differ in one of them are noted when they are fitted as one run."""
+SEED_COLUMN = "seed"
+"""Name of the column with the seed of a run."""
 STEP_COLUMNS = ("step", "_step", "global_step", "steps", "trainer/global_step")
 """Names of a step column."""
 SCORE_COLUMNS = ("pass_rate", "score", "mean@16", "validation/pass_rate", "val/pass_rate", "reward", "value")
@@ -54,6 +56,12 @@ class Curve:
     """Unit of compute, as the ledger names it."""
     notes: tuple[str, ...] = ()
     """Corrections made while reading, one sentence each."""
+    recipe: Mapping[str, Any] | None = field(repr=False, default=None)
+    """Key path -> value in the run folder's recipe.yaml; None without one."""
+    seed: int | None = None
+    """Of the run: in its recipe, or in the column seed of a table."""
+    arm: str | None = None
+    """Name that a table's runs with several seeds share: what --series says apart from the seed; None elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +94,19 @@ def read_curves(path: str | Path, options: ColumnOptions | None = None) -> list[
     if table.kind == "wandb" and options.score is None:
         columns = [c for c in table.columns[1:] if not c.endswith(("__MIN", "__MAX"))]
         return [_curve(table, replace(options, score=c), c.split(" - ")[0]) for c in columns]
-    selections = _selections(table, options)
-    return [_curve(part, options, name) for name, part in selections]
+    return [_selected_curve(part, options, name) for name, part in _selections(table, options)]
+
+
+def _selected_curve(table: TableFile, options: ColumnOptions, name: str) -> Curve:
+    """The run of these rows; one of several seeds of an arm where --series names the seed's column."""
+    curve = _curve(table, options, name)
+    columns = [column for column, _ in options.series]
+    if SEED_COLUMN not in columns or len(columns) < 2:
+        return curve
+    row = table.rows[0][1]
+    seed = str(row.get(SEED_COLUMN))
+    arm = "/".join(str(row.get(column)) for column in columns if column != SEED_COLUMN)
+    return replace(curve, name=f"{arm} seed {seed}", arm=arm, seed=int(seed) if seed.isdigit() else None)
 
 
 def with_compute(row: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +129,41 @@ def _read_run_folder(path: Path, options: ColumnOptions) -> Curve:
     table = replace(table, rows=tuple(latest.values()))
     column = options.compute or "compute"
     curve = _curve(table, replace(options, compute=_OLD_NAMES.get(column, column)), path.resolve().name)
-    return replace(curve, unit=_ledger_unit(path / "ledger.jsonl"), source=path)
+    recipe = _recipe(path / "recipe.yaml")
+    seed = None if recipe is None else recipe.get("seed")
+    return replace(
+        curve,
+        unit=curve.unit if curve.unit == "steps" else _ledger_unit(path / "ledger.jsonl"),
+        source=path,
+        recipe=recipe,
+        seed=seed if isinstance(seed, int) else None,
+    )
+
+
+def _recipe(path: Path) -> dict[str, Any] | None:
+    """Key path -> value of the recipe; None if the file is missing. Raises ValueError for one that is no mapping."""
+    if not path.exists():
+        return None
+    import yaml
+
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: expected the recipe of a run (YAML), found {error}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: expected the recipe of a run, found {type(data).__name__}")
+    return flattened(data)
+
+
+def flattened(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Key path -> value of a nested mapping; an empty mapping is a value."""
+    out: dict[str, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, Mapping) and value:
+            out |= flattened(value, f"{prefix}{key}.")
+        else:
+            out[prefix + str(key)] = value
+    return out
 
 
 def _ledger_unit(path: Path) -> str:

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from megatron_scalerl.fit.compare import Comparison
-from megatron_scalerl.fit.decide import Decision
+from megatron_scalerl.fit.between_runs import Difference
+from megatron_scalerl.fit.compare import ComparedArm, Comparison
+from megatron_scalerl.fit.decide import Decision, Estimate
 from megatron_scalerl.fit.result import FitResult, Prediction
+from megatron_scalerl.fit.verdicts import conclusions, summary
 
 
 def fit_json(fit: FitResult, predictions: Sequence[Prediction], decision: Decision) -> dict[str, Any]:
@@ -30,25 +32,42 @@ def fit_json(fit: FitResult, predictions: Sequence[Prediction], decision: Decisi
 
 
 def comparison_json(comparison: Comparison) -> dict[str, Any]:
-    """The comparison table."""
+    """The comparison: its arms with intervals, their runs, and what it says in words."""
     return {
         "fixed_asymptote": comparison.fixed_asymptote,
         "pass_rate": comparison.pass_rate,
+        "between_runs": _finite(comparison.between_runs),
+        "paired": comparison.paired,
+        "conclusions": conclusions(comparison),
+        "arms": [_arm_json(comparison, arm) for arm in comparison.arms],
+    }
+
+
+def _arm_json(comparison: Comparison, arm: ComparedArm) -> dict[str, Any]:
+    numbers = ("measured", "asymptote", "exponent", "midpoint", "fixed_exponent", "to_reach")
+    differences = ("ceiling", "efficiency", "steepness")
+    refits = arm.refits or (None,) * arm.runs
+    return {
+        "name": arm.name,
+        "reference": arm.reference,
+        **{key: _fields(getattr(arm, key)) for key in numbers + differences},
         "runs": [
             {
-                "name": run.fit.name,
-                "asymptote": run.fit.asymptote,
-                "exponent": run.fit.exponent,
-                "midpoint": run.fit.midpoint,
-                "same_ceiling": run.same_ceiling,
-                "exponent_at_fixed_asymptote": None if run.refit is None else run.refit.exponent,
-                "probability_of_higher_exponent": _finite(run.better_exponent),
-                "compute_to_pass_rate": _finite(asdict(run.to_reach)),
-                "summary": run.summary,
+                "name": fit.name,
+                "seed": seed,
+                **fit.parameters,
+                "exponent_at_fixed_asymptote": None if again is None else again.exponent,
+                "last_measured": float(fit.pass_rate[-1]),
+                "warnings": list(fit.warnings),
             }
-            for run in comparison.runs
+            for fit, seed, again in zip(arm.fits, arm.seeds, refits)
         ],
+        "summary": summary(comparison, arm),
     }
+
+
+def _fields(record: Estimate | Difference | None) -> dict[str, Any] | None:
+    return None if record is None else _finite(asdict(record))
 
 
 def _finite(value: Any) -> Any:

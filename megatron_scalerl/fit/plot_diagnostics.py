@@ -17,10 +17,12 @@ from megatron_scalerl.fit.sigmoid import efficiency_transform
 def plot_efficiency(path: str | Path, comparison: Comparison) -> Path:
     """Plot F(R) = C^B against C on log axes for the runs that share a ceiling; the slope is B.
 
-    Points at or above the common A have no transform and are not shown; the legend states their number.
+    Runs of one recipe have one color. Points at or above the common A have no transform and are not shown; the legend
+    states their number.
     """
     figure, axes = new_figure()
-    for index, run in enumerate(run.refit for run in comparison.runs if run.refit is not None):
+    runs = [(index, run) for index, arm in enumerate(comparison.arms) for run in arm.refits]
+    for index, run in runs:
         color, marker = COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)]
         log_f = efficiency_transform(run.pass_rate, **run.parameters)
         shown = np.isfinite(log_f)
@@ -33,7 +35,7 @@ def plot_efficiency(path: str | Path, comparison: Comparison) -> Path:
     axes.set_xscale("log")
     axes.set_yscale("log")
     plain_ticks(axes)
-    axes.set_xlabel(unit_label(comparison.runs[0].fit.unit))
+    axes.set_xlabel(unit_label(comparison.arms[0].fits[0].unit))
     axes.set_ylabel("F(R) = C$^B$")
     axes.set_title(f"Efficiency at A = {comparison.fixed_asymptote:.3f}: the steeper, the better", loc="left")
     axes.legend(loc="upper left", frameon=False, fontsize=9)

@@ -16,6 +16,7 @@ from megatron_scalerl.fit.decide import Decision, Estimate
 from megatron_scalerl.fit.formatting import short_number, unit_name
 from megatron_scalerl.fit.forms import FormScore
 from megatron_scalerl.fit.inputs import Curve
+from megatron_scalerl.fit.outlook import Outlook
 from megatron_scalerl.fit.result import FitResult, ForecastEvaluation, Prediction
 
 
@@ -53,6 +54,12 @@ class Table:
         for row in self.rows:
             table.add_row(*(Text(str(cell)) for cell in row))
         return table
+
+    def markdown(self) -> str:
+        """The table in Markdown; cells are literal text."""
+        aligned = ["---" if self.labeled and n == 0 else "---:" for n in range(len(self.columns))]
+        rows = [self.columns, tuple(aligned), *self.rows]
+        return "".join(f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in row)} |\n" for row in rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,20 +136,56 @@ def evaluation_table(evaluation: ForecastEvaluation) -> Table:
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """The leave-one-out table of Khatri et al. (2025), Fig. 4, for these runs."""
+    """The leave-one-out table of Khatri et al. (2025), Fig. 4, for these recipes, with intervals of the mean."""
     fixed, pass_rate = f"{comparison.fixed_asymptote:.3f}", f"{comparison.pass_rate:.3f}"
     return Table(
-        columns=("run", "C_mid", "B", "A", f"B at A = {fixed}", f"compute to {pass_rate}"),
+        columns=(
+            "recipe",
+            "runs",
+            "measured",
+            "A",
+            "B",
+            "C_mid",
+            f"B at A = {fixed}",
+            f"compute to {pass_rate}",
+        ),
         rows=tuple(
             (
-                run.fit.name,
-                short_number(run.fit.midpoint),
-                f"{run.fit.exponent:.2f}",
-                f"{run.fit.asymptote:.3f}",
-                "–" if run.refit is None else f"{run.refit.exponent:.2f}",
-                estimated_compute(run.to_reach),
+                arm.name,
+                str(arm.runs),
+                _estimated(arm.measured, "{:.3f}".format),
+                _estimated(arm.asymptote, "{:.3f}".format),
+                _estimated(arm.exponent, "{:.2f}".format),
+                _estimated(arm.midpoint, short_number),
+                "–" if arm.fixed_exponent is None else _estimated(arm.fixed_exponent, "{:.2f}".format),
+                estimated_compute(arm.to_reach),
             )
-            for run in comparison.runs
+            for arm in comparison.arms
+        ),
+    )
+
+
+def _estimated(estimate: Estimate, style: Callable[[float], str]) -> WithInterval:
+    return _with_interval(estimate.value, (estimate.lo, estimate.hi), style)
+
+
+def outlook_table(outlooks: Sequence[Outlook], came: float | None) -> Table:
+    """The forecasts of a run's end by the validation after which they were made. came: what was measured there."""
+    end = outlooks[0].end_step
+    return Table(
+        title=f"Forecasts of step {end} after each validation" + (f"; {came:.3f} came" if came is not None else ""),
+        labeled=False,
+        columns=("after step", "forecast", "90 % interval", "error", "", "verdict"),
+        rows=tuple(
+            (
+                str(each.step),
+                f"{each.pass_rate:.3f}",
+                _interval(each.lo, each.hi, "{:.3f}".format),
+                "" if came is None else f"{came - each.pass_rate:+.3f}",
+                "" if came is None or each.lo <= came <= each.hi else "outside",
+                each.verdict,
+            )
+            for each in outlooks
         ),
     )
 

@@ -22,6 +22,7 @@ EPILOG = """examples:
   megatron-scalerl submit my_run.yaml --nodes 4 --engine-nodes 8 --engine-partition small --partition gpu --time 1-0
   megatron-scalerl submit --add-engines runs/my_run --nodes 2 --partition gpu --time 12:00:00
   megatron-scalerl submit --array recipes/study --throttle 4 --partition gpu --time 24:00:00
+  megatron-scalerl submit --array recipes/ablations --base my_run.yaml --seeds 3 --partition gpu --time 24:00:00
 
 The job's script is RUN/slurm/job.sbatch, which can be edited and submitted by hand."""
 
@@ -42,6 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="settings that override the recipe's; overlay=FILE: those of a file",
     )
     what.add_argument("--array", metavar="FOLDER", help="every recipe (*.yaml) of a folder, as one job array")
+    what.add_argument("--base", metavar="RECIPE", help="with --array: what the folder's overlays are laid over")
+    what.add_argument("--seeds", type=int, metavar="N", help="with --array: runs of each recipe, seeds 1 to N")
     what.add_argument("--throttle", type=int, metavar="N", help="with --array: runs at a time (default: all)")
     what.add_argument("--status", metavar="RUN", help="job, progress, cost and last error of a submitted run")
     what.add_argument("--add-engines", metavar="RUN", help="a job of engines that join a run while its job runs")
@@ -153,7 +156,7 @@ def _submit(arguments: argparse.Namespace) -> Iterator[str]:
     cluster.require()
     array = arguments.array is not None
     source = arguments.array if array else arguments.recipe
-    recipes = recipes_of(source, arguments.overrides, array=array)
+    recipes = recipes_of(source, arguments.overrides, array=array, base=arguments.base, seeds=arguments.seeds)
     if array and arguments.throttle is None:
         request = _request(arguments, throttle=len(recipes))
     name = Path(source).resolve().name if array else recipes[0].name
@@ -186,11 +189,12 @@ def _request(arguments: argparse.Namespace, *, throttle: int | None = None) -> R
     for key in ("partition", "time"):
         if getattr(arguments, key) is None:
             raise ValueError(f"--{key}: expected a value, found none")
-    if arguments.throttle is not None and arguments.array is None:
-        raise ValueError("--throttle: expected --array with it, found none")
-    for key, least in (("throttle", 1), ("max_requeues", 0), ("max_failures", 0), ("startup_seconds", 0),
-                       ("save_seconds", 0), ("nodes", 1), ("slots", 1), ("check_seconds", 1), ("engine_nodes", 0),
-                       ("engine_slots", 1)):  # fmt: skip
+    for key in ("throttle", "base", "seeds"):
+        if getattr(arguments, key) is not None and arguments.array is None:
+            raise ValueError(f"--{key}: expected --array with it, found none")
+    at_least = dict.fromkeys(("throttle", "seeds", "nodes", "slots", "check_seconds", "engine_slots"), 1)
+    more = ("max_requeues", "max_failures", "startup_seconds", "save_seconds", "engine_nodes")
+    for key, least in (at_least | dict.fromkeys(more, 0)).items():
         if (value := getattr(arguments, key)) is not None and not value >= least:
             raise ValueError(f"--{key.replace('_', '-')}: expected at least {least}, found {value}")
     if (hours := arguments.gpu_hours) is not None and not 0 < hours < float("inf"):

@@ -15,6 +15,7 @@ from megatron_scalerl.checkpoints.jsonl import JsonlWriter
 from megatron_scalerl.controller.preflight import check_inputs
 from megatron_scalerl.controller.run_folder import SLURM, check_recipe
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.collection import listed, resolve, resolve_seeds
 from megatron_scalerl.recipe.file import dump_recipe, load_recipe
 from megatron_scalerl.slurm import checks, cluster
 from megatron_scalerl.slurm.allocation import Allocation, Asked, allocate, check_plan
@@ -63,19 +64,29 @@ class Submission:
     """Ids of the submitted jobs; none after a dry run."""
 
 
-def recipes_of(source: str, overrides: Sequence[str], *, array: bool) -> list[Recipe]:
-    """The recipe in a file, or those in the files *.yaml of a folder, by name. Raises ValueError."""
+def recipes_of(
+    source: str, overrides: Sequence[str], *, array: bool, base: str | None = None, seeds: int | None = None
+) -> list[Recipe]:
+    """The recipe in a file, or those in the files *.yaml of a folder, by name. Raises ValueError.
+
+    base: what the folder's overlays are laid over. seeds: runs of each recipe, with seeds from 1 on; None: one, with
+    the recipe's own seed.
+    """
     if not array:
         return [load_recipe(source, overrides)]
-    files = sorted(Path(source).glob("*.yaml"))
-    if not files:
+    if not Path(source).is_dir():
         raise ValueError(f"{source}: expected a folder with recipes (*.yaml), found none")
-    recipes = [load_recipe(file, overrides) for file in files]
+    recipes: list[Recipe] = []
     folders: dict[Path, Path] = {}
-    for file, recipe in zip(files, recipes, strict=True):
-        other = folders.setdefault(Path(recipe.run_dir).absolute(), file)
-        if other != file:
-            raise ValueError(f"{file}: expected a run of its own, found the folder of {other} ({recipe.run_dir})")
+    for item in listed([source]):
+        own = resolve_seeds(item, base, overrides, range(1, seeds + 1)) if seeds else [resolve(item, base, overrides)]
+        for recipe in own:
+            other = folders.setdefault(Path(recipe.run_dir).absolute(), item.file)
+            if other != item.file:
+                raise ValueError(
+                    f"{item.file}: expected a run of its own, found the folder of {other} ({recipe.run_dir})"
+                )
+        recipes += own
     return recipes
 
 

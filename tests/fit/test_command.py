@@ -80,17 +80,21 @@ def test_comparison_of_a_figure(capsys, tmp_path):
     assert main([*RECIPES, "--series", "series=*", "--compare", "--json", "-", "--plot", str(figure)]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert [f["name"] for f in answer["fits"]] == ["DeepSeek-GRPO", "Magistral", "MiniMax", "Qwen2.5-DAPO", "ScaleRL"]
-    assert [r["name"] for r in answer["comparison"]["runs"]] == [f["name"] for f in answer["fits"]]
+    assert [arm["name"] for arm in answer["comparison"]["arms"]] == [f["name"] for f in answer["fits"]]
     assert figure.exists() and figure.with_suffix(".svg").exists()
-    assert (tmp_path / "runs_efficiency.png").exists()
+    assert (tmp_path / "runs_efficiency.png").exists() and (tmp_path / "runs_comparison.png").exists()
 
 
 def test_the_reference_comes_first(capsys):
     chosen = [*RECIPES, "--series", "series=*", "--compare", "--reference", "ScaleRL", "--json", "-"]
     assert main(chosen) == 0
-    runs = json.loads(capsys.readouterr().out)["comparison"]["runs"]
-    assert [r["name"] for r in runs][:2] == ["ScaleRL", "DeepSeek-GRPO"] and "reference" in runs[0]["summary"]
-    assert main([*RECIPES, "--series", "series=*", "--reference", "None"]) == 2
+    arms = json.loads(capsys.readouterr().out)["comparison"]["arms"]
+    assert [arm["name"] for arm in arms][:2] == ["ScaleRL", "DeepSeek-GRPO"] and "reference" in arms[0]["summary"]
+    assert [arm["reference"] for arm in arms] == [None, *["ScaleRL"] * 4]
+    assert main([*chosen[:-2], "--reference", "Magistral=MiniMax", "--json", "-"]) == 0
+    arms = json.loads(capsys.readouterr().out)["comparison"]["arms"]
+    assert {arm["name"]: arm["reference"] for arm in arms}["Magistral"] == "MiniMax"
+    assert main([*RECIPES, "--series", "series=*", "--compare", "--reference", "None"]) == 2
 
 
 def test_report_is_one_file_with_its_figures_inside(tmp_path):

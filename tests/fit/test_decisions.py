@@ -1,4 +1,4 @@
-"""Decision, backtest and comparison of recipes."""
+"""Decision and backtest."""
 
 from pathlib import Path
 
@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from megatron_scalerl.fit.backtest import BacktestPoint, _settled_from, backtest
-from megatron_scalerl.fit.compare import compare
 from megatron_scalerl.fit.decide import decide
 from megatron_scalerl.fit.forecast import fit
 from megatron_scalerl.fit.inputs import Curve
@@ -125,56 +124,3 @@ def test_settled_from_is_the_start_of_the_last_run_of_right_forecasts():
     assert _settled_from(points(0.50, 0.60, 0.56, 0.61), 0.60) == 4.0
     assert _settled_from(points(0.50, 0.60, 0.59, 0.61), 0.60) == 2.0
     assert _settled_from(points(0.60, 0.50), 0.60) is None
-
-
-def test_comparison_separates_ceiling_from_efficiency():
-    runs = {
-        "base": run(name="base", exponent=1.8),
-        "faster": run(name="faster", exponent=2.4, midpoint=0.22, seed=1),
-        "higher": run(name="higher", asymptote=0.70, exponent=1.8, seed=2),
-        "same": run(name="same", exponent=1.8, seed=3),
-    }
-    comparison = compare([make() for make in runs.values()], lambda f, a: runs[f.name](a))
-    base, faster, higher, same = comparison.runs
-    assert [c.same_ceiling for c in comparison.runs] == [True, True, False, True]
-    within = [c.fit.asymptote for c in (base, faster, same)]
-    assert comparison.fixed_asymptote == pytest.approx(np.mean(within))
-    assert all(c.refit.asymptote == comparison.fixed_asymptote for c in (base, faster, same))
-    assert higher.refit is None and "moved the ceiling" in higher.summary and "higher" in higher.summary
-    assert faster.better_exponent > 0.95 and "more efficient" in faster.summary
-    assert 0.05 < same.better_exponent < 0.95 and "no clear difference" in same.summary
-    assert faster.to_reach.value < base.to_reach.value
-    assert "reference" in base.summary
-
-
-def test_comparison_reads_like_the_leave_one_out_table():
-    """Khatri et al. 2025, Fig. 4: all three runs share their ceiling; ScaleRL has the highest B there."""
-    fits, makers = [], {}
-    for name in ("fig8a_loo/ScaleRL", "LOO-prompt-lvl-adv-norm", "LOO-length-penalty"):
-        series = published_run(name)
-
-        def make(fixed=None, series=series, name=name):
-            seen = series.fitted
-            return fit(
-                series.compute[seen],
-                series.pass_rate[seen],
-                initial=series.initial,
-                method="paper",
-                prompts=1000,
-                generations=16,
-                name=name,
-                fixed_asymptote=fixed,
-            )
-
-        makers[name] = make
-        fits.append(make())
-    comparison = compare(fits, lambda f, a: makers[f.name](a))
-    assert all(c.same_ceiling for c in comparison.runs)
-    assert comparison.fixed_asymptote == pytest.approx(0.605, abs=0.01)
-    assert [c.refit.exponent for c in comparison.runs] == pytest.approx([2.01, 1.82, 1.75], abs=0.15)
-    assert comparison.runs[0].refit.exponent == max(c.refit.exponent for c in comparison.runs)
-
-
-def test_a_comparison_needs_two_runs():
-    with pytest.raises(ValueError, match="at least two runs"):
-        compare([run()()], lambda f, a: f)

@@ -1,0 +1,64 @@
+"""Several recipes at once: files and folders of whole recipes, and of overlays that are laid over one base."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.file import OVERLAY, RecipeError, load_recipe, read_yaml
+
+_WHOLE = ("name", "steps", "policy", "prompts")
+"""Keys that every whole recipe has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """One recipe file of several."""
+
+    name: str
+    """Its file's stem, with its folder's name where two files share it."""
+    file: Path
+    overlay: bool
+    """Whether it is laid over the base."""
+
+
+def listed(sources: Sequence[str | Path]) -> list[Listed]:
+    """The files among `sources`, and those (*.yaml) in its folders by name. Raises RecipeError."""
+    files: list[Path] = []
+    for source in map(Path, sources):
+        found = sorted(source.glob("*.yaml")) if source.is_dir() else [source]
+        if not found:
+            raise RecipeError(f"{source}: expected a folder with recipes (*.yaml), found none")
+        files += [file for file in found if file.absolute() not in {other.absolute() for other in files}]
+    stems = [file.stem for file in files]
+    return [
+        Listed(
+            name=file.stem if stems.count(file.stem) == 1 else f"{file.absolute().parent.name}_{file.stem}",
+            file=file,
+            overlay=not set(_WHOLE) <= read_yaml(file).keys(),
+        )
+        for file in files
+    ]
+
+
+def resolve(item: Listed, base: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
+    """The whole recipe of a file: over `base` if it is an overlay. Raises RecipeError."""
+    if not item.overlay:
+        return load_recipe(item.file, overrides)
+    if base is None:
+        missing = [key for key in _WHOLE if key not in read_yaml(item.file)]
+        raise RecipeError(
+            f"{item.file}: expected a whole recipe, found an overlay without {', '.join(missing)}; --base RECIPE is "
+            "what it is laid over"
+        )
+    return load_recipe(base, [f"{OVERLAY}={item.file}", *overrides])
+
+
+def resolve_seeds(
+    item: Listed, base: str | Path | None, overrides: Sequence[str], seeds: Sequence[int]
+) -> list[Recipe]:
+    """The recipe once for each seed, with the seed behind its name. Raises RecipeError."""
+    name = resolve(item, base, overrides).name
+    return [resolve(item, base, [*overrides, f"seed={seed}", f"name={name}_seed{seed}"]) for seed in seeds]

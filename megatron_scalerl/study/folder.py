@@ -1,0 +1,223 @@
+"""STUDY/, the folder of a study: what it runs, its lock, and what has finished.
+
+study.json       files that all runs share, with their digests
+recipes/         NAME.yaml, the whole recipe of each run; NAME is RECIPE_seedN
+runs/            an ordinary run folder each
+runs.jsonl       one line per end of a run: exit code, seconds
+logs/            NAME.log, what `train` printed
+replaced/        runs of recipes that were changed, after --redo
+table.md table.csv comparison.json study.png curves.png study.html
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_scalerl.checkpoints.atomic_io import write_durably
+from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, rewrite
+from megatron_scalerl.fit.inputs import flattened
+from megatron_scalerl.processes.signals import IN_USE_CODE
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.file import RecipeError, dump_recipe, read_yaml
+from megatron_scalerl.recipe.tasks import tasks_of
+
+SHARED = ("policy.path", "policy.megatron_path", "prompts.", "validation.")
+"""Settings that all recipes of a study have in common, or sections of them."""
+DIGESTED_BYTES = 1 << 26
+"""Of a larger file, the size stands for the content."""
+
+
+class StudyInUse(ValueError):
+    """Another process works in the folder; it may end soon."""
+
+    exit_code = IN_USE_CODE
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """One run of a study."""
+
+    arm: str
+    """Name of its recipe in the study."""
+    seed: int
+    recipe: Recipe
+    """Whole, with name, seed and folder of the run."""
+    file: Path
+    """The recipe in STUDY/recipes."""
+    log: Path
+    """What `train` prints."""
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        return self.recipe.name
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.recipe.run_dir)
+
+
+def planned(study: Path, arm: str, recipe: Recipe) -> PlannedRun:
+    """The run of an arm's recipe, which has its seed, in a study's folder."""
+    name = f"{arm}_seed{recipe.seed}"
+    return PlannedRun(
+        arm=arm,
+        seed=recipe.seed,
+        recipe=recipe.model_copy(update={"name": name, "output_dir": str(study / "runs")}),
+        file=study / "recipes" / f"{name}.yaml",
+        log=study / "logs" / f"{name}.log",
+    )
+
+
+class StudyFolder:
+    """The folder of a study, locked by one process at a time."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Create or reopen. Raises StudyInUse if it is locked, RecipeError for a folder with other files."""
+        self.path = Path(path)
+        if self.path.exists() and not (self.path / "lock").exists() and any(self.path.iterdir()):
+            raise RecipeError(f"{self.path}: expected an empty folder or a study, found other files")
+        for name in ("recipes", "runs", "logs"):
+            (self.path / name).mkdir(parents=True, exist_ok=True)
+        self._lock = lock(self.path / "lock")
+
+    def close(self) -> None:
+        """Release the lock."""
+        os.close(self._lock)
+
+    def begin(self, runs: Sequence[PlannedRun], *, redo: bool) -> list[str]:
+        """Record what the study runs; returns names of runs that were replaced.
+
+        redo: move runs of changed recipes away, with changed files all. Otherwise RecipeError is raised, one line.
+        """
+        inputs = _digests(runs[0].recipe)
+        before = self._inputs()
+        other = sorted(path for path in inputs if before.get(path, inputs[path]) != inputs[path])
+        changed = [run for run in self.known() if other] if redo else []
+        if other and not redo:
+            raise RecipeError(
+                f"{other[0]}: expected the content with which the study {self.path} began, found another; --redo "
+                "runs all again"
+            )
+        for run in runs:
+            key = _changed(run)
+            if key and not redo:
+                raise RecipeError(f"{self.path}: {run.arm}: {key}; --redo runs it again")
+            changed += [run.name] if key else []
+        changed = list(dict.fromkeys(changed))
+        for name in changed:
+            self._replace(name)
+        rewrite(self.path / "runs.jsonl", [row for row in self._rows() if row["run"] not in changed])
+        text = json.dumps({"inputs": before | inputs}, indent=1, sort_keys=True) + "\n"
+        write_durably(self.path / "study.json", text.encode())
+        for run in runs:
+            write_durably(run.file, dump_recipe(run.recipe).encode())
+        return changed
+
+    def known(self) -> list[str]:
+        """Names of all runs that the study ever had, by name."""
+        return sorted(file.stem for file in (self.path / "recipes").glob("*.yaml"))
+
+    def finished(self) -> set[str]:
+        """Names of the runs that made all their steps."""
+        return {row["run"] for row in self._rows() if row["code"] == 0}
+
+    def failures(self) -> dict[str, int]:
+        """Run -> exit code of its last end, if that was a failure."""
+        last = {row["run"]: row["code"] for row in self._rows()}
+        return {name: code for name, code in last.items() if code != 0}
+
+    def ended(self, run: PlannedRun, *, code: int, seconds: float, fresh: bool) -> None:
+        """Record an end. fresh: the run began in this process, so that its seconds are those of the whole run."""
+        writer = JsonlWriter(self.path / "runs.jsonl")
+        try:
+            row = {"run": run.name, "arm": run.arm, "seed": run.seed, "steps": run.recipe.steps, "code": code}
+            writer.append(row | {"seconds": round(seconds, 1), "fresh": fresh})
+            writer.sync()
+        finally:
+            writer.close()
+
+    def times(self) -> list[tuple[str, int, float]]:
+        """(arm, steps, seconds) of every finished run that one process made from its start."""
+        rows = [row for row in self._rows() if row["code"] == 0 and row["fresh"]]
+        return [(row["arm"], row["steps"], row["seconds"]) for row in rows]
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return read_jsonl(self.path / "runs.jsonl")
+
+    def _inputs(self) -> dict[str, str]:
+        file = self.path / "study.json"
+        return dict(json.loads(file.read_text())["inputs"]) if file.exists() else {}
+
+    def _replace(self, name: str) -> None:
+        folder = self.path / "runs" / name
+        if folder.exists():
+            away = self.path / "replaced"
+            away.mkdir(exist_ok=True)
+            folder.rename(next(p for n in range(1, 10**6) if not (p := away / f"{name}.{n}").exists()))
+
+
+def lock(path: Path) -> int:
+    """Descriptor of a file that is locked until it is closed. Raises StudyInUse if another process has it."""
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise StudyInUse(f"{path.parent}: expected a folder that no other study uses, found it locked") from None
+    return descriptor
+
+
+def digest(path: Path) -> str:
+    """What tells a file's content from another: SHA-256, or the size of a large file."""
+    size = path.stat().st_size
+    return f"{size} bytes" if size > DIGESTED_BYTES else hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def digests(paths: Iterable[Path]) -> dict[str, str]:
+    """Path -> digest of the files, and of those in the folders, that exist."""
+    files = [f for path in paths for f in (sorted(path.iterdir()) if path.is_dir() else [path]) if f.is_file()]
+    return {str(file): digest(file) for file in files}
+
+
+def _digests(recipe: Recipe) -> dict[str, str]:
+    data = [path for task in tasks_of(recipe) for path in (task.prompts.path, task.prompts.held_out_path)]
+    return digests(Path(path) for path in (*data, recipe.policy.path) if path is not None)
+
+
+def check_shared(runs: Sequence[PlannedRun]) -> None:
+    """Raises RecipeError unless all start with one policy on one task, and are validated alike."""
+    first = _shared(runs[0].recipe)
+    for run in runs[1:]:
+        own = _shared(run.recipe)
+        for key in sorted(first.keys() | own.keys()):
+            if first.get(key) != own.get(key):
+                raise RecipeError(
+                    f"{run.arm}: expected policy, prompts and validation of {runs[0].arm}, which all recipes of a "
+                    f"study share, {key}: {first.get(key)!r}, found {own.get(key)!r}"
+                )
+
+
+def _shared(recipe: Recipe) -> Mapping[str, Any]:
+    return {key: value for key, value in flattened(recipe.model_dump(mode="json")).items() if key.startswith(SHARED)}
+
+
+def _changed(run: PlannedRun) -> str:
+    """The first key whose value is not that of the recipe with which the study began, with both; empty if none."""
+    if not run.file.exists():
+        return ""
+    before, now = flattened(read_yaml(run.file)), flattened(run.recipe.model_dump(mode="json"))
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key) != now.get(key):
+            return (
+                f"expected the recipe with which the study began, {key}: {before.get(key)!r}, found {now.get(key)!r}"
+            )
+    return ""

@@ -1,0 +1,25 @@
+"""Run folders of several recipes and seeds with known curves: synthetic, without a policy."""
+
+import json
+
+import numpy as np
+
+from megatron_scalerl.fit.sigmoid import sigmoid
+
+
+def write_run(folder, *, seed, recipe="", asymptote=0.8, exponent=2.0, midpoint=0.05, points=14, rng, prompts=400):
+    """A run folder that measured the curve at `points` computes up to 0.2 with binomial noise, 8 generations each."""
+    folder.mkdir(parents=True)
+    compute = np.linspace(0.2 / points, 0.2, points)
+    curve = sigmoid(compute, asymptote=asymptote, exponent=exponent, midpoint=midpoint, initial=0.38)
+    measured = rng.binomial(prompts * 8, curve) / (prompts * 8)
+    rows = [
+        {"step": 5 * n, "pass_rate": float(y), "prompts": prompts, "generations": 8, "compute": float(c)}
+        for n, (c, y) in enumerate(zip([0.0, *compute], [0.38, *measured]))
+    ]
+    (folder / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "ledger.jsonl").write_text('{"unit": "device_hours"}\n')
+    (folder / "recipe.yaml").write_text(
+        f"name: {folder.name}\nseed: {seed}\nsteps: 70\npolicy: {{path: p}}\nprompts: {{path: q}}\n{recipe}\n"
+    )
+    return folder

@@ -1,0 +1,212 @@
+"""Recipes compared: runs grouped by recipe, the ceiling and the efficiency, what is said of few runs."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from command_line import command
+from recipe_runs import write_run
+
+from megatron_scalerl.fit.arms import arms_of, differences, shared_start
+from megatron_scalerl.fit.compare import ArmRuns, compare, compare_runs, moves_the_ceiling
+from megatron_scalerl.fit.forecast import fit, fit_curve
+from megatron_scalerl.fit.inputs import ColumnOptions, read_curves
+from megatron_scalerl.fit.published import published_run
+from megatron_scalerl.fit.sigmoid import sigmoid
+from megatron_scalerl.fit.verdicts import conclusions, summary
+
+CISPO, DAPO = "loss: {name: cispo}", "loss: {name: dapo}"
+main = command("fit")
+
+
+def fitted(curve, asymptote):
+    return fit_curve(curve, fixed_asymptote=asymptote)
+
+
+def read(folders):
+    return [curve for folder in folders for curve in read_curves(folder)]
+
+
+def two_recipes(tmp_path, *, seeds=(1, 2, 3), deviation=0.003, **dapo):
+    """Folders of three runs each of a reference and of a recipe with `dapo`'s parameters."""
+    rng = np.random.default_rng(2)
+    out = []
+    for seed in seeds:
+        effect = rng.normal(0.0, 0.01)
+        for name, recipe, changed in (("scalerl", CISPO, {}), ("dapo", DAPO, dapo)):
+            curve = {"asymptote": 0.8, "exponent": 2.0, "midpoint": 0.05} | changed
+            curve["asymptote"] += effect + rng.normal(0.0, deviation)
+            out.append(write_run(tmp_path / f"{name}_seed{seed}", seed=seed, recipe=recipe, rng=rng, **curve))
+    return out
+
+
+def test_runs_of_one_recipe_are_an_arm(tmp_path):
+    rng = np.random.default_rng(0)
+    written = [
+        write_run(tmp_path / "quick_1", seed=1, recipe=CISPO, rng=rng),
+        write_run(tmp_path / "other", seed=1, recipe=DAPO, rng=rng),
+        write_run(tmp_path / "quick_2", seed=2, recipe=CISPO, rng=rng),
+    ]
+    longer = (written[2] / "recipe.yaml").read_text().replace("steps: 70", "steps: 90").replace("path: q", "path: q2")
+    (written[2] / "recipe.yaml").write_text(longer + "engine: {start_timeout_s: 7}\nsft: {path: x}\n")
+    arms = arms_of(read(reversed(written)))
+    assert [(arm.name, [c.seed for c in arm.curves]) for arm in arms] == [("quick", [1, 2]), ("other", [1])]
+    assert differences(arms[1], arms[0]) == "loss.name: dapo"
+    assert not shared_start(arms) and shared_start(arms[1:])
+
+
+def test_two_runs_with_one_seed_are_told_apart_by_their_files(tmp_path):
+    rng = np.random.default_rng(0)
+    for name, path in (("small_1", "p"), ("small_2", "p"), ("large_1", "p8"), ("large_2", "p8")):
+        folder = write_run(tmp_path / name, seed=int(name[-1]), recipe=CISPO, rng=rng)
+        recipe = folder / "recipe.yaml"
+        recipe.write_text(recipe.read_text().replace("{path: p}", f"{{path: {path}}}"))
+    names = [(arm.name, len(arm.curves)) for arm in arms_of(read(sorted(tmp_path.iterdir())))]
+    assert names == [("large", 2), ("small", 2)]
+
+
+def test_a_table_with_seeds(tmp_path):
+    rows = [
+        f"{recipe},{seed},{c},{0.4 + (0.1 if recipe == 'a' else 0.2) * c}\n"
+        for recipe in "ab"
+        for seed in (1, 2)
+        for c in (1, 2)
+    ]
+    (tmp_path / "t.csv").write_text("recipe,seed,gpu_hours,pass_rate\n" + "".join(rows))
+    options = ColumnOptions(series=(("recipe", "*"), ("seed", "*")))
+    arms = arms_of(read_curves(tmp_path / "t.csv", options))
+    assert [(arm.name, [c.seed for c in arm.curves]) for arm in arms] == [("a", [1, 2]), ("b", [1, 2])]
+
+
+def test_the_ceiling_is_found_and_the_page_says_so(tmp_path, capsys):
+    folders = [str(folder) for folder in two_recipes(tmp_path, asymptote=0.62)]
+    assert main([*folders, "--compare", "--json", str(tmp_path / "a.json")]) == 0
+    out = capsys.readouterr().out
+    assert "dapo lowers the ceiling: A -0.1" in out and "Moves the ceiling: dapo (A -0.1" in out
+    found = json.loads((tmp_path / "a.json").read_text())["comparison"]
+    assert [(arm["name"], len(arm["runs"])) for arm in found["arms"]] == [("scalerl", 3), ("dapo", 3)]
+    assert found["paired"] and found["arms"][1]["fixed_exponent"] is None
+    low, high = (found["arms"][1]["ceiling"][end] for end in ("lo", "hi"))
+    assert low < -0.18 < high < 0.0
+
+
+def test_the_efficiency_is_found_where_the_ceiling_is_kept(tmp_path):
+    comparison = compare_runs(read(two_recipes(tmp_path, midpoint=0.1)), fitted)
+    dapo = comparison.arm("dapo")
+    assert not moves_the_ceiling(dapo.ceiling) and dapo.efficiency.declared
+    assert (
+        1.5 < np.exp(dapo.efficiency.value) < 2.6 and dapo.to_reach.value > comparison.arm("scalerl").to_reach.value
+    )
+    assert "It is less efficient" in summary(comparison, dapo)
+    assert all(f.asymptote == comparison.fixed_asymptote for arm in comparison.arms for f in arm.refits)
+    assert any("Changes the efficiency: dapo" in line for line in conclusions(comparison))
+
+
+def test_what_cannot_be_told_apart_is_said_with_the_seeds_that_would_tell(tmp_path):
+    comparison = compare_runs(read(two_recipes(tmp_path, deviation=0.04, seeds=(1, 2))), fitted)
+    said = summary(comparison, comparison.arm("dapo"))
+    assert re.search(r"cannot be told from 2 runs.*(about \d+|more than 1000) seeds of each would tell", said)
+    assert any(line.startswith("Cannot be told apart") for line in conclusions(comparison))
+
+
+def test_one_run_of_each_decides_nothing(tmp_path):
+    comparison = compare_runs(read(two_recipes(tmp_path, asymptote=0.6, seeds=(1,))), fitted)
+    said = summary(comparison, comparison.arm("dapo"))
+    assert "both were run once, which decides nothing" in said and "outside the paper's margin of ±0.02" in said
+    lines = conclusions(comparison)
+    assert "nothing is decided" in lines[0] and not any("Moves" in line for line in lines)
+    assert comparison.arm("dapo").refits == ()
+
+
+def test_three_runs_of_one_recipe_differ_by_nothing_but_their_seeds(tmp_path):
+    """A 0.63, 0.97 and 0.89 were once said to be three ceilings with a probability of 1."""
+    rng = np.random.default_rng(1)
+    ceilings = {1: 0.63, 2: 0.97, 3: 0.89}
+    folders = [write_run(tmp_path / f"quickstart_{n}", seed=n, asymptote=a, rng=rng) for n, a in ceilings.items()]
+    comparison = compare_runs(read(folders), fitted)
+    [arm] = comparison.arms
+    assert (arm.name, arm.runs, arm.ceiling) == ("quickstart", 3, None)
+    assert comparison.between_runs == pytest.approx(0.18, abs=0.06)
+    assert arm.asymptote.lo < 0.65 and arm.asymptote.hi > 0.95
+
+
+def test_another_reference_for_one_recipe(tmp_path):
+    rng = np.random.default_rng(4)
+    for name, recipe in (("a", CISPO), ("b", DAPO), ("c", "loss: {name: gspo}")):
+        for seed in (1, 2):
+            write_run(tmp_path / f"{name}_seed{seed}", seed=seed, recipe=recipe, rng=rng)
+    curves = read(sorted(tmp_path.iterdir()))
+    comparison = compare_runs(curves, fitted, references=["c=b", "b"])
+    assert [(arm.name, arm.reference) for arm in comparison.arms] == [("b", None), ("a", "b"), ("c", "b")]
+    comparison = compare_runs(curves, fitted, references=["c=b"])
+    assert [(arm.name, arm.reference) for arm in comparison.arms] == [("a", None), ("b", "a"), ("c", "b")]
+    with pytest.raises(ValueError, match="--reference: expected one of a, b, c, found 'd'"):
+        compare_runs(curves, fitted, references=["d"])
+
+
+@pytest.mark.slow
+def test_recipes_that_do_not_differ_are_seldom_declared_to():
+    """Three recipes of one distribution, three seeds each, whole path: validations, fits, comparison."""
+    rng, trials, wrong = np.random.default_rng(8), 20, 0
+    compute = np.linspace(0.02, 0.2, 10)
+    for _ in range(trials):
+        effects = rng.normal(0.0, 0.02, 3)
+        arms, makers = [], {}
+        for name in "abc":
+            fits = []
+            for seed in range(3):
+                a = 0.8 + effects[seed] + rng.normal(0.0, 0.03)
+                m = 0.05 * np.exp(rng.normal(0.0, 0.1))
+                curve = sigmoid(compute, asymptote=a, exponent=2.0, midpoint=m, initial=0.38)
+                measured = rng.binomial(800, curve) / 800
+
+                def make(fixed=None, measured=measured, name=f"{name}{seed}"):
+                    size = {"prompts": 200, "generations": 4, "draws": 400}
+                    return fit(compute, measured, initial=0.38, name=name, fixed_asymptote=fixed, **size)
+
+                makers[f"{name}{seed}"] = make
+                fits.append(make())
+            arms.append(ArmRuns(name=name, fits=tuple(fits), seeds=(1, 2, 3)))
+        comparison = compare(arms, lambda f, a, makers=makers: makers[f.name](a), paired=True)
+        wrong += any(
+            moves_the_ceiling(arm.ceiling) or (arm.efficiency is not None and arm.efficiency.declared)
+            for arm in comparison.arms[1:]
+        )
+    assert wrong <= 4  # at 10 %, more than 4 of 20 have a probability of 4 %
+
+
+def test_comparison_reads_like_the_leave_one_out_table():
+    """Khatri et al. 2025, Fig. 4: all three runs share their ceiling; ScaleRL has the highest B there."""
+    arms, makers = [], {}
+    for name in ("fig8a_loo/ScaleRL", "LOO-prompt-lvl-adv-norm", "LOO-length-penalty"):
+        series = published_run(name)
+
+        def make(fixed=None, series=series, name=name):
+            seen = series.fitted
+            return fit(
+                series.compute[seen],
+                series.pass_rate[seen],
+                initial=series.initial,
+                method="paper",
+                prompts=1000,
+                generations=16,
+                name=name,
+                fixed_asymptote=fixed,
+            )
+
+        makers[name] = make
+        arms.append(ArmRuns(name=name, fits=(make(),), seeds=(None,)))
+    comparison = compare(arms, lambda f, a: makers[f.name](a))
+    assert all(arm.refits for arm in comparison.arms)
+    assert comparison.fixed_asymptote == pytest.approx(0.605, abs=0.01)
+    exponents = [arm.fixed_exponent.value for arm in comparison.arms]
+    assert exponents == pytest.approx([2.01, 1.82, 1.75], abs=0.15) and exponents[0] == max(exponents)
+    assert not any(arm.ceiling.declared or arm.efficiency.declared for arm in comparison.arms[1:])
+
+
+def test_a_comparison_needs_two_runs():
+    series = published_run("fig8a_loo/ScaleRL")
+    alone = fit(series.compute, series.pass_rate, initial=series.initial)
+    with pytest.raises(ValueError, match="at least two runs"):
+        compare([ArmRuns(name="a", fits=(alone,), seeds=(None,))], lambda f, a: f)

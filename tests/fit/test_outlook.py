@@ -1,0 +1,52 @@
+"""The forecast of a run's end after each validation: what it is made from, and that it can be made again."""
+
+import numpy as np
+import pytest
+
+from megatron_scalerl.fit.outlook import outlook, outlooks
+from megatron_scalerl.fit.sigmoid import sigmoid
+
+
+def rows(steps=20, size=(400, 8)):
+    rng, compute = np.random.default_rng(6), np.linspace(0.02, 0.4, steps)
+    curve = sigmoid(compute, asymptote=0.8, exponent=1.8, midpoint=0.08, initial=0.4)
+    measured = rng.binomial(size[0] * size[1], curve) / (size[0] * size[1])
+    values = zip([0.0, *compute], [0.4, *measured])
+    return [
+        {"step": 5 * n, "compute": float(c), "pass_rate": float(y), "prompts": size[0], "generations": size[1]}
+        for n, (c, y) in enumerate(values)
+    ]
+
+
+def test_the_end_is_forecast_from_the_fourth_validation_on():
+    made = outlooks(rows(), steps=100)
+    assert [each.step for each in made] == list(range(20, 100, 5))
+    came = rows()[-1]["pass_rate"]
+    assert sum(each.lo <= came <= each.hi for each in made) >= 14
+    assert made[-1].hi - made[-1].lo < 0.6 * (made[0].hi - made[0].lo)
+    assert abs(made[-1].pass_rate - came) < 0.02 and made[0].line().startswith("at step 100: 0.")
+    assert {each.verdict for each in made[:3]} == {"too early to say"}  # fewer than eight points
+
+
+def test_later_rows_do_not_change_what_was_said():
+    known = rows()[:9]
+    said = outlook(known, steps=100)
+    assert outlooks(rows(), steps=100)[4] == said
+    again = [*known[:8], {**known[8], "pass_rate": 0.1}, known[8]]  # a step that was validated again
+    assert outlook(again, steps=100) == said
+    old = [{**{k: v for k, v in row.items() if k != "compute"}, "gpu_hours": row["compute"]} for row in known]
+    assert outlook(old, steps=100) == said
+
+
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        (rows()[:4], {"steps": 100}),  # three validations
+        (rows()[1:9], {"steps": 100}),  # no step 0
+        (rows()[:9], {"steps": 40}),  # the end itself
+        (rows()[:9], {"steps": 100, "fit_from_steps": 30}),
+        ([], {"steps": 100}),
+    ],
+)
+def test_what_is_too_little(given, options):
+    assert outlook(given, **options) is None

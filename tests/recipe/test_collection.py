@@ -1,0 +1,50 @@
+"""Recipes of files and folders, overlays over one base, and the seeds of a job array."""
+
+import pytest
+from recipe_files import ROOT
+
+from megatron_scalerl.recipe.collection import listed, resolve, resolve_seeds
+from megatron_scalerl.recipe.file import RecipeError
+from megatron_scalerl.slurm.submission import recipes_of
+
+TINY, ABLATIONS = ROOT / "recipes" / "tiny_cpu.yaml", ROOT / "recipes" / "ablations"
+
+
+def test_files_and_folders_are_listed_once():
+    items = listed([ABLATIONS / "scalerl.yaml", ABLATIONS, TINY])
+    assert [item.name for item in items][:3] == ["scalerl", "dapo_loss", "length_penalty"]
+    assert len(items) == len(list(ABLATIONS.glob("*.yaml"))) + 1
+    assert [item.overlay for item in items if item.file == TINY] == [False] and all(
+        item.overlay for item in items[:-1]
+    )
+
+
+def test_equal_stems_get_their_folders_names(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.yaml").write_text("loss: {name: dapo}\n")
+    assert [item.name for item in listed([tmp_path / "a", tmp_path / "b"])] == ["a_x", "b_x"]
+    (tmp_path / "none").mkdir()
+    with pytest.raises(RecipeError, match=r"none: expected a folder with recipes \(\*.yaml\), found none"):
+        listed([tmp_path / "none"])
+
+
+def test_an_overlay_needs_a_base():
+    [item] = listed([ABLATIONS / "dapo_loss.yaml"])
+    assert resolve(item, TINY, ["seed=4"]).loss.name == "dapo"
+    with pytest.raises(RecipeError, match=r"dapo_loss.yaml: expected a whole recipe, found an overlay without name"):
+        resolve(item, None)
+    assert [(r.name, r.seed) for r in resolve_seeds(item, TINY, [], [1, 2])] == [
+        ("tiny_cpu_dapo_loss_seed1", 1),
+        ("tiny_cpu_dapo_loss_seed2", 2),
+    ]
+
+
+def test_a_job_array_of_overlays():
+    recipes = recipes_of(str(ABLATIONS), ["steps=7"], array=True, base=str(TINY), seeds=2)
+    assert len({recipe.run_dir for recipe in recipes}) == len(recipes) == 2 * len(list(ABLATIONS.glob("*.yaml")))
+    assert {recipe.steps for recipe in recipes} == {7}
+    with pytest.raises(ValueError, match="--base RECIPE is what it is laid over"):
+        recipes_of(str(ABLATIONS), [], array=True)
+    with pytest.raises(ValueError, match=r"tiny_cpu.yaml: expected a folder with recipes"):
+        recipes_of(str(TINY), [], array=True)
