@@ -29,6 +29,7 @@ TRAIN = ["-m", "megatron_scalerl", "train", RECIPE]
 SFT = ["-m", "megatron_scalerl", "sft", RECIPE, "--out", "x"]
 NO_COMMANDS = {
     "checkout.py",
+    "curve_data.py",
     "mutation.py",
     "process_figures.py",
     "small_disk.py",

@@ -16,10 +16,11 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 from checkout import explained
 
 with explained():
+    import numpy as np
+
     from megatron_scalerl.checkpoints.jsonl import read_jsonl
     from megatron_scalerl.fit.sigmoid import Array, sigmoid
 
