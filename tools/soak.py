@@ -1,6 +1,6 @@
 """Run for an hour while engines, trainer and verifiers are killed, and measure what grows.
 
-    python tools/soak.py --out runs/soak [--minutes 60] [--mean-minutes 4] [--real] [--seed 1]
+    python tools/soak.py --out runs/soak [--minutes 60] [--mean-minutes 4] [--real] [--seed 1] [--rollouts resume]
 
 A tiny recipe at k = 8 with two engines, in real time: kills at exponential intervals, SIGKILL or SIGSTOP, of a random
 process other than the controller. Every five seconds a row with the controller's resident memory, open files and
@@ -8,7 +8,7 @@ threads, the size of the run's folder and the steps made is appended to OUT/samp
 run and the rows until --minutes in all. At the end OUT/report.json (also printed) and OUT/soak.png: the steps, the
 kills, the longest time without a step, what the journal and the records have wrong, and the change per hour after
 minute 10, which is the median of the slopes between all pairs of samples (Theil-Sen). --real: vLLM instead of
-stand-in engines. Exit code 1 if the run ended early or something is wrong.
+stand-in engines. --rollouts: checkpoint.rollouts of the recipe. Exit code 1 if the run ended early or something is wrong.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--minutes", type=float, default=60.0)
     made.add_argument("--mean-minutes", type=float, default=4.0)
     made.add_argument("--real", action="store_true")
+    made.add_argument(
+        "--rollouts", choices=("keep", "resume", "parquet"), default="resume", help="what stays on disk"
+    )
     made.add_argument("--seed", type=int, default=1)
     return made
 
@@ -213,6 +216,7 @@ def main(arguments: argparse.Namespace) -> int:
         subprocess.run(command, cwd=ROOT, check=True)
     tried = Try(out, tiny, real=arguments.real, steps=1_000_000)
     tried.command += ["rollouts.max_staleness_steps=8", "checkpoint.every_steps=10", "trainer.world_size=1"]
+    tried.command += [f"checkpoint.rollouts={arguments.rollouts}"]
     tried.command += ["validation.every_steps=20", "engine.max_restarts=1000", "trainer.max_restarts=1000"]
     code = soak(tried, file, arguments)
     rows, wrong = read_jsonl(file), wrong_in(tried.run)
