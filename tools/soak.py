@@ -8,7 +8,8 @@ threads, the size of the run's folder and the steps made is appended to OUT/samp
 run and the rows until --minutes in all. At the end OUT/report.json (also printed) and OUT/soak.png: the steps, the
 kills, the longest time without a step, what the journal and the records have wrong, and the change per hour after
 minute 10, which is the median of the slopes between all pairs of samples (Theil-Sen). --real: vLLM instead of
-stand-in engines. --rollouts: checkpoint.rollouts of the recipe. Exit code 1 if the run ended early or something is wrong.
+stand-in engines. --rollouts: checkpoint.rollouts of the recipe. Exit code 1 if the run ended early or something is
+wrong.
 """
 
 from __future__ import annotations
