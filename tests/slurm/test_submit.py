@@ -106,11 +106,12 @@ def test_a_job_is_queued_again_until_its_bound(stand_in, capsys, monkeypatch):
 def test_an_array_goes_on_without_the_run_that_fails(stand_in, tmp_path, capsys):
     folder = tmp_path / "study"
     folder.mkdir()
-    for name, end in (("a", "finish"), ("b", "3"), ("c", "finish")):
+    for name, end in (("a", "finish"), ("b", "3"), ("c", "finish"), ("d", "finish")):
         words, _ = stand_in(end, name=name)
         (tmp_path / f"{name}.yaml").rename(folder / f"{name}.yaml")
     [job] = submitted(["submit", "--array", str(folder), "--throttle", "2", *words[2:]], capsys)
-    assert [wait_for_end(slurm.last_state, f"{job}_{n}") for n in range(3)] == ["COMPLETED", "FAILED", "COMPLETED"]
+    states = [wait_for_end(slurm.last_state, f"{job}_{n}") for n in range(4)]
+    assert states == ["COMPLETED", "FAILED", "COMPLETED", "COMPLETED"]
     assert main(["submit", "--status", str(tmp_path / "b")]) == 0
     said = capsys.readouterr().out
     assert f"job {job}_1: FAILED" in said and "last error: controller: exit code 3: the stand-in fails with 3" in said
