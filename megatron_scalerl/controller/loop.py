@@ -210,7 +210,8 @@ class Controller:
         async with self._saving.uninterrupted():
             await self._train_batch(groups, waited, sent)
         if self._phase_over and self._recipe.rollouts.one_by_one:
-            await self._validations.end(self._while_current)
+            if await self._validations.end(self._while_current):
+                self._meter.charge_validation()
             await self._stream.trained(self._step)
 
     async def _train_batch(self, groups: Sequence[RolloutGroup], waited: float, sent: SentBatch | None) -> None:

@@ -42,6 +42,8 @@ from megatron_scalerl.safe_load.check import check_checkpoint
 
 logger = logging.getLogger(__name__)
 
+_MEANT_OTHERWISE = frozenset({"validation.fresh_seeds"})
+"""Keys whose absence from an old run's recipe.yaml meant something else than their default: either value goes on."""
 MAY_CHANGE = frozenset(
     {
         "steps",
@@ -217,6 +219,8 @@ def check_recipe(recipe: Recipe) -> None:
     now = dict(_flattened(recipe.model_dump(mode="json")))
     defaults = dict(_flattened(type(recipe).model_construct().model_dump(mode="json", warnings=False)))
     for key in sorted(before.keys() | now.keys()):
+        if key not in before and key in _MEANT_OTHERWISE:
+            continue
         if before.get(key, defaults.get(key)) != now.get(key) and not _may_change(key):
             raise RecipeError(
                 f"{folder}: expected the recipe of the run in it, {key}: {before.get(key)!r}, "

@@ -133,8 +133,8 @@ class Validations:
                 steps=self._recipe.steps,
                 fit_from_steps=self._recipe.forecast.fit_from_steps,
             )
-        except ValueError as error:
-            logger.warning("no forecast: %s", error)
+        except Exception:  # whatever a fit does not foresee
+            logger.warning("no forecast", exc_info=True)
             return
         if found is not None:
             self._progress.outlook(found)

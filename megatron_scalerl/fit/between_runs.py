@@ -4,17 +4,18 @@ One number per run, such as its A, is explained by its recipe plus its seed:
 
     y = recipe + seed + e          e has a variance of its own in every recipe
 
-Seeds are in the model where runs of two recipes share them and the same start (paired); otherwise each run stands
+Seeds are in the model where recipes share at least two of them and the same start (paired); otherwise each run stands
 alone. The variance of e is what runs of one recipe differ by, errors of the fit included. With two or three seeds a
 recipe's own variance is hardly known, so it is moderated by those of the other recipes (Smyth 2004, "Linear models
-and empirical Bayes methods", as in the package limma), and it is never taken below the variance that the fit of a
-single run has by itself. Intervals are Student's t. p values are adjusted for the number of recipes (Holm 1979).
+and empirical Bayes methods", as in the package limma), but a reference's, which is in many comparisons, never to less
+than its own. None is taken below the variance that the fit of a single run has by itself. Intervals are Student's t.
+p values are adjusted for the number of recipes (Holm 1979).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,7 +25,9 @@ from megatron_scalerl.fit.result import TAIL
 from megatron_scalerl.fit.sigmoid import Array
 
 ERROR = 0.05
-"""Probability that any difference of one table is declared although there is none."""
+"""Probability that any difference of one table is declared although there is none; recipes scatter alike."""
+UNEVEN_ERROR = 0.1
+"""The same where recipes scatter by very different amounts; simulated (tests/fit/test_between_runs.py)."""
 POWER = 0.8
 """Probability of declaring a difference for which `seeds_to_tell` counts the seeds."""
 MOST_SEEDS = 1000
@@ -74,19 +77,20 @@ class Difference:
 class Table:
     """The numbers of several recipes, fitted together."""
 
-    def __init__(self, recipes: Sequence[Runs], *, paired: bool) -> None:
-        """recipes: with finite values, none empty. paired: whether equal seeds may be compared within the seed."""
+    def __init__(self, recipes: Sequence[Runs], *, paired: bool, references: Collection[int] = ()) -> None:
+        """recipes: with finite values, none empty. paired: whether equal seeds may be compared within the seed.
+
+        references: recipes that others are compared with; their variance is in many differences.
+        """
         values = np.concatenate([r.values for r in recipes])
         arm = np.repeat(np.arange(len(recipes)), [len(r.values) for r in recipes])
-        seeds = [seed for r in recipes for seed in r.seeds]
         self.counts = np.bincount(arm, minlength=len(recipes))
         self._arms = (arm[:, None] == np.arange(len(recipes))).astype(float)
-        self.paired = paired and _shares_seeds(arm, seeds)
-        columns = self._arms
-        if self.paired:
-            distinct = sorted({seed for seed in seeds if seed is not None})
-            effects = np.array([[seed == other for other in distinct] for seed in seeds], dtype=float)
-            columns = np.hstack([self._arms, effects - effects.mean(axis=0)])
+        self._parts = sharing_seeds([r.seeds for r in recipes]) if paired else list(range(len(recipes)))
+        columns = np.hstack([self._arms, *_seed_effects([r.seeds for r in recipes], self._parts)])
+        self.paired = columns.shape[1] > len(recipes)
+        self._apart = Table(recipes, paired=False, references=references) if self.paired else self
+        """For recipes that do not share seeds."""
         self._inverse = np.linalg.pinv(columns)
         left = np.eye(len(values)) - columns @ self._inverse
         squares, freedom = self._arms.T @ (left @ values) ** 2, self._arms.T @ np.diag(left)
@@ -94,6 +98,9 @@ class Table:
         self._total = max(float(np.trace(left)), 1e-9)
         floor = np.array([r.fit_variance.mean() for r in recipes])
         variance, self._freedom = moderated(squares, freedom)
+        for n in references:
+            if freedom[n] > 1e-6 and squares[n] / freedom[n] > variance[n]:
+                variance[n], self._freedom[n] = squares[n] / freedom[n], freedom[n]
         self.variance = np.maximum(variance, floor)
         """[recipes] of one run; nan where no recipe was run twice."""
 
@@ -103,7 +110,9 @@ class Table:
         return Estimate(value=float(self._effects[index]), **self._interval(weights, float(self._effects[index])))
 
     def difference(self, index: int, reference: int) -> Difference:
-        """Recipe `index` minus `reference`, tested alone."""
+        """Recipe `index` minus `reference`, tested alone; within seeds if they share them."""
+        if self.paired and self._parts[index] != self._parts[reference]:
+            return self._apart.difference(index, reference)
         weights = self._inverse[index] - self._inverse[reference]
         value = float(self._effects[index] - self._effects[reference])
         error, freedom = self._error(weights)
@@ -142,13 +151,28 @@ def spread(recipes: Sequence[Runs]) -> float:
     return math.sqrt(squares / freedom) if freedom else math.nan
 
 
-def _shares_seeds(arm: Array, seeds: Sequence[int | None]) -> bool:
-    """Whether every run has a seed, none is twice in a recipe, and two recipes share at least two."""
-    pairs = list(zip(arm.tolist(), seeds))
-    if None in seeds or len(set(pairs)) < len(pairs):
-        return False
-    own = [{seed for a, seed in pairs if a == each} for each in sorted(set(arm.tolist()))]
-    return any(len(one & other) >= 2 for n, one in enumerate(own) for other in own[:n])
+def sharing_seeds(seeds: Sequence[tuple[int | None, ...]]) -> list[int]:
+    """[recipes] a number that recipes have in common which share at least two seeds, directly or through others.
+
+    seeds: [recipes][runs]. A recipe with an unknown seed, or with one twice, shares none.
+    """
+    known = [set(own) if None not in own and len(set(own)) == len(own) else set() for own in seeds]
+    parts = list(range(len(seeds)))
+    for n, one in enumerate(known):
+        for m in range(n):
+            if len(one & known[m]) >= 2:
+                parts = [parts[m] if part == parts[n] else part for part in parts]
+    return parts
+
+
+def _seed_effects(seeds: Sequence[tuple[int | None, ...]], parts: Sequence[int]) -> Iterator[Array]:
+    """[runs, 1] for each seed of the recipes that share seeds, its mean over their runs 0."""
+    runs = [(part, seed) for part, own in zip(parts, seeds) for seed in own]
+    for part in sorted({each for each in parts if list(parts).count(each) > 1}):
+        inside = np.array([each == part for each, _ in runs], dtype=float)
+        for seed in sorted({seed for each, seed in runs if each == part and seed is not None}):
+            effect = np.array([each == part and other == seed for each, other in runs], dtype=float)
+            yield (effect - inside * effect.sum() / inside.sum())[:, None]
 
 
 def moderated(squares: Array, freedom: Array) -> tuple[Array, Array]:

@@ -188,8 +188,13 @@ def compare_runs(
 
     fit_curve:  (run, A to hold or None) -> its fit.
     references: the arm that the others are compared with (default: the first run's), and ARM=REFERENCE for others.
-    Raises ValueError for one run alone and for the name of no arm.
+    Raises ValueError for one run alone, for the name of no arm, and for runs in different units of compute.
     """
+    for curve in curves:
+        if curve.unit != curves[0].unit:
+            raise ValueError(
+                f"{curve.source}: expected compute in {curves[0].unit}, as of {curves[0].source}, found {curve.unit}"
+            )
     by_arm = {arm.name: arm for arm in arms_of(curves)}
     own: dict[str, str] = {}
     first = next(iter(by_arm))
@@ -252,8 +257,9 @@ def _differences(
     kept = [n for n, own in enumerate(arms) if quantity.known(own)]
     if len(kept) < 2:
         return {}
-    table = Table([quantity.runs(arms[n], seeds[n]) for n in kept], paired=paired)
     pairs = {n: (kept.index(n), kept.index(to[n])) for n in kept if n and to[n] in kept}
+    references = {reference for _, reference in pairs.values()}
+    table = Table([quantity.runs(arms[n], seeds[n]) for n in kept], paired=paired, references=references)
     found = {n: table.difference(*pair) for n, pair in pairs.items()}
     return found | adjusted({n: each for n, each in found.items() if each.p < 1.0})
 

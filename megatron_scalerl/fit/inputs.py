@@ -133,7 +133,7 @@ def _read_run_folder(path: Path, options: ColumnOptions) -> Curve:
     seed = None if recipe is None else recipe.get("seed")
     return replace(
         curve,
-        unit=curve.unit if curve.unit == "steps" else _ledger_unit(path / "ledger.jsonl"),
+        unit=curve.unit if curve.unit == "steps" or "unit" in table.columns else _ledger_unit(path / "ledger.jsonl"),
         source=path,
         recipe=recipe,
         seed=seed if isinstance(seed, int) else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from megatron_scalerl.fit.between_runs import ERROR, MOST_SEEDS, POWER, Difference, seeds_to_tell
+from megatron_scalerl.fit.between_runs import ERROR, MOST_SEEDS, POWER, UNEVEN_ERROR, Difference, seeds_to_tell
 from megatron_scalerl.fit.compare import (
     SAME_ASYMPTOTE,
     SAME_COMPUTE,
@@ -77,8 +77,8 @@ def _variance(comparison: Comparison) -> str:
         return spread
     return (
         f"{spread} "
-        f"The declared differences in A are wrong with a probability of at most {ERROR:.0%}, all together; so are "
-        "those in efficiency."
+        f"That any declared difference in A is wrong has a probability of about {ERROR:.0%} where recipes scatter "
+        f"alike, up to {UNEVEN_ERROR:.0%} where they do not, more if one looks after every run; so for efficiency."
     )
 
 
