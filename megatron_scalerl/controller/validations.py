@@ -108,7 +108,7 @@ class Validations:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         if self._forecast is not None:
-            await self._forecast
+            await asyncio.gather(self._forecast, return_exceptions=True)
 
     async def _validate(self, step: int, generations: int, compute: float, compute_total: float) -> None:
         pass_rate, outcomes = await self._validator.validate(
@@ -133,8 +133,8 @@ class Validations:
                 steps=self._recipe.steps,
                 fit_from_steps=self._recipe.forecast.fit_from_steps,
             )
-        except Exception:  # whatever a fit does not foresee
-            logger.warning("no forecast", exc_info=True)
+        except (ValueError, ArithmeticError, RuntimeError, OSError, MemoryError) as error:
+            logger.warning("no forecast: %s: %s", type(error).__name__, error)
             return
         if found is not None:
             self._progress.outlook(found)
