@@ -29,6 +29,22 @@ def test_equal_stems_get_their_folders_names(tmp_path):
         listed([tmp_path / "none"])
 
 
+def test_two_files_of_one_name_are_refused(tmp_path):
+    files = [tmp_path / part / "arms" / "x.yaml" for part in "ab"]
+    for file in files:
+        file.parent.mkdir(parents=True)
+        file.write_text("loss: {name: dapo}\n")
+    with pytest.raises(RecipeError) as refused:
+        listed([file.parent for file in files])
+    assert str(refused.value) == (
+        f"{files[1]}: expected a name that no other recipe has, found arms_x, which {files[0]} has, too"
+    )
+    (tmp_path / "arms_x.yaml").write_text("{}\n")
+    (tmp_path / "x.yaml").write_text("{}\n")
+    with pytest.raises(RecipeError, match=r"arms_x.yaml: expected a name that no other recipe has, found arms_x"):
+        listed([files[0], tmp_path / "x.yaml", tmp_path / "arms_x.yaml"])
+
+
 def test_an_overlay_needs_a_base():
     [item] = listed([ABLATIONS / "dapo_loss.yaml"])
     assert resolve(item, TINY, ["seed=4"]).loss.name == "dapo"
