@@ -26,6 +26,7 @@ from megatron_scalerl.fit.inputs import flattened
 from megatron_scalerl.processes.signals import IN_USE_CODE
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import RecipeError, dump_recipe, read_yaml
+from megatron_scalerl.recipe.stored import completed
 from megatron_scalerl.recipe.tasks import tasks_of
 
 SHARED = ("policy.path", "policy.megatron_path", "prompts.", "validation.")
@@ -214,7 +215,7 @@ def _changed(run: PlannedRun) -> str:
     """The first key whose value is not that of the recipe with which the study began, with both; empty if none."""
     if not run.file.exists():
         return ""
-    before, now = flattened(read_yaml(run.file)), flattened(run.recipe.model_dump(mode="json"))
+    before, now = flattened(completed(read_yaml(run.file))), flattened(run.recipe.model_dump(mode="json"))
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
             return (
