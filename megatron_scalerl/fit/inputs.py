@@ -61,7 +61,8 @@ class Curve:
     seed: int | None = None
     """Of the run: in its recipe, or in the column seed of a table."""
     arm: str | None = None
-    """Name that a table's runs with several seeds share: what --series says apart from the seed; None elsewhere."""
+    """Name that runs with several seeds share: what a table's --series says apart from the seed, in a study the
+    recipe's name; None elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True)

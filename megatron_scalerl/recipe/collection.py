@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +60,17 @@ def resolve(item: Listed, base: str | Path | None, overrides: Sequence[str] = ()
             "what it is laid over"
         )
     return load_recipe(base, [f"{OVERLAY}={item.file}", *overrides])
+
+
+def same_recipes(recipes: Mapping[str, Recipe]) -> dict[str, str]:
+    """Name -> an earlier name whose recipe is the same but for its name and folder."""
+    first: dict[str, str] = {}
+    named = {name: first.setdefault(_text(recipe), name) for name, recipe in recipes.items()}
+    return {name: other for name, other in named.items() if name != other}
+
+
+def _text(recipe: Recipe) -> str:
+    return recipe.model_dump_json(exclude={"name", "output_dir"})
 
 
 def resolve_seeds(

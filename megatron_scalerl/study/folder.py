@@ -136,6 +136,10 @@ class StudyFolder:
         """Names of the runs that made all their steps."""
         return {row["run"] for row in self._rows() if row["code"] == 0}
 
+    def arms(self) -> dict[str, str]:
+        """Run -> the arm that it is of, of every run that has ended."""
+        return {row["run"]: row["arm"] for row in self._rows()}
+
     def failures(self) -> dict[str, int]:
         """Run -> exit code of its last end, if that was a failure."""
         last = {row["run"]: row["code"] for row in self._rows()}
@@ -218,6 +222,14 @@ def check_shared(runs: Sequence[PlannedRun]) -> None:
                     f"{run.arm}: expected policy, prompts and validation of {runs[0].arm}, which all recipes of a "
                     f"study share, {key}: {first.get(key)!r}, found {own.get(key)!r}"
                 )
+
+
+def check_validated(runs: Sequence[PlannedRun]) -> None:
+    """Raises RecipeError where the runs have no validations, which a study compares."""
+    if runs[0].recipe.validation.every_steps == 0:
+        raise RecipeError(
+            f"{runs[0].arm}: validation.every_steps: expected at least 1, since a study compares validations, found 0"
+        )
 
 
 def _shared(recipe: Recipe) -> Mapping[str, Any]:
