@@ -57,10 +57,22 @@ def test_an_overlay_needs_a_base():
 
 
 def test_a_job_array_of_overlays():
-    recipes = recipes_of(str(ABLATIONS), ["steps=7"], array=True, base=str(TINY), seeds=2)
+    recipes, same = recipes_of(str(ABLATIONS), ["steps=7"], array=True, base=str(TINY), seeds=2)
+    assert same == {}
     assert len({recipe.run_dir for recipe in recipes}) == len(recipes) == 2 * len(list(ABLATIONS.glob("*.yaml")))
     assert {recipe.steps for recipe in recipes} == {7}
     with pytest.raises(ValueError, match="--base RECIPE is what it is laid over"):
         recipes_of(str(ABLATIONS), [], array=True)
     with pytest.raises(ValueError, match=r"tiny_cpu.yaml: expected a folder with recipes"):
         recipes_of(str(TINY), [], array=True)
+
+
+def test_overlays_that_are_the_same_on_a_base_are_one_job(tmp_path):
+    recipes, same = recipes_of(str(ABLATIONS), ["policy.dtype=bfloat16"], array=True, base=str(TINY), seeds=2)
+    assert same == {"scalerl_bf16": "scalerl"} and len(recipes) == 2 * (len(list(ABLATIONS.glob("*.yaml"))) - 1)
+    assert not any("bf16" in recipe.name for recipe in recipes)
+    whole = TINY.read_text()  # runs that have names of their own
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.yaml").write_text(whole.replace("name: tiny_cpu", f"name: {name}"))
+    recipes, same = recipes_of(str(tmp_path), [], array=True)
+    assert same == {} and [recipe.name for recipe in recipes] == ["a", "b"]
