@@ -13,7 +13,6 @@ FLOORS = [
         "losses": "shapes",
         "logits": "shapes",
         "models": "",
-        "fit": "",
     },
     {
         "recipe": "models",
@@ -26,11 +25,12 @@ FLOORS = [
         "rewards": "processes recipe types",
         "tiny": "recipe",
         "safe_load": "checkpoints",
-        "report": "checkpoints fit recipe",
+        "fit": "recipe",
     },
     {
         "weights": "checkpoints distributed models",
         "convert": "checkpoints models processes safe_load",
+        "report": "checkpoints fit recipe",
     },
     {
         "trainer": "batching checkpoints distributed logits losses models processes recipe safe_load types weights",

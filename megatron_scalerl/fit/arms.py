@@ -1,16 +1,18 @@
 """Runs grouped by recipe: an arm is one recipe with its runs, which differ in their seed alone.
 
-A run folder's recipe.yaml says what the run trained with. `APART` are the settings that do not make another recipe:
-the seed, names and folders, the files of task and policy, how long and how often is measured, limits of time. Where
-that would give one recipe two runs with one seed, the files of task and policy tell them apart as well. A run without
-a recipe is an arm of its own, unless its table has a column for the seed.
+A run folder's recipe.yaml says what the run trained with; keys that its version did not have count with the value
+that was in effect. `APART` are the settings that do not make another recipe: the seed, names and folders, the files
+of task and policy, how long and how often is measured, limits of time. Where that would give one recipe two runs with
+one seed, the files of task and policy tell them apart as well, and then names that end with the seed. A run whose arm
+is known, as in a study, is of that arm. A run without a recipe is an arm of its own, unless its table has a column
+for the seed.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,10 +75,8 @@ def arms_of(curves: Sequence[Curve]) -> list[Arm]:
         if len(set(seeds)) == len(seeds):
             split.append(group)
             continue
-        starts: dict[str, list[Curve]] = {}
-        for curve in group:
-            starts.setdefault(_start(curve), []).append(curve)
-        split += starts.values()
+        for alike in _split(group, _start):
+            split += _split(alike, _stem) if _named_by_seed(alike) else [alike]
     order = {id(curve): number for number, curve in enumerate(curves)}
     split.sort(key=lambda group: min(order[id(curve)] for curve in group))
     arms = [
@@ -84,6 +84,19 @@ def arms_of(curves: Sequence[Curve]) -> list[Arm]:
         for group in split
     ]
     return _with_unique_names(arms)
+
+
+def _split(group: Sequence[Curve], key: Callable[[Curve], str]) -> list[list[Curve]]:
+    parts: dict[str, list[Curve]] = {}
+    for curve in group:
+        parts.setdefault(key(curve), []).append(curve)
+    return list(parts.values())
+
+
+def _named_by_seed(group: Sequence[Curve]) -> bool:
+    """Whether runs of one seed have names that say so, which makes what is before it an arm."""
+    seeds = [curve.seed for curve in group]
+    return len(set(seeds)) < len(seeds) and all(_stem(curve) not in ("", curve.name) for curve in group)
 
 
 def shared_start(arms: Sequence[Arm]) -> bool:
@@ -103,6 +116,8 @@ def differences(arm: Arm, reference: Arm) -> str:
 
 def _key(curve: Curve, number: int) -> str:
     if curve.recipe is not None:
+        if curve.arm is not None:
+            return f"arm {curve.arm}"
         return _json({key: value for key, value in curve.recipe.items() if not _apart(key)})
     return f"run {number}" if curve.arm is None else f"table {curve.source} {curve.arm}"
 
@@ -129,8 +144,13 @@ def _name(group: Sequence[Curve]) -> str:
     if group[0].arm is not None:
         return group[0].arm
     said = "seed" if len(group) == 1 else "(?:seed|s)?"  # of one run, a number alone may be another one's
-    stems = {re.sub(rf"[-_/ ]*{said}[-_]?{curve.seed}$", "", curve.name) for curve in group}
+    stems = {_stem(curve, said) for curve in group}
     return stems.pop() if len(stems) == 1 and "" not in stems else group[0].name
+
+
+def _stem(curve: Curve, said: str = "(?:seed|s)?") -> str:
+    """The run's name without its seed."""
+    return re.sub(rf"[-_/ ]*{said}[-_]?{curve.seed}$", "", curve.name)
 
 
 def _with_unique_names(arms: list[Arm]) -> list[Arm]:

@@ -61,7 +61,8 @@ class Curve:
     seed: int | None = None
     """Of the run: in its recipe, or in the column seed of a table."""
     arm: str | None = None
-    """Name that a table's runs with several seeds share: what --series says apart from the seed; None elsewhere."""
+    """Name that runs with several seeds share: what a table's --series says apart from the seed, in a study the
+    recipe's name; None elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,10 +142,15 @@ def _read_run_folder(path: Path, options: ColumnOptions) -> Curve:
 
 
 def _recipe(path: Path) -> dict[str, Any] | None:
-    """Key path -> value of the recipe; None if the file is missing. Raises ValueError for one that is no mapping."""
+    """Key path -> value of the recipe, with the keys of this version; None if the file is missing.
+
+    Raises ValueError for one that is no mapping.
+    """
     if not path.exists():
         return None
     import yaml
+
+    from megatron_scalerl.recipe.stored import completed
 
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -152,7 +158,7 @@ def _recipe(path: Path) -> dict[str, Any] | None:
         raise ValueError(f"{path}: expected the recipe of a run (YAML), found {error}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{path}: expected the recipe of a run, found {type(data).__name__}")
-    return flattened(data)
+    return flattened(completed(data))
 
 
 def flattened(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,10 @@ class Listed:
 
 
 def listed(sources: Sequence[str | Path]) -> list[Listed]:
-    """The files among `sources`, and those (*.yaml) in its folders by name. Raises RecipeError."""
+    """The files among `sources`, and those (*.yaml) in its folders by name. Raises RecipeError.
+
+    Two of one name are an error.
+    """
     files: list[Path] = []
     for source in map(Path, sources):
         found = sorted(source.glob("*.yaml")) if source.is_dir() else [source]
@@ -33,13 +36,16 @@ def listed(sources: Sequence[str | Path]) -> list[Listed]:
             raise RecipeError(f"{source}: expected a folder with recipes (*.yaml), found none")
         files += [file for file in found if file.absolute() not in {other.absolute() for other in files}]
     stems = [file.stem for file in files]
+    named: dict[str, Path] = {}
+    for file in files:
+        name = file.stem if stems.count(file.stem) == 1 else f"{file.absolute().parent.name}_{file.stem}"
+        if (other := named.setdefault(name, file)) != file:
+            raise RecipeError(
+                f"{file}: expected a name that no other recipe has, found {name}, which {other} has, too"
+            )
     return [
-        Listed(
-            name=file.stem if stems.count(file.stem) == 1 else f"{file.absolute().parent.name}_{file.stem}",
-            file=file,
-            overlay=not set(_WHOLE) <= read_yaml(file).keys(),
-        )
-        for file in files
+        Listed(name=name, file=file, overlay=not set(_WHOLE) <= read_yaml(file).keys())
+        for name, file in named.items()
     ]
 
 
@@ -54,6 +60,17 @@ def resolve(item: Listed, base: str | Path | None, overrides: Sequence[str] = ()
             "what it is laid over"
         )
     return load_recipe(base, [f"{OVERLAY}={item.file}", *overrides])
+
+
+def same_recipes(recipes: Mapping[str, Recipe]) -> dict[str, str]:
+    """Name -> an earlier name whose recipe is the same but for its name and folder."""
+    first: dict[str, str] = {}
+    named = {name: first.setdefault(_text(recipe), name) for name, recipe in recipes.items()}
+    return {name: other for name, other in named.items() if name != other}
+
+
+def _text(recipe: Recipe) -> str:
+    return recipe.model_dump_json(exclude={"name", "output_dir"})
 
 
 def resolve_seeds(

@@ -6,7 +6,7 @@ every size. `overlay=FILE` stands among the overrides: every command that takes 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, get_args
@@ -99,14 +99,19 @@ def read_run_recipe(run_dir: str | Path) -> dict[str, Any]:
 
     Raises `RecipeError` for a file that is missing or unreadable.
     """
-    data = read_yaml(Path(run_dir) / "recipe.yaml")
+    return renamed(read_yaml(Path(run_dir) / "recipe.yaml"))
+
+
+def renamed(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe with the new names of `OLD_KEYS`."""
+    out = dict(data)
     for old, new in OLD_KEYS.items():
         section, _, old_name = old.rpartition(".")
         new_name = new.removeprefix(f"{section}.")
-        fields = data.get(section)
+        fields = out.get(section)
         if isinstance(fields, dict) and old_name in fields:
-            data[section] = {new_name if key == old_name else key: value for key, value in fields.items()}
-    return data
+            out[section] = {new_name if key == old_name else key: value for key, value in fields.items()}
+    return out
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

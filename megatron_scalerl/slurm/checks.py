@@ -11,7 +11,7 @@ from megatron_scalerl.controller.run_folder import SAVES, SLURM
 from megatron_scalerl.doctor.mounts import mount_of
 from megatron_scalerl.recipe.nearest import unknown_key
 from megatron_scalerl.slurm.cluster import Job, Partition, seconds_of
-from megatron_scalerl.slurm.job import MARGIN_S
+from megatron_scalerl.slurm.job import MARGIN_S, runs_of
 
 STARTUP_S, SAVE_S = 600.0, 300.0
 """Assumed seconds until the first step, and of a step and its checkpoint, where the run has no records of them."""
@@ -119,4 +119,16 @@ def check_free(run: Path, jobs: Iterable[Job]) -> None:
     for job in jobs_of(run, jobs):
         raise ValueError(
             f"{run}: expected a run without a job, found job {job.job_id} {job.state}; scancel {job.job_id} ends it"
+        )
+
+
+def check_script(script: Path, runs: Iterable[Path]) -> None:
+    """The script of an array, which is that of none of the `runs` only if it was written for others."""
+    if not script.is_file():
+        return
+    before = runs_of(script.read_text(encoding="utf8"))
+    if before and not {*before} & {*runs}:
+        raise ValueError(
+            f"{script.parent.parent}: expected the script of these runs, found that of others, {before[0]} first; "
+            "move it away, or rename the array's folder or base"
         )

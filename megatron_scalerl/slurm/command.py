@@ -151,15 +151,16 @@ def _submit(arguments: argparse.Namespace) -> Iterator[str]:
         arguments.recipe = None
     request = _request(arguments)
     from megatron_scalerl.slurm import cluster
-    from megatron_scalerl.slurm.submission import recipes_of, submit
+    from megatron_scalerl.slurm.submission import array_name, recipes_of, submit
 
     cluster.require()
     array = arguments.array is not None
     source = arguments.array if array else arguments.recipe
-    recipes = recipes_of(source, arguments.overrides, array=array, base=arguments.base, seeds=arguments.seeds)
+    recipes, same = recipes_of(source, arguments.overrides, array=array, base=arguments.base, seeds=arguments.seeds)
+    yield from (f"{name}: the same recipe as {other} here; left out" for name, other in same.items())
     if array and arguments.throttle is None:
         request = _request(arguments, throttle=len(recipes))
-    name = Path(source).resolve().name if array else recipes[0].name
+    name = array_name(source, arguments.base) if array else recipes[0].name
     done = submit(recipes, name, request, recipe_file=None if array else source, dry_run=arguments.dry_run)
     yield from (f"warning: {line}" for line in done.warnings)
     yield f"plan --check: {done.fits}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -114,6 +115,15 @@ def render(plan: JobPlan) -> str:
         if plan.gpu_hours
         else "",
     )
+
+
+def runs_of(text: str) -> list[Path]:
+    """Folders of the runs in the text of a job script; none if it is another script."""
+    found = re.search(r"^runs=\(\n((?: .+\n)+)\)$|^run=(?!\$)(.+)$", text, re.MULTILINE)
+    try:
+        return [Path(word) for word in shlex.split(found[1] or found[2])] if found else []
+    except ValueError:  # edited by hand
+        return []
 
 
 def rendered(template: str, site: Site, **values: object) -> str:

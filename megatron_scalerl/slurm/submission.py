@@ -15,7 +15,7 @@ from megatron_scalerl.checkpoints.jsonl import JsonlWriter
 from megatron_scalerl.controller.preflight import check_inputs
 from megatron_scalerl.controller.run_folder import SLURM, check_recipe
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.collection import listed, resolve, resolve_seeds
+from megatron_scalerl.recipe.collection import listed, resolve, resolve_seeds, same_recipes
 from megatron_scalerl.recipe.file import dump_recipe, load_recipe
 from megatron_scalerl.slurm import checks, cluster
 from megatron_scalerl.slurm.allocation import Allocation, Asked, allocate, check_plan
@@ -66,19 +66,22 @@ class Submission:
 
 def recipes_of(
     source: str, overrides: Sequence[str], *, array: bool, base: str | None = None, seeds: int | None = None
-) -> list[Recipe]:
-    """The recipe in a file, or those in the files *.yaml of a folder, by name. Raises ValueError.
+) -> tuple[list[Recipe], dict[str, str]]:
+    """The recipe in a file, or those in the files *.yaml of a folder, by name, and what is left out.
 
-    base: what the folder's overlays are laid over. seeds: runs of each recipe, with seeds from 1 on; None: one, with
-    the recipe's own seed.
+    base: what the folder's overlays are laid over; one that makes the same recipe of it as an earlier one is left
+    out, and named with that. seeds: runs of each recipe, with seeds from 1 on; None: one, with the recipe's own seed.
+    Raises ValueError.
     """
     if not array:
-        return [load_recipe(source, overrides)]
+        return [load_recipe(source, overrides)], {}
     if not Path(source).is_dir():
         raise ValueError(f"{source}: expected a folder with recipes (*.yaml), found none")
     recipes: list[Recipe] = []
     folders: dict[Path, Path] = {}
-    for item in listed([source]):
+    items = listed([source])
+    same = same_recipes({item.name: resolve(item, base, overrides) for item in items if item.overlay})
+    for item in (each for each in items if each.name not in same):
         own = resolve_seeds(item, base, overrides, range(1, seeds + 1)) if seeds else [resolve(item, base, overrides)]
         for recipe in own:
             other = folders.setdefault(Path(recipe.run_dir).absolute(), item.file)
@@ -87,7 +90,13 @@ def recipes_of(
                     f"{item.file}: expected a run of its own, found the folder of {other} ({recipe.run_dir})"
                 )
         recipes += own
-    return recipes
+    return recipes, same
+
+
+def array_name(folder: str, base: str | None) -> str:
+    """Name of the array of a folder's recipes; those of several bases differ."""
+    name = Path(folder).resolve().name
+    return name if base is None else f"{name}_{Path(base).stem}"
 
 
 def submit(
@@ -103,6 +112,8 @@ def submit(
     partitions = cluster.partitions()
     partition = checks.check_partition(request.partition, partitions)
     plan = _plan(recipes, name, request, site, partitions)
+    if request.throttle is not None:
+        checks.check_script(plan.script, plan.runs)
     warnings, fits = [], ""
     for recipe, run in zip(recipes, plan.runs, strict=True):
         check_inputs(recipe, on_this_host=False)

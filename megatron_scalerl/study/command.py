@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,18 @@ _NOT_COMPARED: Any = {
     **dict.fromkeys(("policy", "prompts"), _FILES),
 }
 """Settings that are the study's, or name files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What a study runs."""
+
+    runs: Sequence[PlannedRun]
+    """In their order."""
+    same: Mapping[str, str]
+    """Recipe that is left out -> the one that it is the same as."""
+    references: Sequence[str]
+    """As in `fit.compare.compare_runs`, that of all last."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,9 +104,9 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     items = listed(arguments.recipes)
     _check(arguments, [item.name for item in items])
     start = _warm_start(arguments, items)
-    runs = _planned(arguments, items, start, Path(arguments.out))  # mistakes, before a file is written
+    plan = _planned(arguments, items, start, Path(arguments.out))  # mistakes, before a file is written
     if start is None:
-        _check_files(runs)
+        _check_files(plan.runs)
     study = StudyFolder(arguments.out)
     try:
         runner = Runner(study, console, verbose=arguments.verbose)
@@ -116,7 +129,10 @@ async def _study(
     from megatron_scalerl.study.warm_start import begin
 
     async with runner.handling_save_signal():
-        runs = _planned(arguments, items, start, study.path)
+        plan = _planned(arguments, items, start, study.path)
+        runs = plan.runs
+        for name, other in plan.same.items():
+            console.print(f"{name}: the same recipe as {other} here; left out", highlight=False)
         if start is not None and start.missing:
             begin(start)
             cache = lock(start.folder / "lock")
@@ -125,34 +141,46 @@ async def _study(
             finally:
                 os.close(cache)
         _check_files(runs)
-        for name in study.begin(runs, redo=arguments.redo):
+        digested = start.files if start is not None else {}
+        for name in study.begin(runs, redo=arguments.redo, known=digested):
             console.print(
                 f"{name}: changed, runs again; the earlier run is in {study.path / 'replaced'}", highlight=False
             )
-        references = _references(arguments, items, runs)
-        results = Results(study, references, pass_rate=arguments.target, per_step=arguments.per_step)
-        failed = await runner.runs(runs, lambda: _write(results, console, len(runs)))
-        _write(results, console, len(runs), final=True)
-    console.print(f"results: {study.path / PAGE}", highlight=False)
+        results = Results(
+            study, plan.references, pass_rate=arguments.target, per_step=arguments.per_step, same=plan.same
+        )
+        failed = await runner.runs(runs, lambda: _write_so_far(results, console, len(runs)))
+        problem = _write(results, console, len(runs), final=True)
+    if problem is None:
+        console.print(f"results: {study.path / PAGE}", highlight=False)
+    problems = [] if problem is None else [f"the results are not written: {problem}"]
     if failed:
         named = ", ".join(f"{run.name} (log: {run.log})" for run in failed)
-        raise RuntimeError(f"{len(failed)} of {len(runs)} runs failed: {named}; the same command goes on with them")
+        problems.append(f"{len(failed)} of {len(runs)} runs failed: {named}; the same command goes on with them")
+    if problems:
+        raise RuntimeError("; ".join(problems))
 
 
-def _write(results: Results, console: Console, planned: int, *, final: bool = False) -> None:
-    """Write what is known; print it at the end. What cannot be compared yet does not end the study."""
+def _write_so_far(results: Results, console: Console, planned: int) -> None:
+    """Write what is known. What cannot be written yet does not end the study."""
+    if (problem := _write(results, console, planned)) is not None:
+        console.print(f"the results are not written: {problem}", highlight=False)
+
+
+def _write(results: Results, console: Console, planned: int, *, final: bool = False) -> str | None:
+    """Write what is known, and print it at the end; returns what prevents it, in one line."""
     from megatron_scalerl.fit.tables import comparison_table
     from megatron_scalerl.fit.verdicts import conclusions, summary
 
     try:
         comparison = results.write(planned=planned)
     except (ValueError, OSError) as error:
-        console.print(f"the results are not written: {error}", highlight=False)
-        return
+        return " ".join(str(error).split())
     if final and comparison is not None:
         console.print(comparison_table(comparison).rich(), width=None if console.is_terminal else PIPE_WIDTH)
         for line in (*conclusions(comparison), *(summary(comparison, arm) for arm in comparison.arms)):
             console.print(line, highlight=False)
+    return None
 
 
 def _check_files(runs: Sequence[PlannedRun]) -> None:
@@ -211,28 +239,37 @@ def _warm_start(arguments: argparse.Namespace, items: Sequence[Listed]) -> WarmS
     return None
 
 
-def _planned(
-    arguments: argparse.Namespace, items: Sequence[Listed], start: WarmStart | None, folder: Path
-) -> list[PlannedRun]:
+def _planned(arguments: argparse.Namespace, items: Sequence[Listed], start: WarmStart | None, folder: Path) -> _Plan:
     """All runs: seed by seed, so that recipes are compared within seeds at any time, the reference first."""
-    from megatron_scalerl.recipe.collection import resolve
-    from megatron_scalerl.study.folder import check_shared, planned
+    from megatron_scalerl.recipe.collection import resolve, same_recipes
+    from megatron_scalerl.study.folder import check_shared, check_validated, planned
 
     made = start.overrides if start is not None else ()
     base = _base(arguments, items)
     recipes = {item.name: resolve(item, base, [*_settings(arguments, item.name), *made]) for item in items}
+    first = {name: planned(folder, name, recipe.model_copy(update={"seed": 1})) for name, recipe in recipes.items()}
+    begun = sorted(first, key=lambda name: not first[name].file.exists())  # what has runs is what stays
+    same = same_recipes({name: first[name].recipe for name in begun})
     runs = [
         planned(folder, name, recipe.model_copy(update={"seed": seed}))
         for seed in range(1, arguments.seeds + 1)
         for name, recipe in recipes.items()
+        if name not in same
     ]
     check_shared(runs)
-    first = _references(arguments, items, runs)[-1]
-    return sorted(runs, key=lambda run: (run.seed, run.arm != first))
+    check_validated(runs)
+    references = _references(arguments, items, runs, same)
+    runs.sort(key=lambda run: (run.seed, run.arm != references[-1]))
+    return _Plan(runs=runs, same=same, references=references)
 
 
-def _references(arguments: argparse.Namespace, items: Sequence[Listed], runs: Sequence[PlannedRun]) -> list[str]:
-    """--reference, with the reference of all as its last one. Raises ValueError for the name of no recipe."""
+def _references(
+    arguments: argparse.Namespace, items: Sequence[Listed], runs: Sequence[PlannedRun], same: Mapping[str, str]
+) -> list[str]:
+    """--reference, with the reference of all as its last one. Raises ValueError for the name of no recipe.
+
+    same: recipe that is left out -> the one that stands for it.
+    """
     from megatron_scalerl.recipe.file import load_recipe
 
     names = [item.name for item in items]
@@ -240,9 +277,12 @@ def _references(arguments: argparse.Namespace, items: Sequence[Listed], runs: Se
         for name in text.split("="):
             if name not in names:
                 raise ValueError(f"--reference: expected one of {', '.join(names)}, found {name!r}")
-    of_all = [text for text in arguments.reference if "=" not in text]
+    of_all = [same.get(text, text) for text in arguments.reference if "=" not in text]
     if not of_all:
         base, own = _base(arguments, items), {run.arm: run.recipe for run in reversed(runs)}
         plain = None if base is None else load_recipe(base, _settings(arguments)).model_dump(exclude=_NOT_COMPARED)
-        of_all = [n for n in names if own[n].model_dump(exclude=_NOT_COMPARED) == plain][:1] or names[:1]
-    return [*(text for text in arguments.reference if "=" in text), of_all[-1]]
+        of_all = [name for name, recipe in own.items() if recipe.model_dump(exclude=_NOT_COMPARED) == plain]
+        of_all = [name for name in names if name in of_all][:1] or [name for name in names if name in own][:1]
+    pairs = [text.split("=", 1) for text in arguments.reference if "=" in text]
+    others = [(name, same.get(other, other)) for name, other in pairs if name not in same]
+    return [*(f"{name}={other}" for name, other in others if name != other), of_all[-1]]

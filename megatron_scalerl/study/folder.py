@@ -16,8 +16,10 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megatron_scalerl.checkpoints.atomic_io import write_durably
@@ -26,12 +28,13 @@ from megatron_scalerl.fit.inputs import flattened
 from megatron_scalerl.processes.signals import IN_USE_CODE
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import RecipeError, dump_recipe, read_yaml
+from megatron_scalerl.recipe.stored import completed
 from megatron_scalerl.recipe.tasks import tasks_of
 
 SHARED = ("policy.path", "policy.megatron_path", "prompts.", "validation.")
 """Settings that all recipes of a study have in common, or sections of them."""
-DIGESTED_BYTES = 1 << 26
-"""Of a larger file, the size stands for the content."""
+READERS = 4
+"""Files that are read at a time for their digests."""
 
 
 class StudyInUse(ValueError):
@@ -93,14 +96,17 @@ class StudyFolder:
         """Release the lock."""
         os.close(self._lock)
 
-    def begin(self, runs: Sequence[PlannedRun], *, redo: bool) -> list[str]:
+    def begin(
+        self, runs: Sequence[PlannedRun], *, redo: bool, known: Mapping[str, str] = MappingProxyType({})
+    ) -> list[str]:
         """Record what the study runs; returns names of runs that were replaced.
 
         redo: move runs of changed recipes away, with changed files all. Otherwise RecipeError is raised, one line.
+        known: digests of files that were just made.
         """
-        inputs = _digests(runs[0].recipe)
+        inputs = _digests(runs[0].recipe, known)
         before = self._inputs()
-        other = sorted(path for path in inputs if before.get(path, inputs[path]) != inputs[path])
+        other = sorted(path for path, now in inputs.items() if path in before and _differs(path, before[path], now))
         changed = [run for run in self.known() if other] if redo else []
         if other and not redo:
             raise RecipeError(
@@ -129,6 +135,10 @@ class StudyFolder:
     def finished(self) -> set[str]:
         """Names of the runs that made all their steps."""
         return {row["run"] for row in self._rows() if row["code"] == 0}
+
+    def arms(self) -> dict[str, str]:
+        """Run -> the arm that it is of, of every run that has ended."""
+        return {row["run"]: row["arm"] for row in self._rows()}
 
     def failures(self) -> dict[str, int]:
         """Run -> exit code of its last end, if that was a failure."""
@@ -177,20 +187,28 @@ def lock(path: Path) -> int:
 
 
 def digest(path: Path) -> str:
-    """What tells a file's content from another: SHA-256, or the size of a large file."""
-    size = path.stat().st_size
-    return f"{size} bytes" if size > DIGESTED_BYTES else hashlib.sha256(path.read_bytes()).hexdigest()
+    """SHA-256 of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def digests(paths: Iterable[Path]) -> dict[str, str]:
-    """Path -> digest of the files, and of those in the folders, that exist."""
+def digests(paths: Iterable[Path], known: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Path -> digest of the files, and of those in the folders, that exist. known: digests that were just made."""
     files = [f for path in paths for f in (sorted(path.iterdir()) if path.is_dir() else [path]) if f.is_file()]
-    return {str(file): digest(file) for file in files}
+    left = [file for file in files if str(file) not in (known or {})]
+    with ThreadPoolExecutor(READERS) as pool:
+        made = dict(zip(map(str, left), pool.map(digest, left)))
+    return {str(file): (made | dict(known or {}))[str(file)] for file in files}
 
 
-def _digests(recipe: Recipe) -> dict[str, str]:
+def _digests(recipe: Recipe, known: Mapping[str, str]) -> dict[str, str]:
     data = [path for task in tasks_of(recipe) for path in (task.prompts.path, task.prompts.held_out_path)]
-    return digests(Path(path) for path in (*data, recipe.policy.path) if path is not None)
+    return digests((Path(path) for path in (*data, recipe.policy.path) if path is not None), known)
+
+
+def _differs(path: str, before: str, now: str) -> bool:
+    """Whether a file's content has changed. Earlier versions recorded the size of a large one."""
+    return before != (f"{Path(path).stat().st_size} bytes" if before.endswith(" bytes") else now)
 
 
 def check_shared(runs: Sequence[PlannedRun]) -> None:
@@ -206,6 +224,14 @@ def check_shared(runs: Sequence[PlannedRun]) -> None:
                 )
 
 
+def check_validated(runs: Sequence[PlannedRun]) -> None:
+    """Raises RecipeError where the runs have no validations, which a study compares."""
+    if runs[0].recipe.validation.every_steps == 0:
+        raise RecipeError(
+            f"{runs[0].arm}: validation.every_steps: expected at least 1, since a study compares validations, found 0"
+        )
+
+
 def _shared(recipe: Recipe) -> Mapping[str, Any]:
     return {key: value for key, value in flattened(recipe.model_dump(mode="json")).items() if key.startswith(SHARED)}
 
@@ -214,7 +240,7 @@ def _changed(run: PlannedRun) -> str:
     """The first key whose value is not that of the recipe with which the study began, with both; empty if none."""
     if not run.file.exists():
         return ""
-    before, now = flattened(read_yaml(run.file)), flattened(run.recipe.model_dump(mode="json"))
+    before, now = flattened(completed(read_yaml(run.file))), flattened(run.recipe.model_dump(mode="json"))
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
             return (

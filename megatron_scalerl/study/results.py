@@ -6,8 +6,10 @@ import csv
 import io
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from megatron_scalerl.checkpoints.atomic_io import sync, write_durably
 from megatron_scalerl.fit.compare import Comparison, compare_runs
@@ -32,20 +34,30 @@ class Results:
     """Writes the results of a study; fits of finished runs are kept."""
 
     def __init__(
-        self, study: StudyFolder, references: Sequence[str], *, pass_rate: float | None = None, per_step: bool = False
+        self,
+        study: StudyFolder,
+        references: Sequence[str],
+        *,
+        pass_rate: float | None = None,
+        per_step: bool = False,
+        same: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """references, pass_rate: as in `fit.compare.compare_runs`. per_step: steps are the compute."""
+        """references, pass_rate: as in `fit.compare.compare_runs`. per_step: steps are the compute.
+
+        same: recipe without runs of its own -> the one that it is the same as.
+        """
         self._study, self._references, self._pass_rate = study, references, pass_rate
+        self._same = [f"{name} is the same recipe as {other} here." for name, other in same.items()]
         self._columns = ColumnOptions(compute="step" if per_step else None)
         self._fits: dict[str, FitResult] = {}
 
     def write(self, *, planned: int) -> Comparison | None:
         """Compare the finished runs and write all files; None if there are fewer than two, and only the page then.
 
-        planned: runs of the whole study. Raises ValueError for run folders that cannot be read, OSError.
+        planned: runs of the whole study. Raises ValueError for runs that cannot be compared, OSError.
         """
         curves, notes = self._curves()
-        notes = [f"{len(curves)} of {planned} runs are finished and compared.", *notes]
+        notes = [f"{len(curves)} of {planned} runs are finished and compared.", *self._same, *notes]
         title = f"Study {self._study.path.resolve().name}"
         comparison = None if len(curves) < 2 else self._compared(curves)
         with tempfile.TemporaryDirectory(prefix=".results-", dir=self._study.path) as scratch:
@@ -76,24 +88,24 @@ class Results:
         }
 
     def _curves(self) -> tuple[list[Curve], list[str]]:
-        """The finished runs, and a line on those that failed or have too few validations."""
-        curves, notes = [], []
+        """The finished runs, and a line on those that failed, cannot be read or have too few validations."""
+        curves, notes, arms = [], [], self._study.arms()
         for name in sorted(self._study.finished() & set(self._study.known())):
-            [curve] = read_curves(self._study.path / "runs" / name, self._columns)
             try:
+                [curve] = read_curves(self._study.path / "runs" / name, self._columns)
                 if name not in self._fits:
                     self._fits[name] = fit_curve(curve)
-            except ValueError as error:
-                notes.append(f"Left out: {error}.")
+            except (ValueError, OSError) as error:
+                notes.append(f"Left out: {' '.join(str(error).split())}.")
             else:
-                curves.append(curve)
+                curves.append(replace(curve, arm=arms[name]))
         failures = sorted(self._study.failures().items())
         notes += [f"Failed: {name} (exit code {code}), log: logs/{name}.log." for name, code in failures]
         return curves, notes
 
     def _compared(self, curves: Sequence[Curve]) -> Comparison:
-        names = {curve.name for curve in curves} | {curve.name.rpartition("_seed")[0] for curve in curves}
-        known = [text for text in self._references if set(text.split("=")) <= names]
+        arms = {curve.arm for curve in curves}
+        known = [text for text in self._references if {*text.split("=")} <= arms]
 
         def fitted(curve: Curve, asymptote: float | None) -> FitResult:
             return self._fits[curve.name] if asymptote is None else fit_curve(curve, fixed_asymptote=asymptote)

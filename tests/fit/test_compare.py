@@ -74,6 +74,44 @@ def test_two_runs_with_one_seed_are_told_apart_by_their_files(tmp_path):
     assert names == [("large", 2), ("small", 2)]
 
 
+def test_a_run_of_an_earlier_version_is_of_the_same_recipe(tmp_path):
+    rng = np.random.default_rng(0)
+    now = "advantages: {normalize: prompt}\nrollouts: {schedule: pipeline}\nloss: {name: cispo}"
+    write_run(tmp_path / "a_seed1", seed=1, recipe="advantages: {normalise: prompt}", rng=rng)
+    write_run(tmp_path / "a_seed2", seed=2, recipe=now, rng=rng)
+    write_run(tmp_path / "b_seed1", seed=1, recipe=now.replace("cispo", "gspo"), rng=rng)
+    arms = arms_of(read(sorted(tmp_path.iterdir())))
+    assert [(arm.name, len(arm.curves)) for arm in arms] == [("a", 2), ("b", 1)]
+    assert differences(arms[1], arms[0]) == "loss.name: gspo"
+
+
+def test_equal_recipes_with_other_names_stay_apart_where_seeds_repeat(tmp_path):
+    """As in a job array of overlays, two of which change nothing on its base."""
+    rng = np.random.default_rng(0)
+    for seed in (1, 2):
+        for name, recipe in (("base_dapo", DAPO), ("base_scalerl", CISPO), ("base_scalerl_bf16", CISPO)):
+            write_run(tmp_path / f"{name}_seed{seed}", seed=seed, recipe=recipe, rng=rng)
+    curves = read(sorted(tmp_path.iterdir()))
+    comparison = compare_runs(curves, fitted, references=["base_dapo=base_scalerl_bf16", "base_scalerl"])
+    assert [(arm.name, arm.runs, arm.reference, arm.change) for arm in comparison.arms] == [
+        ("base_scalerl", 2, None, ""),
+        ("base_dapo", 2, "base_scalerl_bf16", "loss.name: dapo"),
+        ("base_scalerl_bf16", 2, "base_scalerl", ""),
+    ]
+    assert comparison.paired
+    # names that say no seed: runs of one recipe
+    again = [replace(curve, name=f"again {n}") for n, curve in enumerate(curves) if "scalerl" in curve.name]
+    assert [len(arm.curves) for arm in arms_of(again)] == [4]
+
+
+def test_runs_whose_arm_is_known_are_grouped_by_it(tmp_path):
+    rng = np.random.default_rng(0)
+    for name in ("a_seed1", "a_seed2", "b_seed1"):
+        write_run(tmp_path / name, seed=int(name[-1]), recipe=CISPO, rng=rng)
+    curves = [replace(curve, arm=curve.name[0]) for curve in read(sorted(tmp_path.iterdir()))]
+    assert [(arm.name, len(arm.curves)) for arm in arms_of(curves)] == [("a", 2), ("b", 1)]
+
+
 def test_a_table_with_seeds(tmp_path):
     rows = [
         f"{recipe},{seed},{c},{0.4 + (0.1 if recipe == 'a' else 0.2) * c}\n"

@@ -29,6 +29,22 @@ def test_equal_stems_get_their_folders_names(tmp_path):
         listed([tmp_path / "none"])
 
 
+def test_two_files_of_one_name_are_refused(tmp_path):
+    files = [tmp_path / part / "arms" / "x.yaml" for part in "ab"]
+    for file in files:
+        file.parent.mkdir(parents=True)
+        file.write_text("loss: {name: dapo}\n")
+    with pytest.raises(RecipeError) as refused:
+        listed([file.parent for file in files])
+    assert str(refused.value) == (
+        f"{files[1]}: expected a name that no other recipe has, found arms_x, which {files[0]} has, too"
+    )
+    (tmp_path / "arms_x.yaml").write_text("{}\n")
+    (tmp_path / "x.yaml").write_text("{}\n")
+    with pytest.raises(RecipeError, match=r"arms_x.yaml: expected a name that no other recipe has, found arms_x"):
+        listed([files[0], tmp_path / "x.yaml", tmp_path / "arms_x.yaml"])
+
+
 def test_an_overlay_needs_a_base():
     [item] = listed([ABLATIONS / "dapo_loss.yaml"])
     assert resolve(item, TINY, ["seed=4"]).loss.name == "dapo"
@@ -41,10 +57,22 @@ def test_an_overlay_needs_a_base():
 
 
 def test_a_job_array_of_overlays():
-    recipes = recipes_of(str(ABLATIONS), ["steps=7"], array=True, base=str(TINY), seeds=2)
+    recipes, same = recipes_of(str(ABLATIONS), ["steps=7"], array=True, base=str(TINY), seeds=2)
+    assert same == {}
     assert len({recipe.run_dir for recipe in recipes}) == len(recipes) == 2 * len(list(ABLATIONS.glob("*.yaml")))
     assert {recipe.steps for recipe in recipes} == {7}
     with pytest.raises(ValueError, match="--base RECIPE is what it is laid over"):
         recipes_of(str(ABLATIONS), [], array=True)
     with pytest.raises(ValueError, match=r"tiny_cpu.yaml: expected a folder with recipes"):
         recipes_of(str(TINY), [], array=True)
+
+
+def test_overlays_that_are_the_same_on_a_base_are_one_job(tmp_path):
+    recipes, same = recipes_of(str(ABLATIONS), ["policy.dtype=bfloat16"], array=True, base=str(TINY), seeds=2)
+    assert same == {"scalerl_bf16": "scalerl"} and len(recipes) == 2 * (len(list(ABLATIONS.glob("*.yaml"))) - 1)
+    assert not any("bf16" in recipe.name for recipe in recipes)
+    whole = TINY.read_text()  # runs that have names of their own
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.yaml").write_text(whole.replace("name: tiny_cpu", f"name: {name}"))
+    recipes, same = recipes_of(str(tmp_path), [], array=True)
+    assert same == {} and [recipe.name for recipe in recipes] == ["a", "b"]

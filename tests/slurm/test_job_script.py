@@ -12,10 +12,11 @@ import pytest
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.recipe.nearest import unknown_key
 from megatron_scalerl.slurm import cluster, engines
-from megatron_scalerl.slurm.checks import SAVE_S, STARTUP_S, times_of
+from megatron_scalerl.slurm.checks import SAVE_S, STARTUP_S, check_script, times_of
 from megatron_scalerl.slurm.engines import EnginesPlan
-from megatron_scalerl.slurm.job import EngineNodes, JobPlan, render
+from megatron_scalerl.slurm.job import EngineNodes, JobPlan, render, runs_of
 from megatron_scalerl.slurm.site import Site, read_site
+from megatron_scalerl.slurm.submission import array_name
 
 PLAN = JobPlan(
     name="r",
@@ -59,6 +60,26 @@ def test_a_part_of_a_node_says_its_cpus(tmp_path):
 def test_an_array_has_one_run_a_task(tmp_path):
     text = checked(replace(PLAN, runs=(Path("/r/a"), Path("/r/b b")), throttle=1), tmp_path)
     assert "#SBATCH --array=0-1%1\n" in text and "  '/r/b b'\n" in text and "%A_%a.out" in text
+
+
+def test_the_script_of_an_array_is_not_that_of_other_runs(tmp_path):
+    assert array_name("recipes/ablations", None) == "ablations"
+    assert array_name("recipes/ablations/", "my/small.yaml") == "ablations_small"
+    script = tmp_path / "study.array" / "slurm" / "job.sbatch"
+    check_script(script, [Path("/r/a")])
+    script.parent.mkdir(parents=True)
+    for before in ([Path("/r/it's")], [Path("/r/it's"), Path("/r/b b")]):
+        script.write_text(render(replace(PLAN, runs=tuple(before), throttle=1)))
+        assert runs_of(script.read_text()) == before
+        check_script(script, [Path("/r/new"), before[-1]])
+        with pytest.raises(ValueError) as refused:
+            check_script(script, [Path("/r/a"), Path("/r/it")])
+        assert str(refused.value) == (
+            f"{tmp_path / 'study.array'}: expected the script of these runs, found that of others, /r/it's first; "
+            "move it away, or rename the array's folder or base"
+        )
+    script.write_text("#!/bin/bash\n")
+    check_script(script, [Path("/r/a")])
 
 
 def test_a_chain_is_not_queued_again(tmp_path):

@@ -201,9 +201,91 @@ def test_a_changed_recipe_is_refused_or_redone(task):
     assert code == 0 and len(re.findall(r": starts", said)) == 4
 
 
+def test_a_large_policy_of_the_same_size_is_noticed(task):
+    weights = task / "policy" / "model.safetensors"
+    with weights.open("wb") as file:
+        file.truncate((1 << 26) + 1)
+    assert ran(task, "--seeds", "1")[0] == 0
+    shared = task / "study" / "study.json"
+    said = json.loads(shared.read_text())
+    earlier = said["inputs"] | {str(weights): f"{(1 << 26) + 1} bytes"}  # as earlier versions wrote it
+    shared.write_text(json.dumps({"inputs": earlier}))
+    assert ran(task, "--seeds", "1")[0] == 0 and json.loads(shared.read_text()) == said
+    with weights.open("r+b") as file:
+        file.write(b"1")
+    code, line = ran(task, "--seeds", "1")
+    assert code == 2 and "model.safetensors: expected the content with which the study" in line
+
+
+def test_a_study_of_an_earlier_version_goes_on(task):
+    assert ran(task, "--seeds", "1")[0] == 0
+    file = task / "study" / "recipes" / "plain_seed1.yaml"
+    recipe = yaml.safe_load(file.read_text())
+    del recipe["rollouts"]["schedule"]
+    recipe["advantages"] = {"normalise": recipe["advantages"]["normalize"]}
+    file.write_text(yaml.safe_dump(recipe))
+    assert ran(task, "--seeds", "1")[0] == 0
+    del recipe["validation"]["fresh_seeds"]
+    file.write_text(yaml.safe_dump(recipe))
+    code, said = ran(task, "--seeds", "1")
+    assert (
+        code == 2 and "plain: expected the recipe with which the study began, validation.fresh_seeds: False" in said
+    )
+
+
+def compared(task):
+    return json.loads((task / "study" / "comparison.json").read_text())["arms"]
+
+
+def test_a_recipe_that_is_the_same_as_another_one_is_left_out(task):
+    (task / "arms" / "a_same.yaml").write_text("loss: {name: cispo}\nseed: 4\n")
+    more = ("--reference", "dapo=plain", "--reference", "plain")
+    code, said = ran(task, *more)
+    assert code == 0 and said.splitlines()[0] == "plain: the same recipe as a_same here; left out"
+    assert starts(task, "a_same_seed1") == 1 and not (task / "study" / "runs" / "plain_seed1").exists()
+    assert [(arm["name"], arm["reference"]) for arm in compared(task)] == [("a_same", None), ("dapo", "a_same")]
+    assert "plain is the same recipe as a_same here." in (task / "study" / "study.html").read_text()
+    # the one that has runs stays, whatever is listed first
+    (task / "arms" / "a.yaml").write_text("loss: {name: cispo}\n")
+    code, said = ran(task, *more)
+    assert code == 0 and said.count("the same recipe as a_same here; left out") == 2 and ": starts" not in said
+
+
+def test_recipes_that_a_grouping_does_not_tell_apart_are_compared(task):
+    (task / "arms" / "other.yaml").write_text("rewards: {workers: 3}\n")
+    code, said = ran(task, "--reference", "other")
+    assert code == 0 and "not written" not in said
+    assert [(arm["name"], len(arm["runs"])) for arm in compared(task)] == [("other", 2), ("dapo", 2), ("plain", 2)]
+
+
+def test_results_that_cannot_be_written_are_a_failure(task):
+    (task / "study" / "table.md").mkdir(parents=True)
+    (task / "study" / "lock").touch()
+    code, said = ran(task)
+    assert code == 1 and "results: " not in said
+    assert said.splitlines()[-1].startswith("megatron-scalerl: the results are not written: ")
+
+
+def test_a_run_that_cannot_be_read_is_left_out(task):
+    assert ran(task)[0] == 0
+    study = task / "study"
+    (study / "runs" / "dapo_seed1" / "validation.jsonl").unlink()
+    (study / "runs" / "plain_seed2" / "validation.jsonl").write_text("{\n")
+    (study / "runs" / "dapo_seed2" / "recipe.yaml").write_text("- 1\n")
+    code, said = ran(task, "--seeds", "3")
+    assert code == 0 and "results: " in said
+    table = (study / "table.md").read_text()
+    assert "3 of 6 runs are finished and compared." in table and table.count("Left out: ") == 3
+    assert "dapo_seed1: expected a run folder with validation.jsonl, found none." in table
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
+        (
+            ["--set", "validation.every_steps=0"],
+            "dapo: validation.every_steps: expected at least 1, since a study compares validations, found 0",
+        ),
         (["--seeds", "0"], "--seeds: expected at least 1, found 0"),
         (["--target", "1.5"], "--target: expected a pass rate in (0, 1), found 1.5"),
         (["--reference", "gspo"], "--reference: expected one of dapo, plain, found 'gspo'"),

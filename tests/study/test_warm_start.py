@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_scalerl.recipe.file import RecipeError
+from megatron_scalerl.study.folder import digest, digests
 from megatron_scalerl.study.warm_start import begin, conversion, finish, prepare, tiny_warm_start, warm_start
 
 BASE = Path(__file__).resolve().parents[2] / "recipes" / "tiny_cpu.yaml"
@@ -49,3 +50,18 @@ def test_another_policy_or_other_examples_are_another_warm_start(tmp_path):
     assert conversion(policy, tmp_path / "cache").folder != alone.folder
     with pytest.raises(RecipeError, match=r"--warm-start: expected a Hugging Face folder with config.json, found"):
         warm_start(BASE, tmp_path / "none", tmp_path / "cache", settings, converted=False)
+
+
+def test_a_large_file_of_the_same_size_is_another_one(tmp_path):
+    policy = tmp_path / "p"
+    policy.mkdir()
+    weights = policy / "model.safetensors"
+    with weights.open("wb") as file:
+        file.truncate((1 << 26) + 1)
+    first = conversion(policy, tmp_path / "cache")
+    with weights.open("r+b") as file:
+        file.seek(1 << 25)
+        file.write(b"1")
+    second = conversion(policy, tmp_path / "cache")
+    assert second.folder != first.folder and second.files[str(weights)] == digest(weights) != "67108865 bytes"
+    assert digests([policy], known={str(weights): "as known"}) == {str(weights): "as known"}
