@@ -16,6 +16,8 @@ from megatron_scalerl.fit.inputs import with_compute
 
 DRAWS = 1000
 """Draws of each fit."""
+MOST_POINTS = 100
+"""Of more rows than this only every second, third, ... is fitted: a fit's time grows with the square of its points."""
 Rows = Sequence[Mapping[str, Any]]
 """Rows of validation.jsonl, that of step 0 first."""
 
@@ -52,7 +54,8 @@ def outlook(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> Outlook | Non
     start, used = latest.get(0), [r for s, r in latest.items() if s >= max(fit_from_steps, 1) and r["compute"] > 0]
     if start is None or len(used) < MIN_POINTS or used[-1]["step"] >= steps or start["pass_rate"] >= 1.0:
         return None
-    last = used[-1]
+    last, every = used[-1], -(-len(used) // MOST_POINTS)
+    used = used[::-1][::every][::-1]
     end = last["compute"] * steps / last["step"]
     result = fit(
         [row["compute"] for row in used],

@@ -38,6 +38,12 @@ def test_later_rows_do_not_change_what_was_said():
     assert outlook(old, steps=100) == said
 
 
+def test_of_many_validations_some_are_fitted():
+    many = rows(steps=400)
+    kept = [many[0], *many[4::4]]
+    assert outlook(many, steps=3000) == outlook(kept, steps=3000) != outlook(many[:-1], steps=3000)
+
+
 @pytest.mark.parametrize(
     ("given", "options"),
     [
