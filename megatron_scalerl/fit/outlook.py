@@ -17,7 +17,7 @@ from megatron_scalerl.fit.inputs import with_compute
 DRAWS = 1000
 """Draws of each fit."""
 MOST_POINTS = 100
-"""Of more rows than this only every second, third, ... is fitted: a fit's time grows with the square of its points."""
+"""Of more rows only every second, third, ... is fitted: the time of a fit grows with the square of its points."""
 Rows = Sequence[Mapping[str, Any]]
 """Rows of validation.jsonl, that of step 0 first."""
 
