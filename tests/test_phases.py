@@ -72,8 +72,10 @@ def test_a_validation_that_is_due_within_a_phase_is_made_at_its_end_of_the_versi
     steps = {r["step"]: r for r in read_jsonl(tmp_path / "r" / "metrics.jsonl")}
     assert all(r["pinned_seconds"] == 0 for r in steps.values()), "no weight update waits for one"
     ledger = [r for r in read_jsonl(tmp_path / "r" / "ledger.jsonl") if r.get("role") == "validation"]
-    trained_beside = [r for r in ledger if r["phase"] == "train"]
-    assert ledger and not trained_beside, "a validation uses no engine time in which a phase is trained on"
+    assert {r["phase"] for r in ledger} == {"validate"}, "nothing else is charged in the time of a validation"
+    between = [3600 * r["hours"] for r in ledger if r["step"] in (3, 6)]
+    # of two engine devices and the trainer, but for the checkpoint that it writes beside
+    assert between == pytest.approx([3 * VALIDATE_S - SAVE_S] * 2, abs=1e-2)
 
 
 def test_engines_that_idle_while_a_phase_is_trained_on_are_charged_as_engines(tmp_path):

@@ -20,10 +20,10 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -31,6 +31,7 @@ from msgspec import Meta
 from megatron_scalerl.checkpoints import commit
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, rewrite
+from megatron_scalerl.fit.inputs import flattened
 from megatron_scalerl.launch.fleet import Attempt
 from megatron_scalerl.processes.signals import IN_USE_CODE
 from megatron_scalerl.recipe import Recipe
@@ -215,9 +216,9 @@ def check_recipe(recipe: Recipe) -> None:
         if folder.exists() and not all(_is_leftover(item) for item in folder.iterdir()):
             raise RecipeError(f"{folder}: expected an empty folder or a run, found files without recipe.yaml")
         return
-    before = dict(_flattened(read_run_recipe(folder)))
-    now = dict(_flattened(recipe.model_dump(mode="json")))
-    defaults = dict(_flattened(type(recipe).model_construct().model_dump(mode="json", warnings=False)))
+    before = flattened(read_run_recipe(folder))
+    now = flattened(recipe.model_dump(mode="json"))
+    defaults = flattened(type(recipe).model_construct().model_dump(mode="json", warnings=False))
     for key in sorted(before.keys() | now.keys()):
         if key not in before and key in _MEANT_OTHERWISE:
             continue
@@ -306,11 +307,3 @@ def _may_change(key: str) -> bool:
 
 def _is_leftover(item: Path) -> bool:
     return item.name == SLURM or (item.name in _BEFORE_RECIPE and not (item.is_dir() and any(item.iterdir())))
-
-
-def _flattened(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in data.items():
-        if isinstance(value, dict) and value:
-            yield from _flattened(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value

@@ -1,5 +1,6 @@
 """The ledger charges devices x wall time by role and batch, and survives a crash."""
 
+import asyncio
 import json
 
 import pytest
@@ -9,6 +10,25 @@ from megatron_scalerl.controller.ledger import Ledger
 from megatron_scalerl.controller.meter import Meter
 from megatron_scalerl.controller.run_folder import ResumePoint
 from megatron_scalerl.launch.fleet import Devices
+
+
+def test_what_a_job_held_is_on_record_at_once(tmp_path):
+    """So that a controller that fails before its first charge has charged the time since the job's start."""
+
+    async def fail():
+        meter = Meter(
+            open_ledger(tmp_path),
+            Devices(trainer=2, engine=1, unit="gpu_hours"),
+            ResumePoint(),
+            since=-3600.0,
+            clock=StandInClock(),
+        )
+        beating = asyncio.create_task(meter.beat())
+        await asyncio.sleep(0)
+        beating.cancel()
+
+    asyncio.run(fail())
+    assert open_ledger(tmp_path, "b").hours("lost") == pytest.approx(3.0)
 
 
 class StandInClock:
