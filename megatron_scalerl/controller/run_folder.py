@@ -36,6 +36,7 @@ from megatron_scalerl.launch.fleet import Attempt
 from megatron_scalerl.processes.signals import IN_USE_CODE
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import RecipeError, dump_recipe, read_run_recipe
+from megatron_scalerl.recipe.stored import MISSING
 from megatron_scalerl.rollouts.history import History, check_groups
 from megatron_scalerl.rollouts.journal import Position
 from megatron_scalerl.rollouts.store import check_position
@@ -43,8 +44,6 @@ from megatron_scalerl.safe_load.check import check_checkpoint
 
 logger = logging.getLogger(__name__)
 
-_MEANT_OTHERWISE = frozenset({"validation.fresh_seeds"})
-"""Keys whose absence from an old run's recipe.yaml meant something else than their default: either value goes on."""
 MAY_CHANGE = frozenset(
     {
         "steps",
@@ -220,7 +219,7 @@ def check_recipe(recipe: Recipe) -> None:
     now = flattened(recipe.model_dump(mode="json"))
     defaults = flattened(type(recipe).model_construct().model_dump(mode="json", warnings=False))
     for key in sorted(before.keys() | now.keys()):
-        if key not in before and key in _MEANT_OTHERWISE:
+        if key not in before and key in MISSING:  # meant something else than the default: either value goes on
             continue
         if before.get(key, defaults.get(key)) != now.get(key) and not _may_change(key):
             raise RecipeError(

@@ -174,7 +174,7 @@ def _write(results: Results, console: Console, planned: int, *, final: bool = Fa
 
     try:
         comparison = results.write(planned=planned)
-    except (ValueError, OSError) as error:
+    except (ValueError, ArithmeticError, RuntimeError, OSError) as error:
         return " ".join(str(error).split())
     if final and comparison is not None:
         console.print(comparison_table(comparison).rich(), width=None if console.is_terminal else PIPE_WIDTH)

@@ -47,6 +47,7 @@ class Results:
         same: recipe without runs of its own -> the one that it is the same as.
         """
         self._study, self._references, self._pass_rate = study, references, pass_rate
+        self._left_out = frozenset(same)
         self._same = [f"{name} is the same recipe as {other} here." for name, other in same.items()]
         self._columns = ColumnOptions(compute="step" if per_step else None)
         self._fits: dict[str, FitResult] = {}
@@ -91,11 +92,13 @@ class Results:
         """The finished runs, and a line on those that failed, cannot be read or have too few validations."""
         curves, notes, arms = [], [], self._study.arms()
         for name in sorted(self._study.finished() & set(self._study.known())):
+            if arms[name] in self._left_out:  # it may have run before its recipe became that of another arm
+                continue
             try:
                 [curve] = read_curves(self._study.path / "runs" / name, self._columns)
                 if name not in self._fits:
                     self._fits[name] = fit_curve(curve)
-            except (ValueError, OSError) as error:
+            except (ValueError, ArithmeticError, RuntimeError, OSError) as error:
                 notes.append(f"Left out: {' '.join(str(error).split())}.")
             else:
                 curves.append(replace(curve, arm=arms[name]))
