@@ -14,9 +14,9 @@ import numpy as np
 from rich.console import Console
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
-from megatron_scalerl.fit.forecast import fit
+from megatron_scalerl.fit.forecast import fit_curve
 from megatron_scalerl.fit.formatting import unit_name
-from megatron_scalerl.fit.inputs import with_compute
+from megatron_scalerl.fit.inputs import curve_of_rows, with_compute
 from megatron_scalerl.fit.outlook import outlooks
 from megatron_scalerl.fit.plot import plot_forecast
 from megatron_scalerl.fit.result import ForecastEvaluation
@@ -64,8 +64,7 @@ def report(run_dir: str | Path, console: Console) -> None:
         console.print("Too few validations for a forecast.", highlight=False)
         return
     evaluations = [
-        evaluate(rows[0], fitted, unseen, method=method, name=recipe["name"], unit=unit)
-        for method in ("robust", "paper")
+        evaluate(rows[0], fitted, unseen, method=method, name=recipe["name"]) for method in ("robust", "paper")
     ]
     console.print(_table(evaluations[0], unseen).rich())
     for evaluation in evaluations:
@@ -89,21 +88,14 @@ def split(rows: Rows, section: dict[str, Any]) -> tuple[Rows, Rows]:
     return (fitted, unseen) if long_enough else ([], [])
 
 
-def evaluate(
-    start: dict[str, Any], fitted: Rows, unseen: Rows, *, method: str, name: str, unit: str
-) -> ForecastEvaluation:
+def evaluate(start: dict[str, Any], fitted: Rows, unseen: Rows, *, method: str, name: str) -> ForecastEvaluation:
     """Fit the rows of the first part and compare the forecast with the rest. start: the row of step 0."""
-    result = fit(
-        [row["compute"] for row in fitted],
-        [row["pass_rate"] for row in fitted],
-        initial=start["pass_rate"],
-        method=method,
-        prompts=fitted[0]["prompts"],
-        generations=fitted[0]["generations"],
-        name=name,
-        unit=unit,
+    result = fit_curve(curve_of_rows([start, *fitted], name=name), method=method)
+    return result.evaluate(
+        [row["compute"] for row in unseen],
+        [row["pass_rate"] for row in unseen],
+        completions=[row["prompts"] * row["generations"] for row in unseen],
     )
-    return result.evaluate([row["compute"] for row in unseen], [row["pass_rate"] for row in unseen])
 
 
 def gains_by_task(run_dir: str | Path, last: dict[str, Any]) -> dict[str, Gain]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_scalerl.fit.forecast import fit
+from megatron_scalerl.fit.forecast import fit_curve
 from megatron_scalerl.fit.formatting import short_number
 from megatron_scalerl.fit.inputs import Curve
 
@@ -85,18 +85,10 @@ def backtest(
         ends = [ends[i] for i in np.unique(np.linspace(0, len(ends) - 1, max_prefixes).round().astype(int))]
     points = []
     for end in ends:
-        result = fit(
-            c[: end + 1],
-            curve.pass_rate[: end + 1],
-            initial=curve.initial,
-            method=method,
-            prompts=curve.prompts,
-            generations=curve.generations,
-            fit_from=fit_from,
-            seed=seed,
-            draws=draws,
-        )
-        (forecast,) = result.predict([float(c[-1])])
+        known = curve.part(np.arange(end + 1))
+        result = fit_curve(known, method=method, fit_from=fit_from, seed=seed, draws=draws)
+        last = None if curve.completions is None else curve.completions[-1:]
+        (forecast,) = result.predict([float(c[-1])], completions=last)
         points.append(
             BacktestPoint(
                 compute=float(c[end]),

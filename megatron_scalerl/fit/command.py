@@ -105,6 +105,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 def _read(options: argparse.Namespace) -> list["Curve"]:
     """The curves of all inputs, with the validation size and R_0 of the options where those are given."""
+    import numpy as np
+
     from megatron_scalerl.fit.inputs import ColumnOptions, read_curves
 
     series = []
@@ -120,9 +122,12 @@ def _read(options: argparse.Namespace) -> list["Curve"]:
         series=tuple(series),
         hours_per_step=options.hours_per_step,
     )
-    given = {"initial": options.r0, "prompts": options.prompts, "generations": options.generations}
+    given = {"initial": options.r0, "prompts": options.prompts, "initial_generations": options.generations}
     given = {key: value for key, value in given.items() if value is not None}
-    return [replace(curve, **given) for path in options.inputs for curve in read_curves(path, columns)]
+    curves = [replace(curve, **given) for path in options.inputs for curve in read_curves(path, columns)]
+    if options.generations is None:
+        return curves
+    return [replace(curve, generations=np.full(len(curve.compute), float(options.generations))) for curve in curves]
 
 
 def _with_unique_names(curves: list["Curve"]) -> list["Curve"]:
@@ -216,7 +221,8 @@ def _print(runs: list["RunReport"], comparison: "Comparison | None", options: ar
     for each in runs:
         later = each.curve.compute > (options.fit_until or float("inf"))
         if later.any():
-            evaluation = each.fit.evaluate(each.curve.compute[later], each.curve.pass_rate[later])
+            rest = each.curve.part(later)
+            evaluation = each.fit.evaluate(rest.compute, rest.pass_rate, completions=rest.completions)
             show(tables.evaluation_table(evaluation))
             inside = f"{evaluation.covered.sum():.0f} of {len(evaluation.covered)}"
             error = abs(evaluation.errors).mean()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron_scalerl.fit import checks
 from megatron_scalerl.fit.inputs import Curve
+from megatron_scalerl.fit.noise import ValidationNoise, binomial, validation_noise
 from megatron_scalerl.fit.paper import ASYMPTOTES, FIT_FROM, fit_paper
 from megatron_scalerl.fit.posterior import Observations, Posterior, covariance, sample
 from megatron_scalerl.fit.prior import DEFAULT_PRIOR, FLAT_PRIOR, Bounds, Prior
@@ -31,7 +31,10 @@ def fit(
     initial: float | None,
     method: str = "robust",
     prompts: int | None = None,
-    generations: int | None = None,
+    generations: ArrayLike | None = None,
+    initial_generations: int | None = None,
+    within_variance: Sequence[float] | Array | None = None,
+    initial_within_variance: float | None = None,
     seed: int = 0,
     name: str = "run",
     unit: str = "gpu_hours",
@@ -49,7 +52,10 @@ def fit(
     initial:     R_0, the run's own pass rate before RL. None: a point at compute 0 if there is one, else R_0 is
                  averaged over a range below the first point, with a warning.
     method:      "robust" (posterior over weak unit-free priors, correlated residuals) or "paper" (A.5).
-    prompts, generations: validation size; gives the binomial noise of a point.
+    prompts, generations: validation size, generations as one number or [n]; gives the noise of a point.
+    initial_generations: of R_0; default: the median of `generations`.
+    within_variance: [n] mean over prompts of one completion's variance, NaN where it was not measured;
+                 initial_within_variance: at R_0. Both as in validation.jsonl.
     seed:        of the draws; the same data and seed give the same bits.
     name, unit:  copied to the result.
     fit_from, fit_until: window of compute that is fitted. Default of fit_from for "paper": 1.5k, if at least four
@@ -62,16 +68,26 @@ def fit(
     """
     if method not in METHODS:
         raise ValueError(f"method: expected one of {', '.join(METHODS)}, found {method!r}")
-    c, y, truncated = _checked(compute, pass_rate, truncated_share)
+    c, y, (each, within, truncated) = _checked(compute, pass_rate, generations, within_variance, truncated_share)
     initial, notes = _known_initial(c, y, initial)
     if fixed_asymptote is not None and not (initial or 0.0) < fixed_asymptote <= 1.0:
         raise ValueError(f"fixed asymptote: expected a value in (R_0, 1], found {fixed_asymptote!r}")
     kept, window_notes = _window(c, method, fit_from, fit_until)
-    c, y, truncated = c[kept], y[kept], None if truncated is None else truncated[kept]
+    c, y = c[kept], y[kept]
+    each, within, truncated = (None if values is None else values[kept] for values in (each, within, truncated))
     if len(c) < 3:
         raise ValueError(f"{name}: expected at least 3 points with compute > 0 in the window, found {len(c)}")
     prior = prior if method == "robust" else FLAT_PRIOR
-    obs = observe(c, y, initial, prompts=prompts, generations=generations, prior=prior)
+    noise = validation_noise(
+        y,
+        initial=initial,
+        prompts=prompts,
+        generations=each,
+        initial_generations=initial_generations,
+        within_variance=within,
+        initial_within_variance=initial_within_variance,
+    )
+    obs = observe(c, y, initial, noise=noise, prior=prior)
     if method == "robust":
         solution = _solve_robust(obs, prior, fixed_asymptote, draws, seed)
     else:
@@ -88,6 +104,8 @@ def fit_curve(
     fit_from: float | None = None,
     fit_until: float | None = None,
     fixed_asymptote: float | None = None,
+    prior: Prior = DEFAULT_PRIOR,
+    draws: int = 4000,
 ) -> FitResult:
     """Fit a run that was read from a file; the options are those of `fit`. Raises ValueError naming the file."""
     try:
@@ -98,6 +116,9 @@ def fit_curve(
             method=method,
             prompts=curve.prompts,
             generations=curve.generations,
+            initial_generations=curve.initial_generations,
+            within_variance=curve.within_variance,
+            initial_within_variance=curve.initial_within_variance,
             seed=seed,
             name=curve.name,
             unit=curve.unit,
@@ -105,6 +126,8 @@ def fit_curve(
             fit_until=fit_until,
             fixed_asymptote=fixed_asymptote,
             truncated_share=curve.truncated_share,
+            prior=prior,
+            draws=draws,
         )
     except ValueError as error:
         raise ValueError(f"{curve.source}: {error}") from None
@@ -166,9 +189,12 @@ def _solve_paper(obs: Observations, fixed_asymptote: float | None, draws: int, s
 
 
 def _checked(
-    compute: ArrayLike, pass_rate: ArrayLike, truncated_share: ArrayLike | None
-) -> tuple[Array, Array, Array | None]:
-    """The points as arrays, sorted by compute. Raises ValueError for shapes and values out of range."""
+    compute: ArrayLike, pass_rate: ArrayLike, *others: ArrayLike | None
+) -> tuple[Array, Array, list[Array | None]]:
+    """The points as arrays, sorted by compute; others: one value a point, one for all, or None.
+
+    Raises ValueError for shapes and values out of range.
+    """
     c, y = np.asarray(compute, dtype=float), np.asarray(pass_rate, dtype=float)
     if c.ndim != 1 or c.shape != y.shape:
         raise ValueError(f"expected compute and pass_rate of one length, found shapes {c.shape} and {y.shape}")
@@ -178,8 +204,8 @@ def _checked(
     if not np.all(inside):
         raise ValueError("pass_rate: expected values in [0, 1], found " + _first(y, inside))
     order = np.argsort(c, kind="stable")
-    truncated = None if truncated_share is None else np.asarray(truncated_share, dtype=float)[order]
-    return c[order], y[order], truncated
+    each = [None if o is None else np.broadcast_to(np.asarray(o, dtype=float), c.shape)[order] for o in others]
+    return c[order], y[order], each
 
 
 def _first(values: Array, valid: NDArray[np.bool_]) -> str:
@@ -223,22 +249,19 @@ def _window(c: Array, method: str, low: float | None, high: float | None) -> tup
 
 
 def observe(
-    c: Array, y: Array, initial: float | None, *, prompts: int | None, generations: int | None, prior: Prior
+    c: Array, y: Array, initial: float | None, *, noise: ValidationNoise | None, prior: Prior
 ) -> Observations:
     """The observation model of points under `prior`: noise level, and the values of R_0 to average over.
 
     c, y:    [n] compute > 0, ascending, and pass rate.
     initial: R_0, None if unknown.
-    Raises ValueError for a validation size below 1.
+    noise:   what is known of the points' noise; None: nothing.
     """
-    for key, number in (("prompts", prompts), ("generations", generations)):
-        if number is not None and number < 1:
-            raise ValueError(f"{key}: expected a whole number >= 1, found {number!r}")
-    size = None if prompts is None or generations is None else prompts * generations
-    binomial = np.clip(y * (1.0 - y), 0.01, None)
-    if size is not None:
-        variance = prior.noise_share * float(binomial.mean()) / size
-        shape = prior.noise_shape
+    completions = np.ones(len(y)) if noise is None else noise.completions
+    spread = binomial(y) / completions
+    share = prior.noise_share if noise is None or noise.share is None else noise.share
+    if noise is not None:
+        variance, shape = share * float(spread.mean()), prior.noise_shape
     else:
         variance, shape = prior.unknown_noise**2, prior.unknown_noise_shape
     initials: tuple[float, ...]
@@ -246,23 +269,39 @@ def observe(
     if initial is None:
         initials = tuple(_initial_candidates(y))
         weights = tuple(1.0 / len(initials) for _ in initials)
-    elif size is not None and prior is not FLAT_PRIOR:
-        error = math.sqrt(3.0 * prior.noise_share * initial * (1.0 - initial) / size)
+    elif noise is not None and prior is not FLAT_PRIOR:
+        error = float(np.sqrt(3.0 * share * initial * (1.0 - initial) / noise.initial_completions))
         initials = (initial, max(initial - error, 0.0), min(initial + error, 0.999))
-        weights = (2.0 / 3.0, 1.0 / 6.0, 1.0 / 6.0)  # Gauss-Hermite: R_0 was measured with the same noise
+        weights = (2.0 / 3.0, 1.0 / 6.0, 1.0 / 6.0)  # Gauss-Hermite: R_0 was measured with noise, too
     else:
         initials, weights = (initial,), (1.0,)
     return Observations(
         log_compute=np.log(c) - np.log(c.max()),
         pass_rate=y,
-        spread=binomial / binomial.mean(),
+        spread=spread / spread.mean(),
+        spread_unit=float(spread.mean()),
+        completions=float(np.median(completions)),
         scale=float(c.max()),
         initials=initials,
         initial_weights=weights,
         noise_variance=variance,
         noise_shape=shape,
-        discrepancy_unit=float(binomial.mean()) / variance,
+        discrepancy_unit=float(binomial(y).mean()) / variance,
     )
+
+
+def observe_curve(curve: Curve, prior: Prior) -> Observations:
+    """`observe` for all points of a run whose R_0 is known."""
+    noise = validation_noise(
+        curve.pass_rate,
+        initial=curve.initial,
+        prompts=curve.prompts,
+        generations=curve.generations,
+        initial_generations=curve.initial_generations,
+        within_variance=curve.within_variance,
+        initial_within_variance=curve.initial_within_variance,
+    )
+    return observe(curve.compute, curve.pass_rate, curve.initial, noise=noise, prior=prior)
 
 
 def robust_posterior(
@@ -271,7 +310,8 @@ def robust_posterior(
     """Sample the posterior, downweight the outliers, and sample again.
 
     An outlier is a point whose leave-one-out residual, given all other points, exceeds `OUTLIER` standard
-    deviations. Its variance grows as the weight of a Student t.
+    deviations. Its variance grows as the weight of a Student t. The last point is none: no later one contradicts it,
+    and it may be the first of a collapse.
     """
     first = sample(obs, prior=prior, fixed_asymptote=fixed_asymptote, draws=500, seed=seed)
     residual = obs.pass_rate - np.median(first.curves(obs.compute), axis=0)
@@ -280,10 +320,11 @@ def robust_posterior(
         inverse = np.linalg.inv(covariance(obs, hypothesis))
         distance += weight * (inverse @ residual) / np.sqrt(np.diag(inverse))
     # an outlier inflates the fitted noise, so the typical distance limits it; the known noise limits that
-    typical = max(1.4826 * float(np.median(np.abs(distance))), math.sqrt(obs.noise_variance))
-    z = distance / min(math.sqrt(float(np.median(first.noise_variance))), typical)
+    typical = max(1.4826 * float(np.median(np.abs(distance))), float(np.sqrt(obs.noise_variance)))
+    z = distance / min(float(np.sqrt(np.median(first.noise_variance))), typical)
     excess = (OUTLIER_FREEDOM + z**2) / (OUTLIER_FREEDOM + 1.0)
-    spread = np.where(np.abs(z) > OUTLIER, obs.spread * np.maximum(excess, 1.0), obs.spread)
+    contradicted = (np.abs(z) > OUTLIER) & (obs.log_compute < obs.log_compute[-1])
+    spread = np.where(contradicted, obs.spread * np.maximum(excess, 1.0), obs.spread)
     weighted = replace(obs, spread=spread)
     return sample(weighted, prior=prior, fixed_asymptote=fixed_asymptote, draws=draws, seed=seed)
 

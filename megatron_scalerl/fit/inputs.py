@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_scalerl.fit.sigmoid import Array
 from megatron_scalerl.fit.table_file import TableFile, read_table
@@ -48,8 +49,14 @@ class Curve:
     """R_0 from a point at step 0 or compute 0; None if there is none."""
     prompts: int | None
     """Prompts of the validation set; None if not recorded."""
-    generations: int | None
-    """Generations per prompt; None if not recorded."""
+    generations: Array | None = field(repr=False)
+    """[n] generations per prompt; None if not recorded."""
+    initial_generations: int | None = None
+    """Those of R_0; None if not recorded."""
+    within_variance: Array | None = field(repr=False, default=None)
+    """[n] mean over prompts of one completion's variance, NaN where it was not measured; None if it never was."""
+    initial_within_variance: float | None = None
+    """That of R_0."""
     truncated_share: Array | None = field(repr=False, default=None)
     """[n] share of truncated completions; None if not recorded."""
     unit: str = "gpu_hours"
@@ -63,6 +70,26 @@ class Curve:
     arm: str | None = None
     """Name that runs with several seeds share: what a table's --series says apart from the seed, in a study the
     recipe's name; None elsewhere."""
+
+    @property
+    def completions(self) -> Array | None:
+        """[n] prompts x generations of each point; None if unknown."""
+        return None if self.prompts is None or self.generations is None else self.prompts * self.generations
+
+    def part(self, kept: NDArray[Any]) -> "Curve":
+        """The run with the points `kept` alone: [n] of booleans, or indices."""
+
+        def of(column: Array | None) -> Array | None:
+            return None if column is None else column[kept]
+
+        return replace(
+            self,
+            compute=self.compute[kept],
+            pass_rate=self.pass_rate[kept],
+            generations=of(self.generations),
+            within_variance=of(self.within_variance),
+            truncated_share=of(self.truncated_share),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +123,14 @@ def read_curves(path: str | Path, options: ColumnOptions | None = None) -> list[
         columns = [c for c in table.columns[1:] if not c.endswith(("__MIN", "__MAX"))]
         return [_curve(table, replace(options, score=c), c.split(" - ")[0]) for c in columns]
     return [_selected_curve(part, options, name) for name, part in _selections(table, options)]
+
+
+def curve_of_rows(rows: Sequence[Mapping[str, Any]], *, name: str) -> Curve:
+    """The run of rows of validation.jsonl, in memory and of any version. Raises ValueError for invalid ones."""
+    numbered = tuple((number, with_compute(dict(row))) for number, row in enumerate(rows, start=1))
+    columns = tuple(dict.fromkeys(column for _, row in numbered for column in row))
+    table = TableFile(path=Path("validation.jsonl"), kind="jsonl", sparse=True, rows=numbered, columns=columns)
+    return _curve(table, ColumnOptions(compute="compute"), name)
 
 
 def _selected_curve(table: TableFile, options: ColumnOptions, name: str) -> Curve:
@@ -206,6 +241,7 @@ class _Point(NamedTuple):
     compute: float
     pass_rate: float
     row: dict[str, Any]
+    number: int
 
 
 def _curve(table: TableFile, options: ColumnOptions, name: str) -> Curve:
@@ -234,8 +270,11 @@ def _curve(table: TableFile, options: ColumnOptions, name: str) -> Curve:
         pass_rate=np.array([p.pass_rate for p in points]),
         initial=float(np.mean([p.pass_rate for p in starts])) if starts else None,
         prompts=_size(points, f"prompts/{options.task}" if options.task else "prompts"),
-        generations=_size(points, "generations"),
-        truncated_share=_shares(points),
+        generations=_column_values(table, points, "generations"),
+        initial_generations=_size(starts, "generations"),
+        within_variance=None if options.task else _column_values(table, points, "within_variance", missing=math.nan),
+        initial_within_variance=None if options.task else _first_value(table, starts, "within_variance"),
+        truncated_share=_column_values(table, points, "truncated_share"),
         unit=unit,
         notes=tuple(notes),
     )
@@ -253,7 +292,7 @@ def _points(table: TableFile, compute_column: str, scale: float, score_column: s
             raise ValueError(f"{where}: {compute_column}: expected compute >= 0, found {c:g}")
         if not 0.0 <= y <= 1.0:
             raise ValueError(f"{where}: {score_column}: expected a pass rate in [0, 1], found {y:g}")
-        points.append(_Point(c, y, row))
+        points.append(_Point(c, y, row, number))
     if not points:
         raise ValueError(f"{table.path}: expected rows with {score_column}, found none")
     return points
@@ -325,9 +364,18 @@ def _without_duplicates(points: list[_Point]) -> tuple[list[_Point], list[str]]:
 
 def _size(points: list[_Point], key: str) -> int | None:
     values = [int(p.row[key]) for p in points if str(p.row.get(key, "")).strip().isdigit()]
-    return int(np.median(values)) if len(values) == len(points) else None
+    return int(np.median(values)) if values and len(values) == len(points) else None
 
 
-def _shares(points: list[_Point]) -> Array | None:
-    values: list[Any] = [p.row.get("truncated_share") for p in points]
-    return None if any(map(_blank, values)) else np.array([float(value) for value in values])
+def _column_values(table: TableFile, points: list[_Point], key: str, *, missing: float | None = None) -> Array | None:
+    """[n] numbers of a column; None where none, or without `missing` one, is there. Raises ValueError for a text."""
+    blank = [_blank(point.row.get(key)) for point in points]
+    if all(blank) or (missing is None and any(blank)):
+        return None
+    numbers = (missing if empty else _number(table, p.number, key, p.row) for p, empty in zip(points, blank))
+    return np.array(list(numbers), dtype=float)
+
+
+def _first_value(table: TableFile, points: list[_Point], key: str) -> float | None:
+    found = _column_values(table, points[:1], key)
+    return None if found is None else float(found[0])

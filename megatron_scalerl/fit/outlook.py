@@ -11,8 +11,8 @@ from typing import Any
 
 from megatron_scalerl.fit.backtest import MIN_POINTS
 from megatron_scalerl.fit.decide import Verdict, decide
-from megatron_scalerl.fit.forecast import fit
-from megatron_scalerl.fit.inputs import with_compute
+from megatron_scalerl.fit.forecast import fit_curve
+from megatron_scalerl.fit.inputs import curve_of_rows, with_compute
 
 DRAWS = 1000
 """Draws of each fit."""
@@ -57,15 +57,7 @@ def outlook(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> Outlook | Non
     last, every = used[-1], -(-len(used) // MOST_POINTS)
     used = used[::-1][::every][::-1]
     end = last["compute"] * steps / last["step"]
-    result = fit(
-        [row["compute"] for row in used],
-        [row["pass_rate"] for row in used],
-        initial=start["pass_rate"],
-        prompts=last["prompts"],
-        generations=last["generations"],
-        unit=str(last.get("unit", "gpu_hours")),
-        draws=DRAWS,
-    )
+    result = fit_curve(curve_of_rows([start, *used], name="run"), draws=DRAWS)
     [forecast] = result.predict([end])
     return Outlook(
         step=last["step"],

@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import betaln
 
+from megatron_scalerl.fit.noise import binomial
 from megatron_scalerl.fit.prior import DEFAULT_BOUNDS, Bounds, Discrepancy, Prior
 from megatron_scalerl.fit.sigmoid import PARAMETERS, Array
 
@@ -39,6 +41,10 @@ class Observations:
     """[n] in [0, 1]."""
     spread: Array
     """[n] variance of each point as a multiple of the common noise variance; larger for outliers."""
+    spread_unit: float
+    """p (1 - p) / completions of a point whose `spread` is 1."""
+    completions: float
+    """Completions of a usual point: their median, 1 if unknown."""
     scale: float
     """Largest fitted compute, in the user's unit."""
     initials: tuple[float, ...]
@@ -118,12 +124,24 @@ class Posterior:
             variance[rows] = np.maximum(left, 0.0) * self.noise_variance[rows, None]
         return mean, variance
 
-    def measured(self, compute: Array) -> tuple[Array, Array]:
-        """(center [len(compute)], draws [draws, len(compute)]) of a new measurement at each compute."""
+    def measured(self, compute: Array, completions: Array | None = None) -> tuple[Array, Array]:
+        """(center [len(compute)], draws [draws, len(compute)]) of a new measurement at each compute.
+
+        completions: [len(compute)] that each averages; default: as a usual fitted point.
+        """
         mean, variance = self.true_pass_rate(compute)
         noise = np.random.default_rng([self.seed, 1]).standard_normal(mean.shape)
-        spread = np.sqrt(variance + self.noise_variance[:, None])
+        spread = np.sqrt(variance + self.measurement_variance(mean, completions))
         return np.clip(np.median(mean, axis=0), 0.0, 1.0), np.clip(mean + spread * noise, 0.0, 1.0)
+
+    def measurement_variance(self, pass_rate: Array, completions: Array | None = None) -> Array:
+        """[draws, m] variance of a new measurement where the true pass rate is `pass_rate` [draws, m].
+
+        completions: [m], see `measured`.
+        """
+        obs = self.observations
+        each = obs.completions if completions is None else np.asarray(completions, dtype=float)
+        return self.noise_variance[:, None] * binomial(pass_rate) / each / obs.spread_unit
 
     def weights(self) -> Array:
         """[hypotheses] share of the draws under each discrepancy hypothesis."""
@@ -195,10 +213,14 @@ def log_prior(posterior: Posterior, prior: Prior) -> Array:
     known = {(d.deviation, d.length): d.weight for d in prior.discrepancies}
     with np.errstate(divide="ignore"):
         weights = np.log([known.get((d.deviation, d.length), 0.0) for d in posterior.discrepancies])
-    share = (posterior.asymptote - posterior.initial) / (1.0 - posterior.initial)
-    density = _log_normal(np.log(posterior.exponent), prior.log_exponent_mean, prior.log_exponent_sd)
-    density = density + _log_midpoint_prior(posterior.log_midpoint, prior) + _log_gain_prior(share, prior)
+    gain = (posterior.asymptote - posterior.initial) / (1.0 - posterior.initial)
+    density = log_density(np.log(posterior.exponent), posterior.log_midpoint, gain, prior)
     return density + weights[posterior.hypothesis]
+
+
+def log_density(log_exponent: Array, log_midpoint: Array, gain: Array, prior: Prior) -> Array:
+    """Log density of log B, log(C_mid / fitted compute) and (A - R_0) / (1 - R_0), of one shape, up to a constant."""
+    return _log_prior_density(_log_cells(log_exponent, log_midpoint, prior), gain, prior)
 
 
 def _asymptotes(posterior: Posterior, offset: Array, bounds: Bounds) -> Array:
@@ -282,8 +304,7 @@ def _grid(obs: Observations, prior: Prior, bounds: Bounds, fixed_asymptote: floa
     n, cells = len(obs.log_compute), (len(log_b), len(log_m))
     share = _gain_share(obs.log_compute, np.exp(log_b)[:, None, None], log_m[None, :, None])
     share = share.reshape(-1, n)
-    cell_prior = _log_normal(log_b, prior.log_exponent_mean, prior.log_exponent_sd)[:, None]
-    cell_prior = cell_prior + _log_midpoint_prior(log_m, prior)[None, :]
+    log_cells = _log_cells(log_b[:, None, None], log_m[None, :, None], prior)
     nodes = ASYMPTOTE_NODES if fixed_asymptote is None else 1
     sizes = (len(obs.initials), len(prior.discrepancies), *cells)
     log_mass, offset, step = np.empty((*sizes, nodes)), np.empty((*sizes, nodes)), np.empty(sizes)
@@ -300,8 +321,7 @@ def _grid(obs: Observations, prior: Prior, bounds: Bounds, fixed_asymptote: floa
             misfit = rise @ rise - 2.0 * cross[..., None] * gain + square[..., None] * gain**2
             likelihood = volume - shape * np.log(center + np.maximum(misfit, 0.0) / 2)
             weight = np.log(hypothesis.weight * obs.initial_weights[r]) + np.log(step[r, h])[..., None]
-            gain_prior = _log_gain_prior(gain / (1.0 - initial), prior)
-            log_mass[r, h] = likelihood + cell_prior[..., None] + weight + gain_prior
+            log_mass[r, h] = likelihood + weight + _log_prior_density(log_cells, gain / (1.0 - initial), prior)
             offset[r, h] = (gain - best[..., None]) / width[..., None]
             step[r, h] /= width
     mass = np.exp(log_mass - log_mass.max())
@@ -343,16 +363,34 @@ def _gain_share(log_compute: Array, exponent: Array, log_midpoint: Array) -> Arr
     return 1.0 / (1.0 + np.exp(-np.clip(logit, -700.0, 700.0)))
 
 
-def _log_normal(x: Array, mean: float, sd: float) -> Array:
-    return -0.5 * ((x - mean) / sd) ** 2 - np.log(sd)
+def _log_cells(log_b: Array, log_m: Array, prior: Prior) -> Array:
+    """[kinds, *shape] log weight of each kind times its density of log B and log C_mid at the fitted part."""
+    out = []
+    for kind in prior.kinds:
+        exponent = _log_student((log_b - kind.log_exponent_mean) / kind.log_exponent_sd, prior.freedom)
+        midpoint = np.logaddexp.reduce(
+            [
+                np.log(probability)
+                + _log_student((log_m - kind.log_midpoint_mean + np.log(made)) / kind.log_midpoint_sd, prior.freedom)
+                for made, probability in prior.looks
+            ]
+        )
+        out.append(np.log(kind.weight / kind.log_exponent_sd / kind.log_midpoint_sd) + exponent + midpoint)
+    return np.array(out)
 
 
-def _log_midpoint_prior(log_m: Array, prior: Prior) -> Array:
-    usual = (1.0 - prior.late_share) * np.exp(_log_normal(log_m, prior.log_midpoint_mean, prior.log_midpoint_sd))
-    late = prior.late_share * np.exp(_log_normal(log_m, prior.late_mean, prior.late_sd))
-    return np.log(np.maximum(usual + late, 1e-300))
-
-
-def _log_gain_prior(share: Array, prior: Prior) -> Array:
+def _log_prior_density(log_cells: Array, share: Array, prior: Prior) -> Array:
+    """Log density of the gain's `share` and of the cells [kinds, ...] that broadcast to it, summed over kinds."""
     inside = np.clip(share, 1e-6, 1.0 - 1e-6)
-    return (prior.gain_alpha - 1.0) * np.log(inside) + (prior.gain_beta - 1.0) * np.log1p(-inside)
+    made, left = np.log(inside), np.log1p(-inside)
+    highest = log_cells.max(axis=0)
+    total = np.zeros(np.broadcast_shapes(share.shape, highest.shape))
+    for kind, cells in zip(prior.kinds, log_cells):
+        alpha, beta = kind.gain_alpha, kind.gain_beta
+        total += np.exp(cells - highest + (alpha - 1.0) * made + (beta - 1.0) * left - betaln(alpha, beta))
+    return highest + np.log(np.maximum(total, 1e-300))
+
+
+def _log_student(z: Array, freedom: float) -> Array:
+    """Log density of Student's t up to a constant."""
+    return -0.5 * (freedom + 1.0) * np.log1p(z**2 / freedom)

@@ -1,14 +1,13 @@
-"""The prior of the robust fit: weak, unit-free, and the same for every run.
+"""The prior of the robust fit: unit-free, and the same for every run.
 
-No number here has a compute unit: the midpoint is relative to the largest fitted compute, the asymptote a share of
-the room above R_0, the discrepancy a share of sqrt(p (1 - p)). The values for B, C_mid, the gain and the
-discrepancies are the result of `study.learning.learn()` on all published runs.
+It is a mixture of kinds of runs; the points of a run weigh the kinds. No number here has a compute unit: the midpoint
+is relative to the largest fitted compute, the asymptote a share of the room above R_0, the discrepancy a share of
+sqrt(p (1 - p)). The values are the result of `study.learning.learn()` on published and tiny runs.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +15,8 @@ class Discrepancy:
     """One hypothesis on the model discrepancy: how a run deviates from its sigmoid, as a process in log compute.
 
     The residuals of real runs are correlated along the curve: plateaus of epochs, a data change, a slow instability.
-    With independent noise alone the intervals are far too narrow.
+    With independent noise alone the intervals are far too narrow. A deviation of 1 is a run that collapses: it may go
+    anywhere from where it is.
     """
 
     deviation: float
@@ -29,44 +29,47 @@ class Discrepancy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prior:
-    """Prior distribution of one run's sigmoid, unit-free."""
+class Kind:
+    """A kind of run: where its sigmoid lies. log B and log C_mid have Student's t, the gain a Beta distribution."""
 
-    log_exponent_mean: float = 0.7631
-    """Mean of log B: the median over the 26 published runs (`learning`)."""
-    log_exponent_sd: float = 0.322
-    """Standard deviation of log B: their scaled median absolute deviation."""
-    log_midpoint_mean: float = math.log(0.3533)
-    """Mean of log(C_mid / largest fitted compute): their median."""
-    log_midpoint_sd: float = 0.7
-    """Standard deviation of log(C_mid / largest fitted compute)."""
-    late_share: float = 0.1
-    """Probability of a late midpoint: the run is only at its start, C_mid may lie far beyond the fitted compute."""
-    late_mean: float = math.log(3.0)
-    """Mean of log(C_mid / largest fitted compute) for a late midpoint."""
-    late_sd: float = 1.2
-    """Standard deviation for a late midpoint."""
-    gain_alpha: float = 1.0
-    """First Beta parameter of the share (A - R_0) / (1 - R_0)."""
-    gain_beta: float = 2.0
-    """Second Beta parameter of that share; with 1 and 2 the density falls linearly to 0 at A = 1."""
+    name: str
+    """What runs of this kind do."""
+    weight: float
+    """Prior probability, relative to the other kinds."""
+    log_exponent_mean: float
+    """Center of log B."""
+    log_exponent_sd: float
+    """Scale of log B."""
+    log_midpoint_mean: float
+    """Center of log(C_mid / compute of the whole run)."""
+    log_midpoint_sd: float
+    """Scale of it."""
+    gain_alpha: float
+    """First Beta parameter of the share (A - R_0) / (1 - R_0): the gain, of the room that there is."""
+    gain_beta: float
+    """Second Beta parameter of that share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prior:
+    """Prior distribution of one run's sigmoid, unit-free: a mixture of kinds, which the run's points weigh."""
+
+    kinds: tuple[Kind, ...]
+    """The kinds of runs, averaged by their posterior weights."""
+    looks: tuple[tuple[float, float], ...] = ((1.0, 0.5), (0.5, 0.25), (0.25, 0.25))
+    """(share of the whole run that is made when it is fitted, probability): nobody knows how far along a run is."""
+    freedom: float = 4.0
+    """Degrees of freedom of Student's t."""
     noise_shape: float = 8.0
     """Shape of the inverse-gamma prior of the noise variance for a known validation size."""
     noise_share: float = 0.5
-    """Center of that prior as a share of p (1 - p) / (prompts x generations). Below 1 because prompts differ in
-    difficulty."""
+    """Noise of a validation as a share of p (1 - p) / (prompts x generations) where it was not measured (`noise`)."""
     unknown_noise: float = 0.005
     """Center of the noise (standard deviation, in pass rate) for an unknown validation size."""
     unknown_noise_shape: float = 1.0
     """Shape of the inverse-gamma prior for an unknown validation size: much weaker."""
-    discrepancies: tuple[Discrepancy, ...] = (
-        Discrepancy(deviation=0.0, length=0.5, weight=0.5),
-        Discrepancy(deviation=0.01, length=0.5, weight=0.0270),
-        Discrepancy(deviation=0.018, length=1.0, weight=0.3096),
-        Discrepancy(deviation=0.018, length=2.0, weight=0.0986),
-        Discrepancy(deviation=0.03, length=2.0, weight=0.0648),
-    )
-    """The hypotheses, averaged by their posterior weights."""
+    discrepancies: tuple[Discrepancy, ...]
+    """The hypotheses on the discrepancy, averaged by their posterior weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,18 +86,78 @@ class Bounds:
 
 DEFAULT_BOUNDS = Bounds()
 """The bounds of `method="robust"`."""
-DEFAULT_PRIOR = Prior()
+DEFAULT_PRIOR = Prior(
+    kinds=(
+        Kind(
+            name="a ceiling below 1",
+            weight=0.5046,
+            log_exponent_mean=0.5901,
+            log_exponent_sd=0.25,
+            log_midpoint_mean=-1.0372,
+            log_midpoint_sd=0.5,
+            gain_alpha=6.8939,
+            gain_beta=17.1061,
+        ),
+        Kind(
+            name="close to 1",
+            weight=0.1806,
+            log_exponent_mean=0.4265,
+            log_exponent_sd=0.25,
+            log_midpoint_mean=-1.2529,
+            log_midpoint_sd=0.5,
+            gain_alpha=6.0,
+            gain_beta=1.0,
+        ),
+        Kind(
+            name="no gain",
+            weight=0.2269,
+            log_exponent_mean=0.6,
+            log_exponent_sd=0.5,
+            log_midpoint_mean=0.0,
+            log_midpoint_sd=1.2,
+            gain_alpha=1.0,
+            gain_beta=20.0,
+        ),
+        Kind(
+            name="anything",
+            weight=0.088,
+            log_exponent_mean=0.6,
+            log_exponent_sd=0.5,
+            log_midpoint_mean=0.0,
+            log_midpoint_sd=1.2,
+            gain_alpha=1.0,
+            gain_beta=1.0,
+        ),
+    ),
+    discrepancies=(
+        Discrepancy(deviation=0.0, length=0.5, weight=0.35),
+        Discrepancy(deviation=0.018, length=1.0, weight=0.0664),
+        Discrepancy(deviation=0.03, length=2.0, weight=0.2362),
+        Discrepancy(deviation=0.03, length=4.0, weight=0.3067),
+        Discrepancy(deviation=1.0, length=4.0, weight=0.0406),
+    ),
+)
 """The prior of `method="robust"`."""
 
-FLAT_PRIOR = Prior(
-    log_exponent_sd=1e3,
-    log_midpoint_sd=1e3,
-    late_share=0.0,
-    gain_alpha=1.0,
-    gain_beta=1.0,
+
+def wide(*, exponent_sd: float, midpoint_sd: float, discrepancies: tuple[Discrepancy, ...]) -> Prior:
+    """A prior of one kind, without any notion of what runs do: every gain is as likely."""
+    kind = Kind(
+        name="anything",
+        weight=1.0,
+        log_exponent_mean=0.6,
+        log_exponent_sd=exponent_sd,
+        log_midpoint_mean=0.0,
+        log_midpoint_sd=midpoint_sd,
+        gain_alpha=1.0,
+        gain_beta=1.0,
+    )
+    return Prior(kinds=(kind,), looks=((1.0, 1.0),), discrepancies=discrepancies)
+
+
+FLAT_PRIOR = replace(
+    wide(exponent_sd=1e3, midpoint_sd=1e3, discrepancies=(Discrepancy(deviation=0.0, length=1.0, weight=1.0),)),
     noise_shape=0.5,
-    noise_share=0.5,
     unknown_noise_shape=0.5,
-    discrepancies=(Discrepancy(deviation=0.0, length=1.0, weight=1.0),),
 )
 """Flat, with independent noise: its intervals are the narrowest that the paper's least squares justifies."""

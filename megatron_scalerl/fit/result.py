@@ -25,7 +25,7 @@ class Prediction:
     pass_rate: float
     """The forecast, in [0, 1]."""
     lo: float
-    """Lower end of the 90 % interval of a measurement with the same validation size."""
+    """Lower end of the 90 % interval of a measurement."""
     hi: float
     """Upper end of it."""
 
@@ -75,17 +75,21 @@ class FitResult:
         """
         return sigmoid(compute, **self.parameters)
 
-    def predict(self, compute: Sequence[float] | Array) -> list[Prediction]:
+    def predict(
+        self, compute: Sequence[float] | Array, *, completions: Sequence[float] | Array | None = None
+    ) -> list[Prediction]:
         """Forecast of a measured pass rate at each compute [n], with its 90 % interval.
 
-        The validation size is that of the fitted points. Raises ValueError for compute <= 0.
+        completions: [n] prompts x generations of each measurement; default: as usual among the fitted points.
+        Raises ValueError for compute <= 0.
         """
         at = np.asarray(compute, dtype=float).reshape(-1)
         if at.size == 0:
             return []
         if not np.all(np.isfinite(at)) or np.any(at <= 0):
             raise ValueError(f"predict: expected compute > 0, found {at.tolist()}")
-        center, draws = self.posterior.measured(at)
+        sizes = None if completions is None else np.asarray(completions, dtype=float)
+        center, draws = self.posterior.measured(at, sizes)
         if self.method == "paper":
             center = self.curve(at)
         lo, hi = np.quantile(draws, [TAIL, 1.0 - TAIL], axis=0)
@@ -95,10 +99,20 @@ class FitResult:
             for c, p, low, high in zip(at, center, lo, hi)
         ]
 
-    def evaluate(self, compute: Sequence[float] | Array, pass_rate: Sequence[float] | Array) -> ForecastEvaluation:
-        """Compare the forecast with measured points [n]. Raises ValueError for compute <= 0."""
+    def evaluate(
+        self,
+        compute: Sequence[float] | Array,
+        pass_rate: Sequence[float] | Array,
+        *,
+        completions: Sequence[float] | Array | None = None,
+    ) -> ForecastEvaluation:
+        """Compare the forecast with measured points [n]; completions: see `predict`.
+
+        Raises ValueError for compute <= 0.
+        """
         measured = np.asarray(pass_rate, dtype=float)
-        return ForecastEvaluation(fit=self, predictions=tuple(self.predict(compute)), measured=measured)
+        predictions = tuple(self.predict(compute, completions=completions))
+        return ForecastEvaluation(fit=self, predictions=predictions, measured=measured)
 
 
 @dataclass(frozen=True, kw_only=True)

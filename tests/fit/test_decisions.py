@@ -73,7 +73,7 @@ def curve_of(compute, pass_rate, *, initial=0.4, prompts=1000, generations=16):
         pass_rate=np.asarray(pass_rate),
         initial=initial,
         prompts=prompts,
-        generations=generations,
+        generations=np.full(len(compute), float(generations)),
     )
 
 

@@ -1,223 +1,199 @@
-"""Learn the prior of the robust fit from any set of published runs (empirical Bayes).
+"""Learn the prior of the robust fit from known runs of both worlds (empirical Bayes).
 
-The prior is learned from other runs, never from the one that is forecast: `learn(without=(run,))` uses neither the
-points nor the legends of `run`. The shipped `DEFAULT_PRIOR` is `learn()`. Four things are learned, with equal weight
-for every run regardless of the number of figures that show it:
+`learn(without=(run,))` uses nothing of `run`. The shipped `DEFAULT_PRIOR` is `learn()`. Both worlds weigh the same,
+and every physical run of one world the same, however many figures show it. Learned are
 
-* location and spread of B: from the legends;
-* location of C_mid relative to the fitted compute: from the legends;
-* the weights of the discrepancy hypotheses: by the marginal likelihood of the runs' points;
-* the widths and shapes of these distributions (`settings`): by the log predictive density of the points that each of
-  the other runs measured after its fitted part, forecast with a prior that was learned without that run as well.
+* the kind of every known run, by a rule (`Shape.kind`) on the sigmoid of the whole run under a wide prior, and from
+  them the weights of the kinds;
+* center and spread of log B and log(C_mid / compute of the run), and the mean gain, of the two kinds whose runs tell
+  them: the distribution that explains the posteriors of its runs best (EM, each run's draws being reweighted);
+* the weights of the discrepancy hypotheses: by the marginal likelihood of the runs' points (EM).
 
     python -m megatron_scalerl.fit.study.learning
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
-from typing import TypeVar
 
 import numpy as np
 
-from megatron_scalerl.fit.forecast import observe, robust_posterior
-from megatron_scalerl.fit.posterior import Posterior, hypothesis_evidence, log_prior
-from megatron_scalerl.fit.prior import Discrepancy, Prior
-from megatron_scalerl.fit.published import GENERATIONS, PROMPTS, PublishedSeries, published_series
+from megatron_scalerl.fit.forecast import observe_curve, robust_posterior
+from megatron_scalerl.fit.posterior import hypothesis_evidence, log_density, log_prior
+from megatron_scalerl.fit.prior import Discrepancy, Kind, Prior, wide
 from megatron_scalerl.fit.sigmoid import Array
+from megatron_scalerl.fit.study.runs import KnownRun, by_run, known_runs
 
-_OfARun = TypeVar("_OfARun", PublishedSeries, "_Task")
+CEILING, SOLVED, NO_GAIN, ANYTHING = "a ceiling below 1", "close to 1", "no gain", "anything"
+"""The kinds."""
+SHAPES = {CEILING: (8.0, 16.0), SOLVED: (6.0, 1.0), NO_GAIN: (1.0, 20.0), ANYTHING: (1.0, 1.0)}
+"""Kind -> Beta parameters of the gain. Of `CEILING` the mean is learned; the others say what their names say."""
+SOLVED_FROM = 0.7
+"""Share of the room above R_0 that the ceiling of a run of `SOLVED` takes."""
+LEAST_GAIN = 0.05
+"""Rise in pass rate over the whole run below which it is of `NO_GAIN`."""
+WIDE_EXPONENT, WIDE_MIDPOINT = (0.6, 0.5), (0.0, 1.2)
+"""(center, spread) of log B and log(C_mid / compute of the run) where a kind says nothing about them."""
+LEAST_SPREADS = (0.25, 0.5)
+"""Spreads of log B and log C_mid that a kind has at least: its runs are few, the next one can differ."""
+PSEUDO_SHARE = 0.05
+"""Added to every kind's share of the runs."""
+NO_DISCREPANCY_WEIGHT = 0.35
+"""Prior probability that a run has no discrepancy. Not learned: the runs suggest nearly none, but the intervals have
+to be calibrated for a run without it as well. It costs forecast error."""
 
-NO_DISCREPANCY_WEIGHT = 0.5
-"""Prior probability that a run has no discrepancy: even odds. Not learned: EM on the published runs gives it less
-than 1 %, but the intervals have to be calibrated for runs without discrepancy as well. It costs forecast error."""
-DEVIATIONS, LENGTHS = (0.006, 0.01, 0.018, 0.03), (0.25, 0.5, 1.0, 2.0)
+DEVIATIONS, LENGTHS = (0.01, 0.018, 0.03, 0.1, 0.3, 1.0), (0.5, 1.0, 2.0, 4.0, 8.0)
 HYPOTHESES = (Discrepancy(deviation=0.0, length=0.5, weight=1.0),) + tuple(
     Discrepancy(deviation=deviation, length=length, weight=1.0) for deviation, length in product(DEVIATIONS, LENGTHS)
 )
 """The hypotheses whose weights are learned."""
-NEGLIGIBLE_WEIGHT = 0.02
+NEGLIGIBLE_WEIGHT = 0.03
 """Hypotheses below this weight are dropped: they cost time in every fit."""
-REFERENCE = Prior(
-    log_exponent_mean=math.log(2.0),
-    log_exponent_sd=0.6,
-    log_midpoint_mean=math.log(0.5),
-    log_midpoint_sd=1.0,
-    late_share=0.2,
-    discrepancies=HYPOTHESES,
-)
-"""A wide prior. The settings are scored by importance reweighting of draws from its posterior."""
-REFERENCE_DRAWS = 8000
-"""Draws per forecast."""
-MIN_POINTS = 5
-"""Fitted points below which a forecast is not used to score the settings."""
-TIE = 0.01
-"""Difference in mean log density below which the weaker setting is kept."""
+REFERENCE = wide(exponent_sd=0.8, midpoint_sd=1.5, discrepancies=HYPOTHESES)
+"""A wide prior, under which known runs are fitted."""
+DRAWS = 1000
+"""Draws from the posterior of each."""
+ROUNDS = 40
+"""Of the EM over the draws."""
+NORMAL = 1e6
+"""Degrees of freedom at which Student's t is normal. Center and spread are learned as those of a normal distribution;
+the prior has heavier tails, for runs unlike those."""
+
+
+def learn(without: Iterable[str] = ()) -> Prior:
+    """The prior learned from all known runs except `without`."""
+    runs = {run: of_run for run, of_run in by_run(known_runs()).items() if run not in frozenset(without)}
+    worlds = [of_run[0].world for of_run in runs.values()]
+    weights = np.array([1.0 / worlds.count(world) / len({*worlds}) for world in worlds])
+    shapes = [_shape(tuple(of_run)) for of_run in runs.values()]
+    kinds = []
+    for name in SHAPES:
+        own = [shape for shape in shapes if shape.kind == name]
+        share = sum(weight for weight, shape in zip(weights, shapes) if shape.kind == name)
+        kinds.append(
+            replace(_kind(name, own), weight=float(share + PSEUDO_SHARE) / (1.0 + len(SHAPES) * PSEUDO_SHARE))
+        )
+    return Prior(kinds=tuple(kinds), discrepancies=_discrepancies(list(runs.values()), weights))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
-    """The widths and shapes of the prior around what is learned from other runs."""
+class Shape:
+    """The sigmoid of a whole known run: draws from its posterior under `REFERENCE`."""
 
-    midpoint_sd: float
-    """Standard deviation of log(C_mid / largest fitted compute)."""
-    exponent_factor: float
-    """Multiple of the learned spread of log B."""
-    gain_beta: float
-    """Second Beta parameter of (A - R_0) / (1 - R_0)."""
-    late_share: float
-    """Probability of a late midpoint."""
+    gain: Array = field(repr=False)
+    """[draws] (A - R_0) / (1 - R_0)."""
+    rise: Array = field(repr=False)
+    """[draws] rise of the sigmoid up to the run's end."""
+    log_exponent: Array = field(repr=False)
+    """[draws] log B."""
+    log_midpoint: Array = field(repr=False)
+    """[draws] log(C_mid / compute of the run)."""
+    log_reference: Array = field(repr=False)
+    """[draws] log density of `REFERENCE`."""
 
-
-def settings() -> tuple[Setting, ...]:
-    """The grid of settings, the weakest first."""
-    return tuple(
-        Setting(midpoint_sd=sd, exponent_factor=factor, gain_beta=beta, late_share=late)
-        for sd, factor, beta, late in product((0.7, 0.5, 0.35), (1.5, 1.0), (1.0, 2.0), (0.25, 0.1))
-    )
-
-
-def learn(without: Iterable[str] = (), grid: tuple[Setting, ...] | None = None) -> Prior:
-    """The prior learned from the published runs except `without`. grid: the settings to choose from."""
-    left_out = frozenset(without)
-    return learned_with(choose(left_out, grid or settings()), left_out)
-
-
-def choose(without: frozenset[str], grid: tuple[Setting, ...]) -> Setting:
-    """The setting that best forecasts the runs except `without`, each with a prior learned from all others."""
-    scores = np.array([setting_score(setting, without) for setting in grid])
-    return grid[int(np.flatnonzero(scores >= scores.max() - TIE)[0])]
+    @property
+    def kind(self) -> str:
+        """The name of its kind."""
+        if np.median(self.rise) < LEAST_GAIN:
+            return NO_GAIN
+        if np.median(self.log_midpoint) > 0.0:
+            return ANYTHING  # its ceiling was not seen
+        return SOLVED if np.median(self.gain) > SOLVED_FROM else CEILING
 
 
 @cache
-def setting_score(setting: Setting, without: frozenset[str]) -> float:
-    """Mean over runs of the mean log density of their unseen points."""
-    scores = []
-    for run, tasks in _by_run(_tasks()).items():
-        if run not in without:
-            prior = learned_with(setting, without | {run})
-            scores.append(np.mean([_log_score(task, prior) for task in tasks]))
-    return float(np.mean(scores))
-
-
-def learned_with(setting: Setting, without: frozenset[str]) -> Prior:
-    """The prior learned from the runs except `without` with the given setting."""
-    exponent = _by_legend(without, lambda series: math.log(series.exponent))
-    midpoint = _by_legend(without, lambda series: math.log(series.midpoint / series.compute[series.fitted].max()))
-    center = float(np.median(exponent))
-    spread = 1.4826 * float(np.median(np.abs(exponent - center)))
-    return Prior(
-        log_exponent_mean=center,
-        log_exponent_sd=setting.exponent_factor * spread,
-        log_midpoint_mean=float(np.median(midpoint)),
-        log_midpoint_sd=setting.midpoint_sd,
-        late_share=setting.late_share,
-        gain_beta=setting.gain_beta,
-        discrepancies=_discrepancies(without),
+def _shape(of_run: tuple[KnownRun, ...]) -> Shape:
+    """The draws from all figures that show one physical run."""
+    parts = []
+    for known in of_run:
+        observations = observe_curve(known.curve.part(known.own), REFERENCE)
+        p = robust_posterior(observations, REFERENCE, fixed_asymptote=None, draws=DRAWS // len(of_run), seed=0)
+        gain, rise = (
+            (p.asymptote - p.initial) / (1.0 - p.initial),
+            p.curves(np.array([known.reach]))[:, 0] - p.initial,
+        )
+        parts.append((gain, rise, np.log(p.exponent), p.log_midpoint, log_prior(p, REFERENCE)))
+    gain, rise, log_exponent, log_midpoint, log_reference = (np.concatenate(columns) for columns in zip(*parts))
+    return Shape(
+        gain=gain, rise=rise, log_exponent=log_exponent, log_midpoint=log_midpoint, log_reference=log_reference
     )
 
 
-def _by_legend(without: frozenset[str], value: Callable[[PublishedSeries], float]) -> Array:
-    runs = _by_run(tuple(s for s in published_series() if s.run not in without))
-    return np.array([np.mean([value(series) for series in each]) for each in runs.values()])
+def _kind(name: str, own: Sequence[Shape]) -> Kind:
+    """A kind with the centers and spreads that explain its runs `own` best; wide ones where they say nothing."""
+    alpha, beta = SHAPES[name]
+    kind = Kind(
+        name=name,
+        weight=1.0,
+        log_exponent_mean=WIDE_EXPONENT[0],
+        log_exponent_sd=WIDE_EXPONENT[1],
+        log_midpoint_mean=WIDE_MIDPOINT[0],
+        log_midpoint_sd=WIDE_MIDPOINT[1],
+        gain_alpha=alpha,
+        gain_beta=beta,
+    )
+    for _ in range(ROUNDS if own and name in (CEILING, SOLVED) else 0):
+        weights = [_responsibilities(shape, kind) for shape in own]
+        exponent = _center_and_spread([s.log_exponent for s in own], weights, LEAST_SPREADS[0])
+        midpoint = _center_and_spread([s.log_midpoint for s in own], weights, LEAST_SPREADS[1])
+        gain = float(np.mean([w @ s.gain for w, s in zip(weights, own)]))
+        kind = replace(
+            kind,
+            log_exponent_mean=exponent[0],
+            log_exponent_sd=exponent[1],
+            log_midpoint_mean=midpoint[0],
+            log_midpoint_sd=midpoint[1],
+            gain_alpha=(alpha + beta) * gain if name == CEILING else alpha,
+            gain_beta=(alpha + beta) * (1.0 - gain) if name == CEILING else beta,
+        )
+    return kind
 
 
-def _by_run(items: Iterable[_OfARun]) -> dict[str, list[_OfARun]]:
-    out: dict[str, list[_OfARun]] = {}
-    for item in items:
-        out.setdefault(item.run, []).append(item)
-    return out
+def _responsibilities(shape: Shape, kind: Kind) -> Array:
+    """[draws] weights, summing to 1, of a run's draws under the distribution of a kind."""
+    whole = Prior(kinds=(kind,), looks=((1.0, 1.0),), freedom=NORMAL, discrepancies=())
+    log_weights = log_density(shape.log_exponent, shape.log_midpoint, shape.gain, whole) - shape.log_reference
+    weights = np.exp(log_weights - log_weights.max())
+    return np.asarray(weights / weights.sum())
 
 
-@cache
-def _discrepancies(without: frozenset[str]) -> tuple[Discrepancy, ...]:
-    """No discrepancy with its fixed weight; the others by maximum marginal likelihood of the runs (EM)."""
-    runs = _by_run(tuple(s for s in published_series() if s.run not in without))
-    log_evidence = np.array([np.mean([discrepancy_evidence(s.name) for s in each], axis=0) for each in runs.values()])
+def _center_and_spread(draws: list[Array], weights: list[Array], least: float) -> tuple[float, float]:
+    """Mean and standard deviation over runs, each with its own draws and weights; the latter at least `least`."""
+    center = float(np.mean([w @ x for w, x in zip(weights, draws)]))
+    return center, max(float(np.mean([w @ (x - center) ** 2 for w, x in zip(weights, draws)])) ** 0.5, least)
+
+
+def _discrepancies(runs: list[list[KnownRun]], weights: Array) -> tuple[Discrepancy, ...]:
+    """No discrepancy with its fixed weight; the others by maximum marginal likelihood of the runs, `weights` each."""
+    log_evidence = np.array([np.mean([discrepancy_evidence(known) for known in each], axis=0) for each in runs])
     evidence = np.exp(log_evidence - log_evidence.max(axis=1, keepdims=True))[:, 1:]
-    weights = np.full(evidence.shape[1], 1.0 / evidence.shape[1])
+    shares = np.full(evidence.shape[1], 1.0 / evidence.shape[1])
     for _ in range(300):
-        responsibilities = evidence * weights
-        responsibilities /= responsibilities.sum(axis=1, keepdims=True)
-        weights = responsibilities.sum(axis=0) + weights.size**-1.0  # a uniform prior worth one run
-        weights /= weights.sum()
-    weights = np.where(weights >= NEGLIGIBLE_WEIGHT, weights, 0.0)
-    weights *= (1.0 - NO_DISCREPANCY_WEIGHT) / weights.sum()
-    kept = [replace(h, weight=float(weight)) for h, weight in zip(HYPOTHESES[1:], weights) if weight > 0.0]
+        responsibilities = evidence * shares
+        responsibilities *= weights[:, None] * len(runs) / responsibilities.sum(axis=1, keepdims=True)
+        shares = responsibilities.sum(axis=0) + 1.0 / shares.size  # a uniform prior worth one run
+        shares /= shares.sum()
+    shares = np.where(shares >= NEGLIGIBLE_WEIGHT, shares, 0.0)
+    shares *= (1.0 - NO_DISCREPANCY_WEIGHT) / shares.sum()
+    kept = [replace(h, weight=float(share)) for h, share in zip(HYPOTHESES[1:], shares) if share > 0.0]
     return (replace(HYPOTHESES[0], weight=NO_DISCREPANCY_WEIGHT), *kept)
 
 
 @cache
-def discrepancy_evidence(name: str) -> Array:
-    """[hypotheses] log marginal likelihood of all points of one series under each of `HYPOTHESES`."""
-    (series,) = (s for s in published_series() if s.name == name)
-    obs = observe(
-        series.compute, series.pass_rate, series.initial, prompts=PROMPTS, generations=GENERATIONS, prior=REFERENCE
-    )
-    return hypothesis_evidence(obs, prior=REFERENCE)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Task:
-    """A forecast that settings are scored on."""
-
-    run: str
-    """The physical run."""
-    series: PublishedSeries
-    """The series."""
-    fitted: np.ndarray
-    """[n] True for the points to fit."""
-    unseen: np.ndarray
-    """[n] True for the points to forecast."""
-
-
-@cache
-def _tasks() -> tuple[_Task, ...]:
-    """The authors' forecasts, and a forecast of every series' fitted part from its first half."""
-    out = []
-    for s in published_series():
-        half = s.compute <= 0.5 * s.compute[s.fitted].max()
-        for fitted, unseen in ((s.fitted, ~s.fitted), (half, s.fitted & ~half)):
-            if unseen.any() and np.count_nonzero(fitted) >= MIN_POINTS:
-                out.append(_Task(run=s.run, series=s, fitted=fitted, unseen=unseen))
-    return tuple(out)
-
-
-def _log_score(task: _Task, prior: Prior) -> float:
-    """Mean log density of the unseen points, from the reference draws reweighted to `prior`."""
-    reference, density = _reference(task)
-    weights = log_prior(reference, prior) - log_prior(reference, REFERENCE)
-    weights = np.exp(weights - weights.max())
-    return float(np.mean(np.log(weights @ density / weights.sum())))
-
-
-@cache
-def _reference(task: _Task) -> tuple[Posterior, Array]:
-    """(draws from the posterior under REFERENCE, [draws, unseen] density of each unseen point given the draw)."""
-    s = task.series
-    obs = observe(
-        s.compute[task.fitted],
-        s.pass_rate[task.fitted],
-        s.initial,
-        prompts=PROMPTS,
-        generations=GENERATIONS,
-        prior=REFERENCE,
-    )
-    posterior = robust_posterior(obs, REFERENCE, fixed_asymptote=None, draws=REFERENCE_DRAWS, seed=0)
-    mean, variance = posterior.true_pass_rate(s.compute[task.unseen])
-    variance = variance + posterior.noise_variance[:, None]
-    density = np.exp(-0.5 * (s.pass_rate[task.unseen] - mean) ** 2 / variance) / np.sqrt(2.0 * np.pi * variance)
-    return posterior, density
+def discrepancy_evidence(known: KnownRun) -> Array:
+    """[hypotheses] log marginal likelihood of all points of one curve under each of `HYPOTHESES`."""
+    return hypothesis_evidence(observe_curve(known.curve, REFERENCE), prior=REFERENCE)
 
 
 def main() -> None:
-    """Print the score of every setting on all runs, and the learned prior."""
-    for setting in settings():
-        print(f"{setting_score(setting, frozenset()):.4f}  {setting}")
+    """Print the kinds of the known runs, and the learned prior."""
+    for run, of_run in by_run(known_runs()).items():
+        shape = _shape(tuple(of_run))
+        medians = {name: f"{np.median(getattr(shape, name)):.2f}" for name in Shape.__annotations__}
+        print(f"{of_run[0].world:9s} {run:28s} {shape.kind:18s} {medians}")
     print(learn())
 
 

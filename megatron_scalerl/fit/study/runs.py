@@ -1,0 +1,139 @@
+"""The runs that the prior is learned from and the methods are compared on: published and tiny ones in one form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_scalerl.fit.forecast import fit_curve
+from megatron_scalerl.fit.inputs import Curve
+from megatron_scalerl.fit.prior import DEFAULT_PRIOR, Prior
+from megatron_scalerl.fit.published import GENERATIONS, PROMPTS, PublishedSeries, published_series
+from megatron_scalerl.fit.result import FitResult, ForecastEvaluation
+from megatron_scalerl.fit.tiny_runs import TinyRun, tiny_runs
+
+Mask = NDArray[np.bool_]
+PUBLISHED, TINY = "published", "tiny"
+MIN_POINTS = 3
+"""Fitted points below which nothing is forecast."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KnownRun:
+    """One run as one figure or file shows it."""
+
+    world: str
+    """`PUBLISHED` or `TINY`."""
+    run: str
+    """The physical run: several figures can show one. It is left out as a whole."""
+    curve: Curve = field(repr=False)
+    """All points. The name is figure/series, or that of the tiny run."""
+    own: Mask = field(repr=False)
+    """[n] the points that the authors fitted; of a tiny run all."""
+    halved: float
+    """Compute at half of the run: of its steps where these are known."""
+
+    @property
+    def reach(self) -> float:
+        """Compute up to which the authors fitted; of a tiny run all of it."""
+        return float(self.curve.compute[self.own].max())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Task:
+    """A forecast of a run from its first part."""
+
+    known: KnownRun
+    """The run."""
+    part: str
+    """"authors" (what they fitted), "half", "third" or "quarter"."""
+    fitted: Mask = field(repr=False)
+    """[n] the points to fit."""
+    unseen: Mask = field(repr=False)
+    """[n] the points to forecast."""
+
+    def fit(self, *, method: str = "robust", prior: Prior = DEFAULT_PRIOR, draws: int = 2000) -> FitResult:
+        """The fit of the first part."""
+        return fit_curve(self.known.curve.part(self.fitted), method=method, prior=prior, draws=draws)
+
+    def evaluate(self, result: FitResult) -> ForecastEvaluation:
+        """A fit of the first part compared with the rest."""
+        rest = self.known.curve.part(self.unseen)
+        return result.evaluate(rest.compute, rest.pass_rate, completions=rest.completions)
+
+
+@cache
+def known_runs(*, held_back: bool = False) -> tuple[KnownRun, ...]:
+    """Published runs and tiny ones to learn from; with `held_back` the tiny ones that nothing is learned from."""
+    tiny = tuple(_of_tiny(run) for run in tiny_runs(held_back=held_back))
+    return tiny if held_back else (*map(_of_published, published_series()), *tiny)
+
+
+def by_run(runs: Iterable[KnownRun]) -> dict[str, list[KnownRun]]:
+    """Physical run -> its curves."""
+    out: dict[str, list[KnownRun]] = {}
+    for known in runs:
+        out.setdefault(known.run, []).append(known)
+    return out
+
+
+def tasks(runs: Iterable[KnownRun], part: str) -> list[Task]:
+    """The forecasts of one part: "authors", "half", "third" or "quarter"; none of a run that it leaves too short."""
+    out = []
+    for known in runs:
+        c = known.curve.compute
+        if part == "authors":
+            fitted, within = known.own, np.ones(len(c), dtype=bool)
+        else:
+            until = known.halved if part == "half" else known.reach * {"third": 1 / 3, "quarter": 1 / 4}[part]
+            fitted, within = known.own & (c <= until), known.own
+        unseen = within & ~fitted
+        if unseen.any() and np.count_nonzero(fitted) >= MIN_POINTS:
+            out.append(Task(known=known, part=part, fitted=fitted, unseen=unseen))
+    return out
+
+
+def _of_published(series: PublishedSeries) -> KnownRun:
+    curve = _curve(
+        series.name,
+        series.compute,
+        series.pass_rate,
+        initial=series.initial,
+        prompts=PROMPTS,
+        generations=np.full(len(series.compute), float(GENERATIONS)),
+    )
+    return KnownRun(
+        world=PUBLISHED,
+        run=series.run,
+        curve=curve,
+        own=series.fitted,
+        halved=float(series.compute[series.fitted].max()) / 2,
+    )
+
+
+def _of_tiny(run: TinyRun) -> KnownRun:
+    curve = _curve(
+        run.name,
+        run.compute[1:],
+        run.pass_rate[1:],
+        initial=float(run.pass_rate[0]),
+        prompts=run.prompts,
+        generations=run.generations[1:].astype(float),
+        initial_generations=int(run.generations[0]),
+        within_variance=run.within_variance[1:],
+        initial_within_variance=float(run.within_variance[0]),
+        unit="tflops",
+    )
+    until = run.compute[run.step <= run.step[-1] / 2].max()
+    every = np.ones(len(curve.compute), dtype=bool)
+    return KnownRun(world=TINY, run=run.name, curve=curve, own=every, halved=float(until))
+
+
+def _curve(name: str, compute: Any, pass_rate: Any, **fields: Any) -> Curve:
+    return Curve(name=name, source=Path(name), compute=compute, pass_rate=pass_rate, **fields)
