@@ -64,7 +64,8 @@ def report(run_dir: str | Path, console: Console) -> None:
         console.print("Too few validations for a forecast.", highlight=False)
         return
     evaluations = [
-        evaluate(rows[0], fitted, unseen, method=method, name=recipe["name"]) for method in ("robust", "paper")
+        evaluate(rows[0], fitted, unseen, method=method, name=recipe["name"], unit=unit)
+        for method in ("robust", "paper")
     ]
     console.print(_table(evaluations[0], unseen).rich())
     for evaluation in evaluations:
@@ -88,9 +89,11 @@ def split(rows: Rows, section: dict[str, Any]) -> tuple[Rows, Rows]:
     return (fitted, unseen) if long_enough else ([], [])
 
 
-def evaluate(start: dict[str, Any], fitted: Rows, unseen: Rows, *, method: str, name: str) -> ForecastEvaluation:
+def evaluate(
+    start: dict[str, Any], fitted: Rows, unseen: Rows, *, method: str, name: str, unit: str
+) -> ForecastEvaluation:
     """Fit the rows of the first part and compare the forecast with the rest. start: the row of step 0."""
-    result = fit_curve(curve_of_rows([start, *fitted], name=name), method=method)
+    result = fit_curve(curve_of_rows([start, *fitted], name=name, unit=unit), method=method)
     return result.evaluate(
         [row["compute"] for row in unseen],
         [row["pass_rate"] for row in unseen],

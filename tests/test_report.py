@@ -48,7 +48,7 @@ def test_a_noiseless_sigmoid_is_forecast(tmp_path):
     assert [r["step"] for r in fitted] == list(range(5, 55, 5))
     assert [r["step"] for r in unseen] == list(range(55, 105, 5))
     for method in ("robust", "paper"):
-        evaluation = evaluate(rows[0], fitted, unseen, method=method, name="r")
+        evaluation = evaluate(rows[0], fitted, unseen, method=method, name="r", unit="device_hours")
         assert (evaluation.fit.method, evaluation.fit.n_points) == (method, 10)
         assert evaluation.predictions[-1].compute == pytest.approx(0.4)
         np.testing.assert_allclose(evaluation.measured, CURVE[10:])

@@ -20,6 +20,8 @@ from megatron_scalerl.fit.sigmoid import Array, sigmoid
 METHODS = ("robust", "paper")
 OUTLIER = 3.0
 """Standardized leave-one-out residual above which a point is an outlier and is downweighted."""
+ISOLATED = 5.0
+"""Distance from two neighbors that agree above which a point is an outlier whatever else the run does."""
 OUTLIER_FREEDOM = 4.0
 """Degrees of freedom of the Student t that gives an outlier its weight."""
 
@@ -309,9 +311,9 @@ def robust_posterior(
 ) -> Posterior:
     """Sample the posterior, downweight the outliers, and sample again.
 
-    An outlier is a point whose leave-one-out residual, given all other points, exceeds `OUTLIER` standard
-    deviations. Its variance grows as the weight of a Student t. The last point is none: no later one contradicts it,
-    and it may be the first of a collapse.
+    An outlier is a point that exceeds `OUTLIER` standard deviations: its leave-one-out residual, given all other
+    points, or its distance from two neighbors that agree. Its variance grows as the weight of a Student t. The last
+    point is none: no later one contradicts it, and it may be the first of a collapse.
     """
     first = sample(obs, prior=prior, fixed_asymptote=fixed_asymptote, draws=500, seed=seed)
     residual = obs.pass_rate - np.median(first.curves(obs.compute), axis=0)
@@ -322,11 +324,29 @@ def robust_posterior(
     # an outlier inflates the fitted noise, so the typical distance limits it; the known noise limits that
     typical = max(1.4826 * float(np.median(np.abs(distance))), float(np.sqrt(obs.noise_variance)))
     z = distance / min(float(np.sqrt(np.median(first.noise_variance))), typical)
+    z = np.maximum(np.abs(z), _isolation(obs))
     excess = (OUTLIER_FREEDOM + z**2) / (OUTLIER_FREEDOM + 1.0)
-    contradicted = (np.abs(z) > OUTLIER) & (obs.log_compute < obs.log_compute[-1])
+    contradicted = (z > OUTLIER) & (obs.log_compute < obs.log_compute[-1])
     spread = np.where(contradicted, obs.spread * np.maximum(excess, 1.0), obs.spread)
     weighted = replace(obs, spread=spread)
     return sample(weighted, prior=prior, fixed_asymptote=fixed_asymptote, draws=draws, seed=seed)
+
+
+def _isolation(obs: Observations) -> Array:
+    """[n] distance of each point from its neighbors' interpolation, in standard deviations of the expected noise.
+
+    0 up to `ISOLATED`, at the ends, and where the neighbors differ by more than that: the run itself moves there.
+    """
+    x, y, out = obs.log_compute, obs.pass_rate, np.zeros(len(obs.pass_rate))
+    if len(y) < 3:
+        return out
+    share = (x[1:-1] - x[:-2]) / np.maximum(x[2:] - x[:-2], 1e-12)
+    error = np.abs(y[1:-1] - (1.0 - share) * y[:-2] - share * y[2:])
+    spread = obs.spread[1:-1] + (1.0 - share) ** 2 * obs.spread[:-2] + share**2 * obs.spread[2:]
+    alone = error > np.abs(y[2:] - y[:-2])
+    distance = error / np.sqrt(obs.noise_variance * spread)
+    out[1:-1] = np.where(alone & (distance > ISOLATED), distance, 0.0)
+    return out
 
 
 def _central(posterior: Posterior) -> tuple[float, float, float, float]:

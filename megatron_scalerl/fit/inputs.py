@@ -125,12 +125,16 @@ def read_curves(path: str | Path, options: ColumnOptions | None = None) -> list[
     return [_selected_curve(part, options, name) for name, part in _selections(table, options)]
 
 
-def curve_of_rows(rows: Sequence[Mapping[str, Any]], *, name: str) -> Curve:
-    """The run of rows of validation.jsonl, in memory and of any version. Raises ValueError for invalid ones."""
+def curve_of_rows(rows: Sequence[Mapping[str, Any]], *, name: str, unit: str | None = None) -> Curve:
+    """The run of rows of validation.jsonl, in memory and of any version; unit: the ledger's, if the rows have none.
+
+    Raises ValueError for invalid rows.
+    """
     numbered = tuple((number, with_compute(dict(row))) for number, row in enumerate(rows, start=1))
     columns = tuple(dict.fromkeys(column for _, row in numbered for column in row))
     table = TableFile(path=Path("validation.jsonl"), kind="jsonl", sparse=True, rows=numbered, columns=columns)
-    return _curve(table, ColumnOptions(compute="compute"), name)
+    curve = _curve(table, ColumnOptions(compute="compute"), name)
+    return curve if unit is None or "unit" in columns else replace(curve, unit=unit)
 
 
 def _selected_curve(table: TableFile, options: ColumnOptions, name: str) -> Curve:

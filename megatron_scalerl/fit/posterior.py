@@ -9,12 +9,12 @@ the mass until the region stops shrinking. The same data and seed give the same 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import betaln
 
 from megatron_scalerl.fit.noise import binomial
 from megatron_scalerl.fit.prior import DEFAULT_BOUNDS, Bounds, Discrepancy, Prior
@@ -387,8 +387,12 @@ def _log_prior_density(log_cells: Array, share: Array, prior: Prior) -> Array:
     total = np.zeros(np.broadcast_shapes(share.shape, highest.shape))
     for kind, cells in zip(prior.kinds, log_cells):
         alpha, beta = kind.gain_alpha, kind.gain_beta
-        total += np.exp(cells - highest + (alpha - 1.0) * made + (beta - 1.0) * left - betaln(alpha, beta))
+        total += np.exp(cells - highest + (alpha - 1.0) * made + (beta - 1.0) * left - _log_beta(alpha, beta))
     return highest + np.log(np.maximum(total, 1e-300))
+
+
+def _log_beta(alpha: float, beta: float) -> float:
+    return math.lgamma(alpha) + math.lgamma(beta) - math.lgamma(alpha + beta)
 
 
 def _log_student(z: Array, freedom: float) -> Array:

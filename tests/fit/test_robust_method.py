@@ -180,3 +180,58 @@ def test_invalid_input_is_one_line(change, message):
     with pytest.raises(ValueError, match=message) as caught:
         fit(**arguments)
     assert "\n" not in str(caught.value)
+
+
+SIZES = {"prompts": 200, "generations": 4}
+
+
+def rising(asymptote, midpoint, *, n=12, seed=0):
+    return synthetic(n, asymptote=asymptote, midpoint=midpoint, size=800, seed=seed)
+
+
+def test_the_points_decide_between_the_kinds_of_runs():
+    """A run past its midpoint ends where its own points say, close to 1 or far below it."""
+    for asymptote in (0.58, 0.95):
+        found = [fit(*rising(asymptote, 0.25, seed=s), initial=0.4, **SIZES).predict([4.0])[0] for s in range(6)]
+        truth = sigmoid([4.0], asymptote=asymptote, exponent=1.8, midpoint=0.25, initial=0.4)[0]
+        assert np.mean([p.pass_rate for p in found]) == pytest.approx(truth, abs=0.025)
+        assert sum(p.lo <= truth <= p.hi for p in found) >= 5
+
+
+def test_before_the_midpoint_the_interval_holds_both_ends():
+    """Points that a ceiling of 0.6 and one of 0.95 explain alike: neither is left out."""
+    compute, measured = rising(0.95, 2.5, n=10)
+    [forecast] = fit(compute, measured, initial=0.4, **SIZES).predict([4.0])
+    assert forecast.lo < 0.58 and forecast.hi > 0.70
+
+
+def test_the_record_of_the_run_widens_its_next_interval():
+    compute, measured = rising(0.6, 0.25, n=20)
+    jumps = measured + 0.06 * np.sin(3.0 * np.log(compute))
+    widths = [p.hi - p.lo for y in (measured, jumps) for p in fit(compute, y, initial=0.4, **SIZES).predict([1.5])]
+    assert widths[1] > 1.3 * widths[0]
+
+
+def test_after_a_collapse_the_run_may_go_anywhere():
+    compute, measured = rising(0.8, 0.2, n=12)
+    measured[-3:] = (0.5, 0.3, 0.2)
+    [forecast] = fit(compute, measured, initial=0.4, **SIZES).predict([1.5])
+    assert forecast.lo < 0.05 and forecast.hi > 0.45 and forecast.pass_rate < 0.45
+
+
+def test_the_last_point_is_no_outlier():
+    """An outlier in the middle is overruled by its neighbors; at the end it may be the beginning of a collapse."""
+    compute, measured = rising(0.8, 0.2, n=12)
+    spreads = []
+    for index in (6, 11):
+        broken = measured.copy()
+        broken[index] -= 0.2
+        spreads.append(fit(compute, broken, initial=0.4, **SIZES).posterior.observations.spread)
+    assert spreads[0][6] > 3.0 * np.median(spreads[0]) and spreads[1][11] < 2.0 * np.median(spreads[1])
+
+
+def test_a_run_without_gain_is_forecast_to_stay():
+    rng = np.random.default_rng(4)
+    measured = rng.binomial(800, 0.4, 12) / 800
+    [forecast] = fit(np.linspace(0.1, 1.2, 12), measured, initial=0.4, **SIZES).predict([2.4])
+    assert forecast.pass_rate == pytest.approx(0.4, abs=0.025) and forecast.lo < 0.4 < forecast.hi
