@@ -37,8 +37,7 @@ say "making the task and an untrained policy in $tiny"
 $python -m megatron_scalerl.tiny "$tiny" --seed "$seed" --train-prompts 1000
 say "warm start: supervised training by the same trainer"
 [ -e "$tiny/policy/config.json" ] ||
-  $python -m megatron_scalerl sft recipes/tiny_cpu.yaml "$@" trainer.world_size=2 "policy.path=$tiny/base_policy" \
-    --out "$tiny/policy"
+  $python -m megatron_scalerl sft recipes/tiny_cpu.yaml "$@" "policy.path=$tiny/base_policy" --out "$tiny/policy"
 say "reinforcement learning with the ScaleRL recipe"
 $python -m megatron_scalerl train recipes/tiny_cpu.yaml "$@" "policy.path=$tiny/policy"
 say "what it gained, what it cost, and how the forecast met it"
