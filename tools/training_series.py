@@ -11,6 +11,7 @@ validations (200 x 2) of the second half. Runs that collapse are left out.
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 from unittest import mock
 
@@ -96,6 +97,8 @@ def errors(run: TinyRun, tie: tuple[float, float] | None) -> tuple[Array, Array]
 
 def main() -> None:
     """Print the error and the coverage of each way."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.parse_args()
     runs = [run for run in tiny_runs(held_back=False) if run.name not in COLLAPSED]
     for tie in (None, *TIES):
         each = [errors(run, tie) for run in runs]

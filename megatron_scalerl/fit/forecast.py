@@ -58,28 +58,22 @@ def fit(
     initial_generations: of R_0; default: the median of `generations`.
     within_variance: [n] mean over prompts of one completion's variance, NaN where it was not measured;
                  initial_within_variance: at R_0. Both as in validation.jsonl.
-    seed:        of the draws; the same data and seed give the same bits.
+    seed, draws: of and from the posterior; the same data and seed give the same bits.
     name, unit:  copied to the result.
-    fit_from, fit_until: window of compute that is fitted. Default of fit_from for "paper": 1.5k, if at least four
-                 points lie beyond.
+    fit_from, fit_until: window of compute. Default of fit_from for "paper": 1.5k, if four points lie beyond.
     fixed_asymptote: A is held at this value in (R_0, 1].
     truncated_share: [n] share of truncated completions of each point, for the warning.
     prior:       of the robust method.
-    draws:       draws from the posterior.
     Raises ValueError, one line, for input that cannot be fitted.
     """
-    if method not in METHODS:
-        raise ValueError(f"method: expected one of {', '.join(METHODS)}, found {method!r}")
     c, y, (each, within, truncated) = _checked(compute, pass_rate, generations, within_variance, truncated_share)
     initial, notes = _known_initial(c, y, initial)
-    if fixed_asymptote is not None and not (initial or 0.0) < fixed_asymptote <= 1.0:
-        raise ValueError(f"fixed asymptote: expected a value in (R_0, 1], found {fixed_asymptote!r}")
+    _check_options(method, fixed_asymptote, initial)
     kept, window_notes = _window(c, method, fit_from, fit_until)
     c, y = c[kept], y[kept]
     each, within, truncated = (None if values is None else values[kept] for values in (each, within, truncated))
     if len(c) < 3:
         raise ValueError(f"{name}: expected at least 3 points with compute > 0 in the window, found {len(c)}")
-    prior = prior if method == "robust" else FLAT_PRIOR
     noise = validation_noise(
         y,
         initial=initial,
@@ -89,11 +83,8 @@ def fit(
         within_variance=within,
         initial_within_variance=initial_within_variance,
     )
-    obs = observe(c, y, initial, noise=noise, prior=prior)
-    if method == "robust":
-        solution = _solve_robust(obs, prior, fixed_asymptote, draws, seed)
-    else:
-        solution = _solve_paper(obs, fixed_asymptote, draws, seed)
+    prior, solve = (prior, _solve_robust) if method == "robust" else (FLAT_PRIOR, _solve_paper)
+    solution = solve(observe(c, y, initial, noise=noise, prior=prior), prior, fixed_asymptote, draws, seed)
     notes += window_notes + solution.notes + checks.truncation_warnings(c, truncated)
     return _result(c, y, solution, notes, name=name, method=method, unit=unit)
 
@@ -175,7 +166,7 @@ def _solve_robust(obs: Observations, prior: Prior, fixed_asymptote: float | None
     return _Solution(parameters=_central(posterior), posterior=posterior, notes=notes)
 
 
-def _solve_paper(obs: Observations, fixed_asymptote: float | None, draws: int, seed: int) -> _Solution:
+def _solve_paper(obs: Observations, prior: Prior, fixed_asymptote: float | None, draws: int, seed: int) -> _Solution:
     initial = obs.initials[0]
     if initial >= ASYMPTOTES[-1] and fixed_asymptote is None:
         raise ValueError(f"method paper: expected R_0 below its highest A, {ASYMPTOTES[-1]:g}, found {initial:.3f}")
@@ -185,9 +176,16 @@ def _solve_paper(obs: Observations, fixed_asymptote: float | None, draws: int, s
         exponent=(0.1, 20.0),
         midpoint=(grid.midpoint_range[0] / obs.scale, grid.midpoint_range[1] / obs.scale),
     )
-    posterior = sample(obs, prior=FLAT_PRIOR, bounds=bounds, fixed_asymptote=fixed_asymptote, draws=draws, seed=seed)
+    posterior = sample(obs, prior=prior, bounds=bounds, fixed_asymptote=fixed_asymptote, draws=draws, seed=seed)
     parameters = (grid.asymptote, grid.exponent, grid.midpoint, initial)
     return _Solution(parameters=parameters, posterior=posterior, notes=checks.grid_warnings(grid))
+
+
+def _check_options(method: str, fixed_asymptote: float | None, initial: float | None) -> None:
+    if method not in METHODS:
+        raise ValueError(f"method: expected one of {', '.join(METHODS)}, found {method!r}")
+    if fixed_asymptote is not None and not (initial or 0.0) < fixed_asymptote <= 1.0:
+        raise ValueError(f"fixed asymptote: expected a value in (R_0, 1], found {fixed_asymptote!r}")
 
 
 def _checked(
