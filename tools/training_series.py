@@ -95,10 +95,14 @@ def errors(run: TinyRun, tie: tuple[float, float] | None) -> tuple[Array, Array]
     return run.pass_rate[unseen] - center, (rates[unseen] >= low) & (rates[unseen] <= high)
 
 
+def parser() -> argparse.ArgumentParser:
+    """The options: none but --help."""
+    return argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
 def main() -> None:
     """Print the error and the coverage of each way."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.parse_args()
+    parser().parse_args()
     runs = [run for run in tiny_runs(held_back=False) if run.name not in COLLAPSED]
     for tie in (None, *TIES):
         each = [errors(run, tie) for run in runs]
