@@ -94,10 +94,11 @@ def evaluate(
 ) -> ForecastEvaluation:
     """Fit the rows of the first part and compare the forecast with the rest. start: the row of step 0."""
     result = fit_curve(curve_of_rows([start, *fitted], name=name, unit=unit), method=method)
+    sized = all("prompts" in row and "generations" in row for row in (*fitted, *unseen))
     return result.evaluate(
         [row["compute"] for row in unseen],
         [row["pass_rate"] for row in unseen],
-        completions=[row["prompts"] * row["generations"] for row in unseen],
+        completions=[row["prompts"] * row["generations"] for row in unseen] if sized else None,
     )
 
 

@@ -56,6 +56,16 @@ def test_a_noiseless_sigmoid_is_forecast(tmp_path):
         assert evaluation.covered.tolist() == [1.0] * 10
 
 
+def test_rows_without_sizes_are_forecast(tmp_path):
+    """Validations of another program: what a point is worth is not known."""
+    write_run(tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
+    for row in rows[3:]:
+        del row["prompts"], row["generations"]
+    evaluation = evaluate(rows[0], rows[1:11], rows[11:], method="robust", name="r", unit="device_hours")
+    assert len(evaluation.predictions) == 10
+
+
 @pytest.mark.parametrize(
     ("section", "fitted", "unseen"),
     [

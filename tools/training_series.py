@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 from checkout import explained
@@ -22,7 +23,9 @@ with explained():
     from numpy.typing import NDArray
 
     from megatron_scalerl.fit import forecast, posterior
-    from megatron_scalerl.fit.noise import ValidationNoise, binomial
+    from megatron_scalerl.fit.curve import Curve
+    from megatron_scalerl.fit.noise import binomial
+    from megatron_scalerl.fit.observations import Observations, observe
     from megatron_scalerl.fit.prior import DEFAULT_PRIOR, Discrepancy
     from megatron_scalerl.fit.tiny_runs import TinyRun, tiny_runs
 
@@ -70,19 +73,27 @@ def errors(run: TinyRun, tie: tuple[float, float] | None) -> tuple[Array, Array]
         variance, training = np.append(variance, np.full(len(more), noise)), np.append(training, np.ones(len(more)))
         order = np.argsort(compute, kind="stable")
         compute, rate, variance, training = compute[order], rate[order], variance[order], training[order]
-    size = ValidationNoise(
-        completions=np.full(len(rate), float(PROMPTS)),
-        initial_completions=float(PROMPTS * run.generations[0]),
-        share=SHARE,
+    rate = np.clip(rate, 0.0, 1.0)
+    points = Curve(
+        name=run.name,
+        source=Path(run.name),
+        compute=compute,
+        pass_rate=rate,
+        initial=float(rates[0]),
+        prompts=PROMPTS,
+        generations=np.ones(len(rate)),
+        initial_generations=int(run.generations[0]),
+        within_variance=SHARE * rate * (1.0 - rate),
+        initial_within_variance=float(SHARE * rates[0] * (1.0 - rates[0])),
     )
-    seen = forecast.observe(compute, np.clip(rate, 0.0, 1.0), float(rates[0]), noise=size, prior=DEFAULT_PRIOR)
+    seen = observe(points, DEFAULT_PRIOR)
     seen = replace(seen, spread=variance / seen.noise_variance)
     walk = compute / compute.max() * training
     offset, drift = tie or (0.0, 0.0)
     tied = offset**2 * np.outer(training, training) + drift**2 * np.minimum.outer(walk, walk)
     plain = posterior.covariance
 
-    def covariance(observations: posterior.Observations, hypothesis: Discrepancy) -> Array:
+    def covariance(observations: Observations, hypothesis: Discrepancy) -> Array:
         return plain(observations, hypothesis) + tied / observations.noise_variance
 
     with (

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_scalerl.fit.inputs import Curve
+from megatron_scalerl.fit.curve import Curve
 
 START = ("policy.path", "policy.megatron_path", "prompts.path", "prompts.held_out_path", "prompts.tasks")
 """Settings that name the policy and the task that runs start with."""

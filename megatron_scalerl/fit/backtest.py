@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.forecast import fit_curve
 from megatron_scalerl.fit.formatting import short_number
-from megatron_scalerl.fit.inputs import Curve
 
 MARGIN = 0.02
 """Error, in pass rate, up to which a forecast counts as right."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from megatron_scalerl.fit.backtest import Backtest
     from megatron_scalerl.fit.compare import Comparison
-    from megatron_scalerl.fit.inputs import Curve
+    from megatron_scalerl.fit.curve import Curve
     from megatron_scalerl.fit.plot import Points
     from megatron_scalerl.fit.result import FitResult
     from megatron_scalerl.fit.tables import RunReport

@@ -17,8 +17,8 @@ import numpy as np
 
 from megatron_scalerl.fit.arms import Arm, arms_of, differences, shared_start
 from megatron_scalerl.fit.between_runs import Difference, Table, adjusted, spread
+from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.decide import Estimate
-from megatron_scalerl.fit.inputs import Curve
 from megatron_scalerl.fit.quantities import (
     ASYMPTOTE,
     EXPONENT,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_scalerl.fit import checks
-from megatron_scalerl.fit.inputs import Curve
-from megatron_scalerl.fit.noise import ValidationNoise, binomial, validation_noise
+from megatron_scalerl.fit.curve import Curve
+from megatron_scalerl.fit.noise import first_invalid
+from megatron_scalerl.fit.observations import Observations, covariance, initial_candidates, observe
 from megatron_scalerl.fit.paper import ASYMPTOTES, FIT_FROM, fit_paper
-from megatron_scalerl.fit.posterior import Observations, Posterior, covariance, sample
+from megatron_scalerl.fit.posterior import Posterior, sample
 from megatron_scalerl.fit.prior import DEFAULT_PRIOR, FLAT_PRIOR, Bounds, Prior
 from megatron_scalerl.fit.result import TAIL, FitResult
 from megatron_scalerl.fit.sigmoid import Array, sigmoid
@@ -66,27 +68,26 @@ def fit(
     prior:       of the robust method.
     Raises ValueError, one line, for input that cannot be fitted.
     """
-    c, y, (each, within, truncated) = _checked(compute, pass_rate, generations, within_variance, truncated_share)
-    initial, notes = _known_initial(c, y, initial)
-    _check_options(method, fixed_asymptote, initial)
-    kept, window_notes = _window(c, method, fit_from, fit_until)
-    c, y = c[kept], y[kept]
-    each, within, truncated = (None if values is None else values[kept] for values in (each, within, truncated))
-    if len(c) < 3:
-        raise ValueError(f"{name}: expected at least 3 points with compute > 0 in the window, found {len(c)}")
-    noise = validation_noise(
-        y,
+    columns = {"generations": generations, "within_variance": within_variance, "truncated_share": truncated_share}
+    c, y, checked = _checked(compute, pass_rate, columns)
+    if initial is None and np.any(c == 0):
+        initial = float(y[c == 0].mean())
+    curve = Curve(
+        name=name,
+        source=Path(name),
+        compute=c,
+        pass_rate=y,
         initial=initial,
         prompts=prompts,
-        generations=each,
+        generations=checked["generations"],
         initial_generations=initial_generations,
-        within_variance=within,
+        within_variance=checked["within_variance"],
         initial_within_variance=initial_within_variance,
-    )
-    prior, solve = (prior, _solve_robust) if method == "robust" else (FLAT_PRIOR, _solve_paper)
-    solution = solve(observe(c, y, initial, noise=noise, prior=prior), prior, fixed_asymptote, draws, seed)
-    notes += window_notes + solution.notes + checks.truncation_warnings(c, truncated)
-    return _result(c, y, solution, notes, name=name, method=method, unit=unit)
+        truncated_share=checked["truncated_share"],
+        unit=unit,
+    ).part(c > 0)
+    window = {"fit_from": fit_from, "fit_until": fit_until}
+    return _fit(curve, method, seed=seed, fixed_asymptote=fixed_asymptote, prior=prior, draws=draws, **window)
 
 
 def fit_curve(
@@ -101,30 +102,36 @@ def fit_curve(
     draws: int = 4000,
 ) -> FitResult:
     """Fit a run that was read from a file; the options are those of `fit`. Raises ValueError naming the file."""
+    window = {"fit_from": fit_from, "fit_until": fit_until}
     try:
-        result = fit(
-            curve.compute,
-            curve.pass_rate,
-            initial=curve.initial,
-            method=method,
-            prompts=curve.prompts,
-            generations=curve.generations,
-            initial_generations=curve.initial_generations,
-            within_variance=curve.within_variance,
-            initial_within_variance=curve.initial_within_variance,
-            seed=seed,
-            name=curve.name,
-            unit=curve.unit,
-            fit_from=fit_from,
-            fit_until=fit_until,
-            fixed_asymptote=fixed_asymptote,
-            truncated_share=curve.truncated_share,
-            prior=prior,
-            draws=draws,
-        )
+        result = _fit(curve, method, seed=seed, fixed_asymptote=fixed_asymptote, prior=prior, draws=draws, **window)
     except ValueError as error:
         raise ValueError(f"{curve.source}: {error}") from None
     return replace(result, warnings=(*curve.notes, *result.warnings))
+
+
+def _fit(
+    curve: Curve,
+    method: str,
+    *,
+    seed: int,
+    fit_from: float | None,
+    fit_until: float | None,
+    fixed_asymptote: float | None,
+    prior: Prior,
+    draws: int,
+) -> FitResult:
+    _check_options(method, fixed_asymptote, curve.initial)
+    kept, notes = _window(curve.compute, method, fit_from, fit_until)
+    curve = curve.part(kept)
+    if len(curve.compute) < 3:
+        found = len(curve.compute)
+        raise ValueError(f"{curve.name}: expected at least 3 points with compute > 0 in the window, found {found}")
+    prior, solve = (prior, _solve_robust) if method == "robust" else (FLAT_PRIOR, _solve_paper)
+    observations = observe(curve, prior, highest=fixed_asymptote)
+    solution = solve(observations, prior, fixed_asymptote, draws, seed)
+    notes = _initial_notes(curve) + notes + solution.notes
+    return _result(curve, solution, notes + checks.truncation_warnings(curve.compute, curve.truncated_share), method)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,14 +143,12 @@ class _Solution:
     """Warnings of the method."""
 
 
-def _result(
-    c: Array, y: Array, solution: _Solution, notes: list[str], *, name: str, method: str, unit: str
-) -> FitResult:
-    a, b, m, r0 = solution.parameters
+def _result(curve: Curve, solution: _Solution, notes: list[str], method: str) -> FitResult:
+    c, y, (a, b, m, r0) = curve.compute, curve.pass_rate, solution.parameters
     residual = y - sigmoid(c, asymptote=a, exponent=b, midpoint=m, initial=r0)
     notes = notes + checks.curve_warnings(c, y, exponent=b, midpoint=m, posterior=solution.posterior)
     return FitResult(
-        name=name,
+        name=curve.name,
         method=method,
         asymptote=a,
         exponent=b,
@@ -156,7 +161,7 @@ def _result(
         compute=c,
         pass_rate=y,
         posterior=solution.posterior,
-        unit=unit,
+        unit=curve.unit,
     )
 
 
@@ -182,6 +187,8 @@ def _solve_paper(obs: Observations, prior: Prior, fixed_asymptote: float | None,
 
 
 def _check_options(method: str, fixed_asymptote: float | None, initial: float | None) -> None:
+    if initial is not None and not 0.0 <= initial < 1.0:
+        raise ValueError(f"initial: expected R_0 in [0, 1), found {initial!r}")
     if method not in METHODS:
         raise ValueError(f"method: expected one of {', '.join(METHODS)}, found {method!r}")
     if fixed_asymptote is not None and not (initial or 0.0) < fixed_asymptote <= 1.0:
@@ -189,48 +196,38 @@ def _check_options(method: str, fixed_asymptote: float | None, initial: float | 
 
 
 def _checked(
-    compute: ArrayLike, pass_rate: ArrayLike, *others: ArrayLike | None
-) -> tuple[Array, Array, list[Array | None]]:
-    """The points as arrays, sorted by compute; others: one value a point, one for all, or None.
+    compute: ArrayLike, pass_rate: ArrayLike, columns: dict[str, ArrayLike | None]
+) -> tuple[Array, Array, dict[str, Array | None]]:
+    """The points as arrays, sorted by compute; columns: one value a point, one for all, or None.
 
     Raises ValueError for shapes and values out of range.
     """
     c, y = np.asarray(compute, dtype=float), np.asarray(pass_rate, dtype=float)
     if c.ndim != 1 or c.shape != y.shape:
         raise ValueError(f"expected compute and pass_rate of one length, found shapes {c.shape} and {y.shape}")
-    if not (np.all(np.isfinite(c)) and np.all(c >= 0)):
-        raise ValueError("compute: expected finite values >= 0, found " + _first(c, np.isfinite(c) & (c >= 0)))
+    valid = np.isfinite(c) & (c >= 0)
+    if not np.all(valid):
+        raise ValueError("compute: expected finite values >= 0, found " + first_invalid(c, valid))
     inside = np.isfinite(y) & (y >= 0) & (y <= 1)
     if not np.all(inside):
-        raise ValueError("pass_rate: expected values in [0, 1], found " + _first(y, inside))
-    order = np.argsort(c, kind="stable")
-    each = [None if o is None else np.broadcast_to(np.asarray(o, dtype=float), c.shape)[order] for o in others]
-    return c[order], y[order], each
+        raise ValueError("pass_rate: expected values in [0, 1], found " + first_invalid(y, inside))
+    order, found = np.argsort(c, kind="stable"), {}
+    for name, column in columns.items():
+        values = None if column is None else np.asarray(column, dtype=float)
+        if values is not None and values.shape not in ((), c.shape):
+            raise ValueError(f"{name}: expected one value or {len(c)}, one a point, found shape {values.shape}")
+        found[name] = None if values is None else np.broadcast_to(values, c.shape)[order]
+    return c[order], y[order], found
 
 
-def _first(values: Array, valid: NDArray[np.bool_]) -> str:
-    index = int(np.flatnonzero(~valid)[0])
-    return f"{values[index]!r} at point {index + 1}"
-
-
-def _known_initial(c: Array, y: Array, initial: float | None) -> tuple[float | None, list[str]]:
-    if initial is not None:
-        if not 0.0 <= initial < 1.0:
-            raise ValueError(f"initial: expected R_0 in [0, 1), found {initial!r}")
-        return float(initial), []
-    if np.any(c == 0):
-        return float(y[c == 0].mean()), []
-    candidates = _initial_candidates(y)
-    return None, [
+def _initial_notes(curve: Curve) -> list[str]:
+    if curve.initial is not None:
+        return []
+    candidates = initial_candidates(curve.pass_rate)
+    return [
         "R_0 is missing: no pass rate at compute 0 was given; assumed between "
         f"{candidates[0]:.3f} and {candidates[-1]:.3f}, at or below the first point"
     ]
-
-
-def _initial_candidates(y: Array) -> list[float]:
-    """Candidates for an unknown R_0: from the first point down by half of the rise seen so far."""
-    first, rise = min(float(y[0]), 0.999), max(float(y.max() - y[0]), 0.02)
-    return sorted({max(first - share * rise, 0.0) for share in (0.0, 0.125, 0.25, 0.375, 0.5)})
 
 
 def _window(c: Array, method: str, low: float | None, high: float | None) -> tuple[NDArray[np.bool_], list[str]]:
@@ -246,62 +243,6 @@ def _window(c: Array, method: str, low: float | None, high: float | None) -> tup
     if low is not None:
         kept &= c >= low
     return kept, notes
-
-
-def observe(
-    c: Array, y: Array, initial: float | None, *, noise: ValidationNoise | None, prior: Prior
-) -> Observations:
-    """The observation model of points under `prior`: noise level, and the values of R_0 to average over.
-
-    c, y:    [n] compute > 0, ascending, and pass rate.
-    initial: R_0, None if unknown.
-    noise:   what is known of the points' noise; None: nothing.
-    """
-    completions = np.ones(len(y)) if noise is None else noise.completions
-    spread = binomial(y) / completions
-    share = prior.noise_share if noise is None or noise.share is None else noise.share
-    if noise is not None:
-        variance, shape = share * float(spread.mean()), prior.noise_shape
-    else:
-        variance, shape = prior.unknown_noise**2, prior.unknown_noise_shape
-    initials: tuple[float, ...]
-    weights: tuple[float, ...]
-    if initial is None:
-        initials = tuple(_initial_candidates(y))
-        weights = tuple(1.0 / len(initials) for _ in initials)
-    elif noise is not None and prior is not FLAT_PRIOR:
-        error = float(np.sqrt(3.0 * share * initial * (1.0 - initial) / noise.initial_completions))
-        initials = (initial, max(initial - error, 0.0), min(initial + error, 0.999))
-        weights = (2.0 / 3.0, 1.0 / 6.0, 1.0 / 6.0)  # Gauss-Hermite: R_0 was measured with noise, too
-    else:
-        initials, weights = (initial,), (1.0,)
-    return Observations(
-        log_compute=np.log(c) - np.log(c.max()),
-        pass_rate=y,
-        spread=spread / spread.mean(),
-        spread_unit=float(spread.mean()),
-        completions=float(np.median(completions)),
-        scale=float(c.max()),
-        initials=initials,
-        initial_weights=weights,
-        noise_variance=variance,
-        noise_shape=shape,
-        discrepancy_unit=float(binomial(y).mean()) / variance,
-    )
-
-
-def observe_curve(curve: Curve, prior: Prior) -> Observations:
-    """`observe` for all points of a run whose R_0 is known."""
-    noise = validation_noise(
-        curve.pass_rate,
-        initial=curve.initial,
-        prompts=curve.prompts,
-        generations=curve.generations,
-        initial_generations=curve.initial_generations,
-        within_variance=curve.within_variance,
-        initial_within_variance=curve.initial_within_variance,
-    )
-    return observe(curve.compute, curve.pass_rate, curve.initial, noise=noise, prior=prior)
 
 
 def robust_posterior(
@@ -343,6 +284,7 @@ def _isolation(obs: Observations) -> Array:
     spread = obs.spread[1:-1] + (1.0 - share) ** 2 * obs.spread[:-2] + share**2 * obs.spread[2:]
     alone = error > np.abs(y[2:] - y[:-2])
     distance = error / np.sqrt(obs.noise_variance * spread)
+    distance /= max(1.4826 * float(np.median(distance)), 1.0)  # the run is noisier than its size says
     out[1:-1] = np.where(alone & (distance > ISOLATED), distance, 0.0)
     return out
 
@@ -353,9 +295,8 @@ def _central(posterior: Posterior) -> tuple[float, float, float, float]:
     near = np.argsort(np.abs(posterior.asymptote - a), kind="stable")[: max(len(posterior.asymptote) // 10, 1)]
     b = float(np.exp(np.mean(np.log(posterior.exponent[near]))))
     m = float(np.exp(np.mean(np.log(posterior.midpoint[near]))))
-    initials = posterior.observations.initials
-    given = len(initials) in (1, 3)  # else R_0 is unknown: see `observe`
-    return a, b, m, float(initials[0] if given else np.median(posterior.initial))
+    obs = posterior.observations
+    return a, b, m, float(obs.initials[0] if obs.initial_given else np.median(posterior.initial))
 
 
 def _intervals(posterior: Posterior, a: float, b: float, m: float) -> dict[str, tuple[float, float]]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from megatron_scalerl.fit.curve import Curve
+from megatron_scalerl.fit.noise import HIGHEST_VARIANCE
 from megatron_scalerl.fit.sigmoid import Array
 from megatron_scalerl.fit.table_file import TableFile, read_table
 
@@ -31,65 +32,6 @@ STEP_COLUMNS = ("step", "_step", "global_step", "steps", "trainer/global_step")
 """Names of a step column."""
 SCORE_COLUMNS = ("pass_rate", "score", "mean@16", "validation/pass_rate", "val/pass_rate", "reward", "value")
 """Names of a score column."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Curve:
-    """The validation points of one run, checked, sorted by compute."""
-
-    name: str
-    """The run: the folder's or file's name, or the value of --series."""
-    source: Path
-    """The input."""
-    compute: Array = field(repr=False)
-    """[n] > 0, ascending."""
-    pass_rate: Array = field(repr=False)
-    """[n] in [0, 1]."""
-    initial: float | None
-    """R_0 from a point at step 0 or compute 0; None if there is none."""
-    prompts: int | None
-    """Prompts of the validation set; None if not recorded."""
-    generations: Array | None = field(repr=False)
-    """[n] generations per prompt; None if not recorded."""
-    initial_generations: int | None = None
-    """Those of R_0; None if not recorded."""
-    within_variance: Array | None = field(repr=False, default=None)
-    """[n] mean over prompts of one completion's variance, NaN where it was not measured; None if it never was."""
-    initial_within_variance: float | None = None
-    """That of R_0."""
-    truncated_share: Array | None = field(repr=False, default=None)
-    """[n] share of truncated completions; None if not recorded."""
-    unit: str = "gpu_hours"
-    """Unit of compute, as the ledger names it."""
-    notes: tuple[str, ...] = ()
-    """Corrections made while reading, one sentence each."""
-    recipe: Mapping[str, Any] | None = field(repr=False, default=None)
-    """Key path -> value in the run folder's recipe.yaml; None without one."""
-    seed: int | None = None
-    """Of the run: in its recipe, or in the column seed of a table."""
-    arm: str | None = None
-    """Name that runs with several seeds share: what a table's --series says apart from the seed, in a study the
-    recipe's name; None elsewhere."""
-
-    @property
-    def completions(self) -> Array | None:
-        """[n] prompts x generations of each point; None if unknown."""
-        return None if self.prompts is None or self.generations is None else self.prompts * self.generations
-
-    def part(self, kept: NDArray[Any]) -> "Curve":
-        """The run with the points `kept` alone: [n] of booleans, or indices."""
-
-        def of(column: Array | None) -> Array | None:
-            return None if column is None else column[kept]
-
-        return replace(
-            self,
-            compute=self.compute[kept],
-            pass_rate=self.pass_rate[kept],
-            generations=of(self.generations),
-            within_variance=of(self.within_variance),
-            truncated_share=of(self.truncated_share),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,11 +215,11 @@ def _curve(table: TableFile, options: ColumnOptions, name: str) -> Curve:
         compute=np.array([p.compute for p in points]),
         pass_rate=np.array([p.pass_rate for p in points]),
         initial=float(np.mean([p.pass_rate for p in starts])) if starts else None,
-        prompts=_size(points, f"prompts/{options.task}" if options.task else "prompts"),
-        generations=_column_values(table, points, "generations"),
-        initial_generations=_size(starts, "generations"),
-        within_variance=None if options.task else _column_values(table, points, "within_variance", missing=math.nan),
-        initial_within_variance=None if options.task else _first_value(table, starts, "within_variance"),
+        prompts=_prompts(table, points, f"prompts/{options.task}" if options.task else "prompts"),
+        generations=_sizes(table, points, "generations"),
+        initial_generations=None if (first := _sizes(table, starts[:1], "generations")) is None else int(first[0]),
+        within_variance=None if options.task else _variances(table, points),
+        initial_within_variance=None if options.task else _variance(table, starts),
         truncated_share=_column_values(table, points, "truncated_share"),
         unit=unit,
         notes=tuple(notes),
@@ -320,8 +262,9 @@ def _compute_column(table: TableFile, options: ColumnOptions) -> tuple[str, floa
         column = "Step" if "Step" in table.columns else table.columns[0]
     else:
         column = _column(table, options.compute, COMPUTE_COLUMNS + STEP_COLUMNS, "a compute", "--compute")
-    if column == "compute" and table.rows and isinstance(unit := table.rows[-1][1].get("unit"), str):
-        return column, 1.0, unit
+    if column == "compute" and (units := [(n, row["unit"]) for n, row in table.rows if not _blank(row.get("unit"))]):
+        _same(table, "unit", units)
+        return column, 1.0, str(units[0][1])
     if column.lower() not in STEP_COLUMNS:
         return column, 1.0, column if column.lower() in COMPUTE_COLUMNS else "gpu_hours"
     if options.hours_per_step is None:
@@ -366,9 +309,48 @@ def _without_duplicates(points: list[_Point]) -> tuple[list[_Point], list[str]]:
     return kept, notes
 
 
-def _size(points: list[_Point], key: str) -> int | None:
-    values = [int(p.row[key]) for p in points if str(p.row.get(key, "")).strip().isdigit()]
-    return int(np.median(values)) if values and len(values) == len(points) else None
+def _sizes(table: TableFile, points: list[_Point], key: str) -> Array | None:
+    """[n] whole numbers >= 1 of a column; None where one is missing."""
+    found = _column_values(table, points, key)
+    for point, value in zip(points, () if found is None else found):
+        if value < 1 or value % 1 != 0:
+            raise ValueError(
+                f"{table.path}: row {point.number}: {key}: expected a whole number >= 1, found {value:g}"
+            )
+    return found
+
+
+def _prompts(table: TableFile, points: list[_Point], key: str) -> int | None:
+    """How many there are: one number, as pass rates over different prompts are different curves."""
+    found = _sizes(table, points, key)
+    if found is None:
+        return None
+    _same(table, key, [(point.number, f"{value:.0f}") for point, value in zip(points, found)])
+    return int(found[0])
+
+
+def _same(table: TableFile, key: str, values: Sequence[tuple[int, object]]) -> None:
+    """Raise ValueError at the first of the (row, value) whose value is not that of the first one."""
+    first, expected = values[0]
+    for number, value in values:
+        if value != expected:
+            what = f"{key}: expected {expected} as in row {first}, found {value}"
+            raise ValueError(f"{table.path}: row {number}: {what}")
+
+
+def _variances(table: TableFile, points: list[_Point]) -> Array | None:
+    """[n] within_variance, NaN where it was not measured; None if it never was."""
+    found = _column_values(table, points, "within_variance", missing=math.nan)
+    for point, value in zip(points, () if found is None else found):
+        if not (0.0 <= value <= HIGHEST_VARIANCE or math.isnan(value)):
+            where = f"{table.path}: row {point.number}: within_variance"
+            raise ValueError(f"{where}: expected a variance in [0, {HIGHEST_VARIANCE:g}], found {value:g}")
+    return found
+
+
+def _variance(table: TableFile, points: list[_Point]) -> float | None:
+    found = _variances(table, points[:1])
+    return None if found is None else float(found[0])
 
 
 def _column_values(table: TableFile, points: list[_Point], key: str, *, missing: float | None = None) -> Array | None:
@@ -378,8 +360,3 @@ def _column_values(table: TableFile, points: list[_Point], key: str, *, missing:
         return None
     numbers = (missing if empty else _number(table, p.number, key, p.row) for p, empty in zip(points, blank))
     return np.array(list(numbers), dtype=float)
-
-
-def _first_value(table: TableFile, points: list[_Point], key: str) -> float | None:
-    found = _column_values(table, points[:1], key)
-    return None if found is None else float(found[0])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from megatron_scalerl.fit.sigmoid import Array
 
@@ -18,6 +18,12 @@ SHARES = (0.2, 1.0)
 """Lowest and highest share of p (1 - p) that is believed to be noise."""
 LEAST_BINOMIAL = 0.01
 """p (1 - p) is not taken to be below this: all of a few completions can be right by chance."""
+HIGHEST_VARIANCE = 0.5
+"""Of one completion, estimated from two: one is right, the other one wrong."""
+MOST_COMPLETIONS = 1e9
+"""Of a validation: with more, its noise would vanish in rounding errors."""
+MOST_POINTS = 128
+"""A run with more points is fitted to means of neighbors: a fit takes memory ~ n^2 and time ~ n^3."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +36,6 @@ class ValidationNoise:
     """Of R_0."""
     share: float | None
     """Of p (1 - p), measured on this run; None: not measured."""
-
-    def kept(self, which: Array) -> ValidationNoise:
-        """Of the points `which` [n] alone; the share stays."""
-        return ValidationNoise(
-            completions=self.completions[which], initial_completions=self.initial_completions, share=self.share
-        )
 
 
 def binomial(pass_rate: ArrayLike) -> Array:
@@ -59,12 +59,13 @@ def validation_noise(
     generations:     one number, or [n].
     initial_generations: of R_0; default: the median of `generations`.
     within_variance: [n], NaN where it was not measured; initial_within_variance: at R_0.
-    Raises ValueError for a size below 1.
+    Raises ValueError for a size outside of [1, `MOST_COMPLETIONS`], or a variance that none can be.
     """
     sizes = {"prompts": prompts, "generations": generations, "initial_generations": initial_generations}
     for key, number in sizes.items():
-        if number is not None and not np.all(np.asarray(number, dtype=float) >= 1):
-            raise ValueError(f"{key}: expected a whole number >= 1, found {number!r}")
+        _check(key, number, 1.0, MOST_COMPLETIONS)
+    for key, variance in (("within_variance", within_variance), ("initial_within_variance", initial_within_variance)):
+        _check(key, variance, 0.0, HIGHEST_VARIANCE, missing=True)
     if prompts is None or generations is None:
         return None
     each = np.broadcast_to(np.asarray(generations, dtype=float), pass_rate.shape)
@@ -79,3 +80,34 @@ def validation_noise(
         measured, full = values[known] @ counts[known], (rates[known] * (1.0 - rates[known])) @ counts[known]
         share = float(np.clip(measured / max(full, 1e-9), *SHARES))
     return ValidationNoise(completions=prompts * each, initial_completions=prompts * first, share=share)
+
+
+def _check(key: str, given: ArrayLike | None, low: float, high: float, *, missing: bool = False) -> None:
+    values = np.atleast_1d(np.asarray([] if given is None else given, dtype=float))
+    valid = (values >= low) & (values <= high) | (missing & np.isnan(values))
+    if not np.all(valid):
+        raise ValueError(f"{key}: expected values in [{low:g}, {high:g}], found {first_invalid(values, valid)}")
+
+
+def first_invalid(values: Array, valid: NDArray[np.bool_]) -> str:
+    """The first value that is not valid, and its number. values, valid: [n]."""
+    index = int(np.flatnonzero(~valid)[0])
+    return f"{float(values[index])!r}" + (f" at point {index + 1}" if len(values) > 1 else "")
+
+
+def pooled(c: Array, y: Array, weights: Array) -> tuple[Array, Array, Array]:
+    """At most `MOST_POINTS` points: means of neighbors, weighted by their completions; fewer points as they are.
+
+    c, y, weights: [n] compute > 0, ascending, pass rate, completions. Neighbors are pooled over at most 1/64 of the
+    points and 1/64 of the range of log compute, so that neither the early rise nor the end is blurred.
+    Returns the geometric mean of c, the mean of y and the sum of weights, each [<= MOST_POINTS].
+    """
+    if len(c) <= MOST_POINTS:
+        return c, y, weights
+    log_c = np.log(c)
+    ranks, levels = np.arange(len(c)) / len(c), (log_c - log_c[0]) / max(log_c[-1] - log_c[0], 1e-12)
+    bins = np.minimum(MOST_POINTS * (ranks + levels) / 2.0, MOST_POINTS - 1).astype(int)
+    starts = np.flatnonzero(np.diff(bins, prepend=-1))
+    total = np.add.reduceat(weights, starts)
+    means = [np.add.reduceat(weights * values, starts) / total for values in (log_c, y)]
+    return np.exp(means[0]), means[1], total

@@ -16,8 +16,6 @@ from megatron_scalerl.fit.inputs import curve_of_rows, with_compute
 
 DRAWS = 1000
 """Draws of each fit."""
-MOST_POINTS = 100
-"""Of more rows only every second, third, ... is fitted: the time of a fit grows with the square of its points."""
 Rows = Sequence[Mapping[str, Any]]
 """Rows of validation.jsonl, that of step 0 first."""
 
@@ -54,10 +52,11 @@ def outlook(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> Outlook | Non
     start, used = latest.get(0), [r for s, r in latest.items() if s >= max(fit_from_steps, 1) and r["compute"] > 0]
     if start is None or len(used) < MIN_POINTS or used[-1]["step"] >= steps or start["pass_rate"] >= 1.0:
         return None
-    last, every = used[-1], -(-len(used) // MOST_POINTS)
-    used = used[::-1][::every][::-1]
+    last, curve = used[-1], curve_of_rows([start, *used], name="run")
+    if len(curve.compute) < MIN_POINTS:
+        return None
     end = last["compute"] * steps / last["step"]
-    result = fit_curve(curve_of_rows([start, *used], name="run"), draws=DRAWS)
+    result = fit_curve(curve, draws=DRAWS)
     [forecast] = result.predict([end])
     return Outlook(
         step=last["step"],

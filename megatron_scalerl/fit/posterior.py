@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_scalerl.fit.noise import binomial
+from megatron_scalerl.fit.observations import Observations, correlation, covariance
 from megatron_scalerl.fit.prior import DEFAULT_BOUNDS, Bounds, Discrepancy, Prior
 from megatron_scalerl.fit.sigmoid import PARAMETERS, Array
 
@@ -29,43 +30,6 @@ REACH = 5.0
 """Half of the range of A's nodes, in conditional standard deviations of A."""
 NEGLIGIBLE = 1e-5
 """Share of the marginal mass below which a node is left out of the next grid."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Observations:
-    """The points of one fit. Compute is relative to `scale`, so the posterior does not depend on its unit."""
-
-    log_compute: Array
-    """[n] log(C / scale), ascending, at most 0."""
-    pass_rate: Array
-    """[n] in [0, 1]."""
-    spread: Array
-    """[n] variance of each point as a multiple of the common noise variance; larger for outliers."""
-    spread_unit: float
-    """p (1 - p) / completions of a point whose `spread` is 1."""
-    completions: float
-    """Completions of a usual point: their median, 1 if unknown."""
-    scale: float
-    """Largest fitted compute, in the user's unit."""
-    initials: tuple[float, ...]
-    """Values of R_0 to average over: one if it is exact, three if it was measured, more if it is unknown."""
-    initial_weights: tuple[float, ...]
-    """Prior weight of each."""
-    noise_variance: float
-    """Center of the prior of the noise variance, in pass rate squared."""
-    noise_shape: float
-    """Shape of that inverse-gamma prior."""
-    discrepancy_unit: float
-    """Mean p (1 - p) of the points over `noise_variance`: converts a discrepancy's deviation to noise variances."""
-
-    @property
-    def compute(self) -> Array:
-        """[n] in the user's unit."""
-        return np.exp(self.log_compute) * self.scale
-
-    def ratio(self, hypothesis: Discrepancy) -> float:
-        """Variance of the discrepancy as a multiple of the variance of one measurement."""
-        return hypothesis.deviation**2 * self.discrepancy_unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +104,7 @@ class Posterior:
         completions: [m], see `measured`.
         """
         obs = self.observations
-        each = obs.completions if completions is None else np.asarray(completions, dtype=float)
+        each = (obs.completions or 1.0) if completions is None else completions
         return self.noise_variance[:, None] * binomial(pass_rate) / each / obs.spread_unit
 
     def weights(self) -> Array:
@@ -149,17 +113,6 @@ class Posterior:
 
     def _log(self, compute: Array) -> Array:
         return np.log(np.asarray(compute, dtype=float)) - np.log(self.observations.scale)
-
-
-def correlation(left: Array, right: Array, hypothesis: Discrepancy) -> Array:
-    """[len(left), len(right)] correlation of the discrepancy at two log computes: exponential kernel."""
-    return np.exp(-np.abs(left[:, None] - right[None, :]) / hypothesis.length)
-
-
-def covariance(observations: Observations, hypothesis: Discrepancy) -> Array:
-    """[n, n] covariance of the measured points around the sigmoid, in units of the noise variance."""
-    x = observations.log_compute
-    return np.diag(observations.spread) + observations.ratio(hypothesis) * correlation(x, x, hypothesis)
 
 
 def sample(
@@ -320,7 +273,9 @@ def _grid(obs: Observations, prior: Prior, bounds: Bounds, fixed_asymptote: floa
             gain, step[r, h] = _gain_nodes(best, width, initial, bounds, fixed_asymptote)
             misfit = rise @ rise - 2.0 * cross[..., None] * gain + square[..., None] * gain**2
             likelihood = volume - shape * np.log(center + np.maximum(misfit, 0.0) / 2)
-            weight = np.log(hypothesis.weight * obs.initial_weights[r]) + np.log(step[r, h])[..., None]
+            # the prior is a density of the gain's share of the room, the nodes of A are at distances in pass rate
+            room = hypothesis.weight * obs.initial_weights[r] / (1.0 - initial)
+            weight = np.log(room) + np.log(step[r, h])[..., None]
             log_mass[r, h] = likelihood + weight + _log_prior_density(log_cells, gain / (1.0 - initial), prior)
             offset[r, h] = (gain - best[..., None]) / width[..., None]
             step[r, h] /= width

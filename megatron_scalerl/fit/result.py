@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron_scalerl.fit.noise import first_invalid
 from megatron_scalerl.fit.posterior import Posterior
 from megatron_scalerl.fit.sigmoid import PARAMETERS, Array, sigmoid
 
@@ -81,14 +82,15 @@ class FitResult:
         """Forecast of a measured pass rate at each compute [n], with its 90 % interval.
 
         completions: [n] prompts x generations of each measurement; default: as usual among the fitted points.
-        Raises ValueError for compute <= 0.
+        Raises ValueError for compute <= 0, for other than n completions >= 1, and for completions where the size of
+        the fitted points is unknown.
         """
         at = np.asarray(compute, dtype=float).reshape(-1)
         if at.size == 0:
             return []
         if not np.all(np.isfinite(at)) or np.any(at <= 0):
             raise ValueError(f"predict: expected compute > 0, found {at.tolist()}")
-        sizes = None if completions is None else np.asarray(completions, dtype=float)
+        sizes = None if completions is None else self._sizes(completions, len(at))
         center, draws = self.posterior.measured(at, sizes)
         if self.method == "paper":
             center = self.curve(at)
@@ -99,6 +101,17 @@ class FitResult:
             for c, p, low, high in zip(at, center, lo, hi)
         ]
 
+    def _sizes(self, completions: Sequence[float] | Array, n: int) -> Array:
+        sizes = np.asarray(completions, dtype=float)
+        if self.posterior.observations.completions is None:
+            raise ValueError("predict: completions: expected a fit with prompts and generations, found one without")
+        if sizes.shape != (n,):
+            raise ValueError(f"predict: completions: expected {n}, one for each compute, found shape {sizes.shape}")
+        valid = np.isfinite(sizes) & (sizes >= 1)
+        if not np.all(valid):
+            raise ValueError(f"predict: completions: expected numbers >= 1, found {first_invalid(sizes, valid)}")
+        return sizes
+
     def evaluate(
         self,
         compute: Sequence[float] | Array,
@@ -108,10 +121,17 @@ class FitResult:
     ) -> ForecastEvaluation:
         """Compare the forecast with measured points [n]; completions: see `predict`.
 
-        Raises ValueError for compute <= 0.
+        Raises ValueError as `predict`, and for other than n pass rates in [0, 1].
         """
-        measured = np.asarray(pass_rate, dtype=float)
+        measured = np.asarray(pass_rate, dtype=float).reshape(-1)
         predictions = tuple(self.predict(compute, completions=completions))
+        valid = (measured >= 0) & (measured <= 1)
+        if not np.all(valid):
+            raise ValueError(
+                f"evaluate: pass_rate: expected values in [0, 1], found {first_invalid(measured, valid)}"
+            )
+        if len(measured) != len(predictions):
+            raise ValueError(f"evaluate: pass_rate: expected {len(predictions)} values, found {len(measured)}")
         return ForecastEvaluation(fit=self, predictions=predictions, measured=measured)
 
 

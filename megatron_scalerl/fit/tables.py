@@ -12,10 +12,10 @@ from rich.text import Text
 
 from megatron_scalerl.fit.backtest import Backtest
 from megatron_scalerl.fit.compare import Comparison
+from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.decide import Decision, Estimate
 from megatron_scalerl.fit.formatting import short_number, unit_name
 from megatron_scalerl.fit.forms import FormScore
-from megatron_scalerl.fit.inputs import Curve
 from megatron_scalerl.fit.outlook import Outlook
 from megatron_scalerl.fit.result import FitResult, ForecastEvaluation, Prediction
 

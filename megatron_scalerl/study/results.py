@@ -13,9 +13,10 @@ from types import MappingProxyType
 
 from megatron_scalerl.checkpoints.atomic_io import sync, write_durably
 from megatron_scalerl.fit.compare import Comparison, compare_runs
+from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.forecast import fit_curve
 from megatron_scalerl.fit.html import comparison_page
-from megatron_scalerl.fit.inputs import ColumnOptions, Curve, read_curves
+from megatron_scalerl.fit.inputs import ColumnOptions, read_curves
 from megatron_scalerl.fit.json_output import comparison_json
 from megatron_scalerl.fit.plot_comparison import plot_comparison, plot_curves
 from megatron_scalerl.fit.result import FitResult

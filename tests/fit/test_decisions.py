@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from megatron_scalerl.fit.backtest import BacktestPoint, _settled_from, backtest
+from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.decide import decide
 from megatron_scalerl.fit.forecast import fit
-from megatron_scalerl.fit.inputs import Curve
 from megatron_scalerl.fit.published import published_run
 from megatron_scalerl.fit.sigmoid import sigmoid
 

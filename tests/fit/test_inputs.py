@@ -151,6 +151,18 @@ def test_duplicates_are_noted(tmp_path):
         ("gpu_hours,pass_rate\n1,0.4\n2\n", "row 3: expected 2 cells as in the header, found 1"),
         ("x,pass_rate\n1,0.4\n", "row 1: expected a compute column .*--compute.*, found x, pass_rate"),
         ("gpu_hours,y\n1,0.4\n", "row 1: expected a score column .*--score.*, found gpu_hours, y"),
+        (
+            "compute,pass_rate,unit\n1,0.4,tflops\n2,0.5,hours\n",
+            "row 3: unit: expected tflops as in row 2, found hours",
+        ),
+        ("compute,pass_rate,prompts\n1,0.4,200\n2,0.5,20\n", "row 3: prompts: expected 200 as in row 2, found 20"),
+        ("compute,pass_rate,prompts\n1,0.4,two\n", "row 2: prompts: expected a finite number, found 'two'"),
+        ("compute,pass_rate,prompts\n1,0.4,-200\n", "row 2: prompts: expected a whole number >= 1, found -200"),
+        ("compute,pass_rate,generations\n1,0.4,1.5\n", "row 2: generations: expected a whole number >= 1, found 1.5"),
+        (
+            "compute,pass_rate,within_variance\n1,0.4,9\n",
+            r"within_variance: expected a variance in \[0, 0.5\], found 9",
+        ),
     ],
 )
 def test_bad_tables_are_refused_in_one_line(tmp_path, text, message):
@@ -172,6 +184,12 @@ def test_bad_tables_are_refused_in_one_line(tmp_path, text, message):
 def test_bad_json_is_refused_in_one_line(tmp_path, name, text, message):
     with pytest.raises(ValueError, match=message):
         read_curves(write(tmp_path, text, name))
+
+
+def test_sizes_of_an_export_with_decimal_points(tmp_path):
+    path = write(tmp_path, "compute,pass_rate,prompts,generations,step\n0,0.3,200.0,5.0,0\n1,0.4,200.0,4.0,1\n")
+    (curve,) = read_curves(path.rename(tmp_path / "a.csv"))
+    assert (curve.prompts, curve.initial_generations, curve.completions.tolist()) == (200, 5, [800.0])
 
 
 def test_missing_inputs(tmp_path):

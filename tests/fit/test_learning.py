@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron_scalerl.fit.forecast import fit, observe
-from megatron_scalerl.fit.noise import validation_noise
+from megatron_scalerl.fit.curve import Curve
+from megatron_scalerl.fit.forecast import fit
+from megatron_scalerl.fit.observations import observe
 from megatron_scalerl.fit.posterior import hypothesis_evidence, log_prior
 from megatron_scalerl.fit.prior import DEFAULT_PRIOR, Discrepancy
 from megatron_scalerl.fit.published import published_series
@@ -72,16 +74,23 @@ def test_parts_of_a_run():
     [authors], [half] = tasks([run], "authors"), tasks([run], "half")
     assert run.world == PUBLISHED and np.array_equal(authors.fitted, own) and np.array_equal(authors.unseen, ~own)
     assert np.array_equal(half.fitted, own & (c <= c[own].max() / 2)) and not (half.unseen & ~own).any()
-    short = KnownRun(world=TINY, run="x", curve=run.curve.part(np.arange(4)), own=np.ones(4, dtype=bool), halved=c[1])
+    short = KnownRun(
+        world=TINY, run="x", setting="", curve=run.curve.part(np.arange(4)), own=np.ones(4, dtype=bool), halved=c[1]
+    )
     assert tasks([short], "half") == []
+
+
+def curve_of(compute, pass_rate, *, prompts, initial=0.4):
+    generations = np.full(len(compute), 16.0)
+    points = {"compute": compute, "pass_rate": pass_rate, "prompts": prompts, "generations": generations}
+    return Curve(name="run", source=Path("run"), initial=initial, **points)
 
 
 def test_discrepancy_is_a_property_of_the_run_not_of_the_validation_set():
     compute, level = np.linspace(0.1, 1.0, 10), np.full(10, 0.5)
     discrepancy = Discrepancy(deviation=0.02, length=1.0, weight=1.0)
     for size, expected in ((1000, 0.02**2 / (0.5 / 16000)), (50, 0.02**2 / (0.5 / 800))):
-        noise = validation_noise(level, initial=0.4, prompts=size, generations=16)
-        obs = observe(compute, level, 0.4, noise=noise, prior=DEFAULT_PRIOR)
+        obs = observe(curve_of(compute, level, prompts=size), DEFAULT_PRIOR)
         assert obs.ratio(discrepancy) == pytest.approx(expected)
 
 
@@ -94,8 +103,7 @@ def test_evidence_distinguishes_a_run_with_discrepancy_from_one_without():
     prior = replace(DEFAULT_PRIOR, discrepancies=hypotheses)
     gains = []
     for measured in (straight, waving):
-        noise = validation_noise(measured, initial=0.4, prompts=1000, generations=16)
-        obs = observe(compute, measured, 0.4, noise=noise, prior=prior)
+        obs = observe(curve_of(compute, measured, prompts=1000), prior)
         none, some = hypothesis_evidence(obs, prior=prior)
         gains.append(some - none)
     assert gains[0] < -3.0 and gains[1] > 10.0
@@ -130,11 +138,22 @@ def test_em_finds_the_distribution_of_runs_whose_own_fits_are_vague():
                 log_reference=flat,
             )
         )
-    kind = learning._kind(learning.CEILING, shapes)
+    kind = learning._kind(learning.CEILING, shapes, np.full(40, 0.025))
     assert kind.log_exponent_mean == pytest.approx(0.9, abs=0.15)
     assert kind.log_exponent_sd == pytest.approx(0.3, abs=0.12)
     assert (kind.log_midpoint_mean, kind.log_midpoint_sd) == (pytest.approx(-1.0), 0.5)
     assert kind.gain_alpha / (kind.gain_alpha + kind.gain_beta) == pytest.approx(0.3)
+
+
+def test_centers_of_a_kind_follow_the_weights_of_its_runs():
+    flat = np.zeros(50)
+    low, high = (
+        learning.Shape(gain=flat + g, rise=flat, log_exponent=flat + g, log_midpoint=flat - g, log_reference=flat)
+        for g in (0.2, 0.4)
+    )
+    kind = learning._kind(learning.CEILING, [low, high], np.array([0.3, 0.1]))
+    assert (kind.log_exponent_mean, kind.log_midpoint_mean) == (pytest.approx(0.25), pytest.approx(-0.25))
+    assert kind.gain_alpha / (kind.gain_alpha + kind.gain_beta) == pytest.approx(0.25)
 
 
 def test_a_curve_of_one_world_is_read_as_the_other():

@@ -5,7 +5,7 @@ import pytest
 
 from megatron_scalerl.fit.forecast import fit, fit_curve
 from megatron_scalerl.fit.inputs import curve_of_rows, read_curves
-from megatron_scalerl.fit.noise import validation_noise
+from megatron_scalerl.fit.noise import MOST_POINTS, pooled, validation_noise
 from megatron_scalerl.fit.sigmoid import sigmoid
 
 COMPUTE = np.linspace(0.1, 1.0, 10)
@@ -36,7 +36,7 @@ def test_share_is_not_known_without_measured_variances():
 @pytest.mark.parametrize(
     ("sizes", "named"),
     [
-        ({"prompts": 0, "generations": 4}, "prompts: expected a whole number >= 1, found 0"),
+        ({"prompts": 0, "generations": 4}, r"prompts: expected values in \[1, 1e\+09\], found 0"),
         ({"prompts": 200, "generations": np.array([4.0, 0.0])}, "generations"),
         ({"prompts": 200, "generations": 4, "initial_generations": 0}, "initial_generations"),
     ],
@@ -64,6 +64,16 @@ def test_a_large_measurement_is_forecast_more_exactly():
     usual, large = (result.predict([1.2], completions=[n])[0] for n in (100, 10_000))
     assert large.hi - large.lo < 0.75 * (usual.hi - usual.lo)
     assert result.predict([1.2])[0] == usual
+
+
+def test_measured_noise_narrows_the_forecast():
+    known = {"initial": 0.4, "prompts": 100, "generations": 2, "draws": 1000}
+    widths = []
+    for variance in (0.05, 0.2):
+        within = {"within_variance": np.full(10, variance), "initial_within_variance": variance}
+        [forecast] = fit(COMPUTE, CURVE, **within, **known).predict([1.2])
+        widths.append(forecast.hi - forecast.lo)
+    assert widths[0] < 0.75 * widths[1]
 
 
 def test_the_order_of_points_does_not_matter_to_their_sizes():
@@ -108,3 +118,38 @@ def test_part_of_a_run_keeps_the_columns_together():
     part = curve.part(curve.compute <= 0.5)
     assert len(part.compute) == len(part.pass_rate) == len(part.generations) == len(part.truncated_share) == 5
     assert part.initial == curve.initial and part.within_variance is None
+
+
+def test_up_to_128_points_are_fitted_as_they_are():
+    c, y, weights = np.arange(1.0, 129.0), np.linspace(0.1, 0.9, 128), np.full(128, 40.0)
+    assert all(a is b for a, b in zip(pooled(c, y, weights), (c, y, weights), strict=True))
+
+
+@pytest.mark.parametrize("n", [129, 1000, 20000])
+@pytest.mark.parametrize("spacing", ["linear", "logarithmic", "one value"])
+def test_many_points_are_pooled_without_losing_a_completion(n, spacing):
+    c = {"linear": np.linspace(5, 5 * n, n), "logarithmic": np.geomspace(1, 1e5, n), "one value": np.full(n, 7.0)}
+    compute, rng = c[spacing], np.random.default_rng(n)
+    y, weights = rng.uniform(size=n), rng.integers(1, 5, size=n) * 100.0
+    few, means, total = pooled(compute, y, weights)
+    assert len(few) <= MOST_POINTS and len(few) == len(means) == len(total)
+    assert total.sum() == pytest.approx(weights.sum())
+    assert means @ total == pytest.approx(y @ weights)
+    assert np.log(few) @ total == pytest.approx(np.log(compute) @ weights)
+    assert np.all(np.diff(np.log(few)) > -1e-12)
+    assert total.max() <= 400.0 * (n / 64 + 1)
+
+
+def test_a_long_run_costs_no_more_and_is_forecast_as_by_all_of_its_points(monkeypatch):
+    c = np.linspace(10, 1000, 300)
+    truth = {"asymptote": 0.6, "exponent": 1.0, "midpoint": 400.0, "initial": 0.2}
+    y = np.random.default_rng(0).binomial(800, sigmoid(c, **truth)) / 800
+    forecasts = []
+    for most in (MOST_POINTS, 300):
+        monkeypatch.setattr("megatron_scalerl.fit.noise.MOST_POINTS", most)
+        found = fit(c, y, initial=0.2, prompts=200, generations=4)
+        assert len(found.posterior.observations.pass_rate) <= most and found.n_points == 300
+        forecasts.append(found.predict([1000.0, 2000.0, 4000.0]))
+    for few, all_points in zip(*forecasts, strict=True):
+        assert few.pass_rate == pytest.approx(all_points.pass_rate, abs=0.005)
+        assert (few.lo, few.hi) == pytest.approx((all_points.lo, all_points.hi), abs=0.01)

@@ -45,10 +45,12 @@ def test_later_rows_do_not_change_what_was_said():
     assert outlook(old, steps=100) == said
 
 
-def test_of_many_validations_some_are_fitted():
+def test_each_of_many_validations_counts():
     many = rows(steps=400)
-    kept = [many[0], *many[4::4]]
-    assert outlook(many, steps=3000) == outlook(kept, steps=3000) != outlook(many[:-1], steps=3000)
+    said = outlook(many, steps=3000)
+    for number in (201, 202, 203):  # none is left out
+        other = [*many[:number], {**many[number], "pass_rate": many[number]["pass_rate"] - 0.01}, *many[number + 1 :]]
+        assert outlook(other, steps=3000) != said
 
 
 @pytest.mark.parametrize(
@@ -59,6 +61,7 @@ def test_of_many_validations_some_are_fitted():
         (rows()[:9], {"steps": 40}),  # the end itself
         (rows()[:9], {"steps": 100, "fit_from_steps": 30}),
         ([], {"steps": 100}),
+        ([rows()[0], *({**rows()[4], "step": n} for n in range(1, 9))], {"steps": 100}),  # one and the same
     ],
 )
 def test_what_is_too_little(given, options):

@@ -1,10 +1,17 @@
 """The robust fit: invariances, recovery, uncertainty."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from megatron_scalerl.fit.checks import falling_tail
+from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.forecast import fit
+from megatron_scalerl.fit.observations import observe
+from megatron_scalerl.fit.posterior import sample
+from megatron_scalerl.fit.prior import DEFAULT_PRIOR
 from megatron_scalerl.fit.published import published_run, published_series
 from megatron_scalerl.fit.sigmoid import sigmoid
 
@@ -172,7 +179,12 @@ def test_truncations_above_ten_percent_are_a_warning():
         ({"fit_from": 2.5}, "expected at least 3 points"),
         ({"fixed_asymptote": 0.3}, r"in \(R_0, 1\]"),
         ({"pass_rate": [0.9, 0.9, 0.9], "initial": 0.9, "method": "paper"}, "expected R_0 below its highest A"),
-        ({"prompts": 0, "generations": 4}, "prompts: expected a whole number >= 1"),
+        ({"prompts": 0, "generations": 4}, r"prompts: expected values in \[1, 1e\+09\], found 0.0$"),
+        ({"prompts": 9, "generations": [4, 0.5, 4]}, "generations: expected values .*, found 0.5 at point 2"),
+        ({"prompts": 9, "generations": [4, 4]}, r"generations: expected one value or 3, one a point, found .*2"),
+        ({"within_variance": [0.1, 9, -1]}, r"within_variance: expected values in \[0, 0.5\], found 9.0 at point 2"),
+        ({"within_variance": [0.1, np.inf, 0]}, "within_variance: .* found inf at point 2"),
+        ({"initial": None, "fixed_asymptote": 0.3}, "fixed asymptote: expected a value above R_0"),
     ],
 )
 def test_invalid_input_is_one_line(change, message):
@@ -235,3 +247,86 @@ def test_a_run_without_gain_is_forecast_to_stay():
     measured = rng.binomial(800, 0.4, 12) / 800
     [forecast] = fit(np.linspace(0.1, 1.2, 12), measured, initial=0.4, **SIZES).predict([2.4])
     assert forecast.pass_rate == pytest.approx(0.4, abs=0.025) and forecast.lo < 0.4 < forecast.hi
+
+
+def test_an_outlier_is_one_only_where_its_neighbors_agree():
+    """At a step of the run, points of both sides are far from the mean of their neighbors."""
+    step = np.where(np.arange(12) < 6, 0.45, 0.65)
+    measured = np.random.default_rng(2).binomial(800, step) / 800
+    spread = fit(np.linspace(0.1, 1.2, 12), measured, initial=0.4, **SIZES).posterior.observations.spread
+    assert spread.max() < 2.0 * np.median(spread)
+
+
+def test_points_of_unknown_size_are_no_outliers_because_they_are_noisy():
+    kept = []
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        compute, truth = synthetic(size=10**8)
+        measured = truth + rng.normal(0.0, 0.03, len(truth))
+        spread = fit(compute, measured, initial=0.4, draws=500).posterior.observations.spread
+        kept.append(np.mean(spread < 2.0 * np.median(spread)))
+    assert np.mean(kept) > 0.97
+
+
+def test_points_that_say_nothing_leave_the_values_of_r0_as_likely_as_they_were():
+    points = {"prompts": 2, "generations": np.ones(3), "initial": None, "source": Path("run"), "name": "run"}
+    told = observe(Curve(compute=np.array([0.998, 0.999, 1.0]), pass_rate=np.full(3, 0.5), **points), DEFAULT_PRIOR)
+    told = replace(told, initials=(0.2, 0.8), initial_weights=(0.5, 0.5), noise_variance=1e6, noise_shape=1e6)
+    posterior = sample(told, prior=replace(DEFAULT_PRIOR, discrepancies=DEFAULT_PRIOR.discrepancies[:1]), seed=1)
+    assert np.mean(posterior.initial == 0.2) == pytest.approx(0.5, abs=0.03)
+
+
+def test_a_measured_r0_is_not_exact():
+    """Of 20 completions it is uncertain; of many it is what was measured."""
+    compute, measured = rising(0.6, 0.01)  # no point is near R_0
+    few, many = (
+        fit(compute, measured, initial=0.4, initial_generations=n, prompts=20, generations=40) for n in (1, 999)
+    )
+    assert np.std(few.posterior.initial) > 0.05 and np.std(many.posterior.initial) < 0.01
+
+
+def test_a_fixed_asymptote_is_above_every_r0():
+    known = {"initial": 0.4, "prompts": 30, "generations": 1, "fixed_asymptote": 0.405}
+    draws = fit([1.0, 2.0, 3.0, 4.0], [0.41, 0.4, 0.42, 0.4], **known).posterior
+    assert np.all(draws.initial < 0.405)
+
+
+def test_an_unknown_r0_near_zero_is_the_mean_of_its_draws():
+    compute = np.linspace(1.0, 7.0, 7)
+    found = fit(compute, np.linspace(0.01, 0.07, 7), initial=None)
+    assert found.initial == np.median(found.posterior.initial) and not found.posterior.observations.initial_given
+
+
+def test_how_far_along_a_run_is_shifts_its_midpoint():
+    compute, measured = rising(0.95, 2.5, n=10)
+    whole = replace(DEFAULT_PRIOR, looks=((1.0, 1.0),))
+    medians = [
+        np.median(fit(compute, measured, initial=0.4, prior=p, **SIZES).posterior.log_midpoint)
+        for p in (DEFAULT_PRIOR, whole)
+    ]
+    assert medians[0] > medians[1] + 0.1
+
+
+@pytest.mark.parametrize(
+    ("compute", "completions", "message"),
+    [
+        ([2.0], [0], "expected numbers >= 1, found 0.0$"),
+        ([2.0, 3.0], [800, np.nan], "expected numbers >= 1, found nan at point 2"),
+        ([2.0], [800, 80, 8], r"expected 1, one for each compute, found shape \(3,\)"),
+        ([2.0, 3.0], [800], r"expected 2, one for each compute, found shape \(1,\)"),
+    ],
+)
+def test_sizes_of_new_measurements_are_checked(compute, completions, message):
+    found = fit(*rising(0.6, 0.25), initial=0.4, draws=200, **SIZES)
+    with pytest.raises(ValueError, match="predict: completions: " + message):
+        found.predict(compute, completions=completions)
+
+
+def test_what_a_forecast_is_compared_with_is_checked():
+    found = fit(*rising(0.6, 0.25), initial=0.4, draws=200)
+    with pytest.raises(ValueError, match="predict: completions: expected a fit with prompts and generations"):
+        found.predict([2.0], completions=[800])
+    with pytest.raises(ValueError, match="evaluate: pass_rate: expected 2 values, found 1"):
+        found.evaluate([2.0, 3.0], [0.7])
+    with pytest.raises(ValueError, match=r"evaluate: pass_rate: expected values in \[0, 1\], found 5.0"):
+        found.evaluate([2.0], [5.0])

@@ -21,7 +21,8 @@ from itertools import product
 
 import numpy as np
 
-from megatron_scalerl.fit.forecast import observe_curve, robust_posterior
+from megatron_scalerl.fit.forecast import robust_posterior
+from megatron_scalerl.fit.observations import observe
 from megatron_scalerl.fit.posterior import hypothesis_evidence, log_density, log_prior
 from megatron_scalerl.fit.prior import Discrepancy, Kind, Prior, wide
 from megatron_scalerl.fit.sigmoid import Array
@@ -71,11 +72,10 @@ def learn(without: Iterable[str] = ()) -> Prior:
     shapes = [_shape(tuple(of_run)) for of_run in runs.values()]
     kinds = []
     for name in SHAPES:
-        own = [shape for shape in shapes if shape.kind == name]
-        share = sum(weight for weight, shape in zip(weights, shapes) if shape.kind == name)
-        kinds.append(
-            replace(_kind(name, own), weight=float(share + PSEUDO_SHARE) / (1.0 + len(SHAPES) * PSEUDO_SHARE))
-        )
+        of_kind = np.array([shape.kind == name for shape in shapes])
+        found = _kind(name, [shape for shape in shapes if shape.kind == name], weights[of_kind])
+        share = float(weights[of_kind].sum() + PSEUDO_SHARE) / (1.0 + len(SHAPES) * PSEUDO_SHARE)
+        kinds.append(replace(found, weight=share))
     return Prior(kinds=tuple(kinds), discrepancies=_discrepancies(list(runs.values()), weights))
 
 
@@ -109,7 +109,7 @@ def _shape(of_run: tuple[KnownRun, ...]) -> Shape:
     """The draws from all figures that show one physical run."""
     parts = []
     for known in of_run:
-        observations = observe_curve(known.curve.part(known.own), REFERENCE)
+        observations = observe(known.curve.part(known.own), REFERENCE)
         p = robust_posterior(observations, REFERENCE, fixed_asymptote=None, draws=DRAWS // len(of_run), seed=0)
         gain, rise = (
             (p.asymptote - p.initial) / (1.0 - p.initial),
@@ -122,8 +122,11 @@ def _shape(of_run: tuple[KnownRun, ...]) -> Shape:
     )
 
 
-def _kind(name: str, own: Sequence[Shape]) -> Kind:
-    """A kind with the centers and spreads that explain its runs `own` best; wide ones where they say nothing."""
+def _kind(name: str, own: Sequence[Shape], of_runs: Array) -> Kind:
+    """A kind with the centers and spreads that explain its runs best; wide ones where they say nothing.
+
+    own, of_runs: [runs] its runs, and the weight of each.
+    """
     alpha, beta = SHAPES[name]
     kind = Kind(
         name=name,
@@ -137,9 +140,9 @@ def _kind(name: str, own: Sequence[Shape]) -> Kind:
     )
     for _ in range(ROUNDS if own and name in (CEILING, SOLVED) else 0):
         weights = [_responsibilities(shape, kind) for shape in own]
-        exponent = _center_and_spread([s.log_exponent for s in own], weights, LEAST_SPREADS[0])
-        midpoint = _center_and_spread([s.log_midpoint for s in own], weights, LEAST_SPREADS[1])
-        gain = float(np.mean([w @ s.gain for w, s in zip(weights, own)]))
+        exponent = _center_and_spread([s.log_exponent for s in own], weights, of_runs, LEAST_SPREADS[0])
+        midpoint = _center_and_spread([s.log_midpoint for s in own], weights, of_runs, LEAST_SPREADS[1])
+        gain = float(np.average([w @ s.gain for w, s in zip(weights, own)], weights=of_runs))
         kind = replace(
             kind,
             log_exponent_mean=exponent[0],
@@ -160,10 +163,11 @@ def _responsibilities(shape: Shape, kind: Kind) -> Array:
     return np.asarray(weights / weights.sum())
 
 
-def _center_and_spread(draws: list[Array], weights: list[Array], least: float) -> tuple[float, float]:
+def _center_and_spread(draws: list[Array], weights: list[Array], of_runs: Array, least: float) -> tuple[float, float]:
     """Mean and standard deviation over runs, each with its own draws and weights; the latter at least `least`."""
-    center = float(np.mean([w @ x for w, x in zip(weights, draws)]))
-    return center, max(float(np.mean([w @ (x - center) ** 2 for w, x in zip(weights, draws)])) ** 0.5, least)
+    center = float(np.average([w @ x for w, x in zip(weights, draws)], weights=of_runs))
+    squares = [w @ (x - center) ** 2 for w, x in zip(weights, draws)]
+    return center, max(float(np.average(squares, weights=of_runs)) ** 0.5, least)
 
 
 def _discrepancies(runs: list[list[KnownRun]], weights: Array) -> tuple[Discrepancy, ...]:
@@ -185,7 +189,7 @@ def _discrepancies(runs: list[list[KnownRun]], weights: Array) -> tuple[Discrepa
 @cache
 def discrepancy_evidence(known: KnownRun) -> Array:
     """[hypotheses] log marginal likelihood of all points of one curve under each of `HYPOTHESES`."""
-    return hypothesis_evidence(observe_curve(known.curve, REFERENCE), prior=REFERENCE)
+    return hypothesis_evidence(observe(known.curve, REFERENCE), prior=REFERENCE)
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ class Outcome:
     errors: Array = field(repr=False)
     """[unseen] measured minus forecast pass rate."""
     covered: Array = field(repr=False)
-    """[unseen] 1.0 where the measured point lies inside its 90 % interval, else 0.0; nan for a method without one."""
+    """[unseen] 1.0 where the measured point lies inside its 90 % interval, else 0.0."""
     winkler: Array = field(repr=False)
     """[unseen] interval score of that interval (Gneiting and Raftery 2007, eq. 43), in pass rate: its width, and 20
     times the distance of a point outside of it. Lower is better."""

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.forecast import fit_curve
-from megatron_scalerl.fit.inputs import Curve
 from megatron_scalerl.fit.prior import DEFAULT_PRIOR, Prior
 from megatron_scalerl.fit.published import GENERATIONS, PROMPTS, PublishedSeries, published_series
 from megatron_scalerl.fit.result import FitResult, ForecastEvaluation
@@ -32,6 +32,8 @@ class KnownRun:
     """`PUBLISHED` or `TINY`."""
     run: str
     """The physical run: several figures can show one. It is left out as a whole."""
+    setting: str
+    """Task, policy and warm start: runs that share it differ in their recipe alone."""
     curve: Curve = field(repr=False)
     """All points. The name is figure/series, or that of the tiny run."""
     own: Mask = field(repr=False)
@@ -111,6 +113,7 @@ def _of_published(series: PublishedSeries) -> KnownRun:
     return KnownRun(
         world=PUBLISHED,
         run=series.run,
+        setting=PUBLISHED,
         curve=curve,
         own=series.fitted,
         halved=float(series.compute[series.fitted].max()) / 2,
@@ -132,7 +135,8 @@ def _of_tiny(run: TinyRun) -> KnownRun:
     )
     until = run.compute[run.step <= run.step[-1] / 2].max()
     every = np.ones(len(curve.compute), dtype=bool)
-    return KnownRun(world=TINY, run=run.name, curve=curve, own=every, halved=float(until))
+    setting = " ".join(run.row[key] for key in ("kind", "levels", "flaw", "size", "task_seed", "sft_steps"))
+    return KnownRun(world=TINY, run=run.name, setting=setting, curve=curve, own=every, halved=float(until))
 
 
 def _curve(name: str, compute: Any, pass_rate: Any, **fields: Any) -> Curve:

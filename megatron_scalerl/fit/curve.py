@@ -1,0 +1,71 @@
+"""The validation points of one run, as every fit takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from megatron_scalerl.fit.sigmoid import Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """The validation points of one run, checked, sorted by compute."""
+
+    name: str
+    """The run: the folder's or file's name, or the value of --series."""
+    source: Path
+    """The input."""
+    compute: Array = field(repr=False)
+    """[n] > 0, ascending."""
+    pass_rate: Array = field(repr=False)
+    """[n] in [0, 1]."""
+    initial: float | None
+    """R_0 from a point at step 0 or compute 0; None if there is none."""
+    prompts: int | None
+    """Prompts of the validation set; None if not recorded."""
+    generations: Array | None = field(repr=False)
+    """[n] generations per prompt; None if not recorded."""
+    initial_generations: int | None = None
+    """Those of R_0; None if not recorded."""
+    within_variance: Array | None = field(repr=False, default=None)
+    """[n] mean over prompts of one completion's variance, NaN where it was not measured; None if it never was."""
+    initial_within_variance: float | None = None
+    """That of R_0."""
+    truncated_share: Array | None = field(repr=False, default=None)
+    """[n] share of truncated completions; None if not recorded."""
+    unit: str = "gpu_hours"
+    """Unit of compute, as the ledger names it."""
+    notes: tuple[str, ...] = ()
+    """Corrections made while reading, one sentence each."""
+    recipe: Mapping[str, Any] | None = field(repr=False, default=None)
+    """Key path -> value in the run folder's recipe.yaml; None without one."""
+    seed: int | None = None
+    """Of the run: in its recipe, or in the column seed of a table."""
+    arm: str | None = None
+    """Name that runs with several seeds share: what a table's --series says apart from the seed, in a study the
+    recipe's name; None elsewhere."""
+
+    @property
+    def completions(self) -> Array | None:
+        """[n] prompts x generations of each point; None if unknown."""
+        return None if self.prompts is None or self.generations is None else self.prompts * self.generations
+
+    def part(self, kept: NDArray[Any]) -> Curve:
+        """The run with the points `kept` alone: [n] of booleans, or indices."""
+
+        def of(column: Array | None) -> Array | None:
+            return None if column is None else column[kept]
+
+        return replace(
+            self,
+            compute=self.compute[kept],
+            pass_rate=self.pass_rate[kept],
+            generations=of(self.generations),
+            within_variance=of(self.within_variance),
+            truncated_share=of(self.truncated_share),
+        )

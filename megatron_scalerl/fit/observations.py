@@ -1,0 +1,126 @@
+"""The observation model of a run's points: what is measured, how noisy it is, and which R_0 it starts from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_scalerl.fit.curve import Curve
+from megatron_scalerl.fit.noise import binomial, pooled, validation_noise
+from megatron_scalerl.fit.prior import FLAT_PRIOR, Discrepancy, Prior
+from megatron_scalerl.fit.sigmoid import Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observations:
+    """The points of one fit. Compute is relative to `scale`, so the posterior does not depend on its unit."""
+
+    log_compute: Array
+    """[n] log(C / scale), ascending, at most 0."""
+    pass_rate: Array
+    """[n] in [0, 1]."""
+    spread: Array
+    """[n] variance of each point as a multiple of the common noise variance; larger for outliers."""
+    spread_unit: float
+    """p (1 - p) / completions of a point whose `spread` is 1."""
+    completions: float | None
+    """Completions of a usual point: their median; None if unknown."""
+    scale: float
+    """Largest fitted compute, in the user's unit."""
+    initials: tuple[float, ...]
+    """Values of R_0 to average over: one if it is exact, three if it was measured, more if it is unknown."""
+    initial_weights: tuple[float, ...]
+    """Prior weight of each."""
+    initial_given: bool
+    """Whether R_0 is known: the first of `initials`."""
+    noise_variance: float
+    """Center of the prior of the noise variance, in pass rate squared."""
+    noise_shape: float
+    """Shape of that inverse-gamma prior."""
+    discrepancy_unit: float
+    """Mean p (1 - p) of the points over `noise_variance`: converts a discrepancy's deviation to noise variances."""
+
+    @property
+    def compute(self) -> Array:
+        """[n] in the user's unit."""
+        return np.exp(self.log_compute) * self.scale
+
+    def ratio(self, hypothesis: Discrepancy) -> float:
+        """Variance of the discrepancy as a multiple of the variance of one measurement."""
+        return hypothesis.deviation**2 * self.discrepancy_unit
+
+
+def correlation(left: Array, right: Array, hypothesis: Discrepancy) -> Array:
+    """[len(left), len(right)] correlation of the discrepancy at two log computes: exponential kernel."""
+    return np.exp(-np.abs(left[:, None] - right[None, :]) / hypothesis.length)
+
+
+def covariance(observations: Observations, hypothesis: Discrepancy) -> Array:
+    """[n, n] covariance of the measured points around the sigmoid, in units of the noise variance."""
+    x = observations.log_compute
+    return np.diag(observations.spread) + observations.ratio(hypothesis) * correlation(x, x, hypothesis)
+
+
+def observe(curve: Curve, prior: Prior, *, highest: float | None = None) -> Observations:
+    """The observation model of a run's points under `prior`; many points are pooled.
+
+    highest: A, if it is held: only values of R_0 below it are averaged over.
+    Raises ValueError for sizes that cannot be, and where no R_0 is below `highest`.
+    """
+    noise = validation_noise(
+        curve.pass_rate,
+        initial=curve.initial,
+        prompts=curve.prompts,
+        generations=curve.generations,
+        initial_generations=curve.initial_generations,
+        within_variance=curve.within_variance,
+        initial_within_variance=curve.initial_within_variance,
+    )
+    each = np.ones(len(curve.pass_rate)) if noise is None else noise.completions
+    c, y, completions = pooled(curve.compute, curve.pass_rate, each)
+    spread = binomial(y) / completions
+    share = prior.noise_share if noise is None or noise.share is None else noise.share
+    if noise is not None:
+        variance, shape = share * float(spread.mean()), prior.noise_shape
+    else:
+        variance, shape = prior.unknown_noise**2 / float(completions.mean()), prior.unknown_noise_shape
+    measured = noise is not None and prior is not FLAT_PRIOR
+    initials, weights = _initials(curve, share / noise.initial_completions if noise is not None and measured else 0.0)
+    if highest is not None:
+        kept = [node for node in zip(initials, weights) if node[0] < highest]
+        if not kept:
+            raise ValueError(f"fixed asymptote: expected a value above R_0, {min(initials):.3f}, found {highest!r}")
+        initials, weights = zip(*kept)
+    return Observations(
+        log_compute=np.log(c) - np.log(c.max()),
+        pass_rate=y,
+        spread=spread / spread.mean(),
+        spread_unit=float(spread.mean()),
+        completions=None if noise is None else float(np.median(each)),
+        scale=float(c.max()),
+        initials=initials,
+        initial_weights=weights,
+        initial_given=curve.initial is not None,
+        noise_variance=variance,
+        noise_shape=shape,
+        discrepancy_unit=float(binomial(y).mean()) / variance,
+    )
+
+
+def _initials(curve: Curve, share: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """(values of R_0, their weights). share: variance of a measured R_0 as a share of p (1 - p); 0: exact."""
+    if curve.initial is None:
+        candidates = initial_candidates(curve.pass_rate)
+        return tuple(candidates), tuple(1.0 / len(candidates) for _ in candidates)
+    if share == 0.0:
+        return (curve.initial,), (1.0,)
+    error = float(np.sqrt(3.0 * share * binomial(curve.initial)))  # Gauss-Hermite: R_0 was measured with noise, too
+    nodes = (curve.initial, max(curve.initial - error, 0.0), min(curve.initial + error, 0.999))
+    return nodes, (2.0 / 3.0, 1.0 / 6.0, 1.0 / 6.0)
+
+
+def initial_candidates(y: Array) -> list[float]:
+    """Candidates for an unknown R_0: from the first point down by half of the rise seen so far."""
+    first, rise = min(float(y[0]), 0.999), max(float(y.max() - y[0]), 0.02)
+    return sorted({max(first - share * rise, 0.0) for share in (0.0, 0.125, 0.25, 0.375, 0.5)})
