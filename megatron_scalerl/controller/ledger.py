@@ -15,6 +15,9 @@ well, up to the last heartbeat row in the file.
 from __future__ import annotations
 
 import dataclasses
+import math
+from array import array
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,9 +68,13 @@ class Ledger:
         header, *rows = read_jsonl(self.path) or [{"unit": unit}]
         if header.get("unit") != unit:
             raise ValueError(f"{path}: expected unit {unit}, found {header.get('unit')}")
-        self._charges = _recovered(rows)
-        self._trained = max((c.batch for c in self._charges if c.role == "trainer" and c.phase == "train"), default=0)
-        rewrite(self.path, [{"unit": unit}, *map(_row, self._charges)])
+        self._hours: dict[Role, float] = defaultdict(float)
+        self._axis = array("d")
+        """Batch -> its device-hours on the forecast's compute axis. Sums alone stay: a month has 100,000 charges."""
+        self._trained = 0
+        charges = _recovered(rows)
+        self._add(charges)
+        rewrite(self.path, [{"unit": unit}, *map(_row, charges)])
         self._file = JsonlWriter(self.path)
 
     def charge(
@@ -86,9 +93,7 @@ class Ledger:
             )
             for role, count in devices
         ]
-        self._charges += charges
-        if phase == "train":
-            self._trained = max(self._trained, batch)
+        self._add(charges)
         self._file.append(*map(_row, charges))
 
     def heartbeat(self, *, batch: int, step: int, devices: float, seconds: float) -> None:
@@ -101,14 +106,14 @@ class Ledger:
 
     def hours(self, *roles: Role) -> float:
         """Device-hours of these roles so far, of all roles if none is given."""
-        return sum(c.hours for c in self._charges if not roles or c.role in roles)
+        return math.fsum(self._hours[role] for role in roles or self._hours)
 
     def axis_at(self, batches: int) -> float:
         """The forecast's compute axis (device-hours) after the first `batches` batches of the lineage.
 
         Trainer and engine, without validation and lost work.
         """
-        return sum(c.hours for c in self._charges if c.role in ("trainer", "engine") and c.batch <= batches)
+        return math.fsum(self._axis[: batches + 1])
 
     def is_charged(self, batches: int) -> bool:
         """True if the training of batch number `batches` - 1 is charged: training it again is a repetition."""
@@ -117,6 +122,15 @@ class Ledger:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    def _add(self, charges: Iterable[Charge]) -> None:
+        for charge in charges:
+            self._hours[charge.role] += charge.hours
+            if charge.role in ("trainer", "engine"):
+                self._axis.extend([0.0] * (charge.batch + 1 - len(self._axis)))
+                self._axis[charge.batch] += charge.hours
+            if charge.role == "trainer" and charge.phase == "train":
+                self._trained = max(self._trained, charge.batch)
 
 
 def _row(charge: Charge) -> dict[str, Any]:

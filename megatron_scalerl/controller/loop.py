@@ -60,7 +60,7 @@ from megatron_scalerl.controller.validations import Validations
 from megatron_scalerl.controller.weight_sync import NO_UPDATE, WeightSync
 from megatron_scalerl.engine.rounds import Rounds
 from megatron_scalerl.launch.fleet import Fleet
-from megatron_scalerl.processes.garbage import rare_full_collections
+from megatron_scalerl.processes.garbage import rare_full_collections, release_memory
 from megatron_scalerl.processes.signals import SaveAndExit
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.prompts.dataset import PromptSet
@@ -372,6 +372,7 @@ class Controller:
         keep = self._recipe.checkpoint.keep
         self._folder.keep_checkpoints(keep, newest=self._step)
         await self._journal.retain(self._folder.kept_batches(keep))
+        release_memory()
 
     async def _leave(self) -> None:
         """Save what was trained since the last checkpoint. What was in flight is generated again after a restart."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 from collections.abc import Iterator
 
@@ -26,3 +27,15 @@ def rare_full_collections() -> Iterator[None]:
     finally:
         gc.set_threshold(*thresholds)
         gc.unfreeze()
+
+
+def release_memory() -> None:
+    """Collect all garbage, and give freed pages back to the system; for moments when the event loop may stand still.
+
+    Freed memory stays with the process in fragments of the heap, several heaps where threads allocate, until
+    glibc's malloc_trim walks them. Other C libraries have no such function.
+    """
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -1,9 +1,14 @@
 """The garbage collector while an event loop must not stand still."""
 
 import gc
+import platform
+import subprocess
+import sys
 import weakref
 
-from megatron_scalerl.processes.garbage import FULL_COLLECTIONS_EVERY, rare_full_collections
+import pytest
+
+from megatron_scalerl.processes.garbage import FULL_COLLECTIONS_EVERY, rare_full_collections, release_memory
 
 
 class Cycle:
@@ -27,4 +32,39 @@ def test_young_cycles_are_freed_inside_the_block():
     with rare_full_collections():
         cycle = weakref.ref(Cycle())
         gc.collect(0)
+        assert cycle() is None
+
+
+FRAGMENTS = """
+import os, threading
+from megatron_scalerl.processes.garbage import release_memory
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+
+def allocate():
+    made.extend(bytearray(64_000) for _ in range(1600))  # 98 MiB, below malloc's threshold for mmap
+
+made = []
+thread = threading.Thread(target=allocate)
+thread.start()
+thread.join()
+kept, made = made[::40], None
+before = resident()
+release_memory()
+print(before - resident(), len(kept))
+"""
+
+
+@pytest.mark.skipif("glibc" not in platform.libc_ver(), reason="malloc_trim is glibc's")
+def test_freed_fragments_of_a_threads_heap_return_to_the_system():
+    done = subprocess.run([sys.executable, "-c", FRAGMENTS], check=True, capture_output=True, text=True, timeout=60)
+    assert int(done.stdout.split()[0]) > 70
+
+
+def test_cycles_are_collected():
+    with rare_full_collections():
+        cycle = weakref.ref(Cycle())
+        release_memory()
         assert cycle() is None
