@@ -21,7 +21,8 @@ fast=(-m "not slow and not full")
 need_vllm=(--ignore=tests/{engine/test_engine,engine/test_engine_options,convert/test_vllm,controller/test_preflight}.py
   --deselect=tests/test_command_line.py::test_{what_fails_under_way_is_no_mistake_of_the_users,a_policy_without_a_tokenizer_is_2}
   --deselect=tests/test_documented_commands.py::test_the_readmes_recipe_starts
-  --deselect=tests/controller/test_longest_sequence.py::test_a_recipe_that_says_its_capacity_keeps_it)
+  --deselect=tests/controller/test_longest_sequence.py::test_a_recipe_that_says_its_capacity_keeps_it
+  --deselect=tests/test_install.py::test_every_package_of_the_cpu_lock_runs_on_the_first_python_3_11)
 
 install_3_12() { # PYTHON; a separate environment beside the main one
   MSRL_PYTHON="$1" MSRL_VENV=.venv-3.12 tools/install.sh cpu

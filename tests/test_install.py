@@ -9,10 +9,12 @@ import shutil
 import subprocess
 import sys
 from configparser import ConfigParser
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
@@ -225,6 +227,14 @@ def test_every_locked_package_has_its_hash(lock):
     entries = re.split(r"\n(?=[a-z0-9])", (LOCKS / lock).read_text())[1:]
     assert len(entries) == len(versions(lock)) > 100
     assert [entry for entry in entries if not re.search(r"--hash=sha256:[0-9a-f]{64}", entry)] == []
+
+
+def test_every_package_of_the_cpu_lock_runs_on_the_first_python_3_11():
+    # pip of an older 3.11 (Debian 12 has 3.11.2) finds no package whose metadata asks for a newer one
+    names = [line.partition("==")[0] for line in (LOCKS / "cpu.txt").read_text().splitlines() if "==" in line]
+    asked = {name: metadata.metadata(name)["Requires-Python"] for name in names}
+    assert len(asked) > 150
+    assert {n: a for n, a in asked.items() if a and not SpecifierSet(a).contains("3.11.0")} == {}
 
 
 @pytest.mark.parametrize("lock", GPU_LOCKS)

@@ -30,6 +30,7 @@ class Run:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # a child that has not made its own group yet is in this one, not in the tests'
         )
 
     def children(self):
