@@ -104,7 +104,7 @@ class Controller:
         """start: the checkpoint to resume from. history: the journal at the start of this attempt."""
         self._recipe, self._prompts = recipe, prompts.training
         self._folder, self._fleet = folder, fleet
-        self._start, self._history = start, history
+        self._start, self._history = start, [history]  # `_replay` takes it: it may have a million events
         self._sync, self._probe, self._saving = sync, probe, saving
         self._sender = Sender(recipe, fleet, folder.path)
         self._meter, self._ledger, self._progress = meter, meter.ledger, progress
@@ -341,7 +341,7 @@ class Controller:
         Consumes: the journal's events and groups. Waits for: trainer steps and weight updates, as in `_train`. The
         stream is not started yet, so nothing is generated.
         """
-        history = self._history
+        history = self._history.pop()
         replay_draws(self._curriculum, history)
         for record in history.batches[self._batches :]:
             await self._train_on(await asyncio.to_thread(read_batch, self._folder.path, history, record))

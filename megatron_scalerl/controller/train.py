@@ -137,7 +137,18 @@ class _Run:
     takeover: Takeover
 
 
-async def _attempts(run: _Run, resumed: tuple[ResumePoint, History]) -> str:
+class _Resumed:
+    """Where an attempt starts; its history is held by the attempt alone, and only as long as it needs it."""
+
+    def __init__(self, start: ResumePoint, history: History) -> None:
+        self.start, self._history = start, [history]
+
+    def take_history(self) -> History:
+        """The journal of the attempts before, once."""
+        return self._history.pop()
+
+
+async def _attempts(run: _Run, resumed: _Resumed) -> str:
     """Attempts until one ends. Raises the failure of the one after trainer.max_restarts restarts without progress.
 
     resumed: where the first one starts.
@@ -160,7 +171,7 @@ async def _attempts(run: _Run, resumed: tuple[ResumePoint, History]) -> str:
                     ended = time.monotonic()
                     await asyncio.to_thread(run.placement.check_present, run.hosts)
                     resumed = await asyncio.to_thread(_resume, run.folder, run.console)  # engines are watched
-                    reached = resumed[0].step
+                    reached = resumed.start.step
                     restarts, newest = (restarts if reached == newest else 0) + 1, reached
                     if restarts > run.recipe.trainer.max_restarts:
                         raise
@@ -180,17 +191,15 @@ def _record(engines: JsonlWriter, member: Member) -> None:
         logger.warning("a change of %s is not recorded: %s", member.name, error)
 
 
-async def _attempt(
-    run: _Run, launcher: Launcher, resumed: tuple[ResumePoint, History], *, since: float | None
-) -> str:
+async def _attempt(run: _Run, launcher: Launcher, resumed: _Resumed, *, since: float | None) -> str:
     """One attempt.
 
-    resumed: the newest intact checkpoint and the journal. since: when the attempt before it ended (monotonic
+    since: when the attempt before it ended (monotonic
     seconds). None for the first one, whose failure to start is final, as after a user's mistake.
     """
     first = since is None
     recipe, folder, attempt = run.recipe, run.folder, run.folder.attempt
-    start, history = resumed
+    start = resumed.start
     logger.info("run %s, attempt %s, from step %d", attempt.run_id, attempt.incarnation, start.step)
     engines = launcher.engines.members
     devices = replace(Devices.of(recipe), engine=engines.devices)
@@ -216,7 +225,7 @@ async def _attempt(
                     folder=folder,
                     fleet=fleet,
                     start=start,
-                    history=history,
+                    history=resumed.take_history(),
                     sampler=run.sampler,
                     sync=WeightSync(fleet.trainer, fleet.engines, recipe),
                     probe=Probe(recipe, run.sampler, fleet, [*prompts.training, *prompts.held_out]),
@@ -227,14 +236,14 @@ async def _attempt(
                 return await launcher.while_alive(trainer, controller.run())
 
 
-def _resume(folder: RunFolder, console: Console) -> tuple[ResumePoint, History]:
+def _resume(folder: RunFolder, console: Console) -> _Resumed:
     """The newest intact checkpoint and the journal, checked against each other."""
     start = resume_point(folder.path)
     for line in start.damaged:
         console.print(f"resuming from step {start.step}: {line}", highlight=False)
     history = read_history(folder.path)
     check_history(folder.path, history, start)
-    return start, history
+    return _Resumed(start, history)
 
 
 def _print_fleet(fleet: Fleet, console: Console) -> None:

@@ -40,8 +40,9 @@ class Retention:
         self._trained: dict[int, list[tuple[BlockRef, BatchRecord]]] = {}
         if policy == "keep":
             return
+        present = set(segments(folder))
         for event in history.finished.values():
-            if (stored := event.stored) is not None:
+            if (stored := event.stored) is not None and stored.segment in present:
                 self.finished(event.group_id, stored)
         for record in history.batches:
             self.batched(record)

@@ -16,6 +16,7 @@ from megatron_scalerl.controller.run_folder import check_history, resume_point
 from megatron_scalerl.rollouts.history import read_batch, read_groups, read_history
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.parquet import SCHEMA, list_groups, read_group
+from megatron_scalerl.rollouts.retention import Retention
 
 BATCHES = [record(0, 1, 0), record(1, 2), record(2, 4)]
 
@@ -55,6 +56,13 @@ def test_a_restart_knows_what_the_attempts_before_it_stored(tmp_path):
     retained(tmp_path, 0, "resume")
     write_journal(tmp_path, retain=2, policy="resume")
     assert names(tmp_path) == [f"segment-{n:05d}.bin" for n in (3, 4, 5)]
+
+
+def test_a_restart_keeps_nothing_of_segments_that_are_gone(tmp_path):
+    """A run of a month would carry every group that it ever trained on."""
+    retained(tmp_path, 2, "resume")
+    kept = Retention("resume", tmp_path / "rollouts", read_history(tmp_path))
+    assert sorted(kept._unbatched) == [3, 5] and sorted(kept._trained) == [4]
 
 
 def test_a_group_that_is_written_and_not_recorded_yet_holds_its_segment(tmp_path):
