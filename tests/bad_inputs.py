@@ -18,7 +18,6 @@ from rollout_groups import rollout
 
 from megatron_scalerl.batching import rollout_bytes
 from megatron_scalerl.batching.assignment import SampleFacts, plan_step
-from megatron_scalerl.checkpoints import manifest
 from megatron_scalerl.checkpoints.commit import read_commit, write_commit
 from megatron_scalerl.controller.ledger import Ledger
 from megatron_scalerl.controller.run_folder import resume_point
@@ -34,6 +33,7 @@ from megatron_scalerl.rollouts.store import StoreWriter, read_block, segment_pat
 from megatron_scalerl.trainer import messages
 from megatron_scalerl.trainer.batch_frames import Limits, checked
 from megatron_scalerl.types import BlockRef, Prompt, Score
+from megatron_scalerl.weights import plan as weight_plans
 
 Case = tuple[str, str, Callable[[], object]]
 """(wire or file, what is wrong with it, what reads it)"""
@@ -290,7 +290,7 @@ def records(folder: Path) -> Iterator[Case]:
 
 
 def tables(folder: Path) -> Iterator[Case]:
-    """Points for the forecast, and the manifest of a weight update."""
+    """Points for the forecast, and the plan of a weight update."""
     for number, (what, suffix, text) in enumerate(
         [
             ("nothing", "csv", ""),
@@ -305,12 +305,22 @@ def tables(folder: Path) -> Iterator[Case]:
     for what, text in {
         "no JSON": "{",
         "a list of numbers": "[1]",
-        "nothing": "[]",
-        "a negative size": '[["w", "float32", [-1]]]',
-        "a type that cannot be sent": '[["w", "object", [1]]]',
-        "a name twice": '[["w", "float32", [1]], ["w", "float32", [1]]]',
+        "nothing": weight_plan([], []),
+        "a negative size": weight_plan([("w", "float32", [-1])], []),
+        "a type that cannot be sent": weight_plan([("w", "object", [1])], []),
+        "a name twice": weight_plan([("w", "float32", [1]), ("w", "float32", [1])], []),
+        "a part that is missing": weight_plan([("w", "float32", [4])], [[0, 0, [[0, 3]]]]),
+        "a part sent twice": weight_plan([("w", "float32", [4])], [[0, 0, [[0, 4]]], [0, 0, [[3, 4]]]]),
+        "a part outside of its tensor": weight_plan([("w", "float32", [4])], [[0, 0, [[0, 5]]]]),
+        "a sender that is none": weight_plan([("w", "float32", [4])], [[0, 7, [[0, 4]]]]),
     }.items():
-        yield "weight manifest", what, lambda text=text: manifest.from_json(text)
+        yield "weight plan", what, lambda text=text: weight_plans.from_json(text)
+
+
+def weight_plan(parameters: list, parts: list) -> str:
+    """A plan of one sender as JSON."""
+    named = [dict(zip(("name", "dtype", "shape"), each)) for each in parameters]
+    return json.dumps({"parameters": named, "senders": 1, "parts": parts})
 
 
 def cases(folder: Path) -> list[Case]:

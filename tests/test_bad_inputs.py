@@ -1,6 +1,7 @@
 """Bad inputs: each has one line of error, shown in docs/bad_inputs.md; random changes of valid ones crash nothing."""
 
 import json
+import math
 from pathlib import Path
 
 import bad_inputs
@@ -12,12 +13,12 @@ from rollout_groups import rollout
 from megatron_scalerl.batching import rollout_bytes
 from megatron_scalerl.batching.assignment import SampleFacts, plan_step
 from megatron_scalerl.batching.rollout_bytes import RolloutArrays
-from megatron_scalerl.checkpoints import manifest
 from megatron_scalerl.engine.answers import completion
 from megatron_scalerl.rollouts.history import read_history
 from megatron_scalerl.trainer import messages
 from megatron_scalerl.trainer.batch_frames import HeldBatch, Limits, checked
 from megatron_scalerl.types import CompletionLost
+from megatron_scalerl.weights import plan as weight_plans
 
 PAGE = Path(__file__).parent.parent / "docs" / "bad_inputs.md"
 
@@ -59,7 +60,7 @@ PLAN = plan_step([FACT], step=4, dp_size=1, micro_batch_tokens=64, policy_versio
 HEAD = bytes(messages.batch_frames(PLAN, [DATA])[0])
 ANSWER = json.dumps(bad_inputs.valid_answer()).encode()
 DONE = messages.encode(messages.Done(call=1, rank=0, value=messages.msgspec.Raw(b"\xc0")))
-MANIFEST = manifest.to_json(manifest.manifest_of([("w", "float32", (2, 3))])).encode()
+WEIGHT_PLAN = weight_plans.to_json(weight_plans.whole(weight_plans.manifest_of([("w", "float32", (2, 3))]))).encode()
 JOURNAL = b'{"event":"admit","group_id":0,"prompt_id":"p","epoch":0}\n{"event":"batch","batch":0,"step":1,' + (
     b'"policy_version":0,"group_ids":[0]}\n'
 )
@@ -105,15 +106,16 @@ def test_a_changed_message_is_a_message_or_refused(data):
         assert "\n" not in str(error)
 
 
-@given(changed(MANIFEST))
+@given(changed(WEIGHT_PLAN))
 @settings(max_examples=300, deadline=None)
-def test_a_changed_manifest_is_a_manifest_or_refused(data):
+def test_a_changed_weight_plan_is_a_plan_or_refused(data):
     try:
-        found = manifest.from_json(data.decode("utf8", "replace"))
+        found = weight_plans.from_json(data.decode("utf8", "replace"))
     except ValueError as error:
         assert str(error).startswith("weights: ")
     else:
-        assert all(meta.nbytes >= 0 for meta in found)
+        sent = sum(slot.nbytes for bucket in weight_plans.buckets(found, 1) for slot in bucket.slots)
+        assert sent == sum(math.prod(meta.shape) * meta.item_bytes for meta in found.parameters)
 
 
 @given(changed(JOURNAL))
@@ -130,6 +132,6 @@ def test_a_changed_journal_is_read_to_its_last_whole_line_or_refused(tmp_path_fa
 @pytest.mark.parametrize("text", ["", "[" * 100_000, "9" * 10_000, "\0"])
 def test_hostile_texts_are_refused(text):
     with pytest.raises(ValueError, match=r"^weights: "):
-        manifest.from_json(text)
+        weight_plans.from_json(text)
     with pytest.raises(RuntimeError):
         completion(text.encode(), plan=None, seed=0, where="engine-0: /generate")

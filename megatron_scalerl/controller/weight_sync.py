@@ -31,13 +31,13 @@ from typing import Any
 
 import msgspec
 
-from megatron_scalerl.checkpoints.manifest import to_json
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer.client import TrainerClient, TrainerError
 from megatron_scalerl.weights.connection import Connection
+from megatron_scalerl.weights.plan import to_json
 from megatron_scalerl.weights.transport import resolve_transport
 
 logger = logging.getLogger(__name__)
@@ -185,9 +185,9 @@ class WeightSync:
         )
 
     async def _connect(self, engines: list[EngineClient]) -> None:
-        """Join trainer and engines in one process group, leaving an earlier one."""
+        """Join the trainer's senders and the engines in process groups, leaving earlier ones."""
         section = self._recipe.weights
-        manifest = await self._trainer.manifest()
+        plan = await self._trainer.weight_plan()
         worlds = await self._all("info", engines, _world_size)
         connection = Connection(
             backend=resolve_transport(section.transport),
@@ -198,7 +198,7 @@ class WeightSync:
             timeout_s=section.timeout_s,
             connect_timeout_s=section.connect_timeout_s,
         )
-        body = {"connection": msgspec.to_builtins(connection), "manifest": to_json(manifest)}
+        body = {"connection": msgspec.to_builtins(connection), "plan": to_json(plan)}
         offsets = {e.name: 1 + sum(worlds[:i]) for i, e in enumerate(engines)}
 
         async def join(engine: EngineClient) -> None:

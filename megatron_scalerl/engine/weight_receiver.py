@@ -1,6 +1,6 @@
-"""Receives weight updates in vLLM's workers: vLLM's weight-transfer protocol over our broadcast group.
+"""Receives weight updates in vLLM's workers: vLLM's weight-transfer protocol over our broadcast groups.
 
-    init_weight_transfer_engine   join the group, get the manifest
+    init_weight_transfer_engine   join the groups, get the plan
     start_weight_update           vLLM's layerwise reload moves the parameters to the meta device
     update_weights                receive, check every bucket, load
     finish_weight_update          vLLM's layerwise reload copies the new parameters to their old addresses
@@ -25,10 +25,10 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
-from megatron_scalerl.checkpoints.manifest import Manifest, from_json
 from megatron_scalerl.models.llama4 import VISION
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import combine
+from megatron_scalerl.weights.plan import WeightPlan, from_json
 from megatron_scalerl.weights.transport.gloo import Group, receive
 from megatron_scalerl.weights.transport.nccl import NcclGroup
 
@@ -40,9 +40,9 @@ class ConnectInfo(WeightTransferInitInfo):
     connection: dict[str, Any]
     """A `Connection` as JSON data."""
     rank_offset: int
-    """Rank of this engine's first worker in the group."""
-    manifest: str
-    """Parameters that will be sent, in order (`manifest.to_json`)."""
+    """Rank of this engine's first worker in each group."""
+    plan: str
+    """What will be sent (`plan.to_json`)."""
 
 
 @dataclass
@@ -63,18 +63,19 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.digest = ""
-        self._group: Group | None = None
-        self._manifest: Manifest = ()
+        self._groups: list[Group] = []
+        self._plan: WeightPlan | None = None
         self._copies: dict[str, list[str]] = {}
 
     def init_transfer_engine(self, init_info: ConnectInfo) -> None:
-        """Join the sender's group, leaving an earlier one. Raises ValueError for an invalid connection."""
+        """Join the senders' groups, leaving earlier ones. Raises ValueError for an invalid connection or plan."""
         self.shutdown()
         connection = msgspec.convert(init_info.connection, Connection)
-        self._manifest = from_json(init_info.manifest)
+        self._plan = from_json(init_info.plan)
         parallel = self.parallel_config
         rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + get_world_group().rank
-        self._group = self.group_cls(connection, rank)
+        for sender in range(self._plan.senders):
+            self._groups.append(self.group_cls(connection, rank, sender))
 
     def start_weight_update(self) -> None:
         """Prepare the model for new parameters; discards the state of a failed update first."""
@@ -94,9 +95,9 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load the manifest's tensors. Raises RuntimeError unless each is loaded once and every parameter is set."""
-        group, model = self._group, cast(Any, self.model)
-        if group is None:
+        """Load the plan's tensors. Raises RuntimeError unless each is loaded once and every parameter is set."""
+        groups, plan, model = self._groups, self._plan, cast(Any, self.model)
+        if not groups or plan is None:
             raise RuntimeError("weight update: expected a connection to the trainer, found none")
         self.digest = ""
         expected = {name for name, _ in self.model.named_parameters() if not name.startswith(VISION)}
@@ -104,7 +105,7 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         taken: list[str] = []
 
         def counted() -> Any:
-            for name, tensor in receive(group, self._manifest, update_info.version, digests):
+            for name, tensor in receive(groups, plan, update_info.version, digests):
                 taken.append(name)
                 yield name, tensor
                 for copy in self._copies.get(name, ()):
@@ -112,8 +113,8 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
 
         try:
             loaded = model.load_weights(counted())
-            if taken != [meta.name for meta in self._manifest]:
-                raise RuntimeError(f"weight update: expected {len(self._manifest)} parameters, took {len(taken)}")
+            if sorted(taken) != sorted(meta.name for meta in plan.parameters):
+                raise RuntimeError(f"weight update: expected {len(plan.parameters)} parameters, took {len(taken)}")
             if loaded is not None and (missing := sorted(expected - loaded)):
                 raise RuntimeError(f"weight update: expected every parameter of the model, missing {missing[:3]}")
             self._refuse_partial_layers()
@@ -127,10 +128,10 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Leave the group."""
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        """Leave the groups."""
+        for group in self._groups:
+            group.close()
+        self._groups = []
 
     def _tied(self) -> dict[str, list[str]]:
         """Parameter -> its other names, as of a head that is tied to the embedding.

@@ -13,13 +13,13 @@ import zmq
 import zmq.asyncio
 
 from megatron_scalerl.batching.assignment import ReadCompletions, StepPlan
-from megatron_scalerl.checkpoints.manifest import Manifest, ParamMeta
 from megatron_scalerl.distributed import sockets
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous, Rendezvous
 from megatron_scalerl.trainer import messages
 from megatron_scalerl.trainer.messages import TrainerInfo
 from megatron_scalerl.types import StepReport
 from megatron_scalerl.weights.connection import Connection, SendReport
+from megatron_scalerl.weights.plan import WeightPlan
 
 LOOPBACK_ENDPOINT = "tcp://127.0.0.1:*"
 """Where the socket of a run on one host is bound, at a free port."""
@@ -168,12 +168,12 @@ class TrainerClient:
             lambda call: messages.Step(call=call, step=step), StepReport, sent=self._step_sent.set
         )
 
-    async def manifest(self) -> Manifest:
-        """Names, types and shapes of the weights, in the order in which they are sent."""
-        return await self._call(lambda call: messages.DescribeWeights(call=call), tuple[ParamMeta, ...])
+    async def weight_plan(self) -> WeightPlan:
+        """What a weight update sends."""
+        return await self._call(lambda call: messages.DescribeWeights(call=call), WeightPlan)
 
     async def connect_weights(self, connection: Connection) -> None:
-        """Open the trainer's end of the weight transport. Raises WeightGroupFailed if an engine does not join."""
+        """Open the trainer's ends of the weight transport. Raises WeightGroupFailed if an engine does not join."""
         failure = await self._call(lambda call: messages.ConnectWeights(call=call, connection=connection), str)
         if failure:
             raise WeightGroupFailed(failure)

@@ -134,7 +134,7 @@ class Step(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class DescribeWeights(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """List names, types and shapes of the weights. Answer: checkpoints.manifest.Manifest."""
+    """Describe a weight update. Answer: weights.plan.WeightPlan."""
 
     call: int
 
@@ -147,7 +147,7 @@ class ConnectWeights(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class SendWeights(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Send all weights as a version. Answer: the sender's report."""
+    """Send all weights as a version. Answer: SendReport."""
 
     call: int
     version: int

@@ -34,7 +34,6 @@ from megatron_scalerl.processes.logs import log_to_stderr
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.trainer import messages
-from megatron_scalerl.weights.connection import Connection, SendReport
 
 logger = logging.getLogger("megatron_scalerl.trainer.worker")  # also where this module is __main__
 
@@ -189,6 +188,7 @@ class Worker:
         from megatron_scalerl.distributed.parallel import init_parallel
         from megatron_scalerl.trainer.batch_frames import BatchFrames
         from megatron_scalerl.trainer.step import make_trainer
+        from megatron_scalerl.weights.sending import WeightSending
         from megatron_scalerl.weights.source import MegatronWeightSource
 
         self.recipe = recipe
@@ -196,19 +196,20 @@ class Worker:
         if recipe.trainer.min_all_reduce_gb_s:
             check_bandwidth(self.parallel, recipe.trainer.min_all_reduce_gb_s)
         self.trainer = make_trainer(recipe, self.parallel)
-        self.source = MegatronWeightSource(self.trainer.chunks, self.parallel)
-        self._sender: Any = None
+        most = recipe.weights.max_senders
+        self.source = MegatronWeightSource(self.trainer.chunks, self.parallel, most_senders=most)
+        self.sending = WeightSending(self.source, bucket_mib=recipe.weights.bucket_mib)
         self._batches = BatchFrames(self.trainer, self.parallel)
 
     def info(self) -> messages.TrainerInfo:
         """Facts for the controller, requested once."""
-        manifest = self.source.manifest()
-        sizes = [math.prod(meta.shape) for meta in manifest]
+        parameters = self.source.plan.parameters
+        sizes = [math.prod(meta.shape) for meta in parameters]
         return messages.TrainerInfo(
             world_size=self.parallel.world_size,
             dp_size=self.parallel.dp_size,
             parameters=sum(sizes),
-            vocab_size=next(meta.shape[0] for meta in manifest if meta.name.endswith("embed_tokens.weight")),
+            vocab_size=next(meta.shape[0] for meta in parameters if meta.name.endswith("embed_tokens.weight")),
             device=str(self.parallel.device),
             backend="gloo" if self.parallel.device.type == "cpu" else "nccl",
             dtype=self.recipe.policy.dtype,
@@ -229,46 +230,16 @@ class Worker:
             case messages.Logprobs(token_ids=token_ids):
                 return self.trainer.logprobs(token_ids)
             case messages.DescribeWeights():
-                return self.source.manifest()
+                return self.source.plan
             case messages.ConnectWeights(connection=connection):
-                return self._connect(connection)
+                return self.sending.connect(connection)
             case messages.SendWeights(version=version):
-                return self._send_weights(version)
+                return self.sending.send(version)
             case messages.Save(path=path, extra=extra):
                 return checkpoint.save(path, self.trainer, extra)
             case messages.Load(path=path):
                 return checkpoint.load(path, self.trainer)
         raise AssertionError(f"unknown command {command}")
-
-    def _connect(self, connection: Connection) -> str:
-        """Why the group could not be formed, empty if it was: an engine that is gone does not end the trainer."""
-        if self.parallel.rank == 0:
-            from megatron_scalerl.weights.transport import make_sender
-
-            if self._sender is not None:
-                self._sender.close()
-            try:
-                self._sender = make_sender(connection)
-            except RuntimeError as error:
-                self._sender = None
-                return str(error) or type(error).__name__
-        return ""
-
-    def _send_weights(self, version: int) -> SendReport | None:
-        """Rank 0 sends; the others take part in gathering the weights."""
-        manifest, tensors = self.source.manifest(), self.source.tensors()
-        report: SendReport | None = None
-        if self.parallel.rank == 0:
-            assert self._sender is not None, "connect_weights first"
-            try:
-                report = self._sender.send(tensors, manifest, version)
-            except RuntimeError as error:  # an engine is gone: that does not end the trainer
-                logger.warning("weights of version %d were not sent: %s", version, error)
-                failure = str(error) or type(error).__name__
-                report = SendReport(seconds=0.0, bytes=0, digest="", failure=failure)
-        for _ in tensors:  # what was not sent is gathered nevertheless: every rank takes part in every gathering
-            pass
-        return report
 
 
 def serve(link: ControllerLink, settings: WorkerSettings, listening: socket.socket | None = None) -> None:

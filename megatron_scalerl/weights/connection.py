@@ -1,4 +1,4 @@
-"""How the trainer's sending rank and the engines connect, and its report. Free of torch, for the controller."""
+"""How the trainer's sending ranks and the engines connect, and their report. Free of torch, for the controller."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from megatron_scalerl.distributed.rendezvous import Rendezvous
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Connection:
-    """One broadcast group for weights. Produced by `WeightSync.connect`; `msgspec.to_builtins` makes JSON of it."""
+    """The broadcast groups for weights. Produced by `WeightSync.connect`; `msgspec.to_builtins` makes JSON of it."""
 
     backend: str
     """gloo or nccl."""
     rendezvous: Rendezvous
     """Where the members find the group's store."""
     group: str
-    """Name of the group's store there; unique per connection, not a secret."""
+    """The store of sender n is GROUP-n there; unique per connection, not a secret."""
     world_size: int
-    """1 + all workers of all engines."""
+    """Of each sender's group: 1 + all workers of all engines."""
     bucket_mib: int
     """Size of the buckets in which parameters are sent (MiB)."""
     timeout_s: float
@@ -29,7 +29,7 @@ class Connection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SendReport:
-    """One finished broadcast of all weights, as the sending rank measured it."""
+    """One finished broadcast of all weights, as the sending ranks measured it."""
 
     seconds: float
     bytes: int

@@ -1,14 +1,12 @@
-"""The trainer's weights as Hugging Face tensors: gathered over tensor, expert and pipeline ranks, one at a time.
+"""The trainer's weights as parts of Hugging Face tensors, read from this rank's shards.
 
-The family's weight map (models/family.py) is used in one direction to load a checkpoint and in the other to export
-the weights; there is no second table. Memory on top of the model is one Hugging Face tensor and its shards.
+The family's weight map (models/family.py) is used in one direction to load a checkpoint and in the other to send
+the weights; there is no second table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_scalerl.checkpoints.hf_folder import HfReader, open_folder
-from megatron_scalerl.checkpoints.manifest import Manifest, ParamMeta
 from megatron_scalerl.checkpoints.megatron_names import EXPERT, FUSED_NORMS, GROUPED_EXPERT, LAYER
 from megatron_scalerl.distributed.parallel import Parallel, unwrap
 from megatron_scalerl.models.family import Family, Rule
+from megatron_scalerl.weights.owners import Place, send_plan
+from megatron_scalerl.weights.plan import WeightPlan
 
 
 def load_hf(chunks: Sequence[Any], family: Family, hf_path: str | Path, parallel: Parallel) -> None:
@@ -41,150 +40,80 @@ def load_hf(chunks: Sequence[Any], family: Family, hf_path: str | Path, parallel
 
 
 class MegatronWeightSource:
-    """The trained policy's weights as Hugging Face tensors. Every rank creates one; the constructor is collective."""
+    """The trained policy's weights in parts of Hugging Face tensors, each read where it is held: nothing is gathered.
 
-    def __init__(self, chunks: Sequence[Any], parallel: Parallel):
+    Every rank creates one; the constructor is collective.
+    """
+
+    def __init__(self, chunks: Sequence[Any], parallel: Parallel, *, most_senders: int = 1) -> None:
+        """most_senders: ranks that send, where that is more than one copy of the model needs.
+
+        Raises RuntimeError if the ranks make different plans.
+        """
         self.parallel = parallel
         self.family: Family = unwrap(chunks[0]).family
         self._chunks = chunks
         self._parameters = canonical_parameters(chunks, parallel)
-        self._dtype: torch.dtype = unwrap(chunks[0]).config.params_dtype
-        self._units = _units(self.family.rules)
-        self._stage_of_layer = _stage_of_layer(unwrap(chunks[0]).config.num_layers, self._parameters, parallel)
-        self._num_experts: int = self.family.transformer.get("num_moe_experts") or 0
-
-    def manifest(self) -> Manifest:
-        """Name, dtype and full shape of every tensor that `tensors` yields, in its order; not collective."""
-        dtype = str(self._dtype).removeprefix("torch.")
-        return tuple(
-            ParamMeta(name=name, dtype=dtype, shape=tuple(shape))
-            for unit in self._units
-            for name, shape in unit.hf_shapes.items()
+        config = unwrap(chunks[0]).config
+        stages = _stage_of_layer(config.num_layers, self._parameters, parallel)
+        dtype = str(config.params_dtype).removeprefix("torch.")
+        self._sends = send_plan(
+            self.family, _places(parallel), stages, dtype=dtype, most_senders=max(most_senders, 1)
         )
+        _check_same(self.plan.digest, parallel)
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full tensors on global rank 0, in the manifest's order; nothing on other ranks, which must iterate too.
+    @property
+    def plan(self) -> WeightPlan:
+        """What every update sends, equal on all ranks."""
+        return self._sends.plan
 
-        A tensor is valid until the next one is requested.
-        """
-        self._finish_param_gather()
-        for unit in self._units:
-            yield from self._unit_tensors(unit)
+    @property
+    def sender(self) -> int | None:
+        """This rank's number among the senders; None if it sends nothing."""
+        ranks = self._sends.ranks
+        return ranks.index(self.parallel.rank) if self.parallel.rank in ranks else None
 
-    @torch.no_grad()
-    def _unit_tensors(self, unit: "_Unit") -> Iterator[tuple[str, torch.Tensor]]:
-        stage, me = self._stage(unit), self.parallel
-        full: dict[str, torch.Tensor] = {}
-        if me.pp_rank == stage:
-            full = self._assemble(unit)
-        leader = me.tp_rank == 0 and me.groups.dp_cp.rank() == 0
-        for name, shape in unit.hf_shapes.items():
-            tensor = full.pop(name, None)
-            if stage != 0 and leader and me.pp_rank == stage:
-                assert tensor is not None
-                dist.send(tensor, group=me.groups.pp, group_dst=0)
-            if me.rank == 0:
-                if tensor is None:
-                    tensor = torch.empty(shape, dtype=self._dtype, device=me.device)
-                    dist.recv(tensor, group=me.groups.pp, group_src=stage)
-                yield name, tensor
+    def read(self, part: int) -> torch.Tensor:
+        """The values of one of this rank's parts, of the shape of its rectangle: a view of the parameter."""
+        held, ranges = self._sends.held[part], self.plan.parts[part].ranges
+        values = held.piece.of_shard(self._parameters[held.megatron].data)
+        for axis, index in enumerate(held.piece.hf_index):
+            if isinstance(index, int):  # one expert of a fused tensor
+                values = values.unsqueeze(axis)
+        assert tuple(values.shape) == tuple(b - a for a, b in ranges), (held, tuple(values.shape), ranges)
+        return values
 
-    def _assemble(self, unit: "_Unit") -> dict[str, torch.Tensor]:
-        """Gathers a unit's shards inside its pipeline stage; the stage's leader gets the Hugging Face tensors."""
-        full: dict[str, torch.Tensor] = {}
-        for rules, shards in self._dense(unit) if unit.rules[0].expert is None else self._experts(unit):
-            for rule, by_rank in zip(rules, shards):
-                for rank, shard in enumerate(by_rank):
-                    for piece in rule.pieces(rank, len(by_rank)):
-                        if piece.hf_name not in full:
-                            full[piece.hf_name] = torch.empty(
-                                unit.hf_shapes[piece.hf_name], dtype=self._dtype, device=self.parallel.device
-                            )
-                        full[piece.hf_name][piece.hf_index] = piece.of_shard(shard)
-        return full
-
-    def _dense(self, unit: "_Unit") -> Iterator[tuple[list[Rule], list[list[torch.Tensor]]]]:
-        """(rules, shards of each by tensor-parallel rank) on the leader."""
-        groups = self.parallel.groups
-        if groups.dp_cp.rank() != 0:
-            return
-        for rule in unit.rules:
-            shard = self._parameters[rule.megatron].data
-            if rule.sharded:
-                gathered = _gather(shard, groups.tp)
-            else:
-                gathered = [shard] if self.parallel.tp_rank == 0 else None
-            if gathered is not None:
-                yield [rule], [gathered]
-
-    def _experts(self, unit: "_Unit") -> Iterator[tuple[list[Rule], list[list[torch.Tensor]]]]:
-        """Like `_dense`, for one expert of every expert-parallel rank at a time."""
-        groups, size = self.parallel.groups, self.parallel.ep_size
-        if groups.expt_dp.rank() != 0:
-            return
-        local = self._num_experts // size
-        by_local_index: dict[int, list[Rule]] = {}
-        for rule in unit.rules:
-            assert rule.expert is not None
-            by_local_index.setdefault(rule.expert % local, []).append(rule)
-        for rules in by_local_index.values():
-            owners = [rule.expert // local for rule in rules if rule.expert is not None]
-            of_owners = self._from_owners(rules, owners)
-            if of_owners is None:
-                continue
-            of_tp_ranks = [_gather(shard, groups.expt_tp) for shard in of_owners]
-            if of_tp_ranks[0] is not None:
-                yield rules, [shards for shards in of_tp_ranks if shards is not None]
-
-    def _from_owners(self, rules: list[Rule], owners: list[int]) -> list[torch.Tensor] | None:
-        """Shards of the experts of `rules` on the group's rank 0, each from the rank that owns it."""
-        group, me = self.parallel.groups.ep, self.parallel.ep_rank
-        mine = [self._parameters[rule.megatron].data for rule, owner in zip(rules, owners) if owner == me]
-        if len(owners) == group.size():
-            return _gather(mine[0], group)
-        assert len(owners) == 1, "a tensor holds one expert or all of them"
-        if me == 0:
-            if owners[0] == 0:
-                return mine
-            shard = torch.empty(self._expert_shape(rules[0]), dtype=self._dtype, device=self.parallel.device)
-            dist.recv(shard, group=group, group_src=owners[0])
-            return [shard]
-        if owners[0] == me:
-            dist.send(mine[0].contiguous(), group=group, group_dst=0)
-        return None
-
-    def _expert_shape(self, rule: Rule) -> torch.Size:
-        """Shape of an expert's shard: that of the same projection of this rank's first expert."""
-        first = self.parallel.ep_rank * self._num_experts // self.parallel.ep_size
-        name = rule.megatron.replace(f".local_experts.{rule.expert}.", f".local_experts.{first}.")
-        return self._parameters[name].shape
-
-    def _stage(self, unit: "_Unit") -> int:
-        rule = unit.rules[0]
-        if rule.place == "layer":
-            return self._stage_of_layer[rule.layer]
-        return 0 if rule.place == "first" else self.parallel.pp_size - 1
-
-    def _finish_param_gather(self) -> None:
-        """Waits for parameters that the distributed optimizer is still gathering in the background."""
+    def begin(self) -> None:
+        """Wait for parameters that the distributed optimizer is still gathering in the background; before `read`."""
         for chunk in self._chunks:
             ddp = getattr(chunk, "ddp_config", None)
             if ddp is not None and ddp.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Unit:
-    """Adjacent rules of the weight map that make up the same Hugging Face tensors."""
+def _places(parallel: Parallel) -> list[Place]:
+    """[world] where each rank stands; collective."""
+    groups, me = parallel.groups, parallel
+    mine = Place(
+        tp=me.tp_rank,
+        pp=me.pp_rank,
+        ep=me.ep_rank,
+        etp=me.etp_rank,
+        copy=groups.dp_cp.rank(),
+        expert_copy=groups.expt_dp.rank(),
+    )
+    # tensors, not objects, which torch would unpickle
+    table = torch.zeros((me.world_size, len(mine)), dtype=torch.int64, device=me.device)
+    table[me.rank] = torch.tensor(mine, dtype=torch.int64)
+    dist.all_reduce(table)
+    return [Place(*row) for row in table.tolist()]
 
-    rules: tuple[Rule, ...]
-    hf_shapes: Mapping[str, tuple[int, ...]]
 
-
-def _units(rules: Sequence[Rule]) -> tuple[_Unit, ...]:
-    exported = [rule for rule in rules if rule.exported]
-    grouped = (tuple(group) for _, group in groupby(exported, key=lambda rule: tuple(rule.hf_shapes)))
-    return tuple(_Unit(rules=group, hf_shapes=group[0].hf_shapes) for group in grouped)
+def _check_same(digest: int, parallel: Parallel) -> None:
+    found = torch.tensor([digest, -digest], dtype=torch.int64, device=parallel.device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    if int(found[0]) != -int(found[1]):
+        raise RuntimeError("weights: expected the same plan on all ranks of the trainer, found different ones")
 
 
 def canonical_parameters(chunks: Sequence[Any], parallel: Parallel) -> dict[str, torch.nn.Parameter]:
@@ -226,13 +155,3 @@ def _shard_of(rule: Rule, parallel: Parallel) -> tuple[int, int]:
     if rule.expert is not None:
         return parallel.etp_rank, parallel.etp_size
     return parallel.tp_rank, parallel.tp_size
-
-
-def _gather(shard: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor] | None:
-    """The group's shards on its rank 0, None elsewhere."""
-    if group.size() == 1:
-        return [shard]
-    first = group.rank() == 0
-    shards = [torch.empty_like(shard) for _ in range(group.size())] if first else None
-    dist.gather(shard.contiguous(), shards, group=group, group_dst=0)
-    return shards

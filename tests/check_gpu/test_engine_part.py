@@ -28,6 +28,7 @@ from megatron_scalerl.plan.counting import Parameters
 from megatron_scalerl.recipe.process_sections import EngineSection
 from megatron_scalerl.types import ExpertChoices, Rollout
 from megatron_scalerl.weights.connection import SendReport
+from megatron_scalerl.weights.plan import manifest_of, whole
 
 ROLLOUT = Rollout(
     token_ids=(7, 8, 9, 20, 5, 11, 12),
@@ -200,8 +201,8 @@ class StandInTrainer:
 
     rendezvous, info = None, None
 
-    async def manifest(self):
-        return ()
+    async def weight_plan(self):
+        return whole(manifest_of([("w", "float32", (1,))]))
 
     async def connect_weights(self, connection):
         pass

@@ -12,6 +12,7 @@ from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer.client import TrainerError, WeightGroupFailed
 from megatron_scalerl.weights.connection import SendReport
+from megatron_scalerl.weights.plan import manifest_of, whole
 
 
 class StandInEngine:
@@ -60,8 +61,8 @@ class StandInTrainer:
         self.fails = list(fails)
         self.rendezvous = FolderRendezvous(folder="/nowhere")
 
-    async def manifest(self):
-        return ()
+    async def weight_plan(self):
+        return whole(manifest_of([("w", "float32", (1,))]))
 
     async def connect_weights(self, connection):
         self.world_size = connection.world_size

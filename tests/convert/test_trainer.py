@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gathered_weights import gathered
 from random_policies import make
 from random_policy import batches_of, make_recipe, random_samples
 from safetensors.torch import load_file, save_file
@@ -66,7 +67,7 @@ def test_a_runs_checkpoint_is_exported_as_the_trainer_has_it(
     trainer = make_trainer(recipe, parallel)
     stepped(trainer)
     checkpoint.save(tmp_path / "step_000001", trainer, {})
-    expected = {name: t.clone() for name, t in MegatronWeightSource(trainer.chunks, parallel).tensors()}
+    expected = gathered(MegatronWeightSource(trainer.chunks, parallel))
 
     to_hf(tmp_path / "step_000001", tmp_path / "out", Options(verify=True), like=policy)
 

@@ -21,6 +21,7 @@ Job = tuple[str, str, dict[str, Any], str]
 
 def logits_and_saved(jobs: list[Job]) -> dict[str, torch.Tensor]:
     """Logits [N, vocab] of the second fixed row on ranks of the last stage; saves the untouched weights."""
+    from gathered_weights import gathered
     from megatron.core import parallel_state
 
     from megatron_scalerl.distributed.parallel import init_parallel
@@ -36,9 +37,9 @@ def logits_and_saved(jobs: list[Job]) -> dict[str, torch.Tensor]:
             found[name] = logits
         if out:
             source = MegatronWeightSource(chunks, parallel)
-            gathered = {weight: tensor.clone() for weight, tensor in source.tensors()}
+            whole = gathered(source)
             if parallel.rank == 0:
-                save_file(gathered, out)
+                save_file(whole, out)
         torch.distributed.barrier()
         parallel_state.destroy_model_parallel()
     return found

@@ -75,6 +75,8 @@ def _backward(chunks: list[Any], parallel: Any, in_chunk: bool) -> None:
 
 def steps(jobs: list[tuple[str, str, dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
     """For each (name, policy path, megatron section, further trainer keys): reports of three steps and more."""
+    from gathered_weights import gathered
+
     from megatron_scalerl.weights.source import MegatronWeightSource
 
     found = {}
@@ -87,7 +89,7 @@ def steps(jobs: list[tuple[str, str, dict[str, Any], dict[str, Any]]]) -> dict[s
         found[name] = dict(
             reports=[(r.loss, r.grad_norm, dict(r.metrics)) for r in reports],
             logprobs=trainer.logprobs(trainer_ranks.PROBE),
-            weights={key: tensor.clone() for key, tensor in source.tensors()},
+            weights=gathered(source),
         )
         trainer_ranks.release()
     return found

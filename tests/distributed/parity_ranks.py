@@ -61,14 +61,16 @@ def measure(path: str, layout: dict[str, Any]) -> dict[str, Any]:
         found["grads"] = _export_grads(source, chunks)
     _, found["grad_norm"], _ = optimizer.step()
     found["stepped"] = _export(source)
-    found["manifest"] = [(meta.name, meta.dtype, meta.shape) for meta in source.manifest()]
+    found["manifest"] = [(meta.name, meta.dtype, meta.shape) for meta in source.plan.parameters]
     dist.barrier()
     parallel_state.destroy_model_parallel()
     return found
 
 
 def _export(source: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in source.tensors()}
+    from gathered_weights import gathered
+
+    return gathered(source)
 
 
 def _export_grads(source: Any, chunks: list[Any]) -> dict[str, torch.Tensor]:

@@ -44,10 +44,10 @@ class SenderProcess:
         await self._process.wait()
         self._resources.close()
 
-    async def manifest(self) -> Any:
-        from megatron_scalerl.checkpoints.manifest import manifest_of
+    async def weight_plan(self) -> Any:
+        from megatron_scalerl.weights.plan import manifest_of, whole
 
-        return manifest_of(await self._ask("manifest", folder=str(self.folder)))
+        return whole(manifest_of(await self._ask("manifest", folder=str(self.folder))))
 
     async def connect_weights(self, connection: Any) -> None:
         await self._ask("connect", connection=msgspec.to_builtins(connection))
@@ -74,12 +74,14 @@ def _faulty(sender: Any, fault: str) -> None:
     """Stand-in faults on the wire: a flipped bit after the digest was taken, or death after the first bucket."""
     ship = sender._ship
 
-    def faulty(packed: Any) -> None:
+    def faulty(packed: Any) -> Any:
         if fault == "flip":
             packed[1000] ^= 1
-        ship(packed)
+        finish = ship(packed)
         if fault == "die":
+            finish()
             os._exit(1)
+        return finish
 
     sender._ship = faulty
 
@@ -88,8 +90,9 @@ def main() -> None:
     import safetensors.torch
     import torch
 
-    from megatron_scalerl.checkpoints.manifest import manifest_of
-    from megatron_scalerl.weights.connection import Connection
+    from megatron_scalerl.weights.connection import Connection, SendReport
+    from megatron_scalerl.weights.digest import combine
+    from megatron_scalerl.weights.plan import buckets, manifest_of, whole
     from megatron_scalerl.weights.transport import make_sender
 
     torch.set_num_threads(1)
@@ -104,9 +107,10 @@ def main() -> None:
                 value = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in weights.items()]
             if command["command"] == "send":
                 _faulty(sender, command["fault"])
-                value = msgspec.to_builtins(
-                    sender.send(iter(weights.items()), manifest_of(value), command["version"])
-                )
+                plan, tensors = whole(manifest_of(value)), list(weights.values())
+                digests = sender.send(plan, tensors.__getitem__, command["version"])
+                size = sum(bucket.nbytes for bucket in buckets(plan, sender.group.bucket_mib))
+                value = msgspec.to_builtins(SendReport(seconds=0.0, bytes=size, digest=combine(digests)))
             answer = {"value": value}
         except (RuntimeError, ValueError) as err:
             answer = {"error": f"{type(err).__name__}: {err}"}

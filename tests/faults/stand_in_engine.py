@@ -24,10 +24,10 @@ import msgspec
 from aiohttp import web
 from tokenizers import Tokenizer
 
-from megatron_scalerl.checkpoints.manifest import from_json
 from megatron_scalerl.processes.logs import NAME_VARIABLE
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import combine
+from megatron_scalerl.weights.plan import from_json
 from megatron_scalerl.weights.transport.gloo import Group, receive
 
 TOKEN_S = 0.015
@@ -52,8 +52,8 @@ class StandInEngine:
         self.running.set()
         self.version, self.digest = "0", ""
         self.tokens = self.waiting = 0
-        self.group: Group | None = None
-        self.manifest = ()
+        self.groups: list[Group] = []
+        self.plan = None
         self.updating = False
 
     def app(self) -> web.Application:
@@ -128,11 +128,13 @@ class StandInEngine:
 
     async def connect(self, request):
         info = (await request.json())["init_info"]
-        if self.group is not None:
-            self.group.close()
+        for group in self.groups:
+            group.close()
+        self.groups = []
         connection = msgspec.convert(info["connection"], Connection)
-        self.manifest = from_json(info["manifest"])
-        self.group = await asyncio.to_thread(Group, connection, info["rank_offset"])
+        self.plan = from_json(info["plan"])
+        for sender in range(self.plan.senders):
+            self.groups.append(await asyncio.to_thread(Group, connection, info["rank_offset"], sender))
         return web.json_response({})
 
     async def start(self, _):
@@ -148,14 +150,15 @@ class StandInEngine:
         self.digest = ""
 
         def take():
-            for _ in receive(self.group, self.manifest, version, digests):
+            for _ in receive(self.groups, self.plan, version, digests):
                 pass
 
         try:
             await asyncio.to_thread(take)
         except BaseException:
             self.updating = False
-            self.group.close()
+            for group in self.groups:
+                group.close()
             raise
         self.digest = combine(digests)
         print(f"version {version} digest {self.digest}", flush=True)

@@ -8,50 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from family_configs import CONFIGS, LLAMA, LLAMA4, QWEN3_MOE, family_of, shard_shape
 from transformers import Llama4TextConfig, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from megatron_scalerl.checkpoints.hf_folder import family_of_folder
 from megatron_scalerl.models import family, read_hf_config
 from megatron_scalerl.models.family import check_layout, padded_vocab_size
 from megatron_scalerl.models.llama4 import attention_temperature
-
-LLAMA: dict[str, Any] = dict(
-    vocab_size=37,
-    hidden_size=24,
-    intermediate_size=40,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=6,
-)
-LLAMA4: dict[str, Any] = dict(
-    vocab_size=37,
-    hidden_size=24,
-    intermediate_size=20,
-    intermediate_size_mlp=40,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=6,
-    num_local_experts=3,
-    moe_layers=[1, 3],
-)
-QWEN3_MOE: dict[str, Any] = dict(**LLAMA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20)
-CONFIGS = {
-    "llama": lambda: LlamaConfig(**LLAMA),
-    "llama tied": lambda: LlamaConfig(**LLAMA, tie_word_embeddings=True),
-    "llama biased": lambda: LlamaConfig(**LLAMA, attention_bias=True),
-    "qwen3": lambda: Qwen3Config(**{**LLAMA, "head_dim": 10}),
-    "qwen3 tied": lambda: Qwen3Config(**LLAMA, tie_word_embeddings=True),
-    "qwen3_moe": lambda: Qwen3MoeConfig(**QWEN3_MOE, mlp_only_layers=[0]),
-    "qwen3_moe fused": lambda: Qwen3MoeConfig(**QWEN3_MOE, decoder_sparse_step=2),
-    "llama4": lambda: Llama4TextConfig(**LLAMA4),
-}
-FUSED = ("model.layers.1.mlp.experts.gate_up_proj",)
-
-
-def family_of(kind: str) -> Any:
-    return family(CONFIGS[kind](), FUSED if kind.endswith("fused") else ())
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -76,14 +39,6 @@ def test_shards_put_together_are_the_checkpoint(kind: str, size: int) -> None:
     for name in source:
         assert torch.equal(back[name], source[name]), name
         assert torch.equal(visits[name], torch.ones_like(visits[name])), name
-
-
-def shard_shape(rule: Any, size: int) -> tuple[int, ...]:
-    pieces = [piece for rank in range(size) for piece in rule.pieces(rank, size)]
-    lengths = [part.stop - part.start for part in pieces[0].hf_index if isinstance(part, slice)]
-    lengths = lengths[::-1] if pieces[0].transposed else lengths
-    lengths[pieces[0].axis] = max(piece.stop for piece in pieces)
-    return tuple(lengths)
 
 
 def test_query_key_value_rows_are_grouped() -> None:

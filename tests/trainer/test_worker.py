@@ -95,15 +95,19 @@ async def receive_weights(client, version):
         connect_timeout_s=30.0,
         timeout_s=60,
     )
-    _, group = await asyncio.gather(client.connect_weights(connection), asyncio.to_thread(Group, connection, 1))
-    manifest, digests = await client.manifest(), []
+    plan, digests = await client.weight_plan(), []
+
+    def join():
+        return [Group(connection, 1, sender) for sender in range(plan.senders)]
+
+    _, groups = await asyncio.gather(client.connect_weights(connection), asyncio.to_thread(join))
 
     def collect():
-        return {name: tensor.clone() for name, tensor in receive(group, manifest, version, digests)}
+        return {name: tensor.clone() for name, tensor in receive(groups, plan, version, digests)}
 
     report, tensors = await asyncio.gather(client.send_weights(version), asyncio.to_thread(collect))
     assert report.digest == combine(digests) and report.bytes > 0
-    return tensors, group
+    return tensors, groups
 
 
 async def step_with_the_next_batch_ahead(client, samples, following, *, step):
@@ -122,7 +126,7 @@ def check_doors(world):
     assert open_doors.leaks([os.getpid(), *world.pids()], SECRET) == []
     folder = Path(world.client.rendezvous.folder)
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert files.keys() == {"trainer", "weights-1"} and all(files.values())
+    assert files.keys() == {"trainer", "weights-1-0", "weights-1-1"} and all(files.values())
     assert [name for name, content in files.items() if SECRET.encode() in content] == []
     assert folder.stat().st_mode & 0o777 == 0o700
 
@@ -150,8 +154,8 @@ def test_two_ranks_carry_out_every_command(tmp_path, policy):
         assert (info.dtype, info.logits, info.device) == ("float32", "fp32", "cpu")
         expected = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(policy).parameters())
         assert info.parameters == expected
-        manifest = await world.client.manifest()
-        assert manifest[0].name == "model.embed_tokens.weight" and manifest[0].shape == (64, 32)
+        first, *_ = (await world.client.weight_plan()).parameters
+        assert first.name == "model.embed_tokens.weight" and first.shape == (64, 32)
         reports = []
         for step in (1, 2):
             reports.append(await train(world.client, samples[step - 1], step=step, dp_size=2))
@@ -165,9 +169,10 @@ def test_two_ranks_carry_out_every_command(tmp_path, policy):
         assert (again.loss, again.grad_norm) == (third.loss, third.grad_norm)
         assert await world.client.logprobs(probe) == scores
         await world.client.save(tmp_path / "step_000003", {})
-        sent, group = await receive_weights(world.client, version=3)
+        sent, groups = await receive_weights(world.client, version=3)
         check_doors(world)
-        group.close()
+        for group in groups:
+            group.close()
         fourth = await make_fourth()
         await world.client.load(tmp_path / "step_000003")
         expected = await train(world.client, samples[0], step=4, dp_size=2)

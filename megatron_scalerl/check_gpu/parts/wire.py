@@ -5,6 +5,7 @@ NCCL does not support two ranks on one GPU, so nothing is received over it; the 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +14,12 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from megatron_scalerl.check_gpu.findings import Recorder
 from megatron_scalerl.check_gpu.part import PartSetting
-from megatron_scalerl.checkpoints.manifest import ParamMeta
 from megatron_scalerl.distributed import device as seam
 from megatron_scalerl.distributed.rendezvous import private_folder, use_interface
 from megatron_scalerl.processes.isolated import FAILED, SendEvent, events
 from megatron_scalerl.weights.connection import Connection
-from megatron_scalerl.weights.digest import digest
+from megatron_scalerl.weights.digest import combine, digest
+from megatron_scalerl.weights.plan import buckets, manifest_of, whole
 from megatron_scalerl.weights.transport import make_sender
 
 _BUCKET_MIB = 64
@@ -68,11 +69,12 @@ def _digest(record: Recorder, device: torch.device) -> None:
 def _send(record: Recorder, device: torch.device, *, matrices: int, width: int) -> None:
     """Three updates sent by rank 0 to a group of one: header, packing, digest, broadcast."""
     generator = torch.Generator(device).manual_seed(2)
-    tensors = {
-        f"w{i}": torch.randn(width, width, device=device, dtype=torch.bfloat16, generator=generator)
-        for i in range(matrices)
-    }
-    manifest = tuple(ParamMeta(name=n, dtype="bfloat16", shape=tuple(t.shape)) for n, t in tensors.items())
+    tensors = [
+        torch.randn(width, width, device=device, dtype=torch.bfloat16, generator=generator) for _ in range(matrices)
+    ]
+    plan = whole(manifest_of((f"w{n}", "bfloat16", t.shape) for n, t in enumerate(tensors)))
+    size = sum(bucket.nbytes for bucket in buckets(plan, _BUCKET_MIB))
+    seconds, digests = [], set()
     with private_folder() as rendezvous:
         use_interface(rendezvous)  # before the first group, so that gloo and NCCL listen on loopback only
         sender = make_sender(
@@ -86,16 +88,16 @@ def _send(record: Recorder, device: torch.device, *, matrices: int, width: int) 
                 connect_timeout_s=30.0,
             )
         )
-        reports = [sender.send(iter(tensors.items()), manifest, version) for version in (1, 2, 3)]
+        for version in (1, 2, 3):
+            begin = time.perf_counter()
+            digests.add(combine(sender.send(plan, tensors.__getitem__, version)))
+            seconds.append(time.perf_counter() - begin)
         sender.close()
-    same = len({report.digest for report in reports}) == 1
-    seconds = min(report.seconds for report in reports)
-    rate = reports[0].bytes / 2**30 / seconds
-    digests = "equal" if same else "differ"
-    text = f"{seam.backend()}, {len(reports)} updates of {reports[0].bytes} bytes, digests {digests}"
+    same = len(digests) == 1
+    text = f"{seam.backend()}, {len(seconds)} updates of {size} bytes, digests {'equal' if same else 'differ'}"
     if not same:
         return record.holds("send", False, text)
-    record.measured("send", rate, "GiB/s", detail=text, data={"seconds": [r.seconds for r in reports]})
+    record.measured("send", size / 2**30 / min(seconds), "GiB/s", detail=text, data={"seconds": seconds})
     return None
 
 

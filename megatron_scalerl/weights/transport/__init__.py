@@ -1,7 +1,7 @@
 """Weight transfer from the trainer to the engines, the trainer's side: torch only, never vLLM.
 
-A sender is created once from a Connection and then sends every update. gloo serves CPUs, NCCL serves GPUs; both are
-one broadcast group with the trainer's sending rank as rank 0, followed by every engine's workers.
+A sender is created once from a Connection and then sends every update. gloo serves CPUs, NCCL serves GPUs; with both,
+each sending rank of the trainer has one broadcast group as its rank 0, followed by every engine's workers.
 
 Who can join: the engines get the rendezvous over their HTTP interface, which requires the run's secret, and on one
 host only this user can enter the rendezvous folder (`rendezvous`). The members do not authenticate each other. A
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from megatron_scalerl.weights.transport.gloo import Sender
 
 
-def make_sender(connection: Connection) -> Sender:
-    """Create the group as its rank 0 and wait for all engines to join.
+def make_sender(connection: Connection, number: int = 0) -> Sender:
+    """Create the group of sender `number` as its rank 0 and wait for all engines to join.
 
     Raises ValueError for an unknown backend, RuntimeError if the engines do not join in time.
     """
@@ -30,7 +30,7 @@ def make_sender(connection: Connection) -> Sender:
     groups: dict[str, type[gloo.Group]] = {"gloo": gloo.Group, "nccl": nccl.NcclGroup}
     if connection.backend not in groups:
         raise ValueError(f"weights.transport: expected one of {sorted(groups)}, found {connection.backend!r}")
-    return gloo.Sender(groups[connection.backend](connection, rank=0))
+    return gloo.Sender(groups[connection.backend](connection, 0, number), number)
 
 
 def resolve_transport(name: str) -> str:

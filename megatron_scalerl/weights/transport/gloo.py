@@ -1,44 +1,50 @@
-"""The broadcast group over gloo, and the framing that all backends share.
+"""The broadcast groups over gloo, and the framing that all backends share.
 
-One update, each line one broadcast from rank 0:
+Each sending rank has a group of its own with the workers of all engines, and is its rank 0. One update, each line one
+broadcast of one sender, the buckets of all senders taking turns (`plan.buckets`):
 
-    header    int64 [4]: magic, version, number of buckets, first 63 bits of the manifest's digest
+    header    int64 [4]: magic, version, number of the sender's buckets, the plan's digest
     bucket    uint8 [nbytes + 8]: the packed parameters, then the digest of these bytes
     ...
 
-The group is a separate process group on a separate store; the default groups of trainer and engine are not involved.
+A sender packs a bucket while the one before is on the wire, and a receiver loads one while the next one arrives.
+The groups are separate process groups on stores of their own; the default groups of trainer and engine are not
+involved.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_scalerl.checkpoints.manifest import Bucket, Manifest, ParamMeta, buckets, manifest_digest
 from megatron_scalerl.distributed.rendezvous import gloo_device, open_store
-from megatron_scalerl.weights.connection import Connection, SendReport
-from megatron_scalerl.weights.digest import combine, digest
+from megatron_scalerl.weights.connection import Connection
+from megatron_scalerl.weights.digest import digest
+from megatron_scalerl.weights.plan import Bucket, Ranges, WeightPlan, buckets, volume, within
 
 MAGIC = 0x4D53524C
 """First word of every header: anything else means that the two sides are out of sync."""
+Read = Callable[[int], torch.Tensor]
+"""Number of a part -> its values, of the shape of its rectangle; valid until the next call."""
+Finish = Callable[[], None]
 
 
 class Group:
-    """A broadcast group with the trainer's sending rank as rank 0."""
+    """A broadcast group with a sending rank of the trainer as rank 0."""
 
     device = torch.device("cpu")
 
-    def __init__(self, connection: Connection, rank: int) -> None:
-        """Join; returns when all members have joined. Raises RuntimeError after connect_timeout_s."""
+    def __init__(self, connection: Connection, rank: int, sender: int = 0) -> None:
+        """Join the group of a sender; returns when all members have. Raises RuntimeError after connect_timeout_s."""
         self.timeout = timedelta(seconds=connection.timeout_s)
         self.bucket_mib = connection.bucket_mib
         joining = timedelta(seconds=connection.connect_timeout_s)
-        self._store: dist.Store | None = open_store(connection.rendezvous, connection.group, timeout=joining)
+        name = f"{connection.group}-{sender}"
+        self._store: dist.Store | None = open_store(connection.rendezvous, name, timeout=joining)
         self._group: Any = self._make(connection, rank)
 
     def _make(self, connection: Connection, rank: int) -> Any:
@@ -48,13 +54,18 @@ class Group:
         options._timeout = timedelta(seconds=connection.connect_timeout_s)
         return gloo(self._store, rank, connection.world_size, options)
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Broadcast rank 0's tensor. Raises RuntimeError if the group is closed, fails or times out."""
+    def start(self, tensor: torch.Tensor) -> Finish:
+        """Begin to broadcast rank 0's tensor; what it returns waits for the end. Both raise RuntimeError."""
         if self._group is None:
             raise RuntimeError("the group of the weight update is closed")
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, self.timeout
-        self._group.broadcast([tensor], options).wait(self.timeout)
+        work = self._group.broadcast([tensor], options)
+        return lambda: work.wait(self.timeout)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Broadcast rank 0's tensor. Raises RuntimeError if the group is closed, fails or times out."""
+        self.start(tensor)()
 
     def close(self) -> None:
         """Leave the group; the other members' pending broadcasts fail at once."""
@@ -65,83 +76,134 @@ class Group:
 
 
 class Sender:
-    """The trainer's side. Created by `make_sender`."""
+    """One sending rank's side. Created by `make_sender`."""
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def __init__(self, group: Group, number: int) -> None:
+        self.group, self.number = group, number
 
-    def send(self, tensors: Iterator[tuple[str, torch.Tensor]], manifest: Manifest, version: int) -> SendReport:
-        """Send one update.
+    def send(self, plan: WeightPlan, read: Read, version: int) -> list[int]:
+        """Send this rank's parts of one update; returns the digests of its buckets.
 
-        tensors: (name, tensor) exactly as the manifest lists them: order, dtypes and shapes. Raises ValueError if
-        they differ, RuntimeError if the group fails; either way the group is closed.
+        Raises ValueError if a part has another shape or type than the plan says, RuntimeError if the group fails;
+        either way the group is closed.
         """
-        start, digests, sent = time.perf_counter(), [], 0
-        plan = list(buckets(manifest, self.group.bucket_mib))
-        tensors = iter(tensors)
+        own = [bucket for bucket in buckets(plan, self.group.bucket_mib) if bucket.sender == self.number]
+        digests: list[int] = []
+        in_flight: list[Finish] = []
         try:
-            self.group.broadcast(header(manifest, version, len(plan)).to(self.group.device))
-            for bucket in plan:
-                packed = self._pack(bucket, tensors)
+            self.group.broadcast(header(plan, version, len(own)).to(self.group.device))
+            for bucket in own:
+                packed = self._pack(plan, bucket, read)
                 digests.append(read_digest(packed))
-                self._ship(packed)
-                sent += bucket.nbytes
-            if (extra := next(tensors, None)) is not None:
-                raise ValueError(f"weights: expected the manifest's parameters, found {extra[0]} after the last")
+                for finish in in_flight:
+                    finish()
+                in_flight = [self._ship(packed)]
+            for finish in in_flight:
+                finish()
         except BaseException:
             self.close()
             raise
-        return SendReport(seconds=time.perf_counter() - start, bytes=sent, digest=combine(digests))
+        return digests
 
     def close(self) -> None:
         """Leave the group."""
         self.group.close()
 
-    def _pack(self, bucket: Bucket, tensors: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
+    def _pack(self, plan: WeightPlan, bucket: Bucket, read: Read) -> torch.Tensor:
         packed = torch.zeros(bucket.nbytes + 8, dtype=torch.uint8, device=self.group.device)
         for slot in bucket.slots:
-            name, tensor = next(tensors, ("nothing", torch.empty(0)))
-            found = ParamMeta(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
-            if found != slot.meta:
-                raise ValueError(f"weights: expected {slot.meta}, found {found}")
-            place = packed[slot.offset : slot.offset + slot.meta.nbytes]
-            place.copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
+            part = plan.parts[slot.part]
+            meta, values = plan.parameters[part.tensor], read(slot.part)
+            found = (str(values.dtype).removeprefix("torch."), tuple(values.shape))
+            if found != (meta.dtype, _shape(part.ranges)):
+                expected = (meta.dtype, _shape(part.ranges))
+                raise ValueError(f"weights: {meta.name}: expected a part of {expected}, found {found}")
+            place = packed[slot.offset : slot.offset + slot.nbytes].view(values.dtype)
+            place.view(_shape(slot.ranges)).copy_(values.detach()[within(part.ranges, slot.ranges)])
         packed[-8:].view(torch.int64).fill_(_as_int64(digest(packed[:-8])))
         return packed
 
-    def _ship(self, packed: torch.Tensor) -> None:
-        self.group.broadcast(packed)
+    def _ship(self, packed: torch.Tensor) -> Finish:
+        return self.group.start(packed)
 
 
-def receive(group: Group, manifest: Manifest, version: int, digests: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of one update in the manifest's order, every bucket checked before its first parameter.
+def receive(
+    groups: Sequence[Group], plan: WeightPlan, version: int, digests: list[int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of one update, each as soon as its last part has arrived and its bucket was checked.
 
-    digests: filled with the digest of each bucket. The tensors stay valid: each bucket has its own memory. Raises
-    RuntimeError if the sender is out of sync or the bytes are not those it packed.
+    groups: [senders]. digests: filled with the digest of each bucket, in the order of `plan.buckets`. The tensors
+    stay valid: each has memory of its own. Raises RuntimeError if a sender is out of sync or the bytes are not those
+    that it packed.
     """
-    plan = list(buckets(manifest, group.bucket_mib))
-    expected = header(manifest, version, len(plan)).tolist()
-    head = torch.zeros(len(expected), dtype=torch.int64, device=group.device)
-    group.broadcast(head)
-    if head.tolist() != expected:
-        raise RuntimeError(f"weight update: expected the header {expected}, found {head.tolist()}")
-    for number, bucket in enumerate(plan):
-        packed = torch.empty(bucket.nbytes + 8, dtype=torch.uint8, device=group.device)
-        group.broadcast(packed)
+    order = buckets(plan, groups[0].bucket_mib)
+    for number, group in enumerate(groups):
+        _check_header(group, header(plan, version, sum(bucket.sender == number for bucket in order)))
+    open_tensors = _OpenTensors(plan, groups[0].device)
+    arriving = [_arrive(groups, order[0])]
+    for number, bucket in enumerate(order):
+        if number + 1 < len(order):
+            arriving.append(_arrive(groups, order[number + 1]))
+        packed, finish = arriving.pop(0)
+        finish()
         sent, found = read_digest(packed), digest(packed[:-8])
         if sent != found:
             raise RuntimeError(
-                f"weight update: bucket {number} of {len(plan)}: expected digest {sent:016x}, found {found:016x}"
+                f"weight update: bucket {number} of {len(order)}: expected digest {sent:016x}, found {found:016x}"
             )
         digests.append(found)
+        yield from open_tensors.take(bucket, packed)
+
+
+class _OpenTensors:
+    """The tensors of which some parts have arrived."""
+
+    def __init__(self, plan: WeightPlan, device: torch.device) -> None:
+        self._plan, self._device = plan, device
+        self._open: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def take(self, bucket: Bucket, packed: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors that the bucket completes."""
         for slot in bucket.slots:
-            piece = packed[slot.offset : slot.offset + slot.meta.nbytes]
-            yield slot.meta.name, piece.view(getattr(torch, slot.meta.dtype)).view(slot.meta.shape)
+            number = self._plan.parts[slot.part].tensor
+            meta = self._plan.parameters[number]
+            dtype = getattr(torch, meta.dtype)
+            values = packed[slot.offset : slot.offset + slot.nbytes].view(dtype).view(_shape(slot.ranges))
+            if tuple(values.shape) == meta.shape:
+                yield meta.name, values
+                continue
+            tensor, missing = self._open.pop(number, (None, 0))
+            if tensor is None:
+                tensor = torch.empty(meta.shape, dtype=dtype, device=self._device)
+                missing = tensor.numel()
+            tensor[tuple(slice(a, b) for a, b in slot.ranges)] = values
+            missing -= volume(slot.ranges)
+            if missing:
+                self._open[number] = tensor, missing
+            else:
+                yield meta.name, tensor
 
 
-def header(manifest: Manifest, version: int, count: int) -> torch.Tensor:
-    """[4] int64: magic, version, number of buckets, first 63 bits of the manifest's digest."""
-    return torch.tensor([MAGIC, version, count, int(manifest_digest(manifest)[:16], 16) >> 1], dtype=torch.int64)
+def _arrive(groups: Sequence[Group], bucket: Bucket) -> tuple[torch.Tensor, Finish]:
+    group = groups[bucket.sender]
+    packed = torch.empty(bucket.nbytes + 8, dtype=torch.uint8, device=group.device)
+    return packed, group.start(packed)
+
+
+def _check_header(group: Group, expected: torch.Tensor) -> None:
+    head = torch.zeros(len(expected), dtype=torch.int64, device=group.device)
+    group.broadcast(head)
+    if head.tolist() != expected.tolist():
+        raise RuntimeError(f"weight update: expected the header {expected.tolist()}, found {head.tolist()}")
+
+
+def _shape(ranges: Ranges) -> tuple[int, ...]:
+    return tuple(b - a for a, b in ranges)
+
+
+def header(plan: WeightPlan, version: int, count: int) -> torch.Tensor:
+    """[4] int64: magic, version, number of the sender's buckets, digest of the plan."""
+    return torch.tensor([MAGIC, version, count, plan.digest], dtype=torch.int64)
 
 
 def read_digest(packed: torch.Tensor) -> int:

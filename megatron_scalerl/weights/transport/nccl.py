@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_scalerl.weights.connection import Connection
-from megatron_scalerl.weights.transport.gloo import Group
+from megatron_scalerl.weights.transport.gloo import Finish, Group
 
 
 class NcclGroup(Group):
@@ -30,7 +30,12 @@ class NcclGroup(Group):
         options._timeout = self.timeout
         return dist.ProcessGroupNCCL(self._store, rank, connection.world_size, options)
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Broadcast rank 0's tensor and wait until it has arrived. Raises RuntimeError."""
-        super().broadcast(tensor)
+    def start(self, tensor: torch.Tensor) -> Finish:
+        """Broadcast rank 0's tensor and wait until it has arrived. Raises RuntimeError.
+
+        One at a time: with two communicators in progress on one device, two receivers may run them in different
+        orders, and wait for each other.
+        """
+        super().start(tensor)()
         torch.accelerator.synchronize(self.device)
+        return lambda: None

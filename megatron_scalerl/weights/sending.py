@@ -1,0 +1,83 @@
+"""The trainer's side of a weight update: every sending rank sends its own parts to all engines.
+
+Called on every rank at once. An engine that is gone does not end the trainer: the ranks tell each other whether their
+groups failed, and all of them return it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+import torch.distributed as dist
+
+from megatron_scalerl.weights.connection import Connection, SendReport
+from megatron_scalerl.weights.digest import combine
+from megatron_scalerl.weights.plan import buckets
+from megatron_scalerl.weights.source import MegatronWeightSource
+from megatron_scalerl.weights.transport import make_sender
+from megatron_scalerl.weights.transport.gloo import Sender
+
+logger = logging.getLogger(__name__)
+
+
+class WeightSending:
+    """This rank's part in the weight updates of a run."""
+
+    def __init__(self, source: MegatronWeightSource, *, bucket_mib: int) -> None:
+        self._source, self._parallel = source, source.parallel
+        self._buckets = buckets(source.plan, bucket_mib)
+        self._own = [number for number, bucket in enumerate(self._buckets) if bucket.sender == source.sender]
+        self._sender: Sender | None = None
+
+    def connect(self, connection: Connection) -> str:
+        """Why a group could not be formed, empty if all were. Collective."""
+        failure, number = "", self._source.sender
+        if number is not None:
+            if self._sender is not None:
+                self._sender.close()
+            try:
+                self._sender = make_sender(connection, number)
+            except RuntimeError as error:
+                self._sender, failure = None, _logged("a weight group was not formed", error)
+        return self._shared(failure)[0]
+
+    def send(self, version: int) -> SendReport:
+        """Send all parts; the report is the same on all ranks but for the seconds. Collective."""
+        begin, failure = time.perf_counter(), ""
+        digests = torch.zeros(len(self._buckets), dtype=torch.int64)
+        if self._source.sender is not None:
+            assert self._sender is not None, "connect first"
+            try:
+                self._source.begin()
+                sent = self._sender.send(self._source.plan, self._source.read, version)
+                digests[self._own] = torch.tensor(sent, dtype=torch.uint64).view(torch.int64)
+            except RuntimeError as error:
+                failure = _logged(f"weights of version {version} were not sent", error)
+        failure, digests = self._shared(failure, digests)
+        if failure:
+            return SendReport(seconds=0.0, bytes=0, digest="", failure=failure)
+        return SendReport(
+            seconds=time.perf_counter() - begin,
+            bytes=sum(bucket.nbytes for bucket in self._buckets),
+            digest=combine(value & ((1 << 64) - 1) for value in digests.tolist()),
+        )
+
+    def _shared(self, failure: str, numbers: torch.Tensor | None = None) -> tuple[str, torch.Tensor]:
+        """(this rank's failure, else which rank failed, else "", the sum of all ranks' `numbers`)."""
+        own = torch.zeros(0, dtype=torch.int64) if numbers is None else numbers
+        failed = torch.zeros(self._parallel.world_size, dtype=torch.int64)
+        failed[self._parallel.rank] = bool(failure)
+        table = torch.cat((failed, own)).to(self._parallel.device)
+        dist.all_reduce(table)
+        ranks = table[: len(failed)].nonzero().flatten().tolist()
+        if ranks and not failure:
+            failure = f"the weight group of trainer rank {ranks[0]} failed, see its log"
+        return failure, table[len(failed) :].cpu()
+
+
+def _logged(what: str, error: RuntimeError) -> str:
+    line = str(error) or type(error).__name__
+    logger.warning("%s: %s", what, line)
+    return line

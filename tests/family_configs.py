@@ -1,0 +1,55 @@
+"""Tiny configs of every family, and the shapes of Megatron's shards as the weight map implies them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import Llama4TextConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+
+from megatron_scalerl.models import family
+
+LLAMA: dict[str, Any] = dict(
+    vocab_size=37,
+    hidden_size=24,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+)
+LLAMA4: dict[str, Any] = dict(
+    vocab_size=37,
+    hidden_size=24,
+    intermediate_size=20,
+    intermediate_size_mlp=40,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+    num_local_experts=3,
+    moe_layers=[1, 3],
+)
+QWEN3_MOE: dict[str, Any] = dict(**LLAMA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20)
+CONFIGS = {
+    "llama": lambda: LlamaConfig(**LLAMA),
+    "llama tied": lambda: LlamaConfig(**LLAMA, tie_word_embeddings=True),
+    "llama biased": lambda: LlamaConfig(**LLAMA, attention_bias=True),
+    "qwen3": lambda: Qwen3Config(**{**LLAMA, "head_dim": 10}),
+    "qwen3 tied": lambda: Qwen3Config(**LLAMA, tie_word_embeddings=True),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**QWEN3_MOE, mlp_only_layers=[0]),
+    "qwen3_moe fused": lambda: Qwen3MoeConfig(**QWEN3_MOE, decoder_sparse_step=2),
+    "llama4": lambda: Llama4TextConfig(**LLAMA4),
+}
+FUSED = ("model.layers.1.mlp.experts.gate_up_proj",)
+
+
+def family_of(kind: str) -> Any:
+    return family(CONFIGS[kind](), FUSED if kind.endswith("fused") else ())
+
+
+def shard_shape(rule: Any, size: int) -> tuple[int, ...]:
+    pieces = [piece for rank in range(size) for piece in rule.pieces(rank, size)]
+    lengths = [part.stop - part.start for part in pieces[0].hf_index if isinstance(part, slice)]
+    lengths = lengths[::-1] if pieces[0].transposed else lengths
+    lengths[pieces[0].axis] = max(piece.stop for piece in pieces)
+    return tuple(lengths)

@@ -1,0 +1,137 @@
+"""Who sends what: every layout sends every element once, from the rank that holds it, in even shares."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from family_configs import LLAMA, LLAMA4, QWEN3_MOE, family_of, shard_shape
+from transformers import Llama4TextConfig, LlamaConfig, Qwen3MoeConfig
+
+from megatron_scalerl.models import family
+from megatron_scalerl.weights.owners import Place, send_plan
+from megatron_scalerl.weights.plan import check, volume
+
+WIDE = {**LLAMA, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 64, "num_hidden_layers": 4}
+FAMILIES = {
+    "llama": lambda: family_of("llama"),
+    "llama tied": lambda: family_of("llama tied"),
+    "qwen3_moe": lambda: family(Qwen3MoeConfig(**QWEN3_MOE, mlp_only_layers=[0])),
+    "qwen3_moe fused": lambda: family_of("qwen3_moe fused"),
+    "llama4": lambda: family(Llama4TextConfig(**{**LLAMA4, "num_local_experts": 4})),
+}
+
+
+def layout(*, tp=1, pp=1, dp=1, ep=1, etp=1):
+    """The place of every rank, in Megatron's order: tensor, data (with context), pipeline parallel."""
+    found = []
+    for rank in range(tp * pp * dp):
+        here = rank % (tp * dp)
+        experts = here // etp
+        found.append(
+            Place(
+                tp=here % tp,
+                pp=rank // (tp * dp),
+                ep=experts % ep,
+                etp=here % etp,
+                copy=here // tp,
+                expert_copy=experts // ep,
+            )
+        )
+    return found
+
+
+def stages(found: Any, pp: int) -> dict[int, int]:
+    layers = len(found.layers)
+    return {layer: layer * pp // layers for layer in range(layers)}
+
+
+def sent_by_ranks(found: Any, places: list[Place], plan: Any) -> dict[str, torch.Tensor]:
+    """The tensors as put together from what each sender's own shards hold; a shard of another rank is not there."""
+    shapes = {name: shape for rule in found.rules for name, shape in rule.hf_shapes.items()}
+    source = {name: torch.randn(shape, generator=torch.Generator().manual_seed(1)) for name, shape in shapes.items()}
+    rules = {rule.megatron: rule for rule in found.rules}
+    tp, etp, ep = (1 + max(getattr(place, key) for place in places) for key in ("tp", "etp", "ep"))
+    back = {name: torch.full(shape, float("nan")) for name, shape in shapes.items()}
+    for part, held in zip(plan.plan.parts, plan.held):
+        place, rule = places[plan.ranks[part.sender]], rules[held.megatron]
+        rank, size = (place.etp, etp) if rule.expert is not None else (place.tp, tp)
+        if rule.expert is not None:
+            experts = found.transformer["num_moe_experts"] // ep
+            assert rule.expert // experts == place.ep, "sent by a rank that has other experts"
+        expected = {"first": 0, "last": max(p.pp for p in places)}.get(rule.place)
+        assert place.pp == (
+            stages(found, 1 + max(p.pp for p in places))[rule.layer] if expected is None else expected
+        )
+        shard = torch.zeros(shard_shape(rule, size))
+        for piece in rule.pieces(rank, size):
+            piece.of_shard(shard).copy_(source[piece.hf_name][piece.hf_index])
+        name = plan.plan.parameters[part.tensor].name
+        target = back[name][tuple(slice(a, b) for a, b in part.ranges)]
+        target.copy_(held.piece.of_shard(shard).reshape(target.shape))
+    for meta in plan.plan.parameters:
+        assert torch.equal(back[meta.name], source[meta.name]), meta.name
+    return source
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(("tp", "pp", "dp", "ep"), list(product((1, 2), (1, 2), (1, 2, 4), (1, 2))))
+def test_every_layout_sends_the_checkpoint(kind: str, tp: int, pp: int, dp: int, ep: int) -> None:
+    found = FAMILIES[kind]()
+    for etp in (1, tp):
+        if (tp * dp) % (ep * etp):
+            continue
+        places = layout(tp=tp, pp=pp, dp=dp, ep=ep, etp=etp)
+        for most in (1, 64):
+            plan = send_plan(found, places, stages(found, pp), dtype="float32", most_senders=most)
+            sent_by_ranks(found, places, plan)
+            names = {name for rule in found.rules if rule.exported for name in rule.hf_shapes}
+            assert {meta.name for meta in plan.plan.parameters} == names
+
+
+def test_a_tied_head_is_sent_once() -> None:
+    names = [m.name for m in _plan(FAMILIES["llama tied"](), tp=2, pp=2, dp=1).plan.parameters]
+    assert "lm_head.weight" not in names and names.count("model.embed_tokens.weight") == 1
+
+
+def _plan(found: Any, *, tp: int, pp: int, dp: int, most: int = 64, **more: int) -> Any:
+    places = layout(tp=tp, pp=pp, dp=dp, **more)
+    return send_plan(found, places, stages(found, pp), dtype="bfloat16", most_senders=most)
+
+
+def shares(plan: Any) -> list[float]:
+    """Bytes of each sender, as a share of all."""
+    sent = [0] * plan.plan.senders
+    for part in plan.plan.parts:
+        sent[part.sender] += volume(part.ranges)
+    return [each / sum(sent) for each in sent]
+
+
+def test_shares_are_even_over_tensor_and_data_parallel_ranks() -> None:
+    found = family(LlamaConfig(**WIDE))
+    for tp, dp in ((1, 8), (8, 1), (4, 2), (2, 4)):
+        plan = _plan(found, tp=tp, pp=1, dp=dp)
+        assert plan.ranks == tuple(range(8)) and max(shares(plan)) < 1.35 / 8, (tp, dp, shares(plan))
+
+
+def test_no_more_ranks_send_than_asked_for_unless_one_copy_needs_them() -> None:
+    found = family(LlamaConfig(**WIDE))
+    assert [_plan(found, tp=1, pp=1, dp=8, most=n).plan.senders for n in (1, 3, 8)] == [1, 3, 8]
+    assert [_plan(found, tp=2, pp=2, dp=4, most=n).plan.senders for n in (1, 7, 8, 16)] == [4, 4, 8, 16]
+
+
+def test_a_large_mixture_of_experts() -> None:
+    """128 ranks: tensor parallel 4, pipeline 4, expert parallel 8; made in a moment, and even."""
+    config = {**QWEN3_MOE, **WIDE, "num_experts": 32, "mlp_only_layers": [], "num_hidden_layers": 8}
+    found = family(Qwen3MoeConfig(**config))
+    plan = _plan(found, tp=4, pp=4, dp=8, ep=8, most=128)
+    check(plan.plan)
+    assert plan.plan.senders == 128 and max(shares(plan)) < 3 / 128
+
+
+def test_plans_of_all_ranks_are_one() -> None:
+    first, second = (_plan(FAMILIES["llama4"](), tp=2, pp=2, dp=2, ep=2) for _ in range(2))
+    assert first.plan.digest == second.plan.digest
+    assert first.plan.digest != _plan(FAMILIES["llama4"](), tp=2, pp=2, dp=2, ep=1).plan.digest

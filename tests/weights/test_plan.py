@@ -1,0 +1,113 @@
+"""The plan of a weight update: coverage of every tensor, buckets, splitting; computed by hand."""
+
+import pytest
+
+from megatron_scalerl.weights import plan as plans
+from megatron_scalerl.weights.plan import ParamMeta, Part, WeightPlan, buckets, manifest_of, volume, whole, within
+
+ITEMS = [("a", "float32", (3,)), ("b", "bfloat16", (2, 5)), ("c", "float32", (1 << 18,)), ("d", "float32", ())]
+
+
+def of(*items, parts, senders=1):
+    return WeightPlan(parameters=manifest_of(items), senders=senders, parts=tuple(Part(*part) for part in parts))
+
+
+def test_buckets_are_packed_in_order_and_aligned():
+    first, second, third = buckets(whole(manifest_of(ITEMS)), bucket_mib=1)
+    # 12 bytes -> 16, 20 bytes -> 32, then a tensor of exactly 1 MiB, then a scalar
+    assert [(s.part, s.offset, s.nbytes) for s in first.slots] == [(0, 0, 12), (1, 16, 20)] and first.nbytes == 48
+    assert [(s.part, s.offset, s.nbytes) for s in second.slots] == [(2, 0, 1 << 20)] and second.nbytes == 1 << 20
+    assert [(s.part, s.offset, s.ranges) for s in third.slots] == [(3, 0, ())] and third.nbytes == 16
+
+
+@pytest.mark.parametrize("shape", [(5 << 17,), (3, 1 << 18), (2, 3, 1 << 17), (1, 1, 3 << 18), (7, 100_000)])
+def test_no_bucket_is_larger_than_its_limit_and_none_is_lost(shape):
+    found = buckets(whole(manifest_of([("x", "uint8", (5,)), ("big", "float32", shape)])), bucket_mib=1)
+    assert max(bucket.nbytes for bucket in found) <= 1 << 20
+    pieces = [slot.ranges for bucket in found for slot in bucket.slots if slot.part == 1]
+    plans.check(of(("big", "float32", shape), parts=[(0, 0, ranges) for ranges in pieces]))
+    assert len(pieces) <= 2 * (4 * volume([(0, n) for n in shape]) // (1 << 20) + 1)
+
+
+def test_buckets_of_the_senders_take_turns():
+    half = 1 << 18
+    matrix = ("m", "float32", (4, half))
+    rows = [(0, row % 2, ((row, row + 1), (0, half))) for row in range(4)]
+    found = buckets(of(matrix, ("n", "uint8", (1,)), parts=[*rows, (1, 1, ((0, 1),))], senders=2), bucket_mib=1)
+    assert [(b.sender, b.slots[0].ranges[0]) for b in found] == [
+        (0, (0, 1)),
+        (1, (1, 2)),
+        (0, (2, 3)),
+        (1, (3, 4)),
+        (1, (0, 1)),
+    ]
+
+
+def test_where_a_piece_lies_in_its_part():
+    assert within(((4, 8), (2, 6)), ((5, 6), (2, 6))) == (slice(1, 2), slice(0, 4)) and within((), ()) == ()
+
+
+def test_json_round_trip_and_a_digest_that_changes_with_every_field():
+    one = whole(manifest_of(ITEMS))
+    assert plans.from_json(plans.to_json(one)) == one
+    changed = [ITEMS[::-1], [("x", *ITEMS[0][1:]), *ITEMS[1:]], [("a", "int32", (3,)), *ITEMS[1:]], ITEMS[:3]]
+    found = [one, *(whole(manifest_of(items)) for items in changed)]
+    halves = [(0, 0, ((0, 1),)), (0, 0, ((1, 3),))]
+    found += [of(ITEMS[0], parts=halves), of(ITEMS[0], parts=halves, senders=2)]
+    found.append(of(ITEMS[0], parts=[halves[0], (0, 1, ((1, 3),))], senders=2))
+    assert len({plan.digest for plan in found}) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("parts", "line"),
+    [
+        ([(0, 0, ((0, 2), (0, 3)))], "m: expected every element once, found some missing"),
+        (
+            [(0, 0, ((0, 4), (0, 3))), (0, 0, ((3, 4), (1, 2)))],
+            "m: expected every element once, found some sent twice",
+        ),
+        ([(0, 0, ((0, 4), (0, 4)))], r"m: expected rectangles inside \(4, 3\), found"),
+        ([(0, 0, ((-1, 4), (0, 3)))], r"m: expected rectangles inside \(4, 3\), found"),
+        ([(0, 0, ((2, 2), (0, 3)))], r"m: expected rectangles inside \(4, 3\), found"),
+        ([(0, 0, ((0, 4),))], r"m: expected rectangles inside \(4, 3\), found"),
+        ([(1, 0, ((0, 4), (0, 3)))], "expected one of 1 tensors and 1 senders, found"),
+        ([(0, 1, ((0, 4), (0, 3)))], "expected one of 1 tensors and 1 senders, found"),
+        ([], "m: expected every element once, found some missing"),
+        (
+            [(0, 0, ((0, 2), (0, 2))), (0, 0, ((2, 4), (1, 3))), (0, 0, ((0, 2), (2, 3))), (0, 0, ((2, 4), (0, 1)))],
+            "",
+        ),
+    ],
+)
+def test_a_plan_sends_every_element_once(parts, line):
+    text = plans.to_json(of(("m", "float32", (4, 3)), parts=parts))
+    if not line:
+        assert len(plans.from_json(text).parts) == 4
+        return
+    with pytest.raises(ValueError, match="weights: " + line):
+        plans.from_json(text)
+
+
+def test_a_plan_with_countless_boundaries_is_refused():
+    n = 3000
+    parts = [(0, 0, ((i, i + 1), (0, n))) for i in range(n)] + [(0, 0, ((0, n), (i, i + 1))) for i in range(n)]
+    with pytest.raises(ValueError, match="m: expected at most 4194304 cells of parts, found 9000000"):
+        plans.check(of(("m", "float32", (n, n)), parts=parts))
+
+
+@pytest.mark.parametrize(
+    ("items", "line"),
+    [
+        ([], "expected at least one tensor, found none"),
+        ([("a", "float32", (1,)), ("a", "float32", (1,))], "expected every name once, found a twice"),
+        ([("a", "float8", (1,))], r"weights: a: expected one of .*, found float8"),
+        ([("a", "float32", (-1,))], r"weights: a: expected sizes >= 0, found \(-1,\)"),
+    ],
+)
+def test_refused_manifests(items, line):
+    with pytest.raises(ValueError, match=line):
+        manifest_of(items)
+
+
+def test_size_of_an_element():
+    assert ParamMeta(name="a", dtype="bfloat16", shape=(3, 5)).item_bytes == 2
