@@ -1,0 +1,340 @@
+"""Where the elements of Hugging Face tensors lie in an engine's live parameters, as the model's own loader puts them.
+
+The loader is called once with recording tensors, which have names, shapes and types and no values. What it does to
+one of them (cut, chunk, transpose, permute) is followed until it copies it into a parameter: that copy is recorded as
+a `Scatter`, and nothing is copied. Afterwards weights are written without the loader, and what an engine needs of
+each tensor is known exactly, whatever its parallel layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+
+from megatron_scalerl.weights.plan import Manifest, ParamMeta, Ranges
+
+Load = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
+"""A model's load_weights."""
+_SAME = {
+    torch.Tensor.contiguous,
+    torch.Tensor.to,
+    torch.Tensor.cpu,
+    torch.Tensor.clone,
+    torch.Tensor.detach,
+    torch.Tensor.requires_grad_,
+}
+"""Functions that do not change which element lies where."""
+_MOVING = {
+    torch.Tensor.reshape,
+    torch.reshape,
+    torch.Tensor.flatten,
+    torch.Tensor.index_select,
+    torch.cat,
+    torch.stack,
+    torch.Tensor.repeat_interleave,
+}
+"""Functions that only move elements, and may have to copy for that; views are recognized by themselves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scatter:
+    """One copy of the loader: a part of a tensor, and where it goes.
+
+    Element (i, j, ...) of the copy is element `source_offset` + steps[0][i] + steps[1][j] + ... of the flat tensor.
+    """
+
+    tensor: str
+    """Name in the Hugging Face checkpoint."""
+    parameter: str
+    """Name in the engine's model."""
+    shape: tuple[int, ...]
+    offset: int
+    """Of the destination in the parameter's storage, in elements."""
+    stride: tuple[int, ...]
+    """Of the destination."""
+    source_offset: int
+    steps: tuple[torch.Tensor, ...] = field(repr=False)
+    """[shape[d]] int64 of each dimension."""
+
+    def destination(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Its view of the parameter's storage."""
+        return parameter.data.as_strided(self.shape, self.stride, self.offset)
+
+    def source(self, flat: torch.Tensor) -> torch.Tensor:
+        """Its elements of the whole tensor, which is `flat`: a view where the steps are even, else a copy."""
+        strides = [_even(steps) for steps in self.steps]
+        if None not in strides:
+            return flat.as_strided(self.shape, [int(s) for s in strides if s is not None], self.source_offset)
+        index = torch.full((), self.source_offset, dtype=torch.int64)
+        for axis, steps in enumerate(self.steps):
+            index = index + steps.view([-1 if d == axis else 1 for d in range(len(self.steps))])
+        return flat[index.to(flat.device)]
+
+    def needed(self, shape: tuple[int, ...]) -> Ranges:
+        """The smallest rectangle of the tensor, which has `shape`, that holds all of its elements."""
+        low = high = _coordinates(self.source_offset, shape)
+        for steps in self.steps:
+            ends = [_coordinates(int(end), shape) for end in (steps.min(), steps.max())]
+            low = [a + b for a, b in zip(low, ends[0])]
+            high = [a + b for a, b in zip(high, ends[1])]
+        assert all(b < n for b, n in zip(high, shape)), f"{self.tensor}: steps beyond {shape}"
+        return tuple((a, b + 1) for a, b in zip(low, high))
+
+
+def record(load: Load, manifest: Manifest, parameters: Mapping[str, torch.Tensor]) -> list[Scatter]:
+    """The copies that `load` makes of the manifest's tensors into `parameters`, none of which is made.
+
+    Raises NotImplementedError, naming tensor and function, for what cannot be followed.
+    """
+    found: list[Scatter] = []
+    names = {tensor.untyped_storage().data_ptr(): name for name, tensor in parameters.items() if tensor.numel()}
+
+    def copied(source: "_Recording", destination: torch.Tensor) -> None:
+        parameter = names.get(destination.untyped_storage().data_ptr())
+        if parameter is None:
+            raise NotImplementedError(
+                f"weights: {source.hf_name}: expected a copy into a parameter, found one elsewhere"
+            )
+        offset, steps = source.steps_in(tuple(destination.shape))
+        found.append(
+            Scatter(
+                tensor=source.hf_name,
+                parameter=parameter,
+                shape=tuple(destination.shape),
+                offset=int(destination.storage_offset()),
+                stride=tuple(destination.stride()),
+                source_offset=offset,
+                steps=steps,
+            )
+        )
+
+    load((meta.name, _recording(meta, copied)) for meta in manifest)
+    return found
+
+
+def missing(scatters: Iterable[Scatter], parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Parameter -> elements that no scatter writes, or, negative, that some write twice; none that are whole.
+
+    What a vocabulary is padded with is missing by right.
+    """
+    written = dict.fromkeys(parameters, 0)
+    for scatter in scatters:
+        written[scatter.parameter] += prod(scatter.shape)
+    return {name: t.numel() - written[name] for name, t in parameters.items() if t.numel() != written[name]}
+
+
+def needs(scatters: Iterable[Scatter], manifest: Manifest) -> dict[str, tuple[Ranges, ...]]:
+    """Tensor -> the rectangles of it that the scatters read, none overlapping another; () if they read nothing."""
+    shapes = {meta.name: meta.shape for meta in manifest}
+    found: dict[str, set[Ranges]] = {meta.name: set() for meta in manifest}
+    for scatter in scatters:
+        found[scatter.tensor].add(scatter.needed(shapes[scatter.tensor]))
+    return {name: _merged(rectangles) for name, rectangles in found.items()}
+
+
+def _merged(rectangles: set[Ranges]) -> tuple[Ranges, ...]:
+    """Disjoint rectangles with the same elements: neighbors along one dimension become one."""
+    current = sorted(_disjoint(rectangles))
+    for axis in reversed(range(len(current[0]) if current else 0)):
+        by_rest: dict[Ranges, list[tuple[int, int]]] = {}
+        for ranges in current:
+            by_rest.setdefault(ranges[:axis] + ranges[axis + 1 :], []).append(ranges[axis])
+        current = [
+            (*rest[:axis], along, *rest[axis:]) for rest, parts in by_rest.items() for along in _joined(sorted(parts))
+        ]
+    return tuple(sorted(current))
+
+
+def _disjoint(rectangles: Iterable[Ranges]) -> list[Ranges]:
+    """The same elements without repetition: what overlaps is cut at the boundaries of the other rectangle."""
+    done: list[Ranges] = []
+    for ranges in sorted(rectangles):
+        rest = [ranges]
+        for other in done:
+            rest = [piece for part in rest for piece in _without(part, other)]
+        done += rest
+    return done
+
+
+def _without(ranges: Ranges, other: Ranges) -> Iterator[Ranges]:
+    """`ranges` less `other`, as rectangles."""
+    if any(b <= c or d <= a for (a, b), (c, d) in zip(ranges, other)):
+        yield ranges
+        return
+    head: Ranges = ()
+    for axis, ((a, b), (c, d)) in enumerate(zip(ranges, other)):
+        tail = ranges[axis + 1 :]
+        if a < c:
+            yield (*head, (a, c), *tail)
+        if d < b:
+            yield (*head, (d, b), *tail)
+        head = (*head, (max(a, c), min(b, d)))
+
+
+def _joined(parts: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    first, end = parts[0]
+    for a, b in parts[1:]:
+        if a > end:
+            yield first, end
+            first = a
+        end = b
+    yield first, end
+
+
+def _coordinates(flat: int, shape: tuple[int, ...]) -> list[int]:
+    found = []
+    for size in reversed(shape):
+        flat, last = divmod(flat, size)
+        found.append(last)
+    return found[::-1]
+
+
+def _even(steps: torch.Tensor) -> int | None:
+    """The stride of even steps, None for others."""
+    if len(steps) == 1:
+        return 0
+    stride = int(steps[1] - steps[0])
+    even = torch.equal(steps, torch.arange(len(steps)) * stride)
+    return stride if even else None
+
+
+Copied = Callable[["_Recording", torch.Tensor], None]
+
+
+class _Recording(torch.Tensor):
+    """A tensor without values that knows which elements of a named one it holds.
+
+    It is a view of a meta tensor, whose offset and strides tell; after a function that cannot be a view,
+    `flat_index` has the flat index of every element.
+    """
+
+    hf_name: str
+    on_copy: Copied
+    flat_index: torch.Tensor | None
+
+    def steps_in(self, shape: tuple[int, ...]) -> tuple[int, tuple[torch.Tensor, ...]]:
+        """(offset, steps of each dimension) of its elements, read in `shape`. Raises NotImplementedError."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if tuple(self.shape) != shape:
+                raise NotImplementedError(
+                    f"weights: {self.hf_name}: expected a copy of shape {tuple(self.shape)}, found {shape}"
+                )
+            if self.flat_index is None:
+                strides = self.stride()
+                steps = tuple(torch.arange(n) * s for n, s in zip(shape, strides))
+                return int(self.storage_offset()), steps
+            if not shape:
+                return int(self.flat_index), ()
+            offset = int(self.flat_index.flatten()[0])
+            first = [0] * len(shape)
+            found, total = [], torch.full((), offset, dtype=torch.int64)
+            for axis in range(len(shape)):
+                along = self.flat_index[tuple(first[:axis] + [slice(None)] + first[axis + 1 :])] - offset
+                found.append(along)
+                total = total + along.view([-1 if d == axis else 1 for d in range(len(shape))])
+            if not torch.equal(total, self.flat_index):
+                raise NotImplementedError(f"weights: {self.hf_name}: expected independent orders of its dimensions")
+            return offset, tuple(found)
+
+    def flat_indices(self) -> torch.Tensor:
+        """Flat index of every element."""
+        if self.flat_index is not None:
+            return self.flat_index
+        with torch._C.DisableTorchFunctionSubclass():
+            flat = torch.arange(self.untyped_storage().nbytes() // self.element_size())
+            return flat.as_strided(self.shape, self.stride(), self.storage_offset())
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.copy_:
+            destination, source = args[:2]
+            if not isinstance(source, cls) or isinstance(destination, cls):
+                raise NotImplementedError("weights: expected copies of recorded tensors into parameters alone")
+            source.on_copy(source, destination)
+            return destination
+        source = next(each for each in _flat(args) if isinstance(each, cls))
+        if func in _SAME:
+            return source
+        with torch._C.DisableTorchFunctionSubclass():
+            if source.flat_index is None and func not in (torch.cat, torch.stack):
+                out = func(*args, **kwargs)
+                if not isinstance(out, torch.Tensor | tuple | list) or _shares(source, out):
+                    return _wrapped(source, out)
+        if func not in _MOVING and not (source.flat_index is not None and _views(func)):
+            raise NotImplementedError(f"weights: {source.hf_name}: expected a view of it, found {func.__name__}")
+        return _moved(source, func, args, kwargs)
+
+
+def _recording(meta: ParamMeta, copied: Copied) -> _Recording:
+    empty = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device="meta")
+    made: _Recording = empty.as_subclass(_Recording)
+    made.hf_name, made.on_copy, made.flat_index = meta.name, copied, None
+    return made
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def _tensors(out: Any) -> list[torch.Tensor]:
+    return [out] if isinstance(out, torch.Tensor) else [each for each in out if isinstance(each, torch.Tensor)]
+
+
+def _shares(source: torch.Tensor, out: Any) -> bool:
+    """Whether all tensors in `out` are views of the source, or there are none."""
+    own = source.untyped_storage()._cdata
+    return all(each.untyped_storage()._cdata == own for each in _tensors(out))
+
+
+def _wrapped(source: _Recording, out: Any, index: Any = None) -> Any:
+    if isinstance(out, torch.Tensor):
+        made: _Recording = out.as_subclass(_Recording)
+        made.hf_name, made.on_copy, made.flat_index = source.hf_name, source.on_copy, index
+        return made
+    if isinstance(out, tuple | list) and _tensors(out):
+        parts = [None] * len(out) if index is None else index
+        return type(out)(_wrapped(source, each, part) for each, part in zip(out, parts))
+    return out
+
+
+def _views(func: Any) -> bool:
+    """Whether a function applied to indices moves them and does nothing else: views, cuts and orders."""
+    return func.__name__ in _VIEWS
+
+
+_VIEWS = {
+    *("view", "reshape", "flatten", "transpose", "permute", "t", "T", "narrow", "chunk", "split", "unbind", "select"),
+    *("__getitem__", "unsqueeze", "squeeze", "movedim", "swapaxes", "view_as", "expand"),
+    *("__get__", "size", "dim", "numel", "stride"),
+}
+
+
+def _moved(source: _Recording, func: Any, args: Any, kwargs: Any) -> Any:
+    """Apply a function that moves elements to the indices of its arguments."""
+
+    def indices(value: Any) -> Any:
+        if isinstance(value, _Recording):
+            if value.hf_name != source.hf_name:
+                raise NotImplementedError(
+                    f"weights: {source.hf_name}: expected one tensor, found {value.hf_name} beside it"
+                )
+            return value.flat_indices()
+        if isinstance(value, list | tuple):
+            return type(value)(indices(each) for each in value)
+        return value
+
+    out = func(*indices(args), **kwargs)
+    if not isinstance(out, torch.Tensor | tuple | list) or not _tensors(out):
+        return out
+    with torch._C.DisableTorchFunctionSubclass():
+        empty = [torch.empty(each.shape, dtype=source.dtype, device="meta") for each in _tensors(out)]
+    return _wrapped(source, empty[0] if isinstance(out, torch.Tensor) else type(out)(empty), out)
