@@ -233,7 +233,7 @@ class _Recording(torch.Tensor):
             first = [0] * len(shape)
             found, total = [], torch.full((), offset, dtype=torch.int64)
             for axis in range(len(shape)):
-                along = self.flat_index[tuple(first[:axis] + [slice(None)] + first[axis + 1 :])] - offset
+                along = self.flat_index[(*first[:axis], slice(None), *first[axis + 1 :])] - offset
                 found.append(along)
                 total = total + along.view([-1 if d == axis else 1 for d in range(len(shape))])
             if not torch.equal(total, self.flat_index):
