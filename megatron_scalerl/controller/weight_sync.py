@@ -37,7 +37,7 @@ from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer.client import TrainerClient, TrainerError
 from megatron_scalerl.weights.connection import Connection
-from megatron_scalerl.weights.plan import to_json
+from megatron_scalerl.weights.plan import Manifest, manifest_to_json, needs_from_json, to_json
 from megatron_scalerl.weights.transport import resolve_transport
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class WeightUpdate:
     bytes: int
     """Bytes of one copy of the parameters, padding included."""
     digest: str
-    """Digest of these bytes, equal for trainer and engines."""
+    """Digests of what was sent to each shard of the weights, equal for trainer and engines."""
 
     def metrics(self) -> dict[str, Any]:
         """What the record of its step says of it."""
@@ -98,6 +98,7 @@ class WeightSync:
     def __init__(self, trainer: TrainerClient, engines: Membership, recipe: Recipe) -> None:
         self._trainer, self._engines, self._recipe = trainer, engines, recipe
         self._connected: list[EngineClient] = []
+        self._shards: dict[str, list[int]] = {}  # engine -> shard of each of its workers
         self._proven: list[EngineClient] = []  # engines that have completed an update
         self._lock = asyncio.Lock()
 
@@ -166,9 +167,10 @@ class WeightSync:
 
         async def verify(engine: EngineClient) -> None:
             info = await engine.info()
-            expected, found = (str(version), report.digest), (info.weight_version, info.weight_digest)
+            digests = tuple(report.digests[shard] for shard in self._shards[engine.name])
+            expected, found = (str(version), digests), (info.weight_version, tuple(info.weight_digests))
             if expected != found:
-                raise EngineError(f"expected version, digest {expected}, found {found}")
+                raise EngineError(f"expected version, digests {expected}, found {found}")
 
         await self._all("verify", engines, verify)
         resumed = time.perf_counter()
@@ -181,28 +183,37 @@ class WeightSync:
             seconds_paused=resumed - paused,
             seconds_total=time.perf_counter() - begin,
             bytes=report.bytes,
-            digest=report.digest,
+            digest="-".join(report.digests),
         )
 
     async def _connect(self, engines: list[EngineClient]) -> None:
         """Join the trainer's senders and the engines in process groups, leaving earlier ones."""
         section = self._recipe.weights
-        plan = await self._trainer.weight_plan()
-        worlds = await self._all("info", engines, _world_size)
+        manifest = await self._trainer.manifest()
+        needs: list[list[str]] = await self._all("needs", engines, lambda engine: _needs(engine, manifest))
+        shards = list(dict.fromkeys(need for of_engine in needs for need in of_engine))
+        members = [0] * len(shards)
+        places: dict[str, list[tuple[int, int]]] = {}
+        for engine, of_engine in zip(engines, needs):
+            for need in of_engine:
+                shard = shards.index(need)
+                members[shard] += 1
+                places.setdefault(engine.name, []).append((shard, members[shard]))
+        self._shards = {name: [shard for shard, _ in of_workers] for name, of_workers in places.items()}
+        plan = await self._trainer.plan_weights([needs_from_json(need, manifest) for need in shards])
         connection = Connection(
             backend=resolve_transport(section.transport),
             rendezvous=self._trainer.rendezvous,
             group=f"weights-{uuid.uuid4().hex}",
-            world_size=1 + sum(worlds),
+            world_sizes=tuple(1 + count for count in members),
             bucket_mib=section.bucket_mib,
             timeout_s=section.timeout_s,
             connect_timeout_s=section.connect_timeout_s,
         )
         body = {"connection": msgspec.to_builtins(connection), "plan": to_json(plan)}
-        offsets = {e.name: 1 + sum(worlds[:i]) for i, e in enumerate(engines)}
 
         async def join(engine: EngineClient) -> None:
-            info = {**body, "rank_offset": offsets[engine.name]}
+            info = {**body, "places": places[engine.name]}
             await engine.post("/init_weight_transfer_engine", {"init_info": info})
 
         await self._all("connect", engines, join, trainer=self._trainer.connect_weights(connection))
@@ -241,10 +252,18 @@ class WeightSync:
             raise RuntimeError(f"no answer within {limit:g} s (weights.timeout_s)") from err
 
 
-async def _world_size(engine: EngineClient) -> int:
-    """Workers of an engine, which has no unfinished update then: vLLM refuses to start another one beside it."""
+async def _needs(engine: EngineClient, manifest: Manifest) -> list[str]:
+    """What each worker of an engine needs of the tensors of a manifest.
+
+    It has no unfinished update then: vLLM refuses to start another one beside it.
+    """
     await engine.rpc("msrl_abandon_update")
-    return (await engine.info()).world_size
+    needs = await engine.rpc("msrl_weight_needs", manifest_to_json(manifest))
+    if not needs or not all(isinstance(need, str) for need in needs):
+        raise EngineError(f"{engine.name}: msrl_weight_needs: expected the needs of its workers, found {needs!r}")
+    for need in needs:
+        needs_from_json(need, manifest)
+    return needs
 
 
 def _line(error: Exception) -> str:

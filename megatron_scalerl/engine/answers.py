@@ -65,8 +65,8 @@ class EngineInfo:
     """Workers: tensor x pipeline x data parallel."""
     weight_version: str
     """Label of the weights in use."""
-    weight_digest: str
-    """Digest of the bytes of the last update, empty before the first."""
+    weight_digests: tuple[str, ...]
+    """Of each worker: digest of the bytes that it got in the last update, empty before the first."""
     attention_temperature: bool | None = None
     """Whether layers without RoPE scale their queries by position; None where the policy has no such layers."""
 

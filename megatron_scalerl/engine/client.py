@@ -262,11 +262,11 @@ class EngineClient:
         label = decode(await self.get("/weight_info"), _WeightInfo, self._where("/weight_info"))
         where = f"{self._where('/collective_rpc')} msrl_info"
         common = {"world_size": world.world_size, "weight_version": label.weight_version}
-        infos = [convert({**convert(a, dict, where), **common}, EngineInfo, where) for a in answers]
-        digests = {info.weight_digest for info in infos}
-        if len(digests) != 1:
-            raise EngineError(f"{self.name}: its workers hold different weights: {sorted(digests)}")
-        return infos[0]
+        workers = [convert(answer, dict, where) for answer in answers]
+        if not workers:
+            raise EngineError(f"{where}: expected the answer of a worker, found none")
+        digests = [worker.pop("weight_digest", None) for worker in workers]
+        return convert({**workers[0], **common, "weight_digests": digests}, EngineInfo, where)
 
     async def rpc(self, method: str, *args: str) -> list[Any]:
         """Call a method of every worker; their answers in rank order. Raises EngineError."""

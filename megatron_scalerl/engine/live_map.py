@@ -117,14 +117,28 @@ def record(load: Load, manifest: Manifest, parameters: Mapping[str, torch.Tensor
 
 
 def missing(scatters: Iterable[Scatter], parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Parameter -> elements that no scatter writes, or, negative, that some write twice; none that are whole.
-
-    What a vocabulary is padded with is missing by right.
-    """
+    """Parameter -> elements that no scatter writes, or, negative, that some write twice; none that are whole."""
     written = dict.fromkeys(parameters, 0)
     for scatter in scatters:
         written[scatter.parameter] += prod(scatter.shape)
     return {name: t.numel() - written[name] for name, t in parameters.items() if t.numel() != written[name]}
+
+
+def unwritten(
+    scatters: Iterable[Scatter], parameters: Mapping[str, torch.Tensor], model: torch.nn.Module
+) -> list[str]:
+    """Parameters of which something is missing, but for the rows that a vocabulary is padded with."""
+    found = []
+    for name, count in missing(scatters, parameters).items():
+        layer = model.get_submodule(name.rpartition(".")[0])
+        indices = getattr(layer, "shard_indices", None)  # of vLLM's vocabulary layers
+        padding = 0
+        if indices is not None:
+            rows = indices.num_elements_padded - indices.num_org_elements - indices.num_added_elements
+            padding = rows * (parameters[name].numel() // indices.num_elements_padded)
+        if count != padding:
+            found.append(name)
+    return found
 
 
 def needs(scatters: Iterable[Scatter], manifest: Manifest) -> dict[str, tuple[Ranges, ...]]:

@@ -168,6 +168,12 @@ class WorkerExtension:
             "attention_temperature": _attention_temperature(self.model_runner.get_model()),  # type: ignore[attr-defined]
         }
 
+    def msrl_weight_needs(self, manifest: str) -> str:
+        """What this worker needs of the tensors of a manifest (`plan.manifest_to_json`), as `plan.needs_to_json`."""
+        from megatron_scalerl.engine.weight_receiver import needs_of
+
+        return needs_of(self.model_runner.get_model(), manifest)  # type: ignore[attr-defined]
+
     def msrl_abandon_update(self) -> None:
         """Forget a weight update that was started and not finished; without one, this has no effect.
 

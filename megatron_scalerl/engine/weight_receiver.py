@@ -11,6 +11,7 @@ update is loaded as if the failed one had never begun; until then the model must
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -25,12 +26,15 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
+from megatron_scalerl.engine.live_map import needs, record, unwritten
 from megatron_scalerl.models.llama4 import VISION
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import combine
-from megatron_scalerl.weights.plan import WeightPlan, from_json
+from megatron_scalerl.weights.plan import WeightPlan, all_of, from_json, manifest_from_json, needs_to_json
 from megatron_scalerl.weights.transport.gloo import Group, receive
 from megatron_scalerl.weights.transport.nccl import NcclGroup
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -39,8 +43,8 @@ class ConnectInfo(WeightTransferInitInfo):
 
     connection: dict[str, Any]
     """A `Connection` as JSON data."""
-    rank_offset: int
-    """Rank of this engine's first worker in each group."""
+    places: list[tuple[int, int]]
+    """[shard, rank in the groups of it] of each of this engine's workers."""
     plan: str
     """What will be sent (`plan.to_json`)."""
 
@@ -63,8 +67,9 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.digest = ""
-        self._groups: list[Group] = []
+        self._groups: dict[int, Group] = {}
         self._plan: WeightPlan | None = None
+        self._shard = 0
         self._copies: dict[str, list[str]] = {}
 
     def init_transfer_engine(self, init_info: ConnectInfo) -> None:
@@ -73,9 +78,11 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         connection = msgspec.convert(init_info.connection, Connection)
         self._plan = from_json(init_info.plan)
         parallel = self.parallel_config
-        rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + get_world_group().rank
-        for sender in range(self._plan.senders):
-            self._groups.append(self.group_cls(connection, rank, sender))
+        worker = parallel.data_parallel_index * parallel.world_size + get_world_group().rank
+        self._shard, rank = init_info.places[worker]
+        for sender, shard in sorted(self._plan.pairs):
+            if shard == self._shard:
+                self._groups[sender] = self.group_cls(connection, rank, sender, shard)
 
     def start_weight_update(self) -> None:
         """Prepare the model for new parameters; discards the state of a failed update first."""
@@ -105,7 +112,7 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         taken: list[str] = []
 
         def counted() -> Any:
-            for name, tensor in receive(groups, plan, update_info.version, digests):
+            for name, tensor in receive(groups, plan, self._shard, update_info.version, digests):
                 taken.append(name)
                 yield name, tensor
                 for copy in self._copies.get(name, ()):
@@ -113,8 +120,9 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
 
         try:
             loaded = model.load_weights(counted())
-            if sorted(taken) != sorted(meta.name for meta in plan.parameters):
-                raise RuntimeError(f"weight update: expected {len(plan.parameters)} parameters, took {len(taken)}")
+            wanted = [meta.name for meta, needs in zip(plan.parameters, plan.needs[self._shard]) if needs]
+            if sorted(taken) != sorted(wanted):
+                raise RuntimeError(f"weight update: expected {len(wanted)} parameters, took {len(taken)}")
             if loaded is not None and (missing := sorted(expected - loaded)):
                 raise RuntimeError(f"weight update: expected every parameter of the model, missing {missing[:3]}")
             self._refuse_partial_layers()
@@ -129,9 +137,9 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """Leave the groups."""
-        for group in self._groups:
+        for group in self._groups.values():
             group.close()
-        self._groups = []
+        self._groups = {}
 
     def _tied(self) -> dict[str, list[str]]:
         """Parameter -> its other names, as of a head that is tied to the embedding.
@@ -186,6 +194,25 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
                 if info.kernel_tensors is not None:
                     _place_kernel_tensors(layer, info)
                 info.reset()
+
+
+def needs_of(model: Any, manifest: str) -> str:
+    """What a worker's model needs of a manifest's tensors, as JSON: what its loader reads, or everything.
+
+    Everything, where the loader cannot be followed into every parameter: on CPUs vLLM packs weights elsewhere.
+    """
+    tensors = manifest_from_json(manifest)
+    parameters = {n: p for n, p in model.named_parameters() if not n.startswith(VISION)}
+    try:
+        scatters = record(model.load_weights, tensors, parameters)
+        reason = ", ".join(sorted(unwritten(scatters, parameters, model)))
+    except (NotImplementedError, RuntimeError, IndexError, ValueError, AssertionError) as error:
+        reason = str(error) or type(error).__name__
+    if reason:
+        logger.info("weights: every worker gets everything: %s", reason)
+        return needs_to_json(all_of(tensors))
+    found = needs(scatters, tensors)
+    return needs_to_json(tuple(found[meta.name] for meta in tensors))
 
 
 class NcclReceiver(GlooReceiver):

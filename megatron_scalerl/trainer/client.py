@@ -19,7 +19,7 @@ from megatron_scalerl.trainer import messages
 from megatron_scalerl.trainer.messages import TrainerInfo
 from megatron_scalerl.types import StepReport
 from megatron_scalerl.weights.connection import Connection, SendReport
-from megatron_scalerl.weights.plan import WeightPlan
+from megatron_scalerl.weights.plan import Manifest, Needs, WeightPlan
 
 LOOPBACK_ENDPOINT = "tcp://127.0.0.1:*"
 """Where the socket of a run on one host is bound, at a free port."""
@@ -168,9 +168,14 @@ class TrainerClient:
             lambda call: messages.Step(call=call, step=step), StepReport, sent=self._step_sent.set
         )
 
-    async def weight_plan(self) -> WeightPlan:
-        """What a weight update sends."""
-        return await self._call(lambda call: messages.DescribeWeights(call=call), WeightPlan)
+    async def manifest(self) -> Manifest:
+        """Names, types and shapes of the weights, layer by layer."""
+        return await self._call(lambda call: messages.DescribeWeights(call=call), Manifest)
+
+    async def plan_weights(self, needs: Sequence[Needs]) -> WeightPlan:
+        """Plan what updates send to workers with these needs, [shards]; valid from the next connection on."""
+        wanted = tuple(needs)
+        return await self._call(lambda call: messages.PlanWeights(call=call, needs=wanted), WeightPlan)
 
     async def connect_weights(self, connection: Connection) -> None:
         """Open the trainer's ends of the weight transport. Raises WeightGroupFailed if an engine does not join."""

@@ -16,6 +16,7 @@ import msgspec
 from megatron_scalerl.batching.assignment import RankPlan
 from megatron_scalerl.distributed.rendezvous import HostRendezvous, Rendezvous
 from megatron_scalerl.weights.connection import Connection
+from megatron_scalerl.weights.plan import Needs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,9 +135,17 @@ class Step(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class DescribeWeights(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Describe a weight update. Answer: weights.plan.WeightPlan."""
+    """List names, types and shapes of the weights. Answer: weights.plan.Manifest."""
 
     call: int
+
+
+class PlanWeights(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Plan updates of workers with these needs. Answer: weights.plan.WeightPlan."""
+
+    call: int
+    needs: tuple[Needs, ...]
+    """[shards]"""
 
 
 class ConnectWeights(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -181,7 +190,7 @@ class Stop(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     call: int
 
 
-Command = Step | DescribeWeights | ConnectWeights | SendWeights | Logprobs | Save | Load | Stop
+Command = Step | DescribeWeights | PlanWeights | ConnectWeights | SendWeights | Logprobs | Save | Load | Stop
 ToRank = Welcome | Meet | Ping | Refused | Prepare | Command
 ToController = Hello | Ready | Held | Done | Failed
 Buffer = bytes | memoryview

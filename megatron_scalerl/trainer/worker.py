@@ -203,7 +203,7 @@ class Worker:
 
     def info(self) -> messages.TrainerInfo:
         """Facts for the controller, requested once."""
-        parameters = self.source.plan.parameters
+        parameters = self.source.manifest
         sizes = [math.prod(meta.shape) for meta in parameters]
         return messages.TrainerInfo(
             world_size=self.parallel.world_size,
@@ -230,7 +230,9 @@ class Worker:
             case messages.Logprobs(token_ids=token_ids):
                 return self.trainer.logprobs(token_ids)
             case messages.DescribeWeights():
-                return self.source.plan
+                return self.source.manifest
+            case messages.PlanWeights(needs=needs):
+                return self.source.plan_for(needs)
             case messages.ConnectWeights(connection=connection):
                 return self.sending.connect(connection)
             case messages.SendWeights(version=version):

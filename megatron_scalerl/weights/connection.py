@@ -16,9 +16,9 @@ class Connection:
     rendezvous: Rendezvous
     """Where the members find the group's store."""
     group: str
-    """The store of sender n is GROUP-n there; unique per connection, not a secret."""
-    world_size: int
-    """Of each sender's group: 1 + all workers of all engines."""
+    """The store of sender n and shard s is GROUP-n-s there; unique per connection, not a secret."""
+    world_sizes: tuple[int, ...]
+    """[shards] of their groups: 1 + the workers of all engines that need the shard."""
     bucket_mib: int
     """Size of the buckets in which parameters are sent (MiB)."""
     timeout_s: float
@@ -33,8 +33,8 @@ class SendReport:
 
     seconds: float
     bytes: int
-    """Parameters sent, padding included."""
-    digest: str
-    """Digest of these bytes (hex)."""
+    """Bytes sent by all ranks, padding included."""
+    digests: tuple[str, ...]
+    """[shards] digest of what was sent to each (hex)."""
     failure: str = ""
     """Why the group failed, as when an engine ends during the broadcast; then nothing above counts."""

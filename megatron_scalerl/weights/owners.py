@@ -2,8 +2,8 @@
 
 Every rank makes the same plan from the same table of places. A part is held by one tensor-parallel rank of one
 pipeline stage, an expert's by one expert-parallel rank, and by all data-parallel copies of it. Senders are one rank
-for each of these, and copies of them as far as `most_senders` allows; a part goes to the sender of it that has the
-fewest bytes to send.
+for each of these, and copies of them as far as `most_senders` allows; what a shard needs of a part is sent by the
+rank that holds it and has the least to send.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_scalerl.models.family import Family, Index, Piece, Rule
-from megatron_scalerl.weights.plan import Manifest, ParamMeta, Part, Ranges, WeightPlan, check, volume
+from megatron_scalerl.weights.plan import Manifest, Needs, ParamMeta, Part, Ranges, WeightPlan, check, overlap, volume
 
 
 class Place(NamedTuple):
@@ -31,12 +31,14 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """A part as its sender holds it."""
+    """A rectangle of a tensor as ranks of the trainer hold it; parts are cut from it."""
 
     megatron: str
     """Name of the Megatron parameter."""
     piece: Piece
-    """The rectangle of the sender's shard of it."""
+    """The rectangle of the rank's shard of it."""
+    ranges: Ranges
+    """The rectangle of the tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,57 +49,60 @@ class SendPlan:
     ranks: tuple[int, ...]
     """[senders] global rank of each."""
     held: tuple[Held, ...]
-    """[parts]"""
+    """[parts] what each is cut from."""
 
 
 class _Candidates(NamedTuple):
-    meta: int
+    tensor: int
     held: Held
-    ranges: Ranges
-    nbytes: int
     ranks: tuple[int, ...]
-    """Global ranks that hold the part, the first copy first."""
+    """Global ranks that hold it, the first copy first."""
 
 
 def send_plan(
-    family: Family, places: Sequence[Place], stage_of_layer: Mapping[int, int], *, dtype: str, most_senders: int
+    family: Family,
+    places: Sequence[Place],
+    stage_of_layer: Mapping[int, int],
+    needs: Sequence[Needs],
+    *,
+    dtype: str,
+    most_senders: int,
 ) -> SendPlan:
     """The plan of a trainer whose global ranks stand at `places`.
 
-    stage_of_layer: layer -> pipeline stage. dtype: of all parameters. Raises ValueError if the weight map and the
-    layout do not make up every tensor exactly once.
+    stage_of_layer: layer -> pipeline stage. needs: [shards]. dtype: of all parameters. Raises ValueError if the
+    weight map and the layout do not make up every needed element exactly once.
     """
-    manifest = _manifest(family, dtype)
-    parts = list(_parts(family, manifest, places, stage_of_layer))
-    needed = {part.ranks[0] for part in parts}
-    copies = _copies(parts, needed, most_senders)
-    sent = dict.fromkeys(needed | copies, 0)
-    chosen = []
-    for part in parts:
-        sender = min((rank for rank in part.ranks if rank in sent), key=lambda rank: (sent[rank], rank))
-        sent[sender] += part.nbytes
-        chosen.append(sender)
-    ranks = tuple(sorted({*chosen}))
-    number = {rank: n for n, rank in enumerate(ranks)}
-    plan = WeightPlan(
-        parameters=manifest,
-        senders=len(ranks),
-        parts=tuple(Part(part.meta, number[rank], part.ranges) for part, rank in zip(parts, chosen)),
-    )
+    parameters = manifest(family, dtype)
+    candidates = list(_candidates(family, parameters, places, stage_of_layer))
+    needed = {each.ranks[0] for each in candidates}
+    sent = dict.fromkeys(needed | _copies(candidates, needed, most_senders), 0)
+    chosen: list[tuple[int, Held, Part]] = []
+    for tensor, held, ranks in candidates:
+        for shard, of_shard in enumerate(needs):
+            for ranges in filter(None, (overlap(held.ranges, need) for need in of_shard[tensor])):
+                rank = min((rank for rank in ranks if rank in sent), key=lambda rank: (sent[rank], rank))
+                sent[rank] += volume(ranges)
+                chosen.append((rank, held, Part(tensor, -1, shard, ranges)))
+    senders = tuple(sorted({rank for rank, _, _ in chosen}))
+    number = {rank: n for n, rank in enumerate(senders)}
+    parts = tuple(Part(part.tensor, number[rank], part.shard, part.ranges) for rank, _, part in chosen)
+    plan = WeightPlan(parameters=parameters, senders=len(senders), needs=tuple(needs), parts=parts)
     check(plan)
-    return SendPlan(plan=plan, ranks=ranks, held=tuple(part.held for part in parts))
+    return SendPlan(plan=plan, ranks=senders, held=tuple(held for _, held, _ in chosen))
 
 
-def _manifest(family: Family, dtype: str) -> Manifest:
+def manifest(family: Family, dtype: str) -> Manifest:
+    """The tensors of a policy of this family, layer by layer."""
     shapes = {name: shape for rule in family.rules if rule.exported for name, shape in rule.hf_shapes.items()}
     return tuple(ParamMeta(name=name, dtype=dtype, shape=tuple(shape)) for name, shape in shapes.items())
 
 
-def _parts(
-    family: Family, manifest: Manifest, places: Sequence[Place], stage_of_layer: Mapping[int, int]
+def _candidates(
+    family: Family, parameters: Manifest, places: Sequence[Place], stage_of_layer: Mapping[int, int]
 ) -> Iterator[_Candidates]:
-    """Every part of every tensor in the manifest's order of their rules, with the ranks that hold it."""
-    number = {meta.name: n for n, meta in enumerate(manifest)}
+    """Every rectangle that is held as one, in the order of the weight map, with the ranks that hold it."""
+    number = {meta.name: n for n, meta in enumerate(parameters)}
     stages = 1 + max(place.pp for place in places)
     experts_each = (family.transformer.get("num_moe_experts") or 0) // (1 + max(place.ep for place in places))
     holders: dict[tuple[int, ...], list[int]] = {}
@@ -112,15 +117,8 @@ def _parts(
         stage = {"first": 0, "last": stages - 1}.get(rule.place, stage_of_layer.get(rule.layer, -1))
         for shard, ranks in _shards(rule, stage, holders, tp=tp, etp=etp, experts_each=experts_each):
             for piece in rule.pieces(*shard):
-                meta = manifest[number[piece.hf_name]]
-                ranges = _ranges(piece.hf_index)
-                yield _Candidates(
-                    meta=number[piece.hf_name],
-                    held=Held(megatron=rule.megatron, piece=piece),
-                    ranges=ranges,
-                    nbytes=volume(ranges) * meta.item_bytes,
-                    ranks=tuple(ranks),
-                )
+                held = Held(megatron=rule.megatron, piece=piece, ranges=_ranges(piece.hf_index))
+                yield _Candidates(tensor=number[piece.hf_name], held=held, ranks=tuple(ranks))
 
 
 def _shards(
@@ -138,11 +136,11 @@ def _shards(
         yield (0, tp), [rank for ranks in by_copy for rank in ranks]
 
 
-def _copies(parts: Sequence[_Candidates], needed: set[int], most: int) -> set[int]:
+def _copies(candidates: Sequence[_Candidates], needed: set[int], most: int) -> set[int]:
     """Data-parallel copies that send as well: whole sets of them, the nearest first, while `most` is not exceeded."""
     found: set[int] = set()
-    for copy in range(1, max(len(part.ranks) for part in parts)):
-        more = found | {part.ranks[copy] for part in parts if copy < len(part.ranks)} - needed
+    for copy in range(1, max(len(each.ranks) for each in candidates)):
+        more = found | {each.ranks[copy] for each in candidates if copy < len(each.ranks)} - needed
         if len(needed | more) > most:
             break
         found = more

@@ -1,9 +1,10 @@
-"""The plan of a weight update: which rank sends which part of which tensor, and in which buckets.
+"""The plan of a weight update: which rank sends which part of which tensor to whom, and in which buckets.
 
 Trainer and engines agree on one plan when they connect; an update then sends bytes only. Tensors are those of the
-Hugging Face checkpoint, layer by layer, because an engine buffers the parts of a layer until the layer is complete.
-A tensor consists of rectangles, each sent by the one trainer rank that holds it: nothing is gathered. A sender's
-rectangles are packed into its buckets in the plan's order; buckets of all senders take turns.
+Hugging Face checkpoint, layer by layer. What a worker of an engine needs of each tensor is a set of rectangles; all
+workers with the same needs are one shard, as the workers of one tensor-parallel rank in all engines. A rectangle is
+sent by the one trainer rank that holds it: nothing is gathered, and no worker gets what it does not need. A sender's
+rectangles for a shard are packed into buckets in the plan's order; buckets of all senders take turns.
 """
 
 from __future__ import annotations
@@ -65,29 +66,52 @@ def manifest_of(items: Iterable[tuple[str, str, Iterable[int]]]) -> Manifest:
     return manifest
 
 
+Needs = tuple[tuple[Ranges, ...], ...]
+"""[tensors] the rectangles of each that a worker needs, none overlapping another."""
+
+
 class Part(msgspec.Struct, frozen=True, array_like=True):
-    """A rectangle of one tensor, and who sends it."""
+    """A rectangle of one tensor, and who sends it to whom."""
 
     tensor: int
     """Index into the plan's parameters."""
     sender: int
     """Index from 0 of the sending rank."""
+    shard: int
+    """Index from 0 of the workers that get it."""
     ranges: Ranges
 
 
 class WeightPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """The parts that make up every tensor exactly once. Produced by `weights.owners` or `whole`."""
+    """The parts that make up what every shard needs, exactly once. Produced by `weights.owners` or `whole`."""
 
     parameters: Manifest
     senders: int
     """Number of sending ranks."""
+    needs: tuple[Needs, ...]
+    """[shards]"""
     parts: tuple[Part, ...]
-    """In the order of the parameters."""
+    """Layer by layer."""
 
     @cached_property
-    def digest(self) -> int:
-        """63 bits of a fingerprint of everything in the plan: equal on all ranks and engines of one update."""
-        return int(hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16], 16) >> 1
+    def pairs(self) -> dict[tuple[int, int], list[int]]:
+        """(sender, shard) -> numbers of the parts that one sends the other; a group is formed for each."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for number, part in enumerate(self.parts):
+            found.setdefault((part.sender, part.shard), []).append(number)
+        return found
+
+    def of_shard(self, shard: int) -> bytes:
+        """What one shard's workers and its senders have to agree on."""
+        own = [part for part in self.parts if part.shard == shard]
+        return msgspec.json.encode([self.parameters, self.senders, self.needs[shard], own])
+
+    @cached_property
+    def digests(self) -> tuple[int, ...]:
+        """[shards] 63 bits of a fingerprint of all that concerns a shard: equal on its senders and workers."""
+        return tuple(
+            int(hashlib.sha256(self.of_shard(shard)).hexdigest()[:16], 16) >> 1 for shard in range(len(self.needs))
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,15 +133,52 @@ class Bucket:
     """Rectangles that one sender sends as one buffer."""
 
     sender: int
+    shard: int
     slots: tuple[Slot, ...]
     nbytes: int
     """Size of the buffer, padding included; a multiple of the alignment."""
 
 
+def all_of(manifest: Manifest) -> Needs:
+    """The needs of a worker that takes every tensor as a whole."""
+    return tuple((tuple((0, size) for size in meta.shape),) for meta in manifest)
+
+
 def whole(manifest: Manifest) -> WeightPlan:
-    """The plan of one sender that has all tensors as a whole."""
-    parts = (Part(n, 0, tuple((0, size) for size in meta.shape)) for n, meta in enumerate(manifest))
-    return WeightPlan(parameters=manifest, senders=1, parts=tuple(parts))
+    """The plan of one sender that has all tensors as a whole, and of workers that need them so."""
+    needs = all_of(manifest)
+    parts = (Part(number, 0, 0, ranges) for number, [ranges] in enumerate(needs))
+    return WeightPlan(parameters=manifest, senders=1, needs=(needs,), parts=tuple(parts))
+
+
+def manifest_to_json(manifest: Manifest) -> str:
+    """[[name, dtype, shape], ...]"""
+    return msgspec.json.encode([[m.name, m.dtype, m.shape] for m in manifest]).decode()
+
+
+def manifest_from_json(text: str) -> Manifest:
+    """Inverse of `manifest_to_json`. Raises ValueError."""
+    try:
+        rows = msgspec.json.decode(text, type=list[tuple[str, str, list[int]]])
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"weights: expected a list of name, dtype and shape, found {error}") from None
+    return manifest_of(rows)
+
+
+def needs_to_json(needs: Needs) -> str:
+    """A worker's needs as JSON."""
+    return msgspec.json.encode(needs).decode()
+
+
+def needs_from_json(text: str, manifest: Manifest) -> Needs:
+    """Inverse of `needs_to_json`. Raises ValueError for all but disjoint rectangles of the manifest's tensors."""
+    try:
+        needs = msgspec.json.decode(text, type=Needs)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"weights: expected rectangles of every tensor, found {error}") from None
+    parts = tuple(Part(number, 0, 0, ranges) for number, of in enumerate(needs) for ranges in of)
+    check(WeightPlan(parameters=manifest, senders=1, needs=(needs,), parts=parts))
+    return needs
 
 
 def to_json(plan: WeightPlan) -> str:
@@ -126,7 +187,7 @@ def to_json(plan: WeightPlan) -> str:
 
 
 def from_json(text: str) -> WeightPlan:
-    """Inverse of `to_json`. Raises ValueError for anything but a plan that sends every tensor exactly once."""
+    """Inverse of `to_json`. Raises ValueError for anything but a plan that sends what is needed exactly once."""
     try:
         plan = msgspec.json.decode(text, type=WeightPlan)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -137,61 +198,73 @@ def from_json(text: str) -> WeightPlan:
 
 
 def check(plan: WeightPlan) -> None:
-    """Raise ValueError unless every element of every tensor is sent exactly once, each by a sender of the plan."""
-    of_tensor: list[list[Ranges]] = [[] for _ in plan.parameters]
+    """Raise ValueError unless what every shard needs is sent exactly once, each part by a sender of the plan."""
+    count = (len(plan.parameters), plan.senders, len(plan.needs))
+    sent: list[list[list[Ranges]]] = [[[] for _ in plan.parameters] for _ in plan.needs]
     for part in plan.parts:
-        if not (0 <= part.tensor < len(plan.parameters) and 0 <= part.sender < plan.senders):
+        if not all(0 <= n < most for n, most in zip((part.tensor, part.sender, part.shard), count)):
             raise ValueError(
-                f"weights: expected one of {len(plan.parameters)} tensors and {plan.senders} senders, found {part}"
+                f"weights: expected one of {count[0]} tensors, {count[1]} senders and {count[2]} shards, found {part}"
             )
-        of_tensor[part.tensor].append(part.ranges)
-    for meta, rectangles in zip(plan.parameters, of_tensor):
-        _check_cover(meta, rectangles)
+        sent[part.shard][part.tensor].append(part.ranges)
+    for shard, needs in enumerate(plan.needs):
+        if len(needs) != len(plan.parameters):
+            raise ValueError(f"weights: expected the needs of {len(plan.parameters)} tensors, found {len(needs)}")
+        for meta, rectangles, needed in zip(plan.parameters, sent[shard], needs):
+            _check_cover(meta, rectangles, needed)
 
 
-def _check_cover(meta: ParamMeta, rectangles: Sequence[Ranges]) -> None:
-    for ranges in rectangles:
+def _check_cover(meta: ParamMeta, rectangles: Sequence[Ranges], needed: Sequence[Ranges]) -> None:
+    for ranges in (*rectangles, *needed):
         inside = len(ranges) == len(meta.shape) and all(0 <= a < b <= n for (a, b), n in zip(ranges, meta.shape))
         if not inside:
             raise ValueError(f"weights: {meta.name}: expected rectangles inside {meta.shape}, found {ranges}")
-    # the boundaries of all rectangles cut the tensor into cells; each has to be in one rectangle
-    edges = [sorted({0, n, *(end for r in rectangles for end in r[axis])}) for axis, n in enumerate(meta.shape)]
-    places = [{edge: place for place, edge in enumerate(along)} for along in edges]
+    # the boundaries of all rectangles cut the tensor into cells; each is sent as often as it is needed: once or never
+    edges = [
+        sorted({0, n, *(end for ranges in (*rectangles, *needed) for end in ranges[axis])})
+        for axis, n in enumerate(meta.shape)
+    ]
     cells = [len(along) - 1 for along in edges]
     if prod(cells) > MOST_CELLS:
         raise ValueError(f"weights: {meta.name}: expected at most {MOST_CELLS} cells of parts, found {prod(cells)}")
-    count = np.zeros(cells, dtype=np.int64)
-    for ranges in rectangles:
-        count[tuple(slice(of[a], of[b]) for (a, b), of in zip(ranges, places))] += 1
-    if not np.all(count == 1):
-        found = "missing" if np.any(count == 0) else "sent twice"
-        raise ValueError(f"weights: {meta.name}: expected every element once, found some {found}")
+    places = [{edge: place for place, edge in enumerate(along)} for along in edges]
+    sent, wanted = (np.zeros(cells, dtype=np.int64) for _ in range(2))
+    for counted, parts in ((sent, rectangles), (wanted, needed)):
+        for ranges in parts:
+            counted[tuple(slice(of[a], of[b]) for (a, b), of in zip(ranges, places))] += 1
+    if np.any(wanted > 1):
+        raise ValueError(f"weights: {meta.name}: expected every element to be needed once, found some twice")
+    if not np.array_equal(sent, wanted):
+        found = "missing" if np.any(sent < wanted) else "sent twice" if np.any(sent > 1) else "sent for nothing"
+        raise ValueError(f"weights: {meta.name}: expected every needed element once, found some {found}")
 
 
 def buckets(plan: WeightPlan, bucket_mib: int) -> tuple[Bucket, ...]:
-    """All buckets in the order in which engines receive them: the first of each sender, the second of each, ..."""
-    own: list[list[Bucket]] = [list(_of_sender(plan, sender, bucket_mib << 20)) for sender in range(plan.senders)]
-    turns = max(map(len, own))
+    """All buckets in an order that all follow: the first of each sender for each shard, the second of each, ..."""
+    own = [
+        list(_of_pair(plan, sender, shard, numbers, bucket_mib << 20))
+        for (sender, shard), numbers in sorted(plan.pairs.items())
+    ]
+    turns = max(map(len, own), default=0)
     return tuple(of[turn] for turn in range(turns) for of in own if turn < len(of))
 
 
-def _of_sender(plan: WeightPlan, sender: int, limit: int) -> Iterator[Bucket]:
+def _of_pair(plan: WeightPlan, sender: int, shard: int, numbers: Iterable[int], limit: int) -> Iterator[Bucket]:
     slots: list[Slot] = []
     offset = 0
-    for number, part in enumerate(plan.parts):
-        if part.sender != sender:
-            continue
+    for number in numbers:
+        part = plan.parts[number]
         meta = plan.parameters[part.tensor]
         for ranges in _split(part.ranges, max(limit // meta.item_bytes, 1)):
             nbytes = volume(ranges) * meta.item_bytes
             size = -(-nbytes // ALIGNMENT) * ALIGNMENT
             if slots and offset + size > limit:
-                yield Bucket(sender=sender, slots=tuple(slots), nbytes=offset)
+                yield Bucket(sender=sender, shard=shard, slots=tuple(slots), nbytes=offset)
                 slots, offset = [], 0
             slots.append(Slot(part=number, ranges=ranges, offset=offset, nbytes=nbytes))
             offset += size
     if slots:
-        yield Bucket(sender=sender, slots=tuple(slots), nbytes=offset)
+        yield Bucket(sender=sender, shard=shard, slots=tuple(slots), nbytes=offset)
 
 
 def _split(ranges: Ranges, most: int) -> Iterable[Ranges]:
@@ -203,6 +276,12 @@ def _split(ranges: Ranges, most: int) -> Iterable[Ranges]:
     if rows == 0:
         return [((row, row + 1), *tail) for row in range(first, end) for tail in _split(rest, most)]
     return [((row, min(row + rows, end)), *rest) for row in range(first, end, rows)]
+
+
+def overlap(one: Ranges, other: Ranges) -> Ranges | None:
+    """The rectangle that two have in common, None if there is none."""
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other))
+    return common if all(a < b for a, b in common) else None
 
 
 def volume(ranges: Ranges) -> int:

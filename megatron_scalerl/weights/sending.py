@@ -26,43 +26,47 @@ class WeightSending:
     """This rank's part in the weight updates of a run."""
 
     def __init__(self, source: MegatronWeightSource, *, bucket_mib: int) -> None:
-        self._source, self._parallel = source, source.parallel
-        self._buckets = buckets(source.plan, bucket_mib)
-        self._own = [number for number, bucket in enumerate(self._buckets) if bucket.sender == source.sender]
+        self._source, self._parallel, self._bucket_mib = source, source.parallel, bucket_mib
         self._sender: Sender | None = None
 
     def connect(self, connection: Connection) -> str:
         """Why a group could not be formed, empty if all were. Collective."""
         failure, number = "", self._source.sender
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
         if number is not None:
-            if self._sender is not None:
-                self._sender.close()
+            shards = [shard for sender, shard in self._source.plan.pairs if sender == number]
             try:
-                self._sender = make_sender(connection, number)
+                self._sender = make_sender(connection, number, shards)
             except RuntimeError as error:
-                self._sender, failure = None, _logged("a weight group was not formed", error)
+                failure = _logged("a weight group was not formed", error)
         return self._shared(failure)[0]
 
     def send(self, version: int) -> SendReport:
         """Send all parts; the report is the same on all ranks but for the seconds. Collective."""
-        begin, failure = time.perf_counter(), ""
-        digests = torch.zeros(len(self._buckets), dtype=torch.int64)
+        begin, failure, plan = time.perf_counter(), "", self._source.plan
+        order = buckets(plan, self._bucket_mib)
+        digests = torch.zeros(len(order), dtype=torch.int64)
         if self._source.sender is not None:
             assert self._sender is not None, "connect first"
+            own = [number for number, bucket in enumerate(order) if bucket.sender == self._source.sender]
             try:
                 self._source.begin()
-                sent = self._sender.send(self._source.plan, self._source.read, version)
-                digests[self._own] = torch.tensor(sent, dtype=torch.uint64).view(torch.int64)
+                sent = self._sender.send(plan, self._source.read, version)
+                digests[own] = torch.tensor(sent, dtype=torch.uint64).view(torch.int64)
             except RuntimeError as error:
                 failure = _logged(f"weights of version {version} were not sent", error)
         failure, digests = self._shared(failure, digests)
         if failure:
-            return SendReport(seconds=0.0, bytes=0, digest="", failure=failure)
-        return SendReport(
-            seconds=time.perf_counter() - begin,
-            bytes=sum(bucket.nbytes for bucket in self._buckets),
-            digest=combine(value & ((1 << 64) - 1) for value in digests.tolist()),
+            return SendReport(seconds=0.0, bytes=0, digests=(), failure=failure)
+        values = [value & ((1 << 64) - 1) for value in digests.tolist()]
+        of_shards = tuple(
+            combine(value for value, bucket in zip(values, order) if bucket.shard == shard)
+            for shard in range(len(plan.needs))
         )
+        size = sum(bucket.nbytes for bucket in order)
+        return SendReport(seconds=time.perf_counter() - begin, bytes=size, digests=of_shards)
 
     def _shared(self, failure: str, numbers: torch.Tensor | None = None) -> tuple[str, torch.Tensor]:
         """(this rank's failure, else which rank failed, else "", the sum of all ranks' `numbers`)."""

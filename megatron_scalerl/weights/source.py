@@ -17,8 +17,8 @@ from megatron_scalerl.checkpoints.hf_folder import HfReader, open_folder
 from megatron_scalerl.checkpoints.megatron_names import EXPERT, FUSED_NORMS, GROUPED_EXPERT, LAYER
 from megatron_scalerl.distributed.parallel import Parallel, unwrap
 from megatron_scalerl.models.family import Family, Rule
-from megatron_scalerl.weights.owners import Place, send_plan
-from megatron_scalerl.weights.plan import WeightPlan
+from megatron_scalerl.weights.owners import Place, SendPlan, manifest, send_plan
+from megatron_scalerl.weights.plan import Needs, WeightPlan, all_of, within
 
 
 def load_hf(chunks: Sequence[Any], family: Family, hf_path: str | Path, parallel: Parallel) -> None:
@@ -42,29 +42,39 @@ def load_hf(chunks: Sequence[Any], family: Family, hf_path: str | Path, parallel
 class MegatronWeightSource:
     """The trained policy's weights in parts of Hugging Face tensors, each read where it is held: nothing is gathered.
 
-    Every rank creates one; the constructor is collective.
+    Every rank creates one; the constructor is collective. Until `plan_for`, the plan is that of workers that need
+    everything.
     """
 
     def __init__(self, chunks: Sequence[Any], parallel: Parallel, *, most_senders: int = 1) -> None:
-        """most_senders: ranks that send, where that is more than one copy of the model needs.
-
-        Raises RuntimeError if the ranks make different plans.
-        """
+        """most_senders: ranks that send, where that is more than one copy of the model needs."""
         self.parallel = parallel
         self.family: Family = unwrap(chunks[0]).family
         self._chunks = chunks
         self._parameters = canonical_parameters(chunks, parallel)
         config = unwrap(chunks[0]).config
-        stages = _stage_of_layer(config.num_layers, self._parameters, parallel)
-        dtype = str(config.params_dtype).removeprefix("torch.")
-        self._sends = send_plan(
-            self.family, _places(parallel), stages, dtype=dtype, most_senders=max(most_senders, 1)
-        )
-        _check_same(self.plan.digest, parallel)
+        self._dtype = str(config.params_dtype).removeprefix("torch.")
+        self.manifest = manifest(self.family, self._dtype)
+        self._stages = _stage_of_layer(config.num_layers, self._parameters, parallel)
+        self._places, self._most_senders = _places(parallel), max(most_senders, 1)
+        self._sends = self._planned([all_of(self.manifest)])
+
+    def plan_for(self, needs: Sequence[Needs]) -> WeightPlan:
+        """Plan updates for workers with these needs, [shards]; the plan is equal on all ranks. Collective.
+
+        Raises ValueError for needs that are not parts of the tensors, RuntimeError if the ranks' plans differ.
+        """
+        self._sends = self._planned(needs)
+        _check_same(self.plan.digests, self.parallel)
+        return self.plan
+
+    def _planned(self, needs: Sequence[Needs]) -> SendPlan:
+        options = {"dtype": self._dtype, "most_senders": self._most_senders}
+        return send_plan(self.family, self._places, self._stages, needs, **options)
 
     @property
     def plan(self) -> WeightPlan:
-        """What every update sends, equal on all ranks."""
+        """What every update sends."""
         return self._sends.plan
 
     @property
@@ -80,8 +90,7 @@ class MegatronWeightSource:
         for axis, index in enumerate(held.piece.hf_index):
             if isinstance(index, int):  # one expert of a fused tensor
                 values = values.unsqueeze(axis)
-        assert tuple(values.shape) == tuple(b - a for a, b in ranges), (held, tuple(values.shape), ranges)
-        return values
+        return values[within(held.ranges, ranges)]
 
     def begin(self) -> None:
         """Wait for parameters that the distributed optimizer is still gathering in the background; before `read`."""
@@ -109,10 +118,10 @@ def _places(parallel: Parallel) -> list[Place]:
     return [Place(*row) for row in table.tolist()]
 
 
-def _check_same(digest: int, parallel: Parallel) -> None:
-    found = torch.tensor([digest, -digest], dtype=torch.int64, device=parallel.device)
+def _check_same(digests: Sequence[int], parallel: Parallel) -> None:
+    found = torch.tensor([digests, [-each for each in digests]], dtype=torch.int64, device=parallel.device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    if int(found[0]) != -int(found[1]):
+    if not torch.equal(found[0], -found[1]):
         raise RuntimeError("weights: expected the same plan on all ranks of the trainer, found different ones")
 
 

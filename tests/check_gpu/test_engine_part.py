@@ -156,6 +156,9 @@ def test_a_distance_is_judged_by_its_mean_and_its_largest(largest, status, tmp_p
     assert [f.status for f in read_findings(tmp_path / "findings")] == [status]
 
 
+MANIFEST = manifest_of([("w", "float32", (1,))])
+
+
 class StandInEngine:
     """An engine that says after an update that it holds bytes of another digest."""
 
@@ -181,7 +184,7 @@ class StandInEngine:
         return ROLLOUT
 
     async def info(self):
-        return SimpleNamespace(world_size=1, weight_version="1", weight_digest="other")
+        return SimpleNamespace(world_size=1, weight_version="1", weight_digests=("other",))
 
     async def post(self, path, body=None):
         self.version = 1
@@ -201,14 +204,17 @@ class StandInTrainer:
 
     rendezvous, info = None, None
 
-    async def weight_plan(self):
-        return whole(manifest_of([("w", "float32", (1,))]))
+    async def manifest(self):
+        return MANIFEST
+
+    async def plan_weights(self, needs):
+        return whole(MANIFEST)
 
     async def connect_weights(self, connection):
         pass
 
     async def send_weights(self, version):
-        return SendReport(digest="sent", bytes=1, seconds=0.0)
+        return SendReport(digests=("sent",), bytes=1, seconds=0.0)
 
 
 def test_an_update_with_another_digest_fails_and_what_needs_it_is_not_run(scene, tmp_path, monkeypatch):
@@ -223,7 +229,9 @@ def test_an_update_with_another_digest_fails_and_what_needs_it_is_not_run(scene,
         "engine/trainer parity": "not run",
         "engine/probe": "not run",
     }
-    assert "verify: expected version, digest ('1', 'sent'), found ('1', 'other')" in found["engine/update"].detail
+    assert (
+        "verify: expected version, digests ('1', ('sent',)), found ('1', ('other',))" in found["engine/update"].detail
+    )
 
 
 def test_an_engine_that_does_not_start_is_one_line_and_the_rest_is_not_run(scene, tmp_path, monkeypatch):

@@ -12,7 +12,9 @@ from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer.client import TrainerError, WeightGroupFailed
 from megatron_scalerl.weights.connection import SendReport
-from megatron_scalerl.weights.plan import manifest_of, whole
+from megatron_scalerl.weights.plan import all_of, manifest_of, needs_to_json, whole
+
+MANIFEST = manifest_of([("w", "float32", (1,))])
 
 
 class StandInEngine:
@@ -36,13 +38,15 @@ class StandInEngine:
             self.updating, self.label = False, body["weight_version"]
         return b""
 
-    async def rpc(self, method):
+    async def rpc(self, method, *arguments):
+        if method == "msrl_weight_needs":
+            return [needs_to_json(all_of(MANIFEST))]
         assert method == "msrl_abandon_update"
         self.updating = False
         return [None]
 
     async def info(self):
-        return SimpleNamespace(world_size=1, weight_version=self.label, weight_digest=f"d{self.version}")
+        return SimpleNamespace(world_size=1, weight_version=self.label, weight_digests=(f"d{self.version}",))
 
     async def pause(self, *, clear_cache):
         self.paused = True
@@ -61,16 +65,19 @@ class StandInTrainer:
         self.fails = list(fails)
         self.rendezvous = FolderRendezvous(folder="/nowhere")
 
-    async def weight_plan(self):
-        return whole(manifest_of([("w", "float32", (1,))]))
+    async def manifest(self):
+        return MANIFEST
+
+    async def plan_weights(self, needs):
+        return whole(MANIFEST)
 
     async def connect_weights(self, connection):
-        self.world_size = connection.world_size
+        [self.world_size] = connection.world_sizes
 
     async def send_weights(self, version):
         if self.fails:
             raise self.fails.pop(0)
-        return SendReport(bytes=0, seconds=0.0, digest=f"d{version}")
+        return SendReport(bytes=0, seconds=0.0, digests=(f"d{version}",))
 
 
 @pytest.fixture

@@ -44,10 +44,15 @@ class SenderProcess:
         await self._process.wait()
         self._resources.close()
 
-    async def weight_plan(self) -> Any:
-        from megatron_scalerl.weights.plan import manifest_of, whole
+    async def manifest(self) -> Any:
+        from megatron_scalerl.weights.plan import manifest_of
 
-        return whole(manifest_of(await self._ask("manifest", folder=str(self.folder))))
+        return manifest_of(await self._ask("manifest", folder=str(self.folder)))
+
+    async def plan_weights(self, needs: Any) -> Any:
+        from megatron_scalerl.weights.plan import from_json
+
+        return from_json(await self._ask("plan", folder=str(self.folder), needs=msgspec.to_builtins(needs)))
 
     async def connect_weights(self, connection: Any) -> None:
         await self._ask("connect", connection=msgspec.to_builtins(connection))
@@ -74,10 +79,10 @@ def _faulty(sender: Any, fault: str) -> None:
     """Stand-in faults on the wire: a flipped bit after the digest was taken, or death after the first bucket."""
     ship = sender._ship
 
-    def faulty(packed: Any) -> Any:
+    def faulty(shard: int, packed: Any) -> Any:
         if fault == "flip":
             packed[1000] ^= 1
-        finish = ship(packed)
+        finish = ship(shard, packed)
         if fault == "die":
             finish()
             os._exit(1)
@@ -86,31 +91,69 @@ def _faulty(sender: Any, fault: str) -> None:
     sender._ship = faulty
 
 
+def _plan(weights: Any, needs: Any) -> Any:
+    """The plan of one sender that has every tensor as a whole."""
+    from megatron_scalerl.weights.plan import Part, WeightPlan, manifest_of
+
+    parts = [
+        Part(number, 0, shard, ranges)
+        for number in range(len(weights))
+        for shard, of_shard in enumerate(needs)
+        for ranges in of_shard[number]
+    ]
+    return WeightPlan(parameters=manifest_of(_named(weights)), senders=1, needs=needs, parts=tuple(parts))
+
+
+def _named(weights: Any) -> list[Any]:
+    return [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in weights.items()]
+
+
+def _send(sender: Any, plan: Any, weights: Any, version: int) -> Any:
+    from megatron_scalerl.weights.connection import SendReport
+    from megatron_scalerl.weights.digest import combine
+    from megatron_scalerl.weights.plan import buckets
+
+    tensors = list(weights.values())
+
+    def read(number: int) -> Any:
+        part = plan.parts[number]
+        return tensors[part.tensor][tuple(slice(a, b) for a, b in part.ranges)]
+
+    digests, order = sender.send(plan, read, version), buckets(plan, sender.bucket_mib)
+    of_shards = tuple(
+        combine(digest for digest, bucket in zip(digests, order) if bucket.shard == shard)
+        for shard in range(len(plan.needs))
+    )
+    return SendReport(seconds=0.0, bytes=sum(bucket.nbytes for bucket in order), digests=of_shards)
+
+
 def main() -> None:
     import safetensors.torch
     import torch
 
-    from megatron_scalerl.weights.connection import Connection, SendReport
-    from megatron_scalerl.weights.digest import combine
-    from megatron_scalerl.weights.plan import buckets, manifest_of, whole
+    from megatron_scalerl.weights import plan as plans
+    from megatron_scalerl.weights.connection import Connection
     from megatron_scalerl.weights.transport import make_sender
 
     torch.set_num_threads(1)
     sender: Any = None
+    needs: Any = ()
     for line in sys.stdin:
         command = json.loads(line)
         try:
-            if command["command"] == "connect":
-                sender, value = make_sender(msgspec.convert(command["connection"], Connection)), None
-            else:
+            kind, value = command["command"], None
+            if "folder" in command:
                 weights = safetensors.torch.load_file(Path(command["folder"]) / "model.safetensors")
-                value = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in weights.items()]
-            if command["command"] == "send":
+            if kind == "manifest":
+                value = _named(weights)
+            elif kind == "plan":
+                needs = msgspec.convert(command["needs"], tuple[plans.Needs, ...])
+                value = plans.to_json(_plan(weights, needs))
+            elif kind == "connect":
+                sender = make_sender(msgspec.convert(command["connection"], Connection), 0, range(len(needs)))
+            else:
                 _faulty(sender, command["fault"])
-                plan, tensors = whole(manifest_of(value)), list(weights.values())
-                digests = sender.send(plan, tensors.__getitem__, command["version"])
-                size = sum(bucket.nbytes for bucket in buckets(plan, sender.group.bucket_mib))
-                value = msgspec.to_builtins(SendReport(seconds=0.0, bytes=size, digest=combine(digests)))
+                value = msgspec.to_builtins(_send(sender, _plan(weights, needs), weights, command["version"]))
             answer = {"value": value}
         except (RuntimeError, ValueError) as err:
             answer = {"error": f"{type(err).__name__}: {err}"}

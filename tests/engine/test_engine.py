@@ -353,7 +353,7 @@ def test_precision_is_measured_in_the_engine_and_its_death_is_noticed(policies, 
     infos = run(scenario())
     assert {k: i.head_dtype for k, i in infos.items()} == {"model": "bfloat16", "fp32": "float32"}
     assert all((i.vocab_size, i.dtype, i.max_model_len) == (128, "bfloat16", 2048) for i in infos.values())
-    assert all((i.world_size, i.weight_version, i.weight_digest) == (1, "3", "") for i in infos.values())
+    assert all((i.world_size, i.weight_version, i.weight_digests) == (1, "3", ("",)) for i in infos.values())
     for logits, info in infos.items():
         check_engine(info, both[logits])
     with pytest.raises(ValueError, match=r"policy\.logits fp32: expected float32 in trainer.*found bfloat16"):

@@ -197,7 +197,7 @@ def test_check_engine_distinguishes_user_errors_from_vllm_s(tmp_path):
         "pid": 1,
         "world_size": 1,
         "weight_version": "0",
-        "weight_digest": "",
+        "weight_digests": ("",),
     }
     recipe = recipe_for(tmp_path)
     check_engine(EngineInfo(**info), recipe)

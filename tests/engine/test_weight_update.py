@@ -61,7 +61,7 @@ def test_greedy_after_an_update_equals_the_new_weights(engine, policies, run):
     size = sum(p.numel() for p in b.parameters()) * 4
     assert size <= update.bytes < size + 16 * 100
     assert update.version == 1 and 0 < update.seconds_paused < update.seconds_total
-    assert (info.weight_version, info.weight_digest) == ("1", update.digest)
+    assert (info.weight_version, info.weight_digests) == ("1", (update.digest,))
     assert back.digest != update.digest
     run(engine.client.set_version(0))
 
@@ -131,7 +131,7 @@ def test_a_failed_update_raises_and_a_later_one_succeeds(engine, policies, run, 
         return info, paused, rollout
 
     info, paused, rollout = run(scenario())
-    assert (info.weight_version, info.weight_digest) == ("0", "") and b"true" in paused
+    assert (info.weight_version, info.weight_digests) == ("0", ("",)) and b"true" in paused
     error, agreed = largest_error(tiny_policies.load(policies["dense_b"]), rollout)
     assert error <= 1e-4 and agreed == 1.0 and set(rollout.policy_versions) == {2}
 

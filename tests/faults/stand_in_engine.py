@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 from megatron_scalerl.processes.logs import NAME_VARIABLE
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import combine
-from megatron_scalerl.weights.plan import from_json
+from megatron_scalerl.weights.plan import all_of, from_json, manifest_from_json, needs_to_json
 from megatron_scalerl.weights.transport.gloo import Group, receive
 
 TOKEN_S = 0.015
@@ -52,7 +52,7 @@ class StandInEngine:
         self.running.set()
         self.version, self.digest = "0", ""
         self.tokens = self.waiting = 0
-        self.groups: list[Group] = []
+        self.groups: dict[int, Group] = {}
         self.plan = None
         self.updating = False
 
@@ -107,9 +107,13 @@ class StandInEngine:
         return web.json_response({})
 
     async def rpc(self, request):
-        if (await request.json())["method"] == "msrl_abandon_update":
+        called = await request.json()
+        if called["method"] == "msrl_abandon_update":
             self.updating = False
             return web.json_response({"results": [None]})
+        if called["method"] == "msrl_weight_needs":
+            everything = all_of(manifest_from_json(called["args"][0]))
+            return web.json_response({"results": [needs_to_json(everything)]})
         info = {
             "vocab_size": self.vocabulary,
             "dtype": "float32",
@@ -128,13 +132,14 @@ class StandInEngine:
 
     async def connect(self, request):
         info = (await request.json())["init_info"]
-        for group in self.groups:
+        for group in self.groups.values():
             group.close()
-        self.groups = []
+        self.groups = {}
         connection = msgspec.convert(info["connection"], Connection)
         self.plan = from_json(info["plan"])
-        for sender in range(self.plan.senders):
-            self.groups.append(await asyncio.to_thread(Group, connection, info["rank_offset"], sender))
+        [[shard, rank]] = info["places"]
+        for sender, _ in sorted(self.plan.pairs):
+            self.groups[sender] = await asyncio.to_thread(Group, connection, rank, sender, shard)
         return web.json_response({})
 
     async def start(self, _):
@@ -150,14 +155,14 @@ class StandInEngine:
         self.digest = ""
 
         def take():
-            for _ in receive(self.groups, self.plan, version, digests):
+            for _ in receive(self.groups, self.plan, 0, version, digests):
                 pass
 
         try:
             await asyncio.to_thread(take)
         except BaseException:
             self.updating = False
-            for group in self.groups:
+            for group in self.groups.values():
                 group.close()
             raise
         self.digest = combine(digests)

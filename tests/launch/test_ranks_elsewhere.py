@@ -75,7 +75,7 @@ def test_they_meet_at_rank_0s_store_and_end_with_the_run(policy, tmp_path):
             running = programs(trainer)
             assert len(ranks_of(running)) == 2
             assert trainer.client.rendezvous.host == "127.0.0.1"
-            assert await trainer.client.weight_plan()
+            assert await trainer.client.manifest()
             lines = [" ".join(each.cmdline()) for each in running]
             assert [line for line in lines if SECRET in line] == []
             outside = [each for each in running if each not in ranks_of(running)]
@@ -106,7 +106,7 @@ def test_the_rank_that_died_is_named_and_not_one_that_its_host_ends_then(policy,
             victim = next(each for each in programs(trainer) if each.environ().get("RANK") == "1")
             victim.kill()
             with pytest.raises(TrainerError, match=r"^trainer rank 1: the process exited unexpectedly"):
-                await trainer.client.weight_plan()
+                await trainer.client.manifest()
             raise TrainerError("as the launcher does then")
 
     with pytest.raises(TrainerError, match="as the launcher does then"):

@@ -29,7 +29,7 @@ def test_a_connection_that_closes_after_a_peers_failure(last_words, error, monke
         with StandInRank(trainer) as first:
             with StandInRank(trainer) as second:
                 await join(start, first, second)
-                asking = asyncio.create_task(trainer.weight_plan())
+                asking = asyncio.create_task(trainer.manifest())
                 await second.answer()
                 await first.socket.send(messages.encode(messages.Failed(rank=0, error="a collective failed")))
                 await asyncio.sleep(0.5)
@@ -48,7 +48,7 @@ def test_a_failure_is_not_held_up_by_peers_that_stay(monkeypatch):
     async def scenario(trainer, start):
         with StandInRank(trainer) as first, StandInRank(trainer) as second:
             await join(start, first, second)
-            asking = asyncio.create_task(trainer.weight_plan())
+            asking = asyncio.create_task(trainer.manifest())
             await first.socket.send(messages.encode(messages.Failed(rank=0, error="no memory")))
             with pytest.raises(TrainerError, match=r"^trainer rank 0: no memory$"):
                 await asyncio.wait_for(asking, 20)

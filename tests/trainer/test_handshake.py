@@ -267,7 +267,7 @@ def test_a_value_of_another_kind_is_the_trainer_s_failure_not_the_user_s():
             await rank.hello(0, world_size=1)
             await rank.socket.send(messages.encode(ready(0, dp_size=1)))
             await start
-            asking = asyncio.create_task(trainer.weight_plan())
+            asking = asyncio.create_task(trainer.manifest())
             for _ in range(3):  # Welcome, Meet, Manifest
                 message = await rank.answer()
             done = messages.Done(call=message.call, rank=0, value=msgspec.Raw(messages.encode("no manifest")))
@@ -286,7 +286,7 @@ def test_a_stop_without_an_answer_ends_in_time_and_closes(monkeypatch):
             await rank.hello(0, world_size=1)
             await rank.socket.send(messages.encode(ready(0, dp_size=1)))
             await start
-            pending = asyncio.create_task(trainer.weight_plan())  # a command that is never answered holds the line
+            pending = asyncio.create_task(trainer.manifest())  # a command that is never answered holds the line
             await asyncio.sleep(0)
             with pytest.raises(TrainerError, match=r"trainer rank 0: no answer to a stop within 0.2 s"):
                 await asyncio.wait_for(trainer.stop(), 20)

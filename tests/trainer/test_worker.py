@@ -24,6 +24,7 @@ from megatron_scalerl.trainer.client import TrainerClient, TrainerError
 from megatron_scalerl.trainer.worker import EXIT_ORPHAN
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import combine
+from megatron_scalerl.weights.plan import all_of
 from megatron_scalerl.weights.transport.gloo import Group, receive
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -90,23 +91,23 @@ async def receive_weights(client, version):
         backend="gloo",
         rendezvous=client.rendezvous,
         group="weights-1",
-        world_size=2,
+        world_sizes=(2,),
         bucket_mib=1,
         connect_timeout_s=30.0,
         timeout_s=60,
     )
-    plan, digests = await client.weight_plan(), []
+    plan, digests = await client.plan_weights([all_of(await client.manifest())]), []
 
     def join():
-        return [Group(connection, 1, sender) for sender in range(plan.senders)]
+        return {sender: Group(connection, 1, sender) for sender in range(plan.senders)}
 
     _, groups = await asyncio.gather(client.connect_weights(connection), asyncio.to_thread(join))
 
     def collect():
-        return {name: tensor.clone() for name, tensor in receive(groups, plan, version, digests)}
+        return {name: tensor.clone() for name, tensor in receive(groups, plan, 0, version, digests)}
 
     report, tensors = await asyncio.gather(client.send_weights(version), asyncio.to_thread(collect))
-    assert report.digest == combine(digests) and report.bytes > 0
+    assert report.digests == (combine(digests),) and report.bytes > 0
     return tensors, groups
 
 
@@ -126,7 +127,7 @@ def check_doors(world):
     assert open_doors.leaks([os.getpid(), *world.pids()], SECRET) == []
     folder = Path(world.client.rendezvous.folder)
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert files.keys() == {"trainer", "weights-1-0", "weights-1-1"} and all(files.values())
+    assert files.keys() == {"trainer", "weights-1-0-0", "weights-1-1-0"} and all(files.values())
     assert [name for name, content in files.items() if SECRET.encode() in content] == []
     assert folder.stat().st_mode & 0o777 == 0o700
 
@@ -154,7 +155,7 @@ def test_two_ranks_carry_out_every_command(tmp_path, policy):
         assert (info.dtype, info.logits, info.device) == ("float32", "fp32", "cpu")
         expected = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(policy).parameters())
         assert info.parameters == expected
-        first, *_ = (await world.client.weight_plan()).parameters
+        first, *_ = await world.client.manifest()
         assert first.name == "model.embed_tokens.weight" and first.shape == (64, 32)
         reports = []
         for step in (1, 2):
@@ -171,7 +172,7 @@ def test_two_ranks_carry_out_every_command(tmp_path, policy):
         await world.client.save(tmp_path / "step_000003", {})
         sent, groups = await receive_weights(world.client, version=3)
         check_doors(world)
-        for group in groups:
+        for group in groups.values():
             group.close()
         fourth = await make_fourth()
         await world.client.load(tmp_path / "step_000003")

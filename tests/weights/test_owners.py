@@ -11,8 +11,8 @@ from family_configs import LLAMA, LLAMA4, QWEN3_MOE, family_of, shard_shape
 from transformers import Llama4TextConfig, LlamaConfig, Qwen3MoeConfig
 
 from megatron_scalerl.models import family
-from megatron_scalerl.weights.owners import Place, send_plan
-from megatron_scalerl.weights.plan import check, volume
+from megatron_scalerl.weights.owners import Place, manifest, send_plan
+from megatron_scalerl.weights.plan import all_of, check, volume, within
 
 WIDE = {**LLAMA, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 64, "num_hidden_layers": 4}
 FAMILIES = {
@@ -48,13 +48,13 @@ def stages(found: Any, pp: int) -> dict[int, int]:
     return {layer: layer * pp // layers for layer in range(layers)}
 
 
-def sent_by_ranks(found: Any, places: list[Place], plan: Any) -> dict[str, torch.Tensor]:
-    """The tensors as put together from what each sender's own shards hold; a shard of another rank is not there."""
+def check_sent(found: Any, places: list[Place], plan: Any) -> None:
+    """What each sender's own shards hold makes up what every shard of the engines needs, and nothing else."""
     shapes = {name: shape for rule in found.rules for name, shape in rule.hf_shapes.items()}
     source = {name: torch.randn(shape, generator=torch.Generator().manual_seed(1)) for name, shape in shapes.items()}
     rules = {rule.megatron: rule for rule in found.rules}
     tp, etp, ep = (1 + max(getattr(place, key) for place in places) for key in ("tp", "etp", "ep"))
-    back = {name: torch.full(shape, float("nan")) for name, shape in shapes.items()}
+    back = [{name: torch.full(shape, float("nan")) for name, shape in shapes.items()} for _ in plan.plan.needs]
     for part, held in zip(plan.plan.parts, plan.held):
         place, rule = places[plan.ranks[part.sender]], rules[held.megatron]
         rank, size = (place.etp, etp) if rule.expert is not None else (place.tp, tp)
@@ -69,11 +69,29 @@ def sent_by_ranks(found: Any, places: list[Place], plan: Any) -> dict[str, torch
         for piece in rule.pieces(rank, size):
             piece.of_shard(shard).copy_(source[piece.hf_name][piece.hf_index])
         name = plan.plan.parameters[part.tensor].name
-        target = back[name][tuple(slice(a, b) for a, b in part.ranges)]
-        target.copy_(held.piece.of_shard(shard).reshape(target.shape))
-    for meta in plan.plan.parameters:
-        assert torch.equal(back[meta.name], source[meta.name]), meta.name
-    return source
+        values = held.piece.of_shard(shard).reshape([b - a for a, b in held.ranges])
+        back[part.shard][name][tuple(slice(a, b) for a, b in part.ranges)] = values[within(held.ranges, part.ranges)]
+    for of_shard, needs in zip(back, plan.plan.needs):
+        for meta, rectangles in zip(plan.plan.parameters, needs):
+            for ranges in rectangles:
+                where = tuple(slice(a, b) for a, b in ranges)
+                assert torch.equal(of_shard[meta.name][where], source[meta.name][where]), meta.name
+                of_shard[meta.name][where] = float("nan")
+            assert of_shard[meta.name].isnan().all(), f"{meta.name}: more than was needed"
+
+
+def needs_of_worker(found: Any, worker: int, workers: int) -> Any:
+    """Of an engine with tensor parallelism: halves of rows or columns, cut where no rank of the trainer ends."""
+
+    def half(ranges: Any, number: int) -> Any:
+        axis = number % len(ranges) if ranges else 0
+        if workers == 1 or not ranges or ranges[axis][1] < 2:
+            return ranges
+        cut = ranges[axis][1] // 2 - (ranges[axis][1] > 5)
+        part = ((0, cut), (cut, ranges[axis][1]))[worker]
+        return (*ranges[:axis], part, *ranges[axis + 1 :])
+
+    return tuple((half(ranges, n),) for n, [ranges] in enumerate(all_of(manifest(found, "float32"))))
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -84,9 +102,10 @@ def test_every_layout_sends_the_checkpoint(kind: str, tp: int, pp: int, dp: int,
         if (tp * dp) % (ep * etp):
             continue
         places = layout(tp=tp, pp=pp, dp=dp, ep=ep, etp=etp)
-        for most in (1, 64):
-            plan = send_plan(found, places, stages(found, pp), dtype="float32", most_senders=most)
-            sent_by_ranks(found, places, plan)
+        for most, workers in product((1, 64), (1, 2)):
+            needs = [needs_of_worker(found, worker, workers) for worker in range(workers)]
+            plan = send_plan(found, places, stages(found, pp), needs, dtype="float32", most_senders=most)
+            check_sent(found, places, plan)
             names = {name for rule in found.rules if rule.exported for name in rule.hf_shapes}
             assert {meta.name for meta in plan.plan.parameters} == names
 
@@ -98,7 +117,8 @@ def test_a_tied_head_is_sent_once() -> None:
 
 def _plan(found: Any, *, tp: int, pp: int, dp: int, most: int = 64, **more: int) -> Any:
     places = layout(tp=tp, pp=pp, dp=dp, **more)
-    return send_plan(found, places, stages(found, pp), dtype="bfloat16", most_senders=most)
+    needs = [all_of(manifest(found, "bfloat16"))]
+    return send_plan(found, places, stages(found, pp), needs, dtype="bfloat16", most_senders=most)
 
 
 def shares(plan: Any) -> list[float]:
@@ -133,5 +153,5 @@ def test_a_large_mixture_of_experts() -> None:
 
 def test_plans_of_all_ranks_are_one() -> None:
     first, second = (_plan(FAMILIES["llama4"](), tp=2, pp=2, dp=2, ep=2) for _ in range(2))
-    assert first.plan.digest == second.plan.digest
-    assert first.plan.digest != _plan(FAMILIES["llama4"](), tp=2, pp=2, dp=2, ep=1).plan.digest
+    assert first.plan.digests == second.plan.digests
+    assert first.plan.digests != _plan(FAMILIES["llama4"](), tp=2, pp=2, dp=2, ep=1).plan.digests

@@ -1,5 +1,6 @@
 """The plan of a weight update: coverage of every tensor, buckets, splitting; computed by hand."""
 
+import msgspec
 import pytest
 
 from megatron_scalerl.weights import plan as plans
@@ -8,8 +9,11 @@ from megatron_scalerl.weights.plan import ParamMeta, Part, WeightPlan, buckets, 
 ITEMS = [("a", "float32", (3,)), ("b", "bfloat16", (2, 5)), ("c", "float32", (1 << 18,)), ("d", "float32", ())]
 
 
-def of(*items, parts, senders=1):
-    return WeightPlan(parameters=manifest_of(items), senders=senders, parts=tuple(Part(*part) for part in parts))
+def of(*items, parts, senders=1, needs=None):
+    """A plan of parts (tensor, sender, ranges), all for one shard."""
+    manifest = manifest_of(items)
+    made = tuple(Part(tensor, sender, 0, ranges) for tensor, sender, ranges in parts)
+    return WeightPlan(parameters=manifest, senders=senders, needs=(needs or plans.all_of(manifest),), parts=made)
 
 
 def test_buckets_are_packed_in_order_and_aligned():
@@ -55,24 +59,24 @@ def test_json_round_trip_and_a_digest_that_changes_with_every_field():
     halves = [(0, 0, ((0, 1),)), (0, 0, ((1, 3),))]
     found += [of(ITEMS[0], parts=halves), of(ITEMS[0], parts=halves, senders=2)]
     found.append(of(ITEMS[0], parts=[halves[0], (0, 1, ((1, 3),))], senders=2))
-    assert len({plan.digest for plan in found}) == len(found)
+    assert len({plan.digests for plan in found}) == len(found)
 
 
 @pytest.mark.parametrize(
     ("parts", "line"),
     [
-        ([(0, 0, ((0, 2), (0, 3)))], "m: expected every element once, found some missing"),
+        ([(0, 0, ((0, 2), (0, 3)))], "m: expected every needed element once, found some missing"),
         (
             [(0, 0, ((0, 4), (0, 3))), (0, 0, ((3, 4), (1, 2)))],
-            "m: expected every element once, found some sent twice",
+            "m: expected every needed element once, found some sent twice",
         ),
         ([(0, 0, ((0, 4), (0, 4)))], r"m: expected rectangles inside \(4, 3\), found"),
         ([(0, 0, ((-1, 4), (0, 3)))], r"m: expected rectangles inside \(4, 3\), found"),
         ([(0, 0, ((2, 2), (0, 3)))], r"m: expected rectangles inside \(4, 3\), found"),
         ([(0, 0, ((0, 4),))], r"m: expected rectangles inside \(4, 3\), found"),
-        ([(1, 0, ((0, 4), (0, 3)))], "expected one of 1 tensors and 1 senders, found"),
-        ([(0, 1, ((0, 4), (0, 3)))], "expected one of 1 tensors and 1 senders, found"),
-        ([], "m: expected every element once, found some missing"),
+        ([(1, 0, ((0, 4), (0, 3)))], "expected one of 1 tensors, 1 senders and 1 shards, found"),
+        ([(0, 1, ((0, 4), (0, 3)))], "expected one of 1 tensors, 1 senders and 1 shards, found"),
+        ([], "m: expected every needed element once, found some missing"),
         (
             [(0, 0, ((0, 2), (0, 2))), (0, 0, ((2, 4), (1, 3))), (0, 0, ((0, 2), (2, 3))), (0, 0, ((2, 4), (0, 1)))],
             "",
@@ -111,3 +115,48 @@ def test_refused_manifests(items, line):
 
 def test_size_of_an_element():
     assert ParamMeta(name="a", dtype="bfloat16", shape=(3, 5)).item_bytes == 2
+
+
+ROWS = {n: ((n, n + 1), (0, 3)) for n in range(4)}
+
+
+def test_a_shard_gets_what_it_needs_and_nothing_else():
+    needs = (((ROWS[0], ROWS[2]),), ((((1, 4), (0, 3)),),), ((),))
+    matrix = manifest_of([("m", "float32", (4, 3))])
+    parts = [Part(0, 0, 0, ROWS[0]), Part(0, 1, 0, ROWS[2]), *(Part(0, n % 2, 1, ROWS[n]) for n in (1, 2, 3))]
+    plan = WeightPlan(parameters=matrix, senders=2, needs=needs, parts=tuple(parts))
+    plans.check(plan)
+    assert plans.from_json(plans.to_json(plan)) == plan and len(set(plan.digests)) == 3
+    found = [(b.sender, b.shard, b.nbytes) for b in buckets(plan, 1)]
+    assert found == [(0, 0, 16), (0, 1, 16), (1, 0, 16), (1, 1, 32)]
+    for extra, line in ((ROWS[3], "sent for nothing"), (ROWS[2], "sent twice")):
+        more = WeightPlan(parameters=matrix, senders=2, needs=needs, parts=(*parts, Part(0, 0, 0, extra)))
+        with pytest.raises(ValueError, match=f"m: expected every needed element once, found some {line}"):
+            plans.check(more)
+
+
+@pytest.mark.parametrize(
+    ("needs", "line"),
+    [
+        ([[ROWS[0], ((0, 2), (1, 2))]], "m: expected every element to be needed once, found some twice"),
+        ([[((0, 5), (0, 3))]], r"m: expected rectangles inside \(4, 3\)"),
+        ([], "expected the needs of 1 tensors, found 0"),
+        ([[ROWS[0]], []], "expected the needs of 1 tensors, found 2"),
+        ("all", "expected rectangles of every tensor, found"),
+    ],
+)
+def test_needs_of_a_worker_are_checked(needs, line):
+    manifest = manifest_of([("m", "float32", (4, 3))])
+    with pytest.raises(ValueError, match="weights: " + line):
+        plans.needs_from_json(msgspec.json.encode(needs).decode(), manifest)
+
+
+def test_needs_and_manifest_as_json():
+    manifest, some = manifest_of([("m", "float32", (4, 3))]), ((ROWS[1], ROWS[3]),)
+    assert plans.needs_from_json(plans.needs_to_json(some), manifest) == some
+    assert plans.manifest_from_json(plans.manifest_to_json(manifest)) == manifest
+
+
+def test_what_two_rectangles_have_in_common():
+    assert plans.overlap(((0, 4), (2, 6)), ((3, 8), (0, 3))) == ((3, 4), (2, 3))
+    assert plans.overlap(((0, 4),), ((4, 8),)) is None and plans.overlap((), ()) == ()

@@ -31,7 +31,7 @@ def spec(monkeypatch):
                 backend="gloo",
                 rendezvous=rendezvous,
                 group=uuid.uuid4().hex,
-                world_size=world_size,
+                world_sizes=(world_size,),
                 bucket_mib=1,
                 timeout_s=20,
                 connect_timeout_s=20,
@@ -73,7 +73,7 @@ def joined(connection, receivers=1, senders=1):
     """(senders, the groups of each receiver)"""
 
     def join(rank):
-        return [Group(connection, rank, sender) for sender in range(senders)]
+        return {sender: Group(connection, rank, sender) for sender in range(senders)}
 
     with ThreadPoolExecutor(receivers + senders) as pool:
         ends = [pool.submit(make_sender, connection, number) for number in range(senders)]
@@ -87,18 +87,18 @@ def transfer(senders, receivers, weights, *, plan=None, sent_version=1, version=
     if flip is not None:
         ship = senders[0]._ship
 
-        def faulty(packed):
+        def faulty(shard, packed):
             packed[flip] ^= 1
-            return ship(packed)
+            return ship(shard, packed)
 
         senders[0]._ship = faulty
 
     def take(groups):
         digests = []
         try:
-            got = dict(receive(groups, expected or plan, version, digests))
+            got = dict(receive(groups, expected or plan, 0, version, digests))
         except RuntimeError:
-            for group in groups:
+            for group in groups.values():
                 group.close()
             raise
         return got, digests
@@ -133,10 +133,10 @@ def test_two_receivers_get_two_updates_bit_for_bit(spec, where):
 def test_three_senders_make_up_the_same_tensors(spec):
     weights, cuts = tensors(), (0, 100, 250, 1000)
     names = list(weights)
-    parts = [Part(0, 2, ((0, 3), (0, 5))), Part(2, 1, ())]
-    parts += [Part(1, n % 3, ((n * 1000, (n + 1) * 1000),)) for n in range(300)]
-    parts += [Part(3, n, (rows, (0, 400))) for n, rows in enumerate(zip(cuts, cuts[1:]))]
-    plan = WeightPlan(parameters=manifest(weights), senders=3, parts=tuple(parts))
+    parts = [Part(0, 2, 0, ((0, 3), (0, 5))), Part(2, 1, 0, ())]
+    parts += [Part(1, n % 3, 0, ((n * 1000, (n + 1) * 1000),)) for n in range(300)]
+    parts += [Part(3, n, 0, (rows, (0, 400))) for n, rows in enumerate(zip(cuts, cuts[1:]))]
+    plan = WeightPlan(parameters=manifest(weights), senders=3, needs=plan_of(weights).needs, parts=tuple(parts))
     senders, receivers = joined(spec(world_size=3), receivers=2, senders=3)
     for version in (1, 2):
         *sent, first, second = transfer(senders, receivers, weights, plan=plan, sent_version=version, version=version)
@@ -147,13 +147,42 @@ def test_three_senders_make_up_the_same_tensors(spec):
             assert sorted(got) == sorted(names) and all(torch.equal(got[name], weights[name]) for name in names)
 
 
+def test_two_shards_get_their_own_halves_and_share_what_both_need(spec):
+    weights = tensors()
+    shared = plan_of(weights).parts[:3]
+    halves = [((500 * shard, 500 * (shard + 1)), (0, 400)) for shard in (0, 1)]
+    parts = [Part(p.tensor, 0, shard, p.ranges) for p in shared for shard in (0, 1)]
+    parts += [Part(3, 1, shard, ranges) for shard, ranges in enumerate(halves)]
+    needs = tuple((*((p.ranges,) for p in shared), (ranges,)) for ranges in halves)
+    plan = WeightPlan(parameters=manifest(weights), senders=2, needs=needs, parts=tuple(parts))
+    connection = spec(world_sizes=(2, 3))  # one worker of the first shard, two of the second
+
+    def work(shard, rank):
+        groups = {sender: Group(connection, rank, sender, shard) for sender in (0, 1)}
+        digests = []
+        return dict(receive(groups, plan, shard, 1, digests)), digests
+
+    def send(number):
+        return make_sender(connection, number, (0, 1)).send(plan, reader(weights, plan), 1)
+
+    with ThreadPoolExecutor(5) as pool:
+        sent = [pool.submit(send, number) for number in (0, 1)]
+        working = [pool.submit(work, *place) for place in ((0, 1), (1, 1), (1, 2))]
+        first, second, third = (future.result() for future in working)
+        of_senders = [digest for future in sent for digest in future.result()]
+    assert second[1] == third[1] and sorted(first[1] + second[1]) == sorted(of_senders)
+    for shard, (got, _) in ((0, first), (1, second), (1, third)):
+        rows = slice(*halves[shard][0])
+        assert torch.equal(got["c"][rows], weights["c"][rows])
+        assert all(torch.equal(got[name], weights[name]) for name in ("a", "b", "scalar"))
+
+
 def test_a_sender_that_leaves_ends_the_update_of_all(spec):
     weights = tensors()
-    half = [Part(3, n, ((500 * n, 500 * (n + 1)), (0, 400))) for n in (0, 1)]
-    rest = [
-        Part(n, 0, tuple((0, size) for size in weights[name].shape)) for n, name in enumerate(("a", "b", "scalar"))
-    ]
-    plan = WeightPlan(parameters=manifest(weights), senders=2, parts=(*rest, *half))
+    half = [Part(3, n, 0, ((500 * n, 500 * (n + 1)), (0, 400))) for n in (0, 1)]
+    rest = plan_of(weights).parts[:3]
+    needs = plan_of(weights).needs
+    plan = WeightPlan(parameters=manifest(weights), senders=2, needs=needs, parts=(*rest, *half))
     (here, gone), receivers = joined(spec(timeout_s=5), senders=2)
     gone.close()
     *sent, received = transfer([here, gone], receivers, weights, plan=plan)
@@ -180,7 +209,7 @@ def test_weights_that_differ_from_the_plan_fail_the_update_on_both_sides(spec, f
     promised = plan_of({"a": torch.zeros(3, 5)})
     with ThreadPoolExecutor(2) as pool:
         send = pool.submit(sender.send, promised, lambda part: found, 1)
-        take = pool.submit(lambda: list(receive(groups, promised, 1, [])))
+        take = pool.submit(lambda: list(receive(groups, promised, 0, 1, [])))
         with pytest.raises(ValueError, match=r"weights: a: expected a part of \('float32', \(3, 5\)\), found"):
             send.result()
         with pytest.raises(RuntimeError):
@@ -207,7 +236,7 @@ def test_invalid_connections_are_refused(spec):
     with pytest.raises(ValueError, match=r"weights\.transport: expected one of \['gloo', 'nccl'\], found 'smoke'"):
         make_sender(spec(backend="smoke"))
     plain = msgspec.to_builtins(spec())
-    assert msgspec.convert(plain, Connection).world_size == 2
+    assert msgspec.convert(plain, Connection).world_sizes == (2,)
     with pytest.raises(ValueError, match="missing required field `rendezvous`"):
         msgspec.convert({name: value for name, value in plain.items() if name != "rendezvous"}, Connection)
     assert (resolve_transport("gloo"), resolve_transport("nccl")) == ("gloo", "nccl")
@@ -243,9 +272,9 @@ def test_a_receiver_that_vanishes_in_the_middle_of_a_broadcast_ends_the_update_i
         sender = make_sender(connection)
         ship = sender._ship
 
-        def after_the_header(packed):
+        def after_the_header(shard, packed):
             receiver.send_signal(how)
-            return ship(packed)
+            return ship(shard, packed)
 
         sender._ship = after_the_header
         began = time.monotonic()

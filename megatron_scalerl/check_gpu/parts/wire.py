@@ -82,7 +82,7 @@ def _send(record: Recorder, device: torch.device, *, matrices: int, width: int) 
                 backend=seam.backend(),
                 rendezvous=rendezvous,
                 group="check",
-                world_size=1,
+                world_sizes=(1,),
                 bucket_mib=_BUCKET_MIB,
                 timeout_s=30.0,
                 connect_timeout_s=30.0,

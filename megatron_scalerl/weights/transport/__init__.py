@@ -1,7 +1,8 @@
 """Weight transfer from the trainer to the engines, the trainer's side: torch only, never vLLM.
 
 A sender is created once from a Connection and then sends every update. gloo serves CPUs, NCCL serves GPUs; with both,
-each sending rank of the trainer has one broadcast group as its rank 0, followed by every engine's workers.
+each sending rank of the trainer has a broadcast group for each shard of the weights as its rank 0, followed by the
+workers of all engines that need this shard.
 
 Who can join: the engines get the rendezvous over their HTTP interface, which requires the run's secret, and on one
 host only this user can enter the rendezvous folder (`rendezvous`). The members do not authenticate each other. A
@@ -11,6 +12,7 @@ stranger who could join would read the weights; weights sent to an engine by a s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from megatron_scalerl.distributed import device
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
     from megatron_scalerl.weights.transport.gloo import Sender
 
 
-def make_sender(connection: Connection, number: int = 0) -> Sender:
-    """Create the group of sender `number` as its rank 0 and wait for all engines to join.
+def make_sender(connection: Connection, number: int = 0, shards: Iterable[int] = (0,)) -> Sender:
+    """Create the groups of sender `number` and these shards as their rank 0, and wait for all engines to join.
 
     Raises ValueError for an unknown backend, RuntimeError if the engines do not join in time.
     """
@@ -30,7 +32,9 @@ def make_sender(connection: Connection, number: int = 0) -> Sender:
     groups: dict[str, type[gloo.Group]] = {"gloo": gloo.Group, "nccl": nccl.NcclGroup}
     if connection.backend not in groups:
         raise ValueError(f"weights.transport: expected one of {sorted(groups)}, found {connection.backend!r}")
-    return gloo.Sender(groups[connection.backend](connection, 0, number), number)
+    kind = groups[connection.backend]
+    joined = {shard: kind(connection, 0, number, shard) for shard in sorted(shards)}
+    return gloo.Sender(joined, number, connection.bucket_mib)
 
 
 def resolve_transport(name: str) -> str:

@@ -1,9 +1,9 @@
 """The broadcast groups over gloo, and the framing that all backends share.
 
-Each sending rank has a group of its own with the workers of all engines, and is its rank 0. One update, each line one
-broadcast of one sender, the buckets of all senders taking turns (`plan.buckets`):
+A sending rank and the workers of one shard in all engines have a group of their own, with the sender as its rank 0.
+One update, each line one broadcast in one group, the buckets of all groups taking turns (`plan.buckets`):
 
-    header    int64 [4]: magic, version, number of the sender's buckets, the plan's digest
+    header    int64 [4]: magic, version, number of the group's buckets, the plan's digest for the shard
     bucket    uint8 [nbytes + 8]: the packed parameters, then the digest of these bytes
     ...
 
@@ -14,7 +14,7 @@ involved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -38,12 +38,15 @@ class Group:
 
     device = torch.device("cpu")
 
-    def __init__(self, connection: Connection, rank: int, sender: int = 0) -> None:
-        """Join the group of a sender; returns when all members have. Raises RuntimeError after connect_timeout_s."""
+    def __init__(self, connection: Connection, rank: int, sender: int = 0, shard: int = 0) -> None:
+        """Join the group of a sender and a shard; returns when all members have.
+
+        Raises RuntimeError after connect_timeout_s.
+        """
         self.timeout = timedelta(seconds=connection.timeout_s)
         self.bucket_mib = connection.bucket_mib
         joining = timedelta(seconds=connection.connect_timeout_s)
-        name = f"{connection.group}-{sender}"
+        name, self._world_size = f"{connection.group}-{sender}-{shard}", connection.world_sizes[shard]
         self._store: dist.Store | None = open_store(connection.rendezvous, name, timeout=joining)
         self._group: Any = self._make(connection, rank)
 
@@ -52,7 +55,7 @@ class Group:
         options = gloo._Options()
         options._devices = [gloo_device(connection.rendezvous)]
         options._timeout = timedelta(seconds=connection.connect_timeout_s)
-        return gloo(self._store, rank, connection.world_size, options)
+        return gloo(self._store, rank, self._world_size, options)
 
     def start(self, tensor: torch.Tensor) -> Finish:
         """Begin to broadcast rank 0's tensor; what it returns waits for the end. Both raise RuntimeError."""
@@ -78,26 +81,29 @@ class Group:
 class Sender:
     """One sending rank's side. Created by `make_sender`."""
 
-    def __init__(self, group: Group, number: int) -> None:
-        self.group, self.number = group, number
+    def __init__(self, groups: Mapping[int, Group], number: int, bucket_mib: int) -> None:
+        """groups: shard -> group."""
+        self.groups, self.number, self.bucket_mib = dict(groups), number, bucket_mib
 
     def send(self, plan: WeightPlan, read: Read, version: int) -> list[int]:
-        """Send this rank's parts of one update; returns the digests of its buckets.
+        """Send this rank's parts of one update; returns the digests of its buckets, in the order of `plan.buckets`.
 
-        Raises ValueError if a part has another shape or type than the plan says, RuntimeError if the group fails;
-        either way the group is closed.
+        Raises ValueError if a part has another shape or type than the plan says, RuntimeError if a group fails;
+        either way all groups are closed.
         """
-        own = [bucket for bucket in buckets(plan, self.group.bucket_mib) if bucket.sender == self.number]
+        own = [bucket for bucket in buckets(plan, self.bucket_mib) if bucket.sender == self.number]
         digests: list[int] = []
         in_flight: list[Finish] = []
         try:
-            self.group.broadcast(header(plan, version, len(own)).to(self.group.device))
+            for shard, group in sorted(self.groups.items()):
+                count = sum(bucket.shard == shard for bucket in own)
+                group.broadcast(header(plan, shard, version, count).to(group.device))
             for bucket in own:
                 packed = self._pack(plan, bucket, read)
                 digests.append(read_digest(packed))
                 for finish in in_flight:
                     finish()
-                in_flight = [self._ship(packed)]
+                in_flight = [self._ship(bucket.shard, packed)]
             for finish in in_flight:
                 finish()
         except BaseException:
@@ -106,11 +112,12 @@ class Sender:
         return digests
 
     def close(self) -> None:
-        """Leave the group."""
-        self.group.close()
+        """Leave the groups."""
+        for group in self.groups.values():
+            group.close()
 
     def _pack(self, plan: WeightPlan, bucket: Bucket, read: Read) -> torch.Tensor:
-        packed = torch.zeros(bucket.nbytes + 8, dtype=torch.uint8, device=self.group.device)
+        packed = torch.zeros(bucket.nbytes + 8, dtype=torch.uint8, device=self.groups[bucket.shard].device)
         for slot in bucket.slots:
             part = plan.parts[slot.part]
             meta, values = plan.parameters[part.tensor], read(slot.part)
@@ -123,23 +130,24 @@ class Sender:
         packed[-8:].view(torch.int64).fill_(_as_int64(digest(packed[:-8])))
         return packed
 
-    def _ship(self, packed: torch.Tensor) -> Finish:
-        return self.group.start(packed)
+    def _ship(self, shard: int, packed: torch.Tensor) -> Finish:
+        return self.groups[shard].start(packed)
 
 
 def receive(
-    groups: Sequence[Group], plan: WeightPlan, version: int, digests: list[int]
+    groups: Mapping[int, Group], plan: WeightPlan, shard: int, version: int, digests: list[int]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of one update, each as soon as its last part has arrived and its bucket was checked.
 
-    groups: [senders]. digests: filled with the digest of each bucket, in the order of `plan.buckets`. The tensors
-    stay valid: each has memory of its own. Raises RuntimeError if a sender is out of sync or the bytes are not those
-    that it packed.
+    groups: sender -> group. What the shard does not need of a tensor is not set. digests: filled with the digest of
+    each bucket. The tensors stay valid: each has memory of its own. Raises RuntimeError if a sender is out of sync or
+    the bytes are not those that it packed.
     """
-    order = buckets(plan, groups[0].bucket_mib)
-    for number, group in enumerate(groups):
-        _check_header(group, header(plan, version, sum(bucket.sender == number for bucket in order)))
-    open_tensors = _OpenTensors(plan, groups[0].device)
+    any_group = next(iter(groups.values()))
+    order = [bucket for bucket in buckets(plan, any_group.bucket_mib) if bucket.shard == shard]
+    for number, group in sorted(groups.items()):
+        _check_header(group, header(plan, shard, version, sum(bucket.sender == number for bucket in order)))
+    open_tensors = _OpenTensors(plan, shard, any_group.device)
     arriving = [_arrive(groups, order[0])]
     for number, bucket in enumerate(order):
         if number + 1 < len(order):
@@ -158,8 +166,8 @@ def receive(
 class _OpenTensors:
     """The tensors of which some parts have arrived."""
 
-    def __init__(self, plan: WeightPlan, device: torch.device) -> None:
-        self._plan, self._device = plan, device
+    def __init__(self, plan: WeightPlan, shard: int, device: torch.device) -> None:
+        self._plan, self._needs, self._device = plan, plan.needs[shard], device
         self._open: dict[int, tuple[torch.Tensor, int]] = {}
 
     def take(self, bucket: Bucket, packed: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -175,7 +183,7 @@ class _OpenTensors:
             tensor, missing = self._open.pop(number, (None, 0))
             if tensor is None:
                 tensor = torch.empty(meta.shape, dtype=dtype, device=self._device)
-                missing = tensor.numel()
+                missing = sum(map(volume, self._needs[number]))
             tensor[tuple(slice(a, b) for a, b in slot.ranges)] = values
             missing -= volume(slot.ranges)
             if missing:
@@ -184,7 +192,7 @@ class _OpenTensors:
                 yield meta.name, tensor
 
 
-def _arrive(groups: Sequence[Group], bucket: Bucket) -> tuple[torch.Tensor, Finish]:
+def _arrive(groups: Mapping[int, Group], bucket: Bucket) -> tuple[torch.Tensor, Finish]:
     group = groups[bucket.sender]
     packed = torch.empty(bucket.nbytes + 8, dtype=torch.uint8, device=group.device)
     return packed, group.start(packed)
@@ -201,9 +209,9 @@ def _shape(ranges: Ranges) -> tuple[int, ...]:
     return tuple(b - a for a, b in ranges)
 
 
-def header(plan: WeightPlan, version: int, count: int) -> torch.Tensor:
-    """[4] int64: magic, version, number of the sender's buckets, digest of the plan."""
-    return torch.tensor([MAGIC, version, count, plan.digest], dtype=torch.int64)
+def header(plan: WeightPlan, shard: int, version: int, count: int) -> torch.Tensor:
+    """[4] int64: magic, version, number of the group's buckets, digest of the plan for the shard."""
+    return torch.tensor([MAGIC, version, count, plan.digests[shard]], dtype=torch.int64)
 
 
 def read_digest(packed: torch.Tensor) -> int:

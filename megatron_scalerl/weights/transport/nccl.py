@@ -28,7 +28,7 @@ class NcclGroup(Group):
         assert self._store is not None
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self.timeout
-        return dist.ProcessGroupNCCL(self._store, rank, connection.world_size, options)
+        return dist.ProcessGroupNCCL(self._store, rank, self._world_size, options)
 
     def start(self, tensor: torch.Tensor) -> Finish:
         """Broadcast rank 0's tensor and wait until it has arrived. Raises RuntimeError.
