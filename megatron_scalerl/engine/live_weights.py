@@ -1,0 +1,133 @@
+"""Writes parts of Hugging Face tensors straight into an engine's live parameters.
+
+A recorded copy of the loader (`engine.live_map`) is turned into a `LivePart`: which dimension of the parameter runs
+along which dimension of the tensor, and over which of its indices. Then any rectangle of the tensor is written in
+place, without the loader, without a whole tensor, and at the addresses that captured graphs use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megatron_scalerl.engine.live_map import Scatter
+from megatron_scalerl.weights.plan import Manifest, Ranges
+
+Along = slice | torch.Tensor
+"""Indices along one dimension: a range, or [n] int64 in any order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LivePart:
+    """A part of a tensor, as a view of a live parameter holds it."""
+
+    tensor: str
+    """Name in the Hugging Face checkpoint."""
+    parameter: str
+    """Name in the engine's model."""
+    live: torch.Tensor
+    """The view; its dimension d runs along dimension `axes[d]` of the tensor."""
+    axes: tuple[int, ...]
+    indices: tuple[torch.Tensor, ...]
+    """[live.shape[d]] int64: the tensor's index at each place of dimension d."""
+    fixed: Mapping[int, int]
+    """The tensor's other dimensions -> their index."""
+
+    def write(self, ranges: Ranges, values: torch.Tensor) -> None:
+        """Write what a rectangle of the tensor has for this part. values: of the rectangle's shape."""
+        for axis, index in self.fixed.items():
+            first, end = ranges[axis]
+            if not first <= index < end:
+                return
+        target, source = self.live, values
+        for axis in sorted(self.fixed, reverse=True):
+            source = source.select(axis, self.fixed[axis] - ranges[axis][0])
+        kept = sorted(self.axes)
+        source = source.permute([kept.index(axis) for axis in self.axes])
+        scattered: list[tuple[int, torch.Tensor]] = []
+        for place, (axis, index) in enumerate(zip(self.axes, self.indices)):
+            here, there = _common(index, ranges[axis])
+            if isinstance(here, slice):
+                if here.start == here.stop:
+                    return
+                target = target.narrow(place, here.start, here.stop - here.start)
+            else:
+                scattered.append((place, here))
+            source = source[(slice(None),) * place + (there,)]
+        if not scattered:
+            target.copy_(source)
+            return
+        places = [torch.arange(size) for size in target.shape]
+        for place, here in scattered:
+            places[place] = here
+        mesh = torch.meshgrid(*places, indexing="ij")
+        target[tuple(each.to(target.device) for each in mesh)] = source.to(target.dtype)
+
+
+def live_parts(
+    scatters: Iterable[Scatter], manifest: Manifest, parameters: Mapping[str, torch.Tensor]
+) -> dict[str, list[LivePart]]:
+    """Tensor -> its parts in live parameters.
+
+    Raises NotImplementedError, naming the tensor, for a copy whose dimensions do not run along the tensor's.
+    """
+    shapes = {meta.name: meta.shape for meta in manifest}
+    found: dict[str, list[LivePart]] = {meta.name: [] for meta in manifest}
+    for scatter in scatters:
+        part = _aligned(scatter, shapes[scatter.tensor], parameters[scatter.parameter])
+        found[scatter.tensor].append(part)
+    return found
+
+
+def _aligned(scatter: Scatter, shape: tuple[int, ...], parameter: torch.Tensor) -> LivePart:
+    strides = [1] * len(shape)
+    for axis in reversed(range(len(shape) - 1)):
+        strides[axis] = strides[axis + 1] * shape[axis + 1]
+    start, flat = [], scatter.source_offset
+    for stride in strides:
+        start.append(flat // stride)
+        flat %= stride
+    long = [place for place, size in enumerate(scatter.shape) if size > 1]  # the others have one index, as `fixed`
+    live = scatter.destination(parameter).squeeze()
+    axes: list[int] = []
+    for place in long:
+        axis = _axis_of(scatter.steps[place], start, shape, strides, taken=axes)
+        if axis is None:
+            raise NotImplementedError(
+                f"weights: {scatter.tensor}: expected dimension {place} of {scatter.parameter} along one of its own"
+            )
+        axes.append(axis)
+    return LivePart(
+        tensor=scatter.tensor,
+        parameter=scatter.parameter,
+        live=live,
+        axes=tuple(axes),
+        indices=tuple(start[axis] + scatter.steps[place] // strides[axis] for place, axis in zip(long, axes)),
+        fixed={axis: index for axis, index in enumerate(start) if axis not in axes},
+    )
+
+
+def _axis_of(
+    steps: torch.Tensor, start: list[int], shape: tuple[int, ...], strides: list[int], *, taken: list[int]
+) -> int | None:
+    """The dimension of the tensor that the steps run along, one that is not taken."""
+    for axis, stride in enumerate(strides):
+        index = start[axis] + steps // stride
+        along = bool((steps % stride == 0).all()) and int(index.min()) >= 0 and int(index.max()) < shape[axis]
+        if along and axis not in taken:
+            return axis
+    return None
+
+
+def _common(index: torch.Tensor, wanted: tuple[int, int]) -> tuple[Along, Along]:
+    """(places of the part, places of the rectangle) that `index` and the range `wanted` have in common."""
+    first, end = wanted
+    lowest, length = int(index[0]), len(index)
+    if length == 1 or (int(index[-1]) - lowest == length - 1 and bool((index[1:] > index[:-1]).all())):
+        a, b = max(lowest, first), min(lowest + length, end)
+        b = max(a, b)
+        return slice(a - lowest, b - lowest), slice(a - first, b - first)
+    here = ((index >= first) & (index < end)).nonzero().flatten()
+    return here, (index[here] - first)
