@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from megatron_scalerl.engine.live_map import Scatter
+from megatron_scalerl.engine.live_map import Scatter, needs, record, unwritten
+from megatron_scalerl.models.llama4 import VISION
 from megatron_scalerl.weights.plan import Manifest, Ranges
 
 Along = slice | torch.Tensor
@@ -131,3 +133,75 @@ def _common(index: torch.Tensor, wanted: tuple[int, int]) -> tuple[Along, Along]
         return slice(a - lowest, b - lowest), slice(a - first, b - first)
     here = ((index >= first) & (index < end)).nonzero().flatten()
     return here, (index[here] - first)
+
+
+class LiveWeights:
+    """The live parameters of one worker's model, written part by part."""
+
+    def __init__(self, model: Any, manifest: Manifest) -> None:
+        """Raises NotImplementedError, with the reason, for a model that only its own loader can fill."""
+        parameters = {n: p for n, p in model.named_parameters() if not n.startswith(VISION)}
+        self._packed = _packed_experts(model, parameters)
+        plain = {name: experts.plain for name, experts in self._packed.items()}
+        scatters = record(model.load_weights, manifest, parameters)
+        if unknown := unwritten(scatters, parameters, model):
+            raise NotImplementedError(
+                f"weights: expected the loader to fill {unknown[0]}, found nothing loaded there"
+            )
+        self._parts = live_parts(scatters, manifest, {**parameters, **plain})
+        self.needs = tuple(needs(scatters, manifest)[meta.name] for meta in manifest)
+        self._names = [meta.name for meta in manifest]
+        self._changed: set[str] = set()
+
+    def write(self, tensor: int, ranges: Ranges, values: torch.Tensor) -> None:
+        """Write a rectangle of a tensor, by its number in the manifest."""
+        for part in self._parts[self._names[tensor]]:
+            part.write(ranges, values)
+            if part.parameter in self._packed:
+                self._changed.add(part.parameter)
+
+    def finish(self) -> None:
+        """Pack what a kernel holds in another order, where it was changed."""
+        for name in sorted(self._changed):
+            self._packed[name].pack()
+        self._changed = set()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PackedExperts:
+    """Expert weights that vLLM's CPU kernel holds in blocks, and the same in order."""
+
+    live: torch.nn.Parameter
+    plain: torch.Tensor
+    isa: str
+    """Of the kernel."""
+
+    def pack(self) -> None:
+        """Copy the plain weights into the live ones."""
+        from vllm._custom_ops import cpu_prepack_moe_weight
+
+        self.live.data.copy_(cpu_prepack_moe_weight(self.plain, self.isa))
+
+
+def _packed_experts(model: Any, parameters: Mapping[str, torch.Tensor]) -> dict[str, _PackedExperts]:
+    """Parameter -> experts that are packed. Raises NotImplementedError where a kernel's order is not known."""
+    found: dict[str, _PackedExperts] = {}
+    for prefix, layer in model.named_modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is None:
+            continue
+        experts = kernel.fused_experts
+        isa = getattr(experts, "isa", None)
+        if layer.w13_weight.device.type != "cpu":
+            backend = str(getattr(layer.quant_method, "unquantized_backend", "unknown"))
+            if not backend.upper().endswith("TRITON"):
+                raise NotImplementedError(f"weights: {prefix}: expected experts in their own order, found {backend}")
+            continue
+        if isa is None or getattr(experts, "_use_zentorch", False):
+            raise NotImplementedError(
+                f"weights: {prefix}: expected vLLM's CPU kernel, found {type(experts).__name__}"
+            )
+        for key in ("w13_weight", "w2_weight"):
+            live = getattr(layer, key)
+            found[f"{prefix}.{key}"] = _PackedExperts(live=live, plain=torch.empty_like(live.data), isa=isa)
+    return found

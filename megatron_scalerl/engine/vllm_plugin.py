@@ -41,12 +41,27 @@ def register() -> None:
     if torch.cpu._is_amx_tile_supported():
         # vLLM's bfloat16 attention uses AMX tiles without requesting them from the kernel (illegal instruction)
         torch.cpu._init_amx()
+    if os.environ.get("MSRL_PLAIN_WEIGHTS") == "1":
+        _keep_linear_weights()
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None and os.environ.get("MSRL_DIE_WITH_PARENT") == "1":
         # the server itself is tied to the controller and forked processes to their parent (`processes.parent_death`);
         # a spawned core or worker ties itself here, to the fork server where one started it
         forkserver = multiprocessing.get_start_method(allow_none=True) == "forkserver"
         die_with_parent(os.getppid() if forkserver else parent.pid)
+
+
+def _keep_linear_weights() -> None:
+    """On CPUs, keep linear layers' weights where updates can write them.
+
+    vLLM 0.32.0 packs them for oneDNN or SGL's kernel after loading and empties the parameters; with neither, it
+    multiplies with the parameters themselves (`dispatch_cpu_unquantized_gemm`).
+    """
+    from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
+
+    _custom_ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = lambda *shape_and_type: False  # type: ignore[assignment]
 
 
 class SecretMiddleware:

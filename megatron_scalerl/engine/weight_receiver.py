@@ -1,17 +1,18 @@
 """Receives weight updates in vLLM's workers: vLLM's weight-transfer protocol over our broadcast groups.
 
     init_weight_transfer_engine   join the groups, get the plan
-    start_weight_update           vLLM's layerwise reload moves the parameters to the meta device
-    update_weights                receive, check every bucket, load
-    finish_weight_update          vLLM's layerwise reload copies the new parameters to their old addresses
+    update_weights                receive, check every bucket, write what it has into the live parameters
 
-A failed update leaves the parameters partly loaded. The next `start` discards that state first, so that a later
-update is loaded as if the failed one had never begun; until then the model must not run.
+A model whose parameters only its own loader can fill (`live_weights`) goes through vLLM's layerwise reload instead:
+`start_weight_update` moves the parameters to the meta device, `finish_weight_update` copies the new ones to their old
+addresses. A failed update leaves the parameters partly written or loaded. The next `start` discards that state first,
+so that a later update is loaded as if the failed one had never begun; until then the model must not run.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -26,12 +27,20 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
-from megatron_scalerl.engine.live_map import needs, record, unwritten
+from megatron_scalerl.engine.live_weights import LiveWeights
 from megatron_scalerl.models.llama4 import VISION
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import combine
-from megatron_scalerl.weights.plan import WeightPlan, all_of, from_json, manifest_from_json, needs_to_json
-from megatron_scalerl.weights.transport.gloo import Group, receive
+from megatron_scalerl.weights.plan import (
+    Manifest,
+    Ranges,
+    WeightPlan,
+    all_of,
+    from_json,
+    manifest_from_json,
+    needs_to_json,
+)
+from megatron_scalerl.weights.transport.gloo import Group, assembled, receive
 from megatron_scalerl.weights.transport.nccl import NcclGroup
 
 logger = logging.getLogger(__name__)
@@ -87,6 +96,8 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
     def start_weight_update(self) -> None:
         """Prepare the model for new parameters; discards the state of a failed update first."""
         self._discard_failed_update()
+        if self._written() is not None:
+            return
         self._copies = self._tied()
         if self.device.type == "cpu":
             self._reset_expert_kernels()
@@ -103,37 +114,54 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load the plan's tensors. Raises RuntimeError unless each is loaded once and every parameter is set."""
-        groups, plan, model = self._groups, self._plan, cast(Any, self.model)
+        groups, plan = self._groups, self._plan
         if not groups or plan is None:
             raise RuntimeError("weight update: expected a connection to the trainer, found none")
         self.digest = ""
-        expected = {name for name, _ in self.model.named_parameters() if not name.startswith(VISION)}
         digests: list[int] = []
-        taken: list[str] = []
-
-        def counted() -> Any:
-            for name, tensor in receive(groups, plan, self._shard, update_info.version, digests):
-                taken.append(name)
-                yield name, tensor
-                for copy in self._copies.get(name, ()):
-                    yield copy, tensor
-
+        parts = receive(groups, plan, self._shard, update_info.version, digests)
         try:
-            loaded = model.load_weights(counted())
-            wanted = [meta.name for meta, needs in zip(plan.parameters, plan.needs[self._shard]) if needs]
-            if sorted(taken) != sorted(wanted):
-                raise RuntimeError(f"weight update: expected {len(wanted)} parameters, took {len(taken)}")
-            if loaded is not None and (missing := sorted(expected - loaded)):
-                raise RuntimeError(f"weight update: expected every parameter of the model, missing {missing[:3]}")
-            self._refuse_partial_layers()
+            live = self._written()
+            if live is None:
+                self._load(plan, parts)
+            else:
+                for part in parts:
+                    live.write(*part)
+                live.finish()
         except BaseException:
             self.shutdown()
             raise
         self.digest = combine(digests)
 
+    def _written(self) -> LiveWeights | None:
+        """The live parameters, if updates are written into them; None if vLLM's loader takes them."""
+        return None if self._plan is None else _live(self.model, self._plan.parameters)
+
+    def _load(self, plan: WeightPlan, parts: Iterator[tuple[int, Ranges, torch.Tensor]]) -> None:
+        """Give whole tensors to vLLM's loader."""
+        model = cast(Any, self.model)
+        expected = {name for name, _ in self.model.named_parameters() if not name.startswith(VISION)}
+        taken: list[str] = []
+
+        def counted() -> Any:
+            for name, tensor in assembled(parts, plan, self._shard):
+                taken.append(name)
+                yield name, tensor
+                for copy in self._copies.get(name, ()):
+                    yield copy, tensor
+
+        loaded = model.load_weights(counted())
+        wanted = [meta.name for meta, needs in zip(plan.parameters, plan.needs[self._shard]) if needs]
+        if sorted(taken) != sorted(wanted):
+            raise RuntimeError(f"weight update: expected {len(wanted)} parameters, took {len(taken)}")
+        if loaded is not None and (missing := sorted(expected - loaded)):
+            raise RuntimeError(f"weight update: expected every parameter of the model, missing {missing[:3]}")
+        self._refuse_partial_layers()
+
     def finish_weight_update(self) -> None:
         """Copy the new parameters to their final addresses."""
-        finalize_layerwise_reload(self.model, self.model_config)
+        if self._written() is None:
+            finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
         """Leave the groups."""
@@ -197,22 +225,23 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
 
 
 def needs_of(model: Any, manifest: str) -> str:
-    """What a worker's model needs of a manifest's tensors, as JSON: what its loader reads, or everything.
-
-    Everything, where the loader cannot be followed into every parameter: on CPUs vLLM packs weights elsewhere.
-    """
+    """What a worker's model needs of a manifest's tensors, as JSON: what its loader reads, or everything."""
     tensors = manifest_from_json(manifest)
-    parameters = {n: p for n, p in model.named_parameters() if not n.startswith(VISION)}
-    try:
-        scatters = record(model.load_weights, tensors, parameters)
-        reason = ", ".join(sorted(unwritten(scatters, parameters, model)))
-    except (NotImplementedError, RuntimeError, IndexError, ValueError, AssertionError) as error:
-        reason = str(error) or type(error).__name__
-    if reason:
-        logger.info("weights: every worker gets everything: %s", reason)
-        return needs_to_json(all_of(tensors))
-    found = needs(scatters, tensors)
-    return needs_to_json(tuple(found[meta.name] for meta in tensors))
+    live = _live(model, tensors)
+    return needs_to_json(all_of(tensors) if live is None else live.needs)
+
+
+def _live(model: Any, manifest: Manifest) -> LiveWeights | None:
+    """The model's live parameters, None where only its loader can fill them; recorded once for a manifest."""
+    known = getattr(model, "_msrl_live", None)
+    if known is None or known[0] != manifest:
+        try:
+            live = LiveWeights(model, manifest)
+        except (NotImplementedError, RuntimeError, IndexError, ValueError, AssertionError) as error:
+            logger.warning("weights are loaded by vLLM's own loader: %s", str(error) or type(error).__name__)
+            live = None
+        known = model._msrl_live = (manifest, live)
+    return known[1]
 
 
 class NcclReceiver(GlooReceiver):

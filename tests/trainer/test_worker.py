@@ -25,7 +25,7 @@ from megatron_scalerl.trainer.worker import EXIT_ORPHAN
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import combine
 from megatron_scalerl.weights.plan import all_of
-from megatron_scalerl.weights.transport.gloo import Group, receive
+from megatron_scalerl.weights.transport.gloo import Group, assembled, receive
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -104,7 +104,9 @@ async def receive_weights(client, version):
     _, groups = await asyncio.gather(client.connect_weights(connection), asyncio.to_thread(join))
 
     def collect():
-        return {name: tensor.clone() for name, tensor in receive(groups, plan, 0, version, digests)}
+        return {
+            name: tensor.clone() for name, tensor in assembled(receive(groups, plan, 0, version, digests), plan, 0)
+        }
 
     report, tensors = await asyncio.gather(client.send_weights(version), asyncio.to_thread(collect))
     assert report.digests == (combine(digests),) and report.bytes > 0

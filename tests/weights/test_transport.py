@@ -17,7 +17,7 @@ from megatron_scalerl.distributed.rendezvous import address_of, listen_on, priva
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.plan import Part, WeightPlan, buckets, manifest_of, whole
 from megatron_scalerl.weights.transport import make_sender, resolve_transport
-from megatron_scalerl.weights.transport.gloo import Group, receive
+from megatron_scalerl.weights.transport.gloo import Group, assembled, receive
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def transfer(senders, receivers, weights, *, plan=None, sent_version=1, version=
     def take(groups):
         digests = []
         try:
-            got = dict(receive(groups, expected or plan, 0, version, digests))
+            got = dict(assembled(receive(groups, expected or plan, 0, version, digests), expected or plan, 0))
         except RuntimeError:
             for group in groups.values():
                 group.close()
@@ -160,7 +160,7 @@ def test_two_shards_get_their_own_halves_and_share_what_both_need(spec):
     def work(shard, rank):
         groups = {sender: Group(connection, rank, sender, shard) for sender in (0, 1)}
         digests = []
-        return dict(receive(groups, plan, shard, 1, digests)), digests
+        return dict(assembled(receive(groups, plan, shard, 1, digests), plan, shard)), digests
 
     def send(number):
         return make_sender(connection, number, (0, 1)).send(plan, reader(weights, plan), 1)

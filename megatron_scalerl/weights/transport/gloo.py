@@ -14,7 +14,7 @@ involved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -136,18 +136,16 @@ class Sender:
 
 def receive(
     groups: Mapping[int, Group], plan: WeightPlan, shard: int, version: int, digests: list[int]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of one update, each as soon as its last part has arrived and its bucket was checked.
+) -> Iterator[tuple[int, Ranges, torch.Tensor]]:
+    """(tensor's number in the plan, rectangle, its values) of one update, after its bucket was checked.
 
-    groups: sender -> group. What the shard does not need of a tensor is not set. digests: filled with the digest of
-    each bucket. The tensors stay valid: each has memory of its own. Raises RuntimeError if a sender is out of sync or
-    the bytes are not those that it packed.
+    groups: sender -> group. digests: filled with the digest of each bucket. The values stay valid: each bucket has
+    memory of its own. Raises RuntimeError if a sender is out of sync or the bytes are not those that it packed.
     """
     any_group = next(iter(groups.values()))
     order = [bucket for bucket in buckets(plan, any_group.bucket_mib) if bucket.shard == shard]
     for number, group in sorted(groups.items()):
         _check_header(group, header(plan, shard, version, sum(bucket.sender == number for bucket in order)))
-    open_tensors = _OpenTensors(plan, shard, any_group.device)
     arriving = [_arrive(groups, order[0])]
     for number, bucket in enumerate(order):
         if number + 1 < len(order):
@@ -160,36 +158,32 @@ def receive(
                 f"weight update: bucket {number} of {len(order)}: expected digest {sent:016x}, found {found:016x}"
             )
         digests.append(found)
-        yield from open_tensors.take(bucket, packed)
-
-
-class _OpenTensors:
-    """The tensors of which some parts have arrived."""
-
-    def __init__(self, plan: WeightPlan, shard: int, device: torch.device) -> None:
-        self._plan, self._needs, self._device = plan, plan.needs[shard], device
-        self._open: dict[int, tuple[torch.Tensor, int]] = {}
-
-    def take(self, bucket: Bucket, packed: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that the bucket completes."""
         for slot in bucket.slots:
-            number = self._plan.parts[slot.part].tensor
-            meta = self._plan.parameters[number]
-            dtype = getattr(torch, meta.dtype)
+            tensor = plan.parts[slot.part].tensor
+            dtype = getattr(torch, plan.parameters[tensor].dtype)
             values = packed[slot.offset : slot.offset + slot.nbytes].view(dtype).view(_shape(slot.ranges))
-            if tuple(values.shape) == meta.shape:
-                yield meta.name, values
-                continue
-            tensor, missing = self._open.pop(number, (None, 0))
-            if tensor is None:
-                tensor = torch.empty(meta.shape, dtype=dtype, device=self._device)
-                missing = sum(map(volume, self._needs[number]))
-            tensor[tuple(slice(a, b) for a, b in slot.ranges)] = values
-            missing -= volume(slot.ranges)
-            if missing:
-                self._open[number] = tensor, missing
-            else:
-                yield meta.name, tensor
+            yield tensor, slot.ranges, values
+
+
+def assembled(
+    parts: Iterable[tuple[int, Ranges, torch.Tensor]], plan: WeightPlan, shard: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of what `receive` yields, each with its last part. What the shard does not need is not set."""
+    unfinished: dict[int, tuple[torch.Tensor, int]] = {}
+    for number, ranges, values in parts:
+        meta = plan.parameters[number]
+        if tuple(values.shape) == meta.shape:
+            yield meta.name, values
+            continue
+        tensor, missing = unfinished.pop(number, (None, sum(map(volume, plan.needs[shard][number]))))
+        if tensor is None:
+            tensor = torch.empty(meta.shape, dtype=values.dtype, device=values.device)
+        tensor[tuple(slice(a, b) for a, b in ranges)] = values
+        missing -= volume(ranges)
+        if missing:
+            unfinished[number] = tensor, missing
+        else:
+            yield meta.name, tensor
 
 
 def _arrive(groups: Mapping[int, Group], bucket: Bucket) -> tuple[torch.Tensor, Finish]:
