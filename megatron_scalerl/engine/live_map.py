@@ -244,7 +244,7 @@ class _Recording(torch.Tensor):
             if not shape:
                 return int(self.flat_index), ()
             offset = int(self.flat_index.flatten()[0])
-            first = [0] * len(shape)
+            first: list[Any] = [0] * len(shape)
             found, total = [], torch.full((), offset, dtype=torch.int64)
             for axis in range(len(shape)):
                 along = self.flat_index[(*first[:axis], slice(None), *first[axis + 1 :])] - offset

@@ -17,8 +17,8 @@ from megatron_scalerl.engine.live_map import Scatter, needs, record, unwritten
 from megatron_scalerl.models.llama4 import VISION
 from megatron_scalerl.weights.plan import Manifest, Ranges
 
-Along = slice | torch.Tensor
-"""Indices along one dimension: a range, or [n] int64 in any order."""
+Along = range | torch.Tensor
+"""The tensor's index at each place of a dimension: a range of step 1, or [n] int64 in any order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,40 +32,42 @@ class LivePart:
     live: torch.Tensor
     """The view; its dimension d runs along dimension `axes[d]` of the tensor."""
     axes: tuple[int, ...]
-    indices: tuple[torch.Tensor, ...]
-    """[live.shape[d]] int64: the tensor's index at each place of dimension d."""
+    indices: tuple[Along, ...]
+    """[live.shape[d]] the tensor's index at each place of dimension d."""
     fixed: Mapping[int, int]
     """The tensor's other dimensions -> their index."""
 
     def write(self, ranges: Ranges, values: torch.Tensor) -> None:
         """Write what a rectangle of the tensor has for this part. values: of the rectangle's shape."""
-        for axis, index in self.fixed.items():
-            first, end = ranges[axis]
-            if not first <= index < end:
-                return
+        if any(not ranges[axis][0] <= at < ranges[axis][1] for axis, at in self.fixed.items()):
+            return
         target, source = self.live, values
         for axis in sorted(self.fixed, reverse=True):
             source = source.select(axis, self.fixed[axis] - ranges[axis][0])
         kept = sorted(self.axes)
         source = source.permute([kept.index(axis) for axis in self.axes])
-        scattered: list[tuple[int, torch.Tensor]] = []
-        for place, (axis, index) in enumerate(zip(self.axes, self.indices)):
-            here, there = _common(index, ranges[axis])
-            if isinstance(here, slice):
-                if here.start == here.stop:
+        scattered: dict[int, torch.Tensor] = {}
+        for place, (axis, along) in enumerate(zip(self.axes, self.indices)):
+            first, end = ranges[axis]
+            if isinstance(along, range):
+                a, b = max(along.start, first), min(along.stop, end)
+                if a >= b:
                     return
-                target = target.narrow(place, here.start, here.stop - here.start)
+                target = target.narrow(place, a - along.start, b - a)
+                source = source.narrow(place, a - first, b - a)
             else:
-                scattered.append((place, here))
-            source = source[(slice(None),) * place + (there,)]
+                scattered[place] = ((along >= first) & (along < end)).nonzero().flatten()
+                there = along[scattered[place]] - first
+                source = source.index_select(place, there.to(source.device))
         if not scattered:
             target.copy_(source)
-            return
-        places = [torch.arange(size) for size in target.shape]
-        for place, here in scattered:
-            places[place] = here
-        mesh = torch.meshgrid(*places, indexing="ij")
-        target[tuple(each.to(target.device) for each in mesh)] = source.to(target.dtype)
+        elif len(scattered) == 1:
+            [(place, here)] = scattered.items()
+            target.index_copy_(place, here.to(target.device), source.to(target.dtype))
+        else:
+            places = [scattered.get(place, torch.arange(size)) for place, size in enumerate(target.shape)]
+            mesh = torch.meshgrid(*places, indexing="ij")
+            target[tuple(each.to(target.device) for each in mesh)] = source.to(target.dtype)
 
 
 def live_parts(
@@ -95,18 +97,18 @@ def _aligned(scatter: Scatter, shape: tuple[int, ...], parameter: torch.Tensor) 
     live = scatter.destination(parameter).squeeze()
     axes: list[int] = []
     for place in long:
-        axis = _axis_of(scatter.steps[place], start, shape, strides, taken=axes)
-        if axis is None:
+        found = _axis_of(scatter.steps[place], start, shape, strides, taken=axes)
+        if found is None:
             raise NotImplementedError(
                 f"weights: {scatter.tensor}: expected dimension {place} of {scatter.parameter} along one of its own"
             )
-        axes.append(axis)
+        axes.append(found)
     return LivePart(
         tensor=scatter.tensor,
         parameter=scatter.parameter,
         live=live,
         axes=tuple(axes),
-        indices=tuple(start[axis] + scatter.steps[place] // strides[axis] for place, axis in zip(long, axes)),
+        indices=tuple(_along(start[axis] + scatter.steps[place] // strides[axis]) for place, axis in zip(long, axes)),
         fixed={axis: index for axis, index in enumerate(start) if axis not in axes},
     )
 
@@ -117,22 +119,15 @@ def _axis_of(
     """The dimension of the tensor that the steps run along, one that is not taken."""
     for axis, stride in enumerate(strides):
         index = start[axis] + steps // stride
-        along = bool((steps % stride == 0).all()) and int(index.min()) >= 0 and int(index.max()) < shape[axis]
-        if along and axis not in taken:
+        inside = bool((steps % stride == 0).all()) and int(index.min()) >= 0 and int(index.max()) < shape[axis]
+        if inside and axis not in taken:
             return axis
     return None
 
 
-def _common(index: torch.Tensor, wanted: tuple[int, int]) -> tuple[Along, Along]:
-    """(places of the part, places of the rectangle) that `index` and the range `wanted` have in common."""
-    first, end = wanted
-    lowest, length = int(index[0]), len(index)
-    if length == 1 or (int(index[-1]) - lowest == length - 1 and bool((index[1:] > index[:-1]).all())):
-        a, b = max(lowest, first), min(lowest + length, end)
-        b = max(a, b)
-        return slice(a - lowest, b - lowest), slice(a - first, b - first)
-    here = ((index >= first) & (index < end)).nonzero().flatten()
-    return here, (index[here] - first)
+def _along(index: torch.Tensor) -> Along:
+    first, length = int(index[0]), len(index)
+    return range(first, first + length) if torch.equal(index, torch.arange(first, first + length)) else index
 
 
 class LiveWeights:

@@ -69,8 +69,8 @@ class MegatronWeightSource:
         return self.plan
 
     def _planned(self, needs: Sequence[Needs]) -> SendPlan:
-        options = {"dtype": self._dtype, "most_senders": self._most_senders}
-        return send_plan(self.family, self._places, self._stages, needs, **options)
+        dtype, most = self._dtype, self._most_senders
+        return send_plan(self.family, self._places, self._stages, needs, dtype=dtype, most_senders=most)
 
     @property
     def plan(self) -> WeightPlan:
