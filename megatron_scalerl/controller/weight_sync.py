@@ -31,13 +31,13 @@ from typing import Any
 
 import msgspec
 
-from megatron_scalerl.engine.answers import EngineError
+from megatron_scalerl.engine.answers import REFUSED, EngineError
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer.client import TrainerClient, TrainerError
 from megatron_scalerl.weights.connection import Connection
-from megatron_scalerl.weights.plan import Manifest, manifest_to_json, needs_from_json, to_json
+from megatron_scalerl.weights.plan import Manifest, manifest_to_json, needs_from_json, not_covered, to_json
 from megatron_scalerl.weights.transport import resolve_transport
 
 logger = logging.getLogger(__name__)
@@ -190,7 +190,7 @@ class WeightSync:
         """Join the trainer's senders and the engines in process groups, leaving earlier ones."""
         section = self._recipe.weights
         manifest = await self._trainer.manifest()
-        needs: list[list[str]] = await self._all("needs", engines, lambda engine: _needs(engine, manifest))
+        needs: list[list[str]] = await self._all("needs", engines, lambda engine: self._needs(engine, manifest))
         shards = list(dict.fromkeys(need for of_engine in needs for need in of_engine))
         members = [0] * len(shards)
         places: dict[str, list[tuple[int, int]]] = {}
@@ -219,6 +219,26 @@ class WeightSync:
         await self._all("connect", engines, join, trainer=self._trainer.connect_weights(connection))
         self._connected = list(engines)
 
+    async def _needs(self, engine: EngineClient, manifest: Manifest) -> list[str]:
+        """What each worker of an engine needs of the tensors of a manifest.
+
+        It has no unfinished update then: vLLM refuses to start another one beside it. Raises WeightUpdateError if
+        they are not those of its model, and no engine has taken them so far.
+        """
+        await engine.rpc("msrl_abandon_update")
+        answers = await engine.rpc("msrl_weight_needs", manifest_to_json(manifest))
+        if not answers or not all(isinstance(answer, str) for answer in answers):
+            raise EngineError(f"msrl_weight_needs: expected the needs of its workers, found {answers!r}")
+        refused = next((a.removeprefix(REFUSED) for a in answers if a.startswith(REFUSED)), "")
+        if not refused:
+            needs = [needs_from_json(answer, manifest) for answer in dict.fromkeys(answers)]
+            refused = not_covered(manifest, needs)
+        if not refused:
+            return answers
+        if self._proven:
+            raise EngineError(refused)
+        raise WeightUpdateError(f"{engine.name}: {refused}")
+
     async def _all(
         self, phase: str, engines: Sequence[EngineClient], call: EngineCall, trainer: Awaitable[Any] | None = None
     ) -> list[Any]:
@@ -230,8 +250,9 @@ class WeightSync:
         calls += [self._limited(call(engine)) for engine in engines]
         results = await asyncio.gather(*calls, return_exceptions=True)
         for result in results:
-            of_member = isinstance(result, RuntimeError | ValueError | OSError)
-            if isinstance(result, TrainerError) or (isinstance(result, BaseException) and not of_member):
+            ends = isinstance(result, TrainerError | WeightUpdateError)
+            of_member = isinstance(result, RuntimeError | ValueError | OSError) and not ends
+            if isinstance(result, BaseException) and not of_member:
                 raise result
         of_trainer = results[0] if trainer is not None and isinstance(results[0], Exception) else None
         of_engines = {
@@ -250,20 +271,6 @@ class WeightSync:
                 return await call
         except TimeoutError as err:
             raise RuntimeError(f"no answer within {limit:g} s (weights.timeout_s)") from err
-
-
-async def _needs(engine: EngineClient, manifest: Manifest) -> list[str]:
-    """What each worker of an engine needs of the tensors of a manifest.
-
-    It has no unfinished update then: vLLM refuses to start another one beside it.
-    """
-    await engine.rpc("msrl_abandon_update")
-    needs = await engine.rpc("msrl_weight_needs", manifest_to_json(manifest))
-    if not needs or not all(isinstance(need, str) for need in needs):
-        raise EngineError(f"{engine.name}: msrl_weight_needs: expected the needs of its workers, found {needs!r}")
-    for need in needs:
-        needs_from_json(need, manifest)
-    return needs
 
 
 def _line(error: Exception) -> str:

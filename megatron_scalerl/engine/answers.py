@@ -24,6 +24,8 @@ T = TypeVar("T")
 
 PROGRESS_PATH = "/msrl/progress"
 """Path on which our middleware (`engine.vllm_plugin`) reports the cores' token counts."""
+REFUSED = "refused: "
+"""How a worker's answer begins if the trainer's tensors are not those of its model."""
 MISSING_LOGPROB = -9999.0
 """vLLM's placeholder for a log-probability that is missing, NaN or -inf."""
 NO_LOGPROBS = "no_logprobs"

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from megatron_scalerl.weights.plan import Manifest, ParamMeta, Ranges
+from megatron_scalerl.weights.plan import Manifest, ParamMeta
+from megatron_scalerl.weights.rectangles import Ranges, merged
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 """A model's load_weights."""
@@ -88,7 +89,8 @@ class Scatter:
 def record(load: Load, manifest: Manifest, parameters: Mapping[str, torch.Tensor]) -> list[Scatter]:
     """The copies that `load` makes of the manifest's tensors into `parameters`, none of which is made.
 
-    Raises NotImplementedError, naming tensor and function, for what cannot be followed.
+    Raises NotImplementedError, naming tensor and function, for what cannot be followed, ValueError for a tensor that
+    `load` refuses.
     """
     found: list[Scatter] = []
     names = {tensor.untyped_storage().data_ptr(): name for name, tensor in parameters.items() if tensor.numel()}
@@ -112,7 +114,24 @@ def record(load: Load, manifest: Manifest, parameters: Mapping[str, torch.Tensor
             )
         )
 
-    load((meta.name, _recording(meta, copied)) for meta in manifest)
+    name = "nothing"
+
+    def recordings() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal name
+        for meta in manifest:
+            name = meta.name
+            yield name, _recording(meta, copied)
+
+    try:
+        load(recordings())
+    except (KeyError, ValueError) as error:
+        line = f"{type(error).__name__}: {error}"
+        raise ValueError(f"weights: expected tensors of the engine's model, found {name}: {line}") from error
+    except NotImplementedError:
+        raise
+    except (RuntimeError, AttributeError, IndexError, TypeError, AssertionError) as error:
+        line = f"{type(error).__name__}: {error}"
+        raise NotImplementedError(f"weights: {name}: expected a loader that can be recorded, found {line}") from error
     return found
 
 
@@ -126,9 +145,9 @@ def missing(scatters: Iterable[Scatter], parameters: Mapping[str, torch.Tensor])
 
 def unwritten(
     scatters: Iterable[Scatter], parameters: Mapping[str, torch.Tensor], model: torch.nn.Module
-) -> list[str]:
-    """Parameters of which something is missing, but for the rows that a vocabulary is padded with."""
-    found = []
+) -> dict[str, str]:
+    """Parameter -> what is wrong, for those that are not written once, but for rows that pad a vocabulary."""
+    found = {}
     for name, count in missing(scatters, parameters).items():
         layer = model.get_submodule(name.rpartition(".")[0])
         indices = getattr(layer, "shard_indices", None)  # of vLLM's vocabulary layers
@@ -137,7 +156,7 @@ def unwritten(
             rows = indices.num_elements_padded - indices.num_org_elements - indices.num_added_elements
             padding = rows * (parameters[name].numel() // indices.num_elements_padded)
         if count != padding:
-            found.append(name)
+            found[name] = f"{count - padding} missing" if count > padding else f"{padding - count} written twice"
     return found
 
 
@@ -147,56 +166,7 @@ def needs(scatters: Iterable[Scatter], manifest: Manifest) -> dict[str, tuple[Ra
     found: dict[str, set[Ranges]] = {meta.name: set() for meta in manifest}
     for scatter in scatters:
         found[scatter.tensor].add(scatter.needed(shapes[scatter.tensor]))
-    return {name: _merged(rectangles) for name, rectangles in found.items()}
-
-
-def _merged(rectangles: set[Ranges]) -> tuple[Ranges, ...]:
-    """Disjoint rectangles with the same elements: neighbors along one dimension become one."""
-    current = sorted(_disjoint(rectangles))
-    for axis in reversed(range(len(current[0]) if current else 0)):
-        by_rest: dict[Ranges, list[tuple[int, int]]] = {}
-        for ranges in current:
-            by_rest.setdefault(ranges[:axis] + ranges[axis + 1 :], []).append(ranges[axis])
-        current = [
-            (*rest[:axis], along, *rest[axis:]) for rest, parts in by_rest.items() for along in _joined(sorted(parts))
-        ]
-    return tuple(sorted(current))
-
-
-def _disjoint(rectangles: Iterable[Ranges]) -> list[Ranges]:
-    """The same elements without repetition: what overlaps is cut at the boundaries of the other rectangle."""
-    done: list[Ranges] = []
-    for ranges in sorted(rectangles):
-        rest = [ranges]
-        for other in done:
-            rest = [piece for part in rest for piece in _without(part, other)]
-        done += rest
-    return done
-
-
-def _without(ranges: Ranges, other: Ranges) -> Iterator[Ranges]:
-    """`ranges` less `other`, as rectangles."""
-    if any(b <= c or d <= a for (a, b), (c, d) in zip(ranges, other)):
-        yield ranges
-        return
-    head: Ranges = ()
-    for axis, ((a, b), (c, d)) in enumerate(zip(ranges, other)):
-        tail = ranges[axis + 1 :]
-        if a < c:
-            yield (*head, (a, c), *tail)
-        if d < b:
-            yield (*head, (d, b), *tail)
-        head = (*head, (max(a, c), min(b, d)))
-
-
-def _joined(parts: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    first, end = parts[0]
-    for a, b in parts[1:]:
-        if a > end:
-            yield first, end
-            first = a
-        end = b
-    yield first, end
+    return {name: merged(rectangles) for name, rectangles in found.items()}
 
 
 def _coordinates(flat: int, shape: tuple[int, ...]) -> list[int]:

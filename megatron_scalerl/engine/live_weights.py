@@ -15,7 +15,8 @@ import torch
 
 from megatron_scalerl.engine.live_map import Scatter, needs, record, unwritten
 from megatron_scalerl.models.llama4 import VISION
-from megatron_scalerl.weights.plan import Manifest, Ranges
+from megatron_scalerl.weights.plan import Manifest
+from megatron_scalerl.weights.rectangles import Ranges
 
 Along = range | torch.Tensor
 """The tensor's index at each place of a dimension: a range of step 1, or [n] int64 in any order."""
@@ -134,15 +135,18 @@ class LiveWeights:
     """The live parameters of one worker's model, written part by part."""
 
     def __init__(self, model: Any, manifest: Manifest) -> None:
-        """Raises NotImplementedError, with the reason, for a model that only its own loader can fill."""
+        """Raises NotImplementedError, with the reason, for a model that only its own loader can fill.
+
+        Raises ValueError, by name, for a tensor that the model has no parameter for, a parameter that no tensor
+        fills, and one that is filled twice.
+        """
         parameters = {n: p for n, p in model.named_parameters() if not n.startswith(VISION)}
         self._packed = _packed_experts(model, parameters)
         plain = {name: experts.plain for name, experts in self._packed.items()}
         scatters = record(model.load_weights, manifest, parameters)
-        if unknown := unwritten(scatters, parameters, model):
-            raise NotImplementedError(
-                f"weights: expected the loader to fill {unknown[0]}, found nothing loaded there"
-            )
+        if wrong := unwritten(scatters, parameters, model):
+            [name, *_] = wrong
+            raise ValueError(f"weights: expected every value of {name} once, found {wrong[name]}")
         self._parts = live_parts(scatters, manifest, {**parameters, **plain})
         self.needs = tuple(needs(scatters, manifest)[meta.name] for meta in manifest)
         self._names = [meta.name for meta in manifest]

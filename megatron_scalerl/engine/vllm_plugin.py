@@ -20,7 +20,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcessor
 
-from megatron_scalerl.engine.answers import PROGRESS_PATH
+from megatron_scalerl.engine.answers import PROGRESS_PATH, REFUSED
 from megatron_scalerl.engine.interruption import Forcing, Plan
 from megatron_scalerl.processes.logs import NAME_VARIABLE, log_to_stderr
 from megatron_scalerl.processes.parent_death import die_with_parent
@@ -184,10 +184,16 @@ class WorkerExtension:
         }
 
     def msrl_weight_needs(self, manifest: str) -> str:
-        """What this worker needs of the tensors of a manifest (`plan.manifest_to_json`), as `plan.needs_to_json`."""
+        """What this worker needs of the tensors of a manifest (`plan.manifest_to_json`), as `plan.needs_to_json`.
+
+        If they are not those of its model: REFUSED and the reason.
+        """
         from megatron_scalerl.engine.weight_receiver import needs_of
 
-        return needs_of(self.model_runner.get_model(), manifest)  # type: ignore[attr-defined]
+        try:
+            return needs_of(self.model_runner.get_model(), manifest)  # type: ignore[attr-defined]
+        except ValueError as error:
+            return REFUSED + str(error)
 
     def msrl_abandon_update(self) -> None:
         """Forget a weight update that was started and not finished; without one, this has no effect.

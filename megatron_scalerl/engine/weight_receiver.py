@@ -31,15 +31,8 @@ from megatron_scalerl.engine.live_weights import LiveWeights
 from megatron_scalerl.models.llama4 import VISION
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import combine
-from megatron_scalerl.weights.plan import (
-    Manifest,
-    Ranges,
-    WeightPlan,
-    all_of,
-    from_json,
-    manifest_from_json,
-    needs_to_json,
-)
+from megatron_scalerl.weights.plan import Manifest, WeightPlan, all_of, from_json, manifest_from_json, needs_to_json
+from megatron_scalerl.weights.rectangles import Ranges
 from megatron_scalerl.weights.transport.gloo import Group, assembled, receive
 from megatron_scalerl.weights.transport.nccl import NcclGroup
 
@@ -225,20 +218,26 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
 
 
 def needs_of(model: Any, manifest: str) -> str:
-    """What a worker's model needs of a manifest's tensors, as JSON: what its loader reads, or everything."""
+    """What a worker's model needs of a manifest's tensors, as JSON: what its loader reads, or everything.
+
+    Raises ValueError for tensors that are not the model's, by name.
+    """
     tensors = manifest_from_json(manifest)
     live = _live(model, tensors)
     return needs_to_json(all_of(tensors) if live is None else live.needs)
 
 
 def _live(model: Any, manifest: Manifest) -> LiveWeights | None:
-    """The model's live parameters, None where only its loader can fill them; recorded once for a manifest."""
+    """The model's live parameters, None where only its loader can fill them; recorded once for a manifest.
+
+    Raises ValueError for tensors that are not the model's, by name.
+    """
     known = getattr(model, "_msrl_live", None)
     if known is None or known[0] != manifest:
         try:
             live = LiveWeights(model, manifest)
-        except (NotImplementedError, RuntimeError, IndexError, ValueError, AssertionError) as error:
-            logger.warning("weights are loaded by vLLM's own loader: %s", str(error) or type(error).__name__)
+        except NotImplementedError as error:
+            logger.warning("updates go through vLLM's own loader: %s", error)
             live = None
         known = model._msrl_live = (manifest, live)
     return known[1]

@@ -18,8 +18,8 @@ from math import prod
 import msgspec
 import numpy as np
 
-Ranges = tuple[tuple[int, int], ...]
-"""A rectangle: (first, end) along each dimension of a tensor; () of a scalar."""
+from megatron_scalerl.weights.rectangles import Ranges, disjoint, split, volume
+
 ALIGNMENT = 16
 """Every rectangle starts at a multiple of this many bytes in its bucket, so that it can be viewed in its type."""
 MOST_CELLS = 1 << 22
@@ -239,6 +239,15 @@ def _check_cover(meta: ParamMeta, rectangles: Sequence[Ranges], needed: Sequence
         raise ValueError(f"weights: {meta.name}: expected every needed element once, found some {found}")
 
 
+def not_covered(manifest: Manifest, needs: Iterable[Needs]) -> str:
+    """Which tensor no worker of an engine takes as a whole, empty if all are taken; needs: of its workers."""
+    for number, meta in enumerate(manifest):
+        taken = sum(map(volume, disjoint({ranges for of in needs for ranges in of[number]})))
+        if taken != prod(meta.shape):
+            return f"weights: {meta.name}: expected {prod(meta.shape)} values to be the engine's, found {taken}"
+    return ""
+
+
 def buckets(plan: WeightPlan, bucket_mib: int) -> tuple[Bucket, ...]:
     """All buckets in an order that all follow: the first of each sender for each shard, the second of each, ..."""
     own = [
@@ -255,7 +264,7 @@ def _of_pair(plan: WeightPlan, sender: int, shard: int, numbers: Iterable[int], 
     for number in numbers:
         part = plan.parts[number]
         meta = plan.parameters[part.tensor]
-        for ranges in _split(part.ranges, max(limit // meta.item_bytes, 1)):
+        for ranges in split(part.ranges, max(limit // meta.item_bytes, 1)):
             nbytes = volume(ranges) * meta.item_bytes
             size = -(-nbytes // ALIGNMENT) * ALIGNMENT
             if slots and offset + size > limit:
@@ -265,30 +274,3 @@ def _of_pair(plan: WeightPlan, sender: int, shard: int, numbers: Iterable[int], 
             offset += size
     if slots:
         yield Bucket(sender=sender, shard=shard, slots=tuple(slots), nbytes=offset)
-
-
-def _split(ranges: Ranges, most: int) -> Iterable[Ranges]:
-    """Pieces of at most `most` elements: cut along the first dimension, and where one index is too many, the next."""
-    if volume(ranges) <= most:
-        return [ranges]
-    (first, end), rest = ranges[0], ranges[1:]
-    rows = most // volume(rest)
-    if rows == 0:
-        return [((row, row + 1), *tail) for row in range(first, end) for tail in _split(rest, most)]
-    return [((row, min(row + rows, end)), *rest) for row in range(first, end, rows)]
-
-
-def overlap(one: Ranges, other: Ranges) -> Ranges | None:
-    """The rectangle that two have in common, None if there is none."""
-    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other))
-    return common if all(a < b for a, b in common) else None
-
-
-def volume(ranges: Ranges) -> int:
-    """Elements of a rectangle."""
-    return prod(b - a for a, b in ranges)
-
-
-def within(outer: Ranges, inner: Ranges) -> tuple[slice, ...]:
-    """Where a rectangle lies in a larger one's own coordinates."""
-    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(inner, outer))

@@ -18,7 +18,8 @@ from megatron_scalerl.checkpoints.megatron_names import EXPERT, FUSED_NORMS, GRO
 from megatron_scalerl.distributed.parallel import Parallel, unwrap
 from megatron_scalerl.models.family import Family, Rule
 from megatron_scalerl.weights.owners import Place, SendPlan, manifest, send_plan
-from megatron_scalerl.weights.plan import Needs, WeightPlan, all_of, within
+from megatron_scalerl.weights.plan import Needs, WeightPlan, all_of
+from megatron_scalerl.weights.rectangles import within
 
 
 def load_hf(chunks: Sequence[Any], family: Family, hf_path: str | Path, parallel: Parallel) -> None:

@@ -5,16 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_scalerl.controller.weight_sync import WeightSync
+from megatron_scalerl.controller.weight_sync import WeightSync, WeightUpdateError
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous
-from megatron_scalerl.engine.answers import EngineError
+from megatron_scalerl.engine.answers import REFUSED, EngineError
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer.client import TrainerError, WeightGroupFailed
 from megatron_scalerl.weights.connection import SendReport
 from megatron_scalerl.weights.plan import all_of, manifest_of, needs_to_json, whole
 
-MANIFEST = manifest_of([("w", "float32", (1,))])
+MANIFEST = manifest_of([("w", "float32", (4,))])
 
 
 class StandInEngine:
@@ -23,6 +23,7 @@ class StandInEngine:
     def __init__(self, name, fails=None):
         self.name, self.fails = name, fails
         self.produced_tokens = self.received_tokens = 0
+        self.needs = [needs_to_json(all_of(MANIFEST))]
         self.updating, self.version, self.label = False, -1, ""
 
     async def post(self, path, body, query=None):
@@ -40,7 +41,7 @@ class StandInEngine:
 
     async def rpc(self, method, *arguments):
         if method == "msrl_weight_needs":
-            return [needs_to_json(all_of(MANIFEST))]
+            return list(self.needs)
         assert method == "msrl_abandon_update"
         self.updating = False
         return [None]
@@ -156,5 +157,35 @@ def test_an_engine_that_breaks_every_broadcast_it_joins_is_evicted_and_the_other
         assert "no update in 3 tries" in members.members[1].reason
         await sync.publish(3)
         assert good.label == "3"
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+NOT_WHOLE = needs_to_json(((((0, 2),),),))
+REFUSALS = [
+    ([REFUSED + "weights: expected every value of norm once, found 4 missing"], "found 4 missing"),
+    ([NOT_WHOLE, NOT_WHOLE], r"weights: w: expected \d+ values to be the engine's, found 2"),
+]
+
+
+@pytest.mark.parametrize(("answers", "reason"), REFUSALS)
+def test_tensors_that_are_not_the_engines_end_the_run_at_its_first_update(recipe, answers, reason):
+    engines = [StandInEngine("engine-0"), StandInEngine("engine-1")]
+    engines[1].needs = answers
+    with pytest.raises(WeightUpdateError, match=f"^engine-1: .*{reason}"):
+        asyncio.run(WeightSync(StandInTrainer(), Membership.of(engines), recipe).publish(0))
+
+
+def test_a_later_engine_of_another_model_is_evicted(recipe):
+    async def scenario():
+        good, other = StandInEngine("engine-0"), StandInEngine("engine-1")
+        other.needs = [REFUSALS[0][0][0]]
+        members = Membership(2)
+        members.join(0, good)
+        sync = WeightSync(StandInTrainer(), members, recipe)
+        await sync.publish(1)
+        members.join(1, other)
+        assert await sync.catch_up(1) is None
+        assert members.serving == [good] and "found 4 missing" in members.members[1].reason
 
     asyncio.run(asyncio.wait_for(scenario(), 20))

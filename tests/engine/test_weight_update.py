@@ -140,6 +140,7 @@ def test_a_manifest_without_every_parameter_is_refused(engine, policies, run, tm
     import safetensors.torch
 
     weights = safetensors.torch.load_file(policies["dense_b"] / "model.safetensors")
+    found = []
     for gap in ("model.layers.1.self_attn.k_proj.weight", "model.norm.weight"):
         folder = tmp_path / gap
         folder.mkdir()
@@ -149,32 +150,60 @@ def test_a_manifest_without_every_parameter_is_refused(engine, policies, run, tm
             recipe = recipe_for(policies["dense_a"])
             async with SenderProcess(folder) as sender:
                 sync = sync_of(sender, [engine.client], recipe)
-                with pytest.raises(WeightUpdateError, match=r"weight update: .*expected"):
+                with pytest.raises(WeightUpdateError, match=r"^engine-0: weights: expected every value of model\.") as e:
                     await sync.publish(1)
+            found.append(str(e.value))
             async with SenderProcess(policies["dense_a"]) as sender:
                 await sync_of(sender, [engine.client], recipe).publish(0)
 
         run(scenario())
+    values = "engine-0: weights: expected every value of model.{} once, found {} missing"
+    assert found == [values.format("layers.1.self_attn.qkv_proj.weight", 64 * 64), values.format("norm.weight", 64)]
 
 
-def test_a_mixture_of_experts_is_updated(policies, run, tmp_path):
-    recipe = recipe_for(policies["moe_a"])
-    process = EngineProcess.local(recipe, secret=SECRET, log_path=tmp_path / "moe.log", transport="gloo")
+def test_a_tensor_that_the_engine_has_no_place_for_is_refused_by_name(engine, policies, run, tmp_path):
+    import safetensors.torch
+
+    weights = safetensors.torch.load_file(policies["dense_b"] / "model.safetensors")
+    weights["model.layers.7.mlp.up_proj.weight"] = weights["model.layers.1.mlp.up_proj.weight"].clone()
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+
+    async def scenario():
+        async with SenderProcess(tmp_path) as sender:
+            with pytest.raises(WeightUpdateError, match=r"^engine-0: weights: .*model\.layers\.7\.mlp\.up_proj"):
+                await sync_of(sender, [engine.client], recipe_for(policies["dense_a"])).publish(1)
+
+    run(scenario())
+
+WORKERS = [("moe", 1), ("dense", 2), ("moe", 2)]
+
+
+@pytest.mark.parametrize(("kind", "tp"), WORKERS)
+def test_every_tensor_parallel_worker_gets_its_own_parts(policies, run, tmp_path, kind, tp):
+    recipe = recipe_for(policies[f"{kind}_a"], vllm={"tensor_parallel_size": tp})
+    process = EngineProcess.local(recipe, secret=SECRET, log_path=tmp_path / "engine.log", transport="gloo")
 
     async def scenario():
         await process.start()
         try:
-            async with SenderProcess(policies["moe_b"]) as sender:
+            async with SenderProcess(policies[f"{kind}_b"]) as sender:
                 sync = sync_of(sender, [process.client], recipe)
                 before = await process.client.generate(PROMPT, sampling=greedy(64))
-                await sync.publish(1)
-                return before, await process.client.generate(PROMPT, sampling=greedy(64))
+                update = await sync.publish(1)
+                return update, before, await process.client.generate(PROMPT, sampling=greedy(64))
         finally:
             await process.stop()
 
-    for name, rollout in zip(("moe_a", "moe_b"), run(scenario())):
-        error, agreed = largest_error(tiny_policies.load(policies[name]), rollout)
+    update, *rollouts = run(scenario())
+    for name, rollout in zip(("a", "b"), rollouts):
+        model = tiny_policies.load(policies[f"{kind}_{name}"])
+        error, agreed = largest_error(model, rollout)
         assert error <= 1e-4 and agreed == 1.0
+    assert "own loader" not in (tmp_path / "engine.log").read_text()
+    assert len(set(update.digest.split("-"))) == tp
+    # matrices are sent once in all, and only norms and the like to every worker
+    size = sum(p.numel() for p in model.parameters()) * 4
+    assert size * 0.99 <= update.bytes <= size * 1.1
 
 
 def test_two_engines_take_one_update_and_one_that_is_killed_is_evicted(engine, policies, run, tmp_path):

@@ -4,7 +4,8 @@ import msgspec
 import pytest
 
 from megatron_scalerl.weights import plan as plans
-from megatron_scalerl.weights.plan import ParamMeta, Part, WeightPlan, buckets, manifest_of, volume, whole, within
+from megatron_scalerl.weights.plan import ParamMeta, Part, WeightPlan, buckets, manifest_of, whole
+from megatron_scalerl.weights.rectangles import overlap, volume, within
 
 ITEMS = [("a", "float32", (3,)), ("b", "bfloat16", (2, 5)), ("c", "float32", (1 << 18,)), ("d", "float32", ())]
 
@@ -158,5 +159,5 @@ def test_needs_and_manifest_as_json():
 
 
 def test_what_two_rectangles_have_in_common():
-    assert plans.overlap(((0, 4), (2, 6)), ((3, 8), (0, 3))) == ((3, 4), (2, 3))
-    assert plans.overlap(((0, 4),), ((4, 8),)) is None and plans.overlap((), ()) == ()
+    assert overlap(((0, 4), (2, 6)), ((3, 8), (0, 3))) == ((3, 4), (2, 3))
+    assert overlap(((0, 4),), ((4, 8),)) is None and overlap((), ()) == ()

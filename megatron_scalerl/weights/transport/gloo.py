@@ -24,7 +24,8 @@ import torch.distributed as dist
 from megatron_scalerl.distributed.rendezvous import gloo_device, open_store
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import digest
-from megatron_scalerl.weights.plan import Bucket, Ranges, WeightPlan, buckets, volume, within
+from megatron_scalerl.weights.plan import Bucket, WeightPlan, buckets
+from megatron_scalerl.weights.rectangles import Ranges, volume, within
 
 MAGIC = 0x4D53524C
 """First word of every header: anything else means that the two sides are out of sync."""
