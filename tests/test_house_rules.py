@@ -23,6 +23,7 @@ VLLM = {
     "engine/vllm_plugin.py",
     "engine/vllm_progress.py",
     "engine/server.py",
+    "engine/live_weights.py",
     "engine/weight_receiver.py",
 }
 

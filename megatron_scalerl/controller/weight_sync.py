@@ -200,7 +200,7 @@ class WeightSync:
                 members[shard] += 1
                 places.setdefault(engine.name, []).append((shard, members[shard]))
         self._shards = {name: [shard for shard, _ in of_workers] for name, of_workers in places.items()}
-        plan = await self._trainer.plan_weights([needs_from_json(need, manifest) for need in shards])
+        plan = await self._trainer.plan_weights(tuple(needs_from_json(need, manifest) for need in shards))
         connection = Connection(
             backend=resolve_transport(section.transport),
             rendezvous=self._trainer.rendezvous,

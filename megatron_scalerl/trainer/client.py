@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence, Set
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -148,10 +149,9 @@ class TrainerClient:
                 await self._all_held.wait()
             for dp_rank, (part, numbers) in enumerate(zip(plan.ranks, plan.numbers, strict=True)):
                 completions = await read(numbers)
-                if len(completions) != len(numbers):
-                    raise RuntimeError(
-                        f"step {plan.step}: expected {len(numbers)} completions, found {len(completions)}"
-                    )
+                expected, found = len(numbers), len(completions)
+                if expected != found:
+                    raise RuntimeError(f"step {plan.step}: expected {expected} completions, found {found}")
                 rank = self._holders[dp_rank]
                 self._unheld.add(rank)
                 self._all_held.clear()
@@ -164,28 +164,25 @@ class TrainerClient:
         assert self._prepared == step, f"expected step {self._prepared}, which is prepared, found {step}"
         self._prepared = None
         self._step_sent.clear()
-        return await self._call(
-            lambda call: messages.Step(call=call, step=step), StepReport, sent=self._step_sent.set
-        )
+        return await self._call(partial(messages.Step, step=step), StepReport, sent=self._step_sent.set)
 
     async def manifest(self) -> Manifest:
         """Names, types and shapes of the weights, layer by layer."""
-        return await self._call(lambda call: messages.DescribeWeights(call=call), Manifest)
+        return await self._call(messages.DescribeWeights, Manifest)
 
-    async def plan_weights(self, needs: Sequence[Needs]) -> WeightPlan:
+    async def plan_weights(self, needs: tuple[Needs, ...]) -> WeightPlan:
         """Plan what updates send to workers with these needs, [shards]; valid from the next connection on."""
-        wanted = tuple(needs)
-        return await self._call(lambda call: messages.PlanWeights(call=call, needs=wanted), WeightPlan)
+        return await self._call(partial(messages.PlanWeights, needs=needs), WeightPlan)
 
     async def connect_weights(self, connection: Connection) -> None:
         """Open the trainer's ends of the weight transport. Raises WeightGroupFailed if an engine does not join."""
-        failure = await self._call(lambda call: messages.ConnectWeights(call=call, connection=connection), str)
+        failure = await self._call(partial(messages.ConnectWeights, connection=connection), str)
         if failure:
             raise WeightGroupFailed(failure)
 
     async def send_weights(self, version: int) -> SendReport:
         """Send all weights as `version`. Raises WeightGroupFailed if an engine leaves meanwhile."""
-        report = await self._call(lambda call: messages.SendWeights(call=call, version=version), SendReport)
+        report = await self._call(partial(messages.SendWeights, version=version), SendReport)
         if report.failure:
             raise WeightGroupFailed(report.failure)
         return report
@@ -193,20 +190,20 @@ class TrainerClient:
     async def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """For each token list, log-probabilities (nats) of its tokens from the second on."""
         tokens = [list(ids) for ids in token_ids]
-        return await self._call(lambda call: messages.Logprobs(call=call, token_ids=tokens), list[list[float]])
+        return await self._call(partial(messages.Logprobs, token_ids=tokens), list[list[float]])
 
     async def save(self, path: str, extra: dict[str, Any]) -> None:
         """Write and commit a checkpoint; `extra` is the controller's own state, as JSON data."""
-        await self._call(lambda call: messages.Save(call=call, path=str(path), extra=extra), None)
+        await self._call(partial(messages.Save, path=str(path), extra=extra), None)
 
     async def load(self, path: str) -> dict[str, Any]:
         """Resume from a committed checkpoint; returns the `extra` it was saved with."""
-        return await self._call(lambda call: messages.Load(call=call, path=str(path)), dict[str, Any])
+        return await self._call(partial(messages.Load, path=str(path)), dict[str, Any])
 
     async def stop(self) -> None:
         """Let every rank exit with 0, and close. Raises TrainerError if one does not answer; closes anyway."""
         try:
-            await self._call(lambda call: messages.Stop(call=call), None, leaves=True)
+            await self._call(messages.Stop, None, leaves=True)
         finally:
             self.close()
 
@@ -218,7 +215,7 @@ class TrainerClient:
 
     async def _call(
         self,
-        make: Callable[[int], messages.Command],
+        make: Callable[..., messages.Command],
         kind: Any,
         *,
         leaves: bool = False,
@@ -233,7 +230,7 @@ class TrainerClient:
         async with self._deadline(limit, what, lambda: set(answers)), self._busy:
             self._calls += 1
             for rank in range(self.world_size):
-                await self._send(rank, messages.encode(make(self._calls)))
+                await self._send(rank, messages.encode(make(call=self._calls)))
             sent()
             while len(answers) < self.world_size:
                 sender, message = await self._receive()
@@ -272,18 +269,16 @@ class TrainerClient:
             await self._send_rendezvous()
             return
         assert isinstance(message, messages.Ready), message
-        if not 0 <= message.dp_rank < message.info.dp_size:
+        rank, dp_rank, size = message.rank, message.dp_rank, message.info.dp_size
+        if not 0 <= dp_rank < size:
+            raise TrainerError(f"trainer rank {rank}: expected a data-parallel rank under {size}, found {dp_rank}")
+        if message.holds_batch and (holder := self._holders.setdefault(dp_rank, rank)) != rank:
             raise TrainerError(
-                f"trainer rank {message.rank}: expected a data-parallel rank under {message.info.dp_size}, "
-                f"found {message.dp_rank}"
+                f"trainer rank {rank}: expected rank {holder} alone to receive the batches of data-parallel rank "
+                f"{dp_rank}, found a second one"
             )
-        if message.holds_batch and self._holders.setdefault(message.dp_rank, message.rank) != message.rank:
-            raise TrainerError(
-                f"trainer rank {message.rank}: expected rank {self._holders[message.dp_rank]} alone to receive the "
-                f"batches of data-parallel rank {message.dp_rank}, found a second one"
-            )
-        self._dp_ranks[message.rank] = message.dp_rank
-        if message.rank == 0:
+        self._dp_ranks[rank] = dp_rank
+        if rank == 0:
             self.info = message.info
 
     async def _answer(self, sender: bytes, answer: messages.Welcome | messages.Refused) -> None:

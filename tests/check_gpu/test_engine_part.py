@@ -28,7 +28,7 @@ from megatron_scalerl.plan.counting import Parameters
 from megatron_scalerl.recipe.process_sections import EngineSection
 from megatron_scalerl.types import ExpertChoices, Rollout
 from megatron_scalerl.weights.connection import SendReport
-from megatron_scalerl.weights.plan import manifest_of, whole
+from megatron_scalerl.weights.plan import all_of, manifest_of, needs_to_json, whole
 
 ROLLOUT = Rollout(
     token_ids=(7, 8, 9, 20, 5, 11, 12),
@@ -189,8 +189,8 @@ class StandInEngine:
     async def post(self, path, body=None):
         self.version = 1
 
-    async def rpc(self, method):
-        return [None]
+    async def rpc(self, method, *arguments):
+        return [needs_to_json(all_of(MANIFEST))] if method == "msrl_weight_needs" else [None]
 
     async def pause(self, *, clear_cache):
         pass

@@ -150,7 +150,9 @@ def test_a_manifest_without_every_parameter_is_refused(engine, policies, run, tm
             recipe = recipe_for(policies["dense_a"])
             async with SenderProcess(folder) as sender:
                 sync = sync_of(sender, [engine.client], recipe)
-                with pytest.raises(WeightUpdateError, match=r"^engine-0: weights: expected every value of model\.") as e:
+                with pytest.raises(
+                    WeightUpdateError, match=r"^engine-0: weights: expected every value of model\."
+                ) as e:
                     await sync.publish(1)
             found.append(str(e.value))
             async with SenderProcess(policies["dense_a"]) as sender:
@@ -174,6 +176,7 @@ def test_a_tensor_that_the_engine_has_no_place_for_is_refused_by_name(engine, po
                 await sync_of(sender, [engine.client], recipe_for(policies["dense_a"])).publish(1)
 
     run(scenario())
+
 
 WORKERS = [("moe", 1), ("dense", 2), ("moe", 2)]
 
