@@ -58,6 +58,10 @@ class WeightUpdateError(RuntimeError):
     """The weights could not be sent. The message names engine or trainer, and the phase."""
 
 
+class WeightsRefused(RuntimeError):
+    """The trainer's tensors are not those of an engine's model; the message names engine and tensor."""
+
+
 class _PhaseFailed(Exception):
     """Some members failed in a phase."""
 
@@ -80,7 +84,7 @@ class WeightUpdate:
     bytes: int
     """Bytes of one copy of the parameters, padding included."""
     digest: str
-    """Digests of what was sent to each shard of the weights, equal for trainer and engines."""
+    """Digest of the values of each shard of the weights, whatever the trainer's layout (`weights.value_digest`)."""
 
     def metrics(self) -> dict[str, Any]:
         """What the record of its step says of it."""
@@ -171,6 +175,11 @@ class WeightSync:
             expected, found = (str(version), digests), (info.weight_version, tuple(info.weight_digests))
             if expected != found:
                 raise EngineError(f"expected version, digests {expected}, found {found}")
+            held = await engine.rpc("msrl_live_digest")
+            for worker, (shard, live) in enumerate(zip(self._shards[engine.name], held, strict=True)):
+                if live not in (report.values[shard], ""):
+                    expected = report.values[shard]
+                    raise EngineError(f"worker {worker}: expected values of digest {expected}, holds {live}")
 
         await self._all("verify", engines, verify)
         resumed = time.perf_counter()
@@ -183,7 +192,7 @@ class WeightSync:
             seconds_paused=resumed - paused,
             seconds_total=time.perf_counter() - begin,
             bytes=report.bytes,
-            digest="-".join(report.digests),
+            digest="-".join(report.values),
         )
 
     async def _connect(self, engines: list[EngineClient]) -> None:
@@ -222,8 +231,8 @@ class WeightSync:
     async def _needs(self, engine: EngineClient, manifest: Manifest) -> list[str]:
         """What each worker of an engine needs of the tensors of a manifest.
 
-        It has no unfinished update then: vLLM refuses to start another one beside it. Raises WeightUpdateError if
-        they are not those of its model, and no engine has taken them so far.
+        It has no unfinished update then: vLLM refuses to start another one beside it. Raises WeightsRefused if they
+        are not those of its model, and no engine has taken them so far.
         """
         await engine.rpc("msrl_abandon_update")
         answers = await engine.rpc("msrl_weight_needs", manifest_to_json(manifest))
@@ -237,7 +246,7 @@ class WeightSync:
             return answers
         if self._proven:
             raise EngineError(refused)
-        raise WeightUpdateError(f"{engine.name}: {refused}")
+        raise WeightsRefused(f"{engine.name}: {refused}")
 
     async def _all(
         self, phase: str, engines: Sequence[EngineClient], call: EngineCall, trainer: Awaitable[Any] | None = None
@@ -250,7 +259,7 @@ class WeightSync:
         calls += [self._limited(call(engine)) for engine in engines]
         results = await asyncio.gather(*calls, return_exceptions=True)
         for result in results:
-            ends = isinstance(result, TrainerError | WeightUpdateError)
+            ends = isinstance(result, TrainerError | WeightsRefused)
             of_member = isinstance(result, RuntimeError | ValueError | OSError) and not ends
             if isinstance(result, BaseException) and not of_member:
                 raise result

@@ -146,18 +146,28 @@ def missing(scatters: Iterable[Scatter], parameters: Mapping[str, torch.Tensor])
 def unwritten(
     scatters: Iterable[Scatter], parameters: Mapping[str, torch.Tensor], model: torch.nn.Module
 ) -> dict[str, str]:
-    """Parameter -> what is wrong, for those that are not written once, but for rows that pad a vocabulary."""
+    """Parameter -> what is wrong, for those that are not written once, padding aside."""
     found = {}
     for name, count in missing(scatters, parameters).items():
-        layer = model.get_submodule(name.rpartition(".")[0])
-        indices = getattr(layer, "shard_indices", None)  # of vLLM's vocabulary layers
-        padding = 0
-        if indices is not None:
-            rows = indices.num_elements_padded - indices.num_org_elements - indices.num_added_elements
-            padding = rows * (parameters[name].numel() // indices.num_elements_padded)
+        prefix, _, key = name.rpartition(".")
+        padding = _padding(model.get_submodule(prefix), key, parameters[name])
         if count != padding:
             found[name] = f"{count - padding} missing" if count > padding else f"{padding - count} written twice"
     return found
+
+
+def _padding(layer: Any, key: str, parameter: torch.Tensor) -> int:
+    """Values of a layer's parameter that vLLM pads it with and no checkpoint has."""
+    indices = getattr(layer, "shard_indices", None)  # of a vocabulary
+    if indices is not None:
+        rows = indices.num_elements_padded - indices.num_org_elements - indices.num_added_elements
+        return rows * (parameter.numel() // indices.num_elements_padded)
+    experts = getattr(getattr(layer, "quant_method", None), "moe", None)
+    if experts is not None and key in ("w13_weight", "w2_weight"):
+        matrices = 2 if key == "w13_weight" and experts.is_act_and_mul else 1
+        each = experts.hidden_dim_unpadded * experts.intermediate_size_per_partition_unpadded
+        return parameter.numel() - parameter.shape[0] * matrices * each
+    return 0
 
 
 def needs(scatters: Iterable[Scatter], manifest: Manifest) -> dict[str, tuple[Ranges, ...]]:

@@ -7,8 +7,9 @@ place, without the loader, without a whole tensor, and at the addresses that cap
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ import torch
 from megatron_scalerl.engine.live_map import Scatter, needs, record, unwritten
 from megatron_scalerl.models.llama4 import VISION
 from megatron_scalerl.weights.plan import Manifest
-from megatron_scalerl.weights.rectangles import Ranges
+from megatron_scalerl.weights.rectangles import Ranges, volume
+from megatron_scalerl.weights.value_digest import Along, at, total, value_digest
 
-Along = range | torch.Tensor
-"""The tensor's index at each place of a dimension: a range of step 1, or [n] int64 in any order."""
+BLOCK_ROWS = 16
+"""Rows of an expert's matrix that vLLM's CPU kernel interleaves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,7 @@ class LivePart:
 
     def write(self, ranges: Ranges, values: torch.Tensor) -> None:
         """Write what a rectangle of the tensor has for this part. values: of the rectangle's shape."""
-        if any(not ranges[axis][0] <= at < ranges[axis][1] for axis, at in self.fixed.items()):
+        if any(not ranges[axis][0] <= index < ranges[axis][1] for axis, index in self.fixed.items()):
             return
         target, source = self.live, values
         for axis in sorted(self.fixed, reverse=True):
@@ -70,11 +72,27 @@ class LivePart:
             mesh = torch.meshgrid(*places, indexing="ij")
             target[tuple(each.to(target.device) for each in mesh)] = source.to(target.dtype)
 
+    def digest(self, number: int, dtype: torch.dtype) -> int:
+        """Digest of its values as they are now, as `dtype`, the tensor's; number: of the tensor.
+
+        A parameter that the model holds in a wider type has the digest 0 unless its values are of the tensor's type.
+        """
+        values = self.live.to(dtype)
+        if values is not self.live and not torch.equal(values.to(self.live.dtype), self.live):
+            return 0
+        found = value_digest(values, number, self.axes, self.indices)
+        for axis, index in self.fixed.items():
+            found *= at(axis, index)
+        return found
+
 
 def live_parts(
-    scatters: Iterable[Scatter], manifest: Manifest, parameters: Mapping[str, torch.Tensor]
+    scatters: Iterable[Scatter],
+    manifest: Manifest,
+    parameters: Mapping[str, torch.Tensor],
+    packed: Set[str] = frozenset(),
 ) -> dict[str, list[LivePart]]:
-    """Tensor -> its parts in live parameters.
+    """Tensor -> its parts in live parameters. packed: those whose rows lie in blocks of BLOCK_ROWS.
 
     Raises NotImplementedError, naming the tensor, for a copy whose dimensions do not run along the tensor's.
     """
@@ -82,7 +100,8 @@ def live_parts(
     found: dict[str, list[LivePart]] = {meta.name: [] for meta in manifest}
     for scatter in scatters:
         part = _aligned(scatter, shapes[scatter.tensor], parameters[scatter.parameter])
-        found[scatter.tensor].append(part)
+        of = found[scatter.tensor]
+        of += _in_blocks(part, parameters[scatter.parameter]) if scatter.parameter in packed else [part]
     return found
 
 
@@ -95,7 +114,6 @@ def _aligned(scatter: Scatter, shape: tuple[int, ...], parameter: torch.Tensor) 
         start.append(flat // stride)
         flat %= stride
     long = [place for place, size in enumerate(scatter.shape) if size > 1]  # the others have one index, as `fixed`
-    live = scatter.destination(parameter).squeeze()
     axes: list[int] = []
     for place in long:
         found = _axis_of(scatter.steps[place], start, shape, strides, taken=axes)
@@ -107,11 +125,31 @@ def _aligned(scatter: Scatter, shape: tuple[int, ...], parameter: torch.Tensor) 
     return LivePart(
         tensor=scatter.tensor,
         parameter=scatter.parameter,
-        live=live,
+        live=scatter.destination(parameter).squeeze(),
         axes=tuple(axes),
         indices=tuple(_along(start[axis] + scatter.steps[place] // strides[axis]) for place, axis in zip(long, axes)),
         fixed={axis: index for axis, index in enumerate(start) if axis not in axes},
     )
+
+
+def _in_blocks(part: LivePart, parameter: torch.Tensor) -> Iterator[LivePart]:
+    """The part of experts [E, N, K] that are held as [E, N / BLOCK_ROWS, K, BLOCK_ROWS], block by block."""
+    _, rows, width = parameter.shape
+    offset, held = int(part.live.storage_offset()), part.live.stride()
+    expert, inside = divmod(offset, rows * width)
+    row, column = divmod(inside, width)
+    along_rows = [place for place, stride in enumerate(held) if stride == width and width > 1]
+    if not set(held) <= {1, width, rows * width} or len(along_rows) > 1 or width == 1:
+        raise NotImplementedError(f"weights: {part.tensor}: expected rectangles of {part.parameter}")
+    count = part.live.shape[along_rows[0]] if along_rows else 1
+    strides = [{1: BLOCK_ROWS, width: 1}.get(stride, stride) for stride in held]
+    for block in range(row // BLOCK_ROWS, -(-(row + count) // BLOCK_ROWS)):
+        first, end = max(row, block * BLOCK_ROWS), min(row + count, (block + 1) * BLOCK_ROWS)
+        shape, indices = list(part.live.shape), list(part.indices)
+        for place in along_rows:
+            shape[place], indices[place] = end - first, indices[place][first - row : end - row]
+        start = expert * rows * width + block * BLOCK_ROWS * width + column * BLOCK_ROWS + first % BLOCK_ROWS
+        yield replace(part, live=parameter.data.as_strided(shape, strides, start), indices=tuple(indices))
 
 
 def _axis_of(
@@ -141,66 +179,60 @@ class LiveWeights:
         fills, and one that is filled twice.
         """
         parameters = {n: p for n, p in model.named_parameters() if not n.startswith(VISION)}
-        self._packed = _packed_experts(model, parameters)
-        plain = {name: experts.plain for name, experts in self._packed.items()}
         scatters = record(model.load_weights, manifest, parameters)
         if wrong := unwritten(scatters, parameters, model):
             [name, *_] = wrong
             raise ValueError(f"weights: expected every value of {name} once, found {wrong[name]}")
-        self._parts = live_parts(scatters, manifest, {**parameters, **plain})
-        self.needs = tuple(needs(scatters, manifest)[meta.name] for meta in manifest)
-        self._names = [meta.name for meta in manifest]
-        self._changed: set[str] = set()
+        parts = live_parts(scatters, manifest, parameters, _packed_experts(model))
+        needed = needs(scatters, manifest)
+        self._dtypes = [getattr(torch, meta.dtype) for meta in manifest]
+        for (name, of), dtype in zip(parts.items(), self._dtypes):
+            if any(torch.promote_types(part.live.dtype, dtype) != part.live.dtype for part in of):
+                raise NotImplementedError(f"weights: {name}: expected parameters that hold all values of {dtype}")
+            held, once = sum(part.live.numel() for part in of), sum(map(volume, needed[name]))
+            if held != once:
+                raise NotImplementedError(f"weights: {name}: expected {once} values to be held once, found {held}")
+        self.needs = tuple(needed[meta.name] for meta in manifest)
+        self._parts = [parts[meta.name] for meta in manifest]
 
     def write(self, tensor: int, ranges: Ranges, values: torch.Tensor) -> None:
         """Write a rectangle of a tensor, by its number in the manifest."""
-        for part in self._parts[self._names[tensor]]:
+        for part in self._parts[tensor]:
             part.write(ranges, values)
-            if part.parameter in self._packed:
-                self._changed.add(part.parameter)
 
-    def finish(self) -> None:
-        """Pack what a kernel holds in another order, where it was changed."""
-        for name in sorted(self._changed):
-            self._packed[name].pack()
-        self._changed = set()
+    def digest(self) -> int:
+        """Digest of all values, read where the model reads them (`weights.value_digest`)."""
+        each = zip(self._parts, self._dtypes)
+        return total([part.digest(number, dtype) for number, (of, dtype) in enumerate(each) for part in of])
 
 
-@dataclass(frozen=True, kw_only=True)
-class _PackedExperts:
-    """Expert weights that vLLM's CPU kernel holds in blocks, and the same in order."""
-
-    live: torch.nn.Parameter
-    plain: torch.Tensor
-    isa: str
-    """Of the kernel."""
-
-    def pack(self) -> None:
-        """Copy the plain weights into the live ones."""
-        from vllm._custom_ops import cpu_prepack_moe_weight
-
-        self.live.data.copy_(cpu_prepack_moe_weight(self.plain, self.isa))
-
-
-def _packed_experts(model: Any, parameters: Mapping[str, torch.Tensor]) -> dict[str, _PackedExperts]:
-    """Parameter -> experts that are packed. Raises NotImplementedError where a kernel's order is not known."""
-    found: dict[str, _PackedExperts] = {}
+def _packed_experts(model: Any) -> set[str]:
+    """Names of the expert weights in blocks. Raises NotImplementedError where a kernel's order is not known."""
+    found: set[str] = set()
     for prefix, layer in model.named_modules():
         kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
         if kernel is None:
             continue
         experts = kernel.fused_experts
-        isa = getattr(experts, "isa", None)
         if layer.w13_weight.device.type != "cpu":
             backend = str(getattr(layer.quant_method, "unquantized_backend", "unknown"))
             if not backend.upper().endswith("TRITON"):
                 raise NotImplementedError(f"weights: {prefix}: expected experts in their own order, found {backend}")
             continue
-        if isa is None or getattr(experts, "_use_zentorch", False):
+        plain = getattr(experts, "_use_zentorch", False)
+        if plain or getattr(experts, "isa", None) != "vec" or not _rows_lie_in_blocks(layer.w13_weight.dtype):
             raise NotImplementedError(
-                f"weights: {prefix}: expected vLLM's CPU kernel, found {type(experts).__name__}"
+                f"weights: {prefix}: expected experts in blocks, found {type(experts).__name__}"
             )
-        for key in ("w13_weight", "w2_weight"):
-            live = getattr(layer, key)
-            found[f"{prefix}.{key}"] = _PackedExperts(live=live, plain=torch.empty_like(live.data), isa=isa)
+        found |= {f"{prefix}.{key}" for key in ("w13_weight", "w2_weight")}
     return found
+
+
+@cache
+def _rows_lie_in_blocks(dtype: torch.dtype) -> bool:
+    """Whether vLLM's CPU kernel holds [E, N, K] as [E, N / BLOCK_ROWS, K, BLOCK_ROWS]: found by packing numbers."""
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    plain = (torch.arange(2 * 64 * 32) % 251).view(2, 64, 32).to(dtype)  # exact in bfloat16
+    blocks = plain.view(2, 64 // BLOCK_ROWS, BLOCK_ROWS, 32).transpose(2, 3)
+    return torch.equal(cpu_prepack_moe_weight(plain, "vec").flatten(), blocks.flatten())

@@ -195,6 +195,12 @@ class WorkerExtension:
         except ValueError as error:
             return REFUSED + str(error)
 
+    def msrl_live_digest(self) -> str:
+        """Digest of the values that this worker's model holds now (hex); empty where only its loader knows them."""
+        from megatron_scalerl.engine.weight_receiver import live_digest
+
+        return live_digest(self.model_runner.get_model())  # type: ignore[attr-defined]
+
     def msrl_abandon_update(self) -> None:
         """Forget a weight update that was started and not finished; without one, this has no effect.
 

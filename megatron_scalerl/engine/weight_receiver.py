@@ -120,7 +120,6 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
             else:
                 for part in parts:
                     live.write(*part)
-                live.finish()
         except BaseException:
             self.shutdown()
             raise
@@ -225,6 +224,12 @@ def needs_of(model: Any, manifest: str) -> str:
     tensors = manifest_from_json(manifest)
     live = _live(model, tensors)
     return needs_to_json(all_of(tensors) if live is None else live.needs)
+
+
+def live_digest(model: Any) -> str:
+    """Digest of what the model's parameters hold now (hex), empty if they are not known one by one."""
+    _, live = getattr(model, "_msrl_live", ((), None))
+    return "" if live is None else f"{live.digest():016x}"
 
 
 def _live(model: Any, manifest: Manifest) -> LiveWeights | None:

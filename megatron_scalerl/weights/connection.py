@@ -35,6 +35,8 @@ class SendReport:
     bytes: int
     """Bytes sent by all ranks, padding included."""
     digests: tuple[str, ...]
-    """[shards] digest of what was sent to each (hex)."""
+    """[shards] digest of the buckets that were sent to each (hex)."""
+    values: tuple[str, ...]
+    """[shards] digest of the values that each got (hex), whatever buckets they were sent in."""
     failure: str = ""
     """Why the group failed, as when an engine ends during the broadcast; then nothing above counts."""

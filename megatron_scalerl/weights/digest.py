@@ -10,35 +10,32 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache
 
+import numpy as np
 import torch
 
 _CHUNK_WORDS = 1 << 20
 _MASK = (1 << 64) - 1
 
 
-def _mixed(x: int) -> int:
-    """splitmix64 (Steele, Lea and Flood 2014)."""
-    x = (x + 0x9E3779B97F4A7C15) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
+def splitmix64(x: np.ndarray) -> np.ndarray:
+    """Well-mixed uint64 of uint64 (Steele, Lea and Flood 2014)."""
+    with np.errstate(over="ignore"):
+        x = x + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
 
 
-def _signed(x: int) -> int:
-    return x - (1 << 64) if x >> 63 else x
+def mixed(x: int) -> int:
+    """`splitmix64` of one number."""
+    return int(splitmix64(np.array(x, np.uint64)))
 
 
 @cache
 def _factors(device: torch.device) -> torch.Tensor:
-    """[_CHUNK_WORDS] int64 odd factors, splitmix64 in wrapping tensor arithmetic."""
-
-    def shifted(t: torch.Tensor, bits: int) -> torch.Tensor:
-        return (t >> bits) & ((1 << (64 - bits)) - 1)
-
-    x = torch.arange(_CHUNK_WORDS, dtype=torch.int64) + _signed(0x9E3779B97F4A7C15)
-    x = (x ^ shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ shifted(x, 27)) * _signed(0x94D049BB133111EB)
-    return ((x ^ shifted(x, 31)) | 1).to(device)
+    """[_CHUNK_WORDS] int64 odd factors."""
+    words = splitmix64(np.arange(_CHUNK_WORDS, dtype=np.uint64)) | np.uint64(1)
+    return torch.from_numpy(words.view(np.int64)).to(device)
 
 
 def digest(data: torch.Tensor) -> int:
@@ -48,7 +45,7 @@ def digest(data: torch.Tensor) -> int:
     for number, start in enumerate(range(0, words.numel(), _CHUNK_WORDS)):
         part = words[start : start + _CHUNK_WORDS]
         value = int((part * factors[: part.numel()]).sum())
-        total += value * (_mixed(number) | 1)
+        total += value * (mixed(number) | 1)
     return total & _MASK
 
 
@@ -56,5 +53,5 @@ def combine(digests: Iterable[int]) -> str:
     """Digest of a whole update from the digests of its buckets, in order (hex)."""
     total = 0
     for value in digests:
-        total = _mixed(total ^ value)
+        total = mixed(total ^ value)
     return f"{total:016x}"

@@ -47,7 +47,7 @@ class WeightSending:
         """Send all parts; the report is the same on all ranks but for the seconds. Collective."""
         begin, failure, plan = time.perf_counter(), "", self._source.plan
         order = buckets(plan, self._bucket_mib)
-        digests = torch.zeros(len(order), dtype=torch.int64)
+        digests = torch.zeros(len(order) + len(plan.needs), dtype=torch.int64)
         if self._source.sender is not None:
             assert self._sender is not None, "connect first"
             own = [number for number, bucket in enumerate(order) if bucket.sender == self._source.sender]
@@ -55,18 +55,21 @@ class WeightSending:
                 self._source.begin()
                 sent = self._sender.send(plan, self._source.read, version)
                 digests[own] = torch.tensor(sent, dtype=torch.uint64).view(torch.int64)
+                for shard, value in self._sender.values.items():
+                    digests[len(order) + shard] = torch.tensor(value, dtype=torch.uint64).view(torch.int64)
             except RuntimeError as error:
                 failure = _logged(f"weights of version {version} were not sent", error)
         failure, digests = self._shared(failure, digests)
         if failure:
-            return SendReport(seconds=0.0, bytes=0, digests=(), failure=failure)
-        values = [value & ((1 << 64) - 1) for value in digests.tolist()]
+            return SendReport(seconds=0.0, bytes=0, digests=(), values=(), failure=failure)
+        found = [value & ((1 << 64) - 1) for value in digests.tolist()]
         of_shards = tuple(
-            combine(value for value, bucket in zip(values, order) if bucket.shard == shard)
+            combine(value for value, bucket in zip(found, order) if bucket.shard == shard)
             for shard in range(len(plan.needs))
         )
+        values = tuple(f"{value:016x}" for value in found[len(order) :])
         size = sum(bucket.nbytes for bucket in order)
-        return SendReport(seconds=time.perf_counter() - begin, bytes=size, digests=of_shards)
+        return SendReport(seconds=time.perf_counter() - begin, bytes=size, digests=of_shards, values=values)
 
     def _shared(self, failure: str, numbers: torch.Tensor | None = None) -> tuple[str, torch.Tensor]:
         """(this rank's failure, else which rank failed, else "", the sum of all ranks' `numbers`)."""

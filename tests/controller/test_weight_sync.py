@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_scalerl.controller.weight_sync import WeightSync, WeightUpdateError
+from megatron_scalerl.controller.weight_sync import WeightsRefused, WeightSync
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous
 from megatron_scalerl.engine.answers import REFUSED, EngineError
 from megatron_scalerl.engine.membership import Membership
@@ -23,6 +23,7 @@ class StandInEngine:
     def __init__(self, name, fails=None):
         self.name, self.fails = name, fails
         self.produced_tokens = self.received_tokens = 0
+        self.live = ""
         self.needs = [needs_to_json(all_of(MANIFEST))]
         self.updating, self.version, self.label = False, -1, ""
 
@@ -42,6 +43,8 @@ class StandInEngine:
     async def rpc(self, method, *arguments):
         if method == "msrl_weight_needs":
             return list(self.needs)
+        if method == "msrl_live_digest":
+            return [self.live or f"v{self.version}"]
         assert method == "msrl_abandon_update"
         self.updating = False
         return [None]
@@ -78,7 +81,7 @@ class StandInTrainer:
     async def send_weights(self, version):
         if self.fails:
             raise self.fails.pop(0)
-        return SendReport(bytes=0, seconds=0.0, digests=(f"d{version}",))
+        return SendReport(bytes=0, seconds=0.0, digests=(f"d{version}",), values=(f"v{version}",))
 
 
 @pytest.fixture
@@ -172,7 +175,7 @@ REFUSALS = [
 def test_tensors_that_are_not_the_engines_end_the_run_at_its_first_update(recipe, answers, reason):
     engines = [StandInEngine("engine-0"), StandInEngine("engine-1")]
     engines[1].needs = answers
-    with pytest.raises(WeightUpdateError, match=f"^engine-1: .*{reason}"):
+    with pytest.raises(WeightsRefused, match=f"^engine-1: .*{reason}"):
         asyncio.run(WeightSync(StandInTrainer(), Membership.of(engines), recipe).publish(0))
 
 
@@ -189,3 +192,12 @@ def test_a_later_engine_of_another_model_is_evicted(recipe):
         assert members.serving == [good] and "found 4 missing" in members.members[1].reason
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_an_engine_that_holds_other_values_than_were_sent_never_serves_them(recipe):
+    good, corrupt = StandInEngine("engine-0"), StandInEngine("engine-1")
+    corrupt.live = "feed"
+    members = Membership.of([good, corrupt])
+    asyncio.run(WeightSync(StandInTrainer(), members, recipe).publish(3))
+    assert members.serving == [good] and corrupt.paused
+    assert members.members[1].reason == "engine-1: verify: worker 0: expected values of digest v3, holds feed"

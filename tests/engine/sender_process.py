@@ -124,7 +124,8 @@ def _send(sender: Any, plan: Any, weights: Any, version: int) -> Any:
         combine(digest for digest, bucket in zip(digests, order) if bucket.shard == shard)
         for shard in range(len(plan.needs))
     )
-    return SendReport(seconds=0.0, bytes=sum(bucket.nbytes for bucket in order), digests=of_shards)
+    values = tuple(f"{sender.values[shard]:016x}" for shard in range(len(plan.needs)))
+    return SendReport(seconds=0.0, bytes=sum(b.nbytes for b in order), digests=of_shards, values=values)
 
 
 def main() -> None:

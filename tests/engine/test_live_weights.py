@@ -8,9 +8,10 @@ import pytest
 import torch
 from test_live_map import MANIFEST, SHAPES, live, loader, weights
 
-from megatron_scalerl.engine.live_map import record
-from megatron_scalerl.engine.live_weights import live_parts
+from megatron_scalerl.engine.live_map import needs, record
+from megatron_scalerl.engine.live_weights import BLOCK_ROWS, live_parts
 from megatron_scalerl.weights.plan import manifest_of
+from megatron_scalerl.weights.value_digest import total, value_digest
 
 
 def pieces(shape, rng):
@@ -35,6 +36,79 @@ def test_pieces_in_any_order_are_what_the_loader_writes(rank, tp, seed):
             for part in parts[name]:
                 part.write(ranges, values[name][tuple(slice(a, b) for a, b in ranges)])
     assert all(torch.equal(parameters[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("rank", "tp"), [(0, 1), (0, 2), (1, 2)])
+def test_the_digest_of_what_is_held(rank, tp, seed):
+    rng, values, parameters = random.Random(seed), weights(seed), live(tp)
+    scatters = record(loader(parameters, rank, tp), MANIFEST, parameters)
+    parts, needed = live_parts(scatters, MANIFEST, parameters), needs(scatters, MANIFEST)
+    for number, (name, value) in enumerate(values.items()):
+        for part in parts[name]:
+            part.write(tuple((0, size) for size in value.shape), value)
+        held = total([part.digest(number, torch.float32) for part in parts[name]])
+        sent = []
+        for ranges in needed[name]:
+            rectangle, along = value[tuple(slice(a, b) for a, b in ranges)], [range(a, b) for a, b in ranges]
+            sent.append(value_digest(rectangle, number, range(value.dim()), along))
+        assert held == total(sent)
+        part = rng.choice(parts[name])
+        place = tuple(rng.randrange(size) for size in part.live.shape)
+        part.live.view(torch.int32)[place] ^= 1 << rng.randrange(31)
+        assert total([part.digest(number, torch.float32) for part in parts[name]]) != held
+
+
+def test_a_wider_parameter_holds_values_of_the_tensors_type():
+    parameters = {"norm": torch.zeros(6)}
+    manifest, values = manifest_of([("plain", "bfloat16", (6,))]), torch.randn(6).bfloat16()
+    [part] = live_parts(record(loader(parameters, 0), manifest, parameters), manifest, parameters)["plain"]
+    part.write(((0, 6),), values)
+    sent = value_digest(values, 0, (0,), (range(6),))
+    assert part.digest(0, torch.bfloat16) == sent
+    parameters["norm"].view(torch.int32)[2] ^= 1  # below the resolution of bfloat16
+    assert part.digest(0, torch.bfloat16) != sent
+
+
+def in_blocks(plain):
+    """As vLLM's CPU kernel holds experts [E, N, K]."""
+    experts, rows, width = plain.shape
+    blocks = plain.view(experts, rows // BLOCK_ROWS, BLOCK_ROWS, width).transpose(2, 3)
+    return blocks.contiguous().view(experts, rows, width)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("fused", [True, False])
+def test_experts_in_blocks_of_rows(fused, seed):
+    """Gate and up of 3 experts, 40 rows each, in one parameter: the first block of `up` begins in the middle."""
+    rng = random.Random(seed)
+    parameters = {"w13": torch.zeros(3, 80, 6)}
+    shapes = (
+        {"gate_up": (3, 6, 80)} if fused else {f"{e}.{kind}": (40, 6) for e in range(3) for kind in ("gate", "up")}
+    )
+    manifest = manifest_of((name, "float32", shape) for name, shape in shapes.items())
+    values = {name: torch.randn(shape) for name, shape in shapes.items()}
+
+    def load(given, into=parameters):
+        for name, weight in given:
+            if fused:
+                into["w13"].data.copy_(weight.transpose(1, 2))
+            else:
+                expert, _, kind = name.partition(".")
+                into["w13"].data[int(expert)].narrow(0, 40 * (kind == "up"), 40).copy_(weight)
+
+    expected = {"w13": torch.zeros(3, 80, 6)}
+    load(values.items(), expected)
+    parts = live_parts(record(load, manifest, parameters), manifest, parameters, {"w13"})
+    for name, shape in shapes.items():
+        for ranges in pieces(shape, rng):
+            for part in parts[name]:
+                part.write(ranges, values[name][tuple(slice(a, b) for a, b in ranges)])
+    assert torch.equal(parameters["w13"], in_blocks(expected["w13"]))
+    for number, (name, value) in enumerate(values.items()):
+        along = [range(size) for size in value.shape]
+        whole = value_digest(value, number, range(value.dim()), along)
+        assert total([part.digest(number, torch.float32) for part in parts[name]]) == whole
 
 
 def test_a_piece_changes_nothing_else():

@@ -26,6 +26,7 @@ from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import digest
 from megatron_scalerl.weights.plan import Bucket, WeightPlan, buckets
 from megatron_scalerl.weights.rectangles import Ranges, volume, within
+from megatron_scalerl.weights.value_digest import total, value_digest
 
 MAGIC = 0x4D53524C
 """First word of every header: anything else means that the two sides are out of sync."""
@@ -85,6 +86,8 @@ class Sender:
     def __init__(self, groups: Mapping[int, Group], number: int, bucket_mib: int) -> None:
         """groups: shard -> group."""
         self.groups, self.number, self.bucket_mib = dict(groups), number, bucket_mib
+        self.values: dict[int, int] = {}
+        """shard -> digest of the values that this rank sent it last (`weights.value_digest`)."""
 
     def send(self, plan: WeightPlan, read: Read, version: int) -> list[int]:
         """Send this rank's parts of one update; returns the digests of its buckets, in the order of `plan.buckets`.
@@ -95,6 +98,7 @@ class Sender:
         own = [bucket for bucket in buckets(plan, self.bucket_mib) if bucket.sender == self.number]
         digests: list[int] = []
         in_flight: list[Finish] = []
+        self.values = dict.fromkeys(self.groups, 0)
         try:
             for shard, group in sorted(self.groups.items()):
                 count = sum(bucket.shard == shard for bucket in own)
@@ -126,8 +130,12 @@ class Sender:
             if found != (meta.dtype, _shape(part.ranges)):
                 expected = (meta.dtype, _shape(part.ranges))
                 raise ValueError(f"weights: {meta.name}: expected a part of {expected}, found {found}")
+            values = values.detach()[within(part.ranges, slot.ranges)]
             place = packed[slot.offset : slot.offset + slot.nbytes].view(values.dtype)
-            place.view(_shape(slot.ranges)).copy_(values.detach()[within(part.ranges, slot.ranges)])
+            place.view(_shape(slot.ranges)).copy_(values)
+            along = [range(a, b) for a, b in slot.ranges]
+            of_slot = value_digest(values, part.tensor, range(len(along)), along)
+            self.values[bucket.shard] = total((self.values[bucket.shard], of_slot))
         packed[-8:].view(torch.int64).fill_(_as_int64(digest(packed[:-8])))
         return packed
 

@@ -1,0 +1,130 @@
+"""A 64-bit digest of the values of tensors, whatever the layout that they are held in.
+
+The digest of a set of elements is the sum modulo 2^64 of
+
+    f_n * w_0(i_0) * w_1(i_1) * ... * bits
+
+over its elements: n is the tensor's number, (i_0, i_1, ...) the element's index in the whole tensor, `bits` its bits
+as an unsigned integer, and all factors are odd and made by a mixing function. Hence the digests of disjoint parts
+add up to that of the whole, in any layout: sharded, fused, transposed. A change of one element is always detected;
+several, such as swapped parts, cancel with a probability of about 2^-63. It detects faults, not an adversary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import torch
+
+from megatron_scalerl.weights.digest import mixed, splitmix64
+
+Along = range | torch.Tensor
+"""The whole tensor's index at each place of a dimension: a range of step 1, or [n] int64 in any order."""
+_MASK = (1 << 64) - 1
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MOST_AT_ONCE = 1 << 24
+"""Elements widened to 64 bits at a time on a GPU."""
+
+
+def value_digest(values: torch.Tensor, tensor: int, axes: Sequence[int], along: Sequence[Along]) -> int:
+    """Digest of a part of a tensor. values: of any strides; dimension d has the indices `along[d]` of the whole
+    tensor's dimension `axes[d]`. Other dimensions count as index 0: see `at`.
+    """
+    factors = [_of_indices(axis, index) for axis, index in zip(axes, along)]
+    total = _on_cpu(values, factors) if values.device.type == "cpu" else _on_device(values, factors)
+    return total * (mixed(tensor) | 1) & _MASK
+
+
+def at(axis: int, index: int) -> int:
+    """The factor of one index, where a part has no dimension along `axis`."""
+    return int(_of_axis(axis, index + 1)[index])
+
+
+def total(digests: Sequence[int]) -> int:
+    """Digest of parts from the digests of each."""
+    return sum(digests) & _MASK
+
+
+def _of_indices(axis: int, along: Along) -> np.ndarray:
+    if isinstance(along, range):
+        return _of_axis(axis, along.stop)[along.start : along.stop]
+    index = along.cpu().numpy()
+    return _of_axis(axis, int(index.max(initial=0)) + 1)[index]
+
+
+def _of_axis(axis: int, size: int) -> np.ndarray:
+    """[at least `size`] uint64 factors of the indices of a dimension."""
+    return _table(axis, max(size - 1, 1).bit_length())
+
+
+@cache
+def _table(axis: int, bits: int) -> np.ndarray:
+    """[2^bits] factors; one table serves all sizes up to its own."""
+    return splitmix64(np.arange(1 << bits, dtype=np.uint64) + np.uint64((axis + 1) << 40)) | np.uint64(1)
+
+
+def _on_cpu(values: torch.Tensor, factors: Sequence[np.ndarray]) -> int:
+    strides = values.stride()
+    inner = next((d for d, stride in enumerate(strides) if stride == 1 and values.shape[d] > 1), None)
+    if inner is None:
+        values, inner = values.contiguous(), values.dim() - 1
+        strides = values.stride()
+    if inner < 0:  # a scalar
+        values, factors, strides, inner = values.view(1), [np.ones(1, np.uint64)], (1,), 0
+    starts, rows = np.zeros(1, np.int64), np.ones(1, np.uint64)
+    for d, (size, stride) in enumerate(zip(values.shape, strides)):
+        if d != inner:
+            starts = (starts[:, None] + np.arange(size) * stride).ravel()
+            rows = (rows[:, None] * factors[d]).ravel()
+    if values.numel() == 0:
+        return 0
+    flat = values.detach().as_strided((int(starts.max()) + values.shape[inner],), (1,))
+    bits = flat.view(_SIGNED[values.element_size()]).numpy().view(_UNSIGNED[values.element_size()])
+    return int(_kernel()(bits, starts, rows, np.ascontiguousarray(factors[inner])))
+
+
+@cache
+def _kernel():  # type: ignore[no-untyped-def]
+    """sum_r rows[r] * sum_j inner[j] * bits[starts[r] + j], compiled; by numpy where numba is missing."""
+    try:
+        import numba
+    except ImportError:
+        return _with_numpy
+
+    @numba.njit(nogil=True)
+    def kernel(bits, starts, rows, inner):  # type: ignore[no-untyped-def]
+        total = numba.uint64(0)
+        for r in range(len(starts)):
+            row = bits[starts[r] : starts[r] + len(inner)]
+            found = numba.uint64(0)
+            for j in range(len(inner)):
+                found += inner[j] * numba.uint64(row[j])
+            total += found * rows[r]
+        return total
+
+    return kernel
+
+
+def _with_numpy(bits: np.ndarray, starts: np.ndarray, rows: np.ndarray, inner: np.ndarray) -> int:
+    found = [np.dot(bits[start : start + len(inner)].astype(np.uint64), inner) for start in starts]
+    return int(np.dot(np.array(found, np.uint64), rows))
+
+
+def _on_device(values: torch.Tensor, factors: Sequence[np.ndarray]) -> int:
+    """By torch's operations, in chunks of the first dimension."""
+    size = values.element_size()
+    bits = values.detach().view(_SIGNED[size]) if values.dim() else values.detach().view(1).view(_SIGNED[size])
+    parts = [torch.from_numpy(each.view(np.int64)).to(values.device) for each in factors]
+    found = torch.zeros((), dtype=torch.int64, device=values.device)
+    step = max(_MOST_AT_ONCE // max(bits[:1].numel(), 1), 1)
+    for first in range(0, len(bits), step):
+        wide = bits[first : first + step].to(torch.int64)
+        if size < 8:
+            wide &= (1 << (8 * size)) - 1
+        for d in reversed(range(1, len(parts))):
+            wide = (wide * parts[d]).sum(-1)
+        found += (wide * parts[0][first : first + step]).sum() if parts else wide.sum()
+    return int(found) & _MASK
