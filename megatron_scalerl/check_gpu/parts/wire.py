@@ -21,6 +21,7 @@ from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import combine, digest
 from megatron_scalerl.weights.plan import buckets, manifest_of, whole
 from megatron_scalerl.weights.transport import make_sender
+from megatron_scalerl.weights.value_digest import value_digest
 
 _BUCKET_MIB = 64
 _ANSWER_S = 20.0
@@ -62,7 +63,14 @@ def _digest(record: Recorder, device: torch.device) -> None:
         if on_device != on_cpu:
             text = f"{size} bytes: expected {on_cpu:016x} as on the CPU, found {on_device:016x} on {device.type}"
             return record.holds("digest", False, text)
-    record.holds("digest", True, f"{device.type} equals CPU on 8 bytes to 20 MiB")
+    values = torch.randn(300, 7, 500, generator=generator)
+    for dtype in (torch.bfloat16, torch.float32):
+        part, along = values.to(dtype).transpose(0, 2), (range(500), range(7), range(300))
+        on_device, on_cpu = (value_digest(each, 1, (2, 1, 0), along) for each in (part.to(device), part))
+        if on_device != on_cpu:
+            text = f"values of {dtype}: expected {on_cpu:016x} as on the CPU, found {on_device:016x} on {device.type}"
+            return record.holds("digest", False, text)
+    record.holds("digest", True, f"{device.type} equals CPU on 8 bytes to 20 MiB, and on values")
     return None
 
 

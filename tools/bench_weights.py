@@ -1,0 +1,304 @@
+"""Seconds of a weight update from a Megatron policy into a vLLM model, over bare gloo of the same bytes.
+
+    python tools/bench_weights.py [--rounds 15] [--layers 8] [--hidden 1024] [--dtype bfloat16]
+
+Two processes, one thread each: a trainer rank with a Llama of Megatron-Core, and a vLLM worker, whose receiver is
+called directly, without the HTTP of an engine. The arms take turns in one run:
+
+    gloo                  one broadcast of as many bytes as an update has, nothing else: the bound
+    pack and wire         an update that is packed, sent and received, and written nowhere; no digests
+    update, no digests    ... written into the live parameters
+    update                ... with the digests of buckets and of the values that the live parameters hold
+    update by the loader  ... whole tensors through vLLM's layerwise reload, with the digest of buckets
+    vLLM's reload alone   tensor by tensor over bare gloo, through vLLM's layerwise reload
+
+Prints one JSON line: medians, spreads, and ratios to `gloo`. Arms without digests replace both by constants.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from checkout import explained
+
+ARMS = (
+    "gloo",
+    "pack and wire",
+    "update, no digests",
+    "update",
+    "update by the loader",
+    "vLLM's reload alone",
+)
+WITHOUT_DIGESTS = ("pack and wire", "update, no digests")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--rounds", type=int, default=15)
+    p.add_argument("--layers", type=int, default=8)
+    p.add_argument("--hidden", type=int, default=1024)
+    p.add_argument("--vocab", type=int, default=32_000)
+    p.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    p.add_argument("--bucket-mib", type=int, default=16)
+    p.add_argument("--receive", metavar="FOLDER", help=argparse.SUPPRESS)
+    return p
+
+
+if __name__ == "__main__":
+    OPTIONS = parser().parse_args()  # before the imports, which take seconds
+
+with explained():
+    import msgspec
+    import torch
+
+    from megatron_scalerl.distributed.rendezvous import private_folder
+    from megatron_scalerl.weights import plan as plans
+    from megatron_scalerl.weights.connection import Connection
+    from megatron_scalerl.weights.transport import gloo, make_sender
+
+
+def make_policy(folder: Path, options: argparse.Namespace) -> None:
+    """A random Llama in a Hugging Face folder, without a tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=options.vocab,
+        hidden_size=options.hidden,
+        intermediate_size=4 * options.hidden,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.hidden // 64,
+        num_key_value_heads=max(options.hidden // 256, 1),
+        head_dim=64,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).to(getattr(torch, options.dtype)).save_pretrained(folder)
+
+
+def group_of(connection: Connection, rank: int) -> gloo.Group:
+    """A bare group of both processes."""
+    return gloo.Group(connection, rank, sender=9)
+
+
+def no_digests(without: bool) -> None:
+    """Replace the digests of buckets and of sent values by constants, or put them back."""
+    from megatron_scalerl.weights.digest import digest
+    from megatron_scalerl.weights.value_digest import value_digest
+
+    module: Any = gloo
+    module.digest = (lambda data: 0) if without else digest
+    module.value_digest = (lambda *_: 0) if without else value_digest
+
+
+class Worker:
+    """The receiving process: a vLLM model and its receiver."""
+
+    def __init__(self, folder: str, options: argparse.Namespace) -> None:
+        from vllm import LLM
+
+        from megatron_scalerl.engine import vllm_plugin
+
+        vllm_plugin._keep_linear_weights()
+        vllm_plugin.register()
+        llm = LLM(
+            model=folder,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            dtype=options.dtype,
+            max_model_len=128,
+            max_num_seqs=2,
+            kv_cache_memory_bytes=1 << 25,
+            weight_transfer_config={"backend": "msrl_gloo"},
+        )
+        engine: Any = llm.llm_engine
+        worker = engine.engine_core.engine_core.model_executor.driver_worker.worker
+        self.model, self.receiver = worker.model_runner.get_model(), worker.weight_transfer_engine
+
+    def connect(self, connection: Any, plan: str) -> int:
+        """Join both groups; bytes of the model's parameters."""
+        found = msgspec.convert(connection, Connection)
+        info = {"connection": connection, "places": [[0, 1]], "plan": plan}
+        self.receiver.init_transfer_engine(self.receiver.parse_init_info(info))
+        self.bare = group_of(found, 1)
+        self.plan, self.live = plans.from_json(plan), self.model._msrl_live if self._known(plan) else None
+        assert self.live is not None and self.live[1] is not None, "the live parameters are not known"
+        return sum(p.numel() * p.element_size() for p in self.model.parameters())
+
+    def _known(self, plan: str) -> bool:
+        from megatron_scalerl.engine.weight_receiver import needs_of
+
+        needs_of(self.model, plans.manifest_to_json(plans.from_json(plan).parameters))
+        return True
+
+    def update(self, arm: str, version: int, size: int) -> str:
+        """Take part in one update; the digest of what the model holds, where that is part of the arm."""
+        from megatron_scalerl.engine.weight_receiver import live_digest
+
+        no_digests(arm in WITHOUT_DIGESTS)
+        if arm == "gloo":
+            self.bare.broadcast(self.buffer(size))
+            return ""
+        if arm == "pack and wire":
+            for _ in gloo.receive(self.receiver._groups, self.plan, 0, version, []):
+                pass
+            return ""
+        self.model._msrl_live = (self.live[0], None) if "loader" in arm or "reload" in arm else self.live
+        self.receiver.start_weight_update()
+        if arm == "vLLM's reload alone":
+            self.model.load_weights(self.tensors())
+        else:
+            self.receiver.update_weights({"version": version})
+        self.receiver.finish_weight_update()
+        return live_digest(self.model) if arm == "update" else ""
+
+    def buffer(self, size: int) -> torch.Tensor:
+        """[size] uint8, allocated once."""
+        if not hasattr(self, "_buffer"):
+            self._buffer = torch.zeros(size, dtype=torch.uint8)
+        return self._buffer
+
+    def tensors(self) -> Any:
+        """(name, tensor) of every parameter, as they arrive."""
+        for meta in self.plan.parameters:
+            tensor = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype))
+            self.bare.broadcast(tensor)
+            yield meta.name, tensor
+
+
+def receive(folder: str, options: argparse.Namespace) -> None:
+    """Answer commands from the input, a JSON line each."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM prints
+    torch.set_num_threads(1)
+    worker = Worker(folder, options)
+    print(json.dumps("ready"), file=answers, flush=True)
+    for line in sys.stdin:
+        command, *arguments = json.loads(line)
+        value = getattr(worker, command)(*arguments)
+        print(json.dumps(value), file=answers, flush=True)
+
+
+class Trainer:
+    """The sending process: one rank with a Megatron policy."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        from megatron_scalerl.distributed.parallel import init_parallel
+        from megatron_scalerl.recipe import Recipe
+        from megatron_scalerl.trainer.model import build_policy
+        from megatron_scalerl.weights.source import MegatronWeightSource
+
+        recipe = Recipe.model_validate(
+            {
+                "name": "bench",
+                "steps": 1,
+                "policy": {"path": str(folder), "dtype": options.dtype},
+                "prompts": {"path": "none"},
+            }
+        )
+        parallel = init_parallel(recipe)
+        self.source = MegatronWeightSource(build_policy(folder, recipe, parallel), parallel)
+        self.size = sum(bucket.nbytes for bucket in plans.buckets(self.source.plan, options.bucket_mib))
+        self.buffer = torch.zeros(self.size, dtype=torch.uint8)
+
+    def connect(self, connection: Connection) -> None:
+        """Open both groups."""
+        self.sender, self.bare = make_sender(connection), group_of(connection, 0)
+
+    def update(self, arm: str, version: int) -> str:
+        """Send one update; the digest of the values."""
+        no_digests(arm in WITHOUT_DIGESTS)
+        if arm == "gloo":
+            self.bare.broadcast(self.buffer)
+        elif arm == "vLLM's reload alone":
+            for number in range(len(self.source.plan.parts)):
+                self.bare.broadcast(self.source.read(number).contiguous())
+        else:
+            self.sender.send(self.source.plan, self.source.read, version)
+        return f"{self.sender.values.get(0, 0):016x}"
+
+
+def main(options: argparse.Namespace) -> None:
+    """Measure all arms in turn and print."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as root, private_folder() as rendezvous:
+        folder = Path(root) / "policy"
+        make_policy(folder, options)
+        environment = {
+            **os.environ,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_HOST_IP": "127.0.0.1",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+        }
+        command = [sys.executable, __file__, *sys.argv[1:], "--receive", str(folder)]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        assert child.stdin is not None and child.stdout is not None
+
+        def ask(*command: Any) -> None:
+            print(json.dumps(command), file=child.stdin, flush=True)
+
+        def answer() -> Any:
+            assert child.stdout is not None
+            line = child.stdout.readline()
+            assert line, "the vLLM process ended"
+            return json.loads(line)
+
+        trainer = Trainer(folder, options)
+        answer()
+        connection = Connection(
+            backend="gloo",
+            rendezvous=rendezvous,
+            group="bench",
+            world_sizes=(2,),
+            bucket_mib=options.bucket_mib,
+            timeout_s=300,
+            connect_timeout_s=300,
+        )
+        ask("connect", msgspec.to_builtins(connection), plans.to_json(trainer.source.plan))
+        trainer.connect(connection)
+        answer()
+        seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
+        for version in range(options.rounds + 1):
+            for arm in ARMS:
+                begin = time.perf_counter()
+                ask("update", arm, version, trainer.size)
+                sent, held = trainer.update(arm, version), answer()
+                if version:  # the first round allocates and compiles
+                    seconds[arm].append(time.perf_counter() - begin)
+                assert held in ("", sent), f"{arm}: sent {sent}, holds {held}"
+        child.stdin.close()
+        child.wait()
+    median = {arm: statistics.median(of) for arm, of in seconds.items()}
+    line = {
+        "bench": "weights",
+        "mib": round(trainer.size / 2**20, 1),
+        "dtype": options.dtype,
+        "rounds": options.rounds,
+        "seconds": {arm: round(value, 4) for arm, value in median.items()},
+        "spread": {arm: [round(min(of), 4), round(max(of), 4)] for arm, of in seconds.items()},
+        "over_gloo": {arm: round(value / median["gloo"], 3) for arm, value in median.items()},
+        "gb_s": round(trainer.size / 1e9 / median["update"], 3),
+        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+    }
+    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    if OPTIONS.receive:
+        receive(OPTIONS.receive, OPTIONS)
+    else:
+        main(OPTIONS)
