@@ -145,6 +145,16 @@ def _record(kind: str) -> Callable[..., Record]:
     return make
 
 
+_ENUMERATIONS = ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING", "WriteItemType")
+
+
+def _member(owner: Any, name: Any) -> Record:
+    """A member of an enumeration by its name: Python 3.11.2 pickles a call of getattr, 3.11.7 the member's value."""
+    if type(owner) is not Maker or owner.name not in _ENUMERATIONS or type(name) is not str:
+        raise TypeError("another attribute than a member of an enumeration")
+    return Record(owner.name)
+
+
 def _size(numbers: Any = ()) -> tuple[int, ...]:
     return _numbers("a torch.Size", numbers)
 
@@ -193,6 +203,7 @@ _NAMES: dict[tuple[str, str], Any] = {
     ("torch", "Size"): Maker("torch.Size", _size),
     ("torch.serialization", "_get_layout"): Maker("_get_layout", _record("layout")),
     ("collections", "OrderedDict"): Maker("OrderedDict", empty),
+    ("builtins", "getattr"): Maker("getattr", _member),
 }
 """Every name that a `.metadata` may use."""
 

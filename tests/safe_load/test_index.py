@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import pickle
 import shutil
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -53,6 +55,47 @@ def test_the_index_equals_torchs_reading(folder):
         for chunk in tensor.chunks:
             info = places[key, torch.Size(chunk.offset)]
             assert (chunk.file, chunk.start, chunk.length) == (info.relative_path, info.offset, info.length)
+
+
+class ByName(pickle.Pickler):
+    """Pickles enumerations as Python 3.11.2 does."""
+
+    def reducer_override(self, value):
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def rewritten(folder, target, value):
+    """A copy of the checkpoint with `value` as its metadata."""
+    shutil.copytree(folder, target)
+    with (target / ".metadata").open("wb") as file:
+        ByName(file).dump(value)
+    return target
+
+
+def test_enumerations_of_an_older_python(folder, tmp_path):
+    theirs = pickle.loads((folder / ".metadata").read_bytes())
+    written = rewritten(folder, tmp_path / "older", theirs)
+    assert b"getattr" in (written / ".metadata").read_bytes()
+    assert read_index(written) == replace(read_index(folder), path=written)
+
+
+class Attribute:
+    """Pickled as getattr(*arguments)."""
+
+    def __init__(self, *arguments):
+        self.arguments = arguments
+
+    def __reduce__(self):
+        return getattr, self.arguments
+
+
+@pytest.mark.parametrize(
+    "arguments", [(Metadata, "__init__"), (MetadataIndex, "fqn"), ({}, "get"), ("text", "upper")]
+)
+def test_no_other_attribute_is_taken(folder, tmp_path, arguments):
+    hostile = rewritten(folder, tmp_path / "hostile", Attribute(*arguments))
+    with pytest.raises(ValueError, match="getattr with other arguments than it takes"):
+        read_index(hostile)
 
 
 def test_its_tensors_are_read(folder):
