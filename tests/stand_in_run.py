@@ -204,7 +204,10 @@ class StandInSync:
         for engine in self._engines.alive:
             engine.version = version
             self._engines.serve(engine, version)
-        return WeightUpdate(version=version, seconds_paused=0.0, seconds_total=PUBLISH_S, bytes=1, digest="")
+        phases = {"update": PUBLISH_S}
+        return WeightUpdate(
+            version=version, seconds_paused=0.0, seconds_total=PUBLISH_S, phases=phases, bytes=1, digest=""
+        )
 
 
 class StandInProbe:

@@ -25,7 +25,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,8 +81,11 @@ class WeightUpdate:
     """Seconds from the pause of the last engine to the resumption of the first."""
     seconds_total: float
     """Seconds, with connecting and with attempts that failed."""
+    phases: Mapping[str, float]
+    """Phase -> seconds until all members had answered: `needs` and `connect` if the members were new, `pause`,
+    `start`, `update` (packed, sent, received, written), `finish`, `verify`, `resume`. Of attempts that failed, none."""
     bytes: int
-    """Bytes of one copy of the parameters, padding included."""
+    """Bytes that all senders sent, padding included."""
     digest: str
     """Digest of the values of each shard of the weights, whatever the trainer's layout (`weights.value_digest`)."""
 
@@ -92,6 +95,8 @@ class WeightUpdate:
             "publish_seconds": self.seconds_total,
             "engine_paused_seconds": self.seconds_paused,
             "weight_bytes": float(self.bytes),
+            "weight_gb_per_s": self.bytes / 1e9 / max(self.phases["update"], 1e-9),
+            **{f"weight_{phase}_seconds": seconds for phase, seconds in self.phases.items()},
             "weight_digest": self.digest,
         }
 
@@ -104,6 +109,7 @@ class WeightSync:
         self._connected: list[EngineClient] = []
         self._shards: dict[str, list[int]] = {}  # engine -> shard of each of its workers
         self._proven: list[EngineClient] = []  # engines that have completed an update
+        self._phases: dict[str, float] = {}
         self._lock = asyncio.Lock()
 
     async def publish(self, version: int) -> WeightUpdate:
@@ -153,6 +159,7 @@ class WeightSync:
         return not (gone or failed.engines)
 
     async def _send(self, version: int, engines: list[EngineClient], begin: float) -> WeightUpdate:
+        self._phases = {}
         if engines != self._connected:
             await self._connect(engines)
         clear = self._recipe.rollouts.kv_cache == "recompute"
@@ -191,6 +198,7 @@ class WeightSync:
             version=version,
             seconds_paused=resumed - paused,
             seconds_total=time.perf_counter() - begin,
+            phases=self._phases,
             bytes=report.bytes,
             digest="-".join(report.values),
         )
@@ -257,7 +265,9 @@ class WeightSync:
         """
         calls = [] if trainer is None else [self._limited(trainer)]
         calls += [self._limited(call(engine)) for engine in engines]
+        begin = time.perf_counter()
         results = await asyncio.gather(*calls, return_exceptions=True)
+        self._phases[phase] = time.perf_counter() - begin
         for result in results:
             ends = isinstance(result, TrainerError | WeightsRefused)
             of_member = isinstance(result, RuntimeError | ValueError | OSError) and not ends

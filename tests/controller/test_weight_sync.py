@@ -93,8 +93,13 @@ def recipe():
 def test_engines_that_had_started_an_update_take_part_in_the_next_one(recipe, path):
     engines = [StandInEngine("engine-0"), StandInEngine("engine-1", fails=path), StandInEngine("engine-2")]
     trainer, members = StandInTrainer(), Membership.of(engines)
-    asyncio.run(WeightSync(trainer, members, recipe).publish(3))
+    update = asyncio.run(WeightSync(trainer, members, recipe).publish(3))
     assert members.serving == [engines[0], engines[2]] and trainer.world_size == 3
+    # of the attempt that succeeded
+    assert list(update.phases) == ["needs", "connect", "pause", "start", "update", "finish", "verify", "resume"]
+    assert sum(update.phases.values()) <= update.seconds_total
+    metrics = update.metrics()
+    assert metrics["weight_update_seconds"] == update.phases["update"] and metrics["weight_gb_per_s"] >= 0
     assert [(e.label, e.paused, e.updating) for e in members.serving] == [("3", False, False)] * 2
 
 
