@@ -83,7 +83,7 @@ class WeightUpdate:
     """Seconds, with connecting and with attempts that failed."""
     phases: Mapping[str, float]
     """Phase -> seconds until all members had answered: `needs` and `connect` if the members were new, `pause`,
-    `start`, `update` (packed, sent, received, written), `finish`, `verify`, `resume`. Of attempts that failed, none."""
+    `start`, `update` (packed, sent, received, written), `finish`, `verify`, `resume`. Of the last attempt."""
     bytes: int
     """Bytes that all senders sent, padding included."""
     digest: str
