@@ -229,69 +229,88 @@ class Trainer:
         return f"{self.sender.values.get(0, 0):016x}"
 
 
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+
+
+class Child:
+    """The receiving process, as the sending one sees it."""
+
+    def __init__(self, folder: Path) -> None:
+        command = [sys.executable, __file__, *sys.argv[1:], "--receive", str(folder)]
+        environment, pipe = os.environ | ENVIRONMENT, subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+
+    def ask(self, *command: Any) -> None:
+        """Send a command; `answer` waits for its value."""
+        print(json.dumps(command), file=self.process.stdin, flush=True)
+
+    def answer(self) -> Any:
+        """The value of the oldest command without one; the first is of the start."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the vLLM process ended"
+        return json.loads(line)
+
+    def end(self) -> None:
+        """Let it exit."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def measure(options: argparse.Namespace, folder: Path, rendezvous: Any) -> tuple[int, dict[str, list[float]]]:
+    """(bytes of an update, arm -> seconds of each round)"""
+    child = Child(folder)
+    trainer = Trainer(folder, options)
+    child.answer()
+    connection = Connection(
+        backend="gloo",
+        rendezvous=rendezvous,
+        group="bench",
+        world_sizes=(2,),
+        bucket_mib=options.bucket_mib,
+        timeout_s=300,
+        connect_timeout_s=300,
+    )
+    child.ask("connect", msgspec.to_builtins(connection), plans.to_json(trainer.source.plan))
+    trainer.connect(connection)
+    child.answer()
+    seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    for version in range(options.rounds + 1):
+        for arm in ARMS:
+            begin = time.perf_counter()
+            child.ask("update", arm, version, trainer.size)
+            sent, held = trainer.update(arm, version), child.answer()
+            if version:  # the first round allocates and compiles
+                seconds[arm].append(time.perf_counter() - begin)
+            assert held in ("", sent), f"{arm}: sent {sent}, holds {held}"
+    child.end()
+    return trainer.size, seconds
+
+
 def main(options: argparse.Namespace) -> None:
     """Measure all arms in turn and print."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as root, private_folder() as rendezvous:
-        folder = Path(root) / "policy"
-        make_policy(folder, options)
-        environment = {
-            **os.environ,
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_HOST_IP": "127.0.0.1",
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "TORCHDYNAMO_DISABLE": "1",
-        }
-        command = [sys.executable, __file__, *sys.argv[1:], "--receive", str(folder)]
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-        assert child.stdin is not None and child.stdout is not None
-
-        def ask(*command: Any) -> None:
-            print(json.dumps(command), file=child.stdin, flush=True)
-
-        def answer() -> Any:
-            assert child.stdout is not None
-            line = child.stdout.readline()
-            assert line, "the vLLM process ended"
-            return json.loads(line)
-
-        trainer = Trainer(folder, options)
-        answer()
-        connection = Connection(
-            backend="gloo",
-            rendezvous=rendezvous,
-            group="bench",
-            world_sizes=(2,),
-            bucket_mib=options.bucket_mib,
-            timeout_s=300,
-            connect_timeout_s=300,
-        )
-        ask("connect", msgspec.to_builtins(connection), plans.to_json(trainer.source.plan))
-        trainer.connect(connection)
-        answer()
-        seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
-        for version in range(options.rounds + 1):
-            for arm in ARMS:
-                begin = time.perf_counter()
-                ask("update", arm, version, trainer.size)
-                sent, held = trainer.update(arm, version), answer()
-                if version:  # the first round allocates and compiles
-                    seconds[arm].append(time.perf_counter() - begin)
-                assert held in ("", sent), f"{arm}: sent {sent}, holds {held}"
-        child.stdin.close()
-        child.wait()
+        make_policy(Path(root), options)
+        size, seconds = measure(options, Path(root), rendezvous)
     median = {arm: statistics.median(of) for arm, of in seconds.items()}
     line = {
         "bench": "weights",
-        "mib": round(trainer.size / 2**20, 1),
+        "mib": round(size / 2**20, 1),
         "dtype": options.dtype,
         "rounds": options.rounds,
         "seconds": {arm: round(value, 4) for arm, value in median.items()},
         "spread": {arm: [round(min(of), 4), round(max(of), 4)] for arm, of in seconds.items()},
         "over_gloo": {arm: round(value / median["gloo"], 3) for arm, value in median.items()},
-        "gb_s": round(trainer.size / 1e9 / median["update"], 3),
+        "gb_s": round(size / 1e9 / median["update"], 3),
         "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
     }
     print(json.dumps(line), flush=True)

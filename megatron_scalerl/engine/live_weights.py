@@ -193,12 +193,22 @@ class LiveWeights:
             if held != once:
                 raise NotImplementedError(f"weights: {name}: expected {once} values to be held once, found {held}")
         self.needs = tuple(needed[meta.name] for meta in manifest)
+        self._packed = [
+            layer for layer in model.modules() if hasattr(layer, "cpu_linear") and layer.weight.dim() == 2
+        ]
         self._parts = [parts[meta.name] for meta in manifest]
 
     def write(self, tensor: int, ranges: Ranges, values: torch.Tensor) -> None:
         """Write a rectangle of a tensor, by its number in the manifest."""
         for part in self._parts[tensor]:
             part.write(ranges, values)
+
+    def finish(self) -> None:
+        """On CPUs, make the copies again that linear layers compute with, packed for oneDNN."""
+        from vllm.model_executor.layers import utils
+
+        for layer in self._packed:
+            utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
 
     def digest(self) -> int:
         """Digest of all values, read where the model reads them (`weights.value_digest`)."""

@@ -340,7 +340,7 @@ def engine_environment(
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "TORCHDYNAMO_DISABLE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "MSRL_PLAIN_WEIGHTS": "1",
+            "MSRL_KEEP_WEIGHTS": "1",
         }
         # in whole GiB; it would silently take precedence over kv_cache_memory_bytes
         env.pop("VLLM_CPU_KVCACHE_SPACE", None)

@@ -41,7 +41,7 @@ def register() -> None:
     if torch.cpu._is_amx_tile_supported():
         # vLLM's bfloat16 attention uses AMX tiles without requesting them from the kernel (illegal instruction)
         torch.cpu._init_amx()
-    if os.environ.get("MSRL_PLAIN_WEIGHTS") == "1":
+    if os.environ.get("MSRL_KEEP_WEIGHTS") == "1":
         _keep_linear_weights()
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None and os.environ.get("MSRL_DIE_WITH_PARENT") == "1":
@@ -52,16 +52,16 @@ def register() -> None:
 
 
 def _keep_linear_weights() -> None:
-    """On CPUs, keep linear layers' weights where updates can write them.
+    """On CPUs, keep linear layers' weights where updates can write them. Idempotent.
 
-    vLLM 0.32.0 packs them for oneDNN or SGL's kernel after loading and empties the parameters; with neither, it
-    multiplies with the parameters themselves (`dispatch_cpu_unquantized_gemm`).
+    vLLM 0.32.0 packs them for oneDNN or SGL's kernel after loading and empties the parameters. The packed copy is
+    made again after every update (`live_weights.LiveWeights.finish`).
     """
-    from vllm import _custom_ops
     from vllm.model_executor.layers import utils
 
-    _custom_ops._supports_onednn = False
-    utils.check_cpu_sgl_kernel = lambda *shape_and_type: False  # type: ignore[assignment]
+    pack = utils.dispatch_cpu_unquantized_gemm
+    if pack.__module__ == utils.__name__:
+        utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: pack(layer, remove_weight=False)
 
 
 class SecretMiddleware:

@@ -120,6 +120,7 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
             else:
                 for part in parts:
                     live.write(*part)
+                live.finish()
         except BaseException:
             self.shutdown()
             raise
