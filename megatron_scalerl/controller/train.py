@@ -47,6 +47,7 @@ from megatron_scalerl.launch.launcher import Launcher, launching
 from megatron_scalerl.launch.open_files import allow_open_files
 from megatron_scalerl.launch.placement import Placement
 from megatron_scalerl.processes.child_process import ProcessDied
+from megatron_scalerl.processes.garbage import map_large_blocks
 from megatron_scalerl.processes.held_since import held_uncharged
 from megatron_scalerl.processes.signals import SaveAndExit, run_until_signal
 from megatron_scalerl.processes.takeover import Takeover
@@ -76,6 +77,7 @@ def train(recipe: Recipe, console: Console, hosts: Hosts = ONE_HOST) -> str:
     update, HostsLeft where the job has lost a host of the trainer, and Stopped for a signal, before which SIGUSR1
     saves a checkpoint. Started again, the run resumes from its last checkpoint.
     """
+    map_large_blocks()
     takeover = Takeover(recipe.run_dir)
     placement = Placement.of(recipe, hosts)
     placement.check_present(hosts)

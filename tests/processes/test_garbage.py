@@ -63,6 +63,43 @@ def test_freed_fragments_of_a_threads_heap_return_to_the_system():
     assert int(done.stdout.split()[0]) > 70
 
 
+HEAPS = """
+import os, sys, threading
+import numpy
+from megatron_scalerl.processes.garbage import map_large_blocks, release_memory
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+
+def work():
+    kept.append(numpy.ones(1000))
+    blocks = [numpy.ones(1 << 20) for _ in range(5)]  # 8 MiB each, at the end of the heap
+
+if sys.argv[1] == "map":
+    map_large_blocks()
+for _ in range(3):
+    numpy.ones(30 << 17)  # 30 MiB: freed, it raises glibc's thresholds
+kept = []
+before = resident()
+for _ in range(4):  # each in a heap of its own
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+release_memory()
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif("glibc" not in platform.libc_ver(), reason="mallopt's thresholds are glibc's")
+def test_threads_keep_no_large_blocks():
+    def kept(how):
+        argv = [sys.executable, "-c", HEAPS, how]
+        return int(subprocess.run(argv, check=True, capture_output=True, text=True, timeout=60).stdout)
+
+    assert kept("map") < 10 < kept("as it is")
+
+
 def test_cycles_are_collected():
     with rare_full_collections():
         cycle = weakref.ref(Cycle())
