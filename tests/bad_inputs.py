@@ -309,18 +309,19 @@ def tables(folder: Path) -> Iterator[Case]:
         "a negative size": weight_plan([("w", "float32", [-1])], []),
         "a type that cannot be sent": weight_plan([("w", "object", [1])], []),
         "a name twice": weight_plan([("w", "float32", [1]), ("w", "float32", [1])], []),
-        "a part that is missing": weight_plan([("w", "float32", [4])], [[0, 0, [[0, 3]]]]),
-        "a part sent twice": weight_plan([("w", "float32", [4])], [[0, 0, [[0, 4]]], [0, 0, [[3, 4]]]]),
-        "a part outside of its tensor": weight_plan([("w", "float32", [4])], [[0, 0, [[0, 5]]]]),
-        "a sender that is none": weight_plan([("w", "float32", [4])], [[0, 7, [[0, 4]]]]),
+        "a part that is missing": weight_plan([("w", "float32", [4])], [[0, 0, 0, [[0, 3]]]]),
+        "a part sent twice": weight_plan([("w", "float32", [4])], [[0, 0, 0, [[0, 4]]], [0, 0, 0, [[3, 4]]]]),
+        "a part outside of its tensor": weight_plan([("w", "float32", [4])], [[0, 0, 0, [[0, 5]]]]),
+        "a sender that is none": weight_plan([("w", "float32", [4])], [[0, 7, 0, [[0, 4]]]]),
     }.items():
         yield "weight plan", what, lambda text=text: weight_plans.from_json(text)
 
 
 def weight_plan(parameters: list, parts: list) -> str:
-    """A plan of one sender as JSON."""
+    """A plan of one sender for one shard that needs everything, as JSON; parts: [tensor, sender, shard, ranges]."""
     named = [dict(zip(("name", "dtype", "shape"), each)) for each in parameters]
-    return json.dumps({"parameters": named, "senders": 1, "parts": parts})
+    needs = [[[[[0, size] for size in shape]] for _, _, shape in parameters]]
+    return json.dumps({"parameters": named, "senders": 1, "needs": needs, "parts": parts})
 
 
 def cases(folder: Path) -> list[Case]:

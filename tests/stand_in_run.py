@@ -204,9 +204,14 @@ class StandInSync:
         for engine in self._engines.alive:
             engine.version = version
             self._engines.serve(engine, version)
-        phases = {"update": PUBLISH_S}
         return WeightUpdate(
-            version=version, seconds_paused=0.0, seconds_total=PUBLISH_S, phases=phases, bytes=1, digest=""
+            version=version,
+            seconds_paused=0.0,
+            seconds_total=PUBLISH_S,
+            seconds_sending=PUBLISH_S,
+            phases={"update": PUBLISH_S},
+            bytes=1,
+            digest="",
         )
 
 

@@ -129,7 +129,7 @@ class Worker:
     def connect(self, connection: Any, plan: str) -> int:
         """Join both groups; bytes of the model's parameters."""
         found = msgspec.convert(connection, Connection)
-        info = {"connection": connection, "places": [[0, 1]], "plan": plan}
+        info = {"connection": connection, "places": [[0, 1]], "plans": [plan]}
         self.receiver.init_transfer_engine(self.receiver.parse_init_info(info))
         self.bare = group_of(found, 1)
         self.plan, self.live = plans.from_json(plan), self.model._msrl_live if self._known(plan) else None
@@ -151,7 +151,7 @@ class Worker:
             self.bare.broadcast(self.buffer(size))
             return ""
         if arm == "pack and wire":
-            for _ in gloo.receive(self.receiver._groups, self.plan, 0, version, []):
+            for _ in gloo.receive(self.receiver._groups, self.plan, version, []):
                 pass
             return ""
         self.model._msrl_live = (self.live[0], None) if "loader" in arm or "reload" in arm else self.live

@@ -1,6 +1,6 @@
 """Predicted seconds of a dense weight update on many GPUs, by simulating the plan that the trainer would make.
 
-    python tools/weight_scaling.py [--gb-s 50] [--bucket-mib 256]
+    python tools/weight_scaling.py [--gb-s 50] [--bucket-mib 256] [--most-senders 16]
 
 Nothing is sent: the plan and its buckets are those of `megatron_scalerl.weights`, for a trainer on half of the GPUs
 and engines on the other half. The link model: every GPU sends and receives at --gb-s (one 400 Gb/s port each), a
@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--gb-s", type=float, default=50.0, help="of every GPU's link, in each direction")
     p.add_argument("--latency-us", type=float, default=30.0, help="of a bucket, for each hop")
     p.add_argument("--bucket-mib", type=int, default=256)
-    p.add_argument("--most-senders", type=int, default=4096, help="weights.max_senders")
+    p.add_argument("--most-senders", type=int, default=16, help="weights.max_senders")
     return p
 
 

@@ -62,11 +62,18 @@ class WeightsRefused(RuntimeError):
     """The trainer's tensors are not those of an engine's model; the message names engine and tensor."""
 
 
+class _Refused(EngineError):
+    """The trainer's tensors are not those of this engine's model."""
+
+
 class _PhaseFailed(Exception):
     """Some members failed in a phase."""
 
-    def __init__(self, phase: str, engines: dict[EngineClient, str], trainer: str | None) -> None:
-        self.phase, self.engines = phase, engines
+    def __init__(
+        self, phase: str, engines: dict[EngineClient, str], trainer: str | None, *, refused: bool = False
+    ) -> None:
+        """refused: by all members."""
+        self.phase, self.engines, self.refused = phase, engines, refused
         lines = [*([f"trainer: {phase}: {trainer}"] if trainer else []), *engines.values()]
         super().__init__("; ".join(lines))
 
@@ -84,6 +91,8 @@ class WeightUpdate:
     phases: Mapping[str, float]
     """Phase -> seconds until all members had answered: `needs` and `connect` if the members were new, `pause`,
     `start`, `update` (packed, sent, received, written), `finish`, `verify`, `resume`. Of the last attempt."""
+    seconds_sending: float
+    """Of the update, as the trainer's rank 0 measured: packed and sent."""
     bytes: int
     """Bytes that all senders sent, padding included."""
     digest: str
@@ -95,6 +104,7 @@ class WeightUpdate:
             "publish_seconds": self.seconds_total,
             "engine_paused_seconds": self.seconds_paused,
             "weight_bytes": float(self.bytes),
+            "weight_send_seconds": self.seconds_sending,
             "weight_gb_per_s": self.bytes / 1e9 / max(self.phases["update"], 1e-9),
             **{f"weight_{phase}_seconds": seconds for phase, seconds in self.phases.items()},
             "weight_digest": self.digest,
@@ -138,6 +148,8 @@ class WeightSync:
                     return await self._send(version, engines, begin)
                 except _PhaseFailed as failed:
                     self._connected = []
+                    if failed.refused and not self._proven:
+                        raise WeightsRefused(str(failed)) from failed
                     failures += self._evict_failed(failed, engines)
                     if failures == _TRIES:
                         failures = 0
@@ -178,12 +190,15 @@ class WeightSync:
 
         async def verify(engine: EngineClient) -> None:
             info = await engine.info()
-            digests = tuple(report.digests[shard] for shard in self._shards[engine.name])
+            of_workers = self._shards[engine.name][: len(info.weight_digests)]  # as in `_needs`
+            digests = tuple(report.digests[shard] for shard in of_workers)
             expected, found = (str(version), digests), (info.weight_version, tuple(info.weight_digests))
             if expected != found:
                 raise EngineError(f"expected version, digests {expected}, found {found}")
             held = await engine.rpc("msrl_live_digest")
-            for worker, (shard, live) in enumerate(zip(self._shards[engine.name], held, strict=True)):
+            if not isinstance(held, list) or len(held) != len(info.weight_digests):
+                raise EngineError(f"expected a digest of each worker, found {held!r}")
+            for worker, (shard, live) in enumerate(zip(self._shards[engine.name], held)):
                 if live not in (report.values[shard], ""):
                     expected = report.values[shard]
                     raise EngineError(f"worker {worker}: expected values of digest {expected}, holds {live}")
@@ -199,6 +214,7 @@ class WeightSync:
             seconds_paused=resumed - paused,
             seconds_total=time.perf_counter() - begin,
             phases=self._phases,
+            seconds_sending=report.seconds,
             bytes=report.bytes,
             digest="-".join(report.values),
         )
@@ -207,7 +223,10 @@ class WeightSync:
         """Join the trainer's senders and the engines in process groups, leaving earlier ones."""
         section = self._recipe.weights
         manifest = await self._trainer.manifest()
-        needs: list[list[str]] = await self._all("needs", engines, lambda engine: self._needs(engine, manifest))
+        checked: dict[tuple[str, ...], str] = {}
+        needs: list[list[str]] = await self._all(
+            "needs", engines, lambda engine: self._needs(engine, manifest, checked)
+        )
         shards = list(dict.fromkeys(need for of_engine in needs for need in of_engine))
         members = [0] * len(shards)
         places: dict[str, list[tuple[int, int]]] = {}
@@ -217,7 +236,9 @@ class WeightSync:
                 members[shard] += 1
                 places.setdefault(engine.name, []).append((shard, members[shard]))
         self._shards = {name: [shard for shard, _ in of_workers] for name, of_workers in places.items()}
-        plan = await self._trainer.plan_weights(tuple(needs_from_json(need, manifest) for need in shards))
+        parsed = await asyncio.to_thread(lambda: tuple(needs_from_json(need, manifest) for need in shards))
+        plan = await self._trainer.plan_weights(parsed)
+        plans = await asyncio.to_thread(lambda: [to_json(plan.of_shard(shard)) for shard in range(len(shards))])
         connection = Connection(
             backend=resolve_transport(section.transport),
             rendezvous=self._trainer.rendezvous,
@@ -227,34 +248,43 @@ class WeightSync:
             timeout_s=section.timeout_s,
             connect_timeout_s=section.connect_timeout_s,
         )
-        body = {"connection": msgspec.to_builtins(connection), "plan": to_json(plan)}
 
         async def join(engine: EngineClient) -> None:
-            info = {**body, "places": places[engine.name]}
+            own = set(self._shards[engine.name])
+            info = {
+                "connection": msgspec.to_builtins(connection),
+                "places": places[engine.name],
+                "plans": [text if shard in own else "" for shard, text in enumerate(plans)],
+            }
             await engine.post("/init_weight_transfer_engine", {"init_info": info})
 
         await self._all("connect", engines, join, trainer=self._trainer.connect_weights(connection))
         self._connected = list(engines)
 
-    async def _needs(self, engine: EngineClient, manifest: Manifest) -> list[str]:
+    async def _needs(
+        self, engine: EngineClient, manifest: Manifest, checked: dict[tuple[str, ...], str]
+    ) -> list[str]:
         """What each worker of an engine needs of the tensors of a manifest.
 
-        It has no unfinished update then: vLLM refuses to start another one beside it. Raises WeightsRefused if they
-        are not those of its model, and no engine has taken them so far.
+        It has no unfinished update then: vLLM refuses to start another one beside it. checked: answers -> what is
+        wrong with them. Raises _Refused if they are not those of its model.
         """
         await engine.rpc("msrl_abandon_update")
         answers = await engine.rpc("msrl_weight_needs", manifest_to_json(manifest))
         if not answers or not all(isinstance(answer, str) for answer in answers):
             raise EngineError(f"msrl_weight_needs: expected the needs of its workers, found {answers!r}")
-        refused = next((a.removeprefix(REFUSED) for a in answers if a.startswith(REFUSED)), "")
-        if not refused:
-            needs = [needs_from_json(answer, manifest) for answer in dict.fromkeys(answers)]
-            refused = not_covered(manifest, needs)
-        if not refused:
-            return answers
-        if self._proven:
-            raise EngineError(refused)
-        raise WeightsRefused(f"{engine.name}: {refused}")
+        if refused := next((a for a in answers if a.startswith(REFUSED)), ""):
+            raise _Refused(refused.removeprefix(REFUSED))
+        world_size = (await engine.info()).world_size
+        copies, rest = divmod(world_size, len(answers))  # vLLM asks the workers of its first data-parallel rank
+        if rest or not copies:
+            raise EngineError(f"msrl_weight_needs: expected {world_size} workers or a part, found {len(answers)}")
+        key = tuple(answers)
+        if key not in checked:
+            checked[key] = await asyncio.to_thread(_wrong, manifest, set(answers))
+        if checked[key]:
+            raise _Refused(checked[key])
+        return list(answers) * copies
 
     async def _all(
         self, phase: str, engines: Sequence[EngineClient], call: EngineCall, trainer: Awaitable[Any] | None = None
@@ -269,9 +299,8 @@ class WeightSync:
         results = await asyncio.gather(*calls, return_exceptions=True)
         self._phases[phase] = time.perf_counter() - begin
         for result in results:
-            ends = isinstance(result, TrainerError | WeightsRefused)
-            of_member = isinstance(result, RuntimeError | ValueError | OSError) and not ends
-            if isinstance(result, BaseException) and not of_member:
+            of_member = isinstance(result, RuntimeError | ValueError | OSError)
+            if isinstance(result, TrainerError) or (isinstance(result, BaseException) and not of_member):
                 raise result
         of_trainer = results[0] if trainer is not None and isinstance(results[0], Exception) else None
         of_engines = {
@@ -280,7 +309,8 @@ class WeightSync:
             if isinstance(result, Exception)
         }
         if of_trainer or of_engines:
-            raise _PhaseFailed(phase, of_engines, None if of_trainer is None else _line(of_trainer))
+            refused = all(isinstance(result, _Refused) for result in results)
+            raise _PhaseFailed(phase, of_engines, _line(of_trainer) if of_trainer else None, refused=refused)
         return results
 
     async def _limited(self, call: Awaitable[Any]) -> Any:
@@ -290,6 +320,14 @@ class WeightSync:
                 return await call
         except TimeoutError as err:
             raise RuntimeError(f"no answer within {limit:g} s (weights.timeout_s)") from err
+
+
+def _wrong(manifest: Manifest, answers: set[str]) -> str:
+    """What is wrong with the needs of an engine's workers, empty if nothing is."""
+    try:
+        return not_covered(manifest, [needs_from_json(answer, manifest) for answer in sorted(answers)])
+    except ValueError as error:
+        return str(error)
 
 
 def _line(error: Exception) -> str:

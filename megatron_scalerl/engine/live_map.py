@@ -8,7 +8,7 @@ each tensor is known exactly, whatever its parallel layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -64,16 +64,6 @@ class Scatter:
     def destination(self, parameter: torch.Tensor) -> torch.Tensor:
         """Its view of the parameter's storage."""
         return parameter.data.as_strided(self.shape, self.stride, self.offset)
-
-    def source(self, flat: torch.Tensor) -> torch.Tensor:
-        """Its elements of the whole tensor, which is `flat`: a view where the steps are even, else a copy."""
-        strides = [_even(steps) for steps in self.steps]
-        if None not in strides:
-            return flat.as_strided(self.shape, [int(s) for s in strides if s is not None], self.source_offset)
-        index = torch.full((), self.source_offset, dtype=torch.int64)
-        for axis, steps in enumerate(self.steps):
-            index = index + steps.view([-1 if d == axis else 1 for d in range(len(self.steps))])
-        return flat[index.to(flat.device)]
 
     def needed(self, shape: tuple[int, ...]) -> Ranges:
         """The smallest rectangle of the tensor, which has `shape`, that holds all of its elements."""
@@ -187,15 +177,6 @@ def _coordinates(flat: int, shape: tuple[int, ...]) -> list[int]:
     return found[::-1]
 
 
-def _even(steps: torch.Tensor) -> int | None:
-    """The stride of even steps, None for others."""
-    if len(steps) == 1:
-        return 0
-    stride = int(steps[1] - steps[0])
-    even = torch.equal(steps, torch.arange(len(steps)) * stride)
-    return stride if even else None
-
-
 Copied = Callable[["_Recording", torch.Tensor], None]
 
 
@@ -251,7 +232,9 @@ class _Recording(torch.Tensor):
                 raise NotImplementedError("weights: expected copies of recorded tensors into parameters alone")
             source.on_copy(source, destination)
             return destination
-        source = next(each for each in _flat(args) if isinstance(each, cls))
+        source = next(each for each in _flat((args, kwargs.values())) if isinstance(each, cls))
+        if _writes(func.__name__) or "out" in kwargs:
+            raise NotImplementedError(f"weights: {source.hf_name}: expected a view of it, found {func.__name__}")
         if func in _SAME:
             return source
         with torch._C.DisableTorchFunctionSubclass():
@@ -264,6 +247,15 @@ class _Recording(torch.Tensor):
         return _moved(source, func, args, kwargs)
 
 
+def _writes(name: str) -> bool:
+    """Whether a function changes its first argument: add_, __iadd__, __setitem__."""
+    return (name.endswith("_") and not name.endswith("__") and name != "requires_grad_") or name in _IN_PLACE
+
+
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "div", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
+
+
 def _recording(meta: ParamMeta, copied: Copied) -> _Recording:
     empty = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device="meta")
     made: _Recording = empty.as_subclass(_Recording)
@@ -273,7 +265,7 @@ def _recording(meta: ParamMeta, copied: Copied) -> _Recording:
 
 def _flat(values: Any) -> Iterator[Any]:
     for value in values:
-        if isinstance(value, list | tuple):
+        if isinstance(value, list | tuple | ValuesView):
             yield from _flat(value)
         else:
             yield value

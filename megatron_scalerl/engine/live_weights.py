@@ -16,6 +16,7 @@ import torch
 
 from megatron_scalerl.engine.live_map import Scatter, needs, record, unwritten
 from megatron_scalerl.models.llama4 import VISION
+from megatron_scalerl.weights.digest import mixed
 from megatron_scalerl.weights.plan import Manifest
 from megatron_scalerl.weights.rectangles import Ranges, volume
 from megatron_scalerl.weights.value_digest import Along, at, total, value_digest
@@ -75,11 +76,12 @@ class LivePart:
     def digest(self, number: int, dtype: torch.dtype) -> int:
         """Digest of its values as they are now, as `dtype`, the tensor's; number: of the tensor.
 
-        A parameter that the model holds in a wider type has the digest 0 unless its values are of the tensor's type.
+        For a parameter that the model holds in a wider type, with values that are not of the tensor's type: a number
+        that is the digest of nothing likely.
         """
         values = self.live.to(dtype)
         if values is not self.live and not torch.equal(values.to(self.live.dtype), self.live):
-            return 0
+            return mixed(number) | 1
         found = value_digest(values, number, self.axes, self.indices)
         for axis, index in self.fixed.items():
             found *= at(axis, index)
@@ -179,11 +181,15 @@ class LiveWeights:
         fills, and one that is filled twice.
         """
         parameters = {n: p for n, p in model.named_parameters() if not n.startswith(VISION)}
+        _check_plain(model, parameters)
+        packed, before = _packed_experts(model), _sums(parameters)
         scatters = record(model.load_weights, manifest, parameters)
+        if changed := [name for name, value in _sums(parameters).items() if value != before[name]]:
+            raise NotImplementedError(f"weights: {changed[0]}: expected a loader that only copies, found it changed")
         if wrong := unwritten(scatters, parameters, model):
             [name, *_] = wrong
             raise ValueError(f"weights: expected every value of {name} once, found {wrong[name]}")
-        parts = live_parts(scatters, manifest, parameters, _packed_experts(model))
+        parts = live_parts(scatters, manifest, parameters, packed)
         needed = needs(scatters, manifest)
         self._dtypes = [getattr(torch, meta.dtype) for meta in manifest]
         for (name, of), dtype in zip(parts.items(), self._dtypes):
@@ -214,6 +220,23 @@ class LiveWeights:
         """Digest of all values, read where the model reads them (`weights.value_digest`)."""
         each = zip(self._parts, self._dtypes)
         return total([part.digest(number, dtype) for number, (of, dtype) in enumerate(each) for part in of])
+
+
+def _check_plain(model: Any, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raise NotImplementedError for a quantized model: its loader changes values."""
+    for name, parameter in parameters.items():
+        if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise NotImplementedError(f"weights: {name}: expected plain floats, found {parameter.dtype}")
+    for name, layer in model.named_modules():
+        method = type(getattr(layer, "quant_method", None)).__name__
+        if method != "NoneType" and not method.startswith("Unquantized"):
+            raise NotImplementedError(f"weights: {name}: expected weights that are not quantized, found {method}")
+
+
+def _sums(parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Parameter -> the sum of its bits, to see whether something was written."""
+    bits = {2: torch.int16, 4: torch.int32}
+    return {n: int(p.detach().view(bits[p.element_size()]).sum(dtype=torch.int64)) for n, p in parameters.items()}
 
 
 def _packed_experts(model: Any) -> set[str]:

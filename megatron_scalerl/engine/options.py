@@ -245,6 +245,11 @@ def engine_arguments(
         options |= {"ssl_certfile": str(tls.certificate), "ssl_keyfile": str(tls.key)}
     if recipe.rollouts.routing_replay:
         options |= _routing_options()
+    if recipe.engine.vllm.get("enable_expert_parallel") and recipe.engine.vllm.get("data_parallel_size", 1) != 1:
+        raise ValueError(
+            "engine.vllm.enable_expert_parallel: expected data_parallel_size 1 beside it, since vLLM says of the "
+            f"first data-parallel rank alone which experts it has, found {recipe.engine.vllm['data_parallel_size']!r}"
+        )
     if recipe.rollouts.deterministic:
         options |= _deterministic_options(recipe.engine.vllm)
     return [text for name, value in options.items() for text in _argument(name, value)]

@@ -6,7 +6,7 @@
 A model whose parameters only its own loader can fill (`live_weights`) goes through vLLM's layerwise reload instead:
 `start_weight_update` moves the parameters to the meta device, `finish_weight_update` copies the new ones to their old
 addresses. A failed update leaves the parameters partly written or loaded. The next `start` discards that state first,
-so that a later update is loaded as if the failed one had never begun; until then the model must not run.
+so that a later one loads the whole model again; until then the model must not run.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class ConnectInfo(WeightTransferInitInfo):
     """A `Connection` as JSON data."""
     places: list[tuple[int, int]]
     """[shard, rank in the groups of it] of each of this engine's workers."""
-    plan: str
-    """What will be sent (`plan.to_json`)."""
+    plans: list[str]
+    """[shards] what will be sent to each (`plan.to_json` of `WeightPlan.of_shard`)."""
 
 
 @dataclass
@@ -70,21 +70,19 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         super().__init__(*args, **kwargs)
         self.digest = ""
         self._groups: dict[int, Group] = {}
-        self._plan: WeightPlan | None = None
-        self._shard = 0
+        self._plan: WeightPlan | None = None  # of this worker's shard
         self._copies: dict[str, list[str]] = {}
 
     def init_transfer_engine(self, init_info: ConnectInfo) -> None:
         """Join the senders' groups, leaving earlier ones. Raises ValueError for an invalid connection or plan."""
         self.shutdown()
         connection = msgspec.convert(init_info.connection, Connection)
-        self._plan = from_json(init_info.plan)
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + get_world_group().rank
-        self._shard, rank = init_info.places[worker]
-        for sender, shard in sorted(self._plan.pairs):
-            if shard == self._shard:
-                self._groups[sender] = self.group_cls(connection, rank, sender, shard)
+        shard, rank = init_info.places[worker]
+        self._plan = from_json(init_info.plans[shard])
+        for sender, _ in sorted(self._plan.pairs):
+            self._groups[sender] = self.group_cls(connection, rank, sender, shard)
 
     def start_weight_update(self) -> None:
         """Prepare the model for new parameters; discards the state of a failed update first."""
@@ -112,7 +110,7 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
             raise RuntimeError("weight update: expected a connection to the trainer, found none")
         self.digest = ""
         digests: list[int] = []
-        parts = receive(groups, plan, self._shard, update_info.version, digests)
+        parts = receive(groups, plan, update_info.version, digests)
         try:
             live = self._written()
             if live is None:
@@ -137,14 +135,14 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         taken: list[str] = []
 
         def counted() -> Any:
-            for name, tensor in assembled(parts, plan, self._shard):
+            for name, tensor in assembled(parts, plan):
                 taken.append(name)
                 yield name, tensor
                 for copy in self._copies.get(name, ()):
                     yield copy, tensor
 
         loaded = model.load_weights(counted())
-        wanted = [meta.name for meta, needs in zip(plan.parameters, plan.needs[self._shard]) if needs]
+        wanted = [meta.name for meta, needs in zip(plan.parameters, plan.needs[0]) if needs]
         if sorted(taken) != sorted(wanted):
             raise RuntimeError(f"weight update: expected {len(wanted)} parameters, took {len(taken)}")
         if loaded is not None and (missing := sorted(expected - loaded)):

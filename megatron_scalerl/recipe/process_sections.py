@@ -120,7 +120,7 @@ class WeightsSection(Section):
     """Size of one packed bucket (MiB); each sender has two in memory, each engine worker as well."""
     max_senders: PositiveInt = 16
     """Ranks of the trainer that send, each its own share of the weights: as many data-parallel copies of the ranks
-    that one copy of the policy needs, which all send, as fit. Each has a group with the workers of all engines."""
+    that one copy of the policy needs, which all send, as fit. Each has a group with each shard of the engines."""
     probe_every: NonNegativeInt = 10
     """Compare trainer and engine log-probs on a fixed probe after the weight update of every n-th step, or the first
     one from then on (ppo_off_policy), and on an engine that was started again. 0: only at a start."""

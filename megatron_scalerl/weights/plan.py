@@ -18,10 +18,12 @@ from math import prod
 import msgspec
 import numpy as np
 
-from megatron_scalerl.weights.rectangles import Ranges, disjoint, split, volume
+from megatron_scalerl.weights.rectangles import Ranges, split, volume
 
 ALIGNMENT = 16
 """Every rectangle starts at a multiple of this many bytes in its bucket, so that it can be viewed in its type."""
+MOST_RECTANGLES = 1 << 12
+"""Of one tensor that a shard needs, or that are sent to it."""
 MOST_CELLS = 1 << 22
 """Of the grid that the boundaries of a tensor's parts make; a plan beyond that is no plan of a model."""
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1, "bool": 1}
@@ -101,17 +103,23 @@ class WeightPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             found.setdefault((part.sender, part.shard), []).append(number)
         return found
 
-    def of_shard(self, shard: int) -> bytes:
-        """What one shard's workers and its senders have to agree on."""
-        own = [part for part in self.parts if part.shard == shard]
-        return msgspec.json.encode([self.parameters, self.senders, self.needs[shard], own])
+    def of_shard(self, shard: int) -> WeightPlan:
+        """What concerns one shard, which is number 0 of the plan returned; its buckets are those of this plan."""
+        own = tuple(self._by_shard[shard])
+        return WeightPlan(parameters=self.parameters, senders=self.senders, needs=(self.needs[shard],), parts=own)
+
+    @cached_property
+    def _by_shard(self) -> list[list[Part]]:
+        found: list[list[Part]] = [[] for _ in self.needs]
+        for part in self.parts:
+            found[part.shard].append(Part(part.tensor, part.sender, 0, part.ranges))
+        return found
 
     @cached_property
     def digests(self) -> tuple[int, ...]:
         """[shards] 63 bits of a fingerprint of all that concerns a shard: equal on its senders and workers."""
-        return tuple(
-            int(hashlib.sha256(self.of_shard(shard)).hexdigest()[:16], 16) >> 1 for shard in range(len(self.needs))
-        )
+        texts = (to_json(self.of_shard(shard)) for shard in range(len(self.needs)))
+        return tuple(int(hashlib.sha256(text.encode()).hexdigest()[:16], 16) >> 1 for text in texts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,19 +227,9 @@ def _check_cover(meta: ParamMeta, rectangles: Sequence[Ranges], needed: Sequence
         inside = len(ranges) == len(meta.shape) and all(0 <= a < b <= n for (a, b), n in zip(ranges, meta.shape))
         if not inside:
             raise ValueError(f"weights: {meta.name}: expected rectangles inside {meta.shape}, found {ranges}")
-    # the boundaries of all rectangles cut the tensor into cells; each is sent as often as it is needed: once or never
-    edges = [
-        sorted({0, n, *(end for ranges in (*rectangles, *needed) for end in ranges[axis])})
-        for axis, n in enumerate(meta.shape)
-    ]
-    cells = [len(along) - 1 for along in edges]
-    if prod(cells) > MOST_CELLS:
-        raise ValueError(f"weights: {meta.name}: expected at most {MOST_CELLS} cells of parts, found {prod(cells)}")
-    places = [{edge: place for place, edge in enumerate(along)} for along in edges]
-    sent, wanted = (np.zeros(cells, dtype=np.int64) for _ in range(2))
-    for counted, parts in ((sent, rectangles), (wanted, needed)):
-        for ranges in parts:
-            counted[tuple(slice(of[a], of[b]) for (a, b), of in zip(ranges, places))] += 1
+    if len(needed) == 1 and list(rectangles) == list(needed):
+        return
+    sent, wanted = _counted(meta, rectangles, needed)
     if np.any(wanted > 1):
         raise ValueError(f"weights: {meta.name}: expected every element to be needed once, found some twice")
     if not np.array_equal(sent, wanted):
@@ -239,12 +237,33 @@ def _check_cover(meta: ParamMeta, rectangles: Sequence[Ranges], needed: Sequence
         raise ValueError(f"weights: {meta.name}: expected every needed element once, found some {found}")
 
 
+def _counted(meta: ParamMeta, *groups: Sequence[Ranges]) -> list[np.ndarray]:
+    """How often each group of rectangles has each cell: the boundaries of all cut the tensor into cells."""
+    if (most := max(map(len, groups))) > MOST_RECTANGLES:
+        raise ValueError(f"weights: {meta.name}: expected at most {MOST_RECTANGLES} rectangles, found {most}")
+    edges = [
+        sorted({0, n, *(end for parts in groups for ranges in parts for end in ranges[axis])})
+        for axis, n in enumerate(meta.shape)
+    ]
+    cells = [len(along) - 1 for along in edges]
+    if prod(cells) > MOST_CELLS:
+        raise ValueError(f"weights: {meta.name}: expected at most {MOST_CELLS} cells of parts, found {prod(cells)}")
+    places = [{edge: place for place, edge in enumerate(along)} for along in edges]
+    found = [np.zeros(cells, dtype=np.int64) for _ in groups]
+    for counted, parts in zip(found, groups):
+        for ranges in parts:
+            counted[tuple(slice(of[a], of[b]) for (a, b), of in zip(ranges, places))] += 1
+    return found
+
+
 def not_covered(manifest: Manifest, needs: Iterable[Needs]) -> str:
     """Which tensor no worker of an engine takes as a whole, empty if all are taken; needs: of its workers."""
     for number, meta in enumerate(manifest):
-        taken = sum(map(volume, disjoint({ranges for of in needs for ranges in of[number]})))
-        if taken != prod(meta.shape):
-            return f"weights: {meta.name}: expected {prod(meta.shape)} values to be the engine's, found {taken}"
+        rectangles = {ranges for of in needs for ranges in of[number]}
+        whole_tensor = tuple((0, size) for size in meta.shape)
+        if rectangles != {whole_tensor} and not np.all(_counted(meta, tuple(rectangles))[0]):
+            found = f"{len(rectangles)} parts that leave out some"
+            return f"weights: {meta.name}: expected all of {meta.shape} to be the engine's, found {found}"
     return ""
 
 

@@ -23,7 +23,7 @@ class StandInEngine:
     def __init__(self, name, fails=None):
         self.name, self.fails = name, fails
         self.produced_tokens = self.received_tokens = 0
-        self.live = ""
+        self.live, self.world_size = "", 1
         self.needs = [needs_to_json(all_of(MANIFEST))]
         self.updating, self.version, self.label = False, -1, ""
 
@@ -50,7 +50,9 @@ class StandInEngine:
         return [None]
 
     async def info(self):
-        return SimpleNamespace(world_size=1, weight_version=self.label, weight_digests=(f"d{self.version}",))
+        return SimpleNamespace(
+            world_size=self.world_size, weight_version=self.label, weight_digests=(f"d{self.version}",)
+        )
 
     async def pause(self, *, clear_cache):
         self.paused = True
@@ -172,16 +174,37 @@ def test_an_engine_that_breaks_every_broadcast_it_joins_is_evicted_and_the_other
 NOT_WHOLE = needs_to_json(((((0, 2),),),))
 REFUSALS = [
     ([REFUSED + "weights: expected every value of norm once, found 4 missing"], "found 4 missing"),
-    ([NOT_WHOLE, NOT_WHOLE], r"weights: w: expected \d+ values to be the engine's, found 2"),
+    ([NOT_WHOLE], r"weights: w: expected all of \(4,\) to be the engine's, found 1 parts that leave out some"),
 ]
 
 
 @pytest.mark.parametrize(("answers", "reason"), REFUSALS)
 def test_tensors_that_are_not_the_engines_end_the_run_at_its_first_update(recipe, answers, reason):
     engines = [StandInEngine("engine-0"), StandInEngine("engine-1")]
-    engines[1].needs = answers
-    with pytest.raises(WeightsRefused, match=f"^engine-1: .*{reason}"):
+    for engine in engines:
+        engine.needs = answers
+    with pytest.raises(WeightsRefused, match=f"^engine-0: needs: .*{reason}"):
         asyncio.run(WeightSync(StandInTrainer(), Membership.of(engines), recipe).publish(0))
+
+
+def test_one_engine_of_another_model_does_not_end_a_run_that_others_can_go_on_with(recipe):
+    """As when the trainer was started again, and nobody has taken an update from it yet."""
+    engines = [StandInEngine("engine-0"), StandInEngine("extra-0")]
+    engines[1].needs = REFUSALS[0][0]
+    members = Membership.of(engines)
+    asyncio.run(WeightSync(StandInTrainer(), members, recipe).publish(0))
+    assert members.serving == engines[:1] and "found 4 missing" in members.members[1].reason
+
+
+@pytest.mark.parametrize(("world_size", "serves"), [(2, True), (3, False)])
+def test_workers_of_all_data_parallel_ranks_take_part(recipe, world_size, serves):
+    """vLLM answers for those of the first rank."""
+    engines = [StandInEngine("engine-0"), StandInEngine("engine-1")]
+    engines[1].world_size = world_size
+    engines[1].needs *= 1 if serves else 2
+    members, trainer = Membership.of(engines), StandInTrainer()
+    asyncio.run(WeightSync(trainer, members, recipe).publish(0))
+    assert members.serving == engines[: 1 + serves] and trainer.world_size == (1 + 1 + 2 * serves)
 
 
 def test_a_later_engine_of_another_model_is_evicted(recipe):

@@ -22,6 +22,14 @@ SHAPES = {
 }
 
 
+def source(scatter, flat):
+    """The elements of the whole tensor, which is `flat`, that the scatter copies."""
+    index = torch.full((), scatter.source_offset)
+    for axis, steps in enumerate(scatter.steps):
+        index = index + steps.view([-1 if d == axis else 1 for d in range(len(scatter.steps))])
+    return flat[index]
+
+
 def live(tp=2):
     """Parameters of one worker of `tp`."""
     shapes = {
@@ -95,7 +103,7 @@ def test_scatters_write_what_the_loader_writes(rank, tp):
     scatters = record(loader(by_map, rank, tp), MANIFEST, by_map)
     assert all(torch.equal(by_map[name], untouched[name]) for name in by_map), "recording copies nothing"
     for scatter in scatters:
-        scatter.destination(by_map[scatter.parameter]).copy_(scatter.source(values[scatter.tensor].flatten()))
+        scatter.destination(by_map[scatter.parameter]).copy_(source(scatter, values[scatter.tensor].flatten()))
     for name in by_map:
         assert torch.equal(by_map[name], by_loader[name]), name
     padding = {(0, 1): 6, (0, 2): 0, (1, 2): 6}[rank, tp]  # rows of 16, of which 10 are in the checkpoint
@@ -122,7 +130,7 @@ def test_what_a_worker_needs_is_all_that_it_reads(rank):
             partial[where] = values[name][where]
         for scatter in scatters:
             if scatter.tensor == name:
-                scatter.destination(parameters[scatter.parameter]).copy_(scatter.source(partial.flatten()))
+                scatter.destination(parameters[scatter.parameter]).copy_(source(scatter, partial.flatten()))
     assert all(torch.equal(parameters[name], expected[name]) for name in parameters)
 
 
@@ -148,6 +156,11 @@ def test_needs_that_overlap_are_sent_once():
         (lambda p, w: p["norm"].data.copy_(w * 2), "plain: expected a view of it, found mul"),
         (lambda p, w: torch.empty(6).copy_(w), "plain: expected a copy into a parameter, found one elsewhere"),
         (lambda p, w: p["scale"].data.copy_(w), r"plain: expected a copy of shape \(6,\), found \(1,\)"),
+        (lambda p, w: p["norm"].data.copy_(w.mul_(2)), "plain: expected a view of it, found mul_"),
+        (lambda p, w: p["norm"].data.copy_(w.__iadd__(1)), "plain: expected a view of it, found (__iadd__|add_)"),
+        (lambda p, w: torch.mul(w, 2, out=w), "plain: expected a view of it, found mul"),
+        (lambda p, w: p["norm"].data.__setitem__(slice(None), w), "plain: expected a view of it, found __setitem__"),
+        (lambda p, w: p["norm"].data.add_(w), "plain: expected a view of it, found add_"),
         (lambda p, w: w.copy_(torch.ones(6)), "expected copies of recorded tensors into parameters alone"),
     ],
 )

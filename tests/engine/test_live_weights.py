@@ -9,7 +9,7 @@ import torch
 from test_live_map import MANIFEST, SHAPES, live, loader, weights
 
 from megatron_scalerl.engine.live_map import needs, record
-from megatron_scalerl.engine.live_weights import BLOCK_ROWS, live_parts
+from megatron_scalerl.engine.live_weights import BLOCK_ROWS, LiveWeights, live_parts
 from megatron_scalerl.weights.plan import manifest_of
 from megatron_scalerl.weights.value_digest import total, value_digest
 
@@ -68,6 +68,50 @@ def test_a_wider_parameter_holds_values_of_the_tensors_type():
     assert part.digest(0, torch.bfloat16) == sent
     parameters["norm"].view(torch.int32)[2] ^= 1  # below the resolution of bfloat16
     assert part.digest(0, torch.bfloat16) != sent
+
+
+def test_a_wider_parameter_with_other_values_is_not_taken_for_zeros():
+    parameters = {"norm": torch.full((6,), 0.1)}
+    manifest = manifest_of([("plain", "bfloat16", (6,))])
+    [part] = live_parts(record(loader(parameters, 0), manifest, parameters), manifest, parameters)["plain"]
+    assert value_digest(torch.zeros(6).bfloat16(), 0, (0,), (range(6),)) == 0 != part.digest(0, torch.bfloat16)
+
+
+class Quantized(torch.nn.Module):
+    """A model with one layer that has another precision, and a loader like vLLM's."""
+
+    class Int8Method:
+        """Named unlike vLLM's methods of plain weights."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.norm = torch.nn.Parameter(torch.zeros(6), requires_grad=False)
+        if kind == "method":
+            self.quant_method = self.Int8Method()
+        elif kind == "scale":
+            self.scale = torch.nn.Parameter(torch.zeros(6, dtype=torch.float8_e4m3fn), requires_grad=False)
+        self.kind = kind
+
+    def load_weights(self, given):
+        for _, weight in given:
+            self.norm.data.copy_(weight)
+        if self.kind == "after":
+            self.norm.data.copy_(-torch.exp(self.norm.data))
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        ("method", "expected weights that are not quantized, found Int8Method"),
+        ("scale", "scale: expected plain floats, found torch.float8_e4m3fn"),
+        ("after", "norm: expected a loader that only copies, found it changed"),
+    ],
+)
+def test_models_whose_loader_changes_values_are_left_to_it(kind, line):
+    manifest = manifest_of([("plain", "float32", (6,))])
+    assert LiveWeights(Quantized("none"), manifest).needs == ((((0, 6),),),)
+    with pytest.raises(NotImplementedError, match=line):
+        LiveWeights(Quantized(kind), manifest)
 
 
 def in_blocks(plain):

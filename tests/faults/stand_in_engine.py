@@ -138,8 +138,8 @@ class StandInEngine:
             group.close()
         self.groups = {}
         connection = msgspec.convert(info["connection"], Connection)
-        self.plan = from_json(info["plan"])
         [[shard, rank]] = info["places"]
+        self.plan = from_json(info["plans"][shard])
         for sender, _ in sorted(self.plan.pairs):
             self.groups[sender] = await asyncio.to_thread(Group, connection, rank, sender, shard)
         return web.json_response({})
@@ -157,7 +157,7 @@ class StandInEngine:
         self.digest = ""
 
         def take():
-            for _ in receive(self.groups, self.plan, 0, version, digests):
+            for _ in receive(self.groups, self.plan, version, digests):
                 pass
 
         try:

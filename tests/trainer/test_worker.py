@@ -96,7 +96,7 @@ async def receive_weights(client, version):
         connect_timeout_s=30.0,
         timeout_s=60,
     )
-    plan, digests = await client.plan_weights([all_of(await client.manifest())]), []
+    plan, digests = await client.plan_weights((all_of(await client.manifest()),)), []
 
     def join():
         return {sender: Group(connection, 1, sender) for sender in range(plan.senders)}
@@ -104,9 +104,7 @@ async def receive_weights(client, version):
     _, groups = await asyncio.gather(client.connect_weights(connection), asyncio.to_thread(join))
 
     def collect():
-        return {
-            name: tensor.clone() for name, tensor in assembled(receive(groups, plan, 0, version, digests), plan, 0)
-        }
+        return {name: tensor.clone() for name, tensor in assembled(receive(groups, plan, version, digests), plan)}
 
     report, tensors = await asyncio.gather(client.send_weights(version), asyncio.to_thread(collect))
     assert report.digests == (combine(digests),) and report.bytes > 0

@@ -18,6 +18,7 @@ from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.plan import Part, WeightPlan, buckets, manifest_of, whole
 from megatron_scalerl.weights.transport import make_sender, resolve_transport
 from megatron_scalerl.weights.transport.gloo import Group, assembled, receive
+from megatron_scalerl.weights.transport.nccl import NcclGroup
 
 
 @pytest.fixture
@@ -96,7 +97,7 @@ def transfer(senders, receivers, weights, *, plan=None, sent_version=1, version=
     def take(groups):
         digests = []
         try:
-            got = dict(assembled(receive(groups, expected or plan, 0, version, digests), expected or plan, 0))
+            got = dict(assembled(receive(groups, expected or plan, version, digests), expected or plan))
         except RuntimeError:
             for group in groups.values():
                 group.close()
@@ -159,8 +160,8 @@ def test_two_shards_get_their_own_halves_and_share_what_both_need(spec):
 
     def work(shard, rank):
         groups = {sender: Group(connection, rank, sender, shard) for sender in (0, 1)}
-        digests = []
-        return dict(assembled(receive(groups, plan, shard, 1, digests), plan, shard)), digests
+        digests, own = [], plan.of_shard(shard)
+        return dict(assembled(receive(groups, own, 1, digests), own)), digests
 
     def send(number):
         return make_sender(connection, number, (0, 1)).send(plan, reader(weights, plan), 1)
@@ -209,7 +210,7 @@ def test_weights_that_differ_from_the_plan_fail_the_update_on_both_sides(spec, f
     promised = plan_of({"a": torch.zeros(3, 5)})
     with ThreadPoolExecutor(2) as pool:
         send = pool.submit(sender.send, promised, lambda part: found, 1)
-        take = pool.submit(lambda: list(receive(groups, promised, 0, 1, [])))
+        take = pool.submit(lambda: list(receive(groups, promised, 1, [])))
         with pytest.raises(ValueError, match=r"weights: a: expected a part of \('float32', \(3, 5\)\), found"):
             send.result()
         with pytest.raises(RuntimeError):
@@ -286,3 +287,32 @@ def test_a_receiver_that_vanishes_in_the_middle_of_a_broadcast_ends_the_update_i
     finally:
         receiver.kill()
         receiver.wait()
+
+
+def test_a_group_over_nccl_has_the_stores_name_of_its_sender_and_shard(spec, monkeypatch):
+    """Over a stand-in for NCCL and its device, which are not here."""
+    made = []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(
+        "megatron_scalerl.weights.transport.gloo.open_store", lambda _, name, timeout: made.append(name)
+    )
+    monkeypatch.setattr(NcclGroup, "_make", lambda self, connection, rank: None)
+    sender = make_sender(spec(backend="nccl", world_sizes=(2, 2, 2), group="g"), 1, (0, 2))
+    assert made == ["g-1-0", "g-1-2"] and {type(group) for group in sender.groups.values()} == {NcclGroup}
+
+
+def test_groups_are_closed_if_one_of_them_is_not_formed(spec, monkeypatch):
+    closed = []
+    monkeypatch.setattr(Group, "close", lambda self: closed.append(self))
+
+    def make(self, connection, rank):
+        if len(made) == 1:
+            raise RuntimeError("timed out")
+        made.append(self)
+
+    made = []
+    monkeypatch.setattr(Group, "_make", make)
+    with pytest.raises(RuntimeError, match="timed out"):
+        make_sender(spec(world_sizes=(2, 2)), 0, (0, 1))
+    assert closed == made

@@ -93,11 +93,39 @@ def test_a_plan_sends_every_element_once(parts, line):
         plans.from_json(text)
 
 
-def test_a_plan_with_countless_boundaries_is_refused():
-    n = 3000
-    parts = [(0, 0, ((i, i + 1), (0, n))) for i in range(n)] + [(0, 0, ((0, n), (i, i + 1))) for i in range(n)]
-    with pytest.raises(ValueError, match="m: expected at most 4194304 cells of parts, found 9000000"):
-        plans.check(of(("m", "float32", (n, n)), parts=parts))
+@pytest.mark.parametrize(
+    ("n", "axes", "line"),
+    [
+        (3000, 2, "m: expected at most 4096 rectangles, found 6000"),
+        (200, 3, "m: expected at most 4194304 cells of parts, found 8000000"),
+    ],
+)
+def test_a_plan_with_countless_boundaries_is_refused(n, axes, line):
+    whole = ((0, n),) * axes
+    parts = [(0, 0, (*whole[:axis], (i, i + 1), *whole[axis + 1 :])) for axis in range(axes) for i in range(n)]
+    with pytest.raises(ValueError, match=line):
+        plans.check(of(("m", "float32", (n,) * axes), parts=parts))
+
+
+def test_what_an_engine_takes_is_counted_and_not_compared_pair_by_pair():
+    manifest = plans.manifest_of([("m", "float32", (4096, 2))])
+    rows = tuple(((i, i + 1), (0, 2)) for i in range(4096))
+    assert plans.not_covered(manifest, [(rows[::2],), (rows[1::2],)]) == ""
+    assert plans.not_covered(manifest, [(rows[::2],), (rows[1:-1:2],)]).startswith("weights: m: expected all of")
+    assert plans.not_covered(manifest, [(rows[:3000],), (rows[1000:],)]) == ""
+
+
+def test_each_shard_has_a_plan_of_its_own_with_the_same_buckets_and_digest():
+    halves = [((0, 2), (0, 3)), ((2, 4), (0, 3))]
+    parts = [plans.Part(0, sender, shard, ranges) for sender, (shard, ranges) in enumerate(enumerate(halves))]
+    manifest = plans.manifest_of([("m", "float32", (4, 3))])
+    needs = tuple(((ranges,),) for ranges in halves)
+    plan = WeightPlan(parameters=manifest, senders=2, needs=needs, parts=tuple(parts))
+    for shard in (0, 1):
+        own = plans.from_json(plans.to_json(plan.of_shard(shard)))
+        assert own.digests == (plan.digests[shard],) and own.pairs.keys() == {(shard, 0)}
+        mine = [b for b in buckets(plan, 1) if b.shard == shard]
+        assert [(b.sender, b.nbytes) for b in buckets(own, 1)] == [(b.sender, b.nbytes) for b in mine]
 
 
 @pytest.mark.parametrize(

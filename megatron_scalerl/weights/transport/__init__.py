@@ -33,8 +33,14 @@ def make_sender(connection: Connection, number: int = 0, shards: Iterable[int] =
     if connection.backend not in groups:
         raise ValueError(f"weights.transport: expected one of {sorted(groups)}, found {connection.backend!r}")
     kind = groups[connection.backend]
-    joined = {shard: kind(connection, 0, number, shard) for shard in sorted(shards)}
-    return gloo.Sender(joined, number, connection.bucket_mib)
+    sender = gloo.Sender({}, number, connection.bucket_mib)
+    try:
+        for shard in sorted(shards):
+            sender.groups[shard] = kind(connection, 0, number, shard)
+    except BaseException:
+        sender.close()
+        raise
+    return sender
 
 
 def resolve_transport(name: str) -> str:

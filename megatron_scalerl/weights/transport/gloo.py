@@ -144,17 +144,18 @@ class Sender:
 
 
 def receive(
-    groups: Mapping[int, Group], plan: WeightPlan, shard: int, version: int, digests: list[int]
+    groups: Mapping[int, Group], plan: WeightPlan, version: int, digests: list[int]
 ) -> Iterator[tuple[int, Ranges, torch.Tensor]]:
     """(tensor's number in the plan, rectangle, its values) of one update, after its bucket was checked.
 
-    groups: sender -> group. digests: filled with the digest of each bucket. The values stay valid: each bucket has
-    memory of its own. Raises RuntimeError if a sender is out of sync or the bytes are not those that it packed.
+    groups: sender -> group. plan: of the receiver's shard alone. digests: filled with the digest of each bucket. The
+    values stay valid: each bucket has memory of its own. Raises RuntimeError if a sender is out of sync or the bytes
+    are not those that it packed.
     """
     any_group = next(iter(groups.values()))
-    order = [bucket for bucket in buckets(plan, any_group.bucket_mib) if bucket.shard == shard]
+    order = buckets(plan, any_group.bucket_mib)
     for number, group in sorted(groups.items()):
-        _check_header(group, header(plan, shard, version, sum(bucket.sender == number for bucket in order)))
+        _check_header(group, header(plan, 0, version, sum(bucket.sender == number for bucket in order)))
     arriving = [_arrive(groups, order[0])]
     for number, bucket in enumerate(order):
         if number + 1 < len(order):
@@ -175,7 +176,7 @@ def receive(
 
 
 def assembled(
-    parts: Iterable[tuple[int, Ranges, torch.Tensor]], plan: WeightPlan, shard: int
+    parts: Iterable[tuple[int, Ranges, torch.Tensor]], plan: WeightPlan
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of what `receive` yields, each with its last part. What the shard does not need is not set."""
     unfinished: dict[int, tuple[torch.Tensor, int]] = {}
@@ -184,7 +185,7 @@ def assembled(
         if tuple(values.shape) == meta.shape:
             yield meta.name, values
             continue
-        tensor, missing = unfinished.pop(number, (None, sum(map(volume, plan.needs[shard][number]))))
+        tensor, missing = unfinished.pop(number, (None, sum(map(volume, plan.needs[0][number]))))
         if tensor is None:
             tensor = torch.empty(meta.shape, dtype=values.dtype, device=values.device)
         tensor[tuple(slice(a, b) for a, b in ranges)] = values

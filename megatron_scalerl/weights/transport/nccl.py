@@ -18,11 +18,11 @@ class NcclGroup(Group):
     connection that presents the random number which rank 0 put into the store.
     """
 
-    def __init__(self, connection: Connection, rank: int) -> None:
+    def __init__(self, connection: Connection, rank: int, sender: int = 0, shard: int = 0) -> None:
         accelerator = torch.accelerator.current_accelerator()
         assert accelerator is not None, "NCCL needs an accelerator"
         self.device = torch.device(accelerator.type, torch.accelerator.current_device_index())
-        super().__init__(connection, rank)
+        super().__init__(connection, rank, sender, shard)
 
     def _make(self, connection: Connection, rank: int) -> Any:
         assert self._store is not None
