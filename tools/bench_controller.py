@@ -107,7 +107,15 @@ class StandInSync:
             self._engines.serve(client, version)
         self.steps += 1
         self.published.set()
-        return WeightUpdate(version=version, seconds_paused=0.0, seconds_total=0.0, bytes=1, digest="")
+        return WeightUpdate(
+            version=version,
+            seconds_paused=0.0,
+            seconds_total=0.0,
+            seconds_sending=0.0,
+            phases={"update": 0.0},
+            bytes=1,
+            digest="",
+        )
 
 
 class StandInProbe:

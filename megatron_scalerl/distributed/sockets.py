@@ -8,9 +8,11 @@ useless, and every start of a run has a new secret.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import hashlib
 import hmac
+from collections.abc import Iterator
 
 import zmq
 from zmq.auth.asyncio import AsyncioAuthenticator
@@ -86,6 +88,16 @@ def secure_client(socket: zmq.Socket, secret: str, purpose: Purpose) -> None:
 def controller_key(secret: str, purpose: Purpose) -> str:
     """The controller's public key (hexadecimal), by which a peer knows the secret of one start of the controller."""
     return z85.decode(_keys(secret, purpose, Side.CONTROLLER)[0]).hex()
+
+
+@contextlib.contextmanager
+def ignore_disconnected() -> Iterator[None]:
+    """Leaves the block if a message cannot be routed because its receiver is not connected."""
+    try:
+        yield
+    except zmq.ZMQError as error:
+        if error.errno != zmq.EHOSTUNREACH:
+            raise
 
 
 def _keys(secret: str, purpose: Purpose, side: Side) -> tuple[bytes, bytes]:

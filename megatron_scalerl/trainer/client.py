@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -283,7 +283,7 @@ class TrainerClient:
 
     async def _answer(self, sender: bytes, answer: messages.Welcome | messages.Refused) -> None:
         # A process that has disconnected needs no answer; if it was a rank, the next probe finds it.
-        with _ignore_disconnected():
+        with sockets.ignore_disconnected():
             await self._socket.send_multipart([sender, messages.encode(answer)])
 
     async def _send_rendezvous(self) -> None:
@@ -306,10 +306,18 @@ class TrainerClient:
         """Send the frames of a message, not copied. Raises TrainerError if the rank cannot be reached."""
         if rank not in self._identities:
             raise TrainerError(f"trainer rank {rank}: expected a process that has joined, found none")
-        with _ignore_disconnected():
+        with sockets.ignore_disconnected():
             await self._socket.send_multipart([self._identities[rank], *frames], copy=False)
             return
-        raise _gone(rank)
+        raise await self._last_words(rank)
+
+    async def _last_words(self, rank: int) -> TrainerError:
+        """The error that says why this rank, which is not connected any more, has left."""
+        while await self._socket.poll(0):
+            _, message = await self._read()
+            if isinstance(message, messages.Failed):
+                return await self._blame(message)
+        return _gone(rank)
 
     async def _receive(self) -> tuple[bytes, messages.ToController]:
         """The next message. Raises TrainerError if a rank has failed or disconnected.
@@ -388,13 +396,3 @@ class TrainerClient:
 
 def _gone(rank: int, also: str = "") -> TrainerError:
     return TrainerError(f"trainer rank {rank}: the process exited unexpectedly{also}")
-
-
-@contextlib.contextmanager
-def _ignore_disconnected() -> Iterator[None]:
-    """Leaves the block if a message cannot be routed because its receiver is not connected."""
-    try:
-        yield
-    except zmq.ZMQError as error:
-        if error.errno != zmq.EHOSTUNREACH:
-            raise

@@ -162,14 +162,14 @@ def test_a_manifest_without_every_parameter_is_refused(engine, policies, run, tm
             recipe = recipe_for(policies["dense_a"])
             async with SenderProcess(folder) as sender:
                 sync = sync_of(sender, [engine.client], recipe)
-                with pytest.raises(WeightsRefused, match=r"^engine-0: weights: expected every value of model\.") as e:
+                with pytest.raises(WeightsRefused, match=r"^engine-0: needs: weights: expected every value") as e:
                     await sync.publish(1)
             found.append(str(e.value))
             async with SenderProcess(policies["dense_a"]) as sender:
                 await sync_of(sender, [engine.client], recipe).publish(0)
 
         run(scenario())
-    values = "engine-0: weights: expected every value of model.{} once, found {} missing"
+    values = "engine-0: needs: weights: expected every value of model.{} once, found {} missing"
     assert found == [values.format("layers.1.self_attn.qkv_proj.weight", 64 * 64), values.format("norm.weight", 64)]
 
 
@@ -182,7 +182,7 @@ def test_a_tensor_that_the_engine_has_no_place_for_is_refused_by_name(engine, po
 
     async def scenario():
         async with SenderProcess(tmp_path) as sender:
-            with pytest.raises(WeightsRefused, match=r"^engine-0: weights: .*model\.layers\.7\.mlp\.up_proj"):
+            with pytest.raises(WeightsRefused, match=r"^engine-0: needs: weights: .*model\.layers\.7\.mlp\.up_proj"):
                 await sync_of(sender, [engine.client], recipe_for(policies["dense_a"])).publish(1)
 
     run(scenario())

@@ -54,3 +54,21 @@ def test_a_failure_is_not_held_up_by_peers_that_stay(monkeypatch):
                 await asyncio.wait_for(asking, 20)
 
     conversation(scenario)
+
+
+def test_a_rank_that_left_before_the_command_was_sent_is_heard():
+    async def scenario(trainer, start):
+        with StandInRank(trainer) as first, StandInRank(trainer) as second:
+            await join(start, first, second)
+            await first.socket.send(messages.encode(messages.Failed(rank=0, error="no memory")))
+            first.socket.close(linger=10_000)
+            with pytest.raises(TrainerError, match=r"^trainer rank 0: no memory$"):
+                await asyncio.wait_for(gone(trainer), 20)
+
+    async def gone(trainer):
+        """A command, once the client's socket does not reach rank 0 any more."""
+        while await trainer._lost() != 0:
+            await asyncio.sleep(0.05)
+        await trainer.manifest()
+
+    conversation(scenario)
