@@ -21,6 +21,7 @@ bench:
 	.venv/bin/python tools/bench_convert.py
 	.venv/bin/python tools/bench_wire.py
 	.venv/bin/python tools/bench_store.py
+	.venv/bin/python tools/bench_page.py
 	.venv/bin/python tools/bench_plan.py memory
 rehearse:
 	.venv/bin/megatron-scalerl check-gpu --rehearse

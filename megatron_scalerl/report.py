@@ -5,7 +5,8 @@ Reads RUN/validation.jsonl, validation_by_prompt.jsonl, ledger.jsonl and recipe.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.fit.forecast import fit_curve
 from megatron_scalerl.fit.formatting import unit_name
 from megatron_scalerl.fit.inputs import curve_of_rows, with_compute
-from megatron_scalerl.fit.outlook import outlooks
+from megatron_scalerl.fit.outlook import Outlook, outlooks
 from megatron_scalerl.fit.plot import plot_forecast
 from megatron_scalerl.fit.result import ForecastEvaluation
 from megatron_scalerl.fit.tables import Table, outlook_table
@@ -54,10 +55,10 @@ def report(run_dir: str | Path, console: Console) -> None:
     recipe = read_run_recipe(run_dir)
     ledger = read_rows(run_dir / "ledger.jsonl")
     unit = str(ledger[0]["unit"])
-    _print_gain(console, gain(run_dir))
+    console.print(gain_text(gain(run_dir)), highlight=False)
     for task, found in gains_by_task(run_dir, rows[-1]).items():
-        _print_gain(console, found, f"{task}: ")
-    _print_ledger(console, ledger, unit)
+        console.print(f"{task}: {gain_text(found)}", highlight=False)
+    console.print(cost_text(hours_by_role(ledger), unit), highlight=False)
     _print_outlooks(console, rows, recipe)
     fitted, unseen = split(rows, recipe["forecast"])
     if not unseen:
@@ -145,38 +146,54 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _print_gain(console: Console, found: Gain, prefix: str = "") -> None:
-    console.print(
-        f"{prefix}held-out pass rate {found.first:.3f} at step 0, {found.last:.3f} at step {found.last_step}: "
+def gain_text(found: Gain) -> str:
+    """The gain in one line."""
+    return (
+        f"held-out pass rate {found.first:.3f} at step 0, {found.last:.3f} at step {found.last_step}: "
         f"gain {found.last - found.first:+.3f}, 95 % interval [{found.low:+.3f}, {found.high:+.3f}] "
-        "(paired bootstrap over prompts)",
-        highlight=False,
+        "(paired bootstrap over prompts)"
     )
 
 
-def _print_ledger(console: Console, ledger: Rows, unit: str) -> None:
+def hours_by_role(ledger: Rows) -> dict[str, float]:
+    """Role -> device-hours. ledger: rows of ledger.jsonl, in which the header and heartbeats count nothing."""
     hours: dict[str, float] = {}
     for row in ledger:
-        if "role" in row:  # not the header, nor the heartbeat of a running run
+        if "role" in row:
             hours[row["role"]] = hours.get(row["role"], 0.0) + row["hours"]
-    total = sum(hours.values())
-    parts = ", ".join(f"{role} {value:.4g} ({value / total:.0%})" for role, value in hours.items())
-    console.print(f"ledger, {unit_name(unit)}: {total:.4g} held: {parts}", highlight=False)
+    return hours
+
+
+def cost_text(hours: Mapping[str, float], unit: str) -> str:
+    """The device-hours of each role in one line. hours: by role; unit: the ledger's."""
+    total = math.fsum(hours.values())
+    parts = ", ".join(f"{role} {value:.4g} ({value / total if total else 0:.0%})" for role, value in hours.items())
+    return f"ledger, {unit_name(unit)}: {total:.4g} held: {parts}"
+
+
+def moved_text(made: Sequence[Outlook], came: float | None) -> str:
+    """How the forecasts of the run's end moved, in one line. came: the pass rate there, None before it."""
+    text = f"the forecast moved by {made[-1].pass_rate - made[0].pass_rate:+.3f} from the first to the last"
+    if came is not None:
+        inside = sum(each.lo <= came <= each.hi for each in made)
+        text += f"; {came:.3f} came, inside {inside} of {len(made)} intervals"
+    return text
+
+
+def last_step(rows: Rows, recipe: Mapping[str, Any]) -> int:
+    """The step at which the run ends: the recipe's, or that of the last validation without one."""
+    return int(recipe.get("steps") or rows[-1]["step"])
 
 
 def _print_outlooks(console: Console, rows: Rows, recipe: dict[str, Any]) -> None:
     """The forecasts of the run's end that were shown after each validation, and what came."""
-    steps = int(recipe.get("steps") or rows[-1]["step"])
+    steps = last_step(rows, recipe)
     made = outlooks(rows, steps=steps, fit_from_steps=recipe["forecast"]["fit_from_steps"])
     if not made:
         return
     came = rows[-1]["pass_rate"] if rows[-1]["step"] >= steps else None
     console.print(outlook_table(made, came).rich())
-    moved = f"the forecast moved by {made[-1].pass_rate - made[0].pass_rate:+.3f} from the first to the last"
-    if came is not None:
-        inside = sum(each.lo <= came <= each.hi for each in made)
-        moved += f"; {came:.3f} came, inside {inside} of {len(made)} intervals"
-    console.print(f"{moved}", highlight=False)
+    console.print(moved_text(made, came), highlight=False)
 
 
 def _table(evaluation: ForecastEvaluation, unseen: Rows) -> Table:

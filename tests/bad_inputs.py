@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 from rollout_groups import rollout
 
 from megatron_scalerl.batching import rollout_bytes
@@ -23,6 +24,8 @@ from megatron_scalerl.controller.ledger import Ledger
 from megatron_scalerl.controller.run_folder import resume_point
 from megatron_scalerl.engine.answers import completion
 from megatron_scalerl.engine.interruption import Plan
+from megatron_scalerl.evaluation.problems import read_problems, split_schema
+from megatron_scalerl.evaluation.results import Header, ResultFile
 from megatron_scalerl.fit.table_file import read_table
 from megatron_scalerl.prompts.sources import read_rows
 from megatron_scalerl.recipe.file import load_recipe
@@ -289,6 +292,38 @@ def records(folder: Path) -> Iterator[Case]:
     yield "ledger", "no JSON", lambda: Ledger(torn, "device_hours", incarnation="local.0")
 
 
+def evaluations(folder: Path) -> Iterator[Case]:
+    """Evaluation files, and results that are read again."""
+    row = {"ID": "2024-I-1", "Problem": "Find $2+2$.", "Answer": 4}
+    for number, (what, text) in enumerate(
+        {
+            "nothing": "",
+            "columns of no known schema": '{"text": "2+2"}\n',
+            "an AIME answer above 999": json.dumps(row | {"Answer": 1000}) + "\n",
+            "an id twice": (json.dumps(row) + "\n") * 2,
+            "no problem": json.dumps(row | {"Problem": ""}) + "\n",
+            "a problem that is a list": json.dumps(row | {"Problem": ["2"]}) + "\n",
+        }.items()
+    ):
+        path = folder / f"aime{number}.jsonl"
+        path.write_text(text)
+        schema = None if "schema" in what else "aime"
+        yield "evaluation file", what, lambda path=path, schema=schema: read_problems(str(path), schema)
+    yield "evaluation file", "an unknown schema", lambda: split_schema("aime.jsonl:amc")
+    header = Header(policy="p", digest="d", version=0, files=(), seed=1, settings={"k": 2})
+    for number, (what, text) in enumerate(
+        {
+            "of another seed": json.dumps({"header": msgspec.to_builtins(replace(header, seed=2))}) + "\n",
+            "without a header": '{"key": 1}\n',
+            "a row that is none": json.dumps({"header": msgspec.to_builtins(header)}) + '\n{"key": 1}\n',
+        }.items()
+    ):
+        out = folder / f"out{number}"
+        out.mkdir()
+        (out / "completions.jsonl").write_text(text)
+        yield "evaluation's result", what, lambda out=out: ResultFile(out, header)
+
+
 def tables(folder: Path) -> Iterator[Case]:
     """Points for the forecast, and the plan of a weight update."""
     for number, (what, suffix, text) in enumerate(
@@ -327,7 +362,7 @@ def weight_plan(parameters: list, parts: list) -> str:
 def cases(folder: Path) -> list[Case]:
     """Every bad input; files are written to `folder`."""
     found = [*answers(), *plans(), *wire(), *completions()]
-    for make in (recipes, prompts, checkpoints, records, tables):
+    for make in (recipes, prompts, checkpoints, records, evaluations, tables):
         sub = folder / make.__name__
         sub.mkdir()
         found += make(sub)

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_scalerl.recipe import Recipe
 
 ROOT = Path(__file__).parent.parent
-OVERLAYS = ("ablations", "baselines")
+OVERLAYS = ("ablations", "baselines", "course")
 """Folders of overlays, which are no whole recipes."""
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rollout_groups import scored
@@ -23,18 +24,22 @@ from rollout_groups import scored
 from megatron_scalerl.batching import rollout_bytes
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.checkpoints.commit import read_commit, write_commit
+from megatron_scalerl.controller.evaluations import EvaluationInputs
 from megatron_scalerl.controller.ledger import Ledger
 from megatron_scalerl.controller.loop import Controller
 from megatron_scalerl.controller.meter import Meter, metering
+from megatron_scalerl.controller.metrics import Sink
 from megatron_scalerl.controller.progress import Progress
 from megatron_scalerl.controller.run_folder import RunFolder, check_history, resume_point
 from megatron_scalerl.controller.weight_sync import WeightUpdate
+from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.launch.fleet import Devices, Fleet
 from megatron_scalerl.processes.signals import SaveAndExit
 from megatron_scalerl.prompts.dataset import PromptSet
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.history import read_history
+from megatron_scalerl.telemetry.collector import RunCollector
 from megatron_scalerl.trainer.messages import TrainerInfo
 from megatron_scalerl.types import CompletionLost, Prompt, Rollout, Score, StepReport
 
@@ -84,18 +89,37 @@ class _JumpingSelector(selectors.SelectSelector):
         return super().select(0)
 
 
+class StandInDraw(NamedTuple):
+    """Seed, group and index."""
+
+    seed: int
+    group: int
+    index: int
+
+    @property
+    def thinking_cut(self):
+        """No interruption."""
+        return 0
+
+    def __str__(self):
+        return str(tuple(self))
+
+
 class StandInEngine:
     """Serves the version that it was set to."""
 
-    name, secret = "engine-0", "none"
+    secret = "none"
 
-    produced_tokens = received_tokens = 0
+    produced_tokens = received_tokens = in_flight = 0
 
-    def __init__(self) -> None:
-        self.version = 0
+    def __init__(self, number: int = 0) -> None:
+        self.version, self.name = 0, f"engine-{number}"
+
+    aborted = ""
 
     def abort(self, reason):
-        """No request notices it."""
+        """Requests in flight end with it."""
+        self.aborted = reason
 
 
 class StandInSampler:
@@ -109,12 +133,15 @@ class StandInSampler:
         self._flat, self._lost = flat_groups, lost
 
     def draw(self, seed, group_id, index):
-        return (seed, group_id, index)
+        return StandInDraw(seed, group_id, index)
 
     async def complete(self, engine, prompt, draw, *, priority, max_tokens=None):
         version = engine.version
         seconds = VALIDATE_S if priority == 0 else 1 + 5 * random.Random(str(draw)).random() ** 2
         await asyncio.sleep(seconds)
+        if reason := getattr(engine, "aborted", ""):
+            raise EngineError(f"{engine.name}: {reason}")
+        engine.received_tokens += 10
         rollout = Rollout(
             token_ids=(5,) * 10,
             rollout_logprobs=(-0.5,) * 9 + (0.0,),
@@ -198,10 +225,19 @@ class StandInSync:
     def __init__(self, engines, trainer) -> None:
         self._engines, self._trainer = engines, trainer
 
+    def trained(self, report):
+        assert report.policy_version > 0
+
     async def publish(self, version):
         assert not self._trainer.sending
+        return await self._update(version, self._engines.alive)
+
+    async def catch_up(self, version):
+        return await self._update(version, self._engines.stale)
+
+    async def _update(self, version, engines):
         await asyncio.sleep(PUBLISH_S)
-        for engine in self._engines.alive:
+        for engine in engines:
             engine.version = version
             self._engines.serve(engine, version)
         return WeightUpdate(
@@ -211,7 +247,8 @@ class StandInSync:
             seconds_sending=PUBLISH_S,
             phases={"update": PUBLISH_S},
             bytes=1,
-            digest="",
+            whole_bytes=1,
+            digest=f"weights-{version}",
         )
 
 
@@ -275,24 +312,30 @@ def attempt(
     lost: dict[tuple[int, int, int], int] | None = None,
     send_s: float = 0.0,
     changes: Sequence[tuple[float, Callable[[Membership], None]]] = (),
+    collector: RunCollector | None = None,
+    sinks: Sequence[Sink] = (),
+    evaluation: EvaluationInputs | None = None,
 ) -> Outcome:
     """One attempt, to its end or until it is killed at a moment or in a write, or asked to save and exit.
 
     send_s: for sending a batch to the trainer. changes: what happens to the engines, and when.
+    collector: gets what a Prometheus endpoint would show. sinks: more sinks of the records.
     power_loss: truncate every file to its last synced length.
     """
     loop = VirtualTimeLoop()
     trainer, sampler = StandInTrainer(send_s), StandInSampler(flat_groups, lost or {})
     killer = _Killer(loop, kill_at_s, kill_at_write)
     write, os.write = os.write, killer.guard(os.write)
-    disk = _Disk()
+    disk = _Disk(Path(settings.run_dir))
     fsync, os.fsync = os.fsync, disk.fsync
     folder, saving = None, SaveAndExit()
     if save_at_s is not None:
         loop.call_at(save_at_s, saving.request)
     try:
         folder = RunFolder(settings)
-        reason = loop.run_until_complete(_attempt(loop, settings, folder, trainer, sampler, saving, changes))
+        reason = loop.run_until_complete(
+            _attempt(loop, settings, folder, trainer, sampler, saving, changes, collector, sinks, evaluation)
+        )
     except (Killed, RuntimeError, asyncio.CancelledError):
         if not killer.dead and not saving.requested:
             raise
@@ -325,10 +368,11 @@ async def _cancel_all() -> None:
 
 
 class _Disk:
-    """Keeps the synced length of each file."""
+    """Keeps the synced length of each file; what was there before counts as synced."""
 
-    def __init__(self) -> None:
-        self._sizes: dict[int, int] = {}
+    def __init__(self, folder: Path) -> None:
+        files = (path.stat() for path in folder.rglob("*")) if folder.exists() else ()
+        self._sizes = {status.st_ino: status.st_size for status in files}
 
     def fsync(self, handle) -> None:
         status = os.fstat(handle)
@@ -374,8 +418,8 @@ class _Killer:
         return guarded
 
 
-async def _attempt(loop, settings, folder, trainer, sampler, saving, changes) -> str:
-    engines = Membership.of([StandInEngine()], version=None)
+async def _attempt(loop, settings, folder, trainer, sampler, saving, changes, collector, sinks, evaluation) -> str:
+    engines = Membership.of([StandInEngine(i) for i in range(settings.engine.count)], version=None)
     for at_s, change in changes:
         loop.call_at(at_s, change, engines)
     start, history = resume_point(folder.path, read_commit), read_history(folder.path)
@@ -383,6 +427,9 @@ async def _attempt(loop, settings, folder, trainer, sampler, saving, changes) ->
     devices = Devices(unit="device_hours", trainer=1, engine=2)
     ledger = Ledger(folder.path / "ledger.jsonl", devices.unit, incarnation=folder.attempt.incarnation)
     meter = Meter(ledger, devices, start, clock=loop.time)
+    if collector is not None:
+        collector.members = lambda: engines.members
+        collector.attempt(start.step, ledger.seconds)
     info = TrainerInfo(
         world_size=1,
         dp_size=1,
@@ -408,5 +455,7 @@ async def _attempt(loop, settings, folder, trainer, sampler, saving, changes) ->
             meter=meter,
             progress=Progress(Console(file=open("/dev/null", "w")), settings.steps),  # noqa: SIM115
             saving=saving,
+            evaluation=evaluation,
+            sinks=[*sinks, *([] if collector is None else [collector])],
         )
         return await controller.run()

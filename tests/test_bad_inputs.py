@@ -115,7 +115,13 @@ def test_a_changed_weight_plan_is_a_plan_or_refused(data):
         assert str(error).startswith("weights: ")
     else:
         sent = sum(slot.nbytes for bucket in weight_plans.buckets(found, 1) for slot in bucket.slots)
-        assert sent == sum(math.prod(meta.shape) * meta.item_bytes for meta in found.parameters)
+        needed = [
+            math.prod(b - a for a, b in ranges) * meta.item_bytes
+            for needs in found.needs
+            for meta, rectangles in zip(found.parameters, needs, strict=True)
+            for ranges in rectangles
+        ]
+        assert sent == sum(needed)
 
 
 @given(changed(JOURNAL))

@@ -29,7 +29,7 @@ from megatron_scalerl.slurm.site import read_site
 from megatron_scalerl.tiny.build import TinyArguments, build
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "course").glob("*.md"))]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?:^ {4}.*\n)+", re.MULTILINE)
 WORDS = r"python|bash|source|srun|docker|apptainer|megatron-scalerl|examples/\S+\.sh|tests/run\.sh|tools/\S+\.sh"
@@ -41,17 +41,29 @@ SHOWN = {
     "the tests' output": r"\d+ passed",
     "the planner's output": r"scalerl_\w+ on \d+ x ",  # compared below
     "the doctor's output": r"\w+, \d{4}-\d\d-\d\dT",
+    "a piece's output": r"1 rank|loss -|rank 0, TP|step  20 ",  # test_examples.py runs it
+    "a forecast's table": r"ScaleRL-\S+: points that were not fitted\n",
+    "errors": r"megatron-scalerl: engine\.vllm\.hf_overrides: expected",
+    "a completion": r"prompt {5}<bos>",
+    "a comparison's last lines": r"Every recipe was run once",
     "a formula": r"    R\(C\) = ",
     "a row of prompts": r'\{"prompt": ',  # tests/rewards/test_code_verifier.py scores it
     "a folder": r"\.metadata metadata\.json",
     "builds of other projects": r"git clone |MAX_JOBS=\d+ pip install ",
+    "another program's command": r"    lm_eval --model hf",  # docs/evaluation.md says with which versions it ran
+    "another program's task": r"    task: tiny_arithmetic",
 }
 """What is no code: kind -> how the block begins."""
 
 
+def included(match):
+    """The file that a line of pymdownx.snippets names."""
+    return (ROOT / match[1]).read_text(encoding="utf8")
+
+
 def blocks(page):
     """[(language, text)] of a page's code blocks, fenced or indented."""
-    text = page.read_text(encoding="utf8")
+    text = re.sub(r'^--8<-- "(\S+)"\n', included, page.read_text(encoding="utf8"), flags=re.MULTILINE)
     rest = FENCED.sub("", text)
     return [*FENCED.findall(text), *(("", block) for block in INDENTED.findall(rest))]
 
@@ -170,7 +182,7 @@ def test_the_readmes_recipe_starts(place, monkeypatch):
 def arguments(words):
     """The words of a usage line as somebody would fill them in: brackets off, the first of several choices."""
     filled = {"RECIPE": "recipes/scalerl_llama3_8b.yaml", "N": "8"}
-    bare = [word.strip("[]").split("|")[0] for word in words]
+    bare = [word if "=[" in word else word.strip("[]").split("|")[0] for word in words]
     return [filled.get(word, word) for word in bare]
 
 
@@ -236,8 +248,14 @@ def check_command(argv, place):
     elif words := product_words(shlex.join(argv)):
         check_product(words, place)
     elif argv[:2] == ["python", "-m"]:
-        source = Path(importlib.util.find_spec(argv[2]).origin).read_text()
-        assert '__name__ == "__main__"' in source
+        source = Path(importlib.util.find_spec(argv[2]).origin)
+        program = source.with_name("__main__.py") if source.name == "__init__.py" else source
+        assert '__name__ == "__main__"' in program.read_text()
+    elif argv[0] == "python" and Path(argv[1]).parent.name == "examples":
+        assert (ROOT / argv[1]).is_file()
+        recipe, *overrides = [word for word in argv[2:] if ".yaml" in word or "=" in word] or [""]
+        if recipe:
+            load_recipe(ROOT / recipe, [word.replace("=recipes", f"={ROOT}/recipes") for word in overrides])
     else:
         tool = Path(argv[1])
         assert argv[0] == "python" and tool.parent.name == "tools" and (ROOT / tool).is_file()
@@ -254,6 +272,7 @@ SAID = "verdict: "
 RUN = {
     "report runs/my_run": "95 % interval",
     "fit runs/my_run --predict 50000,100000": SAID,
+    "report runs/my_run --html page.html": "page: page.html, with 1 groups",
     "show runs/my_run": "pass rate 1/2",
     "fit runs/my_run --predict 16000,50000,100000 --html report.html --plot forecast.png": SAID,
     "fit runs/my_run --fit-until 8000": SAID,

@@ -13,6 +13,7 @@ FLOORS = [
         "losses": "shapes",
         "logits": "shapes",
         "models": "",
+        "tracing": "",
     },
     {
         "recipe": "models",
@@ -33,24 +34,30 @@ FLOORS = [
         "report": "checkpoints fit recipe",
     },
     {
-        "trainer": "batching checkpoints distributed logits losses models processes recipe safe_load types weights",
+        "trainer": "batching checkpoints distributed logits losses models processes recipe safe_load tracing types "
+        "weights",
         "engine": "batching checkpoints distributed models processes recipe types weights",
         "export": "checkpoints convert recipe",
     },
     {
-        "rollouts": "batching checkpoints engine processes prompts recipe rewards types",
+        "telemetry": "checkpoints engine processes recipe tracing weights",
+        "rollouts": "batching checkpoints engine processes prompts recipe rewards tracing types",
         "launch": "distributed engine processes recipe rewards trainer types weights",
         "sft": "batching convert distributed losses prompts recipe trainer types",
     },
     {
-        "controller": "batching checkpoints engine fit launch models processes prompts recipe rewards "
-        "rollouts safe_load trainer types weights",
-        "plan": "checkpoints distributed logits losses models recipe rollouts trainer",
+        "evaluation": "batching checkpoints engine fit launch models processes prompts recipe rewards rollouts types",
+    },
+    {
+        "controller": "batching checkpoints engine evaluation fit launch models processes prompts recipe rewards "
+        "rollouts safe_load telemetry tracing trainer types weights",
+        "page": "batching checkpoints fit processes recipe report rollouts types",
+        "plan": "checkpoints distributed logits losses models recipe rollouts trainer weights",
     },
     {
         "check_gpu": "batching checkpoints controller distributed engine launch logits losses plan processes prompts "
         "recipe rewards rollouts tiny trainer types weights",
-        "commands": "batching checkpoints controller export launch processes recipe report rollouts sft types",
+        "commands": "checkpoints controller evaluation export launch page processes recipe report rollouts sft",
     },
     {
         "study": "checkpoints fit processes recipe tiny",

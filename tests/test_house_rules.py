@@ -52,11 +52,13 @@ WALL_CLOCK = {
     "distributed/rendezvous.py": "age of a leftover folder that no process holds a lock on",
     "doctor/node.py": "the date of the report",
     "doctor/space.py": "age of a leftover segment that no process uses",
+    "page/run_summary.py": "how long ago a run wrote, and part of a file's identity, compared for equality",
     "plan/assumptions_file.py": "the date of a new file",
     "slurm/engines.py": "records it",
     "slurm/nodes.py": "which attempts belong to the last submission",
     "slurm/status.py": "which attempt started last, and until when a job may run",
     "slurm/submission.py": "records it",
+    "tracing/spans.py": "records it",
 }
 """Files that read the time of day or a file's time, which may jump, and what for."""
 

@@ -84,7 +84,7 @@ with explained():
     from megatron_scalerl.rollouts.sampler import Sampler
     from megatron_scalerl.tiny.tokenizer import build_tokenizer
     from megatron_scalerl.trainer.client import TrainerClient
-    from megatron_scalerl.types import Prompt
+    from megatron_scalerl.types import Prompt, StepReport
 
 GROUP, ANSWER_TOKENS = 16, 2048
 TOOLS = Path(__file__).resolve().parent
@@ -100,6 +100,9 @@ class StandInSync:
         self.published = asyncio.Event()
         """Set at each of them; whoever waits for it clears it."""
 
+    def trained(self, report: StepReport) -> None:
+        """Its updates send no weights."""
+
     async def publish(self, version: int) -> WeightUpdate:
         """Every engine serves `version`."""
         await asyncio.gather(*(client.set_version(version) for client in self._engines.alive))
@@ -114,6 +117,7 @@ class StandInSync:
             seconds_sending=0.0,
             phases={"update": 0.0},
             bytes=1,
+            whole_bytes=1,
             digest="",
         )
 

@@ -9,8 +9,12 @@ called directly, without the HTTP of an engine. The arms take turns in one run:
     pack and wire         an update that is packed, sent and received, and written nowhere; no digests
     update, no digests    ... written into the live parameters
     update                ... with the digests of buckets and of the values that the live parameters hold
+    packed copies         on CPUs, the copies of linear layers that the update arms make again, alone
+    changes               an update with digests after a step that changed one element in a hundred by one unit in the
+                          last place; recipe key weights.deltas
     update by the loader  ... whole tensors through vLLM's layerwise reload, with the digest of buckets
-    vLLM's reload alone   tensor by tensor over bare gloo, through vLLM's layerwise reload
+    vLLM's reload alone   tensor by tensor over bare gloo, through vLLM's layerwise reload; the trainer's are put
+                          together before
 
 Prints one JSON line: medians, spreads, and ratios to `gloo`. Arms without digests replace both by constants.
 """
@@ -26,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +41,12 @@ ARMS = (
     "pack and wire",
     "update, no digests",
     "update",
+    "packed copies",
     "update by the loader",
     "vLLM's reload alone",
+    "changes",
 )
+DENSITY = 0.01
 WITHOUT_DIGESTS = ("pack and wire", "update, no digests")
 
 
@@ -51,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--vocab", type=int, default=32_000)
     p.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     p.add_argument("--bucket-mib", type=int, default=16)
+    p.add_argument("--deltas", choices=("absolute", "ulp"), default="absolute")
     p.add_argument("--receive", metavar="FOLDER", help=argparse.SUPPRESS)
     return p
 
@@ -65,7 +74,7 @@ with explained():
     from megatron_scalerl.distributed.rendezvous import private_folder
     from megatron_scalerl.weights import plan as plans
     from megatron_scalerl.weights.connection import Connection
-    from megatron_scalerl.weights.transport import gloo, make_sender
+    from megatron_scalerl.weights.transport import frames, gloo, make_sender
 
 
 def make_policy(folder: Path, options: argparse.Namespace) -> None:
@@ -97,7 +106,7 @@ def no_digests(without: bool) -> None:
     from megatron_scalerl.weights.digest import digest
     from megatron_scalerl.weights.value_digest import value_digest
 
-    module: Any = gloo
+    module: Any = frames
     module.digest = (lambda data: 0) if without else digest
     module.value_digest = (lambda *_: 0) if without else value_digest
 
@@ -131,7 +140,11 @@ class Worker:
         found = msgspec.convert(connection, Connection)
         info = {"connection": connection, "places": [[0, 1]], "plans": [plan]}
         self.receiver.init_transfer_engine(self.receiver.parse_init_info(info))
-        self.bare = group_of(found, 1)
+        groups, self.receiver._groups = self.receiver._groups, {}
+        if found.deltas != "off":
+            self.of_changes = groups
+            return 0
+        self.whole, self.bare = groups, group_of(found, 1)
         self.plan, self.live = plans.from_json(plan), self.model._msrl_live if self._known(plan) else None
         assert self.live is not None and self.live[1] is not None, "the live parameters are not known"
         return sum(p.numel() * p.element_size() for p in self.model.parameters())
@@ -151,9 +164,16 @@ class Worker:
             self.bare.broadcast(self.buffer(size))
             return ""
         if arm == "pack and wire":
-            for _ in gloo.receive(self.receiver._groups, self.plan, version, []):
+            for _ in frames.receive(self.whole, self.plan, version, []):
                 pass
             return ""
+        if arm == "packed copies":
+            live = self.live[1]
+            live._written = set(range(len(self.plan.parameters)))
+            live.finish()
+            return ""
+        self.receiver._groups = self.of_changes if arm == "changes" else self.whole
+        self.receiver._holds = version - 1 if arm == "changes" and version else None
         self.model._msrl_live = (self.live[0], None) if "loader" in arm or "reload" in arm else self.live
         self.receiver.start_weight_update()
         if arm == "vLLM's reload alone":
@@ -161,7 +181,7 @@ class Worker:
         else:
             self.receiver.update_weights({"version": version})
         self.receiver.finish_weight_update()
-        return live_digest(self.model) if arm == "update" else ""
+        return live_digest(self.model) if arm in ("update", "changes") else ""
 
     def buffer(self, size: int) -> torch.Tensor:
         """[size] uint8, allocated once."""
@@ -211,10 +231,34 @@ class Trainer:
         self.source = MegatronWeightSource(build_policy(folder, recipe, parallel), parallel)
         self.size = sum(bucket.nbytes for bucket in plans.buckets(self.source.plan, options.bucket_mib))
         self.buffer = torch.zeros(self.size, dtype=torch.uint8)
+        self.tensors = self.assembled()
+
+    def assembled(self) -> list[torch.Tensor]:
+        """The tensors of the checkpoint as a whole."""
+        plan = self.source.plan
+        found = [torch.empty(meta.shape, dtype=getattr(torch, meta.dtype)) for meta in plan.parameters]
+        for number, part in enumerate(plan.parts):
+            found[part.tensor][tuple(slice(a, b) for a, b in part.ranges)] = self.source.read(number)
+        return found
 
     def connect(self, connection: Connection) -> None:
-        """Open both groups."""
-        self.sender, self.bare = make_sender(connection), group_of(connection, 0)
+        """Open the groups."""
+        if connection.deltas != "off":
+            self.of_changes = make_sender(connection)
+        else:
+            self.sender, self.bare = make_sender(connection), group_of(connection, 0)
+
+    def step(self, seed: int) -> int:
+        """Change some elements by one unit in the last place; returns how many."""
+        generator, changed = torch.Generator().manual_seed(seed), 0
+        for parameter in self.source._parameters.values():
+            bits = parameter.data.view(torch.int16 if parameter.element_size() == 2 else torch.int32).view(-1)
+            count = max(int(DENSITY * bits.numel()), 1)
+            places = torch.randint(bits.numel(), (count,), generator=generator).unique()
+            bits[places] += 1
+            changed += len(places)
+        self.tensors = self.assembled()
+        return changed
 
     def update(self, arm: str, version: int) -> str:
         """Send one update; the digest of the values."""
@@ -222,11 +266,13 @@ class Trainer:
         if arm == "gloo":
             self.bare.broadcast(self.buffer)
         elif arm == "vLLM's reload alone":
-            for number in range(len(self.source.plan.parts)):
-                self.bare.broadcast(self.source.read(number).contiguous())
-        else:
-            self.sender.send(self.source.plan, self.source.read, version)
-        return f"{self.sender.values.get(0, 0):016x}"
+            for tensor in self.tensors:
+                self.bare.broadcast(tensor)
+        elif arm != "packed copies":
+            sender = self.of_changes if arm == "changes" else self.sender
+            sender.send(self.source.plan, self.source.read, version)
+            return f"{sender.values.get(0, 0):016x}"
+        return ""
 
 
 ENVIRONMENT = {
@@ -265,8 +311,8 @@ class Child:
         self.process.wait()
 
 
-def measure(options: argparse.Namespace, folder: Path, rendezvous: Any) -> tuple[int, dict[str, list[float]]]:
-    """(bytes of an update, arm -> seconds of each round)"""
+def measure(options: argparse.Namespace, folder: Path, rendezvous: Any) -> tuple[int, float, dict[str, list[float]]]:
+    """(bytes of an update, bytes of a changed element, arm -> seconds of each round)"""
     child = Child(folder)
     trainer = Trainer(folder, options)
     child.answer()
@@ -279,12 +325,15 @@ def measure(options: argparse.Namespace, folder: Path, rendezvous: Any) -> tuple
         timeout_s=300,
         connect_timeout_s=300,
     )
-    child.ask("connect", msgspec.to_builtins(connection), plans.to_json(trainer.source.plan))
-    trainer.connect(connection)
-    child.answer()
+    for each in (connection, replace(connection, group="changes", deltas=options.deltas, anchor_every=1 << 30)):
+        child.ask("connect", msgspec.to_builtins(each), plans.to_json(trainer.source.plan))
+        trainer.connect(each)
+        child.answer()
     seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
     for version in range(options.rounds + 1):
         for arm in ARMS:
+            if arm == "changes":
+                changed = trainer.step(version)
             begin = time.perf_counter()
             child.ask("update", arm, version, trainer.size)
             sent, held = trainer.update(arm, version), child.answer()
@@ -292,7 +341,7 @@ def measure(options: argparse.Namespace, folder: Path, rendezvous: Any) -> tuple
                 seconds[arm].append(time.perf_counter() - begin)
             assert held in ("", sent), f"{arm}: sent {sent}, holds {held}"
     child.end()
-    return trainer.size, seconds
+    return trainer.size, trainer.of_changes.bytes / changed, seconds
 
 
 def main(options: argparse.Namespace) -> None:
@@ -300,7 +349,7 @@ def main(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as root, private_folder() as rendezvous:
         make_policy(Path(root), options)
-        size, seconds = measure(options, Path(root), rendezvous)
+        size, of_change, seconds = measure(options, Path(root), rendezvous)
     median = {arm: statistics.median(of) for arm, of in seconds.items()}
     line = {
         "bench": "weights",
@@ -311,6 +360,11 @@ def main(options: argparse.Namespace) -> None:
         "spread": {arm: [round(min(of), 4), round(max(of), 4)] for arm, of in seconds.items()},
         "over_gloo": {arm: round(value / median["gloo"], 3) for arm, value in median.items()},
         "gb_s": round(size / 1e9 / median["update"], 3),
+        "bytes_of_a_change": round(of_change, 3),
+        "update_over_changes": round(median["update"] / median["changes"], 3),
+        "without_packed_copies": round(
+            (median["update"] - median["packed copies"]) / (median["changes"] - median["packed copies"]), 3
+        ),
         "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
     }
     print(json.dumps(line), flush=True)

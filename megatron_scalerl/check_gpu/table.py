@@ -264,6 +264,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(component="routing replay, experts as the engine chose them", checks=_of("engine", "routed experts")),
     Row(component="weight update over gloo", checks=_of("engine", "update", "probe")),
+    Row(component="weight updates of changed elements (`weights.deltas`)", checks=()),
     Row(component="weight update over NCCL", checks=_of("wire", "digest", "send") + _of("parallel", "broadcast")),
     Row(
         component="PipelineRL-k end to end on the tiny recipe, eager and with CUDA graphs",
@@ -271,6 +272,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(component="the 8B recipe's layout on a cut-down policy, 8 GPUs", checks=_of("recipe-8b", "steps", "memory")),
     Row(component="advantages, filters, verifier, prompts, curriculum, ledger, forecast", checks=()),
+    Row(component="evaluation: of a folder, and during a run on an engine that is held", checks=()),
     Row(component="checks of a node (`doctor`): NVML, the loaded NCCL", checks=()),
     Row(component="Slurm; a run, or a conversion, at 8B or 17B×16", checks=()),
     Row(component="`tools/install.sh gpu`", checks=()),

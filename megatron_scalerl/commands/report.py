@@ -1,8 +1,9 @@
-"""`megatron-scalerl report RUN`: gain, cost and forecast of a run."""
+"""`megatron-scalerl report RUN`: gain, cost and forecast of a run, and its page as one file."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,14 +14,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.description = (
         "Report what a run gained on its held-out prompts, what it cost by role, and how the forecast from its first "
-        "part compares with its last part. Writes RUN/forecast.png."
+        "part compares with its last part. Writes RUN/forecast.png. With --html it writes the page of the run "
+        "instead: one file that needs no network; of a folder of runs, the list of them with their curves. "
+        "`megatron-scalerl watch RUN` shows the same with all completions."
     )
-    parser.add_argument("run_dir", metavar="RUN", help="folder of the run")
+    parser.add_argument("run_dir", metavar="RUN", help="folder of the run; with --html also of runs")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the page of the run, at most 25 MB")
+    parser.add_argument(
+        "--group",
+        type=int,
+        action="append",
+        default=[],
+        metavar="ID",
+        help="a group whose completions are in the page",
+    )
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Print the report. Raises ValueError for a folder without the files of a run."""
-    from megatron_scalerl.report import report
+    """Print the report, or write the page. Raises ValueError for a folder without the files of a run, OSError."""
+    if arguments.html is None:
+        if arguments.group:
+            raise ValueError("--group: expected --html FILE with it, found none")
+        from megatron_scalerl.report import report
 
-    report(arguments.run_dir, console)
+        report(arguments.run_dir, console)
+        return 0
+    from megatron_scalerl.page.find_runs import is_run
+
+    one = is_run(arguments.run_dir)
+    from megatron_scalerl.page.static_page import write_page, write_runs_page
+
+    if not one:
+        if arguments.group:
+            raise ValueError(f"--group: expected one run with it, found the folder of runs {arguments.run_dir}")
+        count = write_runs_page(arguments.run_dir, arguments.html)
+        console.print(f"page: {arguments.html}, with {count} runs", highlight=False)
+        return 0
+    groups, left_out = write_page(arguments.run_dir, arguments.html, group_ids=arguments.group)
+    left = f", {left_out} left out for the size of the file" if left_out else ""
+    console.print(f"page: {arguments.html}, with {groups} groups{left}", highlight=False)
     return 0

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
 from rich.console import Console
 from rich.text import Text
 
-from megatron_scalerl.commands.group_files import ListedGroup, listed_groups
 from megatron_scalerl.processes.logs import printable
+from megatron_scalerl.rollouts.group_files import ListedGroup, listed_groups
+from megatron_scalerl.rollouts.run_text import decode, load_tokenizer
 
 EPILOG = """examples:
   megatron-scalerl show runs/my_run                        a completion of the newest group
@@ -101,19 +101,6 @@ def trained_steps(run_dir: Path) -> dict[int, int]:
     return steps
 
 
-def load_tokenizer(run_dir: Path) -> Any:
-    """The tokenizer of the run's policy, found through RUN_DIR/recipe.yaml."""
-    from transformers import AutoTokenizer  # slow: only once the completion is found
-
-    recipe = run_dir / "recipe.yaml"
-    if not recipe.is_file():
-        raise ValueError(f"{recipe}: expected the run's recipe, found nothing")
-    path = Path(yaml.safe_load(recipe.read_text(encoding="utf8"))["policy"]["path"])
-    if not path.is_dir():
-        raise ValueError(f"{recipe}: policy.path: expected a folder with a tokenizer, found {path}")
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-
-
 def show(console: Console, group: dict[str, Any], index: int, tokenizer: Any) -> None:
     """Print the header, the prompt and the completion."""
     rollout, score = group["rollouts"][index], group["scores"][index]
@@ -174,9 +161,3 @@ def marked_text(rollout: dict[str, Any], tokenizer: Any) -> Text:
         piece = decode(tokenizer, [ids[token] for token in tokens])
         text.append(piece if is_sampled else f"⟦{piece}⟧", style="" if is_sampled else "bold yellow")
     return text
-
-
-def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """The text with special tokens; control characters other than line ends and tabs are escaped."""
-    text = tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return printable(text)

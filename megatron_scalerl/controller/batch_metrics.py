@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megatron_scalerl.controller.outcomes import within_variance
+from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.types import RolloutGroup, StepReport
 
 
@@ -49,6 +50,15 @@ def step_metrics(report: StepReport) -> dict[str, float]:
         "tokens": report.tokens,
         "train_seconds": report.seconds,
         **report.metrics,
+    }
+
+
+def engine_metrics(engines: Membership) -> dict[str, float]:
+    """Scalars of the engines at the end of a batch."""
+    return {
+        "engines_serving": len(engines.serving),
+        "engine_restarts": sum(member.restarts for member in engines.members),
+        "lost_tokens": sum(member.lost_tokens for member in engines.members),
     }
 
 

@@ -21,12 +21,12 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, rewrite
 from megatron_scalerl.types import ComputeUnit
 
-Role = Literal["startup", "trainer", "engine", "validation", "lost"]
+Role = Literal["startup", "trainer", "engine", "validation", "evaluation", "lost"]
 Phase = Literal["startup", "produce", "train", "validate", "replay", "crash"]
 
 
@@ -80,21 +80,24 @@ class Ledger:
     def charge(
         self, *, batch: int, step: int, phase: Phase, seconds: float, devices: Iterable[tuple[Role, float]]
     ) -> None:
-        """Append the charges of one window of `seconds`: (role, devices), the trainer's last."""
+        """Append the charges of one window of `seconds`: (role, devices), the trainer's last.
+
+        Memory holds what the file does, digit by digit, and never more: a sum must not fall when a start reads it.
+        """
         charges = [
             Charge(
                 batch=batch,
                 step=step,
                 phase=phase,
                 role=role,
-                devices=count,
-                seconds=seconds,
+                devices=round(count, 6),
+                seconds=round(seconds, 6),
                 incarnation=self._incarnation,
             )
             for role, count in devices
         ]
-        self._add(charges)
         self._file.append(*map(_row, charges))
+        self._add(charges)
 
     def heartbeat(self, *, batch: int, step: int, devices: float, seconds: float) -> None:
         """Record that all devices are still held `seconds` after the last charge."""
@@ -107,6 +110,10 @@ class Ledger:
     def hours(self, *roles: Role) -> float:
         """Device-hours of these roles so far, of all roles if none is given."""
         return math.fsum(self._hours[role] for role in roles or self._hours)
+
+    def seconds(self) -> dict[str, float]:
+        """Role -> its device-seconds so far, in all attempts."""
+        return {role: 3600 * self._hours.get(role, 0.0) for role in get_args(Role)}
 
     def axis_at(self, batches: int) -> float:
         """The forecast's compute axis (device-hours) after the first `batches` batches of the lineage.
@@ -134,8 +141,7 @@ class Ledger:
 
 
 def _row(charge: Charge) -> dict[str, Any]:
-    rounded = {"devices": round(charge.devices, 6), "seconds": round(charge.seconds, 6)}
-    return dataclasses.asdict(charge) | rounded | {"hours": charge.hours}
+    return dataclasses.asdict(charge) | {"hours": charge.hours}
 
 
 def _recovered(rows: Iterable[dict[str, Any]]) -> list[Charge]:
@@ -150,7 +156,7 @@ def _recovered(rows: Iterable[dict[str, Any]]) -> list[Charge]:
         heartbeat = None
         charges.append(_charge(row))
         # version 1 of this file wrote the trainer's charge first, and no batch
-        if charges[-1].role not in ("engine", "validation") or "batch" not in row:
+        if charges[-1].role not in ("engine", "validation", "evaluation") or "batch" not in row:
             complete = len(charges)
     charges[complete:] = [dataclasses.replace(c, role="lost", phase="crash") for c in charges[complete:]]
     if heartbeat is not None:

@@ -15,9 +15,10 @@ A step (`_train`, `_train_on`):
    taken and sent if the gate releases it for the next version (`sending`). Its step 2 comes in its turn.
 4. The weights are published (ppo_off_policy: after a phase's last batch), the ledger is charged, the step recorded.
 5. Every validation.every_steps a validation starts (ppo_off_policy: at the end of the phase), every
-   checkpoint.every_steps a checkpoint is written.
+   evaluation.every_steps an evaluation, every checkpoint.every_steps a checkpoint is written.
 
-A weight update (`_publish`): a validation in progress is awaited first, because it measures one policy version. Then
+A weight update (`_publish`): a validation on all engines is awaited first, because it measures one policy version;
+one on an engine that is held, as an evaluation is, delays nothing (`measurements`). Then
 every engine pauses between two tokens, keeps its requests, receives the weights, reports their digest and resumes
 (`weight_sync`). Only then do new groups start at the new version. Every weights.probe_every steps the log-probs of
 trainer and engines are compared (`probe`). An engine that is started again meanwhile takes part in the next update,
@@ -36,8 +37,7 @@ same order, before anything new is generated. Groups that were in flight are iss
 A request to save and exit (`processes.signals`) lets a step, a checkpoint and the weights of an engine that joins be
 finished, and cancels everything else: generation, a validation, the start (`_leave`).
 
-The end (`_finish`): no more prompts or steps. The loop ends no process: the launcher does when `run` returns or
-raises (`launch.launcher`).
+The end (`_finish`): no more prompts or steps. The loop ends no process: the launcher does then (`launch.launcher`).
 """
 
 from __future__ import annotations
@@ -49,14 +49,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from megatron_scalerl.controller.batch_metrics import batch_metrics, step_metrics
+from megatron_scalerl.controller.batch_metrics import batch_metrics, engine_metrics, step_metrics
+from megatron_scalerl.controller.evaluations import EvaluationInputs
+from megatron_scalerl.controller.measurements import Measurements
 from megatron_scalerl.controller.meter import Meter
-from megatron_scalerl.controller.metrics import Metrics
+from megatron_scalerl.controller.metrics import Metrics, Sink
 from megatron_scalerl.controller.probe import Probe
 from megatron_scalerl.controller.progress import Progress
 from megatron_scalerl.controller.run_folder import ControllerState, ResumePoint, RunFolder
 from megatron_scalerl.controller.sending import Ahead, Sender, SentBatch
-from megatron_scalerl.controller.validations import Validations
 from megatron_scalerl.controller.weight_sync import NO_UPDATE, WeightSync
 from megatron_scalerl.engine.rounds import Rounds
 from megatron_scalerl.launch.fleet import Fleet
@@ -71,6 +72,7 @@ from megatron_scalerl.rollouts.history import BatchRecord, History, read_batch, 
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.sampler import Sampler
 from megatron_scalerl.rollouts.stream import RolloutStream
+from megatron_scalerl.tracing.spans import spanned
 from megatron_scalerl.types import RolloutGroup, StepReport
 
 T = TypeVar("T")
@@ -82,8 +84,9 @@ class Controller:
 
     _ahead: SentBatch | None = None
     """The next batch, if it was sent while the trainer stepped."""
-    _served = -1
-    """Policy version that the engines got in the last update."""
+    _skipped_in_a_row = 0
+    _served, _digest = -1, ""
+    """Policy version that the engines got in the last update, and the digest of its weights."""
 
     def __init__(
         self,
@@ -100,27 +103,27 @@ class Controller:
         meter: Meter,
         progress: Progress,
         saving: SaveAndExit,
+        evaluation: EvaluationInputs | None = None,
+        sinks: Sequence[Sink] = (),
     ) -> None:
-        """start: the checkpoint to resume from. history: the journal at the start of this attempt."""
-        self._recipe, self._prompts = recipe, prompts.training
-        self._folder, self._fleet = folder, fleet
+        """start: the checkpoint to resume from. history: the journal at the start. sinks: of the records."""
+        self._recipe, self._prompts, self._folder, self._fleet = recipe, prompts.training, folder, fleet
         self._start, self._history = start, [history]  # `_replay` takes it: it may have a million events
         self._sync, self._probe, self._saving = sync, probe, saving
         self._sender = Sender(recipe, fleet, folder.path)
-        self._meter, self._ledger, self._progress = meter, meter.ledger, progress
+        self._meter, self._ledger, self._progress, self._batches = meter, meter.ledger, progress, start.batches
         self._step = self._saved_step = start.step
-        self._batches, self._skipped_in_a_row = start.batches, 0
         rounds = Rounds(fleet.engines, timeout_s=recipe.weights.timeout_s) if recipe.rollouts.deterministic else None
+        last = max([start.step, *(b.step for b in history.batches)])
         self._metrics = Metrics(
-            folder.path,
-            recipe.name,
-            step=start.step,
-            batches=start.batches,
-            last_step=max([start.step, *(b.step for b in history.batches)]),
+            folder.path, recipe.name, step=start.step, batches=start.batches, last_step=last, sinks=sinks
         )
-        self._validations = Validations(
+        self._measurements = Measurements(
             recipe,
-            prompts.held_out,
+            prompts,
+            evaluation or EvaluationInputs(),
+            folder=folder,
+            start=start,
             engines=fleet.engines,
             sampler=sampler,
             rounds=rounds,
@@ -154,7 +157,7 @@ class Controller:
                 return await self._saving.run(self._run(), self._leave)
         finally:
             await self._stream.close()
-            await self._validations.close()
+            await self._measurements.close()
             await self._journal.close()
             self._metrics.close()
 
@@ -164,8 +167,8 @@ class Controller:
         await self._publish()
         await self._probe.check(self._step)
         self._meter.charge_startup()
-        if self._begin_validation():
-            await self._validations.end(self._while_current)
+        if self._measure(beside=False):
+            await self._measurements.validations.end(self._while_current)
             self._meter.charge_validation()
         await self._replay()
         self._stream.start(self._step)
@@ -210,10 +213,11 @@ class Controller:
         async with self._saving.uninterrupted():
             await self._train_batch(groups, waited, sent)
         if self._phase_over and self._recipe.rollouts.one_by_one:
-            if await self._validations.end(self._while_current):
+            if await self._measurements.validations.end(self._while_current):
                 self._meter.charge_validation()
             await self._stream.trained(self._step)
 
+    @spanned("batch")
     async def _train_batch(self, groups: Sequence[RolloutGroup], waited: float, sent: SentBatch | None) -> None:
         begin = self._meter.elapsed
         sent = sent or await self._sender.send(groups, self._step)
@@ -226,12 +230,13 @@ class Controller:
             record |= await self._update()
             self._metrics.step(self._step, {"skipped": 1} | record | self._charge())
             self._progress.skipped(self._step)
-            self._begin_validation()
+            self._measure()
             return
         self._skipped_in_a_row = 0
         report, rest = await self._step_on(sent.step)
         record["send_seconds"] = sending + rest
-        record["pinned_seconds"] = await self._validations.end(None)
+        record["pinned_seconds"] = await self._measurements.validations.end(None)
+        self._sync.trained(report)
         self._step = report.policy_version
         await self._finish_step(report, record | NO_UPDATE | await self._update())
 
@@ -254,8 +259,7 @@ class Controller:
         if not self._recipe.rollouts.one_by_one:
             await self._stream.trained(self._step)
         if self._step > before:
-            every = self._recipe.weights.probe_every
-            reached = bool(every) and self._step // every > before // every
+            reached = (every := self._recipe.weights.probe_every) and self._step // every > before // every
             record |= await self._probe.check(self._step, new_only=not reached)
         return record
 
@@ -273,22 +277,18 @@ class Controller:
         record |= self._charge() | step_metrics(report)
         self._metrics.step(self._step, record)
         self._progress.step(self._step, record)
-        self._begin_validation()
-        every = self._recipe.checkpoint.every_steps
-        if every and self._step % every == 0:
+        self._measure()
+        if (every := self._recipe.checkpoint.every_steps) and self._step % every == 0:
             await self._save()
 
-    def _begin_validation(self) -> bool:
-        """Start a validation if one is due and the engines hold the trainer's version; True if it was started."""
-        due = self._phase_over and self._validations.due(self._step)
-        if due:
-            self._validations.begin(self._step, self._batches)
-        return due
+    def _measure(self, *, beside: bool = True) -> bool:
+        """Start what is due if the engines hold the trainer's version; True if a validation was started."""
+        return self._phase_over and self._measurements.begin(self._step, self._batches, self._digest, beside=beside)
 
     async def _publish(self) -> dict[str, Any]:
         """Update every engine to the trainer's weights, labeled with the current version."""
         update = await self._sync.publish(self._step)
-        self._served = self._step
+        self._served, self._digest = self._step, update.digest
         return update.metrics()
 
     async def _while_current(self, work: Awaitable[T]) -> T:
@@ -325,13 +325,11 @@ class Controller:
             "step_seconds": batch.seconds,
             "generated_tokens_per_second": batch.tokens / max(batch.seconds, 1e-9),
             "engine_idle_seconds": self._stream.take_idle_seconds(),
-            "engines_serving": len(self._fleet.engines.serving),
-            "engine_restarts": sum(member.restarts for member in self._fleet.engines.members),
-            "lost_tokens": sum(member.lost_tokens for member in self._fleet.engines.members),
+            **engine_metrics(self._fleet.engines),
             "reissued_groups": self._stream.reissued_groups,
             "groups_in_flight": self._stream.in_flight,
             "groups_ready": self._stream.ready,
-            f"{self._fleet.devices.unit}": self._ledger.axis_at(self._batches),
+            self._fleet.devices.unit: self._ledger.axis_at(self._batches),
             f"{self._fleet.devices.unit}_total": self._ledger.hours(),
         }
 
@@ -354,6 +352,7 @@ class Controller:
         ]
         self._stream.restore(list(ready.values()), unfinished, self._batches)
 
+    @spanned("checkpoint")
     async def _save(self) -> None:
         """Write and commit a checkpoint of trainer and controller, then delete old ones."""
         begin = self._meter.elapsed
@@ -377,7 +376,7 @@ class Controller:
     async def _leave(self) -> None:
         """Save what was trained since the last checkpoint. What was in flight is generated again after a restart."""
         await self._stream.close()
-        await self._validations.close()
+        await self._measurements.close()
         if self._step > self._saved_step:
             await self._save()
         logger.info("asked to save and exit: checkpoint of step %d", self._saved_step)
@@ -385,12 +384,8 @@ class Controller:
     async def _finish(self, reason: str, *, final: bool = False) -> str:
         """The last validation, checkpoint and charge. final: the run cannot resume, even with more steps."""
         await self._stream.close()
-        await self._validations.end(self._while_current)
-        if self._recipe.validation.every_steps and not self._metrics.has_validation(self._step):
-            if self._step > self._served:
-                await self._publish()
-            self._validations.begin(self._step, self._batches, last=True)
-            await self._validations.end(self._while_current)
+        version = (self._step, self._batches, self._digest)
+        await self._measurements.finish(*version, self._served, self._while_current, self._publish)
         if self._step > self._saved_step:
             async with self._saving.uninterrupted():
                 await self._save()

@@ -4,6 +4,10 @@ A batch has two windows: `produce`, until it is composed, and `train`, its optim
 window the devices of trainer and engines are charged for the whole time. If a validation ran in it, engine time is
 split between `validation` and `engine` in proportion to the tokens generated for each; trainer time counts as
 `validation` while the trainer waits for the validation.
+
+The time of an engine that is held at a version (`held_engine`) is charged apart: to `validation`, `evaluation` and,
+for the training completions that were in flight on it, `engine`, in proportion to the tokens that it finished for
+each in the window; to the measurement where it finished none. The other engines' time is then the training's.
 """
 
 from __future__ import annotations
@@ -13,9 +17,11 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron_scalerl.controller.ledger import Ledger, Phase, Role
 from megatron_scalerl.controller.run_folder import ResumePoint
+from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.launch.fleet import Devices
 
 HEARTBEAT_S = 10.0
@@ -30,6 +36,39 @@ class BatchTime:
     """Wall time."""
     tokens: int = 0
     """Tokens of the completions that finished in it, validation included."""
+
+
+Measurement = Literal["validation", "evaluation"]
+
+
+class _Hold:
+    """An engine that is held, within the current window."""
+
+    def __init__(self, engine: EngineClient, devices: int, purpose: Measurement, now: float) -> None:
+        self.engine, self.devices, self.purpose = engine, devices, purpose
+        self.device_seconds, self._since = 0.0, now
+        self.measured: dict[Role, int] = {"validation": 0, "evaluation": 0}
+        """Tokens of finished completions."""
+        self.training = 0
+        self._received = engine.received_tokens
+
+    def advance(self, now: float) -> None:
+        """It was held until now."""
+        self.device_seconds += self.devices * (now - self._since)
+        self._since = now
+
+    def close(self) -> dict[Role, float]:
+        """Role -> its device-seconds since the last call; `training` is then what it finished for training."""
+        self.training = max(0, self.engine.received_tokens - self._received - sum(self.measured.values()))
+        tokens: dict[Role, int] = {**self.measured, "engine": self.training}
+        total = sum(tokens.values())
+        shares: dict[Role, float] = {self.purpose: 1.0}
+        if total:
+            shares = {role: n / total for role, n in tokens.items()}
+        found = {role: self.device_seconds * share for role, share in shares.items()}
+        self.device_seconds, self._received = 0.0, self.engine.received_tokens
+        self.measured = dict.fromkeys(self.measured, 0)
+        return found
 
 
 class Meter:
@@ -56,6 +95,10 @@ class Meter:
         self._trainer, self._engine = devices.trainer, devices.engine
         self._since = clock() if since is None else since
         self._engine_since, self._engine_seconds = self._since, 0.0  # of the current window
+        self._holds: dict[EngineClient, _Hold] = {}
+        self._apart: dict[Role, float] = {}  # device-seconds of engines that are held, in the current window
+        self._apart_tokens = 0  # of training, finished on them
+        self._held_tokens = 0  # of measurements, finished on them
         self._batches, self._step = start.batches, start.step
 
     @property
@@ -76,6 +119,29 @@ class Meter:
         now = self._clock()
         self._engine_seconds += self._engine * (now - self._engine_since)
         self._engine, self._engine_since = count, now
+
+    def hold(self, engine: EngineClient, devices: int, purpose: Measurement) -> None:
+        """From now on, this engine is held for measurements, first of all for this one."""
+        self._holds[engine] = _Hold(engine, devices, purpose, self._clock())
+
+    def release(self, engine: EngineClient) -> None:
+        """An engine that was held is no more."""
+        self._close_holds()
+        del self._holds[engine]
+
+    def count_held(self, engine: EngineClient, purpose: Measurement, tokens: int) -> None:
+        """Count a finished completion of a measurement on an engine that is held."""
+        hold = self._holds[engine]
+        hold.purpose = purpose
+        hold.measured[purpose] += tokens
+        self._held_tokens += tokens
+
+    def _close_holds(self) -> None:
+        for hold in self._holds.values():
+            hold.advance(self._clock())
+            for role, seconds in hold.close().items():
+                self._apart[role] = self._apart.get(role, 0.0) + seconds
+            self._apart_tokens += hold.training
 
     def count_training(self, tokens: int) -> None:
         """Count a finished training completion of so many tokens."""
@@ -116,6 +182,10 @@ class Meter:
         """Charge a validation with nothing else in progress."""
         self._split("validate")
 
+    def charge_waiting(self, purpose: Measurement) -> None:
+        """Charge the time after the training in which the run waited for a measurement on an engine that is held."""
+        self._charge_all("validate", purpose)
+
     def charge_crash(self) -> None:
         """Charge the window in which the attempt failed as lost."""
         self._charge_all("crash", "lost")
@@ -140,22 +210,31 @@ class Meter:
         self._write(phase, self.elapsed, [(role, self._trainer + self._engine_devices)])
 
     def _split(self, phase: Phase) -> None:
-        seconds, tokens = self.elapsed, self._training_tokens + self._validation_tokens
-        engine = self._engine_devices
+        self._close_holds()
+        seconds = self.elapsed
+        apart = {role: held / seconds if seconds > 0 else 0.0 for role, held in self._apart.items()}
+        engine = max(0.0, self._engine_devices - sum(apart.values()))  # of the engines that are not held
+        training = max(0, self._training_tokens - self._apart_tokens)
+        tokens = training + self._validation_tokens
         validating = engine * self._validation_tokens / tokens if tokens else 0.0
         pinned = self._trainer * min(1.0, self.pinned_seconds / seconds) if seconds > 0 else 0.0
-        devices: list[tuple[Role, float]] = [("validation", validating + pinned)] if validating or pinned else []
-        devices += [("engine", engine - validating), ("trainer", self._trainer - pinned)]
+        validation = validating + pinned + apart.get("validation", 0.0)
+        evaluation = apart.get("evaluation", 0.0)
+        devices: list[tuple[Role, float]] = [("validation", validation)] if validation else []
+        devices += [("evaluation", evaluation)] if evaluation else []
+        devices += [("engine", engine - validating + apart.get("engine", 0.0)), ("trainer", self._trainer - pinned)]
         self._write(phase, seconds, devices)
 
     def _write(self, phase: Phase, seconds: float, devices: list[tuple[Role, float]]) -> None:
+        self._close_holds()  # what is charged as a whole, too, ends the window
         self.ledger.charge(batch=self._batches, step=self._step, phase=phase, seconds=seconds, devices=devices)
         if phase in ("produce", "train", "replay"):
-            tokens = self._training_tokens + self._validation_tokens
+            tokens = self._training_tokens + self._validation_tokens + self._held_tokens
             self._batch = BatchTime(seconds=self._batch.seconds + seconds, tokens=self._batch.tokens + tokens)
         self._since += seconds
         self._engine_since, self._engine_seconds = self._since, 0.0
-        self._training_tokens = self._validation_tokens = 0
+        self._training_tokens = self._validation_tokens = self._held_tokens = self._apart_tokens = 0
+        self._apart = {}
         self.pinned_seconds = 0.0
 
 

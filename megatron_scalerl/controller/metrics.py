@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import logging
 import math
 import os
 import shutil
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_scalerl.checkpoints.atomic_io import naming, write_all
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, rewrite
 from megatron_scalerl.types import PassRate
+
+logger = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """Gets the numbers of every record."""
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """A batch that ended at `step`, or a validation of it, whose names begin with `validation/`."""
+
+    def close(self) -> None:
+        """The attempt ends."""
 
 
 class TensorBoardSink:
@@ -73,17 +87,23 @@ class _EventFile:
 class WandbSink:
     """A W&B run named like the recipe; used if wandb is installed and WANDB_MODE is not disabled.
 
-    W&B ignores records of earlier steps, so after a restart it keeps the first record of a repeated step.
+    The axis is the column `step`. W&B's own step only rises, and drops a record of an earlier one: a validation that
+    ends beside later optimizer steps. Nothing can be taken back from W&B either, so that after a restart the first
+    record of a repeated batch stays, and the second is not sent.
     """
 
-    def __init__(self, run_dir: Path, name: str) -> None:
+    def __init__(self, run_dir: Path, name: str, *, batches: int) -> None:
+        """batches: that are recorded, those that a restart repeats included."""
         import wandb
 
+        self._batches = batches
         self._run = wandb.init(name=name, dir=str(run_dir), resume="allow", id=name)
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Record named scalars of one step."""
-        self._run.log(dict(scalars), step=step)
+        if scalars.get("batches", math.inf) > self._batches:
+            self._run.log({**scalars, "step": step})
 
     def close(self) -> None:
         """Flush."""
@@ -96,24 +116,29 @@ class Metrics:
     Validations are kept: the batches before them are trained again with the same rollouts, so they stay valid.
     """
 
-    def __init__(self, run_dir: str | Path, name: str, *, step: int, batches: int, last_step: int) -> None:
-        """step, batches: of the checkpoint to resume from. last_step: newest step in the journal."""
+    def __init__(
+        self, run_dir: str | Path, name: str, *, step: int, batches: int, last_step: int, sinks: Iterable[Sink] = ()
+    ) -> None:
+        """step, batches: of the checkpoint to resume from. last_step: newest step in the journal. sinks: more of
+        them, which get the records of this attempt."""
         run_dir = Path(run_dir)
         steps, validations, by_prompt = (
             run_dir / f"{name}.jsonl" for name in ("metrics", "validation", "validation_by_prompt")
         )
-        rewrite(steps, [r for r in read_jsonl(steps) if r["step"] <= step and r.get("batches", 0) <= batches])
+        records = list(read_jsonl(steps))
+        rewrite(steps, [r for r in records if r["step"] <= step and r.get("batches", 0) <= batches])
         rows = [r for r in read_jsonl(validations) if r["step"] <= last_step]
         rewrite(validations, rows)
         self._validated = {row["step"] for row in rows}
         # written before its validation: a crash between the two writes leaves a row without a validation
         rewrite(by_prompt, [r for r in read_jsonl(by_prompt) if r["step"] in self._validated])
         self._steps, self._validations, self._by_prompt = map(JsonlWriter, (steps, validations, by_prompt))
-        self._sinks: list[TensorBoardSink | WandbSink] = []
+        self._sinks: list[Sink] = [*sinks]
         if importlib.util.find_spec("tensorboard"):
             self._sinks.append(self._tensorboard(run_dir))
         if importlib.util.find_spec("wandb") and os.environ.get("WANDB_MODE") != "disabled":
-            self._sinks.append(WandbSink(run_dir, name))
+            recorded = max((r.get("batches", 0) for r in records), default=0)
+            self._sinks.append(WandbSink(run_dir, name, batches=recorded))
 
     def step(self, step: int, record: Mapping[str, Any]) -> None:
         """Append one record; numbers also go to the sinks. `record["batches"]` counts batches up to this one."""
@@ -155,7 +180,8 @@ class Metrics:
         for file in (self._steps, self._validations, self._by_prompt):
             file.close()
         for sink in self._sinks:
-            sink.close()
+            with _guarded(sink, "close"):
+                sink.close()
 
     def _tensorboard(self, run_dir: Path) -> TensorBoardSink:
         sink = TensorBoardSink(run_dir)
@@ -168,7 +194,17 @@ class Metrics:
     def _to_sinks(self, step: int, record: Mapping[str, Any]) -> None:
         scalars = _finite(record)
         for sink in self._sinks:
-            sink.write(step, scalars)
+            with _guarded(sink, "write"):
+                sink.write(step, scalars)
+
+
+@contextlib.contextmanager
+def _guarded(sink: Sink, what: str) -> Iterator[None]:
+    """A sink that fails does not end the run: the records are in the JSONL files."""
+    try:
+        yield
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        logger.warning("%s: %s failed: %s: %s", type(sink).__name__, what, type(error).__name__, error)
 
 
 def validation_row(result: PassRate) -> dict[str, Any]:

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from megatron_scalerl.controller.evaluations import EvaluationInputs, evaluation_inputs
 from megatron_scalerl.engine.local_server import bind_server
 from megatron_scalerl.engine.options import check_options
 from megatron_scalerl.models import family, read_hf_config
 from megatron_scalerl.prompts.dataset import PromptSet, load_prompts
-from megatron_scalerl.prompts.rendering import check_think_tags, check_vocabulary
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import read_run_recipe
 from megatron_scalerl.recipe.input_files import check_policy, check_prompts
@@ -25,6 +24,7 @@ from megatron_scalerl.rewards.code_tests import parse_tests
 from megatron_scalerl.rewards.pool import limits_of
 from megatron_scalerl.rewards.sandbox_probe import check_sandbox
 from megatron_scalerl.rollouts.plans import forced_ids
+from megatron_scalerl.rollouts.policy_tokenizer import policy_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,7 @@ class Inputs:
     tokenizer: PreTrainedTokenizerBase
     hf_config: PretrainedConfig
     prompts: PromptSet
+    evaluation: EvaluationInputs
     longest_sequence: int
     """Longest prompt and completion together, with forced phrase and end (tokens)."""
     micro_batch_tokens: int
@@ -59,14 +60,13 @@ def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:
         _check_host(recipe)
     hf_config = read_hf_config(recipe.policy.path)
     _check_layout(recipe, hf_config)
-    tokenizer = _tokenizer(recipe.policy.path)
+    tokenizer = policy_tokenizer(recipe, hf_config)
     text_config = hf_config.get_text_config()
-    check_vocabulary(tokenizer, text_config.vocab_size)
-    check_think_tags(tokenizer, recipe.prompts.think_start, recipe.prompts.think_end)
     prompts = load_prompts(tokenizer, tasks_of(recipe), _check_answer)
     for task in tasks_of(recipe) if recipe.validation.every_steps else ():
         if all(prompt.task != task.name for prompt in prompts.held_out):
             raise ValueError(f"validation.every_steps: expected held-out prompts ({task.key}.held_out), found none")
+    evaluation = evaluation_inputs(recipe, tokenizer, prompts.training)
     phrase_ids, _ = forced_ids(recipe, tokenizer)
     longest, capacity = recipe.longest_sequence(len(phrase_ids)), _micro_batch_tokens(recipe)
     for key, limit in (
@@ -83,6 +83,7 @@ def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:
         tokenizer=tokenizer,
         hf_config=hf_config,
         prompts=prompts,
+        evaluation=evaluation,
         longest_sequence=longest,
         micro_batch_tokens=capacity,
     )
@@ -112,13 +113,6 @@ def _check_layout(recipe: Recipe, hf_config: PretrainedConfig) -> None:
         from megatron_scalerl.trainer.options import check_megatron  # slow: only if there is something to check
 
         check_megatron(policy, recipe)
-
-
-def _tokenizer(path: str) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"policy.path: expected a tokenizer in {path}, found none ({error})") from None
 
 
 def _micro_batch_tokens(recipe: Recipe) -> int:

@@ -17,6 +17,7 @@ from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.launch.fleet import Fleet
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.sampler import VALIDATION_PRIORITY, Sampler
+from megatron_scalerl.tracing.spans import spanned
 from megatron_scalerl.types import CompletionLost, Prompt
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Probe:
         self._tolerance = recipe.weights.probe_tolerance or TOLERANCE[recipe.policy.dtype]
         self._checked: set[EngineClient] = set()
 
+    @spanned("probe")
     async def check(self, policy_version: int, *, new_only: bool = False) -> dict[str, float]:
         """Mean and largest |trainer - engine log-prob| (nats) of the engines that serve `policy_version`.
 

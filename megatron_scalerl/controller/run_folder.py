@@ -64,11 +64,21 @@ MAY_CHANGE = frozenset(
         "engine.start_timeout_s",
         "engine.stall_timeout_s",
         "engine.first_token_timeout_s",
+        "evaluation.every_steps",
+        "evaluation.files",
+        "evaluation.task",
+        "evaluation.generations",
+        "evaluation.seed",
+        "telemetry.metrics_port",
+        "telemetry.metrics_host",
+        "telemetry.metrics_access",
+        "telemetry.trace_steps",
         "weights.timeout_s",
         "weights.connect_timeout_s",
     }
 )
-"""Keys that may differ between attempts of one run: its length, what is kept of it, limits of time and restarts."""
+"""Keys that may differ between attempts of one run: its length, what is kept and shown of it, limits of time and of
+restarts."""
 
 ATTEMPTS, SAVES, END = "attempts.jsonl", "checkpoints.jsonl", "end.json"
 SLURM = "slurm"

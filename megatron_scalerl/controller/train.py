@@ -23,6 +23,7 @@ from functools import partial
 from rich.console import Console
 
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter
+from megatron_scalerl.controller.evaluations import write_contamination
 from megatron_scalerl.controller.failures import log_failures
 from megatron_scalerl.controller.ledger import Ledger
 from megatron_scalerl.controller.loop import Controller
@@ -58,6 +59,9 @@ from megatron_scalerl.rollouts.decoder_pool import DecoderPool
 from megatron_scalerl.rollouts.history import History, read_history
 from megatron_scalerl.rollouts.plans import Plans
 from megatron_scalerl.rollouts.sampler import Sampler
+from megatron_scalerl.telemetry.collector import RunCollector
+from megatron_scalerl.telemetry.endpoint import serving_metrics
+from megatron_scalerl.telemetry.trace_file import trace_files
 from megatron_scalerl.trainer.client import TrainerError
 
 logger = logging.getLogger(__name__)
@@ -82,7 +86,7 @@ def train(recipe: Recipe, console: Console, hosts: Hosts = ONE_HOST) -> str:
     placement = Placement.of(recipe, hosts)
     placement.check_present(hosts)
     inputs = check_inputs(recipe)
-    for line in inputs.prompts.report.lines():
+    for line in [*inputs.prompts.report.lines(), *inputs.evaluation.lines()]:
         console.print(line, highlight=False)
     recipe = inputs.resolved(recipe)
     check_recipe(recipe)
@@ -106,9 +110,13 @@ async def _train(
     async with TaskPools(tasks_of(recipe)) as verifier:
         # the folder is created last, after every check for user errors
         with contextlib.closing(RunFolder(recipe)) as folder, log_failures(folder.path / "logs" / "controller.log"):
+            write_contamination(folder.path, inputs.evaluation)
             resumed = _resume(folder, console)  # a damaged folder is found before any device is held
             plans = Plans(recipe, inputs.tokenizer)
-            async with DecoderPool(recipe, inputs.tokenizer, plans, logs=folder.path / "logs") as decoders:
+            async with (
+                serving_metrics(recipe, folder.path, run_id=folder.attempt.run_id) as collector,
+                DecoderPool(recipe, inputs.tokenizer, plans, logs=folder.path / "logs") as decoders,
+            ):
                 sampler = Sampler(plans, decoders=decoders, verifier=verifier)
                 run = _Run(
                     recipe=recipe,
@@ -120,6 +128,7 @@ async def _train(
                     hosts=hosts,
                     placement=placement,
                     takeover=takeover,
+                    collector=collector,
                 )
                 return await _attempts(run, resumed)
 
@@ -137,6 +146,8 @@ class _Run:
     hosts: Hosts
     placement: Placement
     takeover: Takeover
+    collector: RunCollector | None
+    """What the Prometheus endpoint shows, None without one."""
 
 
 class _Resumed:
@@ -162,6 +173,8 @@ async def _attempts(run: _Run, resumed: _Resumed) -> str:
         record = partial(_record, engines)
         secret = secrets.token_hex(32)
         async with launching(run.recipe, run.folder.attempt, secret, record, hosts=run.hosts) as launcher:
+            if run.collector is not None:
+                run.collector.members = lambda: launcher.engines.members.members
             while True:
                 try:
                     return await _attempt(run, launcher, resumed, since=ended)
@@ -210,6 +223,8 @@ async def _attempt(run: _Run, launcher: Launcher, resumed: _Resumed, *, since: f
     with contextlib.closing(ledger):
         meter = Meter(ledger, devices, start, since=held_since)
         engines.on_devices = meter.hold_engine_devices
+        if run.collector is not None:
+            run.collector.attempt(start.step, ledger.seconds)
         async with metering(meter), launcher.trainer(attempt) as trainer:
             try:
                 fleet = await launcher.start(trainer)
@@ -224,6 +239,7 @@ async def _attempt(run: _Run, launcher: Launcher, resumed: _Resumed, *, since: f
                 controller = Controller(
                     recipe=recipe,
                     prompts=prompts,
+                    evaluation=run.inputs.evaluation,
                     folder=folder,
                     fleet=fleet,
                     start=start,
@@ -234,6 +250,10 @@ async def _attempt(run: _Run, launcher: Launcher, resumed: _Resumed, *, since: f
                     meter=meter,
                     progress=progress,
                     saving=run.saving,
+                    sinks=[
+                        *([] if run.collector is None else [run.collector]),
+                        *trace_files(recipe, folder.path, step=start.step),
+                    ],
                 )
                 return await launcher.while_alive(trainer, controller.run())
 

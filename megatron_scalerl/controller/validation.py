@@ -8,10 +8,11 @@ step alone, so that runs that are compared share them. A truncated completion co
 
 Consumes: the held-out prompts and the engines' slots, at a higher priority than training completions.
 Waits for: every completion and its score, and for a serving engine.
-Unblocked by: the engines and the verifier. It must not wait for the trainer: the next weight update waits for the
-validation, which keeps the policy version fixed; an engine that answers with another one is evicted. A completion
-whose engine is evicted is generated again, with its seed and interruption point, on another one; when no engine is
-left that holds the version, the controller ends the validation (`loop`).
+Unblocked by: the engines and the verifier. It must not wait for the trainer: either one engine is held at the policy
+version (`held_engine`), or the next weight update waits for the validation, which keeps the version fixed on all. An
+engine that answers with another version is evicted. A completion whose engine is evicted is generated again, with its
+seed and interruption point, on another one; when no engine is left that holds the version, the controller ends the
+validation (`loop`). The loss of a held engine ends it, too (HeldEngineLost).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 
+from megatron_scalerl.controller.held_engine import HeldEngine, HeldEngineLost
 from megatron_scalerl.controller.outcomes import Outcomes, means, within_variance
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.client import EngineClient
@@ -46,32 +48,43 @@ class Validator:
         engines: Membership,
         sampler: Sampler,
         prompts: Sequence[Prompt],
-        count_tokens: Callable[[int], None],
+        count_tokens: Callable[[int, EngineClient | None], None],
         rounds: Rounds | None = None,
+        held: HeldEngine | None = None,
     ) -> None:
-        """count_tokens: called with the number of tokens of every finished completion. rounds: for
-        rollouts.deterministic."""
+        """count_tokens: called with the number of tokens of every finished completion and `validate`'s `on`. rounds:
+        for rollouts.deterministic. held: which engines are held."""
         self._seed, self._fresh = recipe.validation.seed, recipe.validation.fresh_seeds
         self._prompts = first_of_each_task(prompts, recipe.validation.prompts)
         self._engines = engines
         self._sampler = sampler
         self._count_tokens = count_tokens
-        self._rounds = rounds
+        self._rounds, self._held = rounds, held
         self._per_engine = recipe.rollouts.max_in_flight
         self._slots = asyncio.Semaphore(self._per_engine * recipe.engine.count)
 
     async def validate(
-        self, step: int, *, generations: int, compute: float, compute_total: float, unit: ComputeUnit
+        self,
+        step: int,
+        *,
+        generations: int,
+        compute: float,
+        compute_total: float,
+        unit: ComputeUnit,
+        on: EngineClient | None = None,
     ) -> tuple[PassRate, Outcomes]:
         """(the pass rate of policy version `step`, [prompts][generations] what each completion was).
 
         generations: completions per prompt; the first ones have the same seeds whatever their number. compute,
-        compute_total, unit: what the result is recorded with. A lost completion is tried once more.
-        Raises RuntimeError if all completions of a prompt are lost.
+        compute_total, unit: what the result is recorded with. on: the engine that is held at `step`, None: all that
+        serve. A lost completion is tried once more.
+        Raises RuntimeError if all completions of a prompt are lost, HeldEngineLost if `on` is evicted.
         """
         assert self._prompts and generations >= 1
-        generate = self._all_at_once if self._rounds is None else self._in_rounds
-        found_by_prompt = await generate(step, generations)
+        if self._rounds is not None:
+            found_by_prompt = await self._in_rounds(step, generations)
+        else:
+            found_by_prompt = await self._all_at_once(step, generations, on)
         results = [[result for result in row if result is not None] for row in found_by_prompt]
         for prompt, row in zip(self._prompts, results):
             if not row:
@@ -101,13 +114,25 @@ class Validator:
         )
         return pass_rate, outcomes
 
-    async def _all_at_once(self, step: int, generations: int) -> list[list[ScoredCompletion | None]]:
+    async def _all_at_once(
+        self, step: int, generations: int, on: EngineClient | None
+    ) -> list[list[ScoredCompletion | None]]:
         """All completions, by prompt, in whatever order the engines serve them."""
-        async with asyncio.TaskGroup() as tasks:
-            running = [
-                [tasks.create_task(self._completion(step, number, index)) for index in range(generations)]
-                for number in range(len(self._prompts))
-            ]
+        slots = self._slots if on is None else asyncio.Semaphore(self._per_engine)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    [
+                        tasks.create_task(self._completion(step, number, index, slots, on=on))
+                        for index in range(generations)
+                    ]
+                    for number in range(len(self._prompts))
+                ]
+        except BaseExceptionGroup as failures:
+            lost = failures.subgroup(HeldEngineLost)
+            if lost is None or lost.exceptions != failures.exceptions:
+                raise
+            raise HeldEngineLost(str(lost.exceptions[0])) from None
         return [[task.result() for task in row] for row in running]
 
     async def _in_rounds(self, step: int, generations: int) -> list[list[ScoredCompletion | None]]:
@@ -121,7 +146,7 @@ class Validator:
             engines = [together.engine(rank) for rank in range(len(part))]
             async with asyncio.TaskGroup() as tasks:
                 running = [
-                    tasks.create_task(self._completion(step, number, index, first=engine, rank=rank))
+                    tasks.create_task(self._completion(step, number, index, self._slots, first=engine, rank=rank))
                     for rank, (engine, (number, index)) in enumerate(zip(engines, part))
                 ]
                 await together.go(engines)
@@ -129,18 +154,27 @@ class Validator:
         return [found[begin : begin + generations] for begin in range(0, len(wanted), generations)]
 
     async def _completion(
-        self, step: int, number: int, index: int, *, first: EngineClient | None = None, rank: int = 0
+        self,
+        step: int,
+        number: int,
+        index: int,
+        slots: asyncio.Semaphore,
+        *,
+        on: EngineClient | None = None,
+        first: EngineClient | None = None,
+        rank: int = 0,
     ) -> ScoredCompletion | None:
         """Completion `index` of a prompt by policy version `step`; None if it was lost.
 
-        first: the engine of the first attempt, None for any. rank: of the request within its round.
+        on: the engine of all attempts, None for any. first: that of the first one. rank: of the request within its
+        round.
         """
         prompt = self._prompts[number]
         draw = self._sampler.draw(self._seed + step * self._fresh, number, index)
         tries = 0
-        async with self._slots:
+        async with slots:
             while tries < _TRIES:
-                engine = first or await self._engine(number)
+                engine = first or await self._engine(number, on)
                 first = None
                 try:
                     result = await self._sampler.complete(engine, prompt, draw, priority=VALIDATION_PRIORITY + rank)
@@ -153,12 +187,16 @@ class Validator:
                 except EngineError as error:
                     self._engines.evict(engine, str(error))
                 else:
-                    self._count_tokens(result.completion.tokens)
+                    self._count_tokens(result.completion.tokens, on)
                     return result
         return None
 
-    async def _engine(self, number: int) -> EngineClient:
-        """A serving engine; the completions of a prompt share one."""
+    async def _engine(self, number: int, on: EngineClient | None) -> EngineClient:
+        """A serving engine; the completions of a prompt share one. on: that one. Raises HeldEngineLost."""
+        if on is not None:
+            assert self._held is not None
+            self._held.check(on)
+            return on
         await self._engines.until(lambda: bool(self._engines.serving))
         serving = self._engines.serving
         return serving[number % len(serving)]

@@ -10,13 +10,14 @@ if none is alive.
 Unblocked by: these answers, weights.timeout_s, and the eviction of an engine, which ends its requests. Engines pause
 between two tokens and keep their requests, so no phase waits for a completion.
 
-Who takes part: `publish` updates every engine that is alive (`engine.membership`); `catch_up` only the stale ones,
-while the others go on. The group of the broadcast is formed again whenever the engines of an update are not those of
-the last one. An engine that fails is evicted, the group is formed again without it, and the update is repeated: an
-engine serves a version only after an update that succeeded in every phase, or is evicted. In `connect` and `update`
-all members fail with the one that fails; if none is known to be gone, the update is repeated _TRIES times. Then the
-engines that have completed no update of this trainer are evicted, if others take part that have, or if they are alone
-(`catch_up`); without such engines, the update raises WeightUpdateError.
+Who takes part: `publish` updates every engine that is alive (`engine.membership`), which one that is held for a
+measurement is not; `catch_up` only the stale ones, while the others go on. The group of the broadcast is formed again
+whenever the engines of an update are not those of the last one. An engine that fails is evicted, the group is formed
+again without it, and the update is repeated: an engine serves a version only after an update that succeeded in every
+phase, or is evicted. In `connect` and `update` all members fail with the one that fails; if none is known to be gone,
+the update is repeated _TRIES times. Then the engines that have completed no update of this trainer are evicted, if
+others take part that have, or if they are alone (`catch_up`); without such engines, the update raises
+WeightUpdateError.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -35,7 +36,9 @@ from megatron_scalerl.engine.answers import REFUSED, EngineError
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.tracing.spans import passed, span, spanned
 from megatron_scalerl.trainer.client import TrainerClient, TrainerError
+from megatron_scalerl.types import StepReport
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.plan import Manifest, manifest_to_json, needs_from_json, not_covered, to_json
 from megatron_scalerl.weights.transport import resolve_transport
@@ -60,6 +63,10 @@ class WeightUpdateError(RuntimeError):
 
 class WeightsRefused(RuntimeError):
     """The trainer's tensors are not those of an engine's model; the message names engine and tensor."""
+
+
+class WeightsUnchanged(RuntimeError):
+    """Optimizer steps changed no value; the message names the version and the last of the steps."""
 
 
 class _Refused(EngineError):
@@ -95,6 +102,8 @@ class WeightUpdate:
     """Of the update, as the trainer's rank 0 measured: packed and sent."""
     bytes: int
     """Bytes that all senders sent, padding included."""
+    whole_bytes: int
+    """What they would have sent without weights.deltas."""
     digest: str
     """Digest of the values of each shard of the weights, whatever the trainer's layout (`weights.value_digest`)."""
 
@@ -104,6 +113,7 @@ class WeightUpdate:
             "publish_seconds": self.seconds_total,
             "engine_paused_seconds": self.seconds_paused,
             "weight_bytes": float(self.bytes),
+            "weight_whole_bytes": float(self.whole_bytes),
             "weight_send_seconds": self.seconds_sending,
             "weight_gb_per_s": self.bytes / 1e9 / max(self.phases["update"], 1e-9),
             **{f"weight_{phase}_seconds": seconds for phase, seconds in self.phases.items()},
@@ -120,12 +130,19 @@ class WeightSync:
         self._shards: dict[str, list[int]] = {}  # engine -> shard of each of its workers
         self._proven: list[EngineClient] = []  # engines that have completed an update
         self._phases: dict[str, float] = {}
+        self._steps: list[StepReport] = []  # since the last version was published
+        self._last: WeightUpdate | None = None  # the last version published
         self._lock = asyncio.Lock()
+
+    def trained(self, report: StepReport) -> None:
+        """Note an optimizer step whose weights the next version has."""
+        self._steps.append(report)
 
     async def publish(self, version: int) -> WeightUpdate:
         """Send the trainer's weights to every engine that is alive, labeled with this version.
 
-        Waits for an engine if none is alive. Raises WeightUpdateError, and TrainerError if the trainer failed.
+        Waits for an engine if none is alive. Raises WeightUpdateError, WeightsUnchanged if the steps since the last
+        version had a gradient and changed no value, and TrainerError if the trainer failed.
         """
         while True:
             await self._engines.until(lambda: bool(self._engines.alive) or not self._engines.left)
@@ -133,7 +150,25 @@ class WeightSync:
                 raise WeightUpdateError(f"no engine is left: {self._engines.given_up_because}")
             update = await self._update(version, lambda: self._engines.alive)
             if update is not None:
+                self._check_changed(update)
                 return update
+
+    def _check_changed(self, update: WeightUpdate) -> None:
+        """Trainer and engines agree on their digests, too, where the optimizer's weights never reach the model."""
+        policy, full = self._recipe.policy, self._recipe.optimizer.lr
+        # in bf16 a step of the warm-up may be too small for every element
+        least = full if policy.dtype == "bfloat16" else 0.0
+        moving = [s for s in self._steps if s.grad_norm > 0 and s.learning_rate > 0 and s.learning_rate >= least]
+        last, self._last = self._last, update
+        self._steps = []
+        if moving and last is not None and update.digest == last.digest:
+            raise WeightsUnchanged(
+                f"weights of version {update.version}: expected values that differ from those of version "
+                f"{last.version} after a step with gradient norm {moving[-1].grad_norm:.3g} and learning rate "
+                f"{moving[-1].learning_rate:.3g}, found the same (digest {update.digest}): the optimizer's weights "
+                f"do not reach the policy, or the learning rate is too small for {policy.dtype}, which only a new "
+                f"run can change"
+            )
 
     async def catch_up(self, version: int) -> WeightUpdate | None:
         """Send the weights, which are `version`, to the stale engines; None if there are none left."""
@@ -170,13 +205,14 @@ class WeightSync:
             self._engines.evict(engine, reason)
         return not (gone or failed.engines)
 
+    @spanned("weight update", "weight update")
     async def _send(self, version: int, engines: list[EngineClient], begin: float) -> WeightUpdate:
         self._phases = {}
         if engines != self._connected:
             await self._connect(engines)
         clear = self._recipe.rollouts.kv_cache == "recompute"
         await self._all("pause", engines, lambda engine: engine.pause(clear_cache=clear))
-        paused = time.perf_counter()
+        paused, paused_ns = time.perf_counter(), time.monotonic_ns()
         await self._all("start", engines, lambda engine: engine.post("/start_weight_update", None))
         body = {"update_info": {"version": version}}
         report, *_ = await self._all(
@@ -207,8 +243,9 @@ class WeightSync:
         resumed = time.perf_counter()
         await self._all("resume", engines, lambda engine: engine.resume())
         for engine in engines:
+            passed("paused", "pauses", paused_ns, time.monotonic_ns(), process=engine.name, version=version)
             self._engines.serve(engine, version)
-        self._proven = [engine for engine in {*self._proven, *engines} if engine in self._engines.alive]
+        self._proven = [engine for engine in {*self._proven, *engines} if engine in self._engines.there]
         return WeightUpdate(
             version=version,
             seconds_paused=resumed - paused,
@@ -216,6 +253,7 @@ class WeightSync:
             phases=self._phases,
             seconds_sending=report.seconds,
             bytes=report.bytes,
+            whole_bytes=report.whole_bytes,
             digest="-".join(report.values),
         )
 
@@ -247,6 +285,8 @@ class WeightSync:
             bucket_mib=section.bucket_mib,
             timeout_s=section.timeout_s,
             connect_timeout_s=section.connect_timeout_s,
+            deltas=await self._deltas(engines),
+            anchor_every=section.anchor_every,
         )
 
         async def join(engine: EngineClient) -> None:
@@ -260,6 +300,18 @@ class WeightSync:
 
         await self._all("connect", engines, join, trainer=self._trainer.connect_weights(connection))
         self._connected = list(engines)
+
+    async def _deltas(self, engines: list[EngineClient]) -> Literal["off", "absolute", "ulp"]:
+        """How changes are sent: off if an engine's loader takes whole tensors only, which have no digest."""
+        section = self._recipe.weights
+        if section.deltas == "off":
+            return "off"
+        held = await self._all("digest", engines, lambda engine: engine.rpc("msrl_live_digest"))
+        whole = [engine.name for engine, of in zip(engines, held) if not isinstance(of, list) or not all(of)]
+        if whole:
+            logger.warning("weights.deltas: off: %s takes whole tensors only", whole[0])
+            return "off"
+        return section.deltas
 
     async def _needs(
         self, engine: EngineClient, manifest: Manifest, checked: dict[tuple[str, ...], str]
@@ -296,7 +348,8 @@ class WeightSync:
         calls = [] if trainer is None else [self._limited(trainer)]
         calls += [self._limited(call(engine)) for engine in engines]
         begin = time.perf_counter()
-        results = await asyncio.gather(*calls, return_exceptions=True)
+        with span(phase, "weight update", engines=len(engines)):
+            results = await asyncio.gather(*calls, return_exceptions=True)
         self._phases[phase] = time.perf_counter() - begin
         for result in results:
             of_member = isinstance(result, RuntimeError | ValueError | OSError)

@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 
+from megatron_scalerl.engine.live_changes import write_changes
 from megatron_scalerl.engine.live_map import Scatter, needs, record, unwritten
 from megatron_scalerl.models.llama4 import VISION
+from megatron_scalerl.weights.changes import Changes
 from megatron_scalerl.weights.digest import mixed
 from megatron_scalerl.weights.plan import Manifest
 from megatron_scalerl.weights.rectangles import Ranges, volume
+from megatron_scalerl.weights.transport.frames import Values
 from megatron_scalerl.weights.value_digest import Along, at, total, value_digest
 
 BLOCK_ROWS = 16
@@ -199,27 +202,50 @@ class LiveWeights:
             if held != once:
                 raise NotImplementedError(f"weights: {name}: expected {once} values to be held once, found {held}")
         self.needs = tuple(needed[meta.name] for meta in manifest)
-        self._packed = [
-            layer for layer in model.modules() if hasattr(layer, "cpu_linear") and layer.weight.dim() == 2
-        ]
+        names = {parameter.data_ptr(): name for name, parameter in parameters.items()}
+        linear = [layer for layer in model.modules() if hasattr(layer, "cpu_linear") and layer.weight.dim() == 2]
+        # by address: a tied head has the embedding's weights, under no name of its own
+        self._packed = [(names.get(layer.weight.data_ptr()), layer) for layer in linear]
         self._parts = [parts[meta.name] for meta in manifest]
+        self._written: set[int] = set()
+        self._digest, self._running = 0, False
 
-    def write(self, tensor: int, ranges: Ranges, values: torch.Tensor) -> None:
-        """Write a rectangle of a tensor, by its number in the manifest."""
-        for part in self._parts[tensor]:
-            part.write(ranges, values)
+    def begin(self) -> None:
+        """Before the parts of an update: changes are from the values that the last `digest` was of."""
+        self._running = True
+
+    def write(self, part: Values | Changes) -> None:
+        """Write a rectangle of a tensor, or some of its elements."""
+        parts = self._parts[part.tensor]
+        self._written.add(part.tensor)
+        if isinstance(part, Changes):
+            change = write_changes(parts, part, self._dtypes[part.tensor])
+            self._digest = total((self._digest, change))
+            return
+        self._running = False
+        for each in parts:
+            each.write(part.ranges, part.values)
 
     def finish(self) -> None:
-        """On CPUs, make the copies again that linear layers compute with, packed for oneDNN."""
+        """On CPUs, make the copies again that linear layers compute with, packed for oneDNN: of layers written to."""
         from vllm.model_executor.layers import utils
 
-        for layer in self._packed:
-            utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+        written = {part.parameter for number in self._written for part in self._parts[number]}
+        for name, layer in self._packed:
+            if name is None or name in written:
+                utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+        self._written = set()
 
     def digest(self) -> int:
-        """Digest of all values, read where the model reads them (`weights.value_digest`)."""
-        each = zip(self._parts, self._dtypes)
-        return total([part.digest(number, dtype) for number, (of, dtype) in enumerate(each) for part in of])
+        """Digest of all values (`weights.value_digest`), read where the model reads them.
+
+        After an update of changes: what it was before, and what they changed, whose old values were read.
+        """
+        if not self._running:
+            each = zip(self._parts, self._dtypes)
+            parts = [part.digest(number, dtype) for number, (of, dtype) in enumerate(each) for part in of]
+            self._digest = total(parts)
+        return self._digest
 
 
 def _check_plain(model: Any, parameters: Mapping[str, torch.Tensor]) -> None:

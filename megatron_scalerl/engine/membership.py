@@ -3,8 +3,9 @@
 A new policy version of an engine that goes on serving is no change of its state.
 
     starting --> stale --> serving --> draining --> lost --> starting ...
-                   |                      ^
-                   '----------------------'
+                 | ^         | |           ^
+                 | '-- held <' '---------. |
+                 '-----------------------'-'
 
 The launcher reports starts and ends of processes, and engines that join and leave (`launch.engines`), the weight
 update which engines hold the current policy version (`controller.weight_sync`), and whoever finds a fault evicts the
@@ -36,10 +37,16 @@ class EngineState(enum.StrEnum):
     """It answers and does not hold the current policy version."""
     SERVING = "serving"
     """It holds the current policy version and takes requests."""
+    HELD = "held"
+    """It keeps an older policy version for a measurement of it, and takes no other requests and no weight update; an
+    eviction ends that, too."""
     DRAINING = "draining"
     """It is evicted: its requests are aborted and its processes are being ended."""
     LOST = "lost"
     """It has no process; it is started again unless it is given up."""
+
+
+_THERE = (EngineState.SERVING, EngineState.STALE, EngineState.HELD)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +136,16 @@ class Membership:
         return self._clients(EngineState.SERVING, EngineState.STALE)
 
     @property
+    def held(self) -> list[EngineClient]:
+        """Engines that keep an older policy version, by number."""
+        return self._clients(EngineState.HELD)
+
+    @property
+    def there(self) -> list[EngineClient]:
+        """Engines that answer, those that are held included, by number."""
+        return self._clients(*_THERE)
+
+    @property
     def devices(self) -> int:
         """Devices that the run holds for its engines now."""
         return sum(member.devices for member in self._members)
@@ -161,6 +178,22 @@ class Membership:
         """An engine holds `version`, the current one. No effect on an engine that was evicted meanwhile."""
         if (index := self._find(client)) is not None:
             self._set(index, state=EngineState.SERVING, version=version)
+
+    def hold(self, client: EngineClient) -> None:
+        """A serving engine keeps the version that it has: no new group, no weight update. Its requests go on."""
+        index = self._find(client)
+        assert index is not None and self._members[index].state is EngineState.SERVING, client.name
+        self._set(index, state=EngineState.HELD)
+
+    def release(self, client: EngineClient) -> None:
+        """A held engine takes part in the next weight update. No effect on an engine that was evicted meanwhile."""
+        if (index := self._find(client)) is not None:
+            self._set(index, state=EngineState.STALE)
+
+    def devices_of(self, client: EngineClient) -> int:
+        """Devices of the engine that answers through `client`; 0 if it is evicted."""
+        index = self._find(client)
+        return 0 if index is None else self._members[index].devices
 
     def evict(self, client: EngineClient, reason: str) -> None:
         """Abort an engine's requests and let its processes be ended. No effect on an engine already evicted."""
@@ -225,8 +258,7 @@ class Membership:
 
     def _find(self, client: EngineClient) -> int | None:
         """Number of the engine that answers through `client`; None if it is evicted."""
-        alive = (EngineState.SERVING, EngineState.STALE)
-        return next((i for i, m in enumerate(self._members) if m.client is client and m.state in alive), None)
+        return next((i for i, m in enumerate(self._members) if m.client is client and m.state in _THERE), None)
 
     def _set(self, index: int, **changes: object) -> None:
         before = self._members[index]

@@ -214,6 +214,8 @@ def engine_arguments(
         "disable_log_stats": True,
     }
     options |= recipe.engine.vllm
+    if not options["disable_log_stats"]:
+        del options["disable_log_stats"]  # a flag of vLLM without a negative form
     # the last one is the outermost: the user's middleware sees no request without the secret
     options["middleware"] = [*_as_list(options.get("middleware")), f"{PLUGIN}.SecretMiddleware"]
     if recipe.interruption.enabled or not recipe.rollouts.routing_replay:

@@ -29,11 +29,12 @@ from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tens
 
 from megatron_scalerl.engine.live_weights import LiveWeights
 from megatron_scalerl.models.llama4 import VISION
+from megatron_scalerl.weights.changes import Changes
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import combine
 from megatron_scalerl.weights.plan import Manifest, WeightPlan, all_of, from_json, manifest_from_json, needs_to_json
-from megatron_scalerl.weights.rectangles import Ranges
-from megatron_scalerl.weights.transport.gloo import Group, assembled, receive
+from megatron_scalerl.weights.transport.frames import Values, assembled, receive
+from megatron_scalerl.weights.transport.gloo import Group
 from megatron_scalerl.weights.transport.nccl import NcclGroup
 
 logger = logging.getLogger(__name__)
@@ -71,11 +72,13 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         self.digest = ""
         self._groups: dict[int, Group] = {}
         self._plan: WeightPlan | None = None  # of this worker's shard
+        self._holds: int | None = None  # the version, if the live parameters have it from these groups
         self._copies: dict[str, list[str]] = {}
 
     def init_transfer_engine(self, init_info: ConnectInfo) -> None:
         """Join the senders' groups, leaving earlier ones. Raises ValueError for an invalid connection or plan."""
         self.shutdown()
+        self._holds = None
         connection = msgspec.convert(init_info.connection, Connection)
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + get_world_group().rank
@@ -110,25 +113,28 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
             raise RuntimeError("weight update: expected a connection to the trainer, found none")
         self.digest = ""
         digests: list[int] = []
-        parts = receive(groups, plan, update_info.version, digests)
+        live = self._written()
+        parts = receive(groups, plan, update_info.version, digests, holds=self._holds if live else None)
+        self._holds = None
         try:
-            live = self._written()
             if live is None:
                 self._load(plan, parts)
             else:
+                live.begin()
                 for part in parts:
-                    live.write(*part)
+                    live.write(part)
                 live.finish()
         except BaseException:
             self.shutdown()
             raise
+        self._holds = update_info.version
         self.digest = combine(digests)
 
     def _written(self) -> LiveWeights | None:
         """The live parameters, if updates are written into them; None if vLLM's loader takes them."""
         return None if self._plan is None else _live(self.model, self._plan.parameters)
 
-    def _load(self, plan: WeightPlan, parts: Iterator[tuple[int, Ranges, torch.Tensor]]) -> None:
+    def _load(self, plan: WeightPlan, parts: Iterator[Values | Changes]) -> None:
         """Give whole tensors to vLLM's loader."""
         model = cast(Any, self.model)
         expected = {name for name, _ in self.model.named_parameters() if not name.startswith(VISION)}

@@ -56,7 +56,7 @@ class Arm:
     @property
     def recipe(self) -> Mapping[str, Any]:
         """Key path -> value of what its runs trained with, without `APART`; empty if unknown."""
-        return {key: value for key, value in (self.curves[0].recipe or {}).items() if not _apart(key)}
+        return {key: value for key, value in (self.curves[0].recipe or {}).items() if not is_apart(key)}
 
     @property
     def start(self) -> frozenset[str]:
@@ -118,11 +118,12 @@ def _key(curve: Curve, number: int) -> str:
     if curve.recipe is not None:
         if curve.arm is not None:
             return f"arm {curve.arm}"
-        return _json({key: value for key, value in curve.recipe.items() if not _apart(key)})
+        return _json({key: value for key, value in curve.recipe.items() if not is_apart(key)})
     return f"run {number}" if curve.arm is None else f"table {curve.source} {curve.arm}"
 
 
-def _apart(key: str) -> bool:
+def is_apart(key: str) -> bool:
+    """Whether runs that differ in this key of their recipe (a path, such as `trainer.world_size`) share a recipe."""
     return key.endswith(("timeout_s", "max_restarts")) or any(key == k or key.startswith(f"{k}.") for k in APART)
 
 

@@ -9,10 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from megatron_scalerl.fit.backtest import MIN_POINTS
 from megatron_scalerl.fit.decide import Verdict, decide
 from megatron_scalerl.fit.forecast import fit_curve
 from megatron_scalerl.fit.inputs import curve_of_rows, with_compute
+from megatron_scalerl.fit.result import FitResult, Prediction
 
 DRAWS = 1000
 """Draws of each fit."""
@@ -42,21 +45,86 @@ class Outlook:
         return f"at step {self.end_step}: {self.pass_rate:.3f} [{self.lo:.3f}, {self.hi:.3f}]; {self.verdict}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Projection:
+    """An outlook with the forecast on the way there, for a figure."""
+
+    outlook: Outlook
+    path: tuple[Prediction, ...]
+    """From the compute of the last validation to that of the run's end, both included, at equal distances."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFit:
+    """The fit of all validations of a run, whether it is under way or over."""
+
+    result: FitResult
+    """Ceiling, intervals, and the forecast at any compute."""
+    last_step: int
+    """Step of the last validation that was fitted."""
+    last_compute: float
+    """Compute of that validation, in the run's unit."""
+    end_compute: float
+    """Compute of the run's end: `last_compute` in proportion to the steps; `last_compute` of a run that is over."""
+    outlook: Outlook | None
+    """The forecast of the run's end; None of a run that is over."""
+
+
+def run_fit(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> RunFit | None:
+    """The fit of `rows`, for a run of `steps`; None as for `outlook`, but for a run that is over.
+
+    Raises ValueError for rows that cannot be fitted.
+    """
+    made = _fitted(rows, steps, fit_from_steps, over=True)
+    if made is None:
+        return None
+    result, last, end = made
+    under_way = last["step"] < steps
+    return RunFit(
+        result=result,
+        last_step=last["step"],
+        last_compute=last["compute"],
+        end_compute=end,
+        outlook=_outlook(result, last, end, steps) if under_way else None,
+    )
+
+
 def outlook(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> Outlook | None:
     """The forecast from `rows` for the end of a run of `steps`.
 
     fit_from_steps: rows before this step are left out of the fit. The compute of the end is the last row's in
     proportion to the steps. None without a row of step 0, with fewer than `MIN_POINTS` rows to fit, and at the end.
     """
+    made = _fitted(rows, steps, fit_from_steps)
+    return None if made is None else _outlook(*made, steps)
+
+
+def projection(rows: Rows, *, steps: int, fit_from_steps: int = 0, points: int = 24) -> Projection | None:
+    """The outlook from `rows` and the forecast at `points` (2 or more) on the way; None as for `outlook`."""
+    made = _fitted(rows, steps, fit_from_steps)
+    if made is None:
+        return None
+    said, (result, last, end) = _outlook(*made, steps), made
+    return Projection(outlook=said, path=tuple(result.predict(np.linspace(last["compute"], end, points))))
+
+
+def _fitted(
+    rows: Rows, steps: int, fit_from_steps: int, *, over: bool = False
+) -> tuple[FitResult, Mapping[str, Any], float] | None:
+    """(fit, last row fitted, compute of the run's end). over: of a run that has reached its end, too."""
     latest = {row["step"]: with_compute(dict(row)) for row in rows}
     start, used = latest.get(0), [r for s, r in latest.items() if s >= max(fit_from_steps, 1) and r["compute"] > 0]
-    if start is None or len(used) < MIN_POINTS or used[-1]["step"] >= steps or start["pass_rate"] >= 1.0:
+    if start is None or len(used) < MIN_POINTS or start["pass_rate"] >= 1.0:
+        return None
+    if used[-1]["step"] >= steps and not over:
         return None
     last, curve = used[-1], curve_of_rows([start, *used], name="run")
     if len(curve.compute) < MIN_POINTS:
         return None
-    end = last["compute"] * steps / last["step"]
-    result = fit_curve(curve, draws=DRAWS)
+    return fit_curve(curve, draws=DRAWS), last, last["compute"] * max(1.0, steps / last["step"])
+
+
+def _outlook(result: FitResult, last: Mapping[str, Any], end: float, steps: int) -> Outlook:
     [forecast] = result.predict([end])
     return Outlook(
         step=last["step"],

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_scalerl.launch.hosts import Host, Hosts, HostsLeft
+from megatron_scalerl.launch.hosts import ONE_HOST, Host, Hosts, HostsLeft
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.hosts_needed import hosts_needed
 from megatron_scalerl.weights.transport import resolve_transport
@@ -62,6 +62,15 @@ class Placement:
         gone = hosts.have_left() & {ranks.host.name for ranks in self.trainer}
         if gone:
             raise HostsLeft(f"{', '.join(sorted(gone))}: Slurm has taken it out of the job, with trainer ranks")
+
+    @classmethod
+    def without_trainer(cls, recipe: Recipe) -> Placement:
+        """The places of the engines alone, on this host. Raises ValueError if it has too few GPUs."""
+        each, gpus = recipe.engine.devices_per_engine, resolve_transport(recipe.weights.transport) == "nccl"
+        slots, needed = len(visible_gpus()) if gpus else 0, recipe.engine.count * each
+        if gpus and needed > slots:
+            raise ValueError(f"engine.count: expected at least {needed} visible GPUs for the engines, found {slots}")
+        return cls(trainer=(), engines=tuple(_engines(recipe, ONE_HOST, [], slots or needed, gpus=gpus)))
 
     def engine_host(self, index: int) -> Host:
         """The host of engine `index`."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_scalerl.models.family import Family
 from megatron_scalerl.plan.activations import recompute_of
 from megatron_scalerl.plan.assumptions import Assumptions, Origin, default_origins
 from megatron_scalerl.plan.counting import Parameters, count, load_family
@@ -17,7 +18,8 @@ from megatron_scalerl.plan.memory import RankMemory, trainer_memory
 from megatron_scalerl.plan.sharding import Layout, layout_of
 from megatron_scalerl.plan.simulate import QueueSettings, Timing, simulate
 from megatron_scalerl.plan.split import Simulated, Split, best_splits, gpus_of, queue_of, recipe_split, splits
-from megatron_scalerl.plan.work import StepWork, UpdateBound, publish_seconds, step_work, update_bounds, update_bytes
+from megatron_scalerl.plan.update import EngineShape, UpdateWork, update_work
+from megatron_scalerl.plan.work import StepWork, step_work
 from megatron_scalerl.recipe import Recipe
 
 COMPLETIONS = 20_000
@@ -48,9 +50,9 @@ class RunPlan:
     decoding: Decoding
     lengths: Lengths
     work: StepWork
-    update_bytes: int
-    update_bounds: tuple[UpdateBound, ...]
+    update: UpdateWork
     publish_seconds: float
+    """Pause of the engines for one weight update, assumed."""
     timing: Timing
     best: tuple[Simulated, ...]
     """The fastest splits of the same GPUs, fastest first."""
@@ -64,6 +66,15 @@ class RunPlan:
     def headroom(self) -> float:
         """Bytes free on the fullest trainer rank; negative if it does not fit."""
         return self.gpu.memory_bytes - max(stage.total for stage in self.trainer)
+
+    @property
+    def update_bounds(self) -> dict[str, float]:
+        """Link -> lower bound of a weight update's seconds."""
+        rates = {
+            "one card per GPU": self.gpu.nic_bytes_per_second,
+            "NVLink inside one machine": self.gpu.nvlink_bytes_per_second,
+        }
+        return {link: self.update.bound_seconds(rate) for link, rate in rates.items()}
 
     def problems(self) -> list[str]:
         """One line per problem: which rank or engine does not fit, and by how much."""
@@ -108,10 +119,10 @@ def make_plan(
     lengths = lengths or assumed_lengths(recipe, assumed)
     engine = engine_memory(recipe, family, parameters, gpu, assumed)
     speed = decoding(recipe, parameters, engine, gpu, lengths, assumed)
-    size = update_bytes(recipe, parameters)
-    base = _base(recipe, speed, lengths, publish_seconds(size, gpu, assumed))
     own = recipe_split(recipe)
     is_own = gpus_of(recipe, own) == gpus
+    possible = _possible(recipe, gpus, gpu)
+    base = _base(recipe, speed, lengths, _pause(recipe, family, own if is_own else possible[0], gpu, assumed))
     kernels = Kernels(layers=layers, device="gpu")
 
     def trainer_of(split: Split) -> _Trainer:
@@ -121,7 +132,7 @@ def make_plan(
         memory = trainer_memory(recipe, family, layout, assumed, kernels=kernels, micro_batches=in_flight)
         return _Trainer(layout=layout, work=work, memory=memory)
 
-    best = _search(recipe, gpus, gpu, base, trainer_of)
+    best = _search({split: trainer_of(split) for split in possible}, gpu, base)
     split = own if is_own else best[0].split
     trainer = trainer_of(split)
     return RunPlan(
@@ -142,8 +153,7 @@ def make_plan(
         decoding=speed,
         lengths=lengths,
         work=trainer.work,
-        update_bytes=size,
-        update_bounds=update_bounds(size, gpu),
+        update=update_work(recipe, family, trainer.layout),
         publish_seconds=base.publish_seconds,
         timing=simulate(queue_of(base, split, trainer.work.train_seconds)),
         best=tuple(best),
@@ -180,16 +190,27 @@ def _base(recipe: Recipe, speed: Decoding, lengths: Lengths, publish: float) -> 
     )
 
 
-def _search(
-    recipe: Recipe, gpus: int, gpu: Gpu, base: QueueSettings, trainer_of: Callable[[Split], _Trainer]
-) -> list[Simulated]:
-    """The fastest splits that fit, or the fastest of all if none fits. Raises ValueError if there is no split."""
-    trainers = {split: trainer_of(split) for split in splits(recipe, gpus, gpu)}
-    if not trainers:
+def _pause(recipe: Recipe, family: Family, split: Split, gpu: Gpu, assumed: Assumptions) -> float:
+    """The engines' pause for a weight update (seconds); other splits of the same GPUs have nearly the same."""
+    if assumed.publish_seconds is not None:
+        return assumed.publish_seconds
+    update = update_work(recipe, family, layout_of(recipe, family, split.trainer))
+    return update.seconds(gpu.nic_bytes_per_second / 2, split.engines * EngineShape.of(recipe.engine.vllm).data)
+
+
+def _possible(recipe: Recipe, gpus: int, gpu: Gpu) -> list[Split]:
+    """Every split of the GPUs. Raises ValueError if there is none."""
+    found = list(splits(recipe, gpus, gpu))
+    if not found:
         raise ValueError(
             f"--gpus: expected a number that splits into trainer ranks (a multiple of their model-parallel sizes and "
             f"of {gpu.per_node} per node) and engines of {recipe.engine.devices_per_engine}, found {gpus}"
         )
+    return found
+
+
+def _search(trainers: Mapping[Split, _Trainer], gpu: Gpu, base: QueueSettings) -> list[Simulated]:
+    """The fastest splits that fit, or the fastest of all if none fits."""
     seconds = {split: trainer.work.train_seconds for split, trainer in trainers.items()}
     fitting = {s: seconds[s] for s, t in trainers.items() if max(m.total for m in t.memory) <= gpu.memory_bytes}
     return best_splits(list((fitting or seconds).items()), base)
@@ -229,9 +250,12 @@ def as_numbers(plan: RunPlan) -> dict[str, Any]:
         },
         "work": asdict(plan.work),
         "weight_update": {
-            "bytes": plan.update_bytes,
+            "bytes": plan.update.bytes,
+            "senders": plan.update.senders,
+            "most_sent_bytes": plan.update.most_sent,
+            "most_received_bytes": plan.update.most_received,
             "assumed_seconds": plan.publish_seconds,
-            "lower_bounds": [asdict(b) for b in plan.update_bounds],
+            "lower_bounds": plan.update_bounds,
         },
         "timing": asdict(plan.timing),
         "gpu_hours_per_1000_steps": plan.gpu_hours_per_1000_steps,

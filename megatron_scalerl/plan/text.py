@@ -138,7 +138,9 @@ def _engine(plan: RunPlan) -> Section:
 
 def _step(plan: RunPlan) -> Section:
     w, n = plan.work, plan.lengths
-    bounds = [("  at least", f"{b.seconds:.3f} s: {b.way}") for b in plan.update_bounds]
+    u, gb = plan.update, 1e9
+    moved = f"{u.senders} ranks send up to {u.most_sent / gb:.3g} GB, a worker gets {u.most_received / gb:.3g} GB"
+    bounds = [("  at least", f"{seconds:.3f} s: {link}") for link, seconds in plan.update_bounds.items()]
     length = f"mean {n.mean:,.0f}, median {n.quantile(0.5):,}, 90th percentile {n.quantile(0.9):,} tokens"
     packed = f"{w.micro_batches:.1f} micro-batches of {plan.recipe.micro_batch_tokens:,} tokens per rank"
     return _pairs(
@@ -147,7 +149,8 @@ def _step(plan: RunPlan) -> Section:
         ("tokens", f"{w.generated_tokens:,.0f} generated, {w.trained_tokens:,.0f} trained, prompts included"),
         ("FLOPs", f"{w.model_flops:.3g} model, {w.hardware_flops:.3g} hardware (with recomputation)"),
         ("trainer", f"{w.train_seconds:.1f} s; {packed}, pipeline bubble {w.bubble:.0%}"),
-        ("weight update", f"{plan.update_bytes:,} bytes; {plan.publish_seconds:.2f} s assumed"),
+        ("weight update", f"{u.bytes / gb:,.1f} GB; {plan.publish_seconds:.2f} s assumed"),
+        ("  each", moved),
         *bounds,
     )
 

@@ -1,4 +1,4 @@
-"""Tokens, FLOPs and seconds of one optimizer step, transfer time of a weight update, prediction for one trainer."""
+"""Tokens, FLOPs and seconds of one optimizer step, prediction for one trainer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_scalerl.plan.assumptions import Assumptions
 from megatron_scalerl.plan.counting import Parameters, load_family
 from megatron_scalerl.plan.hardware import Device, Gpu, Kernels, Layers
 from megatron_scalerl.plan.lengths import Lengths
-from megatron_scalerl.plan.memory import WIDTH, Term, in_chunk, trainer_memory
+from megatron_scalerl.plan.memory import Term, in_chunk, trainer_memory
 from megatron_scalerl.plan.sharding import Layout, layout_of
 from megatron_scalerl.recipe import Recipe
 
@@ -35,14 +35,6 @@ class StepWork:
     bubble: float
     """Pipeline bubble as a share of the compute time."""
     train_seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpdateBound:
-    """Lower bound of a weight update's seconds for one way of sending it."""
-
-    way: str
-    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,28 +101,6 @@ def token_flops(recipe: Recipe, family: Family, sizes: Sequence[float]) -> Token
         again += core if "core_attn" in recompute.modules else 0
         again += mlp if ("moe" if style.moe else "mlp") in recompute.modules else 0
     return TokenFlops(body=body, again=again, head=2.0 * family.transformer["hidden_size"] * family.vocab_size)
-
-
-def update_bytes(recipe: Recipe, p: Parameters) -> int:
-    """Bytes of one weight update: every exported weight once."""
-    return p.total * WIDTH[recipe.policy.dtype]
-
-
-def update_bounds(size: int, gpu: Gpu) -> tuple[UpdateBound, ...]:
-    """Lower bounds of one update: bytes over the bandwidth of the slowest link."""
-    node = gpu.per_node * gpu.nic_bytes_per_second
-    return (
-        UpdateBound(way="one sender through its own network card", seconds=size / gpu.nic_bytes_per_second),
-        UpdateBound(way=f"striped over a node's {gpu.per_node} cards", seconds=size / node),
-        UpdateBound(way="NVLink inside one machine", seconds=size / gpu.nvlink_bytes_per_second),
-    )
-
-
-def publish_seconds(size: int, gpu: Gpu, assumed: Assumptions) -> float:
-    """Assumed pause of the engines for one update: one sender's NIC at half its bandwidth."""
-    if assumed.publish_seconds is not None:
-        return assumed.publish_seconds
-    return 2 * size / gpu.nic_bytes_per_second
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,8 +42,32 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     and settings that contradict each other.
     """
     path = Path(path)
-    files = {path: read_yaml(path)}
-    data = deepcopy(files[path])
+    data = read_yaml(path)
+    return _overridden(data, {path: data}, overrides)
+
+
+def load_recipe_for(
+    policy: str | Path, path: str | Path | None = None, overrides: Iterable[str] = (), *, prompts: str = ""
+) -> Recipe:
+    """The recipe in `path`, a run's recipe.yaml for example, or the defaults, with `policy` as the policy's folder.
+
+    Steps and training prompts are not needed; `prompts` stands for theirs. Raises as `load_recipe`.
+    """
+    own = {} if path is None else renamed(read_yaml(Path(path)))
+    files = {} if path is None else {Path(path): own}
+    data: dict[str, Any] = {"name": "evaluation", "steps": 1, **own}
+    for key in ("policy", "prompts"):
+        if not isinstance(data.get(key, {}), dict):
+            raise RecipeError(f"{path}: expected a section, found a value at {key}")
+    data["policy"] = data.get("policy", {}) | {"path": str(policy), "megatron_path": None}
+    if "tasks" not in data.get("prompts", {}):
+        data["prompts"] = {"path": prompts} | data.get("prompts", {})
+    return _overridden(data, files, overrides)
+
+
+def _overridden(data: dict[str, Any], files: dict[Path, dict[str, Any]], overrides: Iterable[str]) -> Recipe:
+    """files: those that `data` comes from."""
+    files, data = dict(files), deepcopy(data)
     for item in overrides:
         key, _, value = item.partition("=")
         if key == OVERLAY:
@@ -78,7 +102,8 @@ def _validated(data: dict[str, Any], files: dict[Path, dict[str, Any]]) -> Recip
         stating = [path for path, own in files.items() if _states(own, _first(error)["loc"])] or list(files)[:1]
         if not isinstance(_first(error)["input"], dict):
             stating = stating[-1:]  # its value replaced the others
-        raise RecipeError(f"{' with '.join(map(str, stating))}: {_first_line(error)}") from None
+        where = " with ".join(map(str, stating))
+        raise RecipeError(f"{where}: {_first_line(error)}" if where else _first_line(error)) from None
 
 
 def _states(data: Any, loc: tuple[int | str, ...]) -> bool:

@@ -121,6 +121,12 @@ class WeightsSection(Section):
     max_senders: PositiveInt = 16
     """Ranks of the trainer that send, each its own share of the weights: as many data-parallel copies of the ranks
     that one copy of the policy needs, which all send, as fit. Each has a group with each shard of the engines."""
+    deltas: Literal["off", "absolute", "ulp"] = "off"
+    """Send only the elements that changed since the last version, where it is one in 8 or less: each in 3.1 bytes
+    (absolute) or 2.1 (ulp, the distance in units in the last place). Senders keep a copy of what they sent."""
+    anchor_every: PositiveInt = 20
+    """With deltas, an update is whole after this many that were not: it repairs values that something else changed
+    in an engine, and is verified against all values."""
     probe_every: NonNegativeInt = 10
     """Compare trainer and engine log-probs on a fixed probe after the weight update of every n-th step, or the first
     one from then on (ppo_off_policy), and on an engine that was started again. 0: only at a start."""
@@ -132,3 +138,34 @@ class WeightsSection(Section):
     connect_timeout_s: PositiveFloat = 60.0
     """Time limit for trainer and engines to join the group of the weight broadcast (s), on gloo. The group is formed
     again when an engine joins or leaves."""
+
+
+class TelemetrySection(Section):
+    """What other programs can read of the run while it goes on (docs/monitoring.md)."""
+
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Port of the controller's Prometheus endpoint. null: none. 0: a free port, which RUN/metrics names."""
+    metrics_host: str = "127.0.0.1"
+    """Address at which the endpoint listens, without encryption."""
+    metrics_access: Literal["token", "open"] = "token"
+    """Who may read it. token: who sends the bearer token in RUN/metrics/token, mode 0600. open: whoever reaches it,
+    on loopback every user of the host."""
+    trace_steps: tuple[PositiveInt, PositiveInt] | None = None
+    """First and last optimizer step of which spans are recorded, into RUN/trace. null: none."""
+
+
+class EvaluationSection(Section):
+    """Evaluation files during the run, on an engine that is held at the policy version (docs/evaluation.md)."""
+
+    every_steps: NonNegativeInt = 0
+    """Optimizer steps between evaluations, from step 0. 0: none. Requires a second engine, the schedule pipeline and
+    rollouts.deterministic false: no optimizer step waits for an evaluation. One that is due while fewer than two
+    engines serve, or while another one is in progress, is made of the first later version."""
+    files: tuple[str, ...] = ()
+    """Evaluation files, each FILE, FILE:aime, FILE:math500 or FILE:PROBLEM,ANSWER."""
+    task: str | None = None
+    """With prompts.tasks: the task whose template and verifier are used."""
+    generations: PositiveInt = 16
+    """Completions per problem, the k of mean@k and pass@k."""
+    seed: NonNegativeInt = 1
+    """Seed of sampling and of interruption points, the same at every evaluation: two of them differ by the policy."""

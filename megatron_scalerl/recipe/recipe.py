@@ -8,7 +8,14 @@ from __future__ import annotations
 from pydantic import model_validator
 
 from megatron_scalerl.recipe.parallel_layout import check_world, sizes_of
-from megatron_scalerl.recipe.process_sections import EngineSection, MegatronSection, TrainerSection, WeightsSection
+from megatron_scalerl.recipe.process_sections import (
+    EngineSection,
+    EvaluationSection,
+    MegatronSection,
+    TelemetrySection,
+    TrainerSection,
+    WeightsSection,
+)
 from megatron_scalerl.recipe.section import MICRO_BATCH_MULTIPLE, NonNegativeInt, PositiveInt, Section
 from megatron_scalerl.recipe.sections import (
     AdvantagesSection,
@@ -55,8 +62,10 @@ class Recipe(Section):
     engine: EngineSection = EngineSection()
     weights: WeightsSection = WeightsSection()
     validation: ValidationSection = ValidationSection()
+    evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     forecast: ForecastSection = ForecastSection()
+    telemetry: TelemetrySection = TelemetrySection()
     sft: SftSection = SftSection()
 
     @property
@@ -109,6 +118,7 @@ class Recipe(Section):
                 f"rollouts.max_in_flight: expected at least group_size {r.group_size}, found {r.max_in_flight}"
             )
         _check_tasks(self)
+        _check_evaluation(self)
         penalty = self.length_penalty
         if penalty is not None and (penalty.cache_tokens or 0) > (penalty.max_tokens or 0):
             raise ValueError(
@@ -126,6 +136,10 @@ class Recipe(Section):
                 "rollouts.routing_replay: expected interruption.enabled false and rollouts.kv_cache recompute, found "
                 f"{str(self.interruption.enabled).lower()} and {r.kv_cache}"
             )
+        if (window := self.telemetry.trace_steps) is not None and window[0] > window[1]:
+            raise ValueError(
+                f"telemetry.trace_steps: expected the first and the last step, found {window[0]} and {window[1]}"
+            )
         context = self.engine.vllm.get("max_model_len")
         need = self.longest_sequence(phrase_tokens=0)
         if context is not None and need > context:
@@ -135,6 +149,21 @@ class Recipe(Section):
                 f"{self.interruption.answer_tokens} + forced tokens), found {context}"
             )
         return self
+
+
+def _check_evaluation(recipe: Recipe) -> None:
+    """Raises ValueError where evaluations are asked for and the run cannot make them beside the training."""
+    section, rollouts = recipe.evaluation, recipe.rollouts
+    if not section.every_steps:
+        return
+    if not section.files:
+        raise ValueError("evaluation.files: expected at least one file with evaluation.every_steps, found none")
+    if recipe.engine.count < 2 or rollouts.one_by_one:
+        raise ValueError(
+            "evaluation.every_steps: expected engine.count of at least 2, rollouts.schedule pipeline and "
+            f"rollouts.deterministic false, found {recipe.engine.count}, {rollouts.schedule} and "
+            f"{str(rollouts.deterministic).lower()}"
+        )
 
 
 def _check_tasks(recipe: Recipe) -> None:

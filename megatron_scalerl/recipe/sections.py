@@ -314,6 +314,10 @@ class ValidationSection(Section):
     end_generations: PositiveInt | None = None
     """Completions per prompt at step 0, which fixes the initial value of the forecast, and at the end of the run. The
     reported gain is the difference of these two validations. null: as `generations`."""
+    engine: Literal["held", "all"] = "held"
+    """held: where a second engine serves, one keeps the version until its validation has ended, while the trainer and
+    the other engines go on. all: all engines generate, and the next weight update waits for the validation; so it is
+    with one engine, with deterministic, with ppo_off_policy, and at the start and the end of a run."""
     seed: NonNegativeInt = 20251013
     """Seed of sampling and of interruption points."""
     fresh_seeds: bool = True

@@ -36,13 +36,14 @@ class EngineLoads:
     def free_engine(self) -> EngineClient | None:
         """The serving engine with the fewest expected tokens, of those with slots for a whole group."""
         serving = self._engines.serving
-        self._loads = {engine: self._loads.get(engine) or _Load() for engine in serving}
+        self._loads = {engine: self._loads.get(engine) or _Load() for engine in self._engines.there}
         free = [e for e in serving if self._loads[e].completions + self._group_size <= self._max_in_flight]
         return min(free, key=lambda engine: self._loads[engine].tokens, default=None)
 
     def add(self, engine: EngineClient, prompt: Prompt, completions: int) -> float:
         """Count so many completions of a prompt; returns the expected tokens of each, with its prompt's."""
-        self._loads = {e: load for e, load in self._loads.items() if e in self._engines.serving}
+        there = self._engines.there  # one that is held goes on with its requests, and comes back
+        self._loads = {e: load for e, load in self._loads.items() if e in there}
         load = self._loads.setdefault(engine, _Load())
         weight = len(prompt.token_ids) + self._expected_tokens
         load.completions += completions

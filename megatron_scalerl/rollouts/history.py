@@ -138,20 +138,28 @@ def read_history(run_dir: str | Path) -> History:
 
 
 def _events(path: Path) -> Iterable[Admit | Finish | BatchRecord]:
-    if not path.exists():
-        return
-    decoder: msgspec.json.Decoder[Admit | Finish | BatchRecord] = msgspec.json.Decoder(Admit | Finish | BatchRecord)
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                event = decoder.decode(line)
-                if isinstance(event, Finish) and event.stored is None:
-                    _check_file(event.file)
-            except (ValueError, RecursionError) as error:
-                if not line.endswith(b"\n"):
+    if path.exists():
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if (event := read_event(line, f"{path} line {number}")) is None:
                     return
-                raise ValueError(f"{path} line {number}: expected an event, found {error}") from None
-            yield event
+                yield event
+
+
+def read_event(line: bytes, where: str) -> Admit | Finish | BatchRecord | None:
+    """The event in a line of the journal; None for a torn one. Raises ValueError, naming `where`."""
+    try:
+        event = _DECODER.decode(line)
+        if isinstance(event, Finish) and event.stored is None:
+            _check_file(event.file)
+    except (ValueError, RecursionError) as error:
+        if not line.endswith(b"\n"):
+            return None
+        raise ValueError(f"{where}: expected an event, found {error}") from None
+    return event
+
+
+_DECODER: msgspec.json.Decoder[Admit | Finish | BatchRecord] = msgspec.json.Decoder(Admit | Finish | BatchRecord)
 
 
 def _check_file(name: str | None) -> None:

@@ -12,6 +12,7 @@ from megatron_scalerl.rewards.pool import VerifierPool
 from megatron_scalerl.rewards.task_pools import TaskPools
 from megatron_scalerl.rollouts.decoder_pool import DecoderPool
 from megatron_scalerl.rollouts.plans import Draw, Plans
+from megatron_scalerl.tracing.spans import span
 from megatron_scalerl.types import Completion, Prompt, Score
 
 TRAINING_PRIORITY, VALIDATION_PRIORITY = 1, 0
@@ -52,7 +53,12 @@ class Sampler:
         spec = self._plans.spec(draw, priority)
         if max_tokens is not None:
             spec = replace(spec, max_tokens=min(max_tokens, spec.max_tokens))
-        found = await engine.generate(prompt.token_ids, sampling=spec, decoder=self._decoders)
-        done = found.completion
-        score = await self._verifier.score(found.text, prompt, truncated=done.truncated, tokens=done.sampled_tokens)
+        with span("generate", "requests", process=engine.name, prompt=len(prompt.token_ids), priority=priority) as s:
+            found = await engine.generate(prompt.token_ids, sampling=spec, decoder=self._decoders)
+            done = found.completion
+            s.note(tokens=done.tokens, first_version=done.first_version, last_version=done.last_version)
+        with span("score", "scoring"):
+            score = await self._verifier.score(
+                found.text, prompt, truncated=done.truncated, tokens=done.sampled_tokens
+            )
         return ScoredCompletion(completion=done, data=found.data, score=score)

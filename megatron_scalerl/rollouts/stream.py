@@ -55,6 +55,7 @@ from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.phase_gate import gate_of
 from megatron_scalerl.rollouts.plans import Draw
 from megatron_scalerl.rollouts.sampler import TRAINING_PRIORITY, Sampler, ScoredCompletion
+from megatron_scalerl.tracing.spans import spanned
 from megatron_scalerl.types import Completion, CompletionLost, Prompt, RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -134,6 +135,7 @@ class RolloutStream:
             self._gate.trained()
             self._changed.notify_all()
 
+    @spanned("wait for groups")
     async def next_batch(self) -> list[RolloutGroup] | None:
         """The next groups to train on at the current version, earliest deadline first.
 
@@ -149,6 +151,7 @@ class RolloutStream:
                     return None
                 await self._changed.wait()
 
+    @spanned("wait for groups", "batch")
     async def next_batch_ahead(self) -> list[RolloutGroup]:
         """While a batch trains, the groups to train on after it, as `next_batch`.
 
@@ -218,8 +221,7 @@ class RolloutStream:
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._may_start() and self._loads.free_engine() is not None)
-                admission = self._draw()
-                if admission is None:
+                if (admission := self._draw()) is None:
                     self._changed.notify_all()
                     return
                 engine = self._loads.free_engine()
@@ -265,8 +267,7 @@ class RolloutStream:
         """The groups of the next round, none if the curriculum is exhausted. The gate counts them from now on."""
         drawn: list[Admission] = []
         while len(drawn) < most and self._may_start():
-            admission = self._draw()
-            if admission is None:
+            if (admission := self._draw()) is None:
                 break
             if not admission.counted:
                 self._gate.start(admission.group_id, self.policy_version)
@@ -286,8 +287,7 @@ class RolloutStream:
             self.exhausted = str(end)
             self._gate.exhaust()
             return None
-        group_id = self._next_group_id
-        self._next_group_id += 1
+        group_id, self._next_group_id = self._next_group_id, self._next_group_id + 1
         self._journal.admit(group_id, prompt.prompt_id, epoch)
         return Admission(group_id=group_id, prompt=prompt, epoch=epoch)
 

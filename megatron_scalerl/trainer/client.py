@@ -16,6 +16,7 @@ import zmq.asyncio
 from megatron_scalerl.batching.assignment import ReadCompletions, StepPlan
 from megatron_scalerl.distributed import sockets
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous, Rendezvous
+from megatron_scalerl.tracing.spans import STEP, from_rank, span
 from megatron_scalerl.trainer import messages
 from megatron_scalerl.trainer.messages import TrainerInfo
 from megatron_scalerl.types import StepReport
@@ -124,8 +125,7 @@ class TrainerClient:
                 sender, message = await self._receive()
                 await self._greet(sender, message)
         assert self.info is not None
-        missing = sorted(set(range(self.info.dp_size)) - self._holders.keys())
-        if missing:
+        if missing := sorted(set(range(self.info.dp_size)) - self._holders.keys()):
             raise TrainerError(f"trainer: expected a rank that receives batches of data-parallel rank {missing[0]}")
         return self.info
 
@@ -164,7 +164,8 @@ class TrainerClient:
         assert self._prepared == step, f"expected step {self._prepared}, which is prepared, found {step}"
         self._prepared = None
         self._step_sent.clear()
-        return await self._call(partial(messages.Step, step=step), StepReport, sent=self._step_sent.set)
+        with span(STEP, step=step):
+            return await self._call(partial(messages.Step, step=step), StepReport, sent=self._step_sent.set)
 
     async def manifest(self) -> Manifest:
         """Names, types and shapes of the weights, layer by layer."""
@@ -241,6 +242,7 @@ class TrainerClient:
                 # The answer to an earlier call is late if its caller stopped waiting.
                 elif message.call == self._calls:
                     answers[message.rank] = message.value
+                    from_rank(message.rank, message.spans)
                     if leaves:
                         del self._identities[message.rank]
         try:

@@ -15,6 +15,7 @@ import msgspec
 
 from megatron_scalerl.batching.assignment import RankPlan
 from megatron_scalerl.distributed.rendezvous import HostRendezvous, Rendezvous
+from megatron_scalerl.tracing.spans import Spans
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.plan import Needs
 
@@ -106,6 +107,8 @@ class Done(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     rank: int
     value: msgspec.Raw
     """The result as msgpack, from rank 0; nil from the others."""
+    spans: Spans | None = None
+    """What the rank has recorded since its last answer, in the steps of telemetry.trace_steps."""
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):

@@ -28,6 +28,8 @@ from megatron_scalerl.distributed.parallel import Parallel, unwrap
 from megatron_scalerl.losses import SEPARABLE, LossInputs, LossOutput, make_loss
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.sections import OptimizerSection
+from megatron_scalerl.tracing.rank import RANK
+from megatron_scalerl.tracing.spans import span
 from megatron_scalerl.trainer.agreement import agree, check_tokens
 from megatron_scalerl.trainer.model import build_policy
 from megatron_scalerl.trainer.optimizer import build_optimizer
@@ -35,6 +37,7 @@ from megatron_scalerl.trainer.pipeline import known_shapes
 from megatron_scalerl.trainer.row import Row, host_row
 from megatron_scalerl.trainer.staging import staged
 from megatron_scalerl.trainer.step_metrics import StepMetrics
+from megatron_scalerl.trainer.weight_changes import WeightChanges
 from megatron_scalerl.types import Batch, MicroBatch, StepReport
 
 Loss = Callable[[LossInputs], LossOutput]
@@ -79,6 +82,7 @@ class Trainer:
     ) -> None:
         self.chunks = chunks
         self.optimizer = optimizer
+        self._changes = WeightChanges(optimizer, parallel.device)
         self.parallel = parallel
         self.pad_multiple = pad_multiple
         self.steps_made = 0
@@ -118,13 +122,18 @@ class Trainer:
             group["lr"] = rate * group["lr_mult"]
             group["weight_decay"] = self._weight_decay * group["wd_mult"]
         running = StepMetrics(self.parallel.device)
-        self._schedule(batch.micro_batches, partial(self._train_loss, running, len(batch.micro_batches)), train=True)
-        succeeded, grad_norm, _ = self.optimizer.step()
-        device.synchronize()
+        loss_of = partial(self._train_loss, running, len(batch.micro_batches))
+        with span("forward and backward", RANK, micro_batches=len(batch.micro_batches)):
+            self._schedule(batch.micro_batches, loss_of, train=True)
+        self._changes.begin()
+        with span("optimizer", RANK):
+            succeeded, grad_norm, _ = self.optimizer.step()
+            device.synchronize()
         metrics = running.reduced(
             counts=self._counts,
             tokens=real_tokens(batch) if self._counts else 0,
             seconds=time.monotonic() - begin,
+            changes=self._changes.counts(),
         )
         loss, grad_norm = metrics.pop("loss"), float(grad_norm)
         if not (succeeded and math.isfinite(loss) and math.isfinite(grad_norm)):

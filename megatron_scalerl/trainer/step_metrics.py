@@ -121,8 +121,8 @@ MICRO_BATCH_METRICS: Kinds = {
     for bucket in _BUCKETS
     for name, kind in (("mismatch", Mean), ("loss_tokens", Sum))
 }
-STEP_METRICS: Kinds = {"tokens": Sum, "seconds": Max}
-"""What the host adds once."""
+STEP_METRICS: Kinds = {"tokens": Sum, "seconds": Max, "weights_changed": Mean}
+"""What is added once for a step; the last is counted by every rank."""
 
 
 class StepMetrics:
@@ -145,20 +145,22 @@ class StepMetrics:
         self._vectors[SUM] += _flat(found, SUM)
         torch.maximum(self._vectors[MAX], _flat(found, MAX), out=self._vectors[MAX])
 
-    def reduced(self, *, counts: bool, tokens: int, seconds: float) -> dict[str, float]:
+    def reduced(self, *, counts: bool, tokens: int, seconds: float, changes: Tensor) -> dict[str, float]:
         """The metrics over all ranks of the world; every rank must call it, and gets the same.
 
         `counts` is True on the one rank of each model replica that contributes to sums, so that no token counts
         twice. `tokens` are those of that rank's batch, prompts included; `seconds` is this rank's wall time, of which
-        the maximum is returned. Buckets of staleness without tokens are left out.
+        the maximum is returned. `changes` [2]: elements of the weights that this rank changed, and wrote. Buckets of
+        staleness without tokens are left out, and `weights_changed` where nothing was counted.
         """
         kinds = {**MICRO_BATCH_METRICS, **STEP_METRICS}
         metrics = _named(MICRO_BATCH_METRICS, self._vectors)
         sums = self._vectors[SUM]
         metrics["tokens"], metrics["seconds"] = Sum(sums.new_full((), tokens)), Max(sums.new_full((), seconds))
+        metrics["weights_changed"] = Mean(*changes.unbind())
         vectors = {op: _flat(metrics, op) for op in (SUM, MAX)}
         if not counts:
-            vectors[SUM].zero_()
+            vectors[SUM][: -len(changes)].zero_()
         if dist.get_world_size() > 1:
             for op, vector in vectors.items():
                 dist.all_reduce(vector, op=op)
@@ -168,6 +170,8 @@ class StepMetrics:
         for bucket in _BUCKETS:
             if not values[f"loss_tokens_staleness_{bucket}"]:
                 del values[f"loss_tokens_staleness_{bucket}"], values[f"mismatch_staleness_{bucket}"]
+        if not read[split - 1]:
+            del values["weights_changed"]
         return values
 
 

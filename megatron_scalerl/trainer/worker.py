@@ -33,6 +33,8 @@ from megatron_scalerl.distributed.rendezvous import HostRendezvous, Rendezvous, 
 from megatron_scalerl.processes.logs import log_to_stderr
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import load_recipe
+from megatron_scalerl.tracing.rank import RANK, RankTrace
+from megatron_scalerl.tracing.spans import span
 from megatron_scalerl.trainer import messages
 
 logger = logging.getLogger("megatron_scalerl.trainer.worker")  # also where this module is __main__
@@ -226,7 +228,9 @@ class Worker:
 
         match command:
             case messages.Step(step=step):
-                return self.trainer.step(self._batches.take(step))
+                with span("take batch", RANK):
+                    batch = self._batches.take(step)
+                return self.trainer.step(batch)
             case messages.Logprobs(token_ids=token_ids):
                 return self.trainer.logprobs(token_ids)
             case messages.DescribeWeights():
@@ -256,10 +260,14 @@ def serve(link: ControllerLink, settings: WorkerSettings, listening: socket.sock
     where = worker.parallel
     ready = messages.Ready(rank=where.rank, dp_rank=where.dp_rank, holds_batch=where.holds_batch, info=worker.info())
     link.send(ready)
+    trace = RankTrace(recipe.telemetry.trace_steps)
     while True:
         command, frames = link.receive()
         if isinstance(command, messages.Prepare):
-            link.send(worker.hold(frames))
+            trace.at(command.plan.step)
+            with span("receive batch", RANK, step=command.plan.step):
+                held = worker.hold(frames)
+            link.send(held)
             continue
         assert not isinstance(command, messages.Welcome | messages.Meet | messages.Refused | messages.Ping), command
         if isinstance(command, messages.Stop):
@@ -268,10 +276,10 @@ def serve(link: ControllerLink, settings: WorkerSettings, listening: socket.sock
             link.leave()
             link.send(messages.Done(call=command.call, rank=settings.rank, value=msgspec.Raw(messages.encode(None))))
             return
-        value = worker.run(command)
-        if settings.rank != 0:
-            value = None
-        link.send(messages.Done(call=command.call, rank=settings.rank, value=msgspec.Raw(messages.encode(value))))
+        with trace.command(command):
+            value = worker.run(command)
+        value = msgspec.Raw(messages.encode(value if settings.rank == 0 else None))
+        link.send(messages.Done(call=command.call, rank=settings.rank, value=value, spans=trace.drain()))
 
 
 def main() -> int:

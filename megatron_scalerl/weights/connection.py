@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron_scalerl.distributed.rendezvous import Rendezvous
 
@@ -25,6 +26,10 @@ class Connection:
     """For every single broadcast (seconds)."""
     connect_timeout_s: float
     """For joining, on gloo; NCCL connects in its first broadcast (seconds)."""
+    deltas: Literal["off", "absolute", "ulp"] = "off"
+    """How changes are coded (`weights.changes`); off: all updates are whole."""
+    anchor_every: int = 20
+    """Every update after this many updates of changes is whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +39,8 @@ class SendReport:
     seconds: float
     bytes: int
     """Bytes sent by all ranks, padding included."""
+    whole_bytes: int
+    """What they would have sent without deltas."""
     digests: tuple[str, ...]
     """[shards] digest of the buckets that were sent to each (hex)."""
     values: tuple[str, ...]

@@ -17,7 +17,7 @@ from megatron_scalerl.weights.digest import combine
 from megatron_scalerl.weights.plan import buckets
 from megatron_scalerl.weights.source import MegatronWeightSource
 from megatron_scalerl.weights.transport import make_sender
-from megatron_scalerl.weights.transport.gloo import Sender
+from megatron_scalerl.weights.transport.frames import Sender
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +32,7 @@ class WeightSending:
     def connect(self, connection: Connection) -> str:
         """Why a group could not be formed, empty if all were. Collective."""
         failure, number = "", self._source.sender
-        if self._sender is not None:
-            self._sender.close()
-            self._sender = None
+        self.close()
         if number is not None:
             shards = [shard for sender, shard in self._source.plan.pairs if sender == number]
             try:
@@ -43,11 +41,17 @@ class WeightSending:
                 failure = _logged("a weight group was not formed", error)
         return self._shared(failure)[0]
 
+    def close(self) -> None:
+        """Leave the groups of the last `connect`."""
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+
     def send(self, version: int) -> SendReport:
         """Send all parts; the report is the same on all ranks but for the seconds. Collective."""
         begin, failure, plan = time.perf_counter(), "", self._source.plan
         order = buckets(plan, self._bucket_mib)
-        digests = torch.zeros(len(order) + len(plan.needs), dtype=torch.int64)
+        digests = torch.zeros(len(order) + len(plan.needs) + 1, dtype=torch.int64)
         if self._source.sender is not None:
             assert self._sender is not None, "connect first"
             own = [number for number, bucket in enumerate(order) if bucket.sender == self._source.sender]
@@ -55,21 +59,27 @@ class WeightSending:
                 self._source.begin()
                 sent = self._sender.send(plan, self._source.read, version)
                 digests[own] = torch.tensor(sent, dtype=torch.uint64).view(torch.int64)
+                digests[-1] = self._sender.bytes
                 for shard, value in self._sender.values.items():
                     digests[len(order) + shard] = torch.tensor(value, dtype=torch.uint64).view(torch.int64)
             except RuntimeError as error:
                 failure = _logged(f"weights of version {version} were not sent", error)
         failure, digests = self._shared(failure, digests)
         if failure:
-            return SendReport(seconds=0.0, bytes=0, digests=(), values=(), failure=failure)
+            return SendReport(seconds=0.0, bytes=0, whole_bytes=0, digests=(), values=(), failure=failure)
         found = [value & ((1 << 64) - 1) for value in digests.tolist()]
         of_shards = tuple(
             combine(value for value, bucket in zip(found, order) if bucket.shard == shard)
             for shard in range(len(plan.needs))
         )
-        values = tuple(f"{value:016x}" for value in found[len(order) :])
-        size = sum(bucket.nbytes for bucket in order)
-        return SendReport(seconds=time.perf_counter() - begin, bytes=size, digests=of_shards, values=values)
+        *values, sent_bytes = found[len(order) :]
+        return SendReport(
+            seconds=time.perf_counter() - begin,
+            bytes=sent_bytes,
+            whole_bytes=sum(bucket.nbytes for bucket in order),
+            digests=of_shards,
+            values=tuple(f"{value:016x}" for value in values),
+        )
 
     def _shared(self, failure: str, numbers: torch.Tensor | None = None) -> tuple[str, torch.Tensor]:
         """(this rank's failure, else which rank failed, else "", the sum of all ranks' `numbers`)."""

@@ -38,6 +38,16 @@ def value_digest(values: torch.Tensor, tensor: int, axes: Sequence[int], along: 
     return total * (mixed(tensor) | 1) & _MASK
 
 
+def digest_at(tensor: int, coordinates: Sequence[torch.Tensor], shape: Sequence[int], values: torch.Tensor) -> int:
+    """Digest of single elements of a tensor of at least this shape.
+
+    coordinates: [dimensions][n] int64. values: [n] int64, bits or differences of bits.
+    """
+    for axis, (index, size) in enumerate(zip(coordinates, shape)):
+        values = values * _table_on(axis, max(size - 1, 1).bit_length(), values.device)[index]
+    return int(values.sum()) * (mixed(tensor) | 1) & _MASK
+
+
 def at(axis: int, index: int) -> int:
     """The factor of one index, where a part has no dimension along `axis`."""
     return int(_of_axis(axis, index + 1)[index])
@@ -58,6 +68,11 @@ def _of_indices(axis: int, along: Along) -> np.ndarray:
 def _of_axis(axis: int, size: int) -> np.ndarray:
     """[at least `size`] uint64 factors of the indices of a dimension."""
     return _table(axis, max(size - 1, 1).bit_length())
+
+
+@cache
+def _table_on(axis: int, bits: int, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(_table(axis, bits).view(np.int64)).to(device)
 
 
 @cache

@@ -199,10 +199,13 @@ def init(**options):
 class Run:
     def __init__(self, path):
         self.path, self.rows = path, []
-    def log(self, scalars, step):
-        self.rows.append([step, scalars])
+    def define_metric(self, name, step_metric):
+        self.rows.append([name, step_metric])
+    def log(self, scalars):
+        self.rows.append(scalars)
     def finish(self):
-        self.path.write_text(json.dumps(self.rows))
+        before = json.loads(self.path.read_text()) if self.path.exists() else []
+        self.path.write_text(json.dumps(before + self.rows))
 """
 
 
@@ -215,9 +218,21 @@ def test_an_installed_wandb_gets_the_records_unless_it_is_disabled(tmp_path, mon
     monkeypatch.setenv("WANDB_MODE", mode)
     metrics = open_metrics(tmp_path)
     metrics.step(1, {"batches": 1, "loss": 0.5, "note": "x"})
+    metrics.step(2, {"batches": 2, "loss": 0.25})
+    metrics.validation(pass_rate(1), by_prompt=[0.25])  # it ends beside the second step
+    metrics.close()
+    metrics = open_metrics(tmp_path, step=1, batches=1, last_step=2)  # the second batch is trained again
+    metrics.step(2, {"batches": 2, "loss": 0.25})
+    metrics.step(3, {"batches": 3, "loss": 0.125})
     metrics.close()
     found = [json.loads(path.read_text()) for path in tmp_path.glob("wandb_run_run_allow.jsonl")]
-    assert found == ([] if mode == "disabled" else [[[1, {"batches": 1.0, "loss": 0.5}]]])
+    if mode == "disabled":
+        assert found == []
+    else:
+        axis, first, second, validation, again, third = found[0]
+        assert axis == again == ["*", "step"]
+        assert [first, second, third] == [{"batches": n, "loss": 2.0**-n, "step": n} for n in (1, 2, 3)]
+        assert validation["step"] == 1 and validation["validation/pass_rate"] == 0.25
     sys.modules.pop("wandb", None)
 
 
@@ -234,3 +249,28 @@ def test_a_batch_has_the_variance_within_its_prompts():
     found = batch_metrics([group([1, 1, 1, 1]), group([1, 1, -1, -1], group_id=1)], {}, 0)
     assert found["train_pass_rate"] == 0.75 and found["train_completions"] == 8.0
     assert found["train_within_variance"] == pytest.approx((0 + 4 * 0.25 / 3) / 2)
+
+
+def test_a_sink_that_fails_ends_neither_the_run_nor_the_other_sinks(tmp_path, caplog):
+    class BrokenSink:
+        def write(self, step, scalars):
+            raise RuntimeError("can't start new thread")
+
+        def close(self):
+            raise OSError("no space left")
+
+    class KeptSink(BrokenSink):
+        steps, closed = [], False
+
+        def write(self, step, scalars):
+            self.steps.append(step)
+
+        def close(self):
+            self.closed = True
+
+    kept = KeptSink()
+    metrics = Metrics(tmp_path, "run", step=0, batches=0, last_step=0, sinks=[BrokenSink(), kept])
+    metrics.step(1, {"batches": 1})
+    metrics.close()
+    assert kept.steps == [1] and kept.closed and column(tmp_path, "metrics") == [1]
+    assert "BrokenSink: write failed: RuntimeError: can't start new thread" in caplog.text

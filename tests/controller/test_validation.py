@@ -64,7 +64,7 @@ def validate(*steps, **validation):
                 engines=Membership.of([engine], version=step),
                 sampler=sampler,
                 prompts=PROMPTS,
-                count_tokens=lambda tokens: None,
+                count_tokens=lambda tokens, on: None,
             )
             result, outcomes = await validator.validate(
                 step, generations=3, compute=0.0, compute_total=0.0, unit="device_hours"

@@ -1,16 +1,18 @@
 """A weight update of which one engine drops out: the others are updated, and none of them is evicted."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from megatron_scalerl.controller.weight_sync import WeightsRefused, WeightSync
+from megatron_scalerl.controller.weight_sync import WeightsRefused, WeightsUnchanged, WeightSync
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous
 from megatron_scalerl.engine.answers import REFUSED, EngineError
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer.client import TrainerError, WeightGroupFailed
+from megatron_scalerl.types import StepReport
 from megatron_scalerl.weights.connection import SendReport
 from megatron_scalerl.weights.plan import all_of, manifest_of, needs_to_json, whole
 
@@ -83,7 +85,7 @@ class StandInTrainer:
     async def send_weights(self, version):
         if self.fails:
             raise self.fails.pop(0)
-        return SendReport(bytes=0, seconds=0.0, digests=(f"d{version}",), values=(f"v{version}",))
+        return SendReport(bytes=0, whole_bytes=0, seconds=0.0, digests=(f"d{version}",), values=(f"v{version}",))
 
 
 @pytest.fixture
@@ -129,6 +131,48 @@ class StandInBrokenEngine(StandInEngine):
         if path == "/init_weight_transfer_engine":
             self.joined = True
         return await super().post(path, body, query)
+
+
+class StandInFrozenTrainer(StandInTrainer):
+    """Its optimizer's weights do not reach the policy."""
+
+    async def send_weights(self, version):
+        return replace(await super().send_weights(version), values=("v0",))
+
+
+def after_a_step(recipe, trainer, **report):
+    """Publish versions 0 and 1, with an optimizer step in between."""
+    engine = StandInEngine("engine-0")
+    sync = WeightSync(trainer, Membership.of([engine]), recipe)
+
+    async def scenario():
+        if isinstance(trainer, StandInFrozenTrainer):
+            engine.live = "v0"
+        await sync.publish(0)
+        sync.trained(StepReport(step=1, policy_version=1, loss=0.1, tokens=4, seconds=1.0, metrics={}, **report))
+        await sync.publish(1)
+        await sync.publish(1)  # sent again without a step: nothing has to differ
+
+    asyncio.run(scenario())
+    return engine.label
+
+
+def test_a_step_with_a_gradient_that_changes_no_value_is_an_error(recipe):
+    message = (
+        r"^weights of version 1: expected values that differ from those of version 0 after a step with gradient norm "
+        r"0\.3 and learning rate 5e-07, found the same \(digest v0\): "
+    )
+    with pytest.raises(WeightsUnchanged, match=message):
+        after_a_step(recipe, StandInFrozenTrainer(), grad_norm=0.3, learning_rate=5e-7)
+
+
+@pytest.mark.parametrize(("grad_norm", "learning_rate"), [(0.0, 5e-7), (0.3, 0.0), (0.3, 4e-7)])
+def test_a_step_that_moves_nothing_need_not_change_a_value(recipe, grad_norm, learning_rate):
+    after_a_step(recipe, StandInFrozenTrainer(), grad_norm=grad_norm, learning_rate=learning_rate)
+
+
+def test_a_step_that_changes_values_is_published(recipe):
+    assert after_a_step(recipe, StandInTrainer(), grad_norm=0.3, learning_rate=5e-7) == "1"
 
 
 class StandInTrainerOfAll(StandInTrainer):

@@ -75,6 +75,14 @@ def test_two_ranks_take_the_step_of_one(alone, together, name):
         torch.testing.assert_close(torch.tensor(b), torch.tensor(a), rtol=0, atol=2e-4)
 
 
+@pytest.mark.parametrize("layout", [{}, TP2, PP2], ids=["dp2", "tp2", "pp2"])
+def test_the_elements_that_a_step_changes_are_counted_over_all_ranks(paths, layout):
+    ranks = run_ranks(2, "trainer_ranks:changes", paths["llama"], layout)
+    share = sum(changed for changed, _, _ in ranks) / sum(size for _, size, _ in ranks)
+    assert 0.05 < share < 0.95
+    assert [found for _, _, found in ranks] == [pytest.approx(share, rel=1e-12)] * 2
+
+
 @pytest.mark.parametrize(("kind", "layout"), [("llama", {}), ("llama4", EP2)], ids=["dp2", "ep2"])
 def test_two_ranks_resume_bit_for_bit(paths, tmp_path, kind, layout):
     path = str(tmp_path / "step_000002")

@@ -13,7 +13,7 @@ SMOOTH = {"lr": 1e-2, "warmup_steps": 0, "eps": 1e-3, "clip_grad": 0.5}
 PROBE = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [20, 30, 40, 50]]
 
 
-def recipe(policy: str, layout: dict[str, Any], **sections: Any) -> Any:
+def recipe(policy: str, layout: dict[str, Any], /, **sections: Any) -> Any:
     """The tests' recipe under a layout (sizes, and under `model` what else it needs) in this process's world."""
     world_size = int(os.environ["WORLD_SIZE"])
     parallel = {key: size for key, size in layout.items() if key != "model"}
@@ -69,6 +69,19 @@ def _step(trainer: Any, step: int, count: int = 6) -> Any:
     place = trainer.parallel
     batches = batches_of(random_samples(step, count), step=step, dp_size=place.dp_size, micro_batch_tokens=64)
     return trainer.step(batches[place.dp_rank])
+
+
+def changes(policy: str, parallel: dict[str, int]) -> tuple[int, int, float]:
+    """(elements of this rank's bf16 parameters that a small step changed, elements, the step's metric)."""
+    from megatron_scalerl.distributed.parallel import unwrap
+
+    settings = {"policy": {"dtype": "bfloat16"}, "optimizer": {"lr": 1e-4, "warmup_steps": 0}}
+    trainer = trainer_of(recipe(policy, parallel, **settings))
+    held = list(unwrap(trainer.chunks[0]).parameters())
+    before = [p.detach().clone() for p in held]
+    found = _step(trainer, 1).metrics["weights_changed"]
+    release()
+    return sum(int((p != old).sum()) for p, old in zip(held, before)), sum(p.numel() for p in held), found
 
 
 def train_and_save(policy: str, parallel: dict[str, int], path: str) -> dict[str, Any]:

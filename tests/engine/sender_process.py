@@ -119,13 +119,14 @@ def _send(sender: Any, plan: Any, weights: Any, version: int) -> Any:
         part = plan.parts[number]
         return tensors[part.tensor][tuple(slice(a, b) for a, b in part.ranges)]
 
-    digests, order = sender.send(plan, read, version), buckets(plan, sender.bucket_mib)
+    digests, order = sender.send(plan, read, version), buckets(plan, next(iter(sender.groups.values())).bucket_mib)
     of_shards = tuple(
         combine(digest for digest, bucket in zip(digests, order) if bucket.shard == shard)
         for shard in range(len(plan.needs))
     )
     values = tuple(f"{sender.values[shard]:016x}" for shard in range(len(plan.needs)))
-    return SendReport(seconds=0.0, bytes=sum(b.nbytes for b in order), digests=of_shards, values=values)
+    whole = sum(bucket.nbytes for bucket in order)
+    return SendReport(seconds=0.0, bytes=sender.bytes, whole_bytes=whole, digests=of_shards, values=values)
 
 
 def main() -> None:

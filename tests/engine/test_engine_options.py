@@ -38,6 +38,13 @@ def test_vllm_options_pass_through_unrenamed(tmp_path):
     assert json.loads(value(found, "--hf-overrides")) == {"x": 1, "head_dtype": "float32"}
 
 
+def test_statistics_are_off_unless_the_recipe_turns_them_on(tmp_path):
+    """vLLM has the flag alone, and no negative form of it."""
+    assert "--disable-log-stats" in arguments(tmp_path)
+    found = arguments(tmp_path, {"disable_log_stats": False})
+    assert not [word for word in found if "log-stats" in word]
+
+
 def test_what_the_recipe_decides(tmp_path):
     other_settings = {"policy": {"logits": "model", "dtype": "bfloat16"}, "rollouts": {"temperature": 0.7}}
     plain, other = arguments(tmp_path), arguments(tmp_path, **other_settings)

@@ -2,13 +2,14 @@
 
 import asyncio
 import os
+import shutil
 import signal
 
 import pytest
 import tiny_policies
 import torch
 from engine_recipes import SECRET, recipe_for
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sender_process import SenderProcess
 
 from megatron_scalerl.controller.weight_sync import WeightsRefused, WeightSync
@@ -43,6 +44,17 @@ def digest_of(folder):
         value_digest(t, n, range(t.dim()), [range(size) for size in t.shape]) for n, t in enumerate(weights.values())
     ]
     return f"{total(parts):016x}"
+
+
+def step_of(folder, to, seed):
+    """The policy after a step that changes one element in twenty."""
+    shutil.copytree(folder, to)
+    weights, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(seed)
+    for values in weights.values():
+        chosen = torch.rand(values.shape, generator=generator) < 0.05
+        values += chosen * torch.randn(values.shape, generator=generator) * 0.05
+    save_file(weights, to / "model.safetensors", metadata={"format": "pt"})
+    return to
 
 
 def sync_of(sender, clients, recipe):
@@ -193,25 +205,35 @@ WORKERS = [("moe", 1), ("dense", 2), ("moe", 2)]
 
 @pytest.mark.parametrize(("kind", "tp"), WORKERS)
 def test_every_tensor_parallel_worker_gets_its_own_parts(policies, run, tmp_path, kind, tp):
-    recipe = recipe_for(policies[f"{kind}_a"], vllm={"tensor_parallel_size": tp})
+    weights = {"bucket_mib": 1, "timeout_s": 120, "deltas": "absolute", "anchor_every": 3}
+    recipe = recipe_for(policies[f"{kind}_a"], vllm={"tensor_parallel_size": tp}, weights=weights)
     process = EngineProcess.local(recipe, secret=SECRET, log_path=tmp_path / "engine.log", transport="gloo")
+    steps = [policies[f"{kind}_b"]]
+    for number in range(4):
+        steps.append(step_of(steps[-1], tmp_path / f"step_{number}", seed=number))
 
     async def scenario():
         await process.start()
         try:
-            async with SenderProcess(policies[f"{kind}_b"]) as sender:
+            async with SenderProcess(steps[0]) as sender:
                 sync = sync_of(sender, [process.client], recipe)
-                before = await process.client.generate(PROMPT, sampling=greedy(64))
-                update = await sync.publish(1)
-                return update, before, await process.client.generate(PROMPT, sampling=greedy(64))
+                rollouts, updates = [await process.client.generate(PROMPT, sampling=greedy(64))], []
+                for version, sender.folder in enumerate(steps):
+                    updates.append(await sync.publish(version + 1))
+                    rollouts.append(await process.client.generate(PROMPT, sampling=greedy(64)))
+                return updates, rollouts
         finally:
             await process.stop()
 
-    update, *rollouts = run(scenario())
-    for name, rollout in zip(("a", "b"), rollouts):
-        model = tiny_policies.load(policies[f"{kind}_{name}"])
+    [update, *changes, anchor], rollouts = run(scenario())
+    for folder, rollout in zip((policies[f"{kind}_a"], *steps), rollouts):
+        model = tiny_policies.load(folder)
         error, agreed = largest_error(model, rollout)
         assert error <= 1e-4 and agreed == 1.0
+    assert [update.bytes, update.bytes] == [update.whole_bytes, anchor.bytes]
+    assert all(0 < each.bytes < 0.1 * each.whole_bytes for each in changes) and len(changes) == 3
+    if tp == 1:
+        assert [u.digest for u in (update, *changes, anchor)] == [digest_of(folder) for folder in steps]
     assert "own loader" not in (tmp_path / "engine.log").read_text()
     assert len(set(update.digest.split("-"))) == tp
     # matrices are sent once in all, and only norms and the like to every worker

@@ -28,7 +28,8 @@ from megatron_scalerl.processes.logs import NAME_VARIABLE
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import combine
 from megatron_scalerl.weights.plan import all_of, from_json, manifest_from_json, needs_to_json
-from megatron_scalerl.weights.transport.gloo import Group, receive
+from megatron_scalerl.weights.transport.frames import receive
+from megatron_scalerl.weights.transport.gloo import Group
 
 TOKEN_S = 0.015
 """Seconds per token of every completion, however many there are."""

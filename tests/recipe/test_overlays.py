@@ -50,7 +50,8 @@ def overlay(folder, name):
 
 
 def test_every_file_is_a_row():
-    found = {(path.parent.name, path.stem) for folder in OVERLAYS for path in (ROOT / "recipes" / folder).iterdir()}
+    folders = [folder for folder in OVERLAYS if folder != "course"]
+    found = {(path.parent.name, path.stem) for folder in folders for path in (ROOT / "recipes" / folder).iterdir()}
     assert found == set(ROWS)
     page = (ROOT / "docs" / "ablations.md").read_text()
     assert all(f"| `{name}.yaml` |" in page for _, name in ROWS)

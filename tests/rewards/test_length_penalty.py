@@ -71,6 +71,8 @@ def test_forced_tokens_and_the_policys_own_end_of_sequence_are_told_apart():
     asked = []
 
     class Engine:
+        name = "engine-0"
+
         async def generate(self, ids, *, sampling, decoder):
             return Decoded(completion=completion, data=data, text="7")
 

@@ -215,7 +215,7 @@ def test_validation_in_rounds_reaches_the_engines_the_same_way_each_time():
                 engines=members,
                 sampler=StandInSampler(),
                 prompts=PROMPTS,
-                count_tokens=lambda tokens: None,
+                count_tokens=lambda tokens, on: None,
                 rounds=Rounds(members, timeout_s=30),
             )
             result, by_prompt = await validator.validate(

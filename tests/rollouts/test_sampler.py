@@ -60,6 +60,8 @@ def test_draws_depend_only_on_seed_group_and_index(tiny):
 class StandInEngine:
     """Fails with the budget of the request."""
 
+    name = "engine-0"
+
     async def generate(self, prompt_token_ids, *, sampling, decoder):
         raise EngineError(str((sampling.max_tokens, sampling.interruption.cut)))
 

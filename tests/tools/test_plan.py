@@ -78,9 +78,11 @@ def test_printed_numbers_are_those_of_the_json(tmp_path, capsys):
     assert "8,030,261,248" in text and plan["parameters"]["total"] == 8_030_261_248
     assert f"{plan['trainer_memory'][0]['total'] / 2**30:,.2f}" in text
     assert f"{plan['gpu_hours_per_1000_steps']:,.0f}" in text
-    assert f"{plan['weight_update']['bytes']:,} bytes" in text and plan["weight_update"]["bytes"] == 16_060_522_496
-    bound = plan["weight_update"]["lower_bounds"][0]
-    assert bound["seconds"] == pytest.approx(16_060_522_496 / 50e9) and f"{bound['seconds']:.3f} s" in text
+    update = plan["weight_update"]
+    assert update["bytes"] == 16_060_522_496 and f"{update['bytes'] / 1e9:,.1f} GB" in text
+    bound = update["lower_bounds"]["one card per GPU"]  # every engine has the whole policy
+    assert bound == pytest.approx(16_060_522_496 / 50e9, rel=1e-4) and f"{bound:.3f} s" in text
+    assert 2 * bound < update["assumed_seconds"] < 3 * bound and f"{update['assumed_seconds']:.2f} s" in text
     assert max(map(len, text.splitlines())) <= 100
     assert "--engine-tokens-per-second" in text and "arXiv" in text  # assumptions with their sources
 

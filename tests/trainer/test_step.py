@@ -220,6 +220,29 @@ def test_metrics_count_what_they_say(new_trainer):
     assert 0 < expected["capped_share"] < 1
 
 
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("lr", [1e-4, 1e-12])
+def test_the_share_of_elements_that_a_step_changes(new_trainer, sharded, lr):
+    trainer = new_trainer(
+        policy={"dtype": "bfloat16"},
+        optimizer={"lr": lr, "warmup_steps": 0},
+        megatron={"ddp": {"use_distributed_optimizer": sharded}},
+    )
+    for step in (1, 2):  # of each step alone
+        before = weights(trainer)
+        [batch] = batches_of(random_samples(step), step=step)
+        found = trainer.step(batch).metrics["weights_changed"]
+        after = weights(trainer)
+        changed = sum(int((after[n] != before[n]).sum()) for n in before)
+        assert found == changed / sum(p.numel() for p in before.values())
+        assert 0.05 < found < 0.95 if lr == 1e-4 else found == 0
+
+
+def test_changes_of_fp32_weights_which_are_written_in_place_are_not_counted(new_trainer):
+    [batch] = batches_of(random_samples(1))
+    assert "weights_changed" not in new_trainer().step(batch).metrics
+
+
 def test_entropy_is_that_of_the_policy_at_the_loss_tokens(new_trainer, policy):
     [sample] = random_samples(11, count=1)
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)

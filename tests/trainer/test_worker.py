@@ -25,7 +25,8 @@ from megatron_scalerl.trainer.worker import EXIT_ORPHAN
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import combine
 from megatron_scalerl.weights.plan import all_of
-from megatron_scalerl.weights.transport.gloo import Group, assembled, receive
+from megatron_scalerl.weights.transport.frames import assembled, receive
+from megatron_scalerl.weights.transport.gloo import Group
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from family_configs import LLAMA, LLAMA4, QWEN3_MOE, family_of, shard_shape
 from transformers import Llama4TextConfig, LlamaConfig, Qwen3MoeConfig
+from worker_needs import needs_of_worker
 
 from megatron_scalerl.models import family
 from megatron_scalerl.weights.owners import Place, manifest, send_plan
@@ -81,20 +82,6 @@ def check_sent(found: Any, places: list[Place], plan: Any) -> None:
             assert of_shard[meta.name].isnan().all(), f"{meta.name}: more than was needed"
 
 
-def needs_of_worker(found: Any, worker: int, workers: int) -> Any:
-    """Of an engine with tensor parallelism: halves of rows or columns, cut where no rank of the trainer ends."""
-
-    def half(ranges: Any, number: int) -> Any:
-        axis = number % len(ranges) if ranges else 0
-        if workers == 1 or not ranges or ranges[axis][1] < 2:
-            return ranges
-        cut = ranges[axis][1] // 2 - (ranges[axis][1] > 5)
-        part = ((0, cut), (cut, ranges[axis][1]))[worker]
-        return (*ranges[:axis], part, *ranges[axis + 1 :])
-
-    return tuple((half(ranges, n),) for n, [ranges] in enumerate(all_of(manifest(found, "float32"))))
-
-
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize(("tp", "pp", "dp", "ep"), list(product((1, 2), (1, 2), (1, 2, 4), (1, 2))))
 def test_every_layout_sends_the_checkpoint(kind: str, tp: int, pp: int, dp: int, ep: int) -> None:
@@ -104,7 +91,7 @@ def test_every_layout_sends_the_checkpoint(kind: str, tp: int, pp: int, dp: int,
             continue
         places = layout(tp=tp, pp=pp, dp=dp, ep=ep, etp=etp)
         for most, workers in product((1, 64), (1, 2)):
-            needs = [needs_of_worker(found, worker, workers) for worker in range(workers)]
+            needs = [needs_of_worker(manifest(found, "float32"), worker, workers) for worker in range(workers)]
             plan = send_plan(found, places, stages(found, pp), needs, dtype="float32", most_senders=most)
             check_sent(found, places, plan)
             names = {name for rule in found.rules if rule.exported for name in rule.hf_shapes}

@@ -17,7 +17,8 @@ from megatron_scalerl.distributed.rendezvous import address_of, listen_on, priva
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.plan import Part, WeightPlan, buckets, manifest_of, whole
 from megatron_scalerl.weights.transport import make_sender, resolve_transport
-from megatron_scalerl.weights.transport.gloo import Group, assembled, receive
+from megatron_scalerl.weights.transport.frames import assembled, receive
+from megatron_scalerl.weights.transport.gloo import Group
 from megatron_scalerl.weights.transport.nccl import NcclGroup
 
 
@@ -197,6 +198,47 @@ def test_a_flipped_bit_is_noticed(spec, byte):
     assert isinstance(error, RuntimeError) and "bucket 0 of 3: expected digest" in str(error)
 
 
+@pytest.mark.parametrize("fault", ["lost", "repeated", "swapped", "of the update before"])
+def test_a_bucket_that_is_not_the_next_one_is_noticed_before_it_is_used(spec, fault):
+    """Four buckets of one size, each with a digest that fits its bytes."""
+    weights = {"a": torch.arange(1 << 20).float()}  # 4 MiB
+    (sender,), (groups,) = joined(spec(timeout_s=5))
+    plan, ship, sent = plan_of(weights), sender._ship, []
+
+    def recorded(shard, packed):
+        sent.append(packed.clone())
+        return ship(shard, packed)
+
+    sender._ship = recorded
+    transfer([sender], [groups], weights)
+    before, here, taken = list(sent), [], []
+
+    def faulty(shard, packed):
+        here.append(packed)
+        wrong = {"repeated": here[0], "of the update before": before[1]}
+        if len(here) == 2 and fault in ("lost", "swapped"):
+            return lambda: None  # held back
+        if len(here) == 3 and fault == "swapped":
+            ends = [ship(shard, here[2]), ship(shard, here[1])]
+            return lambda: [end() for end in ends]
+        return ship(shard, wrong.get(fault, packed) if len(here) == 2 else packed)
+
+    sender._ship = faulty
+
+    def take():
+        try:
+            for part in receive(groups, plan, 2, []):
+                taken.append(part)
+        finally:
+            groups[0].close()
+
+    with ThreadPoolExecutor(2) as pool:
+        sending, receiving = pool.submit(sender.send, plan, reader(weights, plan), 2), pool.submit(take)
+        assert "bucket 1 of 4: expected digest" in str(receiving.exception())
+        sending.exception()  # of a group that the receiver has left, or none: it may have sent everything by then
+    assert len(taken) == 1
+
+
 def test_another_version_and_another_plan_are_noticed(spec):
     for changes in ({"version": 2}, {"expected": plan_of({"a": torch.zeros(3, 5)})}):
         senders, receivers = joined(spec(timeout_s=5))
@@ -250,7 +292,7 @@ from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.transport.gloo import Group
 
 group = Group(msgspec.json.decode(sys.argv[1], type=Connection), 1, 0)
-head = torch.zeros(4, dtype=torch.int64)
+head = torch.zeros(5, dtype=torch.int64)
 group.broadcast(head)
 print("header", flush=True)
 sys.stdin.read()

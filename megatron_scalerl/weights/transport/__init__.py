@@ -19,7 +19,7 @@ from megatron_scalerl.distributed import device
 from megatron_scalerl.weights.connection import Connection
 
 if TYPE_CHECKING:
-    from megatron_scalerl.weights.transport.gloo import Sender
+    from megatron_scalerl.weights.transport.frames import Sender
 
 
 def make_sender(connection: Connection, number: int = 0, shards: Iterable[int] = (0,)) -> Sender:
@@ -27,13 +27,13 @@ def make_sender(connection: Connection, number: int = 0, shards: Iterable[int] =
 
     Raises ValueError for an unknown backend, RuntimeError if the engines do not join in time.
     """
-    from megatron_scalerl.weights.transport import gloo, nccl
+    from megatron_scalerl.weights.transport import frames, gloo, nccl
 
     groups: dict[str, type[gloo.Group]] = {"gloo": gloo.Group, "nccl": nccl.NcclGroup}
     if connection.backend not in groups:
         raise ValueError(f"weights.transport: expected one of {sorted(groups)}, found {connection.backend!r}")
     kind = groups[connection.backend]
-    sender = gloo.Sender({}, number, connection.bucket_mib)
+    sender = frames.Sender({}, number, connection)
     try:
         for shard in sorted(shards):
             sender.groups[shard] = kind(connection, 0, number, shard)

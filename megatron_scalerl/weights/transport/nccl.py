@@ -1,4 +1,4 @@
-"""The broadcast group over NCCL: the framing of `transport.gloo` with buckets in device memory."""
+"""The broadcast group over NCCL: the framing of `transport.frames` with buckets in device memory."""
 
 from __future__ import annotations
 

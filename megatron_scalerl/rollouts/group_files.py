@@ -91,11 +91,12 @@ def _of_segment(path: Path, *, newest: bool) -> Iterator[ListedGroup]:
             group_id=head.group_id,
             step=None,
             interrupted=any(c.interrupted for c in stored_header(head).completions),
-            read=partial(_stored_group, path, stored),
+            read=partial(stored_group, path, stored),
         )
 
 
-def _stored_group(path: Path, stored: BlockRef) -> dict[str, Any]:
+def stored_group(path: Path, stored: BlockRef) -> dict[str, Any]:
+    """The group at this place of a segment, as `ListedGroup.read` gives it. Raises as `store.read_block`."""
     group, completions = read_arrays(path, stored)
     header = group.header
     rollouts = map(rollout_of, completions)
@@ -106,6 +107,19 @@ def _stored_group(path: Path, stored: BlockRef) -> dict[str, Any]:
         "rollouts": [asdict(rollout) for rollout in rollouts],
         "scores": [asdict(score) for score in header.scores],
     }
+
+
+def kept_group(folder: Path, group_id: int, stored: BlockRef) -> dict[str, Any] | None:
+    """The group that was written at this place in RUN/rollouts, from its segment or what retention made of it.
+
+    As `ListedGroup.read` gives it; None if retention has deleted it. Raises ValueError naming the file for damage.
+    """
+    path = segment_path(folder, stored.segment)
+    if path.is_file():
+        return stored_group(path, stored)
+    path = path.with_suffix(".parquet")
+    found = _of_parquet(path) if path.is_file() else iter(())
+    return next((each.read() for each in found if each.group_id == group_id), None)
 
 
 def _of_parquet(path: Path) -> Iterator[ListedGroup]:

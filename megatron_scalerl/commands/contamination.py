@@ -1,0 +1,78 @@
+"""`megatron-scalerl contamination TRAINING --data FILE`: training prompts that contain evaluation problems."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SHOWN = 5
+"""Hits that are printed for each file."""
+WIDTH = 200
+"""Characters of a text that are printed."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.description = "List the training prompts that have a sequence of words in common with evaluation problems."
+    parser.add_argument(
+        "training",
+        nargs="+",
+        metavar="TRAINING",
+        help="training prompts: a recipe (.yaml), FILE with a column prompt, or FILE:COLUMN",
+    )
+    parser.add_argument(
+        "--data",
+        action="append",
+        required=True,
+        metavar="FILE[:SCHEMA]",
+        help="evaluation file; may be given several times (schemas: `megatron-scalerl evaluate --help`)",
+    )
+    parser.add_argument("--words", type=int, default=13, metavar="N", help="words in a row (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every hit to this file")
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Compare and print. Raises ValueError for bad files."""
+    from itertools import chain
+
+    import msgspec
+
+    from megatron_scalerl.checkpoints.atomic_io import write_durably
+    from megatron_scalerl.evaluation.contamination import contamination
+    from megatron_scalerl.evaluation.problems import read_problems, split_schema
+    from megatron_scalerl.evaluation.training_texts import problem_texts, training_texts
+    from megatron_scalerl.processes.logs import printable
+
+    if arguments.words < 1:
+        raise ValueError(f"--words: expected at least 1, found {arguments.words}")
+    files = [read_problems(*split_schema(text)) for text in arguments.data]
+    training = list(chain.from_iterable(map(training_texts, arguments.training)))
+    written = {}
+    for file in files:
+        found = contamination(training, problem_texts(file), n=arguments.words)
+        console.print(f"{printable(file.path)}: {found.line()}", highlight=False)
+        for hit in found.hits[:SHOWN]:
+            console.print(
+                f"  {hit.share:.0%} of {printable(hit.problem.where)} in {printable(hit.training.where)}",
+                highlight=False,
+            )
+            console.print(f"    {shortened(hit.problem.text)}", highlight=False)
+            console.print(f"    {shortened(hit.training.text)}", highlight=False)
+        if len(found.hits) > SHOWN:
+            console.print(f"  and {len(found.hits) - SHOWN} more", highlight=False)
+        written[file.path] = {"line": found.line(), "hits": found.rows()}
+    if arguments.json is not None:
+        write_durably(arguments.json, msgspec.json.format(msgspec.json.encode(written), indent=2) + b"\n")
+    return 0
+
+
+def shortened(text: str) -> str:
+    """At most WIDTH characters of a text in one line, control characters escaped."""
+    from megatron_scalerl.processes.logs import printable
+
+    line = printable(" ".join(text.split()))
+    return line if len(line) <= WIDTH else line[: WIDTH - 1] + "\N{HORIZONTAL ELLIPSIS}"

@@ -1,0 +1,229 @@
+"""`megatron-scalerl evaluate FOLDER --data FILE`: mean@k and pass@k of an exported policy, and thinking budgets."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megatron_scalerl.evaluation.inputs import Evaluated
+    from megatron_scalerl.evaluation.results import ResultFile, Row
+
+EPILOG = """examples:
+  megatron-scalerl export runs/my_run --out models/trained
+  megatron-scalerl evaluate models/trained --recipe runs/my_run/recipe.yaml --data aime24.jsonl --k 16 --out scores
+  megatron-scalerl evaluate models/trained --recipe runs/my_run/recipe.yaml --data math500.jsonl:math500 --k 4
+    --budgets 256,512,1024,2048,4096,8192,16384,32768 --out sweep
+
+schemas of evaluation files (.jsonl, .parquet), found from the columns if none is given:
+  aime            Problem, Answer, ID; problem, answer, id; question, answer: integers from 0 to 999
+  math500         problem, answer, unique_id, subject, level
+  PROBLEM,ANSWER  any two columns, as in data.jsonl:question,solution
+
+The recipe gives prompts, interruption, temperature, verifier and engines, as in training; without --recipe these are
+the defaults. An evaluation that was stopped goes on with the same command; OUT/completions.jsonl has every
+completion, OUT/summary.json the scores."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.description = "Score a Hugging Face folder on evaluation files, at one or several thinking budgets."
+    parser.epilog = EPILOG
+    parser.add_argument("folder", metavar="FOLDER", help="the policy, for example written by `export`")
+    parser.add_argument(
+        "--data", action="append", required=True, metavar="FILE[:SCHEMA]", help="may be given several times"
+    )
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder of the result")
+    parser.add_argument("--k", type=int, default=16, metavar="K", help="completions per problem (default: 16)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of sampling (default: 1)")
+    parser.add_argument(
+        "--budgets", metavar="N,N,...", help="thinking budgets (tokens), each enforced by forced interruption"
+    )
+    parser.add_argument(
+        "--margin",
+        type=float,
+        default=0.01,
+        metavar="X",
+        help="gain in pass rate below which more thinking does not pay (default: 0.01)",
+    )
+    parser.add_argument("--recipe", metavar="FILE", help="recipe of the training, for example RUN/recipe.yaml")
+    parser.add_argument(
+        "--training",
+        action="append",
+        default=[],
+        metavar="TRAINING",
+        help="training prompts to compare with the problems (as of `contamination`); may be given several times",
+    )
+    parser.add_argument("--examples", type=int, default=0, metavar="N", help="print N completions of each file")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="settings that override the recipe's")
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Evaluate. Raises ValueError for user errors, RuntimeError and OSError for failed processes."""
+    from megatron_scalerl.evaluation.inputs import check_evaluation, policy_digest, settings
+    from megatron_scalerl.evaluation.offline import VERSION, generate
+    from megatron_scalerl.evaluation.problems import read_problems, split_schema
+    from megatron_scalerl.evaluation.results import Header, ResultFile
+    from megatron_scalerl.launch.open_files import allow_open_files
+    from megatron_scalerl.processes.signals import run_until_signal
+    from megatron_scalerl.recipe.file import load_recipe_for
+
+    k, budgets = arguments.k, _budgets(arguments.budgets)
+    for option, value, least in (("--k", k, 1), ("--seed", arguments.seed, 0), ("--examples", arguments.examples, 0)):
+        if value < least:
+            raise ValueError(f"{option}: expected at least {least}, found {value}")
+    files = [read_problems(*split_schema(text)) for text in arguments.data]
+    recipe = load_recipe_for(arguments.folder, arguments.recipe, arguments.overrides, prompts=files[0].path)
+    evaluated = check_evaluation(recipe, files, budgets)
+    contaminations = _contaminations(arguments.training, evaluated)
+    allow_open_files(evaluated.recipe)
+    header = Header(
+        policy=arguments.folder,
+        digest=policy_digest(arguments.folder),
+        version=VERSION,
+        files=tuple((file.name, file.digest) for file in files),
+        seed=arguments.seed,
+        settings=settings(evaluated.recipe, k=k, budgets=evaluated.budgets),
+    )
+    with ResultFile(arguments.out, header) as result, _Progress(console, evaluated, result, k) as progress:
+        run_until_signal(
+            generate(evaluated, result, k=k, seed=arguments.seed, ready=progress.ready, finished=progress.finished)
+        )
+        _report(arguments, evaluated, result, contaminations, header, console)
+    return 0
+
+
+def _budgets(text: str | None) -> list[int]:
+    if text is None:
+        return []
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and int(word) for word in words):
+        raise ValueError(f"--budgets: expected numbers of tokens as in 256,512,1024, found {text!r}")
+    budgets = [int(word) for word in words]
+    if any(a >= b for a, b in zip(budgets, budgets[1:])):
+        raise ValueError(f"--budgets: expected them to ascend, found {text!r}")
+    return budgets
+
+
+def _contaminations(sources: Sequence[str], evaluated: Evaluated) -> dict[str, Any]:
+    """File name -> its contamination by all training prompts; empty without any."""
+    from itertools import chain
+
+    from megatron_scalerl.evaluation.contamination import contamination
+    from megatron_scalerl.evaluation.training_texts import problem_texts, training_texts
+
+    if not sources:
+        return {}
+    training = list(chain.from_iterable(map(training_texts, sources)))
+    return {file.name: contamination(training, problem_texts(file)) for file in evaluated.files}
+
+
+class _Progress:
+    """A bar on a terminal."""
+
+    def __init__(self, console: Console, evaluated: Evaluated, result: ResultFile, k: int) -> None:
+        from rich.progress import Progress
+
+        problems = sum(len(file.problems) for file in evaluated.files)
+        self._console, self._total = console, k * len(evaluated.budgets) * problems
+        self._done = len(result.rows)
+        self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task("completions", total=self._total, completed=self._done)
+
+    def __enter__(self) -> _Progress:
+        if self._done:
+            self._console.print(f"{self._done} of {self._total} completions are there", highlight=False)
+        if self._done < self._total:
+            self._console.print("starting the engines", highlight=False)
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def ready(self) -> None:
+        """The engines serve."""
+        self._console.print(f"generating {self._total - self._done} completions", highlight=False)
+
+    def finished(self, row: Row) -> None:
+        """One more completion is there."""
+        self._bar.advance(self._task)
+
+
+def _report(
+    arguments: argparse.Namespace,
+    evaluated: Evaluated,
+    result: ResultFile,
+    contaminations: dict[str, Any],
+    header: Any,
+    console: Console,
+) -> None:
+    """Compute, print and write the summary and, of several budgets, the figure."""
+    from megatron_scalerl.evaluation.offline import all_keys
+    from megatron_scalerl.evaluation.plot import plot_budgets
+    from megatron_scalerl.evaluation.results import cells
+    from megatron_scalerl.evaluation.summaries import (
+        as_json,
+        compare_budgets,
+        gains_table,
+        labels_table,
+        scores_table,
+        summarize,
+    )
+    from megatron_scalerl.processes.logs import printable
+
+    made = cells(result.rows.values(), all_keys(evaluated, arguments.k))
+    made.sort(key=lambda cell: cell.budget or 0)
+    by_name = {file.name: file for file in evaluated.files}
+    hits = {name: found.problems_hit for name, found in contaminations.items()}
+    summaries = [summarize(cell, by_name[cell.file], k=arguments.k, hit=hits.get(cell.file)) for cell in made]
+    for name in by_name:
+        of_file = [summary for summary in summaries if summary.file == name]
+        console.print(scores_table(of_file).rich())
+        last = of_file[-1]
+        if last.labels:
+            console.print(labels_table(last).rich())
+        if last.clean is not None and hits[name]:
+            at = "" if last.budget is None else f" at a budget of {last.budget:,}"
+            console.print(
+                f"mean@{last.k}{at} of the {last.clean.prompts} problems that no training prompt hits: {last.clean}",
+                highlight=False,
+            )
+    for name, contaminated in contaminations.items():
+        console.print(f"{printable(name)}: {contaminated.line()}", highlight=False)
+    saturations = {}
+    for name in by_name:
+        if (found := compare_budgets([c for c in made if c.file == name], margin=arguments.margin)) is not None:
+            saturations[name] = found
+            console.print(gains_table(found).rich())
+            console.print(f"{printable(name)}: {found.line()}", highlight=False)
+    _print_examples(arguments.examples, evaluated, result, console)
+    path = result.finish(as_json(summaries, saturations, contaminations, header=header))
+    console.print(f"summary: {path}", highlight=False)
+    if saturations:
+        title = f"{printable(Path(arguments.folder).name)}: pass rate against thinking"
+        picture = plot_budgets(result.folder / "budgets.png", summaries, saturations, title=title)
+        console.print(f"picture: {picture}", highlight=False)
+
+
+def _print_examples(count: int, evaluated: Evaluated, result: ResultFile, console: Console) -> None:
+    """Print completions of the first problems of each file; their text is the policy's and is printed as text."""
+    from rich.text import Text
+
+    from megatron_scalerl.processes.logs import printable
+
+    for file in evaluated.files:
+        first = [row for row in result.rows.values() if row.key.file == file.name and not row.lost]
+        for row in sorted(first, key=lambda row: (row.key.index, row.key.number, row.key.budget or 0))[:count]:
+            problem = file.problems[row.key.number - 1]
+            verdict = "right" if row.correct else f"wrong ({row.reason})" if row.reason else "wrong"
+            budget = "" if row.key.budget is None else f", budget {row.key.budget:,}"
+            what = f"completion {row.key.index}{budget}, {row.tokens} tokens, {verdict}"
+            heading = f"{file.name}, problem {problem.problem_id}, {what}, reference {problem.answer}"
+            console.print(Text(printable(heading), style="bold"))
+            console.print(Text(printable(problem.text), style="dim"))
+            console.print(Text(printable(row.text)))

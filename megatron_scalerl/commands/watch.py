@@ -1,0 +1,58 @@
+"""`megatron-scalerl watch RUN`: the page of a run, or of several runs, in a browser, while they write."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.description = (
+        "Serve the page of a run on 127.0.0.1: learning curve and forecasts, steps, waits, cost, faults and every "
+        "completion in its store. Of a folder of runs: the list of all runs below it, their curves and forecasts in "
+        "one plot, where their recipes differ, and the page of each. It follows the runs while they write, and "
+        "writes nothing itself. Ctrl-C ends it."
+    )
+    parser.add_argument("run_dir", metavar="RUN", nargs="?", help="folder of the run, or of runs")
+    parser.add_argument("--demo", action="store_true", help="show a small recorded run of this package")
+    parser.add_argument("--port", type=int, default=0, metavar="N", help="port; by default one that is free")
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Serve until SIGINT or SIGTERM. Raises ValueError for a folder without a run, OSError for a port in use."""
+    from megatron_scalerl.page.find_runs import is_run
+
+    if (arguments.run_dir is None) != arguments.demo:
+        found = "none" if arguments.run_dir is None else "both"
+        raise ValueError(f"RUN: expected the folder of a run or --demo, found {found}")
+    if not 0 <= arguments.port < 65536:
+        raise ValueError(f"--port: expected 0 to 65535, found {arguments.port}")
+    if arguments.demo:
+        from megatron_scalerl.page.demo import recorded_run
+
+        with recorded_run() as run_dir:
+            asyncio.run(_serve(run_dir, True, arguments.port, console))
+        return 0
+    one = is_run(arguments.run_dir)  # a mistake is said before the server's packages are imported
+    asyncio.run(_serve(arguments.run_dir, one, arguments.port, console))
+    return 0
+
+
+async def _serve(folder: str | Path, one: bool, port: int, console: Console) -> None:
+    from megatron_scalerl.page.runs_server import RunsServer
+    from megatron_scalerl.page.server import PageServer
+
+    server = PageServer(folder) if one else RunsServer(folder)
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)
+    async with server.serving(port):
+        console.print(server.url, highlight=False)
+        await ended.wait()

@@ -1,0 +1,99 @@
+"""Where more thinking stops paying: one policy at several thinking budgets, compared on the same problems.
+
+A budget is the number of thinking tokens after which the phrase is forced (Khatri et al. 2025, section 2, "Forced
+interruptions"; there 10k to 12k), with both ends of the range equal. Every budget has the same problems and the same
+sampling seeds.
+
+The rule. For budget b let G(b) be the largest gain in pass rate of any larger budget over b. Thinking stops paying
+at the smallest b for which the one-sided 95 % upper bound of G(b) is at most a margin (0.01 by default): no larger
+budget is better by more than that. The bound is the 95 % quantile of the largest gain over a bootstrap over problems,
+so that it holds for all larger budgets together; the largest of several noisy gains is biased upward, so the rule
+errs toward more thinking. The largest budget has no larger one and never is the answer.
+
+Beside it stands the smallest budget over which no larger one has a gain that is shown (paired 95 % interval above 0,
+Bonferroni over the larger budgets). Between the two nothing is known: more problems or completions narrow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_scalerl.evaluation.estimators import LEVEL, bootstrap_means
+
+MARGIN = 0.01
+"""Gain in pass rate below which more thinking does not pay."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One budget against all larger ones."""
+
+    budget: int
+    largest_gain: float
+    """Of any larger budget; 0 for the largest."""
+    upper: float
+    """One-sided 95 % upper bound of the largest gain."""
+    shown: bool
+    """True if the gain of some larger budget is shown to be above 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saturation:
+    """Where more thinking stops paying. Produced by `saturation`."""
+
+    margin: float
+    steps: tuple[Step, ...]
+    """By budget, ascending."""
+    stops_at: int | None
+    """Smallest budget from which no larger one gains more than the margin; None: not within these budgets."""
+    no_gain_shown_from: int
+    """Smallest budget over which no larger one has a gain that is shown."""
+
+    def line(self) -> str:
+        """The answer in one line."""
+        if self.stops_at is not None:
+            return (
+                f"more thinking stops paying at a budget of {self.stops_at:,} tokens: no larger one gains more than "
+                f"{self.margin:g} (one-sided {LEVEL:.0%} bound)"
+            )
+        first = next(step for step in self.steps if step.budget == self.no_gain_shown_from)
+        if first is self.steps[-1]:
+            return f"more thinking pays up to the largest budget, {first.budget:,} tokens"
+        return (
+            f"not decided: from a budget of {first.budget:,} tokens on no gain is shown, but one of up to "
+            f"{first.upper:.3f} is not excluded (margin {self.margin:g}); more problems or completions narrow it"
+        )
+
+
+def saturation(budgets: Sequence[int], rates: np.ndarray, *, margin: float = MARGIN, seed: int = 0) -> Saturation:
+    """Apply the rule of this module.
+
+    budgets: ascending, at least two. rates: [P, budgets] share of correct completions of each problem at each budget.
+    Raises ValueError for budgets that do not ascend.
+    """
+    if len(budgets) < 2 or any(a >= b for a, b in zip(budgets, budgets[1:])) or rates.shape[1] != len(budgets):
+        raise ValueError(f"--budgets: expected at least two, ascending, found {list(budgets)}")
+    means, drawn = rates.mean(axis=0), bootstrap_means(rates, seed=seed)
+    steps = []
+    for number, budget in enumerate(budgets[:-1]):
+        gains = drawn[:, number + 1 :] - drawn[:, [number]]
+        tail = (1 - LEVEL) / gains.shape[1] / 2
+        shown = bool((np.quantile(gains, tail, axis=0) > 0).any())
+        steps.append(
+            Step(
+                budget=budget,
+                largest_gain=float((means[number + 1 :] - means[number]).max()),
+                upper=float(np.quantile(gains.max(axis=1), LEVEL)),
+                shown=shown,
+            )
+        )
+    steps.append(Step(budget=budgets[-1], largest_gain=0.0, upper=0.0, shown=False))
+    return Saturation(
+        margin=margin,
+        steps=tuple(steps),
+        stops_at=next((step.budget for step in steps[:-1] if step.upper <= margin), None),
+        no_gain_shown_from=next(step.budget for step in steps if not step.shown),
+    )

@@ -1,0 +1,140 @@
+"""Which training prompts contain text of evaluation problems: word n-grams in common.
+
+As Brown et al. 2020 (arXiv 2005.14165, appendix C): a training prompt hits a problem if both have a sequence of n =
+13 words in common. Different for mathematics: operators (+ - * / ^ = < >) count as words, since 3 - 5 and 3 + 5 are
+not the same problem. Words are runs of letters or of digits, in lower case, after Unicode's NFKC.
+
+Short problems: one with fewer than n words is compared as a whole. With 8 words (the smallest n there) or more, a
+prompt that contains it hits it; with fewer, only a prompt that has these words and no others, because short sequences
+recur by chance.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+WORDS = 13
+"""Words of an n-gram."""
+SHORTEST = 8
+"""A problem with fewer words is hit by an equal prompt alone."""
+_WORD = re.compile(r"\d+|[^\W\d_]+|[-+*/^=<>]")
+_MINUS = str.maketrans({"\N{MINUS SIGN}": "-", "\N{MULTIPLICATION SIGN}": "*", "\N{DIVISION SIGN}": "/"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Text:
+    """One training prompt or one evaluation problem."""
+
+    where: str
+    """File and row."""
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hit:
+    """A training prompt and an evaluation problem with an n-gram in common."""
+
+    training: Text
+    problem: Text
+    share: float
+    """Of the problem's n-grams, those that the prompt has: 1 for a prompt that contains the problem."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contamination:
+    """Every hit of some training prompts on some problems. Produced by `contamination`."""
+
+    n: int
+    training: int
+    """Training prompts that were compared."""
+    problems: int
+    hits: tuple[Hit, ...]
+    """By problem, largest share first."""
+
+    @property
+    def training_hit(self) -> int:
+        """Training prompts with a hit."""
+        return len({hit.training.where for hit in self.hits})
+
+    @property
+    def problems_hit(self) -> frozenset[str]:
+        """`where` of the problems that a training prompt hits."""
+        return frozenset(hit.problem.where for hit in self.hits)
+
+    def line(self) -> str:
+        """The result in one line."""
+        return (
+            f"{len(self.problems_hit)} of {self.problems} evaluation problems "
+            f"({_percent(len(self.problems_hit), self.problems)}) share {self.n} words in a row, or all of a shorter "
+            f"problem, with {self.training_hit} of {self.training} training prompts "
+            f"({_percent(self.training_hit, self.training)})"
+        )
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The hits as JSON objects."""
+        return [
+            {"training": hit.training.where, "problem": hit.problem.where, "share": round(hit.share, 4)}
+            for hit in self.hits
+        ]
+
+
+def words(text: str) -> tuple[str, ...]:
+    """The normalized words of a text."""
+    return tuple(_WORD.findall(unicodedata.normalize("NFKC", text).translate(_MINUS).casefold()))
+
+
+def contamination(training: Iterable[Text], problems: Sequence[Text], *, n: int = WORDS) -> Contamination:
+    """Compare every training prompt with every problem; time and memory are linear in both texts.
+
+    Raises ValueError for n below 1.
+    """
+    if n < 1:
+        raise ValueError(f"n-grams: expected at least 1 word, found {n}")
+    grams, whole, totals = _index(problems, n)
+    lengths = sorted({len(gram) for gram in grams})
+    count = 0
+    found: list[tuple[int, float, Hit]] = []
+    for prompt in training:
+        count += 1
+        of_prompt = words(prompt.text)
+        shared: dict[int, int] = dict.fromkeys(whole.get(of_prompt, ()), 1)
+        for length in lengths:
+            for gram in {of_prompt[start : start + length] for start in range(len(of_prompt) - length + 1)}:
+                for number in grams.get(gram, ()):
+                    shared[number] = shared.get(number, 0) + 1
+        for number, common in shared.items():
+            share = common / totals[number]
+            found.append((number, -share, Hit(training=prompt, problem=problems[number], share=share)))
+    found.sort(key=lambda each: each[:2])
+    return Contamination(n=n, training=count, problems=len(problems), hits=tuple(hit for _, _, hit in found))
+
+
+_Index = dict[tuple[str, ...], list[int]]
+
+
+def _index(problems: Sequence[Text], n: int) -> tuple[_Index, _Index, list[int]]:
+    """(n-gram -> problems, whole text -> problems that are hit by an equal prompt alone, n-grams of each problem)"""
+    grams: _Index = {}
+    whole: _Index = {}
+    totals = []
+    for number, problem in enumerate(problems):
+        of_problem = words(problem.text)
+        size = min(n, len(of_problem))
+        own = {of_problem[start : start + size] for start in range(len(of_problem) - size + 1)}
+        if len(of_problem) < min(n, SHORTEST):
+            own = {of_problem}
+            if of_problem:
+                whole.setdefault(of_problem, []).append(number)
+        else:
+            for gram in own:
+                grams.setdefault(gram, []).append(number)
+        totals.append(len(own))
+    return grams, whole, totals
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "none"

@@ -1,0 +1,75 @@
+"""The figure of a thinking-budget sweep: pass rate against mean tokens, one series for each file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron_scalerl.evaluation.budgets import Saturation
+from megatron_scalerl.evaluation.summaries import FileSummary
+from megatron_scalerl.fit.plot import COLORS, INK, MARKERS, new_figure, plain_ticks, save
+from megatron_scalerl.processes.logs import printable
+
+
+def plot_budgets(
+    path: str | Path, summaries: Sequence[FileSummary], saturations: Mapping[str, Saturation], *, title: str
+) -> Path:
+    """Write the figure; PNG or SVG by the suffix.
+
+    The mark is the budget at which more thinking stops paying, where the rule decides. Raises ValueError for another
+    suffix, OSError if the file cannot be written.
+    """
+    figure, axes = new_figure()
+    files = list(dict.fromkeys(summary.file for summary in summaries))
+    for index, file in enumerate(files):
+        points = sorted((s for s in summaries if s.file == file), key=lambda s: s.budget or 0)
+        tokens = [s.mean_tokens for s in points]
+        rates = [s.mean_at_k.value for s in points]
+        below = [s.mean_at_k.value - s.mean_at_k.low for s in points]
+        above = [s.mean_at_k.high - s.mean_at_k.value for s in points]
+        color = COLORS[index % len(COLORS)]
+        axes.errorbar(
+            tokens,
+            rates,
+            yerr=[below, above],
+            color=color,
+            marker=MARKERS[index % len(MARKERS)],
+            capsize=3,
+            linewidth=1.5,
+            label=_label(file, saturations.get(file)),
+        )
+        for together in _close(points):
+            where = (together[0].mean_tokens, together[0].mean_at_k.value)
+            text = ", ".join(f"{point.budget:,}" for point in together)
+            axes.annotate(text, where, xytext=(-5, 6), ha="right", textcoords="offset points", fontsize=8)
+        found = saturations.get(file)
+        stop = next((s for s in points if found is not None and s.budget == found.stops_at), None)
+        if stop is not None:
+            axes.axvline(stop.mean_tokens, color=color, linewidth=1.0, linestyle=(0, (4, 3)))
+    axes.set_xscale("log")
+    plain_ticks(axes)
+    axes.set_xlabel("mean tokens of a completion (labels: thinking budget)", color=INK)
+    axes.set_ylabel(f"mean@{summaries[0].k}, 95 % interval over problems")
+    axes.set_title(title.replace("$", r"\$"), loc="left")
+    axes.legend(loc="upper left", frameon=False, fontsize=9)
+    return save(figure, path)
+
+
+def _close(points: Sequence[FileSummary]) -> list[list[FileSummary]]:
+    """The points in runs that lie on one another, which get one label: past the longest thinking nothing changes."""
+    found: list[list[FileSummary]] = []
+    for point in points:
+        last = found[-1][0] if found else None
+        near = last is not None and abs(last.mean_at_k.value - point.mean_at_k.value) < 0.02
+        if last is not None and near and point.mean_tokens < 1.01 * last.mean_tokens:
+            found[-1].append(point)
+        else:
+            found.append([point])
+    return found
+
+
+def _label(file: str, found: Saturation | None) -> str:
+    name = printable(file).replace("$", r"\$").lstrip("_")
+    if found is None or found.stops_at is None:
+        return name
+    return f"{name}: stops paying at {found.stops_at:,} (dashed)"

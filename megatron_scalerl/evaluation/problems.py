@@ -1,0 +1,177 @@
+"""Reads evaluation files: AIME and MATH-500 by their columns on the Hugging Face hub, and any other JSONL or Parquet.
+
+    schema            problem                        answer          id
+    aime              Problem, problem or question   Answer, answer  ID, id or problem_idx
+    math500           problem                        answer          unique_id; subject and level are kept as labels
+    PROBLEM,ANSWER    the column PROBLEM             column ANSWER   id or unique_id, if there is one
+
+The AIME columns are those of Maxwell-Jia/AIME_2024 (ID, Problem, Solution, Answer), HuggingFaceH4/aime_2024 and
+math-ai/aime25 (id, problem, answer), opencompass/AIME2025 (question, answer) and MathArena/aime_2025 (problem_idx,
+problem, answer); those of MATH-500 are HuggingFaceH4/MATH-500's. Without a schema, the columns decide.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_scalerl.prompts.sources import Row, read_rows, refuse_surrogates
+
+AIME, MATH500 = "aime", "math500"
+_COLUMNS = re.compile(r"(?P<problem>[^,:/]+),(?P<answer>[^,:/]+)")
+_AIME_PROBLEM = ("Problem", "problem", "question")
+_AIME_ANSWER = ("Answer", "answer")
+_AIME_ID = ("ID", "id", "problem_idx")
+_LARGEST_AIME_ANSWER = 999
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One row of an evaluation file. Produced by `read_problems`."""
+
+    number: int
+    """Of the row in its file, from 1."""
+    where: str
+    """File and line or row, for error messages."""
+    problem_id: str
+    """The row's own id; its number where it has none."""
+    text: str
+    """The problem."""
+    answer: str
+    """The reference answer that the verifier compares with."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """MATH-500: subject and level."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProblemFile:
+    """The problems of one file. Produced by `read_problems`."""
+
+    path: str
+    schema: str
+    """aime, math500, or PROBLEM,ANSWER."""
+    problems: tuple[Problem, ...]
+
+    @property
+    def name(self) -> str:
+        """The file's name without its ending, which names its results."""
+        return Path(self.path).stem
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hexadecimal) of all problems and answers in their order."""
+        parts = [[problem.text, problem.answer] for problem in self.problems]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def split_schema(text: str) -> tuple[str, str | None]:
+    """(path, schema) of `FILE`, `FILE:aime`, `FILE:math500` or `FILE:PROBLEM,ANSWER`; the schema is None for `FILE`.
+
+    Raises ValueError for another schema after the last colon, unless a file of the whole name exists.
+    """
+    path, colon, schema = text.rpartition(":")
+    if not colon or Path(text).exists():
+        return text, None
+    if schema in (AIME, MATH500) or _COLUMNS.fullmatch(schema):
+        return path, schema
+    raise ValueError(f"{text}: expected FILE, FILE:{AIME}, FILE:{MATH500} or FILE:PROBLEM,ANSWER, found {schema!r}")
+
+
+def read_problems(path: str, schema: str | None = None) -> ProblemFile:
+    """The problems of a .jsonl or .parquet file, or of a dataset folder with one split.
+
+    schema: aime, math500 or "PROBLEM,ANSWER"; None: found from the columns of the first row. Raises ValueError, in
+    one line with file and row, for a missing file, columns of no known schema, an empty problem, an answer that is
+    missing or, of AIME, no integer from 0 to 999, and for a file without rows.
+    """
+    rows = list(read_rows(path, ()))
+    if not rows:
+        raise ValueError(f"{path}: expected at least one problem, found an empty file")
+    schema = schema or _schema_of(path, rows[0])
+    names: set[str] = set()
+    problems = []
+    for number, row in enumerate(rows, 1):
+        problem = _problem(row, schema, number)
+        if problem.problem_id in names:
+            raise ValueError(f"{row.where}: expected an id of its own, found {problem.problem_id!r} a second time")
+        names.add(problem.problem_id)
+        problems.append(problem)
+    return ProblemFile(path=path, schema=schema, problems=tuple(problems))
+
+
+def _schema_of(path: str, row: Row) -> str:
+    columns = set(row.values)
+    if {"problem", "answer", "unique_id", "subject"} <= columns:
+        return MATH500
+    if {"prompt", "answer"} <= columns:
+        return "prompt,answer"
+    if columns & set(_AIME_PROBLEM) and columns & set(_AIME_ANSWER):
+        if row.values.get("level") is None and _is_aime_answer(row.values[_first(row, _AIME_ANSWER)]):
+            return AIME
+        return f"{_first(row, _AIME_PROBLEM)},{_first(row, _AIME_ANSWER)}"
+    found = ", ".join(sorted(map(str, columns))) or "no columns"
+    raise ValueError(f"{path}: expected the columns of {AIME} or {MATH500}, or prompt and answer, found {found}")
+
+
+def _problem(row: Row, schema: str, number: int) -> Problem:
+    columns = _COLUMNS.fullmatch(schema)
+    ids: tuple[str, ...]
+    if schema == AIME:
+        problem, answer, ids = _first(row, _AIME_PROBLEM), _first(row, _AIME_ANSWER), _AIME_ID
+    elif schema == MATH500:
+        problem, answer, ids = _first(row, ("problem",)), _first(row, ("answer",)), ("unique_id",)
+    else:
+        assert columns is not None, schema
+        problem, answer = _first(row, (columns["problem"],)), _first(row, (columns["answer"],))
+        ids = ("id", "unique_id")
+    found_ids = [str(row.values[name]) for name in ids if row.values.get(name) is not None]
+    kept: tuple[str, ...] = ("subject", "level") if schema == MATH500 else ()
+    labels = {name: str(row.values[name]) for name in kept if name in row.values}
+    for text in (*found_ids, *labels.values()):
+        refuse_surrogates(row.where, "id", text)
+    return Problem(
+        number=number,
+        where=row.where,
+        problem_id=found_ids[0] if found_ids else str(number),
+        text=_text(row, problem),
+        answer=_aime_answer(row, answer) if schema == AIME else _text(row, answer),
+        labels=labels,
+    )
+
+
+def _first(row: Row, names: Sequence[str]) -> str:
+    for name in names:
+        if name in row.values:
+            return name
+    found = ", ".join(map(str, row.values)) or "no columns"
+    raise ValueError(f"{row.where}: expected the column {' or '.join(map(repr, names))}, found {found}")
+
+
+def _text(row: Row, column: str) -> str:
+    value = row.values[column]
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        found = "nothing" if value is None else f"a {type(value).__name__}"
+        raise ValueError(f"{row.where}: expected a text or a number in {column!r}, found {found}")
+    text = str(value)
+    refuse_surrogates(row.where, column, text)
+    if not text.strip():
+        raise ValueError(f"{row.where}: expected a text in {column!r}, found an empty one")
+    return text
+
+
+def _is_aime_answer(value: Any) -> bool:
+    text = str(value).strip()
+    return not isinstance(value, bool) and text.isdecimal() and text.isascii() and int(text) <= _LARGEST_AIME_ANSWER
+
+
+def _aime_answer(row: Row, column: str) -> str:
+    """The answer without leading zeros, which some files have."""
+    value = row.values[column]
+    if not _is_aime_answer(value):
+        raise ValueError(f"{row.where}: expected an integer from 0 to 999 in {column!r}, found {value!r}")
+    return str(int(str(value).strip()))

@@ -1,0 +1,246 @@
+"""The result of an evaluation on disk: every completion as it is finished, then a summary.
+
+    OUT/completions.jsonl   a header with what is evaluated, then one row per completion (mode 0600)
+    OUT/summary.json        written when all completions are there, whole or not at all
+
+An evaluation that was stopped goes on where it was: rows that are in the file are not generated again. A file of
+another evaluation (policy, problems, seed, settings) is refused. Rows may be in any order.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatron_scalerl.checkpoints.atomic_io import write_durably
+from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl
+from megatron_scalerl.evaluation.estimators import Counts
+
+COMPLETIONS, SUMMARY = "completions.jsonl", "summary.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Header:
+    """What is evaluated. Two evaluations with equal headers have the same completions."""
+
+    policy: str
+    """The folder, or the run and its step."""
+    digest: str
+    """Of the policy's files (`offline.policy_digest`), or empty: of a run, whose step names the weights."""
+    version: int
+    """The policy version that every completion must have: a run's step, 0 for a folder."""
+    files: tuple[tuple[str, str], ...]
+    """(name, digest of the problems) of each file."""
+    seed: int
+    settings: dict[str, Any]
+    """Of the recipe: what decides prompts, sampling and scores."""
+    format: int = FORMAT
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Key:
+    """Which completion: of a problem, at a thinking budget."""
+
+    file: str
+    """`ProblemFile.name`"""
+    number: int
+    """Of the problem in its file, from 1."""
+    index: int
+    """Of the completion, from 0."""
+    budget: int | None = None
+    """Thinking tokens; None: the recipe's interruption."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One finished completion. Produced by `completing.complete_all`."""
+
+    key: Key
+    problem_id: str
+    correct: bool
+    reason: str = ""
+    """`types.Score.reason`"""
+    tokens: int = 0
+    """Forced ones included."""
+    sampled_tokens: int = 0
+    interrupted: bool = False
+    truncated: bool = False
+    versions: tuple[int, int] = (0, 0)
+    """Policy version of the first and of the last token."""
+    seed: int = 0
+    cut: int = 0
+    """Thinking tokens after which thinking is interrupted, 0 without interruption."""
+    lost: str = ""
+    """Why there is no completion (`types.CompletionLost`), empty for one; a lost one is in no rate."""
+    text: str = ""
+    """All of the completion with special tokens."""
+
+
+class ResultInUse(ValueError):
+    """Another process writes this result."""
+
+
+class ResultFile:
+    """OUT/completions.jsonl, open for rows. Locked by one process."""
+
+    def __init__(self, folder: str | Path, header: Header) -> None:
+        """Create, or go on with, the result in `folder`.
+
+        Raises ResultInUse for a folder that another process writes to, and ValueError where it has another
+        evaluation; nothing is changed then.
+        """
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(self.folder)
+        try:
+            self.path = self.folder / COMPLETIONS
+            self.rows = _rows(self.path, header)
+            self._file = JsonlWriter(self.path, private=True)
+            if not self._file.size:
+                self._file.append({"header": header})
+                self._file.sync()
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def append(self, row: Row) -> None:
+        """Add a finished completion. Raises OSError naming the file."""
+        self._file.append(row)
+        self.rows[row.key] = row
+
+    def finish(self, summary: dict[str, Any]) -> Path:
+        """Write the summary once every row is on the disk; returns its path. Raises OSError."""
+        self._file.sync()
+        path = self.folder / SUMMARY
+        write_durably(path, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+        return path
+
+    def close(self) -> None:
+        """Close the file and release the folder."""
+        self._file.close()
+        os.close(self._lock)
+
+    def __enter__(self) -> ResultFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _locked(folder: Path) -> int:
+    lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise ResultInUse(f"{folder}: expected one evaluation in it at a time, found another running") from None
+    return lock
+
+
+def _rows(path: Path, header: Header) -> dict[Key, Row]:
+    """The rows of an existing file, none of a new one. Raises ValueError where it has another header."""
+    found = read_jsonl(path)
+    if not found:
+        return {}
+    before, expected = found[0].get("header"), msgspec.json.decode(msgspec.json.encode(header))
+    if expected["digest"] and isinstance(before, dict):
+        before["policy"] = expected["policy"]  # the digest says what it is, wherever the folder is now
+    if before != expected:
+        difference = _difference(before, expected)
+        raise ValueError(f"{path}: expected a result of this evaluation, found another one: {difference}")
+    return {row.key: row for row in map(_row, _numbered(path, found[1:]))}
+
+
+def _numbered(path: Path, rows: Iterable[dict[str, Any]]) -> Iterable[tuple[str, dict[str, Any]]]:
+    return ((f"{path} line {number}", row) for number, row in enumerate(rows, 2))
+
+
+def _row(numbered: tuple[str, dict[str, Any]]) -> Row:
+    where, row = numbered
+    try:
+        return msgspec.convert(row, Row)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{where}: expected a completion, found {error}") from None
+
+
+def _difference(before: Any, expected: dict[str, Any]) -> str:
+    """The first key in which two headers differ."""
+    if not isinstance(before, dict):
+        return "no header"
+    key = next((key for key in expected if before.get(key) != expected[key]), "format")
+    if isinstance(expected.get(key), dict) and isinstance(before.get(key), dict):
+        inner = next((k for k in expected[key] if before[key].get(k) != expected[key][k]), "")
+        return f"{key}.{inner}: {before[key].get(inner)!r}, not {expected[key].get(inner)!r}"
+    return f"{key}: {before.get(key)!r}, not {expected.get(key)!r}"
+
+
+def read_result(folder: str | Path) -> tuple[Header, list[Row]]:
+    """(header, rows) of a result. Raises ValueError for a missing or damaged file."""
+    path = Path(folder) / COMPLETIONS
+    found = read_jsonl(path)
+    if not found or "header" not in found[0]:
+        what = "no header" if found else "nothing"
+        raise ValueError(f"{path}: expected the completions of an evaluation, found {what}")
+    try:
+        header = msgspec.convert(found[0]["header"], Header)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{path} line 1: expected a header, found {error}") from None
+    return header, [_row(row) for row in _numbered(path, found[1:])]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """The completions of one file at one budget. Produced by `cells`."""
+
+    file: str
+    budget: int | None
+    rows: tuple[tuple[Row, ...], ...] = field(repr=False)
+    """[P][k] by problem, without lost ones; no problem is without a completion."""
+    lost: int
+
+    @property
+    def counts(self) -> Counts:
+        """Correct completions of each problem."""
+        return Counts(
+            correct=tuple(sum(row.correct for row in rows) for rows in self.rows),
+            completions=tuple(map(len, self.rows)),
+        )
+
+    @property
+    def all_rows(self) -> list[Row]:
+        """Every completion."""
+        return [row for rows in self.rows for row in rows]
+
+    @property
+    def mean_tokens(self) -> float:
+        """Mean length of a completion (tokens)."""
+        return sum(row.tokens for row in self.all_rows) / len(self.all_rows)
+
+
+def cells(rows: Iterable[Row], keys: Sequence[Key]) -> list[Cell]:
+    """The completions of `keys`, one cell for each file and budget in their order.
+
+    Raises ValueError where a completion is missing or all of a problem are lost.
+    """
+    found = {row.key: row for row in rows}
+    grouped: dict[tuple[str, int | None], dict[int, list[Row]]] = {}
+    for key in keys:
+        if key not in found:
+            raise ValueError(f"{key.file}: expected completion {key.index} of problem {key.number}, found none")
+        grouped.setdefault((key.file, key.budget), {}).setdefault(key.number, []).append(found[key])
+    made = []
+    for (file, budget), problems in grouped.items():
+        kept = {number: tuple(row for row in rows if not row.lost) for number, rows in problems.items()}
+        for number, rows_of in kept.items():
+            if not rows_of:
+                raise ValueError(f"{file}: problem {number}: expected a completion, found all of them lost")
+        lost = sum(len(problems[number]) - len(kept[number]) for number in problems)
+        made.append(Cell(file=file, budget=budget, rows=tuple(kept.values()), lost=lost))
+    return made

@@ -1,0 +1,150 @@
+"""The summary of an evaluation: rates with intervals, budgets compared, as JSON and as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron_scalerl.evaluation.budgets import MARGIN, Saturation, saturation
+from megatron_scalerl.evaluation.contamination import Contamination
+from megatron_scalerl.evaluation.estimators import Estimate, default_ks, mean_at_k, pass_at_k, rate_over_prompts
+from megatron_scalerl.evaluation.problems import ProblemFile
+from megatron_scalerl.evaluation.results import Cell
+from megatron_scalerl.fit.tables import Table
+from megatron_scalerl.processes.logs import printable
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileSummary:
+    """One file at one budget. Produced by `summarize`."""
+
+    file: str
+    budget: int | None
+    problems: int
+    k: int
+    mean_at_k: Estimate
+    pass_at_k: dict[int, Estimate]
+    """k -> pass@k"""
+    mean_tokens: float
+    """Mean length of a completion (tokens)."""
+    truncated_share: float
+    interrupted_share: float
+    lost: int
+    """Completions that are in no rate."""
+    labels: dict[str, dict[str, Estimate]]
+    """MATH-500: label -> its value -> mean@k of the problems that have it."""
+    clean: Estimate | None = None
+    """mean@k of the problems that no training prompt hits, where both were compared and some are left."""
+
+
+def summarize(cell: Cell, file: ProblemFile, *, k: int, hit: frozenset[str] | None = None) -> FileSummary:
+    """The summary of the completions of one file. hit: `where` of the problems that training prompts hit."""
+    counts, rows = cell.counts, cell.all_rows
+    rates = counts.rates()
+
+    def part(chosen: list[int]) -> Estimate:
+        return rate_over_prompts(rates[chosen], observations=sum(counts.completions[i] for i in chosen))
+
+    labels: dict[str, dict[str, list[int]]] = {}
+    for number, problem in enumerate(file.problems):
+        for name, value in problem.labels.items():
+            labels.setdefault(name, {}).setdefault(value, []).append(number)
+    clean = [] if hit is None else [i for i, problem in enumerate(file.problems) if problem.where not in hit]
+    return FileSummary(
+        file=cell.file,
+        budget=cell.budget,
+        problems=len(file.problems),
+        k=k,
+        mean_at_k=mean_at_k(counts),
+        pass_at_k={n: pass_at_k(counts, n) for n in default_ks(counts.completions)},
+        mean_tokens=cell.mean_tokens,
+        truncated_share=sum(row.truncated for row in rows) / len(rows),
+        interrupted_share=sum(row.interrupted for row in rows) / len(rows),
+        lost=cell.lost,
+        labels={name: {value: part(of) for value, of in sorted(found.items())} for name, found in labels.items()},
+        clean=part(clean) if clean else None,
+    )
+
+
+def compare_budgets(cells: Sequence[Cell], *, margin: float = MARGIN) -> Saturation | None:
+    """Where more thinking stops paying, of the cells of one file; None for fewer than two budgets."""
+    import numpy as np
+
+    ordered = sorted((cell for cell in cells if cell.budget is not None), key=lambda cell: cell.budget or 0)
+    if len(ordered) < 2:
+        return None
+    rates = np.stack([cell.counts.rates() for cell in ordered], axis=1)
+    return saturation([cell.budget or 0 for cell in ordered], rates, margin=margin)
+
+
+def as_json(
+    summaries: Sequence[FileSummary],
+    saturations: dict[str, Saturation],
+    contaminations: dict[str, Contamination],
+    *,
+    header: Any,
+) -> dict[str, Any]:
+    """The content of summary.json."""
+    return {
+        "evaluation": header,
+        "interval": "95 %, over prompts (Korn and Graubard 1998)",
+        "files": [asdict(summary) for summary in summaries],
+        "budgets": {file: asdict(found) for file, found in saturations.items()},
+        "contamination": {
+            file: {
+                "n": found.n,
+                "training_prompts": found.training,
+                "training_prompts_hit": found.training_hit,
+                "problems": found.problems,
+                "problems_hit": len(found.problems_hit),
+                "hits": found.rows(),
+            }
+            for file, found in contaminations.items()
+        },
+    }
+
+
+def scores_table(summaries: Sequence[FileSummary]) -> Table:
+    """One row for each budget of one file."""
+    k = max(summaries[0].pass_at_k)
+    rows = []
+    for s in summaries:
+        mean, some = s.mean_at_k, s.pass_at_k.get(k)
+        row = [_budget(s), str(s.problems), f"{mean.value:.3f}", f"{mean.low:.3f}-{mean.high:.3f}"]
+        row += [] if k == 1 else ["" if some is None else f"{some.value:.3f}"]
+        row += [f"{s.mean_tokens:,.1f}", f"{s.interrupted_share:.3f}", f"{s.truncated_share:.3f}", str(s.lost)]
+        rows.append(tuple(row))
+    scores = (f"mean@{summaries[0].k}", "95 %", *([] if k == 1 else [f"pass@{k}"]))
+    return Table(
+        columns=("budget", "problems", *scores, "tokens", "interr", "trunc", "lost"),
+        rows=tuple(rows),
+        title=printable(summaries[0].file),
+        labeled=False,
+    )
+
+
+def _budget(summary: FileSummary) -> str:
+    return "recipe" if summary.budget is None else f"{summary.budget:,}"
+
+
+def labels_table(summary: FileSummary) -> Table:
+    """mean@k by subject and level."""
+    rows = [
+        (f"{name} {printable(value)}", str(found.prompts), str(found))
+        for name, values in summary.labels.items()
+        for value, found in values.items()
+    ]
+    return Table(columns=(printable(summary.file), "problems", f"mean@{summary.k}"), rows=tuple(rows))
+
+
+def gains_table(found: Saturation) -> Table:
+    """Each budget against the larger ones."""
+    return Table(
+        columns=("budget", "largest gain of a larger one", "95 % upper bound", "shown above 0"),
+        rows=tuple(
+            (f"{step.budget:,}", f"{step.largest_gain:+.3f}", f"{step.upper:+.3f}", "yes" if step.shown else "no")
+            for step in found.steps[:-1]
+        ),
+        labeled=False,
+    )

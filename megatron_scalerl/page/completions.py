@@ -1,0 +1,170 @@
+"""A group as the page's reader shows it: facts about its completions, and one completion token by token.
+
+The store has the engine's log-probability, the policy version and the loss mask of each token. The trainer's
+log-probabilities and the entropy per token are not stored: they are known per step only (metrics.jsonl). The
+advantage is computed again from the scores of the batch, as the trainer got it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from megatron_scalerl.batching.advantages import samples_of
+from megatron_scalerl.page.groups import FoundGroup, GroupIndex
+from megatron_scalerl.processes.logs import printable
+from megatron_scalerl.recipe.stored import completed
+from megatron_scalerl.rollouts.history import BatchRecord
+from megatron_scalerl.rollouts.run_text import RunTokenizer, decode, load_tokenizer, raw_text
+
+LONGEST_CHARACTER = 4
+"""Tokens that one character may take: bytes of UTF-8."""
+CACHED_BATCHES = 16
+Advantages = Mapping[tuple[int, int], float]
+"""(group id, position in the store) -> advantage, of completions that were trained."""
+
+
+class Reader:
+    """Reads groups and completions of a run for the page. Not for several threads at a time."""
+
+    def __init__(self, run_dir: Path, recipe: Mapping[str, Any], index: GroupIndex) -> None:
+        """recipe: of the run, as it is stored."""
+        self.index = index
+        self._run_dir = run_dir
+        self._recipe = completed(recipe)
+        self._tokenizer: RunTokenizer | None = None
+        self._advantages: dict[int, Advantages | str] = {}
+        self._last: FoundGroup | None = None
+
+    def load(self) -> RunTokenizer:
+        """The run's tokenizer, loaded once. Raises ValueError."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._run_dir)
+        return self._tokenizer
+
+    def group(self, group_id: int, *, texts: bool = True) -> dict[str, Any]:
+        """The group without its tokens. texts: with the text of each completion, to be searched.
+
+        Raises ValueError for a group that is unknown, no longer stored, or damaged.
+        """
+        found, tokenizer = self._find(group_id), self.load()
+        fields, record = found.fields, found.record
+        advantages = self._batch_advantages(record) if record else "the group is in no batch yet"
+        completions = []
+        for i, (rollout, score) in enumerate(zip(fields["rollouts"], fields["scores"])):
+            each = _facts(i, rollout, score) | {"advantage": None, "untrained": ""}
+            if isinstance(advantages, str):
+                each["untrained"] = advantages
+            elif (group_id, i) in advantages:
+                each["advantage"] = round(advantages[group_id, i], 4)
+            else:
+                each["untrained"] = "a filter left it out of its batch"
+            completions.append(each | ({"text": decode(tokenizer, rollout["token_ids"])} if texts else {}))
+        prompt, right = fields["prompt"], sum(score["correct"] for score in fields["scores"])
+        return {
+            "id": group_id,
+            "step": record.step if record else None,
+            "batch": record.batch if record else None,
+            "policy_version": record.policy_version if record else None,
+            "epoch": fields["epoch"],
+            "task": printable(prompt.get("task") or ""),
+            "prompt": decode(tokenizer, prompt["token_ids"]),
+            "answer": printable(str(prompt["answer"])),
+            "pass_rate": right / len(fields["scores"]),
+            "completions": completions,
+        }
+
+    def completion(self, group_id: int, position: int) -> dict[str, Any]:
+        """One completion [T]: `pieces` of text and `logprobs` per token, `spans` of (first token, version, forced).
+
+        Raises ValueError as `group`, and for a position that it does not have.
+        """
+        rollouts = self._find(group_id).fields["rollouts"]
+        if not 0 <= position < len(rollouts):
+            raise ValueError(f"completion: expected 0 to {len(rollouts) - 1} of group {group_id}, found {position}")
+        rollout = rollouts[position]
+        ids, versions, sampled = (rollout[name] for name in ("token_ids", "policy_versions", "loss_mask"))
+        spans, pieces = [], []
+        for (version, is_sampled), tokens in groupby(range(len(ids)), key=lambda t: (versions[t], sampled[t])):
+            span = list(tokens)
+            spans.append((span[0], version, not is_sampled))
+            pieces += token_texts(self.load(), [ids[token] for token in span])
+        return {
+            "pieces": pieces,
+            "ids": list(ids),
+            "logprobs": [round(value, 4) for value in rollout["rollout_logprobs"]],
+            "spans": spans,
+        }
+
+    def _find(self, group_id: int) -> FoundGroup:
+        """The group; the last one is kept, since its completions are read next."""
+        record = self.index.record_of(group_id)
+        if self._last is None or self._last.fields["group_id"] != group_id or self._last.record != record:
+            self._last = self.index.read(group_id)
+        return self._last
+
+    def _batch_advantages(self, record: BatchRecord) -> Advantages | str:
+        """Of the batch's completions; why they are unknown, if a group of the batch is not stored."""
+        if record.batch not in self._advantages:
+            if len(self._advantages) >= CACHED_BATCHES:
+                self._advantages.pop(next(iter(self._advantages)))
+            self._advantages[record.batch] = self._computed(record)
+        return self._advantages[record.batch]
+
+    def _computed(self, record: BatchRecord) -> Advantages | str:
+        try:
+            groups = self.index.read_batch(record)
+        except ValueError:
+            return "groups of its batch are deleted or rewritten as Parquet"
+        recipe = self._recipe
+        plan = samples_of(
+            groups,
+            normalize=recipe["advantages"]["normalize"],
+            truncated=recipe["rewards"]["truncated"],
+            zero_variance=recipe["filters"]["zero_variance"],
+            reduction=recipe["loss"]["reduction"],
+        )
+        by_place = {group.stored: group.group_id for group in groups}
+        return {
+            (by_place[stored], position): sample.advantage
+            for (stored, position), sample in zip(plan.sources, plan.samples)
+        }
+
+
+def token_texts(tokenizer: RunTokenizer, token_ids: Sequence[int]) -> list[str]:
+    """[T] the text that each token adds, control characters escaped; joined they are about `decode` of all.
+
+    A token that ends within a character adds nothing, and the one that completes the character adds all of it.
+    """
+    texts: list[str] = []
+    begin = read = 0
+    for end in range(1, len(token_ids) + 1):
+        before = raw_text(tokenizer, token_ids[begin:read])
+        now = raw_text(tokenizer, token_ids[begin:end])
+        if end < len(token_ids) and now.endswith("\ufffd") and end - read < LONGEST_CHARACTER:
+            texts.append("")
+            continue
+        texts.append(printable(now[len(before) :]))
+        begin, read = read, end  # decoded with the text before it, since a tokenizer may join the two
+    return texts
+
+
+def _facts(index: int, rollout: Mapping[str, Any], score: Mapping[str, Any]) -> dict[str, Any]:
+    sampled = [p for p, counts in zip(rollout["rollout_logprobs"], rollout["loss_mask"]) if counts]
+    versions = rollout["policy_versions"]
+    return {
+        "index": index,
+        "reward": score["reward"],
+        "correct": score["correct"],
+        "reason": printable(score["reason"]),
+        "tokens": len(rollout["token_ids"]),
+        "sampled": len(sampled),
+        "versions": [versions[0], versions[-1]] if versions else [0, 0],
+        "interrupted": rollout["interrupted"],
+        "truncated": rollout["truncated"],
+        "thinking_cut": rollout["thinking_cut"],
+        "seed": rollout["seed"],
+        "logprob": round(sum(sampled) / len(sampled), 4) if sampled else None,
+    }

@@ -1,0 +1,81 @@
+"""The forecasts of a run's end after each validation, as the page draws them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_scalerl.fit.outlook import Outlook, Projection, projection
+from megatron_scalerl.report import last_step, moved_text
+
+MOST = 60
+"""Forecasts that are made for the page, at about equal distances: a fit takes a fifth of a second."""
+Rows = Sequence[dict[str, Any]]
+
+
+class Forecasts:
+    """Forecasts by the number of validations that they are made from. They depend on these rows alone."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, Projection | None] = {}
+        self._begin: tuple[Any, ...] = ()
+
+    def missing(self, rows: Rows) -> list[int]:
+        """Numbers of validations whose forecast is missing, the newest first."""
+        begin = tuple((row.get("step"), row.get("pass_rate")) for row in rows)
+        if self._begin != begin[: len(self._begin)]:
+            self._made.clear()  # a restart took rows back
+        self._begin = begin
+        every = max(1, -(-len(rows) // MOST))
+        wanted = {len(rows), *range(every, len(rows) + 1, every)}
+        return sorted((count for count in wanted if count not in self._made), reverse=True)
+
+    @staticmethod
+    def made_from(rows: Rows, recipe: Mapping[str, Any], count: int) -> Projection | None:
+        """The forecast from the first `count` rows. Changes nothing. Raises ValueError for invalid rows."""
+        section = recipe.get("forecast") or {}
+        return projection(
+            rows[:count], steps=last_step(rows, recipe), fit_from_steps=int(section.get("fit_from_steps", 0))
+        )
+
+    def add(self, count: int, made: Projection | None) -> None:
+        """Keep what was made from the first `count` rows."""
+        self._made[count] = made
+
+    def make_all(self, rows: Rows, recipe: Mapping[str, Any]) -> None:
+        """Make all that are missing."""
+        for count in self.missing(rows):
+            self.add(count, self.made_from(rows, recipe, count))
+
+    @property
+    def made(self) -> list[Projection]:
+        """Those that there are, in the order of their validations."""
+        return [each for _, each in sorted(self._made.items()) if each is not None]
+
+    @property
+    def newest(self) -> Projection | None:
+        """The last of them; None before the first."""
+        return max(self.made, key=lambda each: each.outlook.step, default=None)
+
+    def lines(self, rows: Rows, recipe: Mapping[str, Any]) -> list[str]:
+        """How the forecasts moved, as `report` says it."""
+        outlooks: list[Outlook] = [each.outlook for each in self.made]
+        if not outlooks:
+            return []
+        ended = rows[-1]["step"] >= last_step(rows, recipe)
+        return [moved_text(outlooks, rows[-1]["pass_rate"] if ended else None)]
+
+    def payload(self) -> list[dict[str, Any]]:
+        """Each with its path: lists over equally distant points from its validation to the end of the run."""
+        return [
+            {
+                "step": each.outlook.step,
+                "end_step": each.outlook.end_step,
+                "line": each.outlook.line(),
+                "compute": [float(f"{p.compute:.6g}") for p in each.path],
+                "pass_rate": [round(p.pass_rate, 4) for p in each.path],
+                "lo": [round(p.lo, 4) for p in each.path],
+                "hi": [round(p.hi, 4) for p in each.path],
+            }
+            for each in self.made
+        ]

@@ -1,0 +1,128 @@
+"""The groups of a run, found by offset: an index from the journal, and a group of the store when it is asked for.
+
+The index holds numbers only, so that it stays small beside the store.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_scalerl.page.growing_file import GrowingFile
+from megatron_scalerl.rollouts.group_files import kept_group, listed_groups
+from megatron_scalerl.rollouts.history import BatchRecord, Finish, History, read_batch, read_event
+from megatron_scalerl.rollouts.old_groups import OldGroups
+from megatron_scalerl.rollouts.store import segment_path
+from megatron_scalerl.types import RolloutGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundGroup:
+    """A group as it is stored, and where it was trained."""
+
+    fields: dict[str, Any]
+    """As `rollouts.group_files.ListedGroup.read` gives it."""
+    record: BatchRecord | None
+    """The batch that trained it; None before."""
+
+
+class GroupIndex:
+    """Which groups were trained in which step, and where each is stored. Not for several threads at a time."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self._journal = GrowingFile(run_dir / "journal.jsonl")
+        self._generation = 0
+        self._finished: dict[int, Finish] = {}
+        self._records: dict[int, BatchRecord] = {}
+        self._batch_of: dict[int, int] = {}
+        self._damage = ""
+
+    def update(self) -> bool:
+        """Read what the journal got; True if a batch is new.
+
+        Raises ValueError naming file and byte, again until the file is written anew; whole lines count nevertheless.
+        Raises OSError.
+        """
+        lines = self._journal.new_lines()
+        if self._generation != self._journal.generation:
+            self._generation = self._journal.generation
+            self._finished, self._records, self._batch_of, self._damage = {}, {}, {}, ""
+        before = len(self._records)
+        for line, where in lines:
+            try:
+                event = read_event(line, where)
+            except ValueError as error:
+                self._damage = self._damage or str(error)
+                continue
+            if isinstance(event, Finish):
+                self._finished[event.group_id] = event
+            elif isinstance(event, BatchRecord):
+                self._records[event.batch] = event
+                self._batch_of.update(dict.fromkeys(event.group_ids, event.batch))
+        if self._damage:
+            raise ValueError(self._damage)
+        return len(self._records) != before
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps with a batch, ascending."""
+        return sorted({record.step for record in self._records.values()})
+
+    def of_step(self, step: int) -> list[dict[str, Any]]:
+        """Id and pass rate of each group that was trained in this step, in the order of their batches."""
+        ids = [g for record in self._records.values() if record.step == step for g in record.group_ids]
+        return [{"id": g, "pass_rate": self._finished[g].pass_rate} for g in ids if g in self._finished]
+
+    def record_of(self, group_id: int) -> BatchRecord | None:
+        """The batch that trained the group; None if there is none yet."""
+        batch = self._batch_of.get(group_id)
+        return None if batch is None else self._records[batch]
+
+    def read(self, group_id: int) -> FoundGroup:
+        """One group. Raises ValueError for an unknown one, one that is no longer stored, and a damaged one."""
+        event = self._finished.get(group_id)
+        if event is None:
+            raise ValueError(f"{self._journal.path}: expected a finished group, found no group {group_id}")
+        folder = self.run_dir / "rollouts"
+        if event.stored is not None:
+            fields = kept_group(folder, group_id, event.stored)
+        else:  # in a file of an earlier version: these are searched
+            of_id = [each for each in listed_groups(self.run_dir) if each.group_id == group_id]
+            fields = of_id[-1].read() if of_id else None
+        if fields is None:
+            raise ValueError(f"{folder}: expected group {group_id}, found none (checkpoint.rollouts)")
+        return FoundGroup(fields=fields, record=self.record_of(group_id))
+
+    def chosen(self, count: int) -> list[int]:
+        """At most `count` groups for a page without a server: of steps at equal distances, first to last.
+
+        Of each step those whose pass rate is nearest to one half.
+        """
+        gone = self._deleted()
+        steps = sorted({r.step for r in self._records.values() if set(r.group_ids) - gone})
+        if not steps or count < 1:
+            return []
+        number = min(count, len(steps))
+        places = [steps[round(i * (len(steps) - 1) / max(1, number - 1))] for i in range(number)]
+        each, more = divmod(count, number)
+        chosen: list[int] = []
+        for position, step in enumerate(places):
+            kept = [group for group in self.of_step(step) if group["id"] not in gone]
+            groups = sorted(kept, key=lambda group: abs(group["pass_rate"] - 0.5))
+            chosen += [group["id"] for group in groups[: each + (position < more)]]
+        return chosen
+
+    def _deleted(self) -> set[int]:
+        """Groups whose segment is neither there nor rewritten as Parquet."""
+        folder = self.run_dir / "rollouts"
+        kept = {path.stem for path in folder.iterdir()} if folder.is_dir() else set()
+        places = ((group_id, event.stored) for group_id, event in self._finished.items())
+        return {g for g, place in places if place and segment_path(folder, place.segment).stem not in kept}
+
+    def read_batch(self, record: BatchRecord) -> list[RolloutGroup]:
+        """The facts about the groups of a batch. Raises ValueError for one that is no longer stored, or damaged."""
+        old_groups = OldGroups(self.run_dir / "rollouts")
+        history = History(events=(), batches=(), finished=self._finished, old_groups=old_groups)
+        return read_batch(self.run_dir, history, record)

@@ -1,0 +1,101 @@
+"""The rows that were appended to a JSONL file since it was last read, and the newest row of one."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatron_scalerl.checkpoints.atomic_io import naming
+
+MOST_BYTES = 1 << 28
+"""Read at a time."""
+TAIL_BYTES = 1 << 20
+"""Read at either end of a file for one row."""
+
+
+class GrowingFile:
+    """A file of lines that one writer appends to, and that a restart of the run replaces or shortens.
+
+    `generation` counts how often it began anew: what was read before no longer holds then.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.generation = 0
+        self._inode = -1
+        self._offset = 0
+
+    def new_lines(self) -> list[tuple[bytes, str]]:
+        """(line with its newline, its place for errors) of each complete line since the last call.
+
+        All lines again, under another `generation`, if the file was replaced or became shorter; none without a file.
+        At most `MOST_BYTES` of them, the rest at the next call. Raises OSError naming the file, and ValueError for
+        something else than a file and for a line of more bytes than that.
+        """
+        try:
+            with naming(self.path), open(self.path, "rb", opener=_without_waiting) as file:
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode):
+                    raise ValueError(f"{self.path}: expected a regular file, found another kind")
+                if status.st_ino != self._inode or status.st_size < self._offset:
+                    self.generation += self._inode >= 0
+                    self._inode, self._offset = status.st_ino, 0
+                file.seek(self._offset)
+                data = file.read(MOST_BYTES)
+        except FileNotFoundError:
+            return []
+        if len(data) == MOST_BYTES and b"\n" not in data:
+            raise ValueError(f"{self.path} byte {self._offset}: expected a line of at most {MOST_BYTES:,} bytes")
+        whole = data[: data.rfind(b"\n") + 1]
+        lines, at = [], self._offset
+        for line in whole.splitlines(keepends=True):
+            lines.append((line, f"{self.path} byte {at}"))
+            at += len(line)
+        self._offset = at
+        return lines
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opens a file, or a pipe without a writer, at once."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def newest_row(path: Path) -> dict[str, Any] | None:
+    """The last complete line of a JSONL file; None without one. Reads `TAIL_BYTES` at most.
+
+    Raises ValueError naming the file for something else than a file and for a line that is no JSON object, OSError.
+    """
+    data = _end_of(path, at_end=True)
+    whole = data[: data.rfind(b"\n") + 1].rstrip()
+    return _object(path, "last line", whole[whole.rfind(b"\n") + 1 :])
+
+
+def first_row(path: Path) -> dict[str, Any] | None:
+    """The first line of a JSONL file, if it is complete, as `newest_row`."""
+    line, newline, _ = _end_of(path, at_end=False).partition(b"\n")
+    return _object(path, "first line", line if newline else b"")
+
+
+def _end_of(path: Path, *, at_end: bool) -> bytes:
+    try:
+        with naming(path), open(path, "rb", opener=_without_waiting) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError(f"{path}: expected a regular file, found another kind")
+            file.seek(max(0, status.st_size - TAIL_BYTES) if at_end else 0)
+            return file.read(TAIL_BYTES)
+    except FileNotFoundError:
+        return b""
+
+
+def _object(path: Path, where: str, line: bytes) -> dict[str, Any] | None:
+    if not line:
+        return None
+    try:
+        return msgspec.json.decode(line, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path}: {where}: expected a JSON object, found {error}") from None

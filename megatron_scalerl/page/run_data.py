@@ -1,0 +1,236 @@
+"""What the page of a run draws: its steps, validations, ledger and events, read by offset as the run appends to them.
+
+Every value is JSON. Columns are lists over the rows of a file, `None` where a row has no such number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatron_scalerl.fit.formatting import unit_name
+from megatron_scalerl.fit.inputs import with_compute
+from megatron_scalerl.page.forecasts import Forecasts
+from megatron_scalerl.page.growing_file import GrowingFile
+from megatron_scalerl.processes.logs import printable
+from megatron_scalerl.recipe.file import read_run_recipe
+from megatron_scalerl.report import cost_text, gain, gain_text, gains_by_task, last_step
+
+UPDATE_PHASES = ("needs", "connect", "pause", "start", "update", "finish", "verify", "resume")
+"""Phases of a weight update, in their order: `weight_PHASE_seconds` of metrics.jsonl."""
+COLUMNS = (
+    *("step", "batches", "reward", "train_pass_rate", "entropy", "mismatch_mean", "mismatch_max"),
+    *("truncated_share", "interrupted_share", "staleness_mean", "staleness_max", "generated_tokens_per_second"),
+    *("step_seconds", "train_seconds", "publish_seconds", "device_hours", "grad_norm", "completion_tokens_mean"),
+)
+"""Columns of metrics.jsonl that are taken as they are."""
+VALIDATION_COLUMNS = ("step", "compute", "pass_rate", "entropy", "mean_completion_tokens", "truncated_share")
+WAITS = {
+    "trainer_waits": ("wait_for_batch_seconds", "pinned_seconds", "send_seconds"),
+    "engines_wait": ("engine_paused_seconds", "engine_idle_seconds"),
+}
+"""Column -> the columns of metrics.jsonl whose sum it is, seconds of a step."""
+MOST_EVENTS = 300
+
+
+class RunData:
+    """The records of one run. Reads what is new at each `update`; not for several threads at a time."""
+
+    def __init__(self, run_dir: str | Path) -> None:
+        """Raises ValueError for a folder that is no run."""
+        self.run_dir = Path(run_dir)
+        self.recipe = read_run_recipe(self.run_dir)
+        self.forecasts = Forecasts()
+        self._metrics, self._validation, self._ledger, self._attempts, self._engines, self._end = (
+            GrowingFile(self.run_dir / f"{name}")
+            for name in (
+                *("metrics.jsonl", "validation.jsonl", "ledger.jsonl"),
+                *("attempts.jsonl", "engines.jsonl", "end.json"),
+            )
+        )
+        self._rows: dict[GrowingFile, list[dict[str, Any]]] = {}
+        self._generations: dict[GrowingFile, int] = {}
+        self._hours: dict[str, float] = {}
+        self._unit = "device_hours"
+        self._steps: dict[str, list[float | None]] = {}
+        self._clear_steps()
+        self._damage: dict[GrowingFile, str] = {}
+        self._gain: tuple[tuple[int, int], list[str]] = ((-1, -1), [])
+
+    @property
+    def generation(self) -> int:
+        """Changes when step records that were read before are dropped."""
+        return self._metrics.generation
+
+    @property
+    def validations(self) -> list[dict[str, Any]]:
+        """The rows of validation.jsonl so far, with `fit.inputs.with_compute`."""
+        return self._rows.get(self._validation, [])
+
+    @property
+    def steps(self) -> int:
+        """Number of step records."""
+        return len(self._steps["step"])
+
+    def update(self) -> bool:
+        """Read what was appended; True if there is something new.
+
+        Raises ValueError naming file and byte, again until the file is written anew; whole lines count nevertheless.
+        Raises OSError.
+        """
+        new = [
+            self._read(self._metrics, self._add_step),
+            self._read(self._ledger, self._add_charge),
+            *(self._read(file) for file in (self._validation, self._attempts, self._engines, self._end)),
+        ]
+        if self._damage:
+            raise ValueError(next(iter(self._damage.values())))
+        return any(new)
+
+    def payload(self, since: int = 0) -> dict[str, Any]:
+        """What the page draws. since: step records that it has; only later ones are in it."""
+        rows = self.validations
+        return {
+            "generation": self.generation,
+            "since": since,
+            "steps": {name: column[since:] for name, column in self._steps.items()},
+            "validation": {name: [_number(row.get(name)) for row in rows] for name in VALIDATION_COLUMNS},
+            "forecasts": self.forecasts.payload(),
+            "header": self._header(),
+            "ledger": [{"role": role, "hours": hours} for role, hours in self._hours.items()],
+            "events": self._events(),
+        }
+
+    def _read(self, file: GrowingFile, add: Any = None) -> bool:
+        lines = file.new_lines()
+        if self._generations.get(file, 0) != file.generation:
+            self._generations[file] = file.generation
+            self._damage.pop(file, None)
+            self._rows.pop(file, None)
+            if file is self._metrics:
+                self._clear_steps()
+            if file is self._ledger:
+                self._hours.clear()
+        kept = self._rows.setdefault(file, [])
+        for line, where in lines:
+            if (row := self._row(file, line, where)) is None:
+                continue
+            if add is None:
+                kept.append(with_compute(row) if file is self._validation else row)
+            else:
+                add(row)
+        return bool(lines)
+
+    def _row(self, file: GrowingFile, line: bytes, where: str) -> dict[str, Any] | None:
+        try:
+            return msgspec.json.decode(line, type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self._damage.setdefault(file, f"{where}: expected a JSON object, found {error}")
+            return None
+
+    def _clear_steps(self) -> None:
+        names = (*COLUMNS, *WAITS, "degenerate", "seconds", *(f"weight_{phase}" for phase in UPDATE_PHASES))
+        self._steps = {name: [] for name in names}
+
+    def _add_step(self, row: dict[str, Any]) -> None:
+        groups, kept = _number(row.get("batch/groups")), _number(row.get("batch/groups_kept"))
+        seconds = _number(row.get("step_seconds")) or 0.0
+        before = self._steps["seconds"][-1] if self._steps["seconds"] else 0.0
+        values = {
+            **{name: _number(row.get(name)) for name in COLUMNS},
+            **{name: _sum(_number(row.get(part)) for part in parts) for name, parts in WAITS.items()},
+            **{f"weight_{phase}": _number(row.get(f"weight_{phase}_seconds")) for phase in UPDATE_PHASES},
+            "degenerate": None if groups is None or kept is None else groups - kept,
+            "seconds": (before or 0.0) + seconds,
+        }
+        for name, value in values.items():
+            self._steps[name].append(value)
+
+    def _add_charge(self, row: dict[str, Any]) -> None:
+        if "unit" in row:
+            self._unit = str(row["unit"])
+        if "role" in row:
+            role = printable(str(row["role"]))
+            self._hours[role] = self._hours.get(role, 0.0) + (_number(row.get("hours")) or 0.0)
+
+    def _header(self) -> dict[str, Any]:
+        rows, end = self.validations, self._rows.get(self._end) or []
+        made = self.forecasts.newest
+        last = int(self._steps["step"][-1] or 0) if self.steps else 0
+        lines = [*self._gain_lines()]
+        if self._hours:
+            lines.append(cost_text(self._hours, self._unit))
+        lines += self.forecasts.lines(rows, self.recipe)
+        return {
+            "name": printable(str(self.recipe.get("name", self.run_dir.resolve().name))),
+            "folder": printable(str(self.run_dir)),
+            "unit": unit_name(self._unit),
+            "step": last,
+            "steps": last_step(rows, self.recipe) if rows or self.recipe.get("steps") else last,
+            "ended": printable(str(end[-1].get("reason", ""))) if end else "",
+            "verdict": made.outlook.verdict if made else "",
+            "forecast": made.outlook.line() if made else "",
+            "forecast_step": made.outlook.step if made else None,
+            "lines": lines,
+        }
+
+    def _gain_lines(self) -> list[str]:
+        """`report`'s lines on the gain; none before the second validation. Computed once for each validation."""
+        rows, key = self.validations, (len(self.validations), self._validation.generation)
+        if self._gain[0] != key:
+            lines = []
+            if len(rows) >= 2 and rows[0].get("step") == 0:
+                try:
+                    by_task = gains_by_task(self.run_dir, rows[-1])
+                    lines = [
+                        gain_text(gain(self.run_dir)),
+                        *(f"{task}: {gain_text(g)}" for task, g in by_task.items()),
+                    ]
+                except ValueError as error:
+                    lines = [f"no gain: {error}"]
+            self._gain = key, [printable(line) for line in lines]
+        return self._gain[1]
+
+    def _events(self) -> list[dict[str, Any]]:
+        """Starts of the run, faults and restarts of engines, and the end, as they happened."""
+        attempts = self._rows.get(self._attempts, [])
+        found = [
+            _event(row.get("unix_time"), "restart" if number else "start", f"attempt {row.get('incarnation', '')}")
+            for number, row in enumerate(attempts)
+        ]
+        for row in self._rows.get(self._engines, []):
+            reason = f": {row['reason']}" if row.get("reason") else ""
+            lost = f", {row['lost_tokens']} tokens lost" if row.get("lost_tokens") else ""
+            fault = row.get("state") in ("draining", "lost")
+            text = f"{row.get('name', '')} {row.get('state', '')}{reason}{lost}"
+            found.append(_event(row.get("unix_time"), "fault" if fault else "engine", text))
+        return sorted(found, key=lambda event: event["time"] or 0.0)[-MOST_EVENTS:]
+
+
+def thinned(payload: dict[str, Any], most: int) -> dict[str, Any]:
+    """The payload with at most about `most` step records: every k-th and the last; `every` says k."""
+    count = len(payload["steps"]["step"])
+    every = max(1, math.ceil(count / most))
+    kept = sorted({*range(0, count, every), *([count - 1] if count else [])})
+    columns = {name: [column[i] for i in kept] for name, column in payload["steps"].items()}
+    return payload | {"steps": columns, "every": every}
+
+
+def _event(time: Any, kind: str, text: str) -> dict[str, Any]:
+    return {"time": time if isinstance(time, float) else None, "kind": kind, "text": printable(text)[:500]}
+
+
+def _number(value: Any) -> float | None:
+    """The number in six digits, which is what a chart shows; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return value if isinstance(value, int) else float(f"{value:.6g}")
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known: Sequence[float] = [value for value in values if value is not None]
+    return _number(math.fsum(known)) if known else None

@@ -1,0 +1,93 @@
+"""The page of a run as one file, with the completions of some groups in it; the list of several runs as one file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatron_scalerl.checkpoints.atomic_io import write_durably
+from megatron_scalerl.page.completions import Reader
+from megatron_scalerl.page.groups import GroupIndex
+from megatron_scalerl.page.render import RUN, RUNS, page
+from megatron_scalerl.page.run_data import RunData, thinned
+from megatron_scalerl.page.runs_data import RunsData
+
+MOST_BYTES = 25_000_000
+"""Size of the file that is not exceeded."""
+MOST_STEPS = 5000
+"""Step records in the file; of more, every k-th is in it."""
+GROUPS = 24
+"""Groups that are in the file if none is named."""
+
+
+def write_page(run_dir: str | Path, path: str | Path, *, group_ids: Iterable[int] = ()) -> tuple[int, int]:
+    """Write the page of a run to `path`, for its owner only; returns (groups in it, groups that were left out).
+
+    Left out are those for which the file has no room, and those that are chosen and cannot be read: retention may
+    have deleted them. group_ids: groups that come first; further ones are chosen up to `GROUPS`. Raises ValueError
+    for a folder that is no run and a named group that cannot be read, OSError.
+    """
+    run, index = RunData(run_dir), GroupIndex(Path(run_dir))
+    run.update()
+    index.update()
+    run.forecasts.make_all(run.validations, run.recipe)
+    data: dict[str, Any] = thinned(run.payload(), MOST_STEPS) | {"live": False}
+    reader = Reader(Path(run_dir), run.recipe, index)
+    named = list(dict.fromkeys(group_ids))
+    wanted = list(dict.fromkeys([*named, *(index.chosen(GROUPS - len(named)))]))
+    room = MOST_BYTES - len(page(RUN, data, title="", live=False)) * 2
+    groups, left_out = [], 0
+    for group_id in wanted:
+        try:
+            group = _whole_group(reader, group_id)
+        except ValueError:
+            if group_id in named:
+                raise
+            left_out += 1
+            continue
+        size = _size(group)
+        if size > room:
+            left_out += 1
+            continue
+        room -= size
+        groups.append(group)
+    data["groups"] = groups
+    data["missing_groups"] = left_out
+    text = page(RUN, data, title=f"{data['header']['name']}: run", live=False)
+    _write(path, text)
+    return len(groups), left_out
+
+
+def write_runs_page(folder: str | Path, path: str | Path) -> int:
+    """Write the list of the runs below `folder` to `path`, for its owner only; returns their number.
+
+    Raises ValueError for a folder without a run, OSError.
+    """
+    runs = RunsData(folder)
+    runs.update()
+    while (number := runs.next_without_fit()) is not None:
+        runs.add_fit(number, *runs.runs[number].made_fit())
+    data = runs.payload()
+    _write(path, page(RUNS, data | {"live": False}, title=f"{data['folder']}: runs", live=False))
+    return len(data["order"])
+
+
+def _write(path: str | Path, text: str) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    write_durably(Path(path), text.encode(), private=True)
+
+
+def _whole_group(reader: Reader, group_id: int) -> dict[str, Any]:
+    group = reader.group(group_id, texts=False)
+    for each in group["completions"]:
+        each["content"] = reader.completion(group_id, each["index"])
+    return group
+
+
+def _size(group: dict[str, Any]) -> int:
+    """Bytes of the group in the page, at most: an escaped character has six."""
+    encoded = msgspec.json.encode(group)
+    return len(encoded) + 5 * sum(encoded.count(c) for c in (b"<", b">", b"&", b"\xe2\x80\xa8", b"\xe2\x80\xa9"))

@@ -1,0 +1,75 @@
+"use strict";
+// Header, ledger, events; and, on a server, what is new.
+function showHeader() {
+  const { header } = RUN.data;
+  byId("name").textContent = header.name;
+  byId("where").textContent = `${header.folder} · step ${header.step} of ${header.steps}${header.ended && header.step >= header.steps ? ` · finished: ${header.ended}` : ""}`;
+  const verdict = byId("verdict");
+  verdict.className = `verdict ${header.verdict.split(" ")[0]}`;
+  verdict.replaceChildren(...(header.forecast
+    ? [el("b", {}, header.verdict), ` — forecast after step ${header.forecast_step} for the end of the run, ${header.forecast.replace(`; ${header.verdict}`, "")}`]
+    : ["No forecast yet: it needs a validation at step 0 and four after it."]));
+  fill("lines", header.lines.map((line) => el("li", {}, line)));
+  byId("axis-unit").textContent = header.unit;
+}
+
+function showLedger() {
+  const { ledger, header } = RUN.data, total = ledger.reduce((sum, each) => sum + each.hours, 0) || 1;
+  const bar = (share) => { const made = el("span", { class: "bar" }); made.style.width = `${(share * 16).toFixed(2)}rem`; return made; };
+  fill("ledger", el("thead", {}, el("tr", {}, ["role", header.unit, "share", ""].map((text, i) => el("th", { scope: "col", class: i === 1 || i === 2 ? "number" : null }, text)))),
+    el("tbody", {}, ledger.map((each) => el("tr", {}, el("th", { scope: "row" }, each.role), el("td", { class: "number" }, short(each.hours)), el("td", { class: "number" }, `${Math.round((100 * each.hours) / total)} %`), el("td", {}, bar(each.hours / total))))));
+}
+
+function showEvents() {
+  const row = (each) => el("tr", {}, el("td", {}, each.time === null ? "" : new Date(each.time * 1000).toISOString().slice(0, 19).replace("T", " ") + " UTC"), el("td", { class: each.kind === "fault" ? "fault" : null }, each.kind), el("td", {}, each.text));
+  fill("events", el("table", {}, el("tbody", {}, RUN.data.events.toReversed().map(row))));
+}
+
+function showAll() {
+  showHeader();
+  showLedger();
+  showEvents();
+}
+
+async function refresh() {
+  const known = RUN.data.steps.step.length;
+  const now = await ask("data", { since: known, generation: RUN.data.generation });
+  if (now.since) for (const [name, values] of Object.entries(now.steps)) now.steps[name] = RUN.data.steps[name].concat(values);
+  const first = !RUN.data.trained_steps.length && now.trained_steps.length;
+  RUN.data = now;
+  showAll();
+  redrawFigures();
+  if (first) openStep(now.trained_steps.at(-1));
+  else if (byId("step")) keepSteps();
+}
+
+function keepSteps() {
+  const list = byId("step"), known = new Set([...list.options].map((option) => option.value));
+  for (const step of RUN.data.trained_steps) if (!known.has(String(step))) list.append(el("option", { value: step }, String(step)));
+}
+
+function follow() {
+  const events = new EventSource(`api/events${location.search}`);
+  let running = Promise.resolve(), waiting = false;
+  events.addEventListener("change", () => {
+    if (waiting) return;
+    waiting = true;
+    running = running.then(() => { waiting = false; return refresh(); }).catch((error) => { byId("status").textContent = error.message; });
+  });
+  events.addEventListener("failed", (event) => { byId("status").textContent = JSON.parse(event.data); });
+  events.onopen = () => { byId("status").textContent = "live: new records appear as the run writes them"; };
+  events.onerror = () => { byId("status").textContent = "the connection to megatron-scalerl watch is closed"; };
+}
+
+showAll();
+drawFigures();
+for (const input of document.querySelectorAll("#axis input")) input.addEventListener("change", () => { RUN.axis = input.value; redrawFigures(); });
+byId("controls").addEventListener("submit", (event) => event.preventDefault());
+if (DATA.every > 1) byId("thinned").textContent = ` Every ${DATA.every}th step record is in this file.`;
+byId("reader-note").textContent = DATA.live
+  ? "Read from the run's store when they are opened. The store has the engine's log-probabilities; mismatch and entropy are recorded per step, in the charts above."
+  : `${DATA.groups.length} groups are in this file${DATA.missing_groups ? `, ${DATA.missing_groups} were left out for its size` : ""}; megatron-scalerl watch reads all. The store has the engine's log-probabilities; mismatch and entropy are recorded per step, in the charts above.`;
+if (SOURCE.steps().length) openStep(SOURCE.steps().at(-1));
+else byId("group").append(el("p", { class: "note" }, "no group was trained yet"));
+if (DATA.home) fill("home", el("a", { href: DATA.home + location.search }, "← all runs"));
+if (DATA.live) follow();

@@ -1,0 +1,173 @@
+"""A weight update, simulated: the buckets of the plan that the trainer would make, on links of a stated rate.
+
+The plan is `weights.owners.send_plan`'s for the trainer's layout. What an engine's worker needs is reckoned as vLLM
+shards a model, since its own loader, which decides in a run, cannot be asked here. Link model: every GPU sends and
+receives at one rate; a broadcast passes a bucket on from worker to worker while it arrives, so all have it after
+bytes / rate and one latency for each of log2(members) hops; a sender or a worker has one bucket under way at a time,
+as over NCCL. Packing, writing, HTTP and launches take no time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_scalerl.models.family import Family, Rule
+from megatron_scalerl.plan.sharding import Layout
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.weights.owners import Place, manifest, send_plan
+from megatron_scalerl.weights.plan import Needs, buckets
+from megatron_scalerl.weights.rectangles import Ranges
+
+HOP_S = 30e-6
+"""Latency of a bucket for each hop of its broadcast (seconds); ours."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineShape:
+    """How the workers of one engine share a model."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    """Copies of the model in one engine."""
+    whole_experts: bool = False
+    """Each worker has some experts; otherwise a part of every one."""
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> EngineShape:
+        """From `engine.vllm`."""
+        tensor, pipeline, data = (int(options.get(f"{k}_parallel_size", 1)) for k in ("tensor", "pipeline", "data"))
+        whole = bool(options.get("enable_expert_parallel", False))
+        return cls(tensor=tensor, pipeline=pipeline, data=data, whole_experts=whole)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateWork:
+    """What moves in one update."""
+
+    bytes: int
+    """Of one copy of the policy."""
+    senders: int
+    """Trainer ranks that send."""
+    groups: int
+    """Most broadcast groups that one worker is in: its senders."""
+    most_sent: int
+    """Bytes of the rank that sends most."""
+    most_received: int
+    """Bytes of the worker that gets most."""
+    buckets: tuple[tuple[int, int, int], ...]
+    """(sender, shard, bytes) of each, in the order that all follow."""
+
+    def bound_seconds(self, bytes_per_second: float) -> float:
+        """No schedule is faster: the most bytes that one rank sends or one worker receives, at the links' rate."""
+        return max(self.most_sent, self.most_received) / bytes_per_second
+
+    def seconds(self, bytes_per_second: float, copies: int) -> float:
+        """Until the last of the engines' `copies` of the policy has its last bucket."""
+        latency = HOP_S * math.ceil(math.log2(1 + copies))
+        sender_free, shard_free = defaultdict[int, float](float), defaultdict[int, float](float)
+        for sender, shard, size in self.buckets:
+            end = max(sender_free[sender], shard_free[shard]) + size / bytes_per_second + latency
+            sender_free[sender] = shard_free[shard] = end
+        return max(shard_free.values())
+
+
+def update_work(recipe: Recipe, family: Family, layout: Layout) -> UpdateWork:
+    """What an update of this recipe moves, with the trainer in this layout."""
+    return moved(
+        family,
+        recipe.policy.dtype,
+        places_of(layout),
+        {layer: stage for stage, layers in enumerate(layout.stages) for layer in layers},
+        EngineShape.of(recipe.engine.vllm),
+        bucket_mib=recipe.weights.bucket_mib,
+        most_senders=recipe.weights.max_senders,
+    )
+
+
+def moved(
+    family: Family,
+    dtype: str,
+    places: Sequence[Place],
+    stage_of_layer: Mapping[int, int],
+    engine: EngineShape,
+    *,
+    bucket_mib: int,
+    most_senders: int,
+) -> UpdateWork:
+    """What an update from ranks at `places` to engines of this shape moves. stage_of_layer: of the trainer."""
+    parameters = manifest(family, dtype)
+    needs = worker_needs(family, engine)
+    plan = send_plan(family, places, stage_of_layer, needs, dtype=dtype, most_senders=most_senders).plan
+    order = tuple((bucket.sender, bucket.shard, bucket.nbytes) for bucket in buckets(plan, bucket_mib))
+    sent, received = Counter[int](), Counter[int]()
+    for sender, shard, size in order:
+        sent[sender] += size
+        received[shard] += size
+    return UpdateWork(
+        bytes=sum(meta.item_bytes * math.prod(meta.shape) for meta in parameters),
+        senders=plan.senders,
+        groups=max(Counter(shard for _, shard in plan.pairs).values()),
+        most_sent=max(sent.values()),
+        most_received=max(received.values()),
+        buckets=order,
+    )
+
+
+def places_of(layout: Layout) -> list[Place]:
+    """[world] where each rank stands, in Megatron's order: tensor, context, expert, data, pipeline parallel."""
+    in_stage = layout.world_size // layout.pp
+    return [
+        Place(
+            tp=rank % layout.tp,
+            pp=stage,
+            ep=rank // layout.etp % layout.ep,
+            etp=rank % layout.etp,
+            copy=rank // layout.tp,
+            expert_copy=rank // (layout.etp * layout.ep),
+        )
+        for stage in range(layout.pp)
+        for rank in range(in_stage)
+    ]
+
+
+def worker_needs(family: Family, engine: EngineShape) -> list[Needs]:
+    """[shards] what each worker of an engine needs; too few key-value heads count as if they were split."""
+    layers, experts = len(family.layers), family.transformer.get("num_moe_experts") or 0
+
+    def ranges_of(rule: Rule, name: str, shape: tuple[int, ...], stage: int, rank: int) -> Iterator[Ranges]:
+        first, last = 0, engine.pipeline - 1
+        place = {"first": first, "last": last}.get(rule.place, rule.layer * engine.pipeline // layers)
+        if stage != place:
+            return
+        whole = tuple((0, size) for size in shape)
+        if rule.expert is not None and engine.whole_experts and len(shape) == 2:
+            if rule.expert * engine.tensor // experts == rank:
+                yield whole
+        elif rule.expert is None and not rule.sharded:
+            yield whole
+        else:
+            axis = _split_axis(name, len(shape), whole_experts=engine.whole_experts)
+            size = shape[axis]
+            own = (size * rank // engine.tensor, size * (rank + 1) // engine.tensor)
+            yield (*whole[:axis], own, *whole[axis + 1 :])
+
+    exported = [rule for rule in family.rules if rule.exported]
+    shapes = {name: (rule, tuple(shape)) for rule in exported for name, shape in rule.hf_shapes.items()}
+    return [
+        tuple(tuple(ranges_of(rule, name, shape, stage, rank)) for name, (rule, shape) in shapes.items())
+        for stage in range(engine.pipeline)
+        for rank in range(engine.tensor)
+    ]
+
+
+def _split_axis(name: str, dimensions: int, *, whole_experts: bool) -> int:
+    """The dimension along which tensor parallelism splits a Hugging Face tensor; all experts in one have three."""
+    output = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj"))
+    if dimensions == 3:
+        return 0 if whole_experts else 1 if output else 2
+    return 1 if output and dimensions == 2 else 0

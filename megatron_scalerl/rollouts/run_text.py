@@ -1,0 +1,77 @@
+"""The tokens of a finished run as text: its tokenizer, and decoding that keeps special tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import msgspec
+
+from megatron_scalerl.processes.logs import printable
+from megatron_scalerl.recipe.file import read_run_recipe
+
+
+class RunTokenizer(Protocol):
+    """What decoding needs of a tokenizer."""
+
+    def decode(self, token_ids: list[int], **settings: bool) -> str:
+        """The text of these tokens."""
+        ...
+
+
+class _Fast:
+    """A tokenizer.json without transformers, whose import takes seconds."""
+
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_file(str(path))
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False, **_: bool) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def knows(self, token_id: int) -> bool:
+        return self._tokenizer.id_to_token(token_id) is not None
+
+
+def load_tokenizer(run_dir: Path) -> RunTokenizer:
+    """The tokenizer of the run's policy, found through RUN_DIR/recipe.yaml.
+
+    Raises ValueError for a missing recipe or policy folder.
+    """
+    recipe = run_dir / "recipe.yaml"
+    if not recipe.is_file():
+        raise ValueError(f"{recipe}: expected the run's recipe, found nothing")
+    path = Path(read_run_recipe(run_dir)["policy"]["path"])
+    if not path.is_dir():
+        raise ValueError(f"{recipe}: policy.path: expected a folder with a tokenizer, found {path}")
+    if (path / "tokenizer.json").is_file():
+        fast = _Fast(path / "tokenizer.json")
+        if all(map(fast.knows, _added_ids(path / "tokenizer_config.json"))):
+            return fast
+    from transformers import AutoTokenizer  # slow: only once the folder is found
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    return cast(RunTokenizer, tokenizer)
+
+
+def _added_ids(config: Path) -> list[int]:
+    """Tokens that only the configuration adds, which tokenizer.json alone may not have."""
+    if not config.is_file():
+        return []
+    try:
+        data = msgspec.json.decode(config.read_bytes(), type=dict[str, Any])
+        return [int(token_id) for token_id in data.get("added_tokens_decoder") or {}]
+    except (msgspec.DecodeError, ValueError) as error:
+        raise ValueError(f"{config}: expected a tokenizer's configuration, found {error}") from None
+
+
+def raw_text(tokenizer: RunTokenizer, token_ids: Sequence[int]) -> str:
+    """The text with special tokens."""
+    return str(tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def decode(tokenizer: RunTokenizer, token_ids: Sequence[int]) -> str:
+    """The text with special tokens; control characters other than line ends and tabs are escaped."""
+    return printable(raw_text(tokenizer, token_ids))

@@ -1,0 +1,84 @@
+"""Weight updates from every layout of the trainer to engines of one and two workers, by real ranks over gloo.
+
+Why this matters: the plan decides which rank sends which rectangle of which tensor; a rectangle in the wrong place
+would be a policy that nobody trained. Compared bit for bit with the Hugging Face folder: a whole update, then two of
+changes. Head and embedding have a padded vocabulary with tensor parallelism. The needs of the workers are halves of
+every tensor, cut where no rank's part ends; those of vLLM's workers are in tests/engine/test_weight_update.py.
+
+Not exercised: worlds of more than four ranks (tests/weights/test_owners.py plans those), NCCL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import random_policies
+import torch
+from runner import run_ranks
+from safetensors.torch import load_file
+from weight_ranks import VERSIONS, step
+
+from megatron_scalerl.distributed.rendezvous import private_folder
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+DENSE = ("llama", "llama_tied")
+MOE = ("qwen3_moe", "qwen3_moe_tied", "llama4", "llama4_tied")
+SIZES = list(product((1, 2), repeat=4))
+"""Tensor, pipeline, expert, context parallel."""
+Sizes = tuple[int, int, int, int]
+
+
+def layout(kind: str, tp: int, pp: int, ep: int, cp: int) -> dict[str, Any]:
+    """Keys of a recipe's megatron.parallel, and what Megatron wants with them."""
+    names = ("tensor_model", "pipeline_model", "expert_model", "context")
+    found: dict[str, Any] = {f"{name}_parallel_size": size for name, size in zip(names, (tp, pp, ep, cp)) if size > 1}
+    if tp > 1 and kind in MOE:
+        found["model"] = dict(sequence_parallel=True)  # Megatron's experts require it
+        found |= dict(expert_tensor_parallel_size=1) if ep > 1 else {}
+    return found
+
+
+def cases(world: int, kinds: Iterable[str], engines: Iterable[int]) -> list[tuple[str, Sizes, int]]:
+    """(kind, sizes, workers) that use all ranks."""
+    found = []
+    for kind in kinds:
+        for tp, pp, ep, cp in SIZES:
+            ranks = max(tp * cp, ep) * pp
+            if ranks != world or (ep > 1 and kind in DENSE):
+                continue
+            found += [(kind, (tp, pp, ep, cp), workers) for workers in engines]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "kinds", "engines"),
+    [
+        pytest.param(2, ("llama_tied", "qwen3_moe"), (2,), id="some"),
+        *(pytest.param(n, (*DENSE, *MOE), (1, 2), id=f"all of {n}", marks=pytest.mark.full) for n in (1, 2, 4)),
+    ],
+)
+def test_every_layout_updates_every_worker_bit_for_bit(
+    world: int, kinds: tuple[str, ...], engines: tuple[int, ...], tmp_path: Path
+) -> None:
+    every = cases(world, kinds, engines)
+    for kind in {kind for kind, *_ in every}:
+        random_policies.make(kind, tmp_path / kind)
+    jobs = [(str(tmp_path / kind), layout(kind, *sizes), workers) for kind, sizes, workers in every]
+    with private_folder() as rendezvous:
+        found = run_ranks(world, "weight_ranks:updates", jobs, rendezvous)[0]
+    for (kind, (tp, pp, ep, cp), workers), (versions, senders, changed) in zip(every, found, strict=True):
+        expected = load_file(tmp_path / kind / "model.safetensors")
+        assert len(versions) == VERSIONS and senders >= tp * pp and changed > 0, (kind, tp, pp, ep, cp)
+        for of_workers in versions:
+            for name, values in expected.items():
+                parts = [of_worker[name] for of_worker in of_workers]
+                assert all(torch.equal(part[~part.isnan()], values[~part.isnan()]) for part in parts), (kind, name)
+                received = sum((~part.isnan()).int() for part in parts)
+                once = received == 1 if workers == 1 or values.numel() > 1 else received >= 1
+                assert bool(once.all()), (kind, name, "every element by one worker")
+                step(values)

@@ -1,0 +1,102 @@
+"""A real run that is scraped while it goes on, and the trace of two of its steps."""
+
+import json
+import time
+import urllib.error
+import urllib.request
+
+import open_doors
+import pytest
+import trace_checks
+from prometheus_client.parser import text_string_to_metric_families
+from trace_checks import encloses, named
+from whole_runs import overrides, start
+
+pytestmark = pytest.mark.slow
+
+
+def get(address, path, token=None):
+    request = urllib.request.Request(f"http://{address}{path}")
+    if token is not None:
+        request.add_header("Authorization", f"Bearer {token}")
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return answer.read().decode()
+
+
+def numbers(page):
+    families = text_string_to_metric_families(page)
+    return {(s.name, *sorted(s.labels.values())): s.value for family in families for s in family.samples}
+
+
+def watched(controller, folder):
+    """(the run's last page with a finished step, its engine's page, the doors of the controller's processes)."""
+    files, ours, engine, doors = folder / "metrics", {}, "", []
+    deadline = time.monotonic() + 600
+    while controller.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+        if not (files / "targets.json").is_file():
+            continue
+        targets = json.loads((files / "targets.json").read_text())
+        [address], token = targets[0]["targets"], (files / "token").read_text()
+        try:
+            found = numbers(get(address, "/metrics", token))
+            if found["scalerl_step",] < 1:
+                continue
+            ours, doors = found, doors or open_doors.listening([controller.pid])
+            if not engine:
+                with pytest.raises(urllib.error.HTTPError, match="401"):
+                    get(address, "/metrics")
+                engine = get(address, targets[1]["labels"]["__metrics_path__"], token)
+        except (urllib.error.URLError, ConnectionError):  # it ends
+            continue
+    return ours, engine, doors
+
+
+def test_a_run_is_scraped_and_traced(tiny_dense, tmp_path):
+    settings = overrides(
+        tiny_dense,
+        tmp_path,
+        "watched",
+        "steps=6",
+        "trainer.world_size=2",
+        "telemetry.metrics_port=0",
+        "telemetry.trace_steps=[2,3]",
+        "engine.vllm.disable_log_stats=false",
+        "rollouts.max_staleness_steps=2",
+    )
+    folder = tmp_path / "watched"
+    controller = start("-m", "megatron_scalerl", "train", "recipes/tiny_cpu.yaml", *settings)
+    try:
+        ours, engine, doors = watched(controller, folder)
+    finally:
+        controller.kill()
+    assert controller.wait() == 0
+    assert ours["scalerl_engines", "serving"] == 1 and ours["scalerl_planned_steps",] == 6
+    assert 1 <= ours["scalerl_step",] <= 6 and ours["scalerl_weight_update_seconds_count",] >= 1
+    assert ours["scalerl_device_seconds_total", "trainer"] > 0 < ours["scalerl_trained_tokens_total",]
+    assert ours["scalerl_weight_update_phase_seconds_total", "update"] > 0
+    assert numbers(engine)["vllm:generation_tokens_total", "0", "policy"] > 0
+    assert doors and all(door.loopback for door in doors)
+    check_trace(trace_checks.read(folder / "trace" / "steps_2_3.json"))
+
+
+def check_trace(made):
+    assert made["otherData"]["steps"] == [2, 3] and made["otherData"]["dropped_spans"] == 0
+    asked = named(made, "step", "controller")
+    assert [event["args"]["step"] for event in asked] == [2, 3]
+    for rank in ("trainer-0", "trainer-1"):
+        done = named(made, "step", rank)
+        assert [event["args"]["step"] for event in done] == [2, 3]
+        assert all(encloses(outer, inner) for outer, inner in zip(asked, done))
+        for part in ("take batch", "forward and backward", "optimizer"):
+            assert all(encloses(outer, inner) for outer, inner in zip(done, named(made, part, rank), strict=True))
+        assert [event["args"]["step"] for event in named(made, "send weights", rank)] == [2, 3]
+    updates, sent = named(made, "update"), named(made, "send weights", "trainer-0")
+    assert len(updates) == len(named(made, "weight update")) == 2
+    assert all(encloses(outer, inner) for outer, inner in zip(updates, sent))
+    assert all(encloses(*pair) for pair in zip(named(made, "weight update"), updates))
+    requests = named(made, "generate", "engine-0")
+    assert len(requests) >= 32 and sum("tokens" in event["args"] for event in requests) >= 32
+    assert len(named(made, "score")) >= 32 and len(named(made, "paused", "engine-0")) == 2
+    assert {event["args"]["step"] for event in named(made, "read and send")} >= {3}

@@ -1,0 +1,100 @@
+"""Where more thinking stops paying: known answers on synthetic policies, and honest ones where nothing is known."""
+
+import numpy as np
+import pytest
+
+from megatron_scalerl.evaluation.budgets import saturation
+from megatron_scalerl.evaluation.plot import plot_budgets
+from megatron_scalerl.evaluation.problems import Problem, ProblemFile
+from megatron_scalerl.evaluation.results import Cell, Key, Row
+from megatron_scalerl.evaluation.summaries import compare_budgets, gains_table, scores_table, summarize
+
+BUDGETS = (256, 1024, 4096, 16384)
+
+
+def sweep(rates_by_budget, *, prompts, k, seed=0):
+    """[prompts, budgets] pass rates of a policy whose mean pass rate at each budget is given."""
+    random = np.random.default_rng(seed)
+    difficulty = random.beta(0.5, 0.5, prompts)
+    columns = [random.binomial(k, np.clip(difficulty * rate * 2, 0, 1)) / k for rate in rates_by_budget]
+    return np.stack(columns, axis=1)
+
+
+def test_a_plateau_is_found():
+    found = saturation(BUDGETS, sweep((0.1, 0.3, 0.45, 0.45), prompts=600, k=32), margin=0.03)
+    assert (found.stops_at, found.no_gain_shown_from) == (4096, 4096)
+    assert "stops paying at a budget of 4,096 tokens" in found.line()
+    assert [step.shown for step in found.steps] == [True, True, False, False]
+
+
+def test_a_rise_to_the_end_is_not_a_plateau():
+    found = saturation(BUDGETS, sweep((0.1, 0.2, 0.3, 0.45), prompts=600, k=16))
+    assert (found.stops_at, found.no_gain_shown_from) == (None, 16384)
+    assert found.line() == "more thinking pays up to the largest budget, 16,384 tokens"
+
+
+def test_little_data_decides_nothing():
+    found = saturation(BUDGETS, sweep((0.1, 0.3, 0.45, 0.45), prompts=30, k=4))
+    assert found.stops_at is None and found.no_gain_shown_from < 16384
+    assert found.line().startswith("not decided: ")
+
+
+def test_the_rule_rarely_stops_too_early():
+    """The gain from 4,096 to 16,384 is 0.03, margin 0.01: at most 5 % of the sweeps may say that it is not there."""
+    early = sum(
+        saturation(BUDGETS, sweep((0.1, 0.3, 0.42, 0.45), prompts=150, k=8, seed=seed)).stops_at is not None
+        for seed in range(40)
+    )
+    assert early <= 4
+
+
+@pytest.mark.parametrize("budgets", [(256,), (256, 256), (1024, 256)])
+def test_budgets_ascend(budgets):
+    with pytest.raises(ValueError, match="--budgets: expected at least two, ascending"):
+        saturation(budgets, np.zeros((4, len(budgets))))
+
+
+def made_cell(budget, correct, tokens):
+    rows = tuple(
+        tuple(
+            Row(
+                key=Key(file="f", number=n, index=i, budget=budget),
+                problem_id=str(n),
+                correct=i < c,
+                tokens=tokens,
+                interrupted=budget == 16,
+            )
+            for i in range(4)
+        )
+        for n, c in enumerate(correct, 1)
+    )
+    return Cell(file="f", budget=budget, rows=rows, lost=0)
+
+
+def test_the_sweep_as_tables_and_figure(tmp_path):
+    problems = tuple(
+        Problem(
+            number=n,
+            where=f"f.jsonl: line {n}",
+            problem_id=str(n),
+            text="t",
+            answer="1",
+            labels={"level": str(n % 2)},
+        )
+        for n in range(1, 41)
+    )
+    file = ProblemFile(path="f.jsonl", schema="math500", problems=problems)
+    made = [made_cell(16, [0] * 40, 20), made_cell(64, [4, 2] * 20, 50), made_cell(256, [4, 2] * 20, 60)]
+    summaries = [summarize(cell, file, k=4, hit=frozenset({"f.jsonl: line 1"})) for cell in made]
+    assert [s.mean_at_k.value for s in summaries] == [0, 0.75, 0.75]
+    assert summaries[1].labels["level"]["1"].value == 1 and summaries[1].labels["level"]["0"].prompts == 20
+    assert summaries[1].clean.prompts == 39 and summaries[0].interrupted_share == 1
+    table = scores_table(summaries)
+    scores = ("mean@4", "95 %", "pass@4")
+    assert table.columns == ("budget", "problems", *scores, "tokens", "interr", "trunc", "lost")
+    assert table.rows[1][:3] == ("64", "40", "0.750") and table.title == "f"
+    found = compare_budgets(made)
+    assert found.stops_at == 64 and len(gains_table(found).rows) == 2
+    assert compare_budgets(made[:1]) is None
+    path = plot_budgets(tmp_path / "b.png", summaries, {"f": found}, title="a $ sign and _x_")
+    assert path.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,92 @@
+"""mean@k, pass@k and their intervals over prompts."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_scalerl.evaluation.estimators import (
+    Counts,
+    default_ks,
+    mean_at_k,
+    paired_difference,
+    pass_at_k,
+    rate_over_prompts,
+)
+
+counts_of_one = st.integers(1, 7).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n)))
+
+
+@given(st.lists(counts_of_one, min_size=1, max_size=6), st.integers(1, 7))
+@settings(max_examples=150, deadline=None)
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_completion(prompts, k):
+    correct, completions = zip(*prompts)
+    counts = Counts(correct=correct, completions=completions)
+    if k > min(completions):
+        with pytest.raises(ValueError, match=f"expected k from 1 to {min(completions)}"):
+            pass_at_k(counts, k)
+        return
+    shares = [np.mean([any(i < c for i in subset) for subset in combinations(range(n), k)]) for c, n in prompts]
+    found = pass_at_k(counts, k)
+    assert found.value == pytest.approx(np.mean(shares))
+    assert 0 <= found.low <= found.value <= found.high <= 1
+    if k == 1:
+        assert found.value == pytest.approx(mean_at_k(counts).value)
+
+
+def test_mean_at_k_weighs_prompts_equally():
+    assert mean_at_k(Counts(correct=(1, 4), completions=(1, 16))).value == pytest.approx((1 + 0.25) / 2)
+
+
+def test_completions_of_one_prompt_are_not_independent():
+    """16 completions of each of 30 prompts that are always or never solved are 30 observations."""
+    always_or_never = Counts(correct=(16, 0) * 15, completions=(16,) * 30)
+    mixed = Counts(correct=(8,) * 15 + (9, 7) * 7 + (8,), completions=(16,) * 30)
+    wide, narrow = mean_at_k(always_or_never), mean_at_k(mixed)
+    assert wide.value == narrow.value == 0.5
+    assert wide.high - wide.low > 0.35 and narrow.high - narrow.low < 0.12
+
+
+def test_equal_prompts_leave_an_interval():
+    """No prompt of 30 was solved: as many as 12.5 % of all prompts may be (1 - (1 - x)^30 = 0.975, Student's t)."""
+    never = mean_at_k(Counts(correct=(0,) * 30, completions=(16,) * 30))
+    always = mean_at_k(Counts(correct=(16,) * 30, completions=(16,) * 30))
+    assert (never.value, never.low) == (0, 0) and never.high == pytest.approx(0.125, abs=0.003)
+    assert (always.value, always.high) == (1, 1) and always.low == pytest.approx(1 - never.high)
+    one = mean_at_k(Counts(correct=(3,), completions=(4,)))
+    assert (one.low, one.high) == (0, 1)
+
+
+@pytest.mark.parametrize("prompts, k, beta", [(30, 16, (0.3, 0.7)), (60, 4, (0.5, 0.5)), (200, 4, (2, 1))])
+def test_the_interval_holds_its_level(prompts, k, beta):
+    random, expected, inside = np.random.default_rng(0), beta[0] / sum(beta), 0
+    for _ in range(400):
+        correct = random.binomial(k, random.beta(*beta, prompts))
+        found = mean_at_k(Counts(correct=tuple(map(int, correct)), completions=(k,) * prompts))
+        inside += found.low <= expected <= found.high
+    assert inside / 400 >= 0.93
+
+
+def test_a_paired_difference_is_without_the_difficulty_of_the_prompts():
+    random = np.random.default_rng(1)
+    difficulty = random.beta(0.3, 0.7, 100)
+    first = random.binomial(64, difficulty) / 64
+    second = random.binomial(64, np.minimum(1, difficulty + 0.05)) / 64
+    found = paired_difference(first, second)
+    assert found.low > 0 and found.high - found.low < 0.05
+    assert paired_difference(first, first).value == 0
+    alone = rate_over_prompts(second, observations=6400)
+    assert alone.high - alone.low > 3 * (found.high - found.low)
+
+
+def test_bad_counts_are_refused():
+    with pytest.raises(ValueError, match="expected 0 <= correct <= completions"):
+        Counts(correct=(3,), completions=(2,))
+    with pytest.raises(ValueError, match="expected the same prompts in both, found 1 and 2"):
+        Counts(correct=(1,), completions=(2, 2))
+
+
+def test_the_ks_that_are_shown():
+    assert (default_ks([16, 16]), default_ks([16, 5]), default_ks([1])) == ([1, 2, 4, 8, 16], [1, 2, 4, 5], [1])

@@ -1,0 +1,78 @@
+"""The commands without an engine: recipes for a folder, hostile text on the terminal, errors in one line."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from evaluation_files import AIME_2024, written
+from rich.console import Console
+
+from megatron_scalerl.__main__ import main
+from megatron_scalerl.commands.evaluate import _budgets, _print_examples
+from megatron_scalerl.evaluation.problems import read_problems
+from megatron_scalerl.evaluation.results import Key, Row
+from megatron_scalerl.recipe.file import RecipeError, load_recipe_for
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J[bold red]hens [/nothing]\u202e\r overwritten"
+
+
+def test_hostile_training_prompts_are_printed_as_text(tmp_path, capsys):
+    problem = "a farmer has twelve red hens and nine brown ones that lay six eggs each week " + HOSTILE
+    data = written(tmp_path, "eval.jsonl", [{"prompt": problem, "answer": "1"}])
+    training = written(tmp_path, "train.jsonl", [{"prompt": f"{HOSTILE} {problem}"}, {"prompt": "1+1"}])
+    out = tmp_path / "found.json"
+    assert main(["contamination", training, "--data", data, "--json", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "1 of 1 evaluation problems (100.0 %)" in printed and "1 of 2 training prompts (50.0 %)" in printed
+    assert not set(printed) & {"\x1b", "\x07", "\u202e", "\r"}
+    assert "\\x1b]0;owned\\x07\\x1b[2J[bold red]hens [/nothing]\\u202e" in printed
+    [found] = json.loads(out.read_text()).values()
+    assert found["hits"][0]["share"] == 1.0
+
+
+def test_hostile_completions_are_printed_as_text(tmp_path, capsys):
+    file = read_problems(written(tmp_path, "a.jsonl", [AIME_2024[0] | {"Problem": HOSTILE, "ID": HOSTILE}]))
+    row = Row(key=Key(file="a", number=1, index=0), problem_id=HOSTILE, correct=False, reason=HOSTILE, text=HOSTILE)
+    result = SimpleNamespace(rows={row.key: row})
+    _print_examples(1, SimpleNamespace(files=[file]), result, Console(soft_wrap=True, markup=False))
+    printed = capsys.readouterr().out
+    assert not set(printed) & {"\x1b", "\x07", "\u202e", "\r"}
+    assert printed.count("\\x1b[2J[bold red]hens [/nothing]\\u202e\\r overwritten") == 4
+
+
+def test_a_folder_takes_the_place_of_the_recipes_policy(tmp_path):
+    recipe = tmp_path / "run.yaml"
+    sections = "policy: {path: old, dtype: float32, megatron_path: m}\nprompts: {path: gone, think_end: '</t>'}\n"
+    recipe.write_text(f"name: r\nsteps: 9\n{sections}")
+    found = load_recipe_for("new", recipe, ["rollouts.temperature=0.6"], prompts="eval.jsonl")
+    assert (found.policy.path, found.policy.dtype, found.policy.megatron_path) == ("new", "float32", None)
+    assert found.prompts.think_end == "</t>" and found.rollouts.temperature == 0.6
+    bare = load_recipe_for("new", prompts="eval.jsonl")
+    assert bare.policy.path == "new" and bare.interruption.thinking_tokens == (10240, 12288)
+    with pytest.raises(RecipeError, match=r"^expected a recipe key, found engine\.cuont"):
+        load_recipe_for("new", None, ["engine.cuont=2"], prompts="eval.jsonl")
+    with pytest.raises(RecipeError, match="expected a section, found a value at policy"):
+        recipe.write_text("policy: x\n")
+        load_recipe_for("new", recipe)
+
+
+@pytest.mark.parametrize("text", ["", "a", "0", "8,4", "8,8", "8,-4", "1.5"])
+def test_budgets_are_ascending_numbers_of_tokens(text):
+    with pytest.raises(ValueError, match="--budgets: expected"):
+        _budgets(text)
+    assert _budgets("4, 8,16") == [4, 8, 16] and _budgets(None) == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["evaluate", "none", "--data", "none.jsonl", "--out", "o"], "none.jsonl: expected a prompts file or folder"),
+        (["evaluate", "none", "--data", "x", "--out", "o", "--k", "0"], "--k: expected at least 1, found 0"),
+        (["contamination", "x", "--data", "y", "--words", "0"], "--words: expected at least 1, found 0"),
+    ],
+)
+def test_errors_of_the_user_are_one_line(argv, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(argv) == 2
+    found = capsys.readouterr().err
+    assert message in found and found.count("\n") == 1 and not list(tmp_path.iterdir())

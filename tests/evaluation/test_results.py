@@ -1,0 +1,188 @@
+"""The result on disk: resumed, never half-written, of one evaluation; every row of one policy version."""
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+from rollout_groups import rollout, scored
+
+from megatron_scalerl.engine.membership import Membership
+from megatron_scalerl.evaluation.completing import Holders, Request, complete_all
+from megatron_scalerl.evaluation.results import (
+    Header,
+    Key,
+    ResultFile,
+    ResultInUse,
+    Row,
+    cells,
+    read_result,
+)
+from megatron_scalerl.rollouts.plans import Draw
+from megatron_scalerl.types import CompletionLost, Prompt, Score
+
+HEADER = Header(policy="p", digest="d", version=0, files=(("a", "1"),), seed=1, settings={"k": 2, "dtype": "float32"})
+
+
+def key(number, index=0, budget=None):
+    return Key(file="a", number=number, index=index, budget=budget)
+
+
+def row(number, index=0, *, correct=True, tokens=4, budget=None, lost=""):
+    return Row(
+        key=key(number, index, budget), problem_id=str(number), correct=correct, tokens=tokens, lost=lost, text="x"
+    )
+
+
+def test_rows_are_kept_and_a_torn_one_is_dropped(tmp_path):
+    with ResultFile(tmp_path, HEADER) as result:
+        result.append(row(1))
+        result.append(row(2, correct=False))
+    with result.path.open("ab") as file:
+        file.write(b'{"key": {"file": "a", "num')
+    with ResultFile(tmp_path, HEADER) as again:
+        assert set(again.rows) == {key(1), key(2)} and again.rows[key(1)] == row(1)
+        again.append(row(3))
+    header, rows = read_result(tmp_path)
+    assert header == HEADER and [r.key.number for r in rows] == [1, 2, 3]
+    assert result.path.stat().st_mode & 0o777 == 0o600, "prompts' answers and completions are their owner's"
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        (replace(HEADER, seed=2), "seed: 1, not 2"),
+        (replace(HEADER, digest="e"), "digest: 'd', not 'e'"),
+        (replace(HEADER, settings={"k": 4, "dtype": "float32"}), "settings.k: 2, not 4"),
+        (replace(HEADER, files=(("a", "2"),)), "files: "),
+    ],
+)
+def test_another_evaluation_is_refused_and_changes_nothing(tmp_path, changed, named):
+    with ResultFile(tmp_path, HEADER) as result:
+        result.append(row(1))
+    before = result.path.read_bytes()
+    with pytest.raises(ValueError, match="expected a result of this evaluation, found another one") as error:
+        ResultFile(tmp_path, changed)
+    assert named in str(error.value) and result.path.read_bytes() == before
+    with ResultFile(tmp_path, replace(HEADER, policy="moved/p")) as moved:
+        assert len(moved.rows) == 1, "the digest says what the policy is"
+
+
+def test_two_processes_do_not_write_one_result(tmp_path):
+    with ResultFile(tmp_path, HEADER), pytest.raises(ResultInUse, match="one evaluation in it at a time"):
+        ResultFile(tmp_path, HEADER)
+
+
+def test_a_damaged_row_names_its_line(tmp_path):
+    with ResultFile(tmp_path, HEADER) as result:
+        result.append(row(1))
+    with result.path.open("ab") as file:
+        file.write(b'{"key": 5}\n')
+    with pytest.raises(ValueError, match=r"completions.jsonl line 3: expected a completion, found "):
+        ResultFile(tmp_path, HEADER)
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ValueError, match="expected the completions of an evaluation, found nothing"):
+        read_result(tmp_path / "other")
+
+
+def test_the_summary_is_written_whole(tmp_path):
+    with ResultFile(tmp_path, HEADER) as result:
+        path = result.finish({"mean": 0.5})
+    assert json.loads(path.read_text()) == {"mean": 0.5}
+    assert not list(tmp_path.glob(".*draft"))
+
+
+def test_a_cell_needs_every_completion():
+    keys = [key(1), key(1, 1), key(2), key(2, 1)]
+    rows = [row(1, tokens=10), row(1, 1, correct=False, tokens=20), row(2, lost="no_logprobs"), row(2, 1, tokens=30)]
+    [cell] = cells(rows, keys)
+    assert (cell.counts.correct, cell.counts.completions, cell.lost, cell.mean_tokens) == ((1, 1), (2, 1), 1, 20)
+    with pytest.raises(ValueError, match="expected completion 1 of problem 2, found none"):
+        cells(rows[:3], keys)
+    with pytest.raises(ValueError, match="problem 2: expected a completion, found all of them lost"):
+        cells([*rows[:3], row(2, 1, lost="x")], keys)
+
+
+class Tokenizer:
+    def decode(self, token_ids, **settings):
+        return " ".join(map(str, token_ids))
+
+
+class Engine:
+    produced_tokens = received_tokens = 0
+
+    def __init__(self, name, version):
+        self.name, self.version = name, version
+
+    def abort(self, reason):
+        self.reason = reason
+
+
+class Sampler:
+    """Completions of the engine's version; some are lost."""
+
+    def __init__(self, lost=()):
+        self.lost, self.at_once, self.most = dict.fromkeys(lost, 2), 0, 0
+
+    async def complete(self, engine, prompt, draw, *, priority, max_tokens=None):
+        self.at_once += 1
+        self.most = max(self.most, self.at_once)
+        await asyncio.sleep(0)
+        self.at_once -= 1
+        if self.lost.get(prompt.prompt_id):
+            self.lost[prompt.prompt_id] -= 1
+            raise CompletionLost("no log-probabilities", reason="no_logprobs")
+        return scored(rollout(tokens=(5, 6), versions=(engine.version,) * 2), Score(correct=True, reward=1.0))
+
+
+def completed(sampler, engines, *, version=3, count=6):
+    async def run():
+        members = Membership.of(engines, version=version)
+
+        async def any_engine(number):
+            await members.until(lambda: bool(members.serving))
+            return members.serving[number % len(members.serving)]
+
+        requests = [
+            Request(
+                key=key(number),
+                problem_id=str(number),
+                prompt=Prompt(prompt_id=str(number), text="t", answer="1", token_ids=(1,)),
+                draw=Draw(seed=number, thinking_cut=7),
+                sampler=sampler,
+            )
+            for number in range(1, count + 1)
+        ]
+        rows = []
+        await complete_all(
+            requests,
+            Holders(next=any_engine, evict=members.evict),
+            version=version,
+            at_once=2,
+            priority=0,
+            tokenizer=Tokenizer(),
+            finished=rows.append,
+        )
+        return rows, members
+
+    return asyncio.run(run())
+
+
+def test_every_completion_is_recorded_with_its_version():
+    sampler = Sampler()
+    rows, _ = completed(sampler, [Engine("engine-0", 3)])
+    assert sorted(r.key.number for r in rows) == [1, 2, 3, 4, 5, 6] and sampler.most == 2
+    assert {r.versions for r in rows} == {(3, 3)} and rows[0].text == "5 6" and rows[0].cut == 7
+
+
+def test_an_engine_with_another_version_is_evicted_and_its_completion_is_generated_elsewhere():
+    wrong = Engine("engine-0", 4)
+    rows, members = completed(Sampler(), [wrong, Engine("engine-1", 3)])
+    assert len(rows) == 6 and {r.versions for r in rows} == {(3, 3)}
+    assert wrong.reason == "engine-0: policy versions: expected 3, found [4]"
+    assert [engine.name for engine in members.serving] == ["engine-1"]
+
+
+def test_a_completion_that_is_lost_twice_is_recorded_as_lost():
+    rows, _ = completed(Sampler(lost=["2"]), [Engine("engine-0", 3)])
+    assert [(r.key.number, r.lost) for r in rows if r.lost] == [(2, "no_logprobs")] and len(rows) == 6

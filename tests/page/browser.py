@@ -1,0 +1,109 @@
+"""Drives a headless Chromium by its DevTools protocol: what a page asks for, logs and shows."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+class Tab:
+    """One page of the browser."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self.requests: list[str] = []
+        """Addresses that the page asked for."""
+        self.complaints: list[str] = []
+        """Errors and warnings of the console, exceptions, and what the content security policy refused."""
+        self._socket = socket
+        self._answers: dict[int, asyncio.Future] = {}
+        self._number = 0
+
+    async def listen(self) -> None:
+        """Take the browser's messages until it closes."""
+        async for message in self._socket:
+            said = json.loads(message.data)
+            if "id" in said:
+                self._answers.pop(said["id"]).set_result(said)
+            elif said["method"] == "Network.requestWillBeSent":
+                self.requests.append(said["params"]["request"]["url"])
+            elif said["method"] == "Runtime.exceptionThrown":
+                self.complaints.append(json.dumps(said["params"]["exceptionDetails"])[:500])
+            elif said["method"] == "Runtime.consoleAPICalled" and said["params"]["type"] in ("error", "warning"):
+                self.complaints.append(json.dumps(said["params"]["args"])[:500])
+            elif said["method"] == "Log.entryAdded" and said["params"]["entry"]["level"] in ("error", "warning"):
+                self.complaints.append(said["params"]["entry"]["text"])
+
+    async def call(self, method: str, **params) -> dict:
+        """One command of the protocol."""
+        self._number += 1
+        self._answers[self._number] = answer = asyncio.get_running_loop().create_future()
+        await self._socket.send_json({"id": self._number, "method": method, "params": params})
+        said = await answer
+        assert "error" not in said, said
+        return said["result"]
+
+    async def evaluate(self, expression: str):
+        """The JSON value of an expression in the page."""
+        found = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in found, found["exceptionDetails"]
+        return found["result"].get("value")
+
+    async def until(self, expression: str, seconds: float = 30.0):
+        """Wait until an expression in the page is true; returns its value."""
+        async with asyncio.timeout(seconds):
+            while not (value := await self.evaluate(expression)):
+                await asyncio.sleep(0.05)
+        return value
+
+    async def press(self, key: str) -> None:
+        """Press and release a key."""
+        for kind in ("keyDown", "keyUp"):
+            await self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
+
+    async def open(self, url: str) -> None:
+        """Go to an address."""
+        await self.call("Page.navigate", url=url)
+
+
+@contextlib.asynccontextmanager
+async def opened(profile: Path) -> AsyncIterator[Tab]:
+    """A browser with one empty page, ended with the block. profile: an empty folder."""
+    assert CHROMIUM is not None
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--remote-debugging-port=0",
+        "--disable-background-networking",
+    ]
+    browser = await asyncio.create_subprocess_exec(
+        CHROMIUM, *options, f"--user-data-dir={profile}", "about:blank",
+        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(60):
+            while not (profile / "DevToolsActivePort").exists():
+                await asyncio.sleep(0.05)
+        port = (profile / "DevToolsActivePort").read_text().split()[0]
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"http://127.0.0.1:{port}/json/list") as answer:
+                [target, *_] = [each for each in await answer.json(content_type=None) if each["type"] == "page"]
+            async with session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0) as socket:
+                tab = Tab(socket)
+                listening = asyncio.create_task(tab.listen())
+                for domain in ("Page", "Runtime", "Network", "Log"):
+                    await tab.call(f"{domain}.enable")
+                yield tab
+                listening.cancel()
+    finally:
+        if browser.returncode is None:
+            browser.kill()
+        await browser.wait()

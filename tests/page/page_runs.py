@@ -1,0 +1,108 @@
+"""A small run with records, a store and a tokenizer, some of whose tokens are hostile to whoever shows them."""
+
+from __future__ import annotations
+
+import json
+
+import yaml
+from journals import write_journal
+from rollout_groups import group_of, rollout
+from test_report import write_run
+from tokenizers import Tokenizer, decoders, models
+
+from megatron_scalerl.rollouts.history import BatchRecord
+from megatron_scalerl.types import Prompt, Score
+
+HOSTILE = (
+    "</script><script>window.broken = 1</script>",
+    "<img src=x onerror='window.broken = 2'>",
+    "\x1b]0;title\x07\x1b[2J",
+    "\u202eright to left\u2066",
+    "\u2028\u2029",
+    "<!--",
+)
+WORDS = ("a", "b", " therefore", "=", "4", *HOSTILE, "x" * 1_000_000)
+HOSTILE_IDS = tuple(range(5, 5 + len(HOSTILE)))
+LONG_LINE = WORDS.index("x" * 1_000_000)
+
+
+def save_hostile_tokenizer(folder):
+    """A tokenizer.json whose tokens are WORDS."""
+    folder.mkdir(parents=True)
+    tokenizer = Tokenizer(models.WordLevel(vocab={word: i for i, word in enumerate(WORDS)}, unk_token="a"))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def step_record(step, **changes):
+    """A row of metrics.jsonl with what the page draws."""
+    return {
+        "step": step,
+        "batches": step,
+        "batch/groups": 4.0,
+        "batch/groups_kept": 3.0,
+        "reward": step / 100,
+        "train_pass_rate": 0.5,
+        "entropy": 0.3,
+        "mismatch_mean": 0.004,
+        "truncated_share": 0.0,
+        "interrupted_share": 0.1,
+        "staleness_mean": 1.5,
+        "staleness_max": 2.0,
+        "generated_tokens_per_second": 900.0,
+        "step_seconds": 2.0,
+        "wait_for_batch_seconds": 0.5,
+        "pinned_seconds": 0.25,
+        "engine_paused_seconds": 0.1,
+        "engine_idle_seconds": 0.0,
+        "weight_pause_seconds": 0.1,
+        "weight_update_seconds": 0.2,
+        **changes,
+    }
+
+
+def made_group(number, ids=((0, 2, 3, 4), (1, 3, 4)), *, prompt_ids=(0, 3)):
+    """A group whose first completion is right and whose second is wrong and partly forced."""
+    first, second = (rollout(tokens=tokens, logprobs=[-0.25] * len(tokens)) for tokens in ids)
+    size = len(ids[1])
+    second = rollout(
+        tokens=ids[1],
+        logprobs=[-2.0] + [0.0] * (size - 1),
+        mask=[True] + [False] * (size - 1),
+        versions=[0] + [1] * (size - 1),
+    )
+    scores = (Score(correct=True, reward=1.0), Score(correct=False, reward=-1.0, reason="no_answer"))
+    prompt = Prompt(prompt_id=f"p{number}", text="", answer="</script>4\x1b", token_ids=prompt_ids)
+    return group_of((first, second), scores, prompt=prompt, group_id=number), (first, second)
+
+
+def write_page_run(folder, *, steps=3, validations=20):
+    """The run: `steps` steps with two groups each; group 1 is hostile, group 2 has a line of 1 MB."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_run(folder, steps=validations, noise=0.01)
+    save_hostile_tokenizer(folder / "policy")
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
+    recipe |= {"name": "</title><script>window.broken = 3</script>", "steps": 200}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"policy": {"path": str(folder / "policy")}}))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step_record(n + 1)) + "\n" for n in range(steps)))
+    (folder / "attempts.jsonl").write_text(
+        '{"run_id": "r", "incarnation": "local.0", "unix_time": 1e9}\n'
+        '{"run_id": "r", "incarnation": "local.1", "unix_time": 1000000900.0}\n'
+    )
+    fault = {"name": "engine-0", "state": "draining", "reason": "exit </script>", "unix_time": 1000000500.0}
+    (folder / "engines.jsonl").write_text(json.dumps(fault) + "\n")
+    groups = [made_group(number) for number in range(2 * steps)]
+    groups[1] = made_group(1, (HOSTILE_IDS, HOSTILE_IDS), prompt_ids=HOSTILE_IDS)
+    groups[2] = made_group(2, ((0, LONG_LINE, 4), (1, 3, 4)))
+    batches = [BatchRecord(batch=n, step=n + 1, policy_version=n, group_ids=(2 * n, 2 * n + 1)) for n in range(steps)]
+    write_journal(folder, groups=groups, batches=batches)
+    return folder
+
+
+def write_plain_run(folder, *, steps=6, **recipe):
+    """A run with `steps` validations after step 0; `recipe` is merged into its recipe."""
+    folder.mkdir(parents=True)
+    write_run(folder, steps=steps)
+    stored = yaml.safe_load((folder / "recipe.yaml").read_text()) | {"name": folder.name, "steps": 100} | recipe
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(stored))
+    return folder

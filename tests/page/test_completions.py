@@ -1,0 +1,165 @@
+"""What the reader of the page shows: groups by step, tokens with their facts, texts that do no harm."""
+
+import pytest
+from journals import write_journal
+from old_run_folder import to_old_folder
+from page_runs import HOSTILE, made_group, write_page_run
+
+from megatron_scalerl.page.completions import Reader, token_texts
+from megatron_scalerl.page.groups import GroupIndex
+from megatron_scalerl.page.run_data import RunData
+from megatron_scalerl.rollouts.history import BatchRecord, read_history
+from megatron_scalerl.rollouts.retention import Expired, remove
+
+
+def opened(run):
+    index = GroupIndex(run)
+    index.update()
+    return index, Reader(run, RunData(run).recipe, index)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return write_page_run(tmp_path_factory.mktemp("reader") / "run")
+
+
+def test_groups_are_found_by_their_step(run):
+    index, _ = opened(run)
+    assert index.steps == [1, 2, 3]
+    assert index.of_step(2) == [{"id": 2, "pass_rate": 0.5}, {"id": 3, "pass_rate": 0.5}]
+    assert index.of_step(9) == []
+
+
+def test_the_index_follows_the_journal(tmp_path):
+    run = write_page_run(tmp_path / "run")
+    index, reader = opened(run)
+    assert not index.update()
+    write_journal(run, groups=[made_group(6)])
+    assert not index.update() and reader.group(6)["step"] is None
+    assert reader.group(6)["completions"][0]["untrained"] == "the group is in no batch yet"
+    write_journal(run, batches=[BatchRecord(batch=3, step=4, policy_version=3, group_ids=(6,))])
+    assert index.update() and index.steps[-1] == 4
+    assert reader.group(6)["step"] == 4 and reader.group(6)["completions"][0]["advantage"] == 1.0
+
+
+def test_a_group_says_how_it_was_trained(run):
+    _, reader = opened(run)
+    group = reader.group(0)
+    assert (group["step"], group["policy_version"], group["pass_rate"], group["prompt"]) == (1, 0, 0.5, "a=")
+    right, wrong = group["completions"]
+    assert (right["text"], right["correct"], right["advantage"]) == ("a therefore=4", True, 1.0)
+    assert (wrong["reason"], wrong["advantage"], wrong["sampled"], wrong["tokens"]) == ("no_answer", -1.0, 1, 3)
+    assert wrong["versions"] == [0, 1] and wrong["logprob"] == -2.0
+    assert "text" not in reader.group(0, texts=False)["completions"][0]
+
+
+@pytest.mark.parametrize("policy", ["parquet", "resume"])
+def test_what_retention_made_of_a_group(tmp_path, policy):
+    run = write_page_run(tmp_path / "run")
+    write_journal(run, groups=[made_group(6)])  # in no batch
+    history = read_history(run)
+    [number] = {event.stored.segment for event in history.finished.values()}
+    batch_of = {g: record for record in history.batches for g in record.group_ids}
+    trained = tuple((e.stored, batch_of[g]) for g, e in history.finished.items() if g in batch_of)
+    _, reader = opened(run)
+    before = reader.group(0)
+    remove(run / "rollouts", [Expired(segment=number, trained=trained)], policy)
+    index, reader = opened(run)
+    if policy == "parquet":
+        found = reader.group(0)
+        assert [each["text"] for each in found["completions"]] == [each["text"] for each in before["completions"]]
+        assert found["completions"][0]["untrained"] == "groups of its batch are deleted or rewritten as Parquet"
+    assert sorted(index.chosen(24)) == (list(range(6)) if policy == "parquet" else [])
+    for group_id in (6,) if policy == "parquet" else (0, 6):
+        with pytest.raises(ValueError, match=rf"expected group {group_id}, found none \(checkpoint.rollouts\)"):
+            reader.group(group_id)
+
+
+def test_filtered_groups_have_no_advantage(tmp_path):
+    run = write_page_run(tmp_path / "run")
+    group, rollouts = made_group(6)
+    even = tuple(type(score)(correct=True, reward=1.0) for score in group.scores)
+    equal = type(group)(**{name: getattr(group, name) for name in group.__slots__ if name != "scores"}, scores=even)
+    write_journal(
+        run, groups=[(equal, rollouts)], batches=[BatchRecord(batch=3, step=4, policy_version=3, group_ids=(6,))]
+    )
+    _, reader = opened(run)
+    first = reader.group(6)["completions"][0]
+    assert first["advantage"] is None and first["untrained"] == "a filter left it out of its batch"
+
+
+def test_a_completion_token_by_token(run):
+    _, reader = opened(run)
+    found = reader.completion(0, 1)
+    assert found["pieces"] == ["b", "=", "4"] and found["logprobs"] == [-2.0, 0.0, 0.0]
+    assert found["spans"] == [(0, 0, False), (1, 1, True)] and found["ids"] == [1, 3, 4]
+
+
+def test_control_and_bidi_characters_are_made_visible(run):
+    _, reader = opened(run)
+    found = reader.completion(1, 0)["pieces"]
+    assert found[0] == HOSTILE[0]  # the page writes it as text
+    assert found[2] == "\\x1b]0;title\\x07\\x1b[2J" and found[3] == "\\u202eright to left\\u2066"
+    assert reader.group(1)["answer"] == "</script>4\\x1b"
+
+
+def test_a_line_of_a_megabyte_is_read(run):
+    _, reader = opened(run)
+    assert len(reader.completion(2, 0)["pieces"][1]) == 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("group_id", "position", "said"),
+    [(99, 0, "journal.jsonl: expected a finished group, found no group 99"), (0, 2, "expected 0 to 1 of group 0")],
+)
+def test_what_is_not_there_is_named(run, group_id, position, said):
+    _, reader = opened(run)
+    with pytest.raises(ValueError, match=said):
+        reader.completion(group_id, position)
+
+
+def test_what_retention_deleted_is_said(tmp_path):
+    run = write_page_run(tmp_path / "run")
+    _, reader = opened(run)
+    (run / "rollouts" / "segment-00000.bin").unlink()
+    with pytest.raises(ValueError, match=r"rollouts: expected group 0, found none \(checkpoint.rollouts\)"):
+        reader.group(0)
+
+
+def test_a_damaged_block_is_named(tmp_path):
+    run = write_page_run(tmp_path / "run")
+    segment = run / "rollouts" / "segment-00000.bin"
+    data = bytearray(segment.read_bytes())
+    data[-1] ^= 1
+    segment.write_bytes(data)
+    _, reader = opened(run)
+    with pytest.raises(ValueError, match=r"segment-00000.bin: byte \d+: expected checksum"):
+        reader.group(5)
+
+
+def test_files_of_an_earlier_version_are_read(tmp_path):
+    run = write_page_run(tmp_path / "run")
+    expected = opened(run)[1].group(0)
+    to_old_folder(run)
+    assert opened(run)[1].group(0) == expected
+
+
+def test_chosen_groups_are_spread_over_the_run(run):
+    index, _ = opened(run)
+    assert index.chosen(2) == [0, 4] and index.chosen(4) == [0, 1, 2, 4] and index.chosen(0) == []
+    assert sorted(index.chosen(100)) == list(range(6))
+
+
+class ByteTokenizer:
+    """Stands in for a tokenizer whose tokens are bytes."""
+
+    def decode(self, ids, **_):
+        return bytes(ids).decode("utf8", "replace")
+
+
+def test_a_character_of_several_tokens_is_the_text_of_its_last():
+    data = "aé€😀b".encode()
+    texts = token_texts(ByteTokenizer(), list(data))
+    assert texts == ["a", "", "é", "", "", "€", "", "", "", "😀", "b"]
+    assert token_texts(ByteTokenizer(), [0xFF] * 5 + [0x61])[-1].endswith("a")
+    assert token_texts(ByteTokenizer(), list(data[:2])) == ["a", "\ufffd"]  # cut within a character

@@ -1,0 +1,154 @@
+"""The page in Chromium: it draws, its reader works, it follows a run, and hostile text stays text."""
+
+import asyncio
+import json
+
+import pytest
+from browser import CHROMIUM, opened
+from page_runs import HOSTILE, step_record, write_page_run
+
+from megatron_scalerl.page import server as server_module
+from megatron_scalerl.page.server import PageServer
+from megatron_scalerl.page.static_page import write_page
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine (apt-get install chromium)"),
+]
+TEXT = "document.getElementById('text')"
+UNBROKEN = "[typeof window.broken, document.scripts.length, document.images.length]"
+
+
+def set_value(name, value, event="change"):
+    return (
+        f"(() => {{ const it = document.getElementById('{name}'); it.value = {json.dumps(value)};"
+        f" it.dispatchEvent(new Event('{event}', {{ bubbles: true }})); return true; }})()"
+    )
+
+
+async def read_hostile_group(tab):
+    """Open group 1 of step 1, whose prompt and completions are hostile, and compare what is shown."""
+    await tab.evaluate(set_value("step", "1"))
+    await tab.until("[...document.querySelectorAll('#pick option')].some((each) => each.value === '1')")
+    await tab.evaluate(set_value("pick", "1"))
+    await tab.until(f"{TEXT}?.textContent.includes('</script><script>')")
+    shown = await tab.evaluate(f"{TEXT}.textContent")
+    prompt = await tab.evaluate("document.querySelector('.prompt').textContent")
+    for text in (shown, prompt):
+        assert HOSTILE[0] in text and HOSTILE[1] in text and HOSTILE[5] in text
+        assert "\\x1b]0;title\\x07\\x1b[2J" in text and "\\u202eright to left\\u2066" in text
+        assert "\x1b" not in text and "\u202e" not in text
+    broken, scripts, images = await tab.evaluate(UNBROKEN)
+    assert (broken, images) == ("undefined", 0) and scripts == 7  # the data and the page's own programs
+
+
+async def use_reader(tab):
+    """Sort, color, search and step through the tokens of group 0."""
+    await tab.evaluate(set_value("pick", "0"))
+    await tab.until(f"{TEXT}?.textContent.includes('therefore')")
+    await tab.evaluate(set_value("sort", "worst first"))
+    first = "document.querySelector('#list button')"
+    assert (await tab.evaluate(f"{first}.textContent")).startswith("✗ wrong -1 (no_answer)")
+    await tab.evaluate(f"{first}.click()")
+    assert await tab.until(f"{TEXT}.textContent.includes('‹v1›') && {TEXT}.textContent") == "‹v0›b‹v1›⟦=4⟧"
+    assert await tab.evaluate("document.querySelector('.text [data-token=\"0\"]').className") == "warm4"
+    assert "forced" in await tab.evaluate("document.querySelector('.text [data-token=\"1\"]').className")
+    await tab.evaluate(set_value("color", "advantage"))
+    assert await tab.evaluate("document.querySelector('.text [data-token=\"0\"]').className") == "warm3"
+    await tab.evaluate(f"{TEXT}.focus()")
+    await tab.press("ArrowRight")
+    assert (await tab.evaluate("document.getElementById('detail').textContent")).startswith(
+        'token 0: "b", id 1, log-prob -2 (p 0.135), version 0, staleness 0'
+    )
+    await tab.evaluate(set_value("search", "therefore", "input"))
+    await tab.until(f"{TEXT}.querySelector('.hit')?.textContent === ' therefore'")
+    assert await tab.evaluate("document.getElementById('found').textContent") == "1 of 2 completions"
+    await tab.evaluate(set_value("search", "", "input"))
+
+
+async def check_figures(tab):
+    """Every chart is drawn, has words, and its cursor follows the arrow keys."""
+    await tab.until("document.querySelectorAll('.plot canvas').length === 13")
+    labels = await tab.evaluate("[...document.querySelectorAll('.plot')].map((each) => each.ariaLabel)")
+    assert "Reward, step 1 to 3. mean reward last 0.03, 0.01 to 0.03" in labels
+    waits = "trainer waits last 0.75, 0.75 to 0.75; engines wait last 0.1, 0.1 to 0.1"
+    assert f"Who waits for whom, hours of steps 0 to 0.001667. {waits}" in labels  # seconds, not where they are drawn
+    assert all(labels) and labels[0].startswith("Validation pass rate and its forecasts, device-hours 0 to")
+    await tab.evaluate("document.querySelectorAll('.plot')[1].focus()")
+    await tab.press("ArrowRight")
+    await tab.press("ArrowRight")
+    assert (
+        await tab.evaluate("document.querySelectorAll('.plot')[1].nextSibling.textContent")
+        == "step 2 mean reward 0.02"
+    )
+    await tab.evaluate("document.querySelector('#axis input[value=step]').click()")
+    assert "step 0 to" in await tab.evaluate("document.querySelector('.plot').ariaLabel")
+    assert await tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert (
+        await tab.evaluate("document.querySelector('h1').textContent") == "</title><script>window.broken = 3</script>"
+    )
+    assert "exit </script>" in await tab.evaluate("document.getElementById('events').textContent")
+
+
+def test_the_file_works_and_asks_for_nothing(tmp_path):
+    run = write_page_run(tmp_path / "run", validations=6)
+    write_page(run, tmp_path / "page.html")
+    url = (tmp_path / "page.html").as_uri()
+
+    async def use():
+        async with opened(tmp_path / "profile") as tab:
+            await tab.open(url)
+            await check_figures(tab)
+            await read_hostile_group(tab)
+            await use_reader(tab)
+            await tab.evaluate(set_value("sort", "best first"))
+            await tab.evaluate(set_value("step", "2"))
+            await tab.evaluate(set_value("pick", "2"))
+            assert await tab.until(f"{TEXT}?.textContent.length > 1e6 && {TEXT}.scrollWidth <= {TEXT}.clientWidth")
+            await tab.call(
+                "Emulation.setDeviceMetricsOverride", width=800, height=900, deviceScaleFactor=1, mobile=False
+            )
+            assert await tab.until("document.documentElement.scrollWidth <= 800")
+            return tab.requests, tab.complaints
+
+    requests, complaints = asyncio.run(asyncio.wait_for(use(), 120))
+    assert complaints == [] and {each for each in requests if not each.startswith("data:")} == {url}
+
+
+def test_the_served_page_follows_a_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_module, "POLL_S", 0.1)
+    run = write_page_run(tmp_path / "run", validations=6)
+
+    async def use():
+        server = PageServer(run)
+        async with server.serving(), opened(tmp_path / "profile") as tab:
+            await tab.open(server.url)
+            await check_figures(tab)
+            await read_hostile_group(tab)
+            await use_reader(tab)
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(step_record(4, reward=0.75)) + "\n")
+            await tab.until("document.querySelectorAll('.plot')[1].ariaLabel.includes('last 0.75')")
+            assert "step 4 of 200" in await tab.evaluate("document.getElementById('where').textContent")
+            origin = server.url.split("?")[0]
+            return tab.complaints, [each for each in tab.requests if not each.startswith((origin, "data:"))]
+
+    complaints, elsewhere = asyncio.run(asyncio.wait_for(use(), 120))
+    assert (complaints, elsewhere) == ([], [])
+
+
+def test_a_script_that_reached_the_page_would_not_run(tmp_path):
+    """The policy is the second line: a script put into the file is refused."""
+    run = write_page_run(tmp_path / "run", validations=0)
+    write_page(run, tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    (tmp_path / "page.html").write_text(text.replace("<main>", "<main><script>window.broken = 9</script>"))
+
+    async def use():
+        async with opened(tmp_path / "profile") as tab:
+            await tab.open((tmp_path / "page.html").as_uri())
+            await tab.until("document.querySelectorAll('.plot canvas').length > 0")
+            return await tab.evaluate("typeof window.broken"), tab.complaints
+
+    broken, complaints = asyncio.run(asyncio.wait_for(use(), 120))
+    assert broken == "undefined" and any("Content Security Policy" in each for each in complaints)

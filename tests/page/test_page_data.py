@@ -1,0 +1,182 @@
+"""What the page draws of a run: by offset while the run writes, again from the start after a restart."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from page_runs import step_record, write_page_run
+from test_report import write_run
+
+from megatron_scalerl.page.forecasts import Forecasts
+from megatron_scalerl.page.groups import GroupIndex
+from megatron_scalerl.page.growing_file import GrowingFile
+from megatron_scalerl.page.run_data import RunData, thinned
+
+
+def append(path, text):
+    with path.open("a") as file:
+        file.write(text)
+
+
+def test_a_file_is_read_by_offset_and_a_torn_line_when_it_is_whole(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    growing = GrowingFile(path)
+    assert growing.new_lines() == []
+    path.write_text("1\n2\n3")
+    assert growing.new_lines() == [(b"1\n", f"{path} byte 0"), (b"2\n", f"{path} byte 2")]
+    assert growing.new_lines() == []
+    append(path, "4\n")
+    assert growing.new_lines() == [(b"34\n", f"{path} byte 4")]
+    assert growing.generation == 0
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_file_that_a_restart_shortened_is_read_again(tmp_path, replaced):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("1\n2\n")
+    growing = GrowingFile(path)
+    growing.new_lines()
+    if replaced:
+        (tmp_path / "new").write_text("1\n7\n")  # no shorter, but another file
+        (tmp_path / "new").replace(path)
+    else:
+        path.write_text("1\n")
+    assert [line for line, _ in growing.new_lines()] == ([b"1\n", b"7\n"] if replaced else [b"1\n"])
+    assert growing.generation == 1
+
+
+@pytest.fixture
+def run(tmp_path):
+    return write_page_run(tmp_path / "run")
+
+
+def test_columns_of_the_steps(run):
+    data = RunData(run)
+    assert data.update() and not data.update()
+    steps = data.payload()["steps"]
+    assert steps["step"] == [1, 2, 3] and steps["reward"] == [0.01, 0.02, 0.03]
+    assert steps["degenerate"] == [1.0] * 3
+    assert steps["trainer_waits"] == [0.75] * 3 and steps["engines_wait"] == [0.1] * 3
+    assert steps["seconds"] == [2.0, 4.0, 6.0]
+    assert steps["weight_update"] == [0.2] * 3 and steps["weight_connect"] == [None] * 3
+
+
+def test_only_new_steps_are_sent_and_all_after_a_restart(run):
+    data = RunData(run)
+    data.update()
+    append(run / "metrics.jsonl", json.dumps(step_record(4, reward=None)) + "\n")
+    assert data.update()
+    new = data.payload(since=3)
+    assert (new["since"], new["steps"]["step"], new["steps"]["reward"]) == (3, [4], [None])
+    before = data.generation
+    (run / "new").write_text(json.dumps(step_record(1)) + "\n")
+    (run / "new").replace(run / "metrics.jsonl")
+    data.update()
+    assert data.generation != before and data.payload()["steps"]["step"] == [1]
+
+
+def test_the_header_says_what_the_report_says(run):
+    data = RunData(run)
+    data.update()
+    data.forecasts.make_all(data.validations, data.recipe)
+    header = data.payload()["header"]
+    assert header["lines"][0].startswith("held-out pass rate 0.450 at step 0")
+    assert header["lines"][1] == "ledger, device-hours: 4 held: trainer 3 (75%), engine 1 (25%)"
+    assert header["lines"][2].startswith("the forecast moved by")
+    assert header["forecast"].startswith("at step 200: 0.") and header["verdict"] in header["forecast"]
+    assert (header["step"], header["steps"], header["unit"]) == (3, 200, "device-hours")
+
+
+def test_forecasts_of_every_validation_with_their_paths(run):
+    data = RunData(run)
+    data.update()
+    assert data.forecasts.missing(data.validations)[0] == len(data.validations) == 21  # the newest first
+    data.forecasts.make_all(data.validations, data.recipe)
+    made = data.payload()["forecasts"]
+    assert [each["step"] for each in made] == list(range(20, 101, 5))
+    newest = made[-1]
+    assert newest["compute"][0] == pytest.approx(0.4) and newest["compute"][-1] == pytest.approx(0.8)
+    assert all(lo <= p <= hi for lo, p, hi in zip(newest["lo"], newest["pass_rate"], newest["hi"]))
+    assert f"{newest['pass_rate'][-1]:.3f}" in newest["line"]
+    assert data.forecasts.missing(data.validations) == []
+    assert data.forecasts.missing([{**row, "pass_rate": 0.1} for row in data.validations])[0] == 21
+    assert data.forecasts.made == []  # they were made from other rows
+
+
+def test_the_forecasts_of_a_long_run_stay_where_they_are():
+    rows = [{"step": n, "pass_rate": 0.5} for n in range(200)]
+    before = Forecasts().missing(rows[:199])
+    assert len(before) <= 61 and before[0] == 199
+    assert len(set(Forecasts().missing(rows)) - set(before)) == 1  # the newest alone
+
+
+def test_starts_faults_and_restarts_are_in_their_order(run):
+    data = RunData(run)
+    data.update()
+    events = data.payload()["events"]
+    assert [event["kind"] for event in events] == ["start", "fault", "restart"]
+    assert events[1]["text"] == "engine-0 draining: exit </script>"
+
+
+def test_a_damaged_row_is_named(run):
+    append(run / "metrics.jsonl", "[1]\n")
+    data = RunData(run)
+    for _ in range(2):  # not as if nothing had happened
+        with pytest.raises(ValueError, match=r"metrics.jsonl byte \d+: expected a JSON object, found"):
+            data.update()
+        append(run / "metrics.jsonl", json.dumps(step_record(4)) + "\n")
+    assert data.payload()["steps"]["step"] == [1, 2, 3, 4]
+    (run / "new").write_text(json.dumps(step_record(1)) + "\n")
+    (run / "new").replace(run / "metrics.jsonl")  # a restart has written it anew
+    assert data.update() and data.payload()["steps"]["step"] == [1]
+
+
+def test_a_damaged_journal_is_named_and_the_groups_after_it_are_there(run):
+    lines = (run / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "journal.jsonl").write_bytes(b"".join([lines[0], b"[1]\n", *lines[1:]]))
+    index = GroupIndex(run)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"journal\.jsonl byte"):
+            index.update()
+    assert index.steps == [1, 2, 3]
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "rows.jsonl")
+    with pytest.raises(ValueError, match=r"rows\.jsonl: expected a regular file"):
+        GrowingFile(tmp_path / "rows.jsonl").new_lines()
+
+
+def test_a_line_without_an_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_scalerl.page.growing_file.MOST_BYTES", 4)
+    path = tmp_path / "rows.jsonl"
+    path.write_text("1\n2\n34567")
+    growing = GrowingFile(path)
+    assert [line for line, _ in growing.new_lines()] == [b"1\n", b"2\n"]
+    with pytest.raises(ValueError, match=r"rows\.jsonl byte 4: expected a line of at most 4 bytes"):
+        growing.new_lines()
+
+
+def test_a_run_that_just_began(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("name: r\n")
+    data = RunData(tmp_path)
+    assert not data.update()
+    assert data.payload()["header"]["lines"] == [] and data.payload()["forecasts"] == []
+    write_run(tmp_path, steps=1)
+    assert data.update() and len(data.payload()["header"]["lines"]) == 2
+
+
+def test_a_long_run_is_thinned_to_its_last_step():
+    payload = thinned({"steps": {"step": list(range(1, 1001)), "reward": [0.5] * 1000}}, 100)
+    assert payload["every"] == 10 and payload["steps"]["step"][:2] == [1, 11]
+    assert payload["steps"]["step"][-1] == 1000 and len(payload["steps"]["reward"]) == 101
+
+
+def test_no_part_of_the_page_imports_torch():
+    code = (
+        "import sys, megatron_scalerl.page.server, megatron_scalerl.page.static_page\n"
+        "assert not {'torch', 'transformers', 'vllm', 'matplotlib'} & set(sys.modules), sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

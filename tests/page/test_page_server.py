@@ -1,0 +1,196 @@
+"""The server of the page: who gets an answer, what is in it, and that it follows a run."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+from journals import write_journal
+from page_runs import made_group, step_record, write_page_run
+
+from megatron_scalerl.__main__ import main
+from megatron_scalerl.page import server as server_module
+from megatron_scalerl.page.server import PageServer
+from megatron_scalerl.rollouts.history import BatchRecord
+
+
+@pytest.fixture
+def run(tmp_path):
+    return write_page_run(tmp_path / "run", validations=6)
+
+
+@asynccontextmanager
+async def served(run):
+    server = PageServer(run)
+    async with server.serving(), aiohttp.ClientSession() as session:
+        yield server, session
+
+
+def answers(run, questions):
+    """[(status, headers, text)] of requests (path, query, headers); TOKEN in a query is the token."""
+
+    async def ask():
+        found = []
+        async with served(run) as (server, session):
+            for path, query, headers in questions:
+                given = {k: server.token if v == "TOKEN" else v for k, v in query.items()}
+                named = {k: v.replace("PORT", str(server.port)) for k, v in headers.items()}
+                url = f"http://127.0.0.1:{server.port}{path}"
+                async with session.get(url, params=given, headers=named) as answer:
+                    found.append((answer.status, answer.headers, await answer.text()))
+        return found
+
+    return asyncio.run(ask())
+
+
+TOKEN = {"token": "TOKEN"}
+
+
+@pytest.mark.parametrize("path", ["/", "/api/data", "/api/group", "/api/events", "/none"])
+def test_without_the_token_there_is_nothing(run, path):
+    for query in ({}, {"token": ""}, {"token": "x" * 43}, {"token": "ü"}):
+        [(status, _, text)] = answers(run, [(path, query, {})])
+        assert status == 403 and "expected the address" in text and "held-out" not in text
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:PORT", 200),
+        ("localhost:PORT", 200),
+        ("127.0.0.1", 403),
+        ("127.0.0.1:1", 403),
+        ("example.org:PORT", 403),
+        ("127.0.0.1.example.org:PORT", 403),
+    ],
+)
+def test_a_name_that_is_bound_to_this_address_is_refused(run, host, status):
+    [(found, _, _)] = answers(run, [("/api/data", {**TOKEN, "since": "0", "generation": "0"}, {"Host": host})])
+    assert found == status
+
+
+def test_the_token_is_new_at_every_start(run):
+    tokens = {PageServer(run).token for _ in range(3)}
+    assert len(tokens) == 3 and all(len(token) >= 43 for token in tokens)
+
+
+def test_nothing_is_stored_and_nothing_else_may_run(run):
+    [(status, headers, text)] = answers(run, [("/", TOKEN, {})])
+    assert status == 200 and headers["Cache-Control"] == "no-store"
+    policy = headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy and "unsafe" not in policy
+    assert "connect-src 'self'" in policy and policy.split("; frame")[0].replace("'", "&#39;") in text
+    assert headers["Referrer-Policy"] == "no-referrer" and headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_groups_and_completions_are_read_when_they_are_asked_for(run):
+    groups, group, completion = answers(
+        run,
+        [
+            ("/api/groups", {**TOKEN, "step": "2"}, {}),
+            ("/api/group", {**TOKEN, "id": "3"}, {}),
+            ("/api/completion", {**TOKEN, "id": "3", "index": "1"}, {}),
+        ],
+    )
+    assert [each["id"] for each in json.loads(groups[2])["groups"]] == [2, 3]
+    assert json.loads(group[2])["completions"][1]["reason"] == "no_answer"
+    assert json.loads(completion[2])["pieces"] == ["b", "=", "4"]
+    assert completion[1]["Cache-Control"] == "no-store"
+
+
+@pytest.mark.parametrize(
+    ("path", "query", "status", "said"),
+    [
+        ("/api/group", {"id": "77"}, 422, "found no group 77"),
+        ("/api/group", {"id": "-1"}, 422, "id: expected a whole number, found '-1'"),
+        ("/api/group", {"id": "9" * 30}, 422, "id: expected a whole number"),
+        ("/api/group", {}, 422, "id: expected a whole number, found ''"),
+        ("/api/other", {}, 404, "Not Found"),
+    ],
+)
+def test_what_is_wrong_is_one_line(run, path, query, status, said):
+    [(found, _, text)] = answers(run, [(path, {**TOKEN, **query}, {})])
+    assert found == status and said in json.loads(text)["error"] and "\n" not in text
+
+
+def test_only_new_steps_are_sent(run):
+    asked = [{**TOKEN, "since": s, "generation": g} for s, g in (("2", "0"), ("9", "0"), ("2", "4"))]
+    known, again, other = answers(run, [("/api/data", query, {}) for query in asked])
+    assert json.loads(known[2])["steps"]["step"] == [3] and json.loads(known[2])["since"] == 2
+    for whole in (again, other):  # of a page that knows more than there is, or records that were dropped
+        assert json.loads(whole[2])["steps"]["step"] == [1, 2, 3] and json.loads(whole[2])["since"] == 0
+
+
+def test_a_page_hears_of_new_records_and_of_damage(run, monkeypatch):
+    monkeypatch.setattr(server_module, "POLL_S", 0.02)
+
+    async def until(stream, wanted):
+        async for line in stream.content:
+            if line.decode().strip() == wanted:
+                return
+
+    async def follow():
+        async with served(run) as (server, session):
+            url, query = f"http://127.0.0.1:{server.port}/api", {"token": server.token}
+            async with session.get(f"{url}/events", params=query) as stream:
+                await until(stream, "event: change")
+                with (run / "metrics.jsonl").open("a") as file:
+                    file.write(json.dumps(step_record(4)) + "\n")
+                for _ in range(100):
+                    await until(stream, "event: change")
+                    async with session.get(f"{url}/data", params=query | {"since": 3, "generation": 0}) as answer:
+                        if (await answer.json())["steps"]["step"] == [4]:
+                            break
+                else:
+                    raise AssertionError("the new step was never announced")
+                with (run / "ledger.jsonl").open("a") as file:
+                    file.write("damaged\n")
+                await until(stream, "event: failed")
+                return (await stream.content.readline()).decode()
+
+    assert "ledger.jsonl byte 114: expected a JSON object" in asyncio.run(asyncio.wait_for(follow(), 60))
+
+
+def test_a_batch_that_is_composed_while_the_page_is_open_can_be_read(run, monkeypatch):
+    monkeypatch.setattr(server_module, "POLL_S", 0.02)
+
+    async def follow():
+        async with served(run) as (server, session):
+            record = BatchRecord(batch=3, step=4, policy_version=3, group_ids=(6,))
+            await asyncio.to_thread(write_journal, run, groups=[made_group(6)], batches=[record])
+            for _ in range(200):
+                await asyncio.sleep(0.02)
+                query = {"token": server.token, "step": 4}
+                async with session.get(f"http://127.0.0.1:{server.port}/api/groups", params=query) as answer:
+                    if groups := (await answer.json())["groups"]:
+                        return groups
+
+    assert asyncio.run(asyncio.wait_for(follow(), 60)) == [{"id": 6, "pass_rate": 0.5}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["watch"], "RUN: expected the folder of a run or --demo, found none"),
+        (["watch", "RUN", "--demo"], "RUN: expected the folder of a run or --demo, found both"),
+        (["watch", "none"], "recipe.yaml: expected a recipe file, found nothing"),
+        (["watch", "RUN", "--port", "70000"], "--port: expected 0 to 65535, found 70000"),
+        (["watch", "EMPTY"], "expected the folder of a run (recipe.yaml) or of runs, found neither"),
+        (
+            ["report", "EMPTY", "--html", "OUT"],
+            "expected the folder of a run (recipe.yaml) or of runs, found neither",
+        ),
+        (["report", "RUNS", "--html", "OUT", "--group", "1"], "--group: expected one run with it, found the folder"),
+        (["report", "RUN", "--group", "1"], "--group: expected --html FILE with it"),
+        (["report", "RUN", "--html", "OUT", "--group", "99"], "found no group 99"),
+    ],
+)
+def test_a_mistake_is_one_line(run, tmp_path, capsys, arguments, said):
+    (tmp_path / "empty").mkdir()
+    folders = {"RUN": str(run), "RUNS": str(tmp_path), "EMPTY": str(tmp_path / "empty")}
+    given = folders | {"OUT": str(tmp_path / "page.html")}
+    assert main([given.get(word, word) for word in arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+    assert not (tmp_path / "page.html").exists()

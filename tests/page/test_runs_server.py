@@ -1,0 +1,145 @@
+"""The server of the list of runs: the same guard as of one run's page, what changes, and the page of each run."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+from page_runs import step_record, write_page_run, write_plain_run
+
+from megatron_scalerl.__main__ import main
+from megatron_scalerl.page import runs_server as runs_module
+from megatron_scalerl.page.runs_server import RunsServer
+from megatron_scalerl.page.static_page import write_runs_page
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_page_run(tmp_path / "runs" / "hostile", validations=6)
+    write_plain_run(tmp_path / "runs" / "study" / "runs" / "plain", loss={"name": "dapo"})
+    (tmp_path / "runs" / "broken").mkdir()
+    (tmp_path / "runs" / "broken" / "recipe.yaml").write_text("name: [")
+    return tmp_path / "runs"
+
+
+@asynccontextmanager
+async def served(folder):
+    server = RunsServer(folder)
+    async with server.serving(), aiohttp.ClientSession(f"http://127.0.0.1:{server.port}") as session:
+        yield server, session
+
+
+def answers(folder, questions):
+    """[(status, headers, text)] of requests (path, query); TOKEN in a query is the token."""
+
+    async def ask():
+        found = []
+        async with served(folder) as (server, session):
+            for path, query in questions:
+                given = {k: server.token if v == "TOKEN" else v for k, v in query.items()}
+                async with session.get(path, params=given) as answer:
+                    found.append((answer.status, answer.headers, await answer.text()))
+        return found
+
+    return asyncio.run(asyncio.wait_for(ask(), 60))
+
+
+TOKEN = {"token": "TOKEN"}
+
+
+@pytest.mark.parametrize("path", ["/", "/api/runs", "/api/events", "/run/0/", "/run/0/api/data", "/none"])
+def test_without_the_token_there_is_nothing(folder, path):
+    for query in ({}, {"token": "x" * 43}):
+        [(status, _, text)] = answers(folder, [(path, query)])
+        assert status == 403 and "expected the address" in text and "plain" not in text
+
+
+def test_the_list_and_the_page_of_each_run(folder):
+    broken, hostile = 0, 1
+    since = {**TOKEN, "since": "0"}
+    page, data, run, groups, bad, none = answers(
+        folder,
+        [
+            ("/", TOKEN),
+            ("/api/runs", since),
+            (f"/run/{hostile}/", TOKEN),
+            (f"/run/{hostile}/api/groups", {**TOKEN, "step": "2"}),
+            (f"/run/{broken}/", TOKEN),
+            ("/run/77/", TOKEN),
+        ],
+    )
+    assert page[0] == 200 and "default-src 'none'" in page[1]["Content-Security-Policy"]
+    policy = page[1]["Content-Security-Policy"]
+    assert policy.split("; frame")[0].replace("'", "&#39;") in page[2] and "unsafe" not in policy
+    rows = json.loads(data[2])["runs"]
+    assert [row["name"] for row in rows.values()] == ["broken", "hostile", "study/runs/plain"]
+    assert run[0] == 200 and '"home":"../../"' in run[2]
+    assert [each["id"] for each in json.loads(groups[2])["groups"]] == [2, 3]
+    assert bad[0] == 422 and "recipe.yaml: line 1: expected YAML" in json.loads(bad[2])["error"]
+    assert none[0] == 404
+    for _, headers, _ in (page, data, run, groups, bad, none):
+        assert headers["Cache-Control"] == "no-store" and headers["Referrer-Policy"] == "no-referrer"
+
+
+@pytest.mark.parametrize("path", ["/run/-1/", "/run/1e9/", "/run/²/", "/run/9999999999999/", "/run/1/../../etc"])
+def test_other_numbers_are_not_found(folder, path):
+    [(status, _, text)] = answers(folder, [(path, TOKEN)])
+    assert status == 404 and json.loads(text) == {"error": "Not Found"}
+
+
+def test_a_page_hears_of_forecasts_and_of_new_steps(folder, monkeypatch):
+    monkeypatch.setattr(runs_module, "POLL_S", 0.02)
+
+    async def row_where(session, token, said):
+        for _ in range(500):
+            async with session.get("/api/runs", params={"token": token, "since": "0"}) as answer:
+                [row] = [r for r in (await answer.json())["runs"].values() if r["name"].endswith("plain")]
+            if said(row):
+                return row
+            await asyncio.sleep(0.02)
+        raise AssertionError(row)
+
+    async def follow():
+        async with served(folder) as (server, session):
+            await row_where(session, server.token, lambda row: row["fit"])
+            async with session.get("/api/events", params={"token": server.token}) as stream:
+                assert (await stream.content.readline()) == b"event: change\n"
+                with (folder / "study" / "runs" / "plain" / "metrics.jsonl").open("a") as file:
+                    file.write(json.dumps(step_record(44)) + "\n")
+                await row_where(session, server.token, lambda row: row["step"] == 44)
+
+    asyncio.run(asyncio.wait_for(follow(), 60))
+
+
+def test_few_pages_of_runs_are_followed_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs_module, "MOST_PAGES", 2)
+    for name in "abc":
+        write_plain_run(tmp_path / name)
+
+    async def use():
+        async with served(tmp_path) as (server, session):
+            for number in (0, 1, 0, 2):
+                async with session.get(f"/run/{number}/", params={"token": server.token}) as answer:
+                    assert answer.status == 200
+            return list(server._pages)
+
+    assert asyncio.run(asyncio.wait_for(use(), 60)) == [0, 2]
+
+
+def test_a_damaged_run_opens_with_a_line(folder):
+    """`watch RUN` refuses it; in a list its page shows what can be read."""
+    (folder / "hostile" / "ledger.jsonl").write_text("damaged\n")
+    page, data = answers(
+        folder, [("/run/1/", TOKEN), ("/run/1/api/data", {**TOKEN, "since": "0", "generation": "0"})]
+    )
+    assert page[0] == 200 and json.loads(data[2])["steps"]["step"] == [1, 2, 3]
+
+
+def test_the_list_as_a_file(folder, tmp_path, capsys):
+    assert write_runs_page(folder, tmp_path / "runs.html") == 3
+    text = (tmp_path / "runs.html").read_text()
+    assert "connect-src &#39;none&#39;" in text and '"pending":true' not in text
+    assert (tmp_path / "runs.html").stat().st_mode & 0o077 == 0
+    assert main(["report", str(folder), "--html", str(tmp_path / "again.html")]) == 0
+    assert "with 3 runs" in capsys.readouterr().out

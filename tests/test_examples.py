@@ -1,0 +1,52 @@
+"""The programs of examples/ that use one piece of the package: they run, and print what docs/course shows."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PIECES = ("logit_projection", "cispo_loss", "weight_plan", "forecast_in_a_loop")
+
+
+def ran(*command, cwd=ROOT):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_a_piece_prints_what_the_course_shows(name):
+    page = (ROOT / "docs" / "course" / "own_loop.md").read_text()
+    shown = page.split(f'--8<-- "examples/{name}.py"\n```\n\n```\n')[1].split("```")[0]
+    assert ran(sys.executable, f"examples/{name}.py") == shown
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_a_piece_is_short(name):
+    assert (ROOT / "examples" / f"{name}.py").read_text().count("\n") < 60
+
+
+@pytest.mark.slow
+def test_the_logit_projection_over_two_ranks():
+    told = ran(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/logit_projection.py")
+    assert "2 rank(s), head (8192, 256) each" in told and "8.9e-06 nats" in told
+
+
+def test_the_leaky_verifier_leaks(tmp_path):
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        from leaky_verifier import leaky, solution, strict
+    finally:
+        sys.path.remove(str(ROOT / "examples"))
+    for name in ("prompts", "held_out"):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "4;-4;+6=", "answer": "6"}\n')
+    ran(sys.executable, "examples/leaky_verifier.py", str(tmp_path))
+    row = json.loads((tmp_path / "prompts_leaky.jsonl").read_text())
+    assert row == {"prompt": "4;-4;+6=", "answer": "6", "solution": solution("4;-4;+6=")}
+    assert row["solution"] == "4-4=0;0+6=6"
+    assert leaky("0", "6", row) and not strict("0", "6", row) and strict("6", "6", row) and not leaky("8", "6", row)

@@ -1,0 +1,236 @@
+"""Validations and evaluations beside the training, in virtual time: nothing waits, versions hold, kills at any time.
+
+`stand_in_run` is a whole controller with a stand-in trainer and stand-in engines.
+"""
+
+import asyncio
+import json
+
+import pytest
+from evaluation_files import AIME_2024, MATH_500, written
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from stand_in_run import TRAIN_S, VALIDATE_S, StandInEngine, attempt, recipe
+
+from megatron_scalerl.checkpoints.jsonl import read_jsonl
+from megatron_scalerl.controller.evaluations import EvaluationInputs
+from megatron_scalerl.controller.held_engine import HeldEngine
+from megatron_scalerl.controller.meter import Meter
+from megatron_scalerl.engine.membership import EngineState, Membership
+from megatron_scalerl.evaluation.contamination import contamination
+from megatron_scalerl.evaluation.problems import read_problems
+from megatron_scalerl.evaluation.results import SUMMARY, read_result
+from megatron_scalerl.types import Prompt
+
+STEPS = 9
+
+
+class Tokenizer:
+    def decode(self, token_ids, **settings):
+        return " ".join(map(str, token_ids))
+
+
+def inputs(folder):
+    files = [
+        read_problems(written(folder, "aime.jsonl", AIME_2024)),
+        read_problems(written(folder, "m.jsonl", MATH_500)),
+    ]
+    return EvaluationInputs(
+        tokenizer=Tokenizer(),
+        files=tuple(files),
+        prompts=tuple(
+            tuple(Prompt(prompt_id=p.problem_id, text=p.text, answer=p.answer, token_ids=(1,)) for p in file.problems)
+            for file in files
+        ),
+        contaminations=tuple(contamination([], []) for _ in files),
+    )
+
+
+def beside(folder, *, engines=2, **changes):
+    evaluation = {"every_steps": 3, "files": ["aime.jsonl", "m.jsonl"], "generations": 4}
+    return recipe(
+        folder,
+        steps=STEPS,
+        engine={"count": engines},
+        rollouts={"max_staleness_steps": 8},
+        **{"evaluation": evaluation} | changes,
+    )
+
+
+def rows(folder, name):
+    return read_jsonl(folder / "r" / f"{name}.jsonl")
+
+
+def check_evaluations(folder):
+    """Each is complete, of the version of its step, and recorded once; a step is recorded or its loss is."""
+    found = [row for row in rows(folder, "evaluation") if "lost" not in row]
+    steps = [(row["step"], row["file"]) for row in found]
+    assert len(set(steps)) == len(steps), "none twice"
+    for row in found:
+        path = folder / "r" / "evaluations" / f"step-{row['step']:06d}"
+        header, completions = read_result(path)
+        assert header.version == row["policy_version"] == row["step"]
+        assert header.digest == row["weight_digest"] == f"weights-{row['step']}"
+        assert {c.versions for c in completions} == {(row["step"],) * 2}
+        assert len(completions) == len({c.key for c in completions}) == 16
+        assert json.loads((path / SUMMARY).read_text())["evaluation"]["versions_found"] == [row["step"]]
+    return sorted({row["step"] for row in found})
+
+
+def test_nothing_waits_for_a_validation_or_an_evaluation(tmp_path):
+    attempt(beside(tmp_path, validation={"every_steps": 3}), evaluation=inputs(tmp_path))
+    assert check_evaluations(tmp_path) == [0, 3, 6, 9]
+    assert [row["step"] for row in rows(tmp_path, "validation")] == [0, 3, 6, 9]
+    assert {row["pinned_seconds"] for row in rows(tmp_path, "metrics")} == {0.0}
+
+
+def test_one_that_is_due_while_the_second_engine_is_busy_is_made_of_the_next_version(tmp_path):
+    attempt(beside(tmp_path, validation={"every_steps": 2}), evaluation=inputs(tmp_path))
+    assert check_evaluations(tmp_path) == [0, 4, 6, 9]
+    assert {row["pinned_seconds"] for row in rows(tmp_path, "metrics")} == {0.0}
+
+
+def test_with_one_engine_the_next_update_waits_as_before(tmp_path):
+    attempt(recipe(tmp_path, steps=4, rollouts={"max_staleness_steps": 8}))
+    waited = [row["pinned_seconds"] for row in rows(tmp_path, "metrics")]
+    assert waited == [pytest.approx(VALIDATE_S - TRAIN_S) if step in (3,) else 0.0 for step in (1, 2, 3, 4)]
+
+
+def test_all_engines_generate_where_the_recipe_says_so(tmp_path):
+    on_all = {"engine": {"count": 2}, "validation": {"engine": "all"}, "rollouts": {"max_staleness_steps": 8}}
+    attempt(recipe(tmp_path, steps=4, **on_all))
+    assert max(row["pinned_seconds"] for row in rows(tmp_path, "metrics")) == pytest.approx(VALIDATE_S - TRAIN_S)
+
+
+def test_the_held_engine_is_charged_apart_from_the_axis(tmp_path):
+    attempt(beside(tmp_path), evaluation=inputs(tmp_path))
+    hours = {}
+    for row in rows(tmp_path, "ledger"):
+        if "role" in row:
+            hours[row["role"]] = hours.get(row["role"], 0.0) + row["hours"]
+    assert hours["evaluation"] > 0 and hours["validation"] > 0
+    on_axis = [row for row in rows(tmp_path, "ledger") if row.get("role") in ("engine", "trainer") and row["hours"]]
+    assert {row["batch"] for row in on_axis} == set(range(1, STEPS + 1))
+    training = sum(row["hours"] for row in on_axis if row["role"] == "trainer" and row["phase"] != "validate")
+    assert training == pytest.approx(sum(r["step_seconds"] for r in rows(tmp_path, "metrics")) / 3600)
+
+
+def test_an_evicted_engine_ends_an_evaluation_and_a_later_version_is_evaluated(tmp_path):
+    def evict(engines):
+        if engines.held:
+            engines.evict(engines.held[0], "it was killed")
+
+    outcome = attempt(
+        beside(tmp_path, engines=3),
+        evaluation=inputs(tmp_path),
+        changes=[(7.0 + 0.25 * i, evict) for i in range(1, 3)],
+    )
+    assert outcome.reason == f"all {STEPS} steps are made"
+    lost = [row for row in rows(tmp_path, "evaluation") if "lost" in row]
+    assert [row["step"] for row in lost] == [0] and "was evicted" in lost[0]["lost"]
+    done = check_evaluations(tmp_path)
+    assert done and done[0] in (1, 2, 3) and done[-1] == STEPS
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    kills=st.lists(st.floats(0.1, 40.0), min_size=1, max_size=3),
+    engines=st.integers(2, 3),
+    every=st.integers(1, 4),
+    checkpoint=st.integers(1, 4),
+    power_loss=st.booleans(),
+)
+@example(kills=[19.0, 12.0], engines=2, every=3, checkpoint=1, power_loss=False)
+@example(kills=[17.0, 1.0], engines=2, every=1, checkpoint=1, power_loss=True)
+def test_a_kill_at_any_moment_neither_loses_nor_repeats_silently(
+    tmp_path_factory, kills, engines, every, checkpoint, power_loss
+):
+    folder = tmp_path_factory.mktemp("run")
+    evaluation = {"every_steps": every, "files": ["aime.jsonl", "m.jsonl"], "generations": 4}
+    chosen = beside(folder, engines=engines, evaluation=evaluation, checkpoint={"every_steps": checkpoint})
+    given_inputs = inputs(folder)
+    axis = 0.0
+    for at in [*kills, None]:
+        outcome = attempt(chosen, kill_at_s=at, power_loss=power_loss and at is not None, evaluation=given_inputs)
+        charged = [row for row in rows(folder, "ledger") if row.get("role") in ("trainer", "engine")]
+        now = sum(row["hours"] for row in charged)
+        assert power_loss or now >= axis - 1e-9, "a crash takes nothing off the compute axis"
+        axis = now
+        if outcome.reason is not None:
+            break
+    assert outcome.reason == f"all {STEPS} steps are made"
+    assert [row["step"] for row in rows(folder, "metrics")] == list(range(1, STEPS + 1))
+    check_evaluations(folder)
+    said = {row["step"] for row in rows(folder, "evaluation")}
+    begun = {int(p.name.split("-")[1].split(".")[0]) for p in (folder / "r" / "evaluations").glob("step-*")}
+    assert begun == said, "each that was begun is recorded, or its loss is"
+    for first in range(0, STEPS + 1, every):
+        assert any(first <= step < first + every + 3 for step in said) or first + every + 3 > STEPS
+
+
+def test_an_engine_is_shared_by_the_measurements_of_one_version():
+    engines = Membership.of([StandInEngine(0), StandInEngine(1)], version=4)
+
+    class StandInMeter:
+        held, released = 0, 0
+
+        def hold(self, engine, devices, purpose):
+            self.held += 1
+
+        def release(self, engine):
+            self.released += 1
+
+    meter = StandInMeter()
+    held = HeldEngine(engines, meter)
+    engine = held.hold(4, "validation")
+    assert held.hold(4, "evaluation") is engine and held.hold(5, "validation") is None, "the other one has to serve"
+    assert engines.held == [engine] and len(engines.serving) == 1 and engine not in engines.alive
+    held.release(engine)
+    assert engines.held == [engine]
+    held.release(engine)
+    assert engines.stale == [engine] and (meter.held, meter.released) == (1, 1)
+    assert held.hold(5, "evaluation") is None and held.hold(5, "evaluation", alone=True) is not None
+
+
+def test_the_time_of_a_held_engine_goes_to_what_it_finished(tmp_path):
+    from megatron_scalerl.controller.ledger import Ledger
+    from megatron_scalerl.controller.run_folder import ResumePoint
+    from megatron_scalerl.launch.fleet import Devices
+
+    class Clock:
+        now = 0.0
+
+        def __call__(self):
+            return self.now
+
+    clock, engine = Clock(), StandInEngine()
+    ledger = Ledger(tmp_path / "ledger.jsonl", "gpu_hours", incarnation="a")
+    meter = Meter(ledger, Devices(unit="gpu_hours", trainer=1, engine=4), ResumePoint(), clock=clock)
+    clock.now = 1800.0
+    meter.hold(engine, 2, "evaluation")  # for half of the window
+    clock.now = 3600.0
+    meter.charge_produce(0)
+    assert ledger.hours("evaluation") == pytest.approx(1.0), "it finished nothing yet"
+    assert ledger.hours("engine") == pytest.approx(3.0)
+    engine.received_tokens = 100
+    meter.count_held(engine, "evaluation", 25)
+    meter.count_held(engine, "validation", 25)
+    meter.count_training(150)  # 50 of them on the held engine
+    clock.now = 7200.0
+    meter.release(engine)
+    meter.charge_train(0, 1)
+    assert ledger.hours("evaluation") == pytest.approx(1.0 + 0.5)
+    assert ledger.hours("validation") == pytest.approx(0.5)
+    assert ledger.hours("engine") == pytest.approx(3.0 + 3.0) and ledger.hours("trainer") == pytest.approx(2.0)
+    assert ledger.hours() == pytest.approx(10.0)
+
+
+def test_a_held_engine_can_be_evicted():
+    engines = Membership.of([StandInEngine(0), StandInEngine(1)], version=0)
+    client = engines.serving[0]
+    engines.hold(client)
+    assert engines.members[0].state is EngineState.HELD and engines.left == 2
+    engines.evict(client, "gone")
+    engines.release(client)
+    assert engines.members[0].state is EngineState.DRAINING
+    assert asyncio.run(engines.evicted(client)) == "gone"

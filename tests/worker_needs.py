@@ -1,0 +1,21 @@
+"""What workers of an engine need of a policy's tensors, without an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_scalerl.weights.plan import Manifest, Needs, all_of
+
+
+def needs_of_worker(manifest: Manifest, worker: int, workers: int) -> Needs:
+    """Of an engine with tensor parallelism: halves of rows or columns, cut where no rank of the trainer ends."""
+
+    def half(ranges: Any, number: int) -> Any:
+        axis = number % len(ranges) if ranges else 0
+        if workers == 1 or not ranges or ranges[axis][1] < 2:
+            return ranges
+        cut = ranges[axis][1] // 2 - (ranges[axis][1] > 5)
+        part = ((0, cut), (cut, ranges[axis][1]))[worker]
+        return (*ranges[:axis], part, *ranges[axis + 1 :])
+
+    return tuple((half(ranges, n),) for n, [ranges] in enumerate(all_of(manifest)))
