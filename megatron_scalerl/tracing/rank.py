@@ -20,13 +20,13 @@ class RankTrace:
 
     def at(self, step: int | None) -> None:
         """The next command or batch is of this step; None: of the same as the last one."""
-        if self._window is None or step is None or step < self._window[0]:
-            return  # before the window, or its first batch has come ahead of the update before it
+        if self._window is None or step is None:
+            return
         if step > self._window[1]:
-            self._stop()
-        elif self._recorder is None:
+            self._recorder = None
+        elif step >= self._window[0] and self._recorder is None:
             self._recorder = Recorder(active=True)
-            install(self._recorder)
+        install(None if step < self._window[0] else self._recorder)
 
     def command(self, command: object) -> Open | Off:
         """The span of a command, named like its class; recorded if its step or version is in the window."""
@@ -38,8 +38,3 @@ class RankTrace:
     def drain(self) -> Spans | None:
         """What was recorded since the last call; None outside of the window."""
         return None if self._recorder is None else self._recorder.drain()
-
-    def _stop(self) -> None:
-        if self._recorder is not None:
-            self._recorder = None
-            install(None)

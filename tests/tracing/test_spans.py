@@ -122,15 +122,18 @@ def test_a_rank_records_the_steps_of_its_window():
         install(None)
 
 
-def test_a_batch_that_comes_ahead_of_the_update_before_the_window_is_recorded():
+def test_a_batch_ahead_of_the_window_is_recorded_and_the_commands_before_the_window_are_not():
     rank = RankTrace((3, 4))
     try:
         rank.at(3)
         with span("receive batch", "rank"):
             pass
-        with rank.command(messages.SendWeights(call=1, version=2)):
+        for command in (messages.Step(call=1, step=2), messages.SendWeights(call=2, version=2)):
+            with rank.command(command), span("read and send", "rank"):
+                pass
+        with rank.command(messages.Step(call=3, step=3)):
             pass
-        assert names(rank.drain()) == ["receive batch", "send weights"]
+        assert names(rank.drain()) == ["receive batch", "step"]
     finally:
         install(None)
 
