@@ -26,18 +26,19 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 
+from megatron_scalerl.controller.weight_phases import COLLECTIVE, PhaseFailed, Phases, Refused, stage, verify
 from megatron_scalerl.engine.answers import REFUSED, EngineError
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.tracing.spans import passed, span, spanned
-from megatron_scalerl.trainer.client import TrainerClient, TrainerError
+from megatron_scalerl.tracing.spans import passed, spanned
+from megatron_scalerl.trainer.client import TrainerClient
 from megatron_scalerl.types import StepReport
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.plan import Manifest, manifest_to_json, needs_from_json, not_covered, to_json
@@ -45,13 +46,8 @@ from megatron_scalerl.weights.transport import resolve_transport
 
 logger = logging.getLogger(__name__)
 
-EngineCall = Callable[[EngineClient], Awaitable[Any]]
-
 _TRIES = 3
 """Attempts at an update whose broadcast fails although no engine is known to be gone."""
-_COLLECTIVE = ("connect", "update")
-"""Phases in which the failure of one member makes all others fail too."""
-
 
 NO_UPDATE = {"publish_seconds": 0.0, "engine_paused_seconds": 0.0}
 """What the record of a step without a weight update says of it."""
@@ -69,22 +65,6 @@ class WeightsUnchanged(RuntimeError):
     """Optimizer steps changed no value; the message names the version and the last of the steps."""
 
 
-class _Refused(EngineError):
-    """The trainer's tensors are not those of this engine's model."""
-
-
-class _PhaseFailed(Exception):
-    """Some members failed in a phase."""
-
-    def __init__(
-        self, phase: str, engines: dict[EngineClient, str], trainer: str | None, *, refused: bool = False
-    ) -> None:
-        """refused: by all members."""
-        self.phase, self.engines, self.refused = phase, engines, refused
-        lines = [*([f"trainer: {phase}: {trainer}"] if trainer else []), *engines.values()]
-        super().__init__("; ".join(lines))
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightUpdate:
     """One finished weight update."""
@@ -97,7 +77,8 @@ class WeightUpdate:
     """Seconds, with connecting and with attempts that failed."""
     phases: Mapping[str, float]
     """Phase -> seconds until all members had answered: `needs` and `connect` if the members were new, `pause`,
-    `start`, `update` (packed, sent, received, written), `finish`, `verify`, `resume`. Of the last attempt."""
+    `start`, `update` (packed, sent, received, written), `finish`, `verify`, `resume`. Of the last attempt.
+    With weights.transaction staged, before `pause`: `stage` (packed, sent, received); `update` is then written."""
     seconds_sending: float
     """Of the update, as the trainer's rank 0 measured: packed and sent."""
     bytes: int
@@ -115,7 +96,7 @@ class WeightUpdate:
             "weight_bytes": float(self.bytes),
             "weight_whole_bytes": float(self.whole_bytes),
             "weight_send_seconds": self.seconds_sending,
-            "weight_gb_per_s": self.bytes / 1e9 / max(self.phases["update"], 1e-9),
+            "weight_gb_per_s": self.bytes / 1e9 / max(self.phases.get("stage", self.phases["update"]), 1e-9),
             **{f"weight_{phase}_seconds": seconds for phase, seconds in self.phases.items()},
             "weight_digest": self.digest,
         }
@@ -129,7 +110,6 @@ class WeightSync:
         self._connected: list[EngineClient] = []
         self._shards: dict[str, list[int]] = {}  # engine -> shard of each of its workers
         self._proven: list[EngineClient] = []  # engines that have completed an update
-        self._phases: dict[str, float] = {}
         self._steps: list[StepReport] = []  # since the last version was published
         self._last: WeightUpdate | None = None  # the last version published
         self._lock = asyncio.Lock()
@@ -181,7 +161,7 @@ class WeightSync:
             while engines := members():
                 try:
                     return await self._send(version, engines, begin)
-                except _PhaseFailed as failed:
+                except PhaseFailed as failed:
                     self._connected = []
                     if failed.refused and not self._proven:
                         raise WeightsRefused(str(failed)) from failed
@@ -196,10 +176,10 @@ class WeightSync:
                     logger.warning("weights of version %d are sent again: %s", version, failed)
         return None
 
-    def _evict_failed(self, failed: _PhaseFailed, engines: Sequence[EngineClient]) -> bool:
+    def _evict_failed(self, failed: PhaseFailed, engines: Sequence[EngineClient]) -> bool:
         """Evict the engines that caused a failure; False if one of them was, or had been meanwhile."""
         gone = [engine for engine in engines if engine not in self._engines.alive]
-        if failed.phase in _COLLECTIVE and (gone or len(failed.engines) == len(engines)):
+        if failed.phase in COLLECTIVE and (gone or len(failed.engines) == len(engines)):
             return not gone
         for engine, reason in failed.engines.items():
             self._engines.evict(engine, reason)
@@ -207,41 +187,34 @@ class WeightSync:
 
     @spanned("weight update", "weight update")
     async def _send(self, version: int, engines: list[EngineClient], begin: float) -> WeightUpdate:
-        self._phases = {}
+        phases = Phases(self._recipe.weights.timeout_s)
         if engines != self._connected:
-            await self._connect(engines)
-        clear = self._recipe.rollouts.kv_cache == "recompute"
-        await self._all("pause", engines, lambda engine: engine.pause(clear_cache=clear))
-        paused, paused_ns = time.perf_counter(), time.monotonic_ns()
-        await self._all("start", engines, lambda engine: engine.post("/start_weight_update", None))
-        body = {"update_info": {"version": version}}
-        report, *_ = await self._all(
-            "update",
-            engines,
-            lambda engine: engine.post("/update_weights", body),
-            trainer=self._trainer.send_weights(version),
-        )
+            await self._connect(engines, phases)
+        clear, staged = self._recipe.rollouts.kv_cache == "recompute", self._recipe.weights.transaction == "staged"
+        body = {"update_info": {"version": version, "staged": staged}}
         label = {"weight_version": str(version)}
-        await self._all("finish", engines, lambda engine: engine.post("/finish_weight_update", label))
 
-        async def verify(engine: EngineClient) -> None:
-            info = await engine.info()
-            of_workers = self._shards[engine.name][: len(info.weight_digests)]  # as in `_needs`
-            digests = tuple(report.digests[shard] for shard in of_workers)
-            expected, found = (str(version), digests), (info.weight_version, tuple(info.weight_digests))
-            if expected != found:
-                raise EngineError(f"expected version, digests {expected}, found {found}")
-            held = await engine.rpc("msrl_live_digest")
-            if not isinstance(held, list) or len(held) != len(info.weight_digests):
-                raise EngineError(f"expected a digest of each worker, found {held!r}")
-            for worker, (shard, live) in enumerate(zip(self._shards[engine.name], held)):
-                if live not in (report.values[shard], ""):
-                    expected = report.values[shard]
-                    raise EngineError(f"worker {worker}: expected values of digest {expected}, holds {live}")
+        async def write(engine: EngineClient) -> None:
+            await engine.post("/update_weights", body)
 
-        await self._all("verify", engines, verify)
+        if staged:
+            sending = self._trainer.send_weights(version)
+            report, *_ = await phases.all("stage", engines, lambda engine: stage(engine, version), trainer=sending)
+        await phases.all("pause", engines, lambda engine: engine.pause(clear_cache=clear))
+        paused, paused_ns = time.perf_counter(), time.monotonic_ns()
+        await phases.all("start", engines, lambda engine: engine.post("/start_weight_update", None))
+        if staged:
+            await phases.all("update", engines, write)
+        else:
+            report, *_ = await phases.all("update", engines, write, trainer=self._trainer.send_weights(version))
+        await phases.all("finish", engines, lambda engine: engine.post("/finish_weight_update", label))
+
+        async def check(engine: EngineClient) -> None:
+            await verify(engine, version, report, self._shards[engine.name])
+
+        await phases.all("verify", engines, check)
         resumed = time.perf_counter()
-        await self._all("resume", engines, lambda engine: engine.resume())
+        await phases.all("resume", engines, lambda engine: engine.resume())
         for engine in engines:
             passed("paused", "pauses", paused_ns, time.monotonic_ns(), process=engine.name, version=version)
             self._engines.serve(engine, version)
@@ -250,19 +223,19 @@ class WeightSync:
             version=version,
             seconds_paused=resumed - paused,
             seconds_total=time.perf_counter() - begin,
-            phases=self._phases,
+            phases=phases.seconds,
             seconds_sending=report.seconds,
             bytes=report.bytes,
             whole_bytes=report.whole_bytes,
             digest="-".join(report.values),
         )
 
-    async def _connect(self, engines: list[EngineClient]) -> None:
+    async def _connect(self, engines: list[EngineClient], phases: Phases) -> None:
         """Join the trainer's senders and the engines in process groups, leaving earlier ones."""
         section = self._recipe.weights
         manifest = await self._trainer.manifest()
         checked: dict[tuple[str, ...], str] = {}
-        needs: list[list[str]] = await self._all(
+        needs: list[list[str]] = await phases.all(
             "needs", engines, lambda engine: self._needs(engine, manifest, checked)
         )
         shards = list(dict.fromkeys(need for of_engine in needs for need in of_engine))
@@ -285,7 +258,7 @@ class WeightSync:
             bucket_mib=section.bucket_mib,
             timeout_s=section.timeout_s,
             connect_timeout_s=section.connect_timeout_s,
-            deltas=await self._deltas(engines),
+            deltas=await self._deltas(engines, phases),
             anchor_every=section.anchor_every,
         )
 
@@ -298,15 +271,15 @@ class WeightSync:
             }
             await engine.post("/init_weight_transfer_engine", {"init_info": info})
 
-        await self._all("connect", engines, join, trainer=self._trainer.connect_weights(connection))
+        await phases.all("connect", engines, join, trainer=self._trainer.connect_weights(connection))
         self._connected = list(engines)
 
-    async def _deltas(self, engines: list[EngineClient]) -> Literal["off", "absolute", "ulp"]:
+    async def _deltas(self, engines: list[EngineClient], phases: Phases) -> Literal["off", "absolute", "ulp"]:
         """How changes are sent: off if an engine's loader takes whole tensors only, which have no digest."""
         section = self._recipe.weights
         if section.deltas == "off":
             return "off"
-        held = await self._all("digest", engines, lambda engine: engine.rpc("msrl_live_digest"))
+        held = await phases.all("digest", engines, lambda engine: engine.rpc("msrl_live_digest"))
         whole = [engine.name for engine, of in zip(engines, held) if not isinstance(of, list) or not all(of)]
         if whole:
             logger.warning("weights.deltas: off: %s takes whole tensors only", whole[0])
@@ -319,14 +292,14 @@ class WeightSync:
         """What each worker of an engine needs of the tensors of a manifest.
 
         It has no unfinished update then: vLLM refuses to start another one beside it. checked: answers -> what is
-        wrong with them. Raises _Refused if they are not those of its model.
+        wrong with them. Raises Refused if they are not those of its model.
         """
         await engine.rpc("msrl_abandon_update")
         answers = await engine.rpc("msrl_weight_needs", manifest_to_json(manifest))
         if not answers or not all(isinstance(answer, str) for answer in answers):
             raise EngineError(f"msrl_weight_needs: expected the needs of its workers, found {answers!r}")
         if refused := next((a for a in answers if a.startswith(REFUSED)), ""):
-            raise _Refused(refused.removeprefix(REFUSED))
+            raise Refused(refused.removeprefix(REFUSED))
         world_size = (await engine.info()).world_size
         copies, rest = divmod(world_size, len(answers))  # vLLM asks the workers of its first data-parallel rank
         if rest or not copies:
@@ -335,44 +308,8 @@ class WeightSync:
         if key not in checked:
             checked[key] = await asyncio.to_thread(_wrong, manifest, set(answers))
         if checked[key]:
-            raise _Refused(checked[key])
+            raise Refused(checked[key])
         return list(answers) * copies
-
-    async def _all(
-        self, phase: str, engines: Sequence[EngineClient], call: EngineCall, trainer: Awaitable[Any] | None = None
-    ) -> list[Any]:
-        """Concurrent calls to the engines; with `trainer`, its answer comes first.
-
-        Raises _PhaseFailed once all have answered, and at once what ends the trainer or is a bug.
-        """
-        calls = [] if trainer is None else [self._limited(trainer)]
-        calls += [self._limited(call(engine)) for engine in engines]
-        begin = time.perf_counter()
-        with span(phase, "weight update", engines=len(engines)):
-            results = await asyncio.gather(*calls, return_exceptions=True)
-        self._phases[phase] = time.perf_counter() - begin
-        for result in results:
-            of_member = isinstance(result, RuntimeError | ValueError | OSError)
-            if isinstance(result, TrainerError) or (isinstance(result, BaseException) and not of_member):
-                raise result
-        of_trainer = results[0] if trainer is not None and isinstance(results[0], Exception) else None
-        of_engines = {
-            engine: f"{engine.name}: {phase}: {_line(result)}"
-            for engine, result in zip(engines, results[len(results) - len(engines) :])
-            if isinstance(result, Exception)
-        }
-        if of_trainer or of_engines:
-            refused = all(isinstance(result, _Refused) for result in results)
-            raise _PhaseFailed(phase, of_engines, _line(of_trainer) if of_trainer else None, refused=refused)
-        return results
-
-    async def _limited(self, call: Awaitable[Any]) -> Any:
-        limit = self._recipe.weights.timeout_s
-        try:
-            async with asyncio.timeout(limit):
-                return await call
-        except TimeoutError as err:
-            raise RuntimeError(f"no answer within {limit:g} s (weights.timeout_s)") from err
 
 
 def _wrong(manifest: Manifest, answers: set[str]) -> str:
@@ -381,7 +318,3 @@ def _wrong(manifest: Manifest, answers: set[str]) -> str:
         return not_covered(manifest, [needs_from_json(answer, manifest) for answer in sorted(answers)])
     except ValueError as error:
         return str(error)
-
-
-def _line(error: Exception) -> str:
-    return str(error) or type(error).__name__

@@ -201,6 +201,14 @@ class WorkerExtension:
 
         return live_digest(self.model_runner.get_model())  # type: ignore[attr-defined]
 
+    def msrl_stage_weights(self, version: str) -> None:
+        """Begin to receive the weights of a version, while this worker's model goes on with those that it has."""
+        self.weight_transfer_engine.stage(int(version))  # type: ignore[attr-defined]
+
+    def msrl_staged_weights(self) -> str | None:
+        """None while they are arriving, "" once all have, else why they will not."""
+        return self.weight_transfer_engine.staged()  # type: ignore[attr-defined,no-any-return]
+
     def msrl_abandon_update(self) -> None:
         """Forget a weight update that was started and not finished; without one, this has no effect.
 

@@ -3,6 +3,11 @@
     init_weight_transfer_engine   join the groups, get the plan
     update_weights                receive, check every bucket, write what it has into the live parameters
 
+With weights.transaction staged the buckets have arrived before, while the model went on generating:
+
+    msrl_stage_weights            receive in a thread (`engine.staging`); msrl_staged_weights says how far it is
+    update_weights                write what has arrived
+
 A model whose parameters only its own loader can fill (`live_weights`) goes through vLLM's layerwise reload instead:
 `start_weight_update` moves the parameters to the meta device, `finish_weight_update` copies the new ones to their old
 addresses. A failed update leaves the parameters partly written or loaded. The next `start` discards that state first,
@@ -28,6 +33,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
 from megatron_scalerl.engine.live_weights import LiveWeights
+from megatron_scalerl.engine.staging import StagedUpdate
 from megatron_scalerl.models.llama4 import VISION
 from megatron_scalerl.weights.changes import Changes
 from megatron_scalerl.weights.connection import Connection
@@ -58,6 +64,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
     version: int
     """Policy version of the weights."""
+    staged: bool = False
+    """They were staged."""
 
 
 class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
@@ -74,6 +82,7 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         self._plan: WeightPlan | None = None  # of this worker's shard
         self._holds: int | None = None  # the version, if the live parameters have it from these groups
         self._copies: dict[str, list[str]] = {}
+        self._staged: StagedUpdate | None = None
 
     def init_transfer_engine(self, init_info: ConnectInfo) -> None:
         """Join the senders' groups, leaving earlier ones. Raises ValueError for an invalid connection or plan."""
@@ -106,15 +115,32 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
+    def stage(self, version: int) -> None:
+        """Begin to receive an update while the model goes on. Raises RuntimeError for one beside another."""
+        plan = self._connected()
+        if self._staged is not None:
+            raise RuntimeError(f"weight update: version {version} beside {self._staged.version}, which is staged")
+        holds = self._holds if self._written() else None
+        self._staged = StagedUpdate(self._groups, plan, version, holds=holds)
+
+    def staged(self) -> str | None:
+        """None while a staged update is arriving, "" once all of it has, else why it will not."""
+        return "no weight update is staged" if self._staged is None else self._staged.state()
+
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load the plan's tensors. Raises RuntimeError unless each is loaded once and every parameter is set."""
-        groups, plan = self._groups, self._plan
-        if not groups or plan is None:
-            raise RuntimeError("weight update: expected a connection to the trainer, found none")
+        plan, version = self._connected(), update_info.version
         self.digest = ""
-        digests: list[int] = []
         live = self._written()
-        parts = receive(groups, plan, update_info.version, digests, holds=self._holds if live else None)
+        if update_info.staged:
+            staged, self._staged = self._staged, None
+            if staged is None or staged.version != version:
+                found = "none" if staged is None else f"version {staged.version}"
+                raise RuntimeError(f"weight update: expected version {version} to be staged, found {found}")
+            digests, parts = staged.digests, staged.take()
+        else:
+            digests = []
+            parts = receive(self._groups, plan, version, digests, holds=self._holds if live else None)
         self._holds = None
         try:
             if live is None:
@@ -127,8 +153,14 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         except BaseException:
             self.shutdown()
             raise
-        self._holds = update_info.version
+        self._holds = version
         self.digest = combine(digests)
+
+    def _connected(self) -> WeightPlan:
+        """The plan. Raises RuntimeError without a connection."""
+        if not self._groups or self._plan is None:
+            raise RuntimeError("weight update: expected a connection to the trainer, found none")
+        return self._plan
 
     def _written(self) -> LiveWeights | None:
         """The live parameters, if updates are written into them; None if vLLM's loader takes them."""
@@ -161,10 +193,14 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
             finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Leave the groups."""
-        for group in self._groups.values():
+        """Leave the groups; a staged update is lost."""
+        staged, self._staged = self._staged, None
+        groups, self._groups = self._groups, {}
+        if staged is not None:
+            staged.discard()
+            return
+        for group in groups.values():
             group.close()
-        self._groups = {}
 
     def _tied(self) -> dict[str, list[str]]:
         """Parameter -> its other names, as of a head that is tied to the embedding.

@@ -20,7 +20,7 @@ from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.recipe.file import read_run_recipe
 from megatron_scalerl.report import cost_text, gain, gain_text, gains_by_task, last_step
 
-UPDATE_PHASES = ("needs", "connect", "pause", "start", "update", "finish", "verify", "resume")
+UPDATE_PHASES = ("needs", "connect", "stage", "pause", "start", "update", "finish", "verify", "resume")
 """Phases of a weight update, in their order: `weight_PHASE_seconds` of metrics.jsonl."""
 COLUMNS = (
     *("step", "batches", "reward", "train_pass_rate", "entropy", "mismatch_mean", "mismatch_max"),

@@ -121,6 +121,9 @@ class WeightsSection(Section):
     max_senders: PositiveInt = 16
     """Ranks of the trainer that send, each its own share of the weights: as many data-parallel copies of the ranks
     that one copy of the policy needs, which all send, as fit. Each has a group with each shard of the engines."""
+    transaction: Literal["streamed", "staged"] = "streamed"
+    """streamed: engines are paused while an update is sent, and write each bucket as it comes. staged: they go on
+    generating while it arrives in host memory, one copy for each engine, and are paused to write it."""
     deltas: Literal["off", "absolute", "ulp"] = "off"
     """Send only the elements that changed since the last version, where it is one in 8 or less: each in 3.1 bytes
     (absolute) or 2.1 (ulp, the distance in units in the last place). Senders keep a copy of what they sent."""

@@ -91,5 +91,5 @@ ADDED = {
 """Key of a step's record -> the counter that its values are added to, from the start of the controller on."""
 
 PHASE = "weight_{}_seconds"
-PHASES = ("needs", "connect", "pause", "start", "update", "finish", "verify", "resume")
+PHASES = ("needs", "connect", "stage", "pause", "start", "update", "finish", "verify", "resume")
 """Phases of a weight update (`controller.weight_sync`), whose seconds a record has under the key `PHASE`."""

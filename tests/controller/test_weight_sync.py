@@ -19,6 +19,9 @@ from megatron_scalerl.weights.plan import all_of, manifest_of, needs_to_json, wh
 MANIFEST = manifest_of([("w", "float32", (4,))])
 
 
+STAGING = ("bucket 3 of 9: expected digest 1, found 2", "Operation timed out!")
+
+
 class StandInEngine:
     """vLLM's rules for the order of calls; `fails` is the path of the first call that fails for good."""
 
@@ -28,8 +31,10 @@ class StandInEngine:
         self.live, self.world_size = "", 1
         self.needs = [needs_to_json(all_of(MANIFEST))]
         self.updating, self.version, self.label = False, -1, ""
+        self.calls, self.states, self.paused = [], [], False
 
     async def post(self, path, body, query=None):
+        self.calls.append(path)
         if path == self.fails:
             raise EngineError(f"{self.name}: POST {path}: connection lost")
         if path == "/start_weight_update":
@@ -47,6 +52,12 @@ class StandInEngine:
             return list(self.needs)
         if method == "msrl_live_digest":
             return [self.live or f"v{self.version}"]
+        if method == "msrl_stage_weights":
+            self.calls.append(f"stage {arguments[0]}")
+            self.states = [None, None, self.fails if self.fails in STAGING else ""]
+            return [None]
+        if method == "msrl_staged_weights":
+            return [self.states.pop(0)]
         assert method == "msrl_abandon_update"
         self.updating = False
         return [None]
@@ -58,6 +69,7 @@ class StandInEngine:
 
     async def pause(self, *, clear_cache):
         self.paused = True
+        self.calls.append("pause")
 
     async def resume(self):
         self.paused = False
@@ -122,6 +134,46 @@ def test_a_broadcast_that_fails_at_the_trainer_alone_evicts_no_engine(recipe):
     failing = StandInTrainer(*[WeightGroupFailed("the group was closed")] * 2)
     asyncio.run(WeightSync(failing, members, recipe).publish(3))
     assert members.serving == engines
+
+
+@pytest.fixture
+def staged(recipe):
+    return recipe.model_copy(update={"weights": recipe.weights.model_copy(update={"transaction": "staged"})})
+
+
+def test_engines_are_paused_only_once_a_staged_update_has_arrived_at_all_of_them(staged):
+    engines = [StandInEngine("engine-0"), StandInEngine("engine-1")]
+    update = asyncio.run(WeightSync(StandInTrainer(), Membership.of(engines), staged).publish(3))
+    for engine in engines:
+        calls = [call for call in engine.calls if call != "/init_weight_transfer_engine"]
+        assert calls == ["stage 3", "pause", "/start_weight_update", "/update_weights", "/finish_weight_update"]
+        assert engine.label == "3" and not engine.paused
+    assert list(update.phases)[2:] == ["stage", "pause", "start", "update", "finish", "verify", "resume"]
+    assert update.phases["stage"] > update.seconds_paused
+    assert update.metrics()["weight_stage_seconds"] == update.phases["stage"]
+
+
+@pytest.mark.parametrize("fault", STAGING)
+def test_an_engine_that_fails_to_stage_is_evicted_and_the_others_were_never_paused_for_it(staged, fault):
+    whole = StandInEngine("engine-0")
+    members = Membership.of([whole])
+    sync = WeightSync(StandInTrainer(), members, staged)
+    asyncio.run(sync.publish(2))
+    whole.calls.clear()
+    with_broken = Membership.of([whole, StandInEngine("engine-1", fails=fault)])
+    sync._engines = with_broken
+    asyncio.run(sync.publish(3))
+    assert with_broken.serving == [whole] and whole.label == "3"
+    assert with_broken.members[1].reason == "engine-1: stage: " + fault
+    assert whole.calls.count("stage 3") == 2 and whole.calls.count("pause") == 1
+
+
+def test_a_trainer_that_fails_while_it_stages_pauses_no_engine(staged):
+    engine = StandInEngine("engine-0")
+    trainer = StandInTrainer(TrainerError("rank 0 exited"))
+    with pytest.raises(TrainerError):
+        asyncio.run(WeightSync(trainer, Membership.of([engine]), staged).publish(3))
+    assert "pause" not in engine.calls and not engine.paused
 
 
 class StandInBrokenEngine(StandInEngine):
