@@ -142,7 +142,7 @@ def test_a_staged_update_that_fails_leaves_an_engine_that_generates_with_the_wei
             sender.folder, sender.fault = policies["dense_b"], "flip"
             long = asyncio.create_task(engine.client.generate(PROMPT, sampling=greedy(1500)))
             await engine.client.generate(PROMPT, sampling=greedy(30))
-            with pytest.raises(RuntimeError, match="engine-0: stage: .*expected digest"):
+            with pytest.raises(RuntimeError, match=r"engine-0: stage: .*expected digest"):
                 await sync.publish(1)
             paused, info = await engine.client.get("/is_paused"), await engine.client.info()
             rollout = await long
