@@ -30,6 +30,17 @@ def test_hostile_training_prompts_are_printed_as_text(tmp_path, capsys):
     assert found["hits"][0]["share"] == 1.0
 
 
+def test_hostile_column_names_and_colons_are_printed_as_text(tmp_path, capsys):
+    bad = written(tmp_path, "bad.jsonl", [{HOSTILE: 1}])
+    assert main(["contamination", bad, "--data", bad]) == 2
+    printed = capsys.readouterr().err
+    assert not set(printed) & {"\x1b", "\x07", "\u202e", "\r"} and "\\x1b]0;owned\\x07" in printed
+    ratio = "is the ratio :100: or :smile: one two three four five six seven eight"
+    data = written(tmp_path, "eval.jsonl", [{"prompt": ratio, "answer": "1"}])
+    assert main(["contamination", data, "--data", data]) == 0
+    assert capsys.readouterr().out.count(ratio) == 2, "colons are not read as the names of pictures"
+
+
 def test_hostile_completions_are_printed_as_text(tmp_path, capsys):
     file = read_problems(written(tmp_path, "a.jsonl", [AIME_2024[0] | {"Problem": HOSTILE, "ID": HOSTILE}]))
     row = Row(key=Key(file="a", number=1, index=0), problem_id=HOSTILE, correct=False, reason=HOSTILE, text=HOSTILE)
