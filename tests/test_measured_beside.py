@@ -168,6 +168,28 @@ def test_a_kill_at_any_moment_neither_loses_nor_repeats_silently(
         assert any(first <= step < first + every + 3 for step in said) or first + every + 3 > STEPS
 
 
+def test_a_problem_without_a_completion_ends_the_evaluation_and_not_the_run(tmp_path):
+    chosen, given_inputs = beside(tmp_path, validation={"every_steps": 0}), inputs(tmp_path)
+    outcome = attempt(chosen, evaluation=given_inputs, lost={(1, 1, index): 4 for index in range(4)})
+    assert outcome.reason == f"all {STEPS} steps are made"
+    first, *others = rows(tmp_path, "evaluation")
+    assert first == {"step": 0, "lost": "aime: problem 1: expected a completion, found all of them lost"}
+    assert check_evaluations(tmp_path)[0] in (1, 2) and all("lost" not in row for row in others)
+
+
+def test_rows_that_a_power_loss_tore_off_come_from_the_summary(tmp_path):
+    chosen, given_inputs = beside(tmp_path), inputs(tmp_path)
+    attempt(chosen, evaluation=given_inputs, kill_at_s=30.0)
+    path = tmp_path / "r" / "evaluation.jsonl"
+    before = path.read_bytes()
+    assert before.count(b"\n") == 4, "two evaluations of two files"
+    path.write_bytes(before[: before.rindex(b'{"step"') + 40])
+    (tmp_path / "r" / "evaluations" / "step-000000-copy").mkdir()
+    attempt(chosen, evaluation=given_inputs)
+    assert path.read_bytes().startswith(before)
+    check_evaluations(tmp_path)
+
+
 def test_an_engine_is_shared_by_the_measurements_of_one_version():
     engines = Membership.of([StandInEngine(0), StandInEngine(1)], version=4)
 

@@ -2,8 +2,8 @@
 
 Consumes: the held engine's slots, at the priority of validations.
 Waits for: completions and their scores. Nothing waits for an evaluation but the end of the run.
-Unblocked by: the held engine and the verifier. If the engine is evicted, the evaluation is lost: a row says so, and
-one of a later version is due at once.
+Unblocked by: the held engine and the verifier. If the engine is evicted, or all completions of a problem are lost,
+the evaluation is lost: a row says so, and one of a later version is due at once.
 
     RUN/evaluations/step-000100/   every completion, then the summary (`evaluation.results`)
     RUN/evaluation.jsonl           a row for each file of each evaluation; for one that was lost, a row with `lost`
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -35,7 +36,7 @@ from megatron_scalerl.evaluation.completing import Holders, Request, complete_al
 from megatron_scalerl.evaluation.contamination import Contamination, Text, contamination
 from megatron_scalerl.evaluation.inputs import render, settings
 from megatron_scalerl.evaluation.problems import ProblemFile, read_problems, split_schema
-from megatron_scalerl.evaluation.results import SUMMARY, Header, Key, ResultFile, Row, cells
+from megatron_scalerl.evaluation.results import SUMMARY, Header, Key, ProblemLost, ResultFile, Row, cells
 from megatron_scalerl.evaluation.summaries import FileSummary, as_json, summarize
 from megatron_scalerl.evaluation.training_texts import problem_texts
 from megatron_scalerl.processes.logs import printable
@@ -49,6 +50,8 @@ from megatron_scalerl.types import Prompt
 logger = logging.getLogger(__name__)
 
 FOLDER, RECORD = "evaluations", "evaluation.jsonl"
+_STEP = re.compile("step-([0-9]+)")
+"""Name of the folder of an evaluation; one that began anew left another name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,16 +126,23 @@ class Evaluations:
             self._record = JsonlWriter(folder / RECORD)
             rows = read_jsonl(folder / RECORD)
             self._last = max((row["step"] for row in rows if "lost" not in row), default=-1)
-            self._note_unfinished(start_step, {row["step"] for row in rows})
+            self._note_unfinished(start_step, {(row["step"], row.get("file")) for row in rows})
 
-    def _note_unfinished(self, start_step: int, recorded: set[int]) -> None:
-        """Record evaluations that an earlier attempt finished or began and this one cannot go on with."""
+    def _note_unfinished(self, start_step: int, recorded: set[tuple[int, str | None]]) -> None:
+        """Record evaluations that an earlier attempt finished or began and this one cannot go on with.
+
+        recorded: step and file of each row, None for a loss. A power loss may leave a part of an evaluation's rows.
+        """
         for path in sorted((self._folder / FOLDER).glob("step-*")):
-            step = int(path.name.removeprefix("step-").partition(".")[0])
-            if step in recorded or "." in path.name:
+            if (found := _STEP.fullmatch(path.name)) is None:
                 continue
+            step = int(found[1])
             if (path / SUMMARY).exists():
-                self._append(step, msgspec.json.decode((path / SUMMARY).read_bytes())["rows"])
+                rows = msgspec.json.decode((path / SUMMARY).read_bytes())["rows"]
+                if left := [row for row in rows if (step, row["file"]) not in recorded]:
+                    self._append(step, left)
+            elif any(step == known for known, _ in recorded):
+                continue
             elif step < start_step:
                 self._lose(step, f"the run was stopped, and went on from step {start_step}")
             else:
@@ -192,7 +202,7 @@ class Evaluations:
             with self._result(step, digest) as result:
                 await self._complete(step, engine, result)
                 rows = await asyncio.to_thread(self._finish, step, axis, digest, result)
-        except HeldEngineLost as lost:
+        except (HeldEngineLost, ProblemLost) as lost:
             self._lose(step, str(lost))
         else:
             self._append(step, rows)
@@ -230,7 +240,7 @@ class Evaluations:
         assert self._inputs.tokenizer is not None
         try:
             await complete_all(
-                self._requests([key for key in self._keys() if key not in result.rows]),
+                self._requests(result.missing(self._keys())),
                 Holders(next=held_engine, evict=self._engines.evict),
                 version=step,
                 at_once=self._recipe.rollouts.max_in_flight,
