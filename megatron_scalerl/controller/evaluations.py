@@ -34,14 +34,13 @@ from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.evaluation.completing import Holders, Request, complete_all
 from megatron_scalerl.evaluation.contamination import Contamination, Text, contamination
-from megatron_scalerl.evaluation.inputs import render, settings
+from megatron_scalerl.evaluation.inputs import recipe_of_task, render, settings
 from megatron_scalerl.evaluation.problems import ProblemFile, read_problems, split_schema
 from megatron_scalerl.evaluation.results import SUMMARY, Header, Key, ProblemLost, ResultFile, Row, cells
 from megatron_scalerl.evaluation.summaries import FileSummary, as_json, summarize
 from megatron_scalerl.evaluation.training_texts import problem_texts
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.tasks import tasks_of
 from megatron_scalerl.rollouts.run_text import RunTokenizer
 from megatron_scalerl.rollouts.sampler import VALIDATION_PRIORITY, Sampler
 from megatron_scalerl.tracing.spans import spanned
@@ -78,12 +77,7 @@ def evaluation_inputs(recipe: Recipe, tokenizer: Any, training: Sequence[Prompt]
     section = recipe.evaluation
     if not section.every_steps:
         return EvaluationInputs()
-    task = next((task for task in tasks_of(recipe) if task.name == (section.task or "")), None)
-    if task is None:
-        found = section.task or "none"
-        known = ", ".join(task.name for task in tasks_of(recipe)) or "none, without prompts.tasks"
-        raise ValueError(f"evaluation.task: expected one of {known}, found {found}")
-    recipe = recipe.model_copy(update={"prompts": task.prompts})
+    recipe = recipe_of_task(recipe)
     files = tuple(read_problems(*split_schema(text)) for text in section.files)
     names = [file.name for file in files]
     if double := next((name for name in names if names.count(name) > 1), None):
@@ -93,7 +87,8 @@ def evaluation_inputs(recipe: Recipe, tokenizer: Any, training: Sequence[Prompt]
         tokenizer=tokenizer,
         files=files,
         prompts=tuple(
-            tuple(replace(prompt, task=task.name) for prompt in render(file, tokenizer, recipe)) for file in files
+            tuple(replace(prompt, task=section.task or "") for prompt in render(file, tokenizer, recipe))
+            for file in files
         ),
         contaminations=tuple(contamination(texts, problem_texts(file)) for file in files),
     )
@@ -218,7 +213,7 @@ class Evaluations:
             version=step,
             files=tuple((file.name, file.digest) for file in self._inputs.files),
             seed=self._recipe.evaluation.seed,
-            settings=settings(self._recipe, k=self._recipe.evaluation.generations, budgets=(None,)),
+            settings=settings(recipe_of_task(self._recipe), k=self._recipe.evaluation.generations, budgets=(None,)),
         )
         try:
             return ResultFile(path, header)
