@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.environ[LEVEL_VARIABLE] = "debug"
         try:
             with log_to_terminal("controller"):
-                code: int = _module(command).run(arguments, Console(soft_wrap=True, markup=False))
+                code: int = _module(command).run(arguments, Console(soft_wrap=True, markup=False, emoji=False))
         except ValueError as error:
             return _failed(error, getattr(error, "exit_code", 2))
         except OSError as error:
@@ -103,13 +103,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _failed(error: BaseException, code: int) -> int:
     if os.environ.get("MSRL_TRACEBACK"):
         traceback.print_exception(error)
+    from megatron_scalerl.processes.logs import printable
+
     text = str(error) or "interrupted"
     if code == 2:
         if isinstance(error, OSError):
             text = f"{error.filename}: expected a usable path, found {error.strerror}"
         text = " ".join(text.split())
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    print(f"{PROGRAM}: {text}{notes}", file=sys.stderr)
+    print(printable(f"{PROGRAM}: {text}{notes}"), file=sys.stderr)
     return code
 
 

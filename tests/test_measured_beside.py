@@ -52,8 +52,7 @@ def beside(folder, *, engines=2, **changes):
         folder,
         steps=STEPS,
         engine={"count": engines},
-        rollouts={"max_staleness_steps": 8},
-        **{"evaluation": evaluation} | changes,
+        **{"evaluation": evaluation, "rollouts": {"max_staleness_steps": 8}} | changes,
     )
 
 
@@ -166,6 +165,53 @@ def test_a_kill_at_any_moment_neither_loses_nor_repeats_silently(
     assert begun == said, "each that was begun is recorded, or its loss is"
     for first in range(0, STEPS + 1, every):
         assert any(first <= step < first + every + 3 for step in said) or first + every + 3 > STEPS
+
+
+def test_a_problem_without_a_completion_ends_the_evaluation_and_not_the_run(tmp_path):
+    chosen, given_inputs = beside(tmp_path, validation={"every_steps": 0}), inputs(tmp_path)
+    outcome = attempt(chosen, evaluation=given_inputs, lost={(1, 1, index): 4 for index in range(4)})
+    assert outcome.reason == f"all {STEPS} steps are made"
+    first, *others = rows(tmp_path, "evaluation")
+    assert first == {"step": 0, "lost": "aime: problem 1: expected a completion, found all of them lost"}
+    assert check_evaluations(tmp_path)[0] in (1, 2) and all("lost" not in row for row in others)
+
+
+def test_rows_that_a_power_loss_tore_off_come_from_the_summary(tmp_path):
+    chosen, given_inputs = beside(tmp_path), inputs(tmp_path)
+    attempt(chosen, evaluation=given_inputs, kill_at_s=30.0)
+    path = tmp_path / "r" / "evaluation.jsonl"
+    before = path.read_bytes()
+    assert before.count(b"\n") == 4, "two evaluations of two files"
+    path.write_bytes(before[: before.rindex(b'{"step"') + 40])
+    (tmp_path / "r" / "evaluations" / "step-000000-copy").mkdir()
+    attempt(chosen, evaluation=given_inputs)
+    assert path.read_bytes().startswith(before)
+    check_evaluations(tmp_path)
+
+
+def test_the_last_version_is_evaluated_where_every_engine_has_to_get_it_again_first(tmp_path):
+    """At the end one engine has just been evicted, and the other one is held at the version before the last."""
+
+    def evict(engines):
+        if engines.held and engines.serving:
+            engines.evict(engines.serving[0], "it was killed")
+
+    def start(engines):
+        for number, member in enumerate(engines.members):
+            if member.state is EngineState.DRAINING:
+                engines.start(number)
+                engines.join(number, StandInEngine(number))
+
+    evaluation = {"every_steps": 3, "files": ["aime.jsonl", "m.jsonl"], "generations": 10}
+    chosen = beside(
+        tmp_path,
+        evaluation=evaluation,
+        validation={"every_steps": 0},
+        rollouts={"max_staleness_steps": 8, "max_in_flight": 4},
+    )
+    attempt(chosen, evaluation=inputs(tmp_path), changes=[(56.0, evict), (57.0, start), (90.0, evict), (91.0, start)])
+    assert [row["step"] for row in rows(tmp_path, "metrics")][-1] == STEPS
+    assert [row["step"] for row in rows(tmp_path, "evaluation")][-2:] == [STEPS, STEPS]
 
 
 def test_an_engine_is_shared_by_the_measurements_of_one_version():

@@ -32,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="evaluation file; may be given several times (schemas: `megatron-scalerl evaluate --help`)",
     )
     parser.add_argument("--words", type=int, default=13, metavar="N", help="words in a row (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every hit to this file")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the hits to this file, at most 100 of a problem"
+    )
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
@@ -62,8 +64,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
             )
             console.print(f"    {shortened(hit.problem.text)}", highlight=False)
             console.print(f"    {shortened(hit.training.text)}", highlight=False)
-        if len(found.hits) > SHOWN:
-            console.print(f"  and {len(found.hits) - SHOWN} more", highlight=False)
+        if found.all_hits > SHOWN:
+            console.print(f"  and {found.all_hits - SHOWN} more", highlight=False)
         written[file.path] = {"line": found.line(), "hits": found.rows()}
     if arguments.json is not None:
         write_durably(arguments.json, msgspec.json.format(msgspec.json.encode(written), indent=2) + b"\n")

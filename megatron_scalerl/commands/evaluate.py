@@ -128,9 +128,11 @@ class _Progress:
     def __init__(self, console: Console, evaluated: Evaluated, result: ResultFile, k: int) -> None:
         from rich.progress import Progress
 
-        problems = sum(len(file.problems) for file in evaluated.files)
-        self._console, self._total = console, k * len(evaluated.budgets) * problems
-        self._done = len(result.rows)
+        from megatron_scalerl.evaluation.offline import all_keys
+
+        keys = all_keys(evaluated, k)
+        self._console, self._total = console, len(keys)
+        self._done = self._total - len(result.missing(keys))
         self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
         self._task = self._bar.add_task("completions", total=self._total, completed=self._done)
 

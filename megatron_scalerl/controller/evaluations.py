@@ -2,8 +2,8 @@
 
 Consumes: the held engine's slots, at the priority of validations.
 Waits for: completions and their scores. Nothing waits for an evaluation but the end of the run.
-Unblocked by: the held engine and the verifier. If the engine is evicted, the evaluation is lost: a row says so, and
-one of a later version is due at once.
+Unblocked by: the held engine and the verifier. If the engine is evicted, or all completions of a problem are lost,
+the evaluation is lost: a row says so, and one of a later version is due at once.
 
     RUN/evaluations/step-000100/   every completion, then the summary (`evaluation.results`)
     RUN/evaluation.jsonl           a row for each file of each evaluation; for one that was lost, a row with `lost`
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,14 +34,13 @@ from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.evaluation.completing import Holders, Request, complete_all
 from megatron_scalerl.evaluation.contamination import Contamination, Text, contamination
-from megatron_scalerl.evaluation.inputs import render, settings
+from megatron_scalerl.evaluation.inputs import recipe_of_task, render, settings
 from megatron_scalerl.evaluation.problems import ProblemFile, read_problems, split_schema
-from megatron_scalerl.evaluation.results import SUMMARY, Header, Key, ResultFile, Row, cells
+from megatron_scalerl.evaluation.results import SUMMARY, Header, Key, ProblemLost, ResultFile, Row, cells
 from megatron_scalerl.evaluation.summaries import FileSummary, as_json, summarize
 from megatron_scalerl.evaluation.training_texts import problem_texts
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.tasks import tasks_of
 from megatron_scalerl.rollouts.run_text import RunTokenizer
 from megatron_scalerl.rollouts.sampler import VALIDATION_PRIORITY, Sampler
 from megatron_scalerl.tracing.spans import spanned
@@ -49,6 +49,8 @@ from megatron_scalerl.types import Prompt
 logger = logging.getLogger(__name__)
 
 FOLDER, RECORD = "evaluations", "evaluation.jsonl"
+_STEP = re.compile("step-([0-9]+)")
+"""Name of the folder of an evaluation; one that began anew left another name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,12 +77,7 @@ def evaluation_inputs(recipe: Recipe, tokenizer: Any, training: Sequence[Prompt]
     section = recipe.evaluation
     if not section.every_steps:
         return EvaluationInputs()
-    task = next((task for task in tasks_of(recipe) if task.name == (section.task or "")), None)
-    if task is None:
-        found = section.task or "none"
-        known = ", ".join(task.name for task in tasks_of(recipe)) or "none, without prompts.tasks"
-        raise ValueError(f"evaluation.task: expected one of {known}, found {found}")
-    recipe = recipe.model_copy(update={"prompts": task.prompts})
+    recipe = recipe_of_task(recipe)
     files = tuple(read_problems(*split_schema(text)) for text in section.files)
     names = [file.name for file in files]
     if double := next((name for name in names if names.count(name) > 1), None):
@@ -90,7 +87,8 @@ def evaluation_inputs(recipe: Recipe, tokenizer: Any, training: Sequence[Prompt]
         tokenizer=tokenizer,
         files=files,
         prompts=tuple(
-            tuple(replace(prompt, task=task.name) for prompt in render(file, tokenizer, recipe)) for file in files
+            tuple(replace(prompt, task=section.task or "") for prompt in render(file, tokenizer, recipe))
+            for file in files
         ),
         contaminations=tuple(contamination(texts, problem_texts(file)) for file in files),
     )
@@ -123,16 +121,23 @@ class Evaluations:
             self._record = JsonlWriter(folder / RECORD)
             rows = read_jsonl(folder / RECORD)
             self._last = max((row["step"] for row in rows if "lost" not in row), default=-1)
-            self._note_unfinished(start_step, {row["step"] for row in rows})
+            self._note_unfinished(start_step, {(row["step"], row.get("file")) for row in rows})
 
-    def _note_unfinished(self, start_step: int, recorded: set[int]) -> None:
-        """Record evaluations that an earlier attempt finished or began and this one cannot go on with."""
+    def _note_unfinished(self, start_step: int, recorded: set[tuple[int, str | None]]) -> None:
+        """Record evaluations that an earlier attempt finished or began and this one cannot go on with.
+
+        recorded: step and file of each row, None for a loss. A power loss may leave a part of an evaluation's rows.
+        """
         for path in sorted((self._folder / FOLDER).glob("step-*")):
-            step = int(path.name.removeprefix("step-").partition(".")[0])
-            if step in recorded or "." in path.name:
+            if (found := _STEP.fullmatch(path.name)) is None:
                 continue
+            step = int(found[1])
             if (path / SUMMARY).exists():
-                self._append(step, msgspec.json.decode((path / SUMMARY).read_bytes())["rows"])
+                rows = msgspec.json.decode((path / SUMMARY).read_bytes())["rows"]
+                if left := [row for row in rows if (step, row["file"]) not in recorded]:
+                    self._append(step, left)
+            elif any(step == known for known, _ in recorded):
+                continue
             elif step < start_step:
                 self._lose(step, f"the run was stopped, and went on from step {start_step}")
             else:
@@ -192,7 +197,7 @@ class Evaluations:
             with self._result(step, digest) as result:
                 await self._complete(step, engine, result)
                 rows = await asyncio.to_thread(self._finish, step, axis, digest, result)
-        except HeldEngineLost as lost:
+        except (HeldEngineLost, ProblemLost) as lost:
             self._lose(step, str(lost))
         else:
             self._append(step, rows)
@@ -208,7 +213,7 @@ class Evaluations:
             version=step,
             files=tuple((file.name, file.digest) for file in self._inputs.files),
             seed=self._recipe.evaluation.seed,
-            settings=settings(self._recipe, k=self._recipe.evaluation.generations, budgets=(None,)),
+            settings=settings(recipe_of_task(self._recipe), k=self._recipe.evaluation.generations, budgets=(None,)),
         )
         try:
             return ResultFile(path, header)
@@ -230,7 +235,7 @@ class Evaluations:
         assert self._inputs.tokenizer is not None
         try:
             await complete_all(
-                self._requests([key for key in self._keys() if key not in result.rows]),
+                self._requests(result.missing(self._keys())),
                 Holders(next=held_engine, evict=self._engines.evict),
                 version=step,
                 at_once=self._recipe.rollouts.max_in_flight,

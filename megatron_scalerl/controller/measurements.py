@@ -17,6 +17,9 @@ from megatron_scalerl.prompts.dataset import PromptSet
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.sampler import Sampler
 
+_TRIES = 2
+"""Attempts at the last evaluation, beside one that was in progress."""
+
 
 class Measurements:
     """The validations and the evaluations of one attempt."""
@@ -38,7 +41,7 @@ class Measurements:
     ) -> None:
         """start: the checkpoint from which the attempt goes on."""
         held = HeldEngine(engines, meter)
-        self._recipe, self._metrics, self._meter = recipe, metrics, meter
+        self._recipe, self._metrics, self._meter, self._engines = recipe, metrics, meter, engines
         self.validations = Validations(
             recipe,
             prompts.held_out,
@@ -97,10 +100,16 @@ class Measurements:
             await self.validations.end(while_current)
         if self._evaluations.in_progress or self._evaluations.due(step):
             self._meter.charge_validation()
-            await self._evaluations.end()
-            self._evaluations.begin(step, batches, digest, alone=True)
-            await self._evaluations.end()
+            await while_current(self._evaluations.end())
+            for _ in range(_TRIES):
+                if self._evaluations.due(step):
+                    await while_current(self._until_one_serves())
+                    self._evaluations.begin(step, batches, digest, alone=True)
+                    await while_current(self._evaluations.end())
             self._meter.charge_waiting("evaluation")
+
+    async def _until_one_serves(self) -> None:
+        await self._engines.until(lambda: bool(self._engines.serving))
 
     async def close(self) -> None:
         """Cancel what is in progress."""

@@ -11,6 +11,7 @@ recur by chance.
 
 from __future__ import annotations
 
+import heapq
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,9 @@ WORDS = 13
 """Words of an n-gram."""
 SHORTEST = 8
 """A problem with fewer words is hit by an equal prompt alone."""
+MOST_HITS = 100
+"""Hits of one problem that are kept, those with the largest share: prompts and problems with a phrase in common, such
+as an instruction in all of them, make one hit for each pair."""
 _WORD = re.compile(r"\d+|[^\W\d_]+|[-+*/^=<>]")
 _MINUS = str.maketrans({"\N{MINUS SIGN}": "-", "\N{MULTIPLICATION SIGN}": "*", "\N{DIVISION SIGN}": "/"})
 
@@ -46,19 +50,18 @@ class Hit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contamination:
-    """Every hit of some training prompts on some problems. Produced by `contamination`."""
+    """The hits of some training prompts on some problems. Produced by `contamination`."""
 
     n: int
     training: int
     """Training prompts that were compared."""
     problems: int
     hits: tuple[Hit, ...]
-    """By problem, largest share first."""
-
-    @property
-    def training_hit(self) -> int:
-        """Training prompts with a hit."""
-        return len({hit.training.where for hit in self.hits})
+    """By problem, largest share first, at most MOST_HITS of each."""
+    all_hits: int
+    """Those that are not kept included."""
+    training_hit: int
+    """Training prompts with a hit."""
 
     @property
     def problems_hit(self) -> frozenset[str]:
@@ -75,7 +78,7 @@ class Contamination:
         )
 
     def rows(self) -> list[dict[str, Any]]:
-        """The hits as JSON objects."""
+        """The hits that are kept as JSON objects."""
         return [
             {"training": hit.training.where, "problem": hit.problem.where, "share": round(hit.share, 4)}
             for hit in self.hits
@@ -88,7 +91,7 @@ def words(text: str) -> tuple[str, ...]:
 
 
 def contamination(training: Iterable[Text], problems: Sequence[Text], *, n: int = WORDS) -> Contamination:
-    """Compare every training prompt with every problem; time and memory are linear in both texts.
+    """Compare every training prompt with every problem; memory is linear in both texts, time in them and the hits.
 
     Raises ValueError for n below 1.
     """
@@ -96,10 +99,10 @@ def contamination(training: Iterable[Text], problems: Sequence[Text], *, n: int 
         raise ValueError(f"n-grams: expected at least 1 word, found {n}")
     grams, whole, totals = _index(problems, n)
     lengths = sorted({len(gram) for gram in grams})
-    count = 0
-    found: list[tuple[int, float, Hit]] = []
-    for prompt in training:
-        count += 1
+    count = all_hits = 0
+    hit: set[str] = set()
+    kept: list[list[tuple[float, int, Text]]] = [[] for _ in problems]  # heaps, the first is the next to be left out
+    for count, prompt in enumerate(training, 1):
         of_prompt = words(prompt.text)
         shared: dict[int, int] = dict.fromkeys(whole.get(of_prompt, ()), 1)
         for length in lengths:
@@ -107,10 +110,23 @@ def contamination(training: Iterable[Text], problems: Sequence[Text], *, n: int 
                 for number in grams.get(gram, ()):
                     shared[number] = shared.get(number, 0) + 1
         for number, common in shared.items():
-            share = common / totals[number]
-            found.append((number, -share, Hit(training=prompt, problem=problems[number], share=share)))
-    found.sort(key=lambda each: each[:2])
-    return Contamination(n=n, training=count, problems=len(problems), hits=tuple(hit for _, _, hit in found))
+            push = heapq.heappush if len(kept[number]) < MOST_HITS else heapq.heappushpop
+            push(kept[number], (common / totals[number], -count, prompt))
+        if shared:
+            hit.add(prompt.where)
+            all_hits += len(shared)
+    return Contamination(
+        n=n,
+        training=count,
+        problems=len(problems),
+        hits=tuple(
+            Hit(training=prompt, problem=problem, share=share)
+            for problem, of in zip(problems, kept)
+            for share, _, prompt in sorted(of, key=lambda each: each[:2], reverse=True)
+        ),
+        all_hits=all_hits,
+        training_hit=len(hit),
+    )
 
 
 _Index = dict[tuple[str, ...], list[int]]

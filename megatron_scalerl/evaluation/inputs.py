@@ -14,6 +14,7 @@ from megatron_scalerl.models import read_hf_config
 from megatron_scalerl.prompts.rendering import PromptRenderer
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.input_files import check_policy
+from megatron_scalerl.recipe.tasks import tasks_of
 from megatron_scalerl.rollouts.plans import forced_ids
 from megatron_scalerl.rollouts.policy_tokenizer import policy_tokenizer
 from megatron_scalerl.types import Prompt
@@ -51,13 +52,31 @@ def at_budget(recipe: Recipe, budget: int | None) -> Recipe:
     return recipe.model_copy(update={"interruption": section})
 
 
+def recipe_of_task(recipe: Recipe) -> Recipe:
+    """The recipe of evaluation.task alone: its template and verifier are those of the evaluation.
+
+    Raises ValueError for a task that the recipe lacks, and for a recipe with prompts.tasks that names none.
+    """
+    name = recipe.evaluation.task or ""
+    task = next((task for task in tasks_of(recipe) if task.name == name), None)
+    if task is None:
+        known = ", ".join(task.name for task in tasks_of(recipe)) or "none, without prompts.tasks"
+        raise ValueError(f"evaluation.task: expected one of {known}, found {name or 'none'}")
+    section = recipe.evaluation.model_copy(update={"task": None})
+    return recipe.model_copy(update={"prompts": task.prompts, "rewards": task.rewards, "evaluation": section})
+
+
 def check_evaluation(recipe: Recipe, files: Sequence[ProblemFile], budgets: Sequence[int] = ()) -> Evaluated:
     """Check a policy's folder, tokenizer and context against the problems; recipe.policy.path is the folder.
 
-    Raises ValueError, in one line with key or row: an option that vLLM does not know, think tags or a phrase that do
-    not survive the tokenizer, two files of one name, a prompt longer than prompts.max_prompt_tokens (a problem that
-    is left out would change the score), and a context that is too short for the longest completion.
+    Of a recipe with prompts.tasks, evaluation.task is evaluated.
+
+    Raises ValueError, in one line with key or row: a task that is missing, an option that vLLM does not know, think
+    tags or a phrase that do not survive the tokenizer, two files of one name, a prompt longer than
+    prompts.max_prompt_tokens (a problem that is left out would change the score), and a context that is too short
+    for the longest completion.
     """
+    recipe = recipe_of_task(recipe)
     check_policy(recipe)
     check_options(recipe.engine.vllm)
     names = [file.name for file in files]

@@ -58,7 +58,7 @@ async def generate(
     ready: called once the engines serve. finished: called with each new row. Raises ValueError for options that vLLM
     refuses, RuntimeError and OSError where engines, decoders or verifiers fail for good.
     """
-    missing = [key for key in all_keys(evaluated, k) if key not in result.rows]
+    missing = result.missing(all_keys(evaluated, k))
     if not missing:
         return
     recipe, logs = evaluated.recipe, result.folder / "logs"

@@ -27,7 +27,9 @@ _COLUMNS = re.compile(r"(?P<problem>[^,:/]+),(?P<answer>[^,:/]+)")
 _AIME_PROBLEM = ("Problem", "problem", "question")
 _AIME_ANSWER = ("Answer", "answer")
 _AIME_ID = ("ID", "id", "problem_idx")
-_LARGEST_AIME_ANSWER = 999
+_AIME_ANSWER_FORM = re.compile("0*[0-9]{1,3}")
+_SHOWN = 80
+"""Characters of a wrong answer that its error message has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,13 +167,14 @@ def _text(row: Row, column: str) -> str:
 
 
 def _is_aime_answer(value: Any) -> bool:
-    text = str(value).strip()
-    return not isinstance(value, bool) and text.isdecimal() and text.isascii() and int(text) <= _LARGEST_AIME_ANSWER
+    return not isinstance(value, bool) and _AIME_ANSWER_FORM.fullmatch(str(value).strip()) is not None
 
 
 def _aime_answer(row: Row, column: str) -> str:
     """The answer without leading zeros, which some files have."""
     value = row.values[column]
     if not _is_aime_answer(value):
-        raise ValueError(f"{row.where}: expected an integer from 0 to 999 in {column!r}, found {value!r}")
-    return str(int(str(value).strip()))
+        found = repr(value)
+        found = found if len(found) <= _SHOWN else f"{found[:_SHOWN]}..."
+        raise ValueError(f"{row.where}: expected an integer from 0 to 999 in {column!r}, found {found}")
+    return str(value).strip().lstrip("0") or "0"

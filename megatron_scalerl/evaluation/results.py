@@ -87,6 +87,10 @@ class ResultInUse(ValueError):
     """Another process writes this result."""
 
 
+class ProblemLost(ValueError):
+    """All completions of a problem are lost: there is no score of all problems."""
+
+
 class ResultFile:
     """OUT/completions.jsonl, open for rows. Locked by one process."""
 
@@ -110,6 +114,11 @@ class ResultFile:
             os.close(self._lock)
             raise
 
+    def missing(self, keys: Sequence[Key]) -> list[Key]:
+        """Those of `keys` to generate: without a row, or of a problem of which all completions are lost."""
+        kept = {_problem_of(key) for key, row in self.rows.items() if not row.lost}
+        return [key for key in keys if key not in self.rows or _problem_of(key) not in kept]
+
     def append(self, row: Row) -> None:
         """Add a finished completion. Raises OSError naming the file."""
         self._file.append(row)
@@ -132,6 +141,10 @@ class ResultFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _problem_of(key: Key) -> tuple[str, int, int | None]:
+    return key.file, key.number, key.budget
 
 
 def _locked(folder: Path) -> int:
@@ -227,7 +240,7 @@ class Cell:
 def cells(rows: Iterable[Row], keys: Sequence[Key]) -> list[Cell]:
     """The completions of `keys`, one cell for each file and budget in their order.
 
-    Raises ValueError where a completion is missing or all of a problem are lost.
+    Raises ValueError where a completion is missing, ProblemLost where all of a problem are lost.
     """
     found = {row.key: row for row in rows}
     grouped: dict[tuple[str, int | None], dict[int, list[Row]]] = {}
@@ -240,7 +253,7 @@ def cells(rows: Iterable[Row], keys: Sequence[Key]) -> list[Cell]:
         kept = {number: tuple(row for row in rows if not row.lost) for number, rows in problems.items()}
         for number, rows_of in kept.items():
             if not rows_of:
-                raise ValueError(f"{file}: problem {number}: expected a completion, found all of them lost")
+                raise ProblemLost(f"{file}: problem {number}: expected a completion, found all of them lost")
         lost = sum(len(problems[number]) - len(kept[number]) for number in problems)
         made.append(Cell(file=file, budget=budget, rows=tuple(kept.values()), lost=lost))
     return made

@@ -98,6 +98,7 @@ def as_json(
                 "training_prompts_hit": found.training_hit,
                 "problems": found.problems,
                 "problems_hit": len(found.problems_hit),
+                "all_hits": found.all_hits,
                 "hits": found.rows(),
             }
             for file, found in contaminations.items()

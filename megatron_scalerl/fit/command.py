@@ -209,9 +209,9 @@ def _print(runs: list["RunReport"], comparison: "Comparison | None", options: ar
 
     from megatron_scalerl.fit import tables
 
-    console = Console(markup=False)
+    console = Console(markup=False, emoji=False)
     if not console.is_terminal:
-        console = Console(width=PIPE_WIDTH, markup=False)
+        console = Console(width=PIPE_WIDTH, markup=False, emoji=False)
 
     def show(table: tables.Table) -> None:
         console.print(table.rich())

@@ -72,6 +72,9 @@ def read_json_lines(path: Path, columns: Sequence[str]) -> Iterator[Row]:
             except json.JSONDecodeError as error:
                 found = f"{error.msg} at column {error.colno}"
                 raise ValueError(f"{where}: expected a JSON object, found {found}") from None
+            except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+                found = str(error).partition(";")[0]
+                raise ValueError(f"{where}: expected a JSON object, found {found}") from None
             if not isinstance(values, dict):
                 raise ValueError(f"{where}: expected a JSON object, found a {type(values).__name__}")
             _require(where, values, columns)

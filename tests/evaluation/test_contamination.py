@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_scalerl.evaluation.contamination import Text, contamination, words
+from megatron_scalerl.evaluation.contamination import MOST_HITS, Text, contamination, words
 
 LONG = "a farmer has twelve red hens and nine brown ones that lay six eggs each week"
 
@@ -69,6 +69,17 @@ def test_the_index_finds_what_a_search_finds(lists, n):
 
     expected = {(f"t{i}", f"p{j}") for i, a in enumerate(training) for j, b in enumerate(problems) if hit(a, b)}
     assert pairs(found) == expected
+
+
+def test_a_phrase_in_every_text_keeps_the_closest_prompts_alone():
+    problems = texts(*(f"{LONG} number{i} and then some more of it" for i in range(3)), name="p")
+    training = texts(*(f"{LONG} prompt{i}" for i in range(400)), problems[1].text, name="t")
+    found = contamination([*training[:300], training[400], *training[300:400]], problems)
+    assert (found.all_hits, found.training_hit, len(found.hits)) == (3 * 401, 401, 3 * MOST_HITS)
+    assert found.problems_hit == {"p0", "p1", "p2"}
+    of_first = [hit for hit in found.hits if hit.problem.where == "p1"]
+    assert (of_first[0].training, of_first[0].share) == (training[400], 1.0)
+    assert [hit.training for hit in of_first[1:]] == training[: MOST_HITS - 1], "of equal ones the first"
 
 
 def test_n_is_at_least_one():

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.commands.evaluate import _budgets, _print_examples
+from megatron_scalerl.evaluation.inputs import check_evaluation, recipe_of_task, settings
 from megatron_scalerl.evaluation.problems import read_problems
 from megatron_scalerl.evaluation.results import Key, Row
 from megatron_scalerl.recipe.file import RecipeError, load_recipe_for
@@ -28,6 +29,17 @@ def test_hostile_training_prompts_are_printed_as_text(tmp_path, capsys):
     assert "\\x1b]0;owned\\x07\\x1b[2J[bold red]hens [/nothing]\\u202e" in printed
     [found] = json.loads(out.read_text()).values()
     assert found["hits"][0]["share"] == 1.0
+
+
+def test_hostile_column_names_and_colons_are_printed_as_text(tmp_path, capsys):
+    bad = written(tmp_path, "bad.jsonl", [{HOSTILE: 1}])
+    assert main(["contamination", bad, "--data", bad]) == 2
+    printed = capsys.readouterr().err
+    assert not set(printed) & {"\x1b", "\x07", "\u202e", "\r"} and "\\x1b]0;owned\\x07" in printed
+    ratio = "is the ratio :100: or :smile: one two three four five six seven eight"
+    data = written(tmp_path, "eval.jsonl", [{"prompt": ratio, "answer": "1"}])
+    assert main(["contamination", data, "--data", data]) == 0
+    assert capsys.readouterr().out.count(ratio) == 2, "colons are not read as the names of pictures"
 
 
 def test_hostile_completions_are_printed_as_text(tmp_path, capsys):
@@ -54,6 +66,23 @@ def test_a_folder_takes_the_place_of_the_recipes_policy(tmp_path):
     with pytest.raises(RecipeError, match="expected a section, found a value at policy"):
         recipe.write_text("policy: x\n")
         load_recipe_for("new", recipe)
+
+
+def test_a_mixture_is_evaluated_with_the_template_and_the_verifier_of_one_task(tmp_path):
+    tasks = "{a: {path: a, weight: 1, prompt_template: 'A {prompt}', verifier: code}, b: {path: b, weight: 1}}"
+    path = tmp_path / "run.yaml"
+    path.write_text(f"name: r\nsteps: 9\npolicy: {{path: p}}\nprompts: {{tasks: {tasks}}}\n")
+    with pytest.raises(ValueError, match=r"^evaluation.task: expected one of a, b, found none$"):
+        check_evaluation(load_recipe_for("new", path), [])
+    with pytest.raises(ValueError, match=r"^evaluation.task: expected one of a, b, found c$"):
+        recipe_of_task(load_recipe_for("new", path, ["evaluation.task=c"]))
+    of_a, of_b = (recipe_of_task(load_recipe_for("new", path, [f"evaluation.task={name}"])) for name in "ab")
+    assert recipe_of_task(of_a) == of_a, "OUT/recipe.yaml is a recipe of one task"
+    found = [settings(each, k=1, budgets=(None,)) for each in (of_a, of_b)]
+    assert [(each["prompt_template"], each["verifier"]) for each in found] == [
+        ("A {prompt}", "code"),
+        ("{prompt}", "math"),
+    ]
 
 
 @pytest.mark.parametrize("text", ["", "a", "0", "8,4", "8,8", "8,-4", "1.5"])

@@ -69,6 +69,7 @@ def test_the_schema_follows_the_last_colon(tmp_path):
             "aime",
             "line 1: expected an integer from 0 to 999 in 'Answer', found 1000",
         ),
+        ([AIME_2024[0] | {"Answer": "1" * 5000}], "aime", r"found '1{79}\.\.\.$"),
         ([AIME_2024[0] | {"Answer": "12.5"}], "aime", "expected an integer from 0 to 999"),
         ([AIME_2024[0] | {"Answer": True}], "aime", "expected an integer from 0 to 999"),
         ([AIME_2024[0]] * 2, None, "line 2: expected an id of its own, found '2024-I-1' a second time"),
@@ -85,3 +86,15 @@ def test_bad_rows_are_one_line_with_file_and_row(tmp_path, rows, schema, message
     with pytest.raises(ValueError, match=message) as error:
         read_problems(path, schema)
     assert str(error.value).startswith(path) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [("1" * 5000, "Exceeds the limit (4300 digits)"), ("[" * 100_000 + "]" * 100_000, "maximum recursion depth")],
+)
+def test_a_line_that_the_json_reader_gives_up_on_names_file_and_line(tmp_path, value, found):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(f'{{"problem": "1+1", "answer": 2}}\n{{"problem": "1+1", "answer": {value}}}\n')
+    with pytest.raises(ValueError) as error:
+        read_problems(str(path))
+    assert str(error.value).startswith(f"{path}: line 2: expected a JSON object, found {found}")

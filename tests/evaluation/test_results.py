@@ -103,6 +103,17 @@ def test_a_cell_needs_every_completion():
         cells([*rows[:3], row(2, 1, lost="x")], keys)
 
 
+def test_a_problem_of_which_all_completions_are_lost_is_generated_again(tmp_path):
+    keys = [key(1), key(1, 1), key(2), key(2, 1), key(3)]
+    with ResultFile(tmp_path, HEADER) as result:
+        for each in (row(1, lost="x"), row(1, 1, lost="x"), row(2, lost="x"), row(2, 1)):
+            result.append(each)
+        assert result.missing(keys) == [key(1), key(1, 1), key(3)]
+        result.append(row(1))
+    with ResultFile(tmp_path, HEADER) as again:
+        assert again.missing(keys) == [key(3)], "the later row of a completion counts"
+
+
 class Tokenizer:
     def decode(self, token_ids, **settings):
         return " ".join(map(str, token_ids))
