@@ -12,11 +12,12 @@ called directly, without the HTTP of an engine. The arms take turns in one run:
     packed copies         on CPUs, the copies of linear layers that the update arms make again, alone
     changes               an update with digests after a step that changed one element in a hundred by one unit in the
                           last place; recipe key weights.deltas
+    staged                an update with digests that arrives in a thread and is then written; recipe key weights.transaction
     update by the loader  ... whole tensors through vLLM's layerwise reload, with the digest of buckets
     vLLM's reload alone   tensor by tensor over bare gloo, through vLLM's layerwise reload; the trainer's are put
                           together before
 
-Prints one JSON line: medians, spreads, and ratios to `gloo`. Arms without digests replace both by constants.
+Prints one JSON line: medians, spreads, ratios to `gloo`, and the share of `staged` in which an engine is paused. Arms without digests replace both by constants.
 """
 
 from __future__ import annotations
@@ -45,8 +46,10 @@ ARMS = (
     "update by the loader",
     "vLLM's reload alone",
     "changes",
+    "staged",
 )
 DENSITY = 0.01
+PAUSED = "staged, paused"
 WITHOUT_DIGESTS = ("pack and wire", "update, no digests")
 
 
@@ -164,7 +167,7 @@ class Worker:
             self.bare.broadcast(self.buffer(size))
             return ""
         if arm == "pack and wire":
-            for _ in frames.receive(self.whole, self.plan, version, []):
+            for _ in frames.receive(self.whole, self.plan, version):
                 pass
             return ""
         if arm == "packed copies":
@@ -175,13 +178,24 @@ class Worker:
         self.receiver._groups = self.of_changes if arm == "changes" else self.whole
         self.receiver._holds = version - 1 if arm == "changes" and version else None
         self.model._msrl_live = (self.live[0], None) if "loader" in arm or "reload" in arm else self.live
+        if arm == "staged":
+            self.receiver.stage(version)
+            while self.receiver.staged() is None:
+                time.sleep(0.001)
+        begin = time.perf_counter()
         self.receiver.start_weight_update()
         if arm == "vLLM's reload alone":
             self.model.load_weights(self.tensors())
         else:
-            self.receiver.update_weights({"version": version})
+            self.receiver.update_weights({"version": version, "staged": arm == "staged"})
         self.receiver.finish_weight_update()
-        return live_digest(self.model) if arm in ("update", "changes") else ""
+        held = live_digest(self.model) if arm in ("update", "changes", "staged") else ""
+        self.paused = time.perf_counter() - begin
+        return held
+
+    def seconds_paused(self) -> float:
+        """Of the last update: from its start to the digest of what the model holds."""
+        return self.paused
 
     def buffer(self, size: int) -> torch.Tensor:
         """[size] uint8, allocated once."""
@@ -339,6 +353,9 @@ def measure(options: argparse.Namespace, folder: Path, rendezvous: Any) -> tuple
             sent, held = trainer.update(arm, version), child.answer()
             if version:  # the first round allocates and compiles
                 seconds[arm].append(time.perf_counter() - begin)
+                if arm == "staged":
+                    child.ask("seconds_paused")
+                    seconds.setdefault(PAUSED, []).append(child.answer())
             assert held in ("", sent), f"{arm}: sent {sent}, holds {held}"
     child.end()
     return trainer.size, trainer.of_changes.bytes / changed, seconds
@@ -359,6 +376,8 @@ def main(options: argparse.Namespace) -> None:
         "seconds": {arm: round(value, 4) for arm, value in median.items()},
         "spread": {arm: [round(min(of), 4), round(max(of), 4)] for arm, of in seconds.items()},
         "over_gloo": {arm: round(value / median["gloo"], 3) for arm, value in median.items()},
+        "staged_pause_share": round(median[PAUSED] / median["staged"], 3),
+        "paused_of_update": round(median[PAUSED] / median["update"], 3),
         "gb_s": round(size / 1e9 / median["update"], 3),
         "bytes_of_a_change": round(of_change, 3),
         "update_over_changes": round(median["update"] / median["changes"], 3),

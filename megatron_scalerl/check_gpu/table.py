@@ -264,7 +264,10 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(component="routing replay, experts as the engine chose them", checks=_of("engine", "routed experts")),
     Row(component="weight update over gloo", checks=_of("engine", "update", "probe")),
-    Row(component="weight updates of changed elements (`weights.deltas`)", checks=()),
+    Row(
+        component="weight updates of changed elements (`weights.deltas`), and staged ones (`weights.transaction`)",
+        checks=(),
+    ),
     Row(component="weight update over NCCL", checks=_of("wire", "digest", "send") + _of("parallel", "broadcast")),
     Row(
         component="PipelineRL-k end to end on the tiny recipe, eager and with CUDA graphs",

@@ -214,6 +214,15 @@ class LiveWeights:
         """Before the parts of an update: changes are from the values that the last `digest` was of."""
         self._running = True
 
+    def check(self) -> None:
+        """Before a whole update after updates of changes: RuntimeError if something else changed a value."""
+        expected, found = self._digest, self._read()
+        if found != expected:
+            raise RuntimeError(
+                f"weight update: expected the values of the updates before (digest {expected:016x}), "
+                f"found others ({found:016x}): something else changed them"
+            )
+
     def write(self, part: Values | Changes) -> None:
         """Write a rectangle of a tensor, or some of its elements."""
         parts = self._parts[part.tensor]
@@ -242,10 +251,12 @@ class LiveWeights:
         After an update of changes: what it was before, and what they changed, whose old values were read.
         """
         if not self._running:
-            each = zip(self._parts, self._dtypes)
-            parts = [part.digest(number, dtype) for number, (of, dtype) in enumerate(each) for part in of]
-            self._digest = total(parts)
+            self._digest = self._read()
         return self._digest
+
+    def _read(self) -> int:
+        each = zip(self._parts, self._dtypes)
+        return total([part.digest(number, dtype) for number, (of, dtype) in enumerate(each) for part in of])
 
 
 def _check_plain(model: Any, parameters: Mapping[str, torch.Tensor]) -> None:

@@ -39,7 +39,7 @@ from megatron_scalerl.weights.changes import Changes
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import combine
 from megatron_scalerl.weights.plan import Manifest, WeightPlan, all_of, from_json, manifest_from_json, needs_to_json
-from megatron_scalerl.weights.transport.frames import Values, assembled, receive
+from megatron_scalerl.weights.transport.frames import Told, Values, assembled, receive
 from megatron_scalerl.weights.transport.gloo import Group
 from megatron_scalerl.weights.transport.nccl import NcclGroup
 
@@ -81,6 +81,7 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         self._groups: dict[int, Group] = {}
         self._plan: WeightPlan | None = None  # of this worker's shard
         self._holds: int | None = None  # the version, if the live parameters have it from these groups
+        self._takes_changes = False
         self._copies: dict[str, list[str]] = {}
         self._staged: StagedUpdate | None = None
 
@@ -93,6 +94,7 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         worker = parallel.data_parallel_index * parallel.world_size + get_world_group().rank
         shard, rank = init_info.places[worker]
         self._plan = from_json(init_info.plans[shard])
+        self._takes_changes = connection.deltas != "off"
         for sender, _ in sorted(self._plan.pairs):
             self._groups[sender] = self.group_cls(connection, rank, sender, shard)
 
@@ -137,24 +139,26 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
             if staged is None or staged.version != version:
                 found = "none" if staged is None else f"version {staged.version}"
                 raise RuntimeError(f"weight update: expected version {version} to be staged, found {found}")
-            digests, parts = staged.digests, staged.take()
+            told, parts = staged.told, staged.take()
         else:
-            digests = []
-            parts = receive(self._groups, plan, version, digests, holds=self._holds if live else None)
-        self._holds = None
+            told = Told()
+            parts = receive(self._groups, plan, version, told, holds=self._holds if live else None)
+        known, self._holds = self._takes_changes and self._holds is not None, None
         try:
             if live is None:
                 self._load(plan, parts)
             else:
                 live.begin()
-                for part in parts:
+                for number, part in enumerate(parts):
+                    if not number and known and told.whole:
+                        live.check()
                     live.write(part)
                 live.finish()
         except BaseException:
             self.shutdown()
             raise
         self._holds = version
-        self.digest = combine(digests)
+        self.digest = combine(told.digests)
 
     def _connected(self) -> WeightPlan:
         """The plan. Raises RuntimeError without a connection."""

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_scalerl.weights.changes import bits_of
+
 CHUNK = 1 << 24
 """Elements compared at once; temporary memory is three bytes for each."""
 
@@ -49,5 +51,5 @@ class WeightChanges:
     @torch.no_grad()
     def _compare(self, held: Tensor, main: Tensor) -> None:
         for old, new in zip(held.split(CHUNK), main.split(CHUNK)):
-            self._counts[0] += (old != new.to(old.dtype)).sum()
+            self._counts[0] += (bits_of(old) != bits_of(new.to(old.dtype))).sum()
             self._counts[1] += old.numel()

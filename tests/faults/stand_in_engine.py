@@ -28,7 +28,7 @@ from megatron_scalerl.processes.logs import NAME_VARIABLE
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import combine
 from megatron_scalerl.weights.plan import all_of, from_json, manifest_from_json, needs_to_json
-from megatron_scalerl.weights.transport.frames import receive
+from megatron_scalerl.weights.transport.frames import Told, receive
 from megatron_scalerl.weights.transport.gloo import Group
 
 TOKEN_S = 0.015
@@ -154,11 +154,11 @@ class StandInEngine:
         return web.json_response({})
 
     async def update(self, request):
-        version, digests = (await request.json())["update_info"]["version"], []
+        version, told = (await request.json())["update_info"]["version"], Told()
         self.digest = ""
 
         def take():
-            for _ in receive(self.groups, self.plan, version, digests):
+            for _ in receive(self.groups, self.plan, version, told):
                 pass
 
         try:
@@ -168,7 +168,7 @@ class StandInEngine:
             for group in self.groups.values():
                 group.close()
             raise
-        self.digest = combine(digests)
+        self.digest = combine(told.digests)
         print(f"version {version} digest {self.digest}", flush=True)
         return web.json_response({})
 

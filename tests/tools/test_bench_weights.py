@@ -30,7 +30,10 @@ def test_every_arm_is_measured():
         "update by the loader",
         "vLLM's reload alone",
         "changes",
+        "staged",
+        "staged, paused",
     ]
+    assert 0 < line["staged_pause_share"] < 1
     assert 3 < line["bytes_of_a_change"] < 3.5
     assert line["mib"] == pytest.approx(
         2 * (2 * 512 * 256 + 256 * (2 * 256 + 2 * 64) + 3 * 4 * 256 * 256) / 2**20, 0.05

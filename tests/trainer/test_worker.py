@@ -25,7 +25,7 @@ from megatron_scalerl.trainer.worker import EXIT_ORPHAN
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import combine
 from megatron_scalerl.weights.plan import all_of
-from megatron_scalerl.weights.transport.frames import assembled, receive
+from megatron_scalerl.weights.transport.frames import Told, assembled, receive
 from megatron_scalerl.weights.transport.gloo import Group
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -97,7 +97,7 @@ async def receive_weights(client, version):
         connect_timeout_s=30.0,
         timeout_s=60,
     )
-    plan, digests = await client.plan_weights((all_of(await client.manifest()),)), []
+    plan, told = await client.plan_weights((all_of(await client.manifest()),)), Told()
 
     def join():
         return {sender: Group(connection, 1, sender) for sender in range(plan.senders)}
@@ -105,10 +105,10 @@ async def receive_weights(client, version):
     _, groups = await asyncio.gather(client.connect_weights(connection), asyncio.to_thread(join))
 
     def collect():
-        return {name: tensor.clone() for name, tensor in assembled(receive(groups, plan, version, digests), plan)}
+        return {name: tensor.clone() for name, tensor in assembled(receive(groups, plan, version, told), plan)}
 
     report, tensors = await asyncio.gather(client.send_weights(version), asyncio.to_thread(collect))
-    assert report.digests == (combine(digests),) and report.bytes > 0
+    assert report.digests == (combine(told.digests),) and report.bytes > 0
     return tensors, groups
 
 

@@ -9,7 +9,7 @@ from test_transport import joined, manifest, plan_of, reader, spec, tensors  # n
 
 from megatron_scalerl.weights.changes import Changes, bits_of
 from megatron_scalerl.weights.plan import Part, WeightPlan, buckets
-from megatron_scalerl.weights.transport.frames import receive
+from megatron_scalerl.weights.transport.frames import Told, receive
 from megatron_scalerl.weights.value_digest import total, value_digest
 
 
@@ -21,9 +21,9 @@ class Held:
         self.version, self.kinds = None, []
 
     def take(self, groups, plan, version):
-        digests, self.kinds = [], []
+        told, self.kinds = Told(), []
         try:
-            for part in receive(groups, plan, version, digests, holds=self.version):
+            for part in receive(groups, plan, version, told, holds=self.version):
                 self.kinds.append(type(part).__name__)
                 tensor = self.weights[plan.parameters[part.tensor].name]
                 cut = tensor[tuple(slice(a, b) for a, b in part.ranges)]
@@ -38,7 +38,7 @@ class Held:
                 group.close()
             raise
         self.version = version
-        return digests
+        return told.digests
 
 
 def update(senders, receivers, held, weights, version, plan=None):

@@ -17,7 +17,7 @@ from megatron_scalerl.distributed.rendezvous import address_of, listen_on, priva
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.plan import Part, WeightPlan, buckets, manifest_of, whole
 from megatron_scalerl.weights.transport import make_sender, resolve_transport
-from megatron_scalerl.weights.transport.frames import assembled, receive
+from megatron_scalerl.weights.transport.frames import Told, assembled, receive
 from megatron_scalerl.weights.transport.gloo import Group
 from megatron_scalerl.weights.transport.nccl import NcclGroup
 
@@ -96,14 +96,14 @@ def transfer(senders, receivers, weights, *, plan=None, sent_version=1, version=
         senders[0]._ship = faulty
 
     def take(groups):
-        digests = []
+        told = Told()
         try:
-            got = dict(assembled(receive(groups, expected or plan, version, digests), expected or plan))
+            got = dict(assembled(receive(groups, expected or plan, version, told), expected or plan))
         except RuntimeError:
             for group in groups.values():
                 group.close()
             raise
-        return got, digests
+        return got, told.digests
 
     with ThreadPoolExecutor(len(receivers) + len(senders)) as pool:
         sent = [pool.submit(sender.send, plan, reader(weights, plan), sent_version) for sender in senders]
@@ -161,8 +161,8 @@ def test_two_shards_get_their_own_halves_and_share_what_both_need(spec):
 
     def work(shard, rank):
         groups = {sender: Group(connection, rank, sender, shard) for sender in (0, 1)}
-        digests, own = [], plan.of_shard(shard)
-        return dict(assembled(receive(groups, own, 1, digests), own)), digests
+        told, own = Told(), plan.of_shard(shard)
+        return dict(assembled(receive(groups, own, 1, told), own)), told.digests
 
     def send(number):
         return make_sender(connection, number, (0, 1)).send(plan, reader(weights, plan), 1)
@@ -227,7 +227,7 @@ def test_a_bucket_that_is_not_the_next_one_is_noticed_before_it_is_used(spec, fa
 
     def take():
         try:
-            for part in receive(groups, plan, 2, []):
+            for part in receive(groups, plan, 2):
                 taken.append(part)
         finally:
             groups[0].close()
@@ -252,7 +252,7 @@ def test_weights_that_differ_from_the_plan_fail_the_update_on_both_sides(spec, f
     promised = plan_of({"a": torch.zeros(3, 5)})
     with ThreadPoolExecutor(2) as pool:
         send = pool.submit(sender.send, promised, lambda part: found, 1)
-        take = pool.submit(lambda: list(receive(groups, promised, 1, [])))
+        take = pool.submit(lambda: list(receive(groups, promised, 1)))
         with pytest.raises(ValueError, match=r"weights: a: expected a part of \('float32', \(3, 5\)\), found"):
             send.result()
         with pytest.raises(RuntimeError):

@@ -1,6 +1,6 @@
 "use strict";
 // Which charts the page has, from the columns of the run.
-const PHASES = [["pause", "a"], ["start", "b"], ["update", "c"], ["finish", "d"], ["verify", "e"], ["resume", "f"], ["needs", "g"], ["connect", "h"]];
+const PHASES = [["pause", "a"], ["start", "b"], ["update", "c"], ["finish", "d"], ["verify", "e"], ["resume", "f"], ["needs", "g"], ["connect", "h"], ["stage", "i"]];
 const RUN = { data: DATA, axis: "compute", learning: null, charts: [] };
 
 function column(name) { return RUN.data.steps[name]; }

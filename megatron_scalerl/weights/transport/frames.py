@@ -17,7 +17,7 @@ next one arrives. To find changes, a sender keeps the buckets as the receivers h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -44,6 +44,16 @@ class Values:
     ranges: Ranges
     values: torch.Tensor
     """Of the rectangle's shape."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Told:
+    """What a receiver learns of an update."""
+
+    whole: bool = False
+    """Whether it has all values; known before its first part."""
+    digests: list[int] = field(default_factory=list)
+    """Of each bucket so far, 0 for one without changes."""
 
 
 class Sender:
@@ -185,13 +195,18 @@ def _place(packed: torch.Tensor, slot: Slot, dtype: torch.dtype) -> torch.Tensor
 
 
 def receive(
-    groups: Mapping[int, Group], plan: WeightPlan, version: int, digests: list[int], *, holds: int | None = None
+    groups: Mapping[int, Group],
+    plan: WeightPlan,
+    version: int,
+    told: Told | None = None,
+    *,
+    holds: int | None = None,
 ) -> Iterator[Values | Changes]:
     """The parts of one update, each after its bucket was checked.
 
-    groups: sender -> group. plan: of the receiver's shard alone. digests: filled with the digest of each bucket, 0
-    for one without changes. holds: the version that the receiver has, None if it takes whole updates only. The values
-    stay valid: each bucket has memory of its own. Raises RuntimeError if a sender is out of sync or the bytes are not
+    groups: sender -> group. plan: of the receiver's shard alone. told: what is filled in. holds: the version
+    that the receiver has, None if it takes whole updates only. The values stay valid: each bucket has memory of its
+    own. Raises RuntimeError if a sender is out of sync or the bytes are not
     those that it packed.
     """
     any_group = next(iter(groups.values()))
@@ -201,7 +216,8 @@ def receive(
         count = sum(bucket.sender == sender for bucket in order)
         whole[sender] = _check_header(group, header(plan, 0, version, count, WHOLE), holds)
     places = _places(bucket.sender for bucket in order)
-    ahead = all(whole.values())
+    told = Told() if told is None else told
+    told.whole = ahead = all(whole.values())
 
     def arrive(bucket: Bucket) -> Callable[[], tuple[torch.Tensor | None, bool]]:
         return _arrive(groups[bucket.sender], bucket, whole[bucket.sender])
@@ -215,14 +231,14 @@ def receive(
         if not ahead:  # its size follows on the bytes of this one
             arriving += [arrive(each) for each in after]
         if packed is None:
-            digests.append(0)
+            told.digests.append(0)
             continue
-        told, found = read_digest(packed), _digest(packed, version, places[number])
-        if told != found:
+        expected, found = read_digest(packed), _digest(packed, version, places[number])
+        if expected != found:
             raise RuntimeError(
-                f"weight update: bucket {number} of {len(order)}: expected digest {told:016x}, found {found:016x}"
+                f"weight update: bucket {number} of {len(order)}: expected digest {expected:016x}, found {found:016x}"
             )
-        digests.append(found)
+        told.digests.append(found)
         yield from _parts_of(plan, bucket, packed[:-8], whole=is_whole)
 
 
