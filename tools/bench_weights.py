@@ -12,12 +12,14 @@ called directly, without the HTTP of an engine. The arms take turns in one run:
     packed copies         on CPUs, the copies of linear layers that the update arms make again, alone
     changes               an update with digests after a step that changed one element in a hundred by one unit in the
                           last place; recipe key weights.deltas
-    staged                an update with digests that arrives in a thread and is then written; recipe key weights.transaction
+    staged                an update with digests that arrives in a thread, and is then written; recipe key
+                          weights.transaction
     update by the loader  ... whole tensors through vLLM's layerwise reload, with the digest of buckets
     vLLM's reload alone   tensor by tensor over bare gloo, through vLLM's layerwise reload; the trainer's are put
                           together before
 
-Prints one JSON line: medians, spreads, ratios to `gloo`, and the share of `staged` in which an engine is paused. Arms without digests replace both by constants.
+Prints one JSON line: medians, spreads, ratios to `gloo`, and the share of `staged` in which an engine is paused. Arms
+without digests replace both by constants.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ next one arrives. To find changes, a sender keeps the buckets as the receivers h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -46,14 +46,14 @@ class Values:
     """Of the rectangle's shape."""
 
 
-@dataclass(kw_only=True, slots=True)
 class Told:
     """What a receiver learns of an update."""
 
-    whole: bool = False
-    """Whether it has all values; known before its first part."""
-    digests: list[int] = field(default_factory=list)
-    """Of each bucket so far, 0 for one without changes."""
+    def __init__(self) -> None:
+        self.whole = False
+        """Whether it has all values; known before its first part."""
+        self.digests: list[int] = []
+        """Of each bucket so far, 0 for one without changes."""
 
 
 class Sender:
