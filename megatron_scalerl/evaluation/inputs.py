@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,14 @@ from megatron_scalerl.recipe.tasks import tasks_of
 from megatron_scalerl.rollouts.plans import forced_ids
 from megatron_scalerl.rollouts.policy_tokenizer import policy_tokenizer
 from megatron_scalerl.types import Prompt
+
+_LIMITS = ("cpu_s", "timeout_s", "memory_mb", "file_mb")
+"""Keys of rewards with which an answer that is stopped counts as wrong."""
+_CAPACITY = re.compile(
+    "max_.*|.*memory.*|.*_parallel_size|.*parallel_backend|swap_space|block_size|async_scheduling|"
+    "enforce_eager|compilation_config|disable_log_.*|enable_log_.*|middleware"
+)
+"""Options of vLLM with which an interrupted evaluation goes on: a machine may have less memory or fewer devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,12 +139,15 @@ def _prompt(problem: Problem, token_ids: tuple[int, ...]) -> Prompt:
         text=problem.text,
         answer=problem.answer,
         token_ids=token_ids,
-        extra=dict(problem.labels),
+        extra=problem.extra,
     )
 
 
 def settings(recipe: Recipe, *, k: int, budgets: Sequence[int | None]) -> dict[str, Any]:
-    """What of a recipe decides the completions and scores of an evaluation, as JSON data."""
+    """What of a recipe decides the completions and scores of an evaluation, as JSON data.
+
+    Of vLLM's options all but those of its capacity and of its processes, which decide how fast it is.
+    """
     prompts = recipe.prompts.model_dump(mode="json")
     rendering = ("prompt_template", "chat_template", "add_bos", "think_start", "think_end")
     return {
@@ -145,6 +157,8 @@ def settings(recipe: Recipe, *, k: int, budgets: Sequence[int | None]) -> dict[s
         "logits": recipe.policy.logits,
         "temperature": recipe.rollouts.temperature,
         "verifier": recipe.rewards.verifier,
+        "verifier_limits": {name: getattr(recipe.rewards, name) for name in _LIMITS},
+        "vllm": {name: value for name, value in sorted(recipe.engine.vllm.items()) if not _CAPACITY.fullmatch(name)},
         "interruption": recipe.interruption.model_dump(mode="json"),
         **{key: prompts[key] for key in rendering},
     }

@@ -13,14 +13,15 @@ problem, answer); those of MATH-500 are HuggingFaceH4/MATH-500's. Without a sche
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.prompts.sources import Row, read_rows, refuse_surrogates
+import msgspec
+
+from megatron_scalerl.prompts.sources import Row, other_columns, read_rows, refuse_surrogates
 
 AIME, MATH500 = "aime", "math500"
 _COLUMNS = re.compile(r"(?P<problem>[^,:/]+),(?P<answer>[^,:/]+)")
@@ -48,6 +49,8 @@ class Problem:
     """The reference answer that the verifier compares with."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """MATH-500: subject and level."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """The other columns, for a custom verifier, as in training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,9 +69,11 @@ class ProblemFile:
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hexadecimal) of all problems and answers in their order."""
-        parts = [[problem.text, problem.answer] for problem in self.problems]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        """SHA-256 (hexadecimal) of all problems and answers in their order; of PROBLEM,ANSWER of other columns, too,
+        which a custom verifier may read."""
+        known = self.schema in (AIME, MATH500)
+        parts = [[problem.text, problem.answer, None if known else problem.extra] for problem in self.problems]
+        return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
 
 def split_schema(text: str) -> tuple[str, str | None]:
@@ -143,6 +148,7 @@ def _problem(row: Row, schema: str, number: int) -> Problem:
         text=_text(row, problem),
         answer=_aime_answer(row, answer) if schema == AIME else _text(row, answer),
         labels=labels,
+        extra=other_columns(row, (problem, answer)),
     )
 
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from megatron_scalerl.prompts.rendering import PromptRenderer
-from megatron_scalerl.prompts.sources import Row, listing, read_rows, refuse_surrogates
+from megatron_scalerl.prompts.sources import Row, listing, other_columns, read_rows, refuse_surrogates
 from megatron_scalerl.recipe.tasks import Task
 from megatron_scalerl.types import Prompt
 
@@ -213,8 +211,7 @@ class _Loader:
             if len(token_ids) > limit:
                 self._too_long.append(f"{row.where}: {len(token_ids)} tokens, at most {limit} allowed")
                 continue
-            extra = {name: value for name, value in row.values.items() if name not in columns}
-            _check_extra(row, extra)
+            extra = other_columns(row, columns)
             try:
                 self._check_answer(self.task, answer)
             except ValueError as error:
@@ -230,15 +227,6 @@ class _Loader:
                 )
             )
         return kept
-
-
-def _check_extra(row: Row, extra: Mapping[str, Any]) -> None:
-    """Other columns go into the journal: a value that JSON cannot represent is refused before the run starts."""
-    for name, value in extra.items():
-        try:
-            msgspec.json.encode({name: value})
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise ValueError(f"{row.where}: expected JSON data in {name!r}, found {error}") from None
 
 
 def _as_text(row: Row, column: str) -> str:

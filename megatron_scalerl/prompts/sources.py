@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow
 import pyarrow.parquet
 
@@ -152,6 +153,20 @@ def refuse_surrogates(where: str, column: str, text: str) -> None:
     """Raise ValueError for half of a surrogate pair, which JSON allows and no tokenizer can encode."""
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
         raise ValueError(f"{where}: expected a text in column {column!r}, found half of a surrogate pair")
+
+
+def other_columns(row: Row, columns: Sequence[str]) -> dict[str, Any]:
+    """The columns that a custom verifier gets beside `columns`.
+
+    They go into journals: raises ValueError for a value that JSON cannot represent.
+    """
+    found = {name: value for name, value in row.values.items() if name not in columns}
+    for name, value in found.items():
+        try:
+            msgspec.json.encode({name: value})
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise ValueError(f"{row.where}: expected JSON data in {name!r}, found {error}") from None
+    return found
 
 
 def listing(rows: Sequence[str]) -> list[str]:

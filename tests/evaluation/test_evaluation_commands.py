@@ -85,6 +85,15 @@ def test_a_mixture_is_evaluated_with_the_template_and_the_verifier_of_one_task(t
     ]
 
 
+def test_an_interrupted_evaluation_goes_on_with_less_memory_and_not_with_other_numbers(tmp_path):
+    def of(*more):
+        return settings(load_recipe_for("new", None, more, prompts="eval.jsonl"), k=1, budgets=(None,))
+
+    assert of() == of("engine.vllm.max_num_seqs=4", "engine.vllm.gpu_memory_utilization=0.5", "engine.count=2")
+    for other in ("engine.vllm.kv_cache_dtype=fp8", "rewards.timeout_s=99", "engine.vllm.quantization=fp8"):
+        assert of() != of(other), other
+
+
 @pytest.mark.parametrize("text", ["", "a", "0", "8,4", "8,8", "8,-4", "1.5"])
 def test_budgets_are_ascending_numbers_of_tokens(text):
     with pytest.raises(ValueError, match="--budgets: expected"):

@@ -30,6 +30,7 @@ def test_math_500_keeps_subject_and_level(tmp_path):
     found = read_problems(path)
     assert found.schema == "math500" and found.name == "math500" and found == read_problems(path, "math500")
     assert found.problems[0].problem_id == "test/precalculus/1.json"
+    assert found.problems[1].extra["level"] == 1 and "problem" not in found.problems[1].extra
     assert found.problems[1].labels == {"subject": "Counting & Probability", "level": "1"}
     assert found.problems[0].answer == MATH_500[0]["answer"]
 
@@ -49,6 +50,10 @@ def test_the_digest_is_of_problems_and_answers(tmp_path):
     same = read_problems(written(tmp_path, "b.jsonl", [row | {"Solution": "-"} for row in AIME_2024]))
     other = read_problems(written(tmp_path, "c.jsonl", [AIME_2024[0] | {"Answer": 34}, AIME_2024[1]]))
     assert first.digest == same.digest != other.digest
+    rows = [{"prompt": "1+1", "answer": "2", "least": 0}, {"prompt": "1+1", "answer": "2", "least": 1}]
+    with_columns = [read_problems(written(tmp_path, f"{n}.jsonl", [row])) for n, row in enumerate(rows)]
+    assert with_columns[0].digest != with_columns[1].digest, "a custom verifier may read them"
+    assert with_columns[1].problems[0].extra == {"least": 1}
 
 
 def test_the_schema_follows_the_last_colon(tmp_path):
