@@ -156,7 +156,7 @@ def open_store(rendezvous: Rendezvous, name: str, *, timeout: timedelta) -> dist
     import torch.distributed as dist
 
     if isinstance(rendezvous, FolderRendezvous):
-        _check_private(rendezvous.folder)
+        check_private(rendezvous.folder)
         store: dist.Store = dist.FileStore(str(Path(rendezvous.folder) / name))
         store.set_timeout(timeout)
         return store
@@ -209,7 +209,8 @@ def own_address(host: str) -> str:
     return found
 
 
-def _check_private(folder: str) -> None:
+def check_private(folder: str) -> None:
+    """Raise RuntimeError for a folder that another user owns or can access."""
     found = os.lstat(folder)
     mode = stat.S_IMODE(found.st_mode)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or mode & 0o077:

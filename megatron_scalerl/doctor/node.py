@@ -94,7 +94,7 @@ def gpus_needed(recipe: Recipe | None, given: int | None, *, gpu_environment: bo
     if given is not None or recipe is None:
         return given
     transport = recipe.weights.transport
-    if transport == "gloo" or (transport == "auto" and not gpu_environment):
+    if transport in ("gloo", "shm") or (transport == "auto" and not gpu_environment):
         return 0
     return recipe.trainer.world_size + recipe.engine.count * recipe.engine.devices_per_engine
 

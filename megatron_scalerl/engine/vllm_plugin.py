@@ -25,7 +25,7 @@ from megatron_scalerl.engine.interruption import Forcing, Plan
 from megatron_scalerl.processes.logs import NAME_VARIABLE, log_to_stderr
 from megatron_scalerl.processes.parent_death import die_with_parent
 
-BACKENDS = {"msrl_gloo": "GlooReceiver", "msrl_nccl": "NcclReceiver"}
+BACKENDS = {"msrl_gloo": "GlooReceiver", "msrl_nccl": "NcclReceiver", "msrl_shm": "ShmReceiver"}
 """Names of our weight-transfer backends and their classes in `engine.weight_receiver`."""
 
 

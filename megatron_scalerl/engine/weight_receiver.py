@@ -42,6 +42,7 @@ from megatron_scalerl.weights.plan import Manifest, WeightPlan, all_of, from_jso
 from megatron_scalerl.weights.transport.frames import Told, Values, assembled, receive
 from megatron_scalerl.weights.transport.gloo import Group
 from megatron_scalerl.weights.transport.nccl import NcclGroup
+from megatron_scalerl.weights.transport.shm import ShmGroup
 
 logger = logging.getLogger(__name__)
 
@@ -291,6 +292,12 @@ def _live(model: Any, manifest: Manifest) -> LiveWeights | None:
             live = None
         known = model._msrl_live = (manifest, live)
     return known[1]
+
+
+class ShmReceiver(GlooReceiver):
+    """One worker's receiver in shared memory."""
+
+    group_cls = ShmGroup
 
 
 class NcclReceiver(GlooReceiver):

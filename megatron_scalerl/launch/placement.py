@@ -46,7 +46,10 @@ class Placement:
     def of(cls, recipe: Recipe, hosts: Hosts) -> Placement:
         """The places on these hosts. Raises ValueError if they have too few devices, or an engine needs more than
         one of them has."""
-        gpus = resolve_transport(recipe.weights.transport) == "nccl"
+        transport = resolve_transport(recipe.weights.transport)
+        if transport == "shm" and len(hosts.hosts) > 1:
+            raise ValueError(f"weights.transport: shm: expected one host, found {len(hosts.hosts)}")
+        gpus = transport == "nccl"
         slots = hosts.slots or (len(visible_gpus()) if gpus else _needed(recipe))
         if gpus and any(host.here for host in hosts.hosts) and slots > (visible := len(visible_gpus())):
             raise ValueError(f"--slots: expected at most {visible}, the GPUs visible on this host, found {slots}")

@@ -78,7 +78,7 @@ def devices_of(recipe: Recipe) -> int:
 
 def default_gpus(recipe: Recipe, partition: Partition) -> bool:
     """Whether a run takes GPUs, if nothing else is said."""
-    return bool(partition.gpus) and recipe.weights.transport != "gloo"
+    return bool(partition.gpus) and recipe.weights.transport not in ("gloo", "shm")
 
 
 def check_plan(

@@ -13,7 +13,7 @@ class Connection:
     """The broadcast groups for weights. Produced by `WeightSync.connect`; `msgspec.to_builtins` makes JSON of it."""
 
     backend: str
-    """gloo or nccl."""
+    """gloo, nccl or shm."""
     rendezvous: Rendezvous
     """Where the members find the group's store."""
     group: str

@@ -20,17 +20,20 @@ from megatron_scalerl.weights.transport import make_sender, resolve_transport
 from megatron_scalerl.weights.transport.frames import Told, assembled, receive
 from megatron_scalerl.weights.transport.gloo import Group
 from megatron_scalerl.weights.transport.nccl import NcclGroup
+from megatron_scalerl.weights.transport.shm import ShmGroup
+
+KINDS = {"gloo": Group, "shm": ShmGroup}
 
 
-@pytest.fixture
-def spec(monkeypatch):
+@pytest.fixture(params=list(KINDS))
+def spec(monkeypatch, request):
     """Makes connections with a rendezvous in a private folder of the test."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")  # the group chooses for itself
     with private_folder() as rendezvous:
 
         def make(world_size=2, **changes):
             base = Connection(
-                backend="gloo",
+                backend=request.param,
                 rendezvous=rendezvous,
                 group=uuid.uuid4().hex,
                 world_sizes=(world_size,),
@@ -75,7 +78,7 @@ def joined(connection, receivers=1, senders=1):
     """(senders, the groups of each receiver)"""
 
     def join(rank):
-        return {sender: Group(connection, rank, sender) for sender in range(senders)}
+        return {sender: KINDS[connection.backend](connection, rank, sender) for sender in range(senders)}
 
     with ThreadPoolExecutor(receivers + senders) as pool:
         ends = [pool.submit(make_sender, connection, number) for number in range(senders)]
@@ -116,6 +119,8 @@ def transfer(senders, receivers, weights, *, plan=None, sent_version=1, version=
 def test_two_receivers_get_two_updates_bit_for_bit(spec, where):
     connection = spec(world_size=3)
     if where == "at a store":
+        if connection.backend == "shm":
+            pytest.skip("shared memory is of one host")
         listening = listen_on("127.0.0.1")
         connection = replace(connection, rendezvous=address_of(listening))
         store = serve_store(listening)
@@ -160,7 +165,7 @@ def test_two_shards_get_their_own_halves_and_share_what_both_need(spec):
     connection = spec(world_sizes=(2, 3))  # one worker of the first shard, two of the second
 
     def work(shard, rank):
-        groups = {sender: Group(connection, rank, sender, shard) for sender in (0, 1)}
+        groups = {sender: KINDS[connection.backend](connection, rank, sender, shard) for sender in (0, 1)}
         told, own = Told(), plan.of_shard(shard)
         return dict(assembled(receive(groups, own, 1, told), own)), told.digests
 
@@ -271,12 +276,14 @@ def test_groups_of_one_folder_do_not_mix(spec):
     connection = spec(connect_timeout_s=1)
     with ThreadPoolExecutor(2) as pool:
         stale = replace(connection, group="weights-of-an-earlier-connection")
-        ends = pool.submit(make_sender, connection), pool.submit(Group, stale, 1)
+        ends = pool.submit(make_sender, connection), pool.submit(KINDS[connection.backend], stale, 1)
         assert all(isinstance(end.exception(), RuntimeError) for end in ends)
 
 
 def test_invalid_connections_are_refused(spec):
-    with pytest.raises(ValueError, match=r"weights\.transport: expected one of \['gloo', 'nccl'\], found 'smoke'"):
+    with pytest.raises(
+        ValueError, match=r"weights\.transport: expected one of \['gloo', 'nccl', 'shm'\], found 'smoke'"
+    ):
         make_sender(spec(backend="smoke"))
     plain = msgspec.to_builtins(spec())
     assert msgspec.convert(plain, Connection).world_sizes == (2,)
@@ -290,8 +297,10 @@ RECEIVER = """
 import sys, msgspec, torch
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.transport.gloo import Group
+from megatron_scalerl.weights.transport.shm import ShmGroup
 
-group = Group(msgspec.json.decode(sys.argv[1], type=Connection), 1, 0)
+connection = msgspec.json.decode(sys.argv[1], type=Connection)
+group = {"gloo": Group, "shm": ShmGroup}[connection.backend](connection, 1, 0)
 head = torch.zeros(5, dtype=torch.int64)
 group.broadcast(head)
 print("header", flush=True)

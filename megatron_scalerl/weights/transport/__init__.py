@@ -1,8 +1,8 @@
 """Weight transfer from the trainer to the engines, the trainer's side: torch only, never vLLM.
 
-A sender is created once from a Connection and then sends every update. gloo serves CPUs, NCCL serves GPUs; with both,
-each sending rank of the trainer has a broadcast group for each shard of the weights as its rank 0, followed by the
-workers of all engines that need this shard.
+A sender is created once from a Connection and then sends every update. gloo serves CPUs, shared memory CPUs of one
+host, NCCL serves GPUs; with any of them, each sending rank of the trainer has a broadcast group for each shard of
+the weights as its rank 0, followed by the workers of all engines that need this shard.
 
 Who can join: the engines get the rendezvous over their HTTP interface, which requires the run's secret, and on one
 host only this user can enter the rendezvous folder (`rendezvous`). The members do not authenticate each other. A
@@ -27,9 +27,9 @@ def make_sender(connection: Connection, number: int = 0, shards: Iterable[int] =
 
     Raises ValueError for an unknown backend, RuntimeError if the engines do not join in time.
     """
-    from megatron_scalerl.weights.transport import frames, gloo, nccl
+    from megatron_scalerl.weights.transport import frames, gloo, nccl, shm
 
-    groups: dict[str, type[gloo.Group]] = {"gloo": gloo.Group, "nccl": nccl.NcclGroup}
+    groups: dict[str, type[gloo.Group]] = {"gloo": gloo.Group, "nccl": nccl.NcclGroup, "shm": shm.ShmGroup}
     if connection.backend not in groups:
         raise ValueError(f"weights.transport: expected one of {sorted(groups)}, found {connection.backend!r}")
     kind = groups[connection.backend]
@@ -44,5 +44,5 @@ def make_sender(connection: Connection, number: int = 0, shards: Iterable[int] =
 
 
 def resolve_transport(name: str) -> str:
-    """gloo or nccl for the recipe's weights.transport; `auto` is the backend of the trainer's collectives."""
+    """gloo, nccl or shm for the recipe's weights.transport; `auto` is the backend of the trainer's collectives."""
     return device.backend() if name == "auto" else name
