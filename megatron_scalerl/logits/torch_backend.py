@@ -99,13 +99,13 @@ class TorchBackend:
             return stats
         tokens, columns = blocks(p)
         buffer = p.hidden.new_empty(tokens * columns, dtype=p.accumulator)
-        hidden = _Hidden(p, tokens)
+        hiddens, heads = _Operands(p, p.hidden, tokens), _Operands(p, p.weight, columns)
         for cols in slices(p.count, columns):
-            head = _operand(p, p.weight[cols])
+            head = heads.block(cols)
             for rows in slices(p.tokens, tokens):
                 part = p.of_tokens(rows)
                 z = block_of(buffer, part.tokens, head.shape[0])
-                _logits(part, hidden.operand(rows), head, z)
+                _logits(part, hiddens.block(rows), head, z)
                 found = _row_statistics(part, cols, z)
                 stats[:, rows] = merged(torch.stack([stats[:, rows], found]))
         return stats
@@ -119,17 +119,17 @@ class TorchBackend:
             return
         tokens, columns = blocks(p)
         buffer = p.hidden.new_empty(tokens * columns, dtype=p.accumulator)
-        hidden = _Hidden(p, tokens)
+        hiddens, heads = _Operands(p, p.hidden, tokens), _Operands(p, p.weight, columns)
         sum_of_block = None if grad_weight is None else _narrow_sum(p, grad_weight, columns)
         for cols in slices(p.count, columns):
-            head = _operand(p, p.weight[cols])
+            head = heads.block(cols)
             sink = _Sink(None if grad_weight is None else grad_weight[cols], sum_of_block)
             for rows in slices(p.tokens, tokens):
-                part, here, operand = p.of_tokens(rows), given.of_tokens(rows), hidden.operand(rows)
+                part, here, hidden = p.of_tokens(rows), given.of_tokens(rows), hiddens.block(rows)
                 dz = block_of(buffer, part.tokens, head.shape[0])
-                _logits(part, operand, head, dz)
+                _logits(part, hidden, head, dz)
                 _to_gradient(part, cols, dz, here, here.lse)
-                _add_gradients(part, dz, operand, head, grad_hidden[rows], sink)
+                _add_gradients(part, dz, hidden, head, grad_hidden[rows], sink)
             sink.close()
 
     def chunk_tokens(self, projection: Projection) -> int:
@@ -148,9 +148,10 @@ class TorchBackend:
         p = projection
         if not p.tokens or not p.count:
             return no_columns(p.tokens, p.hidden, p.accumulator)
-        hidden = _operand(p, p.hidden)
-        for cols in slices(p.count, _head_columns(p)):
-            _logits(p, hidden, _operand(p, p.weight[cols]), logits[:, cols])
+        columns = _head_columns(p)
+        hidden, heads = _operand(p, p.hidden), _Operands(p, p.weight, columns)
+        for cols in slices(p.count, columns):
+            _logits(p, hidden, heads.block(cols), logits[:, cols])
         return _row_statistics(p, slice(0, p.count), logits)
 
     def chunk_gradients(
@@ -167,24 +168,33 @@ class TorchBackend:
         if not p.tokens or not p.count:
             return
         _to_gradient(p, slice(0, p.count), logits, given, given.lse - stats[0])
-        hidden, columns = _operand(p, p.hidden), _head_columns(p)
+        columns = _head_columns(p)
+        hidden, heads = _operand(p, p.hidden), _Operands(p, p.weight, columns)
         sum_of_block = None if grad_weight is None else _narrow_sum(p, grad_weight, columns)
         for cols in slices(p.count, columns):
             sink = _Sink(None if grad_weight is None else grad_weight[cols], sum_of_block)
-            _add_gradients(p, logits[:, cols], hidden, _operand(p, p.weight[cols]), grad_hidden, sink)
+            _add_gradients(p, logits[:, cols], hidden, heads.block(cols), grad_hidden, sink)
             sink.close()
 
 
-class _Hidden:
-    """The hidden states as operands, cast once if a block has all tokens."""
+class _Operands:
+    """Blocks of hidden states or of the head, where GEMMs need it cast in one buffer: one block at a time."""
 
-    def __init__(self, p: Projection, tokens: int):
-        self._p = p
-        self._whole = _operand(p, p.hidden) if tokens >= p.tokens else None
+    def __init__(self, p: Projection, values: Tensor, size: int):
+        self._values = values
+        self._buffer = values.new_empty((size, values.shape[1]), dtype=p.accumulator) if _casts(p) else None
+        self._cast: slice | None = None
 
-    def operand(self, rows: slice) -> Tensor:
-        """Those of a block."""
-        return _operand(self._p, self._p.hidden[rows]) if self._whole is None else self._whole
+    def block(self, rows: slice) -> Tensor:
+        """The operand until the next call."""
+        values = self._values[rows]
+        if self._buffer is None:
+            return values
+        operand = self._buffer[: values.shape[0]]
+        if rows != self._cast:
+            operand.copy_(values)
+            self._cast = rows
+        return operand
 
 
 def _narrow_sum(p: Projection, grad: Tensor, columns: int) -> Tensor | None:
@@ -256,16 +266,22 @@ def _tiles(z: Tensor) -> Iterator[slice]:
     return slices(z.shape[0], max(1, TILE // z.shape[1]))
 
 
+def _scratch(z: Tensor) -> Tensor:
+    """One for all tiles: an allocation for each may cost a page fault per 4 KiB."""
+    return z.new_empty((min(z.shape[0], max(1, TILE // z.shape[1])), z.shape[1]))
+
+
 def _row_statistics(p: Projection, cols: slice, z: Tensor) -> Tensor:
     """[4, T] statistics of a block; leaves z - m in it."""
     out = no_columns(p.tokens, z, p.accumulator)
     owned, column = p.owned(cols)
     out[3] = torch.where(owned, z.gather(1, column)[:, 0], out[3])
+    scratch = _scratch(z)
     for tile in _tiles(z):
         zt = z[tile]
         m, largest = zt.max(dim=1)
         zt -= m[:, None]
-        e = zt.exp().scatter_(1, largest[:, None], 0.0)
+        e = torch.exp(zt, out=scratch[: zt.shape[0]]).scatter_(1, largest[:, None], 0.0)
         out[0, tile], out[1, tile] = m, e.sum(dim=1)
         if p.entropy:
             out[2, tile] = torch.linalg.vecdot(e, zt)
@@ -277,12 +293,13 @@ def _to_gradient(p: Projection, cols: slice, z: Tensor, given: TokenGradients, l
     g = given.grad_logprob * p.scale
     g_entropy = None if given.grad_entropy is None else given.grad_entropy * p.scale
     owned, column = p.owned(cols)
+    scratch = None if g_entropy is None else _scratch(z)
     for tile in _tiles(z):
         log_p = z[tile].sub_(log_total[tile, None])
-        if g_entropy is None:
+        if g_entropy is None or scratch is None:
             log_p.exp_().mul_(-g[tile, None])
             continue
-        p_tile = log_p.exp()
+        p_tile = torch.exp(log_p, out=scratch[: log_p.shape[0]])
         log_p.add_(given.entropy[tile, None]).mul_(g_entropy[tile, None]).add_(g[tile, None]).mul_(p_tile).neg_()
     # 1 - p of the target, without cancellation.
     dz = -torch.expm1(given.logprob) * g
