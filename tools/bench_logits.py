@@ -11,8 +11,12 @@ affects only its own line.
 
 forward, total      seconds of the forward pass and of forward plus backward (a loss inside the chunk computes its
                     gradients in the forward pass)
-gemm_share          of the rate of a large bf16 GEMM in the same process, for the GEMMs that this contender computes;
-                    its operands are drawn as hidden and head are, since constant ones multiply faster on a GPU
+gemm_share          of the rate of bare GEMMs in the same process (gemm_tflops), for the GEMMs that this contender
+                    computes, those that compute logits a second time among them. On a GPU one large bf16 GEMM; on a
+                    CPU the three of a block of this shape, taking turns with the contenders, in the fastest of WAYS
+                    (gemm_ways_tflops): without a matrix unit bf16 may be the slower type. Operands are drawn as
+                    hidden and head are, since constant ones multiply faster on a GPU
+necessary_share     the same for the three GEMMs that nobody can do without: logits and both gradients
 extra_mib           peak memory above what the operands take, gradients of hidden and head among it. On a CPU: the
                     resident set's peak in a separate process, as the kernel counts it; on a GPU: the allocator's
 block_mib           the same without the gradients that are handed out
@@ -61,10 +65,59 @@ with explained():
     from torch import Tensor
 
     from megatron_scalerl.logits.contenders import Contender, contenders_on
+    from megatron_scalerl.logits.exact import fp32_products
     from megatron_scalerl.logits.targets import rounded, targets
     from megatron_scalerl.processes.isolated import FAILED, USER_ERROR, SendEvent, events
 
 CHECKED_TOKENS = 64
+BLOCK = 4096
+"""Tokens and columns of the bare GEMMs on a CPU."""
+WAYS = {
+    "bf16": (torch.bfloat16, False),
+    "fp32": (torch.float32, False),
+    "fp32, may round to bf16": (torch.float32, True),
+}
+"""How GEMMs of operands with bf16 values are computed: type of operands and result, and whether a CPU may round the
+operands to bf16 (exact here), which it does where that is faster (`exact.fp32_products`)."""
+
+
+class BareGemms:
+    """The rate of GEMMs alone, in each way."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        options, ways = bench.options, WAYS
+        if bench.on_gpu:
+            pairs = [(bench.drawn(8192, 8192), bench.drawn(8192, 8192) * bench.spread)]
+            ways = {"bf16": WAYS["bf16"]}
+        else:
+            tokens, columns = min(BLOCK, options.tokens), min(BLOCK, options.vocab)
+            h, w = bench.drawn(tokens, options.hidden), bench.drawn(columns, options.hidden) * bench.spread
+            dz = bench.drawn(tokens, columns)
+            pairs = [(h, w.t()), (dz, w), (dz.t(), h)]
+        self.flop = sum(2.0 * a.shape[0] * a.shape[1] * b.shape[1] for a, b in pairs)
+        self.work = {
+            name: (rounds, [(a.to(t), b.to(t), (a @ b).to(t)) for a, b in pairs])
+            for name, (t, rounds) in ways.items()
+        }
+        self.seconds: dict[str, list[float]] = {name: [] for name in ways}
+
+    def measure(self) -> None:
+        """Once in each way; on a GPU the mean of some in a row, so that no launch is waited for."""
+        count = 10 if self.bench.on_gpu else 1
+        for name, (rounds, products) in self.work.items():
+            with fp32_products(self.bench.device, of_bf16=rounds):
+                self.bench.wait()
+                start = time.perf_counter()
+                for _ in range(count):
+                    for a, b, out in products:
+                        torch.mm(a, b, out=out)
+                self.bench.wait()
+                self.seconds[name].append((time.perf_counter() - start) / count)
+
+    def tflops(self) -> dict[str, float]:
+        """By way, from the median; the first measurement warmed up."""
+        return {name: self.flop / statistics.median(taken[1:]) / 1e12 for name, taken in self.seconds.items()}
 
 
 class Bench:
@@ -79,12 +132,10 @@ class Bench:
         torch.set_num_threads(options.threads)
         self.generator = torch.Generator(self.device).manual_seed(0)
         # Logits of spread 4: a peaked distribution, |z| below 25.
-        spread = 4.0 / options.hidden**0.5
+        self.spread = 4.0 / options.hidden**0.5
         self.h = self.drawn(options.tokens, options.hidden).requires_grad_()
-        self.w = (self.drawn(options.vocab, options.hidden) * spread).requires_grad_()
+        self.w = (self.drawn(options.vocab, options.hidden) * self.spread).requires_grad_()
         self.y = torch.randint(0, options.vocab, (options.tokens,), generator=self.generator, device=self.device)
-        size = 8192 if self.on_gpu else min(2048, max(64, options.vocab // 16))
-        self.left, self.right = self.drawn(size, size), self.drawn(size, size) * spread
 
     def drawn(self, *size: int) -> Tensor:
         """Normally distributed, bf16."""
@@ -121,16 +172,6 @@ class Bench:
         with torch.no_grad():
             exact = (self.h[:n].double() @ self.w.double().t()).log_softmax(-1).gather(1, self.y[:n, None])[:, 0]
             return (logprob[:n].double() - exact).abs().max().item()
-
-    def gemm_seconds(self) -> float:
-        """Of one large square bf16 GEMM; on a GPU the mean of some in a row, so that no launch is waited for."""
-        count = 10 if self.on_gpu else 1
-        self.wait()
-        start = time.perf_counter()
-        for _ in range(count):
-            self.left @ self.right
-        self.wait()
-        return (time.perf_counter() - start) / count
 
     def peak_extra(self, contender: Contender) -> dict[str, float]:
         """MiB above the operands: forward, and forward plus backward."""
@@ -174,18 +215,19 @@ def group(options: argparse.Namespace, names: list[str], send: SendEvent) -> Non
         error = bench.error(bench.step(contender, backward=True)[2])  # and warms up
         lines[contender.name] = line_of(contender.name, "measured") | {"error": error}
     seconds: dict[tuple[str, bool], list[tuple[float, float]]] = {}
-    bench.gemm_seconds()
-    gemms: list[float] = []
+    bare = BareGemms(bench)
+    bare.measure()
     for _ in range(options.rounds):
         for contender in chosen:
             send({"begin": contender.name})
-            gemms.append(bench.gemm_seconds())
+            bare.measure()
             for backward in (False, True):
                 taken = bench.step(contender, backward=backward)[:2]
                 seconds.setdefault((contender.name, backward), []).append(taken)
-    rate = 2.0 * bench.left.shape[0] ** 3 / statistics.median(gemms)
-    send({"gemm_tflops": rate / 1e12, "machine": machine(options.device)})
-    gemm = 2.0 * options.tokens * options.hidden * options.vocab / rate
+    ways = bare.tflops()
+    rate = max(ways.values())
+    send({"gemm_tflops": rate, "gemm_ways_tflops": ways, "machine": machine(options.device)})
+    gemm = 2.0 * options.tokens * options.hidden * options.vocab / rate / 1e12
     for contender in chosen:
         send({"begin": contender.name})
         line = lines[contender.name]
@@ -195,9 +237,10 @@ def group(options: argparse.Namespace, names: list[str], send: SendEvent) -> Non
             line[f"{name}_cpu_seconds"] = statistics.median(busy)
             line[f"{name}_spread"] = [min(walls), max(walls)]
         gemms_forward = contender.gemms if contender.all_forward else 1
-        line |= {"gemms": contender.gemms, "gemm_tflops": rate / 1e12}
+        line |= {"gemms": contender.gemms, "gemm_tflops": rate}
         line["gemm_share_forward"] = gemms_forward * gemm / line["forward_seconds"]
         line["gemm_share"] = contender.gemms * gemm / line["total_seconds"]
+        line["necessary_share"] = 3 * gemm / line["total_seconds"]
         send({"line": line | (bench.peak_extra(contender) if bench.on_gpu else {})})
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_scalerl.logits.blocks import slices
 from megatron_scalerl.logits.function import Call, added_to_main_grad
 from megatron_scalerl.logits.projection import TokenGradients
 
@@ -19,6 +20,9 @@ ChunkLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """The loss of some tokens: from their log-probabilities [C], entropies [C] and places [C] (int64, among all tokens
 of the call) to the sum of their losses, a scalar that is differentiable in both. It must not depend on other tokens:
 each token is passed once, in chunks of any size."""
+
+SCALED = 2**22
+"""Elements of the head's gradient that are multiplied and rounded at a time (16 MiB in fp32)."""
 
 
 class TokenLoss(torch.autograd.Function):
@@ -68,8 +72,15 @@ class TokenLoss(torch.autograd.Function):
             weight.main_grad[: call.count].addcmul_(grad_weight[: call.count], scale)
             result = added_to_main_grad(weight)
         elif grad_weight is not None:
-            result = torch.mul(grad_weight, scale, out=torch.empty_like(weight))
+            result = _scaled(grad_weight, scale, torch.empty_like(weight))
         return (grad_hidden * scale).to(ctx.dtype), result, None, None
+
+
+def _scaled(grad: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    """grad * scale, rounded into `out`, in parts: a CPU makes the product first and then rounds it."""
+    for rows in slices(grad.shape[0], max(1, SCALED // max(1, grad.shape[1]))):
+        torch.mul(grad[rows], scale, out=out[rows])
+    return out
 
 
 def _differentiated(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,6 +37,16 @@ def fp32_products(device: torch.device, *, of_bf16: bool = False) -> Iterator[No
             torch.set_float32_matmul_precision(user)
         elif switch is not None:
             switch.fp32_precision = before
+
+
+@cache
+def bf16_may_be_faster() -> bool:
+    """False where a CPU gains nothing from rounding operands to bf16: on Intel's without AMX.
+
+    The setting selects oneDNN there, which computes in fp32, slower than MKL, which computes without it.
+    """
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return not capabilities.get("cpu_name", "").startswith("Intel") or bool(capabilities.get("amx_bf16", True))
 
 
 def _older_setting() -> str | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_scalerl.logits.blocks import block_of, slices
-from megatron_scalerl.logits.exact import add_product, fp32_products, set_product
+from megatron_scalerl.logits.exact import add_product, bf16_may_be_faster, fp32_products, set_product
 from megatron_scalerl.logits.merge import merged, no_columns
 from megatron_scalerl.logits.projection import Projection, TokenGradients
 
@@ -23,7 +23,7 @@ SMALLEST = (4, 4)
 """Tokens and columns of the smallest block."""
 TILE = 2**18
 """Elements of a block that are processed together after a GEMM (1 MiB in fp32)."""
-LARGEST = 2**24
+LARGEST = 2**23
 """Elements of the largest block of logits on a CPU: larger ones were not faster."""
 LARGEST_CHUNK = 2**25
 """The same for chunks of whole rows (`chunk_tokens`), which add to the head's gradient once each."""
@@ -99,12 +99,13 @@ class TorchBackend:
             return stats
         tokens, columns = blocks(p)
         buffer = p.hidden.new_empty(tokens * columns, dtype=p.accumulator)
+        hiddens, heads = _Operands(p, p.hidden, tokens), _Operands(p, p.weight, columns)
         for cols in slices(p.count, columns):
-            head = _operand(p, p.weight[cols])
+            head = heads.block(cols)
             for rows in slices(p.tokens, tokens):
                 part = p.of_tokens(rows)
                 z = block_of(buffer, part.tokens, head.shape[0])
-                _logits(part, _operand(p, part.hidden), head, z)
+                _logits(part, hiddens.block(rows), head, z)
                 found = _row_statistics(part, cols, z)
                 stats[:, rows] = merged(torch.stack([stats[:, rows], found]))
         return stats
@@ -118,16 +119,17 @@ class TorchBackend:
             return
         tokens, columns = blocks(p)
         buffer = p.hidden.new_empty(tokens * columns, dtype=p.accumulator)
+        hiddens, heads = _Operands(p, p.hidden, tokens), _Operands(p, p.weight, columns)
+        sum_of_block = None if grad_weight is None else _narrow_sum(p, grad_weight, columns)
         for cols in slices(p.count, columns):
-            head = _operand(p, p.weight[cols])
-            sink = _Sink(None if grad_weight is None else grad_weight[cols], p)
+            head = heads.block(cols)
+            sink = _Sink(None if grad_weight is None else grad_weight[cols], sum_of_block)
             for rows in slices(p.tokens, tokens):
-                part = p.of_tokens(rows)
-                hidden, here = _operand(p, part.hidden), given.of_tokens(rows)
+                part, here, hidden = p.of_tokens(rows), given.of_tokens(rows), hiddens.block(rows)
                 dz = block_of(buffer, part.tokens, head.shape[0])
                 _logits(part, hidden, head, dz)
                 _to_gradient(part, cols, dz, here, here.lse)
-                _add_gradients(part, dz, hidden, head, grad_hidden[rows], sink.into)
+                _add_gradients(part, dz, hidden, head, grad_hidden[rows], sink)
             sink.close()
 
     def chunk_tokens(self, projection: Projection) -> int:
@@ -146,9 +148,10 @@ class TorchBackend:
         p = projection
         if not p.tokens or not p.count:
             return no_columns(p.tokens, p.hidden, p.accumulator)
-        hidden = _operand(p, p.hidden)
-        for cols in slices(p.count, _head_columns(p)):
-            _logits(p, hidden, _operand(p, p.weight[cols]), logits[:, cols])
+        columns = _head_columns(p)
+        hidden, heads = _operand(p, p.hidden), _Operands(p, p.weight, columns)
+        for cols in slices(p.count, columns):
+            _logits(p, hidden, heads.block(cols), logits[:, cols])
         return _row_statistics(p, slice(0, p.count), logits)
 
     def chunk_gradients(
@@ -165,26 +168,65 @@ class TorchBackend:
         if not p.tokens or not p.count:
             return
         _to_gradient(p, slice(0, p.count), logits, given, given.lse - stats[0])
-        hidden = _operand(p, p.hidden)
-        for cols in slices(p.count, _head_columns(p)):
-            sink = _Sink(None if grad_weight is None else grad_weight[cols], p)
-            _add_gradients(p, logits[:, cols], hidden, _operand(p, p.weight[cols]), grad_hidden, sink.into)
+        columns = _head_columns(p)
+        hidden, heads = _operand(p, p.hidden), _Operands(p, p.weight, columns)
+        sum_of_block = None if grad_weight is None else _narrow_sum(p, grad_weight, columns)
+        for cols in slices(p.count, columns):
+            sink = _Sink(None if grad_weight is None else grad_weight[cols], sum_of_block)
+            _add_gradients(p, logits[:, cols], hidden, heads.block(cols), grad_hidden, sink)
             sink.close()
 
 
-class _Sink:
-    """Accumulates one block of the head's gradient: in the gradient itself, or in fp32 if that is narrower."""
+class _Operands:
+    """Blocks of hidden states or of the head, where GEMMs need it cast in one buffer: one block at a time."""
 
-    def __init__(self, grad: Tensor | None, p: Projection):
-        self.into = grad
-        self._narrow: Tensor | None = None
-        if grad is not None and grad.dtype != p.accumulator:
-            self._narrow, self.into = grad, grad.new_zeros(grad.shape, dtype=p.accumulator)
+    def __init__(self, p: Projection, values: Tensor, size: int):
+        self._values = values
+        self._buffer = values.new_empty((size, values.shape[1]), dtype=p.accumulator) if _casts(p) else None
+        self._cast: slice | None = None
+
+    def block(self, rows: slice) -> Tensor:
+        """The operand until the next call."""
+        values = self._values[rows]
+        if self._buffer is None:
+            return values
+        operand = self._buffer[: values.shape[0]]
+        if rows != self._cast:
+            operand.copy_(values)
+            self._cast = rows
+        return operand
+
+
+def _narrow_sum(p: Projection, grad: Tensor, columns: int) -> Tensor | None:
+    """A buffer for the fp32 sum of a block of the head's gradient; None if the gradient is not narrower."""
+    return None if grad.dtype == p.accumulator else grad.new_empty((columns, grad.shape[1]), dtype=p.accumulator)
+
+
+class _Sink:
+    """Accumulates one block of the head's gradient: in place, or in an fp32 buffer if the gradient is narrower."""
+
+    def __init__(self, grad: Tensor | None, buffer: Tensor | None):
+        self._grad = grad
+        self._sum = None if grad is None or buffer is None else buffer[: grad.shape[0]]
+        self._empty = True
+
+    @property
+    def wanted(self) -> bool:
+        """The head has a gradient."""
+        return self._grad is not None
+
+    def add(self, dz: Tensor, hidden: Tensor) -> None:
+        """Adds dz.T @ hidden."""
+        if self._sum is not None and self._empty:
+            set_product(self._sum, dz.t(), hidden)
+        elif self._grad is not None:
+            add_product(self._grad if self._sum is None else self._sum, dz.t(), hidden)
+        self._empty = False
 
     def close(self) -> None:
-        """Adds the fp32 sum, rounded once."""
-        if self._narrow is not None and self.into is not None:
-            self._narrow += self.into
+        """Adds the sum of the buffer, rounded once."""
+        if self._grad is not None and self._sum is not None:
+            self._grad += self._sum
 
 
 def _casts(p: Projection) -> bool:
@@ -204,7 +246,8 @@ def _head_columns(p: Projection) -> int:
 
 
 def _products(p: Projection, *, of_bf16: bool = True) -> AbstractContextManager[None]:
-    return fp32_products(p.hidden.device, of_bf16=of_bf16 and p.hidden.dtype == torch.bfloat16)
+    faster = of_bf16 and p.hidden.dtype == torch.bfloat16 and bf16_may_be_faster()
+    return fp32_products(p.hidden.device, of_bf16=faster)
 
 
 def _logits(p: Projection, hidden: Tensor, head: Tensor, z: Tensor) -> None:
@@ -223,16 +266,22 @@ def _tiles(z: Tensor) -> Iterator[slice]:
     return slices(z.shape[0], max(1, TILE // z.shape[1]))
 
 
+def _scratch(z: Tensor) -> Tensor:
+    """One for all tiles: an allocation for each may cost a page fault per 4 KiB."""
+    return z.new_empty((min(z.shape[0], max(1, TILE // z.shape[1])), z.shape[1]))
+
+
 def _row_statistics(p: Projection, cols: slice, z: Tensor) -> Tensor:
     """[4, T] statistics of a block; leaves z - m in it."""
     out = no_columns(p.tokens, z, p.accumulator)
     owned, column = p.owned(cols)
     out[3] = torch.where(owned, z.gather(1, column)[:, 0], out[3])
+    scratch = _scratch(z)
     for tile in _tiles(z):
         zt = z[tile]
         m, largest = zt.max(dim=1)
         zt -= m[:, None]
-        e = zt.exp().scatter_(1, largest[:, None], 0.0)
+        e = torch.exp(zt, out=scratch[: zt.shape[0]]).scatter_(1, largest[:, None], 0.0)
         out[0, tile], out[1, tile] = m, e.sum(dim=1)
         if p.entropy:
             out[2, tile] = torch.linalg.vecdot(e, zt)
@@ -244,12 +293,13 @@ def _to_gradient(p: Projection, cols: slice, z: Tensor, given: TokenGradients, l
     g = given.grad_logprob * p.scale
     g_entropy = None if given.grad_entropy is None else given.grad_entropy * p.scale
     owned, column = p.owned(cols)
+    scratch = None if g_entropy is None else _scratch(z)
     for tile in _tiles(z):
         log_p = z[tile].sub_(log_total[tile, None])
-        if g_entropy is None:
+        if g_entropy is None or scratch is None:
             log_p.exp_().mul_(-g[tile, None])
             continue
-        p_tile = log_p.exp()
+        p_tile = torch.exp(log_p, out=scratch[: log_p.shape[0]])
         log_p.add_(given.entropy[tile, None]).mul_(g_entropy[tile, None]).add_(g[tile, None]).mul_(p_tile).neg_()
     # 1 - p of the target, without cancellation.
     dz = -torch.expm1(given.logprob) * g
@@ -259,22 +309,20 @@ def _to_gradient(p: Projection, cols: slice, z: Tensor, given: TokenGradients, l
 
 
 def _add_gradients(
-    p: Projection, dz: Tensor, hidden: Tensor, head: Tensor, grad_hidden: Tensor, grad_weight: Tensor | None
+    p: Projection, dz: Tensor, hidden: Tensor, head: Tensor, grad_hidden: Tensor, grad_weight: _Sink
 ) -> None:
     """The two GEMMs of a block, with dz in the precision of `Projection.grad_logits`; overwrites dz."""
     if p.hidden.dtype == p.accumulator or p.grad_logits == "fp32":
         with _products(p, of_bf16=False):
             add_product(grad_hidden, dz, head)
-            if grad_weight is not None:
-                add_product(grad_weight, dz.t(), hidden)
+            grad_weight.add(dz, hidden)
         return
     first = dz.to(p.hidden.dtype) if p.grad_logits == "bf16x2" or not _casts(p) else None
     with _products(p):
-        if p.grad_logits == "bf16x2" and grad_weight is not None and first is not None:
+        if p.grad_logits == "bf16x2" and grad_weight.wanted and first is not None:
             dz -= first
-            add_product(grad_weight, (dz if _casts(p) else dz.to(first.dtype)).t(), hidden)
+            grad_weight.add(dz if _casts(p) else dz.to(first.dtype), hidden)
         if first is not None:
             dz = dz.copy_(first) if _casts(p) else first
         add_product(grad_hidden, dz, head)
-        if grad_weight is not None:
-            add_product(grad_weight, dz.t(), hidden)
+        grad_weight.add(dz, hidden)

@@ -4,6 +4,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from megatron_scalerl.logits.exact import bf16_may_be_faster
 
 PROGRAM = """
 import torch
@@ -45,3 +48,22 @@ def test_tf32_is_off_inside_and_the_setting_is_back_outside(setting, readable):
     precision, allowed, _ = inside.strip("()").split(", ")
     assert precision == "'ieee'" and allowed in (("False",) if readable else ("False", "'mixed'"))
     assert after == outside or (setting == "pass" and after == outside.replace("none", "ieee"))
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "faster"),
+    [
+        ({"cpu_name": "Intel Xeon", "amx_bf16": True}, True),
+        ({"cpu_name": "Intel Xeon", "amx_bf16": False}, False),
+        ({"cpu_name": "AMD EPYC", "amx_bf16": False}, True),
+        ({"cpu_name": "unknown", "architecture": "aarch64"}, True),
+        (None, True),
+    ],
+)
+def test_only_intel_s_cpus_without_amx_multiply_bf16_values_as_fp32(capabilities, faster, monkeypatch):
+    """An older PyTorch does not tell."""
+    if capabilities is None:
+        monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    else:
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    assert bf16_may_be_faster.__wrapped__() is faster
