@@ -14,6 +14,7 @@ called directly, without the HTTP of an engine. The arms take turns in one run:
                           last place; recipe key weights.deltas
     staged                an update with digests that arrives in a thread, and is then written; recipe key
                           weights.transaction
+    ..., shm              the same in shared memory; recipe key weights.transport
     update by the loader  ... whole tensors through vLLM's layerwise reload, with the digest of buckets
     vLLM's reload alone   tensor by tensor over bare gloo, through vLLM's layerwise reload; the trainer's are put
                           together before
@@ -49,10 +50,12 @@ ARMS = (
     "vLLM's reload alone",
     "changes",
     "staged",
+    "pack and wire, shm",
+    "update, shm",
 )
 DENSITY = 0.01
 PAUSED = "staged, paused"
-WITHOUT_DIGESTS = ("pack and wire", "update, no digests")
+WITHOUT_DIGESTS = ("pack and wire", "update, no digests", "pack and wire, shm")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -79,7 +82,7 @@ with explained():
     from megatron_scalerl.distributed.rendezvous import private_folder
     from megatron_scalerl.weights import plan as plans
     from megatron_scalerl.weights.connection import Connection
-    from megatron_scalerl.weights.transport import frames, gloo, make_sender
+    from megatron_scalerl.weights.transport import frames, gloo, make_sender, shm
 
 
 def make_policy(folder: Path, options: argparse.Namespace) -> None:
@@ -144,10 +147,14 @@ class Worker:
         """Join both groups; bytes of the model's parameters."""
         found = msgspec.convert(connection, Connection)
         info = {"connection": connection, "places": [[0, 1]], "plans": [plan]}
+        self.receiver.group_cls = {"gloo": gloo.Group, "shm": shm.ShmGroup}[found.backend]
         self.receiver.init_transfer_engine(self.receiver.parse_init_info(info))
         groups, self.receiver._groups = self.receiver._groups, {}
         if found.deltas != "off":
             self.of_changes = groups
+            return 0
+        if found.backend == "shm":
+            self.shared = groups
             return 0
         self.whole, self.bare = groups, group_of(found, 1)
         self.plan, self.live = plans.from_json(plan), self.model._msrl_live if self._known(plan) else None
@@ -168,8 +175,9 @@ class Worker:
         if arm == "gloo":
             self.bare.broadcast(self.buffer(size))
             return ""
-        if arm == "pack and wire":
-            for _ in frames.receive(self.whole, self.plan, version):
+        groups = self.shared if "shm" in arm else self.of_changes if arm == "changes" else self.whole
+        if arm.startswith("pack and wire"):
+            for _ in frames.receive(groups, self.plan, version):
                 pass
             return ""
         if arm == "packed copies":
@@ -177,7 +185,7 @@ class Worker:
             live._written = set(range(len(self.plan.parameters)))
             live.finish()
             return ""
-        self.receiver._groups = self.of_changes if arm == "changes" else self.whole
+        self.receiver._groups = groups
         self.receiver._holds = version - 1 if arm == "changes" and version else None
         self.model._msrl_live = (self.live[0], None) if "loader" in arm or "reload" in arm else self.live
         if arm == "staged":
@@ -191,7 +199,7 @@ class Worker:
         else:
             self.receiver.update_weights({"version": version, "staged": arm == "staged"})
         self.receiver.finish_weight_update()
-        held = live_digest(self.model) if arm in ("update", "changes", "staged") else ""
+        held = live_digest(self.model) if arm in ("update", "changes", "staged", "update, shm") else ""
         self.paused = time.perf_counter() - begin
         return held
 
@@ -261,6 +269,8 @@ class Trainer:
         """Open the groups."""
         if connection.deltas != "off":
             self.of_changes = make_sender(connection)
+        elif connection.backend == "shm":
+            self.shared = make_sender(connection)
         else:
             self.sender, self.bare = make_sender(connection), group_of(connection, 0)
 
@@ -285,7 +295,7 @@ class Trainer:
             for tensor in self.tensors:
                 self.bare.broadcast(tensor)
         elif arm != "packed copies":
-            sender = self.of_changes if arm == "changes" else self.sender
+            sender = self.shared if "shm" in arm else self.of_changes if arm == "changes" else self.sender
             sender.send(self.source.plan, self.source.read, version)
             return f"{sender.values.get(0, 0):016x}"
         return ""
@@ -341,7 +351,8 @@ def measure(options: argparse.Namespace, folder: Path, rendezvous: Any) -> tuple
         timeout_s=300,
         connect_timeout_s=300,
     )
-    for each in (connection, replace(connection, group="changes", deltas=options.deltas, anchor_every=1 << 30)):
+    changes = replace(connection, group="changes", deltas=options.deltas, anchor_every=1 << 30)
+    for each in (connection, changes, replace(connection, group="shm", backend="shm")):
         child.ask("connect", msgspec.to_builtins(each), plans.to_json(trainer.source.plan))
         trainer.connect(each)
         child.answer()

@@ -44,9 +44,46 @@ def digest(data: torch.Tensor) -> int:
     words, factors, total = data.view(torch.int64), _factors(data.device), 0
     for number, start in enumerate(range(0, words.numel(), _CHUNK_WORDS)):
         part = words[start : start + _CHUNK_WORDS]
-        value = int((part * factors[: part.numel()]).sum())
+        of_part = factors[: part.numel()]
+        value = (_on_cpu if data.device.type == "cpu" else _on_device)(part, of_part)
         total += value * (mixed(number) | 1)
     return total & _MASK
+
+
+def _on_cpu(words: torch.Tensor, factors: torch.Tensor) -> int:
+    start, once = np.zeros(1, np.int64), np.ones(1, np.uint64)
+    return int(sums()(words.numpy().view(np.uint64), start, once, factors.numpy().view(np.uint64)))
+
+
+def _on_device(words: torch.Tensor, factors: torch.Tensor) -> int:
+    return int((words * factors).sum())
+
+
+@cache
+def sums():  # type: ignore[no-untyped-def]
+    """sum_r rows[r] * sum_j inner[j] * bits[starts[r] + j], compiled; by numpy where numba is missing."""
+    try:
+        import numba
+    except ImportError:
+        return _with_numpy
+
+    @numba.njit(nogil=True)
+    def kernel(bits, starts, rows, inner):  # type: ignore[no-untyped-def]
+        total = numba.uint64(0)
+        for r in range(len(starts)):
+            row = bits[starts[r] : starts[r] + len(inner)]
+            found = numba.uint64(0)
+            for j in range(len(inner)):
+                found += inner[j] * numba.uint64(row[j])
+            total += found * rows[r]
+        return total
+
+    return kernel
+
+
+def _with_numpy(bits: np.ndarray, starts: np.ndarray, rows: np.ndarray, inner: np.ndarray) -> int:
+    found = [np.dot(bits[start : start + len(inner)].astype(np.uint64), inner) for start in starts]
+    return int(np.dot(np.array(found, np.uint64), rows))
 
 
 def combine(digests: Iterable[int]) -> str:

@@ -18,7 +18,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from megatron_scalerl.weights.digest import mixed, splitmix64
+from megatron_scalerl.weights.digest import mixed, splitmix64, sums
 
 Along = range | torch.Tensor
 """The whole tensor's index at each place of a dimension: a range of step 1, or [n] int64 in any order."""
@@ -98,34 +98,7 @@ def _on_cpu(values: torch.Tensor, factors: Sequence[np.ndarray]) -> int:
         return 0
     flat = values.detach().as_strided((int(starts.max()) + values.shape[inner],), (1,))
     bits = flat.view(_SIGNED[values.element_size()]).numpy().view(_UNSIGNED[values.element_size()])
-    return int(_kernel()(bits, starts, rows, np.ascontiguousarray(factors[inner])))
-
-
-@cache
-def _kernel():  # type: ignore[no-untyped-def]
-    """sum_r rows[r] * sum_j inner[j] * bits[starts[r] + j], compiled; by numpy where numba is missing."""
-    try:
-        import numba
-    except ImportError:
-        return _with_numpy
-
-    @numba.njit(nogil=True)
-    def kernel(bits, starts, rows, inner):  # type: ignore[no-untyped-def]
-        total = numba.uint64(0)
-        for r in range(len(starts)):
-            row = bits[starts[r] : starts[r] + len(inner)]
-            found = numba.uint64(0)
-            for j in range(len(inner)):
-                found += inner[j] * numba.uint64(row[j])
-            total += found * rows[r]
-        return total
-
-    return kernel
-
-
-def _with_numpy(bits: np.ndarray, starts: np.ndarray, rows: np.ndarray, inner: np.ndarray) -> int:
-    found = [np.dot(bits[start : start + len(inner)].astype(np.uint64), inner) for start in starts]
-    return int(np.dot(np.array(found, np.uint64), rows))
+    return int(sums()(bits, starts, rows, np.ascontiguousarray(factors[inner])))
 
 
 def _on_device(values: torch.Tensor, factors: Sequence[np.ndarray]) -> int:

@@ -232,14 +232,15 @@ def test_a_tensor_that_the_engine_has_no_place_for_is_refused_by_name(engine, po
     run(scenario())
 
 
-WORKERS = [("moe", 1, "streamed"), ("dense", 2, "staged"), ("moe", 2, "staged")]
+WORKERS = [("moe", 1, "streamed", "shm"), ("dense", 2, "staged", "shm"), ("moe", 2, "staged", "gloo")]
 
 
-@pytest.mark.parametrize(("kind", "tp", "transaction"), WORKERS)
-def test_every_tensor_parallel_worker_gets_its_own_parts(policies, run, tmp_path, kind, tp, transaction):
-    weights = {"bucket_mib": 1, "timeout_s": 120, "deltas": "absolute", "anchor_every": 3, "transaction": transaction}
+@pytest.mark.parametrize(("kind", "tp", "transaction", "transport"), WORKERS)
+def test_every_tensor_parallel_worker_gets_its_own_parts(policies, run, tmp_path, kind, tp, transaction, transport):
+    weights = {"bucket_mib": 1, "timeout_s": 120, "deltas": "absolute", "anchor_every": 3}
+    weights |= {"transaction": transaction, "transport": transport}
     recipe = recipe_for(policies[f"{kind}_a"], vllm={"tensor_parallel_size": tp}, weights=weights)
-    process = EngineProcess.local(recipe, secret=SECRET, log_path=tmp_path / "engine.log", transport="gloo")
+    process = EngineProcess.local(recipe, secret=SECRET, log_path=tmp_path / "engine.log", transport=transport)
     steps = [policies[f"{kind}_b"]]
     for number in range(4):
         steps.append(step_of(steps[-1], tmp_path / f"step_{number}", seed=number))

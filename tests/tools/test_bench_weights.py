@@ -32,6 +32,8 @@ def test_every_arm_is_measured():
         "changes",
         "staged",
         "staged, paused",
+        "pack and wire, shm",
+        "update, shm",
     ]
     assert 0 < line["staged_pause_share"] < 1
     assert 3 < line["bytes_of_a_change"] < 3.5

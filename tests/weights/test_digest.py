@@ -1,7 +1,9 @@
 """The digest against plain integer arithmetic, and the changes that it must detect."""
 
+import pytest
 import torch
 
+from megatron_scalerl.weights import digest as module
 from megatron_scalerl.weights.digest import combine, digest
 
 MASK = (1 << 64) - 1
@@ -22,6 +24,15 @@ def by_hand(words):
 
 def packed(words):
     return torch.tensor([w - (1 << 64) if w >> 63 else w for w in words], dtype=torch.int64).view(torch.uint8)
+
+
+@pytest.fixture(params=["compiled", "numpy", "device"], autouse=True)
+def way(request, monkeypatch):
+    """All three ways to compute it; `device` is the one for GPUs, run on the CPU."""
+    if request.param == "numpy":
+        monkeypatch.setattr(module, "sums", lambda: module._with_numpy)
+    if request.param == "device":
+        monkeypatch.setattr(module, "_on_cpu", module._on_device)
 
 
 def test_equals_plain_integers():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_scalerl.weights import value_digest as module
-from megatron_scalerl.weights.digest import mixed
+from megatron_scalerl.weights.digest import _with_numpy, mixed
 from megatron_scalerl.weights.value_digest import at, total, value_digest
 
 MASK = (1 << 64) - 1
@@ -38,7 +38,7 @@ def random_values(shape, dtype=torch.float32, seed=0):
 def way(request, monkeypatch):
     """All three ways to compute it; `device` is the one for GPUs, run on the CPU."""
     if request.param == "numpy":
-        monkeypatch.setattr(module, "_kernel", lambda: module._with_numpy)
+        monkeypatch.setattr(module, "sums", lambda: _with_numpy)
     if request.param == "device":
         monkeypatch.setattr(module, "_on_cpu", module._on_device)
         monkeypatch.setattr(module, "_MOST_AT_ONCE", 64)
