@@ -265,7 +265,8 @@ ROWS: tuple[Row, ...] = (
     Row(component="routing replay, experts as the engine chose them", checks=_of("engine", "routed experts")),
     Row(component="weight update over gloo", checks=_of("engine", "update", "probe")),
     Row(
-        component="weight updates of changed elements (`weights.deltas`), and staged ones (`weights.transaction`)",
+        component="weight updates of changed elements (`weights.deltas`), staged ones (`weights.transaction`), "
+        "shared memory (`weights.transport: shm`)",
         checks=(),
     ),
     Row(component="weight update over NCCL", checks=_of("wire", "digest", "send") + _of("parallel", "broadcast")),

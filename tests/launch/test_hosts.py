@@ -10,6 +10,7 @@ import pytest
 from megatron_scalerl.launch.hosts import ONE_HOST, Host, HostsLeft, hosts_of
 from megatron_scalerl.launch.placement import Placement
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.process_sections import WeightsSection
 
 
 def named(names="a,b", **options):
@@ -134,6 +135,9 @@ def test_a_heterogeneous_job_has_the_engines_hosts_in_component_1(components, mo
     (components / "job").write_text("JobId=7 NodeList=gpu1 Batch\nJobId=8 NodeList=small1 Batch\n")
     with pytest.raises(HostsLeft, match="gpu2: Slurm has taken it out of the job"):
         Placement.of(recipe_on_three_nodes(), hosts).check_present(hosts)
+    weights = WeightsSection(transport="shm")
+    with pytest.raises(ValueError, match=r"^weights\.transport: shm: expected one host, found 3$"):
+        Placement.of(recipe_on_three_nodes().model_copy(update={"weights": weights}), hosts)
     monkeypatch.delenv("SLURM_GPUS_PER_NODE_HET_GROUP_1")
     with pytest.raises(ValueError, match="--engine-slots: expected the number of devices of each host of comp"):
         named("slurm")
