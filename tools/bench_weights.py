@@ -104,11 +104,6 @@ def make_policy(folder: Path, options: argparse.Namespace) -> None:
     LlamaForCausalLM(config).to(getattr(torch, options.dtype)).save_pretrained(folder)
 
 
-def group_of(connection: Connection, rank: int) -> gloo.Group:
-    """A bare group of both processes."""
-    return gloo.Group(connection, rank, sender=9)
-
-
 def no_digests(without: bool) -> None:
     """Replace the digests of buckets and of sent values by constants, or put them back."""
     from megatron_scalerl.weights.digest import digest
@@ -150,13 +145,10 @@ class Worker:
         self.receiver.group_cls = {"gloo": gloo.Group, "shm": shm.ShmGroup}[found.backend]
         self.receiver.init_transfer_engine(self.receiver.parse_init_info(info))
         groups, self.receiver._groups = self.receiver._groups, {}
-        if found.deltas != "off":
-            self.of_changes = groups
+        if found.group != "bench":
+            setattr(self, found.group, groups)
             return 0
-        if found.backend == "shm":
-            self.shared = groups
-            return 0
-        self.whole, self.bare = groups, group_of(found, 1)
+        self.whole, self.bare = groups, gloo.Group(found, 1, sender=9)
         self.plan, self.live = plans.from_json(plan), self.model._msrl_live if self._known(plan) else None
         assert self.live is not None and self.live[1] is not None, "the live parameters are not known"
         return sum(p.numel() * p.element_size() for p in self.model.parameters())
@@ -175,7 +167,7 @@ class Worker:
         if arm == "gloo":
             self.bare.broadcast(self.buffer(size))
             return ""
-        groups = self.shared if "shm" in arm else self.of_changes if arm == "changes" else self.whole
+        groups = self.shm if "shm" in arm else self.changes if arm == "changes" else self.whole
         if arm.startswith("pack and wire"):
             for _ in frames.receive(groups, self.plan, version):
                 pass
@@ -204,7 +196,7 @@ class Worker:
         return held
 
     def seconds_paused(self) -> float:
-        """Of the last update: from its start to the digest of what the model holds."""
+        """Of the last update, with the digest of what the model holds."""
         return self.paused
 
     def buffer(self, size: int) -> torch.Tensor:
@@ -267,12 +259,10 @@ class Trainer:
 
     def connect(self, connection: Connection) -> None:
         """Open the groups."""
-        if connection.deltas != "off":
-            self.of_changes = make_sender(connection)
-        elif connection.backend == "shm":
-            self.shared = make_sender(connection)
+        if connection.group != "bench":
+            setattr(self, connection.group, make_sender(connection))
         else:
-            self.sender, self.bare = make_sender(connection), group_of(connection, 0)
+            self.sender, self.bare = make_sender(connection), gloo.Group(connection, 0, sender=9)
 
     def step(self, seed: int) -> int:
         """Change some elements by one unit in the last place; returns how many."""
@@ -295,7 +285,7 @@ class Trainer:
             for tensor in self.tensors:
                 self.bare.broadcast(tensor)
         elif arm != "packed copies":
-            sender = self.shared if "shm" in arm else self.of_changes if arm == "changes" else self.sender
+            sender = self.shm if "shm" in arm else self.changes if arm == "changes" else self.sender
             sender.send(self.source.plan, self.source.read, version)
             return f"{sender.values.get(0, 0):016x}"
         return ""
@@ -371,7 +361,7 @@ def measure(options: argparse.Namespace, folder: Path, rendezvous: Any) -> tuple
                     seconds.setdefault(PAUSED, []).append(child.answer())
             assert held in ("", sent), f"{arm}: sent {sent}, holds {held}"
     child.end()
-    return trainer.size, trainer.of_changes.bytes / changed, seconds
+    return trainer.size, trainer.changes.bytes / changed, seconds
 
 
 def main(options: argparse.Namespace) -> None:
