@@ -31,9 +31,9 @@ def test_every_arm_is_measured():
         "vLLM's reload alone",
         "changes",
         "staged",
-        "staged, paused",
         "pack and wire, shm",
         "update, shm",
+        "staged, paused",
     ]
     assert 0 < line["staged_pause_share"] < 1
     assert 3 < line["bytes_of_a_change"] < 3.5
