@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -278,6 +279,17 @@ def test_groups_of_one_folder_do_not_mix(spec):
         stale = replace(connection, group="weights-of-an-earlier-connection")
         ends = pool.submit(make_sender, connection), pool.submit(KINDS[connection.backend], stale, 1)
         assert all(isinstance(end.exception(), RuntimeError) for end in ends)
+
+
+def test_a_long_path_of_the_temporary_folder(spec, monkeypatch, tmp_path):
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with private_folder() as rendezvous:
+        connection = spec(rendezvous=rendezvous)
+        [sender], [groups] = joined(connection)
+        sent, (got, digests) = transfer([sender], [groups], tensors())
+        assert digests == sent and len(got) == 4
 
 
 def test_invalid_connections_are_refused(spec):

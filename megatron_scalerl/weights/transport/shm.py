@@ -23,7 +23,6 @@ import struct
 import time
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
@@ -60,24 +59,24 @@ class ShmGroup(Group):
         end = time.monotonic() + connection.connect_timeout_s
         name = hashlib.sha256(f"{connection.group}-{sender}-{shard}".encode()).hexdigest()[:16]
         try:
-            with _failing_as("the group was not formed"):
+            with _failing_as("the weight group was not formed"), _short(connection.rendezvous.folder) as folder:
                 if rank == 0:
-                    self._lead(Path(connection.rendezvous.folder) / name, end)
+                    self._lead(f"{folder}/{name}", end)
                 else:
-                    self._follow(Path(connection.rendezvous.folder) / name, end)
+                    self._follow(f"{folder}/{name}", end)
         except BaseException:
             self.close()
             raise
         self._open = True
 
-    def _lead(self, path: Path, end: float) -> None:
+    def _lead(self, path: str, end: float) -> None:
         size = (self.bucket_mib << 20) + _MARGIN
         memory = os.memfd_create("msrl-weights", os.MFD_CLOEXEC)
         try:
             os.ftruncate(memory, SLOTS * size)
             self._map(memory, SLOTS, size)
             with socket.socket(socket.AF_UNIX) as listening:
-                listening.bind(str(path))
+                listening.bind(path)
                 try:
                     listening.listen()
                     while len(self._sockets) < len(self._copied_out):
@@ -87,15 +86,15 @@ class ShmGroup(Group):
                         self._check(member)
                         socket.send_fds(member, [_LAYOUT.pack(SLOTS, size)], [memory])
                 finally:
-                    path.unlink()
+                    os.unlink(path)
         finally:
             os.close(memory)
 
-    def _follow(self, path: Path, end: float) -> None:
+    def _follow(self, path: str, end: float) -> None:
         while True:
             member = socket.socket(socket.AF_UNIX)
             try:
-                member.connect(str(path))
+                member.connect(path)
                 break
             except (FileNotFoundError, ConnectionRefusedError):
                 member.close()
@@ -105,11 +104,14 @@ class ShmGroup(Group):
         self._sockets.append(member)
         self._check(member)
         member.settimeout(max(end - time.monotonic(), _RETRY_S))
-        layout, [memory], *_ = socket.recv_fds(member, _LAYOUT.size, 1)
+        layout, memory, *_ = socket.recv_fds(member, _LAYOUT.size, 1)
         try:
-            self._map(memory, *_LAYOUT.unpack(layout))
+            if not memory or len(layout) < _LAYOUT.size:
+                raise ConnectionError("the sender left")
+            self._map(memory[0], *_LAYOUT.unpack(layout))
         finally:
-            os.close(memory)
+            for each in memory:
+                os.close(each)
         member.settimeout(self._timeout)
 
     def _check(self, member: socket.socket) -> None:
@@ -174,9 +176,7 @@ class ShmGroup(Group):
             if found != (self._number, len(piece)):
                 raise ConnectionError(f"expected piece {self._number} of {len(piece)} bytes, found {found}")
             piece.copy_(self._slots[self._number % len(self._slots)][: len(piece)])
-            with contextlib.suppress(
-                BrokenPipeError, ConnectionResetError
-            ):  # the sender has left: it needs no answer
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a sender that has left needs none
                 connection.sendall(b"\0")
             self._number += 1
 
@@ -198,6 +198,16 @@ def _received(connection: socket.socket, count: int) -> bytes:
             raise ConnectionError("the connection was closed")
         found += more
     return found
+
+
+@contextlib.contextmanager
+def _short(folder: str) -> Iterator[str]:
+    """Another path of a folder: a socket's has at most 107 characters."""
+    opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{opened}"
+    finally:
+        os.close(opened)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,32 @@
+"""The broadcast group in shared memory: who may join, and who leaves. What it moves: test_transport.py."""
+
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from test_transport import spec  # noqa: F401 - a fixture
+
+from megatron_scalerl.weights.transport import make_sender
+from megatron_scalerl.weights.transport.shm import ShmGroup
+
+
+def test_a_sender_that_leaves_while_the_group_is_formed_is_an_error_of_the_receiver(spec):  # noqa: F811
+    connection = spec(backend="shm", world_sizes=(3,), connect_timeout_s=2)
+    with ThreadPoolExecutor(2) as pool:
+        ends = pool.submit(make_sender, connection), pool.submit(ShmGroup, connection, 1)
+        assert all("the weight group was not formed" in str(end.exception()) for end in ends[:1])
+        group = ends[1].result()  # it had joined; the third member never came
+    with pytest.raises(RuntimeError, match="the sender of the weight group left"):
+        group.broadcast(torch.zeros(4))
+
+
+def test_a_process_of_another_user_is_refused(monkeypatch):
+    group, (here, there) = object.__new__(ShmGroup), socket.socketpair()
+    group._timeout = 1
+    with here, there:
+        group._check(here)
+        monkeypatch.setattr(os, "geteuid", lambda uid=os.geteuid(): uid + 1)
+        with pytest.raises(PermissionError, match=r"expected a process of user \d+, found one of user \d+"):
+            group._check(here)
