@@ -27,6 +27,7 @@ def test_a_process_of_another_user_is_refused(monkeypatch):
     group._timeout = 1
     with here, there:
         group._check(here)
-        monkeypatch.setattr(os, "geteuid", lambda uid=os.geteuid(): uid + 1)
+        other = os.geteuid() + 1
+        monkeypatch.setattr(os, "geteuid", lambda: other)
         with pytest.raises(PermissionError, match=r"expected a process of user \d+, found one of user \d+"):
             group._check(here)
