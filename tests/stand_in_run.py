@@ -170,6 +170,7 @@ class StandInTrainer:
         self.sent_ahead: list[int] = []
         """Steps whose batch was sent, or begun to be, while the trainer made the step before."""
         self.stepping = self.sending = False
+        self.writing = None
         self.send_s = send_s
         self.completions: dict[int, set[tuple[int, int]]] = {}
         """(group, index) of what each step was sent, read from its bytes."""
@@ -209,14 +210,25 @@ class StandInTrainer:
         self.version = self.prepared = state["step"]
         return state
 
-    async def save(self, path, extra):
-        assert not self.sending
-        await asyncio.sleep(SAVE_S)
+    async def save(self, path, extra, *, asynchronous=False):
+        assert not self.sending and self.writing is None
         folder = Path(path)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
+        self.writing = (folder, extra, asyncio.get_running_loop().time() + SAVE_S)
+        if not asynchronous:
+            assert await self.finish_save(wait=True) is not None
+
+    async def finish_save(self, *, wait):
+        folder, extra, end = self.writing
+        left = end - asyncio.get_running_loop().time()
+        if left > 0 and not wait:
+            return None
+        await asyncio.sleep(max(left, 0))
         write_durably(folder / "controller.json", json.dumps(extra).encode())
         write_commit(folder, {"step": extra["step"]})
+        self.writing = None
+        return SAVE_S
 
 
 class StandInSync:

@@ -11,7 +11,7 @@ from old_run_folder import to_old_folder
 from stand_in_run import PUBLISH_S, SAVE_S, START_S, VALIDATE_S, attempt, recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_scalerl.checkpoints.commit import read_commit
+from megatron_scalerl.checkpoints.commit import committed, read_commit
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.controller.meter import HEARTBEAT_S
 from megatron_scalerl.controller.run_folder import resume_point
@@ -111,10 +111,11 @@ def test_a_crash_in_any_step_does_not_change_the_curve(tmp_path, uncrashed, step
     assert power_loss or replayed - 1e-3 <= lost <= replayed + DEVICES * (inside_s + 3.5)
 
 
+@pytest.mark.parametrize("async_save", [False, True])
 @pytest.mark.parametrize("at_s", [0.5 + 1.3 * i for i in range(25)])
-def test_a_crash_at_any_moment_costs_at_most_the_repeated_work(tmp_path, uncrashed, at_s):
+def test_a_crash_at_any_moment_costs_at_most_the_repeated_work(tmp_path, uncrashed, at_s, async_save):
     """k = 2: completions in flight are discarded and generated again; the axis grows by no more than their time."""
-    settings = recipe(tmp_path)
+    settings = recipe(tmp_path, checkpoint={"async_save": async_save})
     first = attempt(settings, kill_at_s=at_s)
     second = attempt(settings)
     assert second.reason == "all 6 steps are made"
@@ -130,11 +131,12 @@ def test_a_crash_at_any_moment_costs_at_most_the_repeated_work(tmp_path, uncrash
     assert total - DEVICES * HEARTBEAT_S - 1e-3 <= held(tmp_path / "r") <= total + 1e-3
 
 
-def test_a_crash_at_any_write_is_survived(tmp_path, uncrashed):
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_crash_at_any_write_is_survived(tmp_path, uncrashed, async_save):
     """Killed in its n-th write, for every n: groups, batches and records are complete."""
-    killed_in = set()
+    killed_in, checkpoint = set(), {"async_save": async_save, "every_steps": 2 if async_save else 3}
     for write in itertools.count():
-        settings = recipe(tmp_path, name=f"r{write}", steps=3)
+        settings = recipe(tmp_path, name=f"r{write}", steps=3, checkpoint=checkpoint)
         first = attempt(settings, kill_at_write=write)
         if first.reason is not None:
             break
@@ -162,9 +164,10 @@ def test_a_crash_at_any_write_is_survived(tmp_path, uncrashed):
 
 
 @pytest.mark.parametrize("at_s", [3 + 1.7 * i for i in range(20)])
-def test_a_power_loss_costs_only_unsynced_data(tmp_path, uncrashed, at_s):
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_power_loss_costs_only_unsynced_data(tmp_path, uncrashed, at_s, async_save):
     """Every file is truncated to its last synced length."""
-    settings = recipe(tmp_path)
+    settings = recipe(tmp_path, checkpoint={"async_save": async_save})
     attempt(settings, kill_at_s=at_s, power_loss=True)
     assert attempt(settings).reason == "all 6 steps are made"
     check_records(tmp_path / "r", 6)
@@ -186,6 +189,33 @@ def test_records_before_a_checkpoint_are_on_disk_before_it(tmp_path, uncrashed):
     charged = [r for r in read_jsonl(tmp_path / "r" / "ledger.jsonl")[1:] if r.get("role") in ("trainer", "engine")]
     until = sum(3600 * r["hours"] for r in charged if r["batch"] <= 3)
     assert until == pytest.approx(curve(uncrashed[0])[0][3], abs=1e-3)
+
+
+@pytest.mark.parametrize("every_steps", [1, 2, 3])
+def test_an_asynchronous_checkpoint_stops_nothing(tmp_path, every_steps):
+    """It is committed after a later step, or at the end; a save takes 0.5 s, a step 2 s, the last validation 3 s."""
+    seconds = {}
+    for async_save in (False, True):
+        (root := tmp_path / str(async_save)).mkdir()
+        checkpoint = {"every_steps": every_steps, "keep": 9, "async_save": async_save}
+        outcome = attempt(recipe(root, checkpoint=checkpoint))
+        assert outcome.reason == "all 6 steps are made"
+        check_records(root / "r", 6)
+        rows = read_jsonl(root / "r" / "checkpoints.jsonl")
+        assert [row["step"] for row in rows] == list(range(every_steps, 7, every_steps))
+        assert [step for step, _ in committed(root / "r" / "checkpoints")] == [row["step"] for row in rows]
+        assert all(row["seconds"] == SAVE_S for row in rows)
+        assert {row["stopped_seconds"] for row in rows} == {0.0 if async_save else SAVE_S}
+        seconds[async_save] = outcome.seconds
+    assert seconds[True] <= seconds[False]
+
+
+def test_a_save_that_outlasts_the_steps_delays_the_next_one_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("stand_in_run.SAVE_S", 5.0)
+    checkpoint = {"every_steps": 1, "keep": 9, "async_save": True}
+    outcome = attempt(recipe(tmp_path, checkpoint=checkpoint))
+    assert outcome.reason == "all 6 steps are made"
+    assert [step for step, _ in committed(tmp_path / "r" / "checkpoints")] == list(range(1, 7))
 
 
 def test_two_crashes_are_no_worse_than_one(tmp_path, uncrashed):

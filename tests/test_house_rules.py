@@ -28,6 +28,7 @@ VLLM = {
 }
 
 OWN_STATE = {
+    "controller/saver.py",
     "engine/weight_receiver.py",
     "plan/lengths.py",
     "plan/simulate.py",

@@ -27,9 +27,9 @@ or gets the current weights while the trainer waits for a batch (`_while_current
 With rollouts.deterministic, update, probe and validation come one after another, and only then new groups start, in
 rounds (`engine.rounds`). With the schedule ppo_off_policy they do, too, between two phases.
 
-A checkpoint (`_save`): ledger, metrics and journal are synced to disk, the trainer ranks write and commit the
+A checkpoint (`saver`): ledger, metrics and journal are synced to disk, the trainer ranks write and commit the
 checkpoint with the controller's own state (step, batches, length of the journal), and old checkpoints are deleted
-(`run_folder`).
+(`run_folder`). With checkpoint.async_save the ranks write a copy during the next steps.
 
 A restart (`_replay`): the journal's batches after the checkpoint are trained again with the recorded rollouts in the
 same order, before anything new is generated. Groups that were in flight are issued again under their old ids.
@@ -47,8 +47,6 @@ import logging
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
-import msgspec
-
 from megatron_scalerl.controller.batch_metrics import batch_metrics, engine_metrics, step_metrics
 from megatron_scalerl.controller.evaluations import EvaluationInputs
 from megatron_scalerl.controller.measurements import Measurements
@@ -56,12 +54,13 @@ from megatron_scalerl.controller.meter import Meter
 from megatron_scalerl.controller.metrics import Metrics, Sink
 from megatron_scalerl.controller.probe import Probe
 from megatron_scalerl.controller.progress import Progress
-from megatron_scalerl.controller.run_folder import ControllerState, ResumePoint, RunFolder
+from megatron_scalerl.controller.run_folder import ResumePoint, RunFolder
+from megatron_scalerl.controller.saver import Saver
 from megatron_scalerl.controller.sending import Ahead, Sender, SentBatch
 from megatron_scalerl.controller.weight_sync import NO_UPDATE, WeightSync
 from megatron_scalerl.engine.rounds import Rounds
 from megatron_scalerl.launch.fleet import Fleet
-from megatron_scalerl.processes.garbage import rare_full_collections, release_memory
+from megatron_scalerl.processes.garbage import rare_full_collections
 from megatron_scalerl.processes.signals import SaveAndExit
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.prompts.dataset import PromptSet
@@ -111,13 +110,12 @@ class Controller:
         self._start, self._history = start, [history]  # `_replay` takes it: it may have a million events
         self._sync, self._probe, self._saving = sync, probe, saving
         self._sender = Sender(recipe, fleet, folder.path)
-        self._meter, self._ledger, self._progress, self._batches = meter, meter.ledger, progress, start.batches
-        self._step = self._saved_step = start.step
+        self._meter, self._ledger, self._progress = meter, meter.ledger, progress
+        self._step, self._batches = start.step, start.batches
         rounds = Rounds(fleet.engines, timeout_s=recipe.weights.timeout_s) if recipe.rollouts.deterministic else None
         last = max([start.step, *(b.step for b in history.batches)])
-        self._metrics = Metrics(
-            folder.path, recipe.name, step=start.step, batches=start.batches, last_step=last, sinks=sinks
-        )
+        at = {"step": start.step, "batches": start.batches, "last_step": last}
+        self._metrics = Metrics(folder.path, recipe.name, sinks=sinks, **at)
         self._measurements = Measurements(
             recipe,
             prompts,
@@ -139,6 +137,7 @@ class Controller:
             {task.name: task.weight for task in tasks_of(recipe)},
         )
         self._journal = Journal(folder.path, history, policy=recipe.checkpoint.rollouts)
+        self._saver = Saver(recipe, folder, fleet.trainer, (meter, self._metrics, self._journal), step=start.step)
         self._stream = RolloutStream(
             recipe,
             curriculum=self._curriculum,
@@ -279,7 +278,9 @@ class Controller:
         self._progress.step(self._step, record)
         self._measure()
         if (every := self._recipe.checkpoint.every_steps) and self._step % every == 0:
-            await self._save()
+            await self._saver.save(self._step, self._batches)
+        else:
+            await self._saver.commit(wait=False)
 
     def _measure(self, *, beside: bool = True) -> bool:
         """Start what is due if the engines hold the trainer's version; True if a validation was started."""
@@ -352,43 +353,20 @@ class Controller:
         ]
         self._stream.restore(list(ready.values()), unfinished, self._batches)
 
-    @spanned("checkpoint")
-    async def _save(self) -> None:
-        """Write and commit a checkpoint of trainer and controller, then delete old ones."""
-        begin = self._meter.elapsed
-        # batches before a checkpoint are never replayed, so their records must be on disk before it is committed
-        self._ledger.sync()
-        self._metrics.sync()
-        state = ControllerState(
-            step=self._step,
-            batches=self._batches,
-            run_id=self._folder.attempt.run_id,
-            position=await self._journal.position(),
-        )
-        await self._fleet.trainer.save(str(self._folder.checkpoint(self._step)), msgspec.to_builtins(state))
-        self._saved_step = self._step
-        self._folder.saved(self._step, seconds=self._meter.elapsed - begin)
-        keep = self._recipe.checkpoint.keep
-        self._folder.keep_checkpoints(keep, newest=self._step)
-        await self._journal.retain(self._folder.kept_batches(keep))
-        release_memory()
-
     async def _leave(self) -> None:
         """Save what was trained since the last checkpoint. What was in flight is generated again after a restart."""
         await self._stream.close()
         await self._measurements.close()
-        if self._step > self._saved_step:
-            await self._save()
-        logger.info("asked to save and exit: checkpoint of step %d", self._saved_step)
+        await self._saver.save_last(self._step, self._batches)
+        logger.info("asked to save and exit: checkpoint of step %d", self._saver.step)
 
     async def _finish(self, reason: str, *, final: bool = False) -> str:
         """The last validation, checkpoint and charge. final: the run cannot resume, even with more steps."""
         await self._stream.close()
         version = (self._step, self._batches, self._digest)
         await self._measurements.finish(*version, self._served, self._while_current, self._publish)
-        if self._step > self._saved_step:
-            async with self._saving.uninterrupted():
-                await self._save()
+        async with self._saving.uninterrupted():
+            await self._saver.save_last(self._step, self._batches)
         await self._journal.removed()
         self._meter.charge_validation()
         self._folder.end(reason, step=self._step, final=final)

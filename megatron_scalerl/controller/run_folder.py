@@ -49,6 +49,7 @@ MAY_CHANGE = frozenset(
         "steps",
         "checkpoint.every_steps",
         "checkpoint.keep",
+        "checkpoint.async_save",
         "checkpoint.rollouts",
         "forecast.fit_until_share",
         "rewards.workers",
@@ -170,10 +171,11 @@ class RunFolder:
         end = {"reason": reason, "step": step, "final": final, "incarnation": self.attempt.incarnation}
         rewrite(self.path / END, [end])
 
-    def saved(self, step: int, *, seconds: float) -> None:
-        """Record how long the checkpoint of `step` took to write."""
+    def saved(self, step: int, *, seconds: float, stopped_seconds: float) -> None:
+        """Record how long the checkpoint of `step` took to write, and for how much of it the trainer was stopped."""
+        times = {"seconds": round(seconds, 3), "stopped_seconds": round(stopped_seconds, 3)}
         with contextlib.closing(JsonlWriter(self.path / SAVES)) as file:
-            file.append({"step": step, "seconds": round(seconds, 3), "incarnation": self.attempt.incarnation})
+            file.append({"step": step, **times, "incarnation": self.attempt.incarnation})
 
     def close(self) -> None:
         """Release the lock."""

@@ -3,6 +3,9 @@
 A checkpoint holds the policy, the optimizer in its fully reshardable form, the RNG states of every rank, the step,
 and the controller's own state as JSON. It can be loaded under another tensor, pipeline or data parallel size; the
 RNG is then reseeded, since the number of ranks differs. `checkpoints.commit` says which folders are complete.
+
+`save` returns when the checkpoint is committed. `AsyncSave` copies the state to host memory and lets a thread of each
+rank write it; `finish` commits it between two of the trainer's commands, since it is collective.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.checkpoints.commit import COMMIT, discard, read_commit, write_commit
 from megatron_scalerl.distributed.parallel import Parallel
 from megatron_scalerl.safe_load import megatron
-from megatron_scalerl.trainer.shard_writer import writing_in_process
+from megatron_scalerl.trainer.shard_writer import ShardWriting, writing_in_process
 
 if TYPE_CHECKING:  # `step` builds its model with `load_megatron`
     from megatron_scalerl.trainer.step import Trainer
@@ -42,6 +45,35 @@ def save(path: str | Path, trainer: Trainer, extra: dict[str, Any]) -> None:
     _save(Path(path), state, trainer.parallel, {"step": trainer.steps_made}, extra)
 
 
+class AsyncSave:
+    """A checkpoint that is written while the trainer goes on. All calls are collective."""
+
+    def __init__(self, path: str | Path, trainer: Trainer, extra: dict[str, Any]) -> None:
+        """Copy what `save` writes, and begin to write it. Costs host memory: as many bytes as this rank writes."""
+        self._path, self._parallel, self._extra = Path(path), trainer.parallel, extra
+        self._facts = {"step": trainer.steps_made}
+        state = _sharded_state(trainer, loading=False, generators=True)
+        _make_folder(self._path, self._parallel)
+        with writing_in_process():
+            self._writing = ShardWriting(dist_checkpointing.save(state, str(self._path), async_sharded_save=True))
+
+    def finish(self, *, wait: bool) -> float | None:
+        """Commit; the seconds for which the slowest rank wrote. None if a rank still writes, unless `wait`.
+
+        Raises CheckpointException on every rank if one could not write its files.
+        """
+        if wait:
+            self._writing.wait()
+        found = torch.tensor([self._writing.done, -self._writing.seconds], device=self._parallel.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MIN)
+        all_done, seconds = found.tolist()
+        if not all_done:
+            return None
+        self._writing.complete()
+        _commit(self._path, self._parallel, self._facts, self._extra)
+        return -seconds
+
+
 def save_policy(path: str | Path, chunks: Sequence[Any], parallel: Parallel) -> None:
     """Write and commit a checkpoint of the weights alone, to be exported. Every rank must call it."""
     _save(Path(path), _sharded_models(_inside_ddp(chunks)), parallel, {}, None)
@@ -50,15 +82,22 @@ def save_policy(path: str | Path, chunks: Sequence[Any], parallel: Parallel) -> 
 def _save(
     path: Path, state: dict[str, Any], parallel: Parallel, facts: dict[str, Any], extra: dict[str, Any] | None
 ) -> None:
-    first = parallel.rank == 0
-    if first:
-        discard(path)
-        path.mkdir(parents=True)
-    dist.barrier()
+    _make_folder(path, parallel)
     with writing_in_process():
         dist_checkpointing.save(state, str(path))
     dist.barrier()
-    if first:
+    _commit(path, parallel, facts, extra)
+
+
+def _make_folder(path: Path, parallel: Parallel) -> None:
+    if parallel.rank == 0:
+        discard(path)
+        path.mkdir(parents=True)
+    dist.barrier()
+
+
+def _commit(path: Path, parallel: Parallel, facts: dict[str, Any], extra: dict[str, Any] | None) -> None:
+    if parallel.rank == 0:
         if extra is not None:
             write_durably(path / EXTRA, json.dumps(extra).encode())
         write_commit(path, {**facts, "layout": _layout(parallel)})

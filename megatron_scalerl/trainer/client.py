@@ -44,16 +44,12 @@ class WeightGroupFailed(RuntimeError):
 class TrainerClient:
     """All trainer ranks as one object; one command at a time. Create and use it inside a running event loop.
 
-    The socket queues at most `sockets.MAX_QUEUED` messages per rank; commands fill it, ranks drain it, and `stop` or
-    `close` closes it. After a TrainerError only `close` is valid. `command_timeout_s` bounds every command but
-    `stop`, which has STOP_TIMEOUT_S. All ranks exit when the client is closed or its process ends.
+    After a TrainerError only `close` is valid. `command_timeout_s` bounds every command but `stop`, which has
+    STOP_TIMEOUT_S. All ranks exit when the client is closed or its process ends. The socket queues at most
+    `sockets.MAX_QUEUED` messages per rank, and at most one batch's bytes are in this process: the ranks' I/O threads
+    drain it while the ranks compute, and the next `prepare` waits until the ranks hold the batch before.
 
-    A batch is sent by `prepare`, also while a command runs, and trained by `step`. At most one batch's bytes are in
-    this process: `prepare` fills ZeroMQ's queues, the ranks' I/O threads drain them while the ranks compute, and the
-    next `prepare` waits until the ranks hold the batch before.
-
-    rendezvous: of the ranks on one host. None for several hosts, where rank 0 binds a store (MSRL_BIND_HOST) and
-    sends its address.
+    rendezvous: of the ranks on one host. None for several, where rank 0 binds a store (MSRL_BIND_HOST).
     """
 
     def __init__(
@@ -78,13 +74,12 @@ class TrainerClient:
         """The rank that receives the batches of each data-parallel rank."""
         self._prepared: int | None = None
         """The step whose batch was sent and which was not called yet."""
-        self._step_sent = asyncio.Event()
-        """Every rank was sent the step that was called last: the next batch may follow."""
+        self._step_sent, self._all_held = asyncio.Event(), asyncio.Event()
+        """Every rank was sent the step that was called last, and holds the batch before: the next one may follow."""
         self._step_sent.set()
+        self._all_held.set()
         self._unheld: set[int] = set()
         """Ranks that were sent a batch which they do not hold yet."""
-        self._all_held = asyncio.Event()
-        self._all_held.set()
         self._identities: dict[int, bytes] = {}
         self._calls = 0
         self._busy, self._sending = asyncio.Lock(), asyncio.Lock()
@@ -132,13 +127,11 @@ class TrainerClient:
     async def prepare(self, plan: StepPlan, read: ReadCompletions) -> None:
         """Send each data-parallel rank's plan and completions to one of its ranks, which keeps them for `step`.
 
-        May run beside `step` or any other command, but only one batch may be prepared and not yet stepped on. Every
-        rank is sent the step before the next batch.
-        `read` is called for one data-parallel rank after the other; its bytes are not copied, and must not change.
-        Raises TrainerError for a rank that is gone, and if the ranks do not hold the batch before within
-        `command_timeout_s`; RuntimeError if `read` returns another number of completions. After these, or an error
-        of `read`, only `close` is valid. What a rank objects to in its batch is raised by the command in progress or
-        the next one.
+        May run beside any command, but only one batch may be prepared and not yet stepped on, and every rank is sent
+        the step before the next batch. `read` is called for one data-parallel rank after the other; its bytes are
+        not copied, and must not change. Raises TrainerError for a rank that is gone, and if the ranks do not hold the
+        batch before within `command_timeout_s`; RuntimeError if `read` returns another number of completions. After
+        any of them only `close` is valid. What a rank objects to is raised by the command in progress or the next.
         """
         assert self.info is not None, "wait_ready first"
         assert len(plan.ranks) == self.info.dp_size, (len(plan.ranks), self.info.dp_size)
@@ -193,9 +186,16 @@ class TrainerClient:
         tokens = [list(ids) for ids in token_ids]
         return await self._call(partial(messages.Logprobs, token_ids=tokens), list[list[float]])
 
-    async def save(self, path: str, extra: dict[str, Any]) -> None:
-        """Write and commit a checkpoint; `extra` is the controller's own state, as JSON data."""
-        await self._call(partial(messages.Save, path=str(path), extra=extra), None)
+    async def save(self, path: str, extra: dict[str, Any], *, asynchronous: bool = False) -> None:
+        """Write and commit a checkpoint; `extra` is the controller's own state, as JSON data.
+
+        `asynchronous`: copy it, and write while the trainer goes on; `finish_save` comes before the next one.
+        """
+        await self._call(partial(messages.Save, path=path, extra=extra, asynchronous=asynchronous), None)
+
+    async def finish_save(self, *, wait: bool) -> float | None:
+        """Commit; seconds for which the slowest rank wrote. None if one still writes, unless `wait`."""
+        return await self._call(partial(messages.FinishSave, wait=wait), float | None)
 
     async def load(self, path: str) -> dict[str, Any]:
         """Resume from a committed checkpoint; returns the `extra` it was saved with."""

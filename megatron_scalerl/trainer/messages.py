@@ -173,11 +173,19 @@ class Logprobs(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Save(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Write a checkpoint."""
+    """Write a checkpoint, or copy and begin to write it."""
 
     call: int
     path: str
     extra: dict[str, Any]
+    asynchronous: bool = False
+
+
+class FinishSave(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Commit the checkpoint that was begun. Answer: seconds for which it was written; nil if a rank still writes."""
+
+    call: int
+    wait: bool
 
 
 class Load(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -193,7 +201,9 @@ class Stop(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     call: int
 
 
-Command = Step | DescribeWeights | PlanWeights | ConnectWeights | SendWeights | Logprobs | Save | Load | Stop
+Command = (
+    Step | DescribeWeights | PlanWeights | ConnectWeights | SendWeights | Logprobs | Save | FinishSave | Load | Stop
+)
 ToRank = Welcome | Meet | Ping | Refused | Prepare | Command
 ToController = Hello | Ready | Held | Done | Failed
 Buffer = bytes | memoryview

@@ -1,24 +1,28 @@
-"""Writes a checkpoint's shards in the training process itself.
+"""Writes a checkpoint's shards in the training process itself, at once or in a thread from a copy.
 
 Megatron-Core forks a process per file and collects their reports through a multiprocessing manager, a spawned
 process of about 290 MB that runs as long as the rank and survives a killed one. A synchronous save gains nothing by
-that, and forking a process with threads of collectives is a risk.
+that, and forking a process with threads of collectives is a risk. An asynchronous one (`ShardWriting`) takes a
+thread: writing and syncing files release the interpreter.
 """
 
 from __future__ import annotations
 
 import contextlib
 import queue
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 
 @contextlib.contextmanager
 def writing_in_process() -> Iterator[None]:
-    """Context in which a synchronous `dist_checkpointing.save` starts no process."""
+    """Context in which `dist_checkpointing.save` starts no process, nor does what it returns later."""
     kept_writer = FileSystemWriterAsync.write_preloaded_data_multiproc
     kept_queue = filesystem_async._results_queue
     FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write)
@@ -52,3 +56,56 @@ def _write(transforms: list[Any], use_msc: bool, rank: int, write_buckets: list[
             return
         written[index] = outcome
     results.put(written)
+
+
+class ShardWriting:
+    """This rank's files of a checkpoint, written by a thread from a copy in host memory."""
+
+    def __init__(self, request: AsyncRequest) -> None:
+        """Copy the tensors of `request` (of `dist_checkpointing.save` in `writing_in_process`) and begin to write.
+
+        Returns once they are copied: the originals may change from then on.
+        """
+        self.seconds = 0.0
+        """For which the thread wrote, once it is done."""
+        self._finalize = list(request.finalize_fns)
+        self._thread: threading.Thread | None = None
+        if request.async_fn is not None:
+            rank, buckets, results = request.async_fn_args
+            arguments = (rank, _copied(request, buckets), results)
+            self._thread = threading.Thread(
+                target=self._run, args=(request.async_fn, arguments), name="checkpoint", daemon=True
+            )
+            self._thread.start()
+
+    def _run(self, write: Any, arguments: tuple[Any, ...]) -> None:
+        begin = time.perf_counter()
+        write(*arguments)
+        self.seconds = time.perf_counter() - begin
+
+    @property
+    def done(self) -> bool:
+        """True once the thread has ended."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Until `done`."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def complete(self) -> None:
+        """Write the checkpoint's index once all ranks are `done`. Collective; raises CheckpointException."""
+        for each in self._finalize:
+            each()
+
+
+def _copied(request: AsyncRequest, buckets: list[Any]) -> list[Any]:
+    """The write buckets with tensors of their own in host memory; those in `buckets` are dropped."""
+    of_device = [[tensor.device.type != "cpu" for _, tensor in tensors] for _, _, (_, tensors) in buckets]
+    copied: list[Any] = request.preload_fn()  # waits for the copies from a device
+    for (_, _, (_, tensors)), (_, _, (_, fresh)), own in zip(buckets, copied, of_device, strict=True):
+        tensors.clear()  # Megatron copied views; each goes once it is copied again
+        for number, is_fresh in enumerate(own):
+            item, tensor = fresh[number]
+            fresh[number] = (item, tensor if is_fresh else tensor.clone())
+    return copied

@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 import zmq
@@ -36,6 +36,9 @@ from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.tracing.rank import RANK, RankTrace
 from megatron_scalerl.tracing.spans import span
 from megatron_scalerl.trainer import messages
+
+if TYPE_CHECKING:
+    from megatron_scalerl.trainer.checkpoint import AsyncSave
 
 logger = logging.getLogger("megatron_scalerl.trainer.worker")  # also where this module is __main__
 
@@ -184,6 +187,9 @@ class ControllerLink:
 class Worker:
     """Executes the controller's commands on a trainer."""
 
+    _saving: AsyncSave | None = None
+    """The checkpoint that is being written."""
+
     def __init__(self, recipe: Recipe, rendezvous: Rendezvous) -> None:
         # Imported here: a rank that is refused should not wait for torch and Megatron to load.
         from megatron_scalerl.distributed.bandwidth import check_bandwidth
@@ -241,8 +247,17 @@ class Worker:
                 return self.sending.connect(connection)
             case messages.SendWeights(version=version):
                 return self.sending.send(version)
-            case messages.Save(path=path, extra=extra):
+            case messages.Save(path=path, extra=extra, asynchronous=False):
                 return checkpoint.save(path, self.trainer, extra)
+            case messages.Save(path=path, extra=extra):
+                assert self._saving is None, "a checkpoint was begun and not finished"
+                self._saving = checkpoint.AsyncSave(path, self.trainer, extra)
+                return None
+            case messages.FinishSave(wait=wait):
+                assert self._saving is not None, "no checkpoint was begun"
+                if (seconds := self._saving.finish(wait=wait)) is not None:
+                    self._saving = None
+                return seconds
             case messages.Load(path=path):
                 return checkpoint.load(path, self.trainer)
         raise AssertionError(f"unknown command {command}")

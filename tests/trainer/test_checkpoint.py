@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import numpy as np
 import psutil
@@ -11,9 +12,10 @@ import torch
 from random_policy import batches_of, random_samples
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_scalerl.checkpoints.commit import latest
+from megatron_scalerl.checkpoints.commit import committed, latest
 from megatron_scalerl.distributed.parallel import unwrap
-from megatron_scalerl.trainer.checkpoint import load, save
+from megatron_scalerl.trainer import shard_writer
+from megatron_scalerl.trainer.checkpoint import AsyncSave, load, save
 
 MIXED = {"policy": {"dtype": "bfloat16"}, "optimizer": {"lr": 1e-2, "warmup_steps": 3}}
 
@@ -59,6 +61,40 @@ def test_resumed_equals_uninterrupted(new_trainer, tmp_path, monkeypatch, sectio
     assert [n for n in ours if not torch.equal(ours[n], theirs[n])] == []
     assert {float(v) for n, v in theirs.items() if n.startswith("step")} == {4.0}
     assert any(not torch.equal(saved[n], ours[n]) for n in saved)
+
+
+def test_an_asynchronous_save_has_the_state_at_its_begin(new_trainer, tmp_path, monkeypatch):
+    """The files are written only after two more steps; they are those of a synchronous save, byte for byte."""
+    trainer, may_write = new_trainer(**MIXED), threading.Event()
+    steps(trainer, [1, 2])
+    save(tmp_path / "step_000001", trainer, {"step": 2})
+    write = shard_writer._write
+
+    def write_late(*arguments):
+        assert may_write.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(shard_writer, "_write", write_late)
+    saving = AsyncSave(tmp_path / "step_000002", trainer, {"step": 2})
+    steps(trainer, [3, 4])
+    assert saving.finish(wait=False) is None and not [*(tmp_path / "step_000002").glob("*.distcp")]
+    assert [path.name for _, path in committed(tmp_path)] == ["step_000001"]
+    may_write.set()
+    assert saving.finish(wait=True) > 0
+    written, expected = contents(tmp_path / "step_000002"), contents(tmp_path / "step_000001")
+    assert written.keys() == expected.keys()
+    index = (".metadata", "COMMIT")  # with the folder's name and an id of the save; with the digest of that
+    assert [name for name in written if name not in index and written[name] != expected[name]] == []
+    resumed = new_trainer(**MIXED)
+    assert load(tmp_path / "step_000002", resumed) == {"step": 2}
+    steps(resumed, [3, 4])
+    ours, theirs = state(trainer), state(resumed)
+    assert [n for n in ours if not torch.equal(ours[n], theirs[n])] == []
+
+
+def contents(folder):
+    """Bytes of its files by name."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_generators_are_restored(new_trainer, tmp_path):
@@ -110,4 +146,8 @@ def test_a_disk_that_refuses_ends_the_save_without_a_commit(new_trainer, tmp_pat
     monkeypatch.setattr("megatron.core.dist_checkpointing.strategies.filesystem_async.os.fsync", full_disk)
     with pytest.raises(CheckpointException, match="No space left on device"):
         save(tmp_path / "step_000001", trainer, {})
+    assert latest(tmp_path) is None
+    saving = AsyncSave(tmp_path / "step_000002", trainer, {})
+    with pytest.raises(CheckpointException, match="No space left on device"):
+        saving.finish(wait=True)
     assert latest(tmp_path) is None

@@ -1,0 +1,99 @@
+"""Checkpoints of a run: what is synced before, written by the trainer, and deleted after.
+
+A checkpoint holds the trainer's state and the controller's own (step, batches, length of the journal). Batches before
+it are never replayed, so the controller's records of them are on the disk before it is committed.
+
+With checkpoint.async_save the trainer stops only while its ranks copy their state; they write during the next steps.
+`commit`, between two steps, completes the checkpoint once all have written. A run that fails before resumes from the
+one before it. One checkpoint is written at a time: the next one waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from megatron_scalerl.controller.meter import Meter
+from megatron_scalerl.controller.metrics import Metrics
+from megatron_scalerl.controller.run_folder import ControllerState, RunFolder
+from megatron_scalerl.processes.garbage import release_memory
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.rollouts.journal import Journal
+from megatron_scalerl.tracing.spans import spanned
+from megatron_scalerl.trainer.client import TrainerClient
+
+
+@dataclass(kw_only=True, slots=True)
+class _Begun:
+    """A checkpoint that the ranks have copied."""
+
+    step: int
+    copy_seconds: float
+    stopped_seconds: float
+    """For which the trainer has waited for it so far."""
+
+
+class Saver:
+    """Writes the checkpoints of one attempt. Raises what the trainer's client raises."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: RunFolder,
+        trainer: TrainerClient,
+        records: tuple[Meter, Metrics, Journal],
+        *,
+        step: int,
+    ) -> None:
+        """step: of the checkpoint that the run resumes from."""
+        self._recipe, self._folder, self._trainer = recipe.checkpoint, folder, trainer
+        self._meter, self._metrics, self._journal = records
+        self.step = step
+        """Step of the newest checkpoint that is committed."""
+        self._begun: _Begun | None = None
+        """The checkpoint that is being written."""
+
+    @spanned("checkpoint")
+    async def save(self, step: int, batches: int) -> None:
+        """Write and commit a checkpoint, or begin to with checkpoint.async_save. Not while the trainer steps."""
+        await self.commit(wait=True)
+        begin = self._meter.elapsed
+        self._meter.ledger.sync()
+        self._metrics.sync()
+        run_id, position = self._folder.attempt.run_id, await self._journal.position()
+        state = ControllerState(step=step, batches=batches, run_id=run_id, position=position)
+        path, extra = str(self._folder.checkpoint(step)), msgspec.to_builtins(state)
+        await self._trainer.save(path, extra, asynchronous=self._recipe.async_save)
+        seconds = self._meter.elapsed - begin
+        if self._recipe.async_save:
+            self._begun = _Begun(step=step, copy_seconds=seconds, stopped_seconds=seconds)
+        else:
+            await self._committed(step, seconds=seconds, stopped_seconds=seconds)
+
+    async def commit(self, *, wait: bool) -> None:
+        """Commit the checkpoint that was begun, if there is one; if it is still being written, only with `wait`."""
+        if self._begun is None:
+            return
+        begin, begun = self._meter.elapsed, self._begun
+        written = await self._trainer.finish_save(wait=wait)
+        seconds = self._meter.elapsed - begin
+        begun.stopped_seconds += seconds
+        if written is not None:
+            self._begun = None
+            total = begun.copy_seconds + max(written, seconds)
+            await self._committed(begun.step, seconds=total, stopped_seconds=begun.stopped_seconds)
+
+    async def save_last(self, step: int, batches: int) -> None:
+        """Commit everything up to `step`; nothing is written afterwards."""
+        if step > (self.step if self._begun is None else self._begun.step):
+            await self.save(step, batches)
+        await self.commit(wait=True)
+
+    async def _committed(self, step: int, *, seconds: float, stopped_seconds: float) -> None:
+        """Delete what this checkpoint makes unnecessary."""
+        self.step = step
+        self._folder.saved(step, seconds=seconds, stopped_seconds=stopped_seconds)
+        self._folder.keep_checkpoints(self._recipe.keep, newest=step)
+        await self._journal.retain(self._folder.kept_batches(self._recipe.keep))
+        release_memory()
