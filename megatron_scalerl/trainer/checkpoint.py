@@ -27,6 +27,7 @@ from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.checkpoints.commit import COMMIT, discard, read_commit, write_commit
 from megatron_scalerl.distributed.parallel import Parallel
 from megatron_scalerl.safe_load import megatron
+from megatron_scalerl.trainer.optimizer_state import gathered_with_few_copies, live_storages
 from megatron_scalerl.trainer.shard_writer import ShardWriting, writing_in_process
 
 if TYPE_CHECKING:  # `step` builds its model with `load_megatron`
@@ -55,7 +56,8 @@ class AsyncSave:
         state = _sharded_state(trainer, loading=False, generators=True)
         _make_folder(self._path, self._parallel)
         with writing_in_process():
-            self._writing = ShardWriting(dist_checkpointing.save(state, str(self._path), async_sharded_save=True))
+            request = dist_checkpointing.save(state, str(self._path), async_sharded_save=True)
+            self._writing = ShardWriting(request, live_storages(_inside_ddp(trainer.chunks), trainer.optimizer))
 
     def finish(self, *, wait: bool) -> float | None:
         """Commit; the seconds for which the slowest rank wrote. None if a rank still writes, unless `wait`.
@@ -149,7 +151,8 @@ def _sharded_state(trainer: Trainer, *, loading: bool, generators: bool) -> dict
         "dp_cp_group": groups.dp_cp,
     }
     models = state["model"] if len(trainer.chunks) == 1 else state
-    state["optimizer"] = trainer.optimizer.sharded_state_dict(models, is_loading=loading, metadata=metadata)
+    with gathered_with_few_copies(trainer.optimizer):
+        state["optimizer"] = trainer.optimizer.sharded_state_dict(models, is_loading=loading, metadata=metadata)
     if generators:
         rank, world = trainer.parallel.rank, trainer.parallel.world_size
         state["generators"] = ShardedObject("generators", _generators(), (world,), (rank,))

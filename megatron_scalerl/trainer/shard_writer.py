@@ -12,7 +12,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -61,10 +61,10 @@ def _write(transforms: list[Any], use_msc: bool, rank: int, write_buckets: list[
 class ShardWriting:
     """This rank's files of a checkpoint, written by a thread from a copy in host memory."""
 
-    def __init__(self, request: AsyncRequest) -> None:
-        """Copy the tensors of `request` (of `dist_checkpointing.save` in `writing_in_process`) and begin to write.
+    def __init__(self, request: AsyncRequest, live: Set[int]) -> None:
+        """Copy what is live in `request` (of `dist_checkpointing.save` in `writing_in_process`) and begin to write.
 
-        Returns once they are copied: the originals may change from then on.
+        live: addresses of the memory that changes. It may change once this returns.
         """
         self.seconds = 0.0
         """For which the thread wrote, once it is done."""
@@ -72,7 +72,7 @@ class ShardWriting:
         self._thread: threading.Thread | None = None
         if request.async_fn is not None:
             rank, buckets, results = request.async_fn_args
-            arguments = (rank, _copied(request, buckets), results)
+            arguments = (rank, _copied(request, buckets, live), results)
             self._thread = threading.Thread(
                 target=self._run, args=(request.async_fn, arguments), name="checkpoint", daemon=True
             )
@@ -99,13 +99,11 @@ class ShardWriting:
             each()
 
 
-def _copied(request: AsyncRequest, buckets: list[Any]) -> list[Any]:
+def _copied(request: AsyncRequest, buckets: list[Any], live: Set[int]) -> list[Any]:
     """The write buckets with tensors of their own in host memory; those in `buckets` are dropped."""
-    of_device = [[tensor.device.type != "cpu" for _, tensor in tensors] for _, _, (_, tensors) in buckets]
     copied: list[Any] = request.preload_fn()  # waits for the copies from a device
-    for (_, _, (_, tensors)), (_, _, (_, fresh)), own in zip(buckets, copied, of_device, strict=True):
-        tensors.clear()  # Megatron copied views; each goes once it is copied again
-        for number, is_fresh in enumerate(own):
-            item, tensor = fresh[number]
-            fresh[number] = (item, tensor if is_fresh else tensor.clone())
+    for (_, _, (_, tensors)), (_, _, (_, fresh)) in zip(buckets, copied, strict=True):
+        tensors.clear()
+        for number, (item, tensor) in enumerate(fresh):  # Megatron has copied those that are parts of others
+            fresh[number] = (item, tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor)
     return copied

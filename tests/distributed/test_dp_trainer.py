@@ -83,10 +83,11 @@ def test_the_elements_that_a_step_changes_are_counted_over_all_ranks(paths, layo
     assert [found for _, _, found in ranks] == [pytest.approx(share, rel=1e-12)] * 2
 
 
+@pytest.mark.parametrize("how", [(), ("asynchronous",)], ids=["", "asynchronous"])
 @pytest.mark.parametrize(("kind", "layout"), [("llama", {}), ("llama4", EP2)], ids=["dp2", "ep2"])
-def test_two_ranks_resume_bit_for_bit(paths, tmp_path, kind, layout):
+def test_two_ranks_resume_bit_for_bit(paths, tmp_path, kind, layout, how):
     path = str(tmp_path / "step_000002")
-    straight = run_ranks(2, "trainer_ranks:train_and_save", paths[kind], layout, path)
+    straight = run_ranks(2, "trainer_ranks:train_and_save", paths[kind], layout, path, *how)
     resumed = run_ranks(2, "trainer_ranks:load_and_train", paths[kind], layout, path)
     for ours, theirs in zip(straight, resumed, strict=True):
         assert theirs["extra"] == {"rank": 0} and theirs["made"] == 2

@@ -84,15 +84,23 @@ def changes(policy: str, parallel: dict[str, int]) -> tuple[int, int, float]:
     return sum(int((p != old).sum()) for p, old in zip(held, before)), sum(p.numel() for p in held), found
 
 
-def train_and_save(policy: str, parallel: dict[str, int], path: str) -> dict[str, Any]:
-    """Two steps, a checkpoint, two more; the weights after them, and all optimizer state of this rank."""
-    from megatron_scalerl.trainer.checkpoint import save
+def train_and_save(policy: str, parallel: dict[str, int], path: str, *asynchronous: str) -> dict[str, Any]:
+    """Two steps, a checkpoint, two more; the weights after them, and all optimizer state of this rank.
+
+    asynchronous: the checkpoint is committed after the last step.
+    """
+    from megatron_scalerl.trainer.checkpoint import AsyncSave, save
 
     trainer = trainer_of(recipe(policy, parallel))
     for step in (1, 2):
         _step(trainer, step)
-    save(path, trainer, {"rank": trainer.parallel.rank})
-    return _rest(trainer)
+    if not asynchronous:
+        save(path, trainer, {"rank": trainer.parallel.rank})
+        return _rest(trainer)
+    saving = AsyncSave(path, trainer, {"rank": trainer.parallel.rank})
+    rest = _rest(trainer)
+    assert saving.finish(wait=True) is not None
+    return rest
 
 
 def load_and_train(policy: str, parallel: dict[str, int], path: str) -> dict[str, Any]:

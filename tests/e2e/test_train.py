@@ -98,6 +98,7 @@ def test_a_killed_run_goes_on_and_a_finished_one_starts_nothing(tiny_dense, tmp_
         "killed",
         "steps=8",
         "checkpoint.every_steps=3",
+        "checkpoint.async_save=true",
         "validation.every_steps=2",
         "weights.probe_every=0",
         "optimizer.lr=1e-5",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 
@@ -95,6 +96,24 @@ def test_an_asynchronous_save_has_the_state_at_its_begin(new_trainer, tmp_path, 
 def contents(folder):
     """Bytes of its files by name."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_several_buckets_with_padding_between_them(new_trainer, tmp_path, monkeypatch, ours):
+    """Where gradients are reduced during the backward pass there are buckets; Megatron's own way mixes parameters."""
+    if not ours:
+        monkeypatch.setattr("megatron_scalerl.trainer.checkpoint.gathered_with_few_copies", contextlib.nullcontext)
+    sections = {"megatron": {"ddp": {"overlap_grad_reduce": True, "bucket_size": 5000}}}
+    trainer = new_trainer(**sections)
+    [buffer] = trainer.chunks[0].buffers
+    assert len(buffer.buckets) > 2 and any(b.numel_unpadded < b.grad_data.numel() for b in buffer.buckets[:-1])
+    steps(trainer, [1, 2])
+    save(tmp_path / "step_000002", trainer, {})
+    saved = state(trainer)
+    resumed = new_trainer(**sections)
+    load(tmp_path / "step_000002", resumed)
+    restored = state(resumed)
+    assert (saved.keys() == restored.keys() and all(torch.equal(saved[n], restored[n]) for n in saved)) == ours
 
 
 def test_generators_are_restored(new_trainer, tmp_path):

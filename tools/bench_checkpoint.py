@@ -1,0 +1,138 @@
+"""For how long a checkpoint stops the trainer: written at once, and from a copy during the next steps.
+
+    python tools/bench_checkpoint.py [--rounds 5] [--samples 8] [--threads 1] [--policy FOLDER] [--folder FOLDER]
+
+One rank trains in bf16 with fp32 main weights. A round saves at once, saves asynchronously and makes steps until that
+checkpoint can be committed, and makes as many steps beside nothing. `copy` is one copy of the bytes of the checkpoint
+in this process's memory: the bound. Without --policy a Llama of 134M parameters with random weights; --folder is
+on the disk to write to. Prints one JSON line with medians of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from checkout import explained
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--samples", type=int, default=8)
+    p.add_argument("--threads", type=int, default=1)
+    p.add_argument("--policy", help="Hugging Face folder")
+    p.add_argument("--folder", help="where checkpoints are written; without it a temporary folder")
+    return p
+
+
+if __name__ == "__main__":
+    OPTIONS = parser().parse_args()  # before the imports, which take seconds
+
+with explained():
+    import torch
+    from bench_step import draw_samples, machine
+    from weight_density import random_llama
+
+    from megatron_scalerl.batching.packing import pack
+    from megatron_scalerl.distributed.parallel import init_parallel
+    from megatron_scalerl.models import family, read_hf_config
+    from megatron_scalerl.recipe import Recipe
+    from megatron_scalerl.trainer.checkpoint import AsyncSave, save
+    from megatron_scalerl.trainer.step import Trainer, make_trainer
+
+
+class Steps:
+    """Optimizer steps on batches of random tokens."""
+
+    def __init__(self, trainer: Trainer, vocab_size: int, samples: int) -> None:
+        self._trainer, self._samples = trainer, draw_samples(samples, vocab_size)
+
+    def one(self) -> None:
+        """Make the next step."""
+        step = self._trainer.steps_made + 1
+        [batch] = pack(
+            self._samples, step=step, dp_size=1, micro_batch_tokens=1024, pad_multiple=1, policy_version=step - 1
+        )
+        self._trainer.step(batch)
+
+
+def seconds_of(work: Callable[[], Any]) -> float:
+    """Wall seconds of a call."""
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def one_round(trainer: Trainer, steps: Steps, folder: Path) -> dict[str, float]:
+    """Seconds of one round's parts, and `steps`: how many it made beside the writing."""
+    at_once, later = folder / "step_000001", folder / "step_000002"
+    found = {"at_once": seconds_of(lambda: save(at_once, trainer, {}))}
+    begin = time.perf_counter()
+    saving = AsyncSave(later, trainer, {})
+    found["copied"] = time.perf_counter() - begin
+    beside, committed, waited = [], None, 0.0
+    while committed is None:
+        beside.append(seconds_of(steps.one))
+        begin = time.perf_counter()
+        committed = saving.finish(wait=False)
+        waited += time.perf_counter() - begin
+    found |= {"stopped": found["copied"] + waited, "written": committed, "steps": float(len(beside))}
+    found["step_beside"] = statistics.mean(beside)
+    found["step_alone"] = statistics.mean(seconds_of(steps.one) for _ in beside)
+    blocks = [torch.ones(p.stat().st_size, dtype=torch.uint8) for p in at_once.glob("*.distcp")]
+    found["copy"] = seconds_of(lambda: [block.clone() for block in blocks])
+    found["bytes"] = float(sum(len(block) for block in blocks))
+    for path in (at_once, later):
+        shutil.rmtree(path)
+    return found
+
+
+def measure(options: argparse.Namespace, policy: str, folder: Path) -> dict[str, Any]:
+    """Medians over the rounds."""
+    recipe = Recipe.model_validate(
+        {
+            "name": "bench_checkpoint",
+            "steps": 1,
+            "policy": {"path": policy, "dtype": "bfloat16"},
+            "prompts": {"path": "none.jsonl"},
+            "optimizer": {"lr": 1e-5, "warmup_steps": 0},
+            "trainer": {"threads": options.threads, "micro_batch_tokens": 1024},
+        }
+    )
+    trainer = make_trainer(recipe, init_parallel(recipe))
+    steps = Steps(trainer, family(read_hf_config(policy)).vocab_size, options.samples)
+    steps.one()  # makes the optimizer's state
+    one_round(trainer, steps, folder)  # allocates
+    rounds = [one_round(trainer, steps, folder) for _ in range(options.rounds)]
+    found = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+    return {
+        "bench": "checkpoint",
+        "stopped_over_at_once": round(found["stopped"] / found["at_once"], 4),
+        "stopped_over_copy": round(found["stopped"] / found["copy"], 3),
+        "step_beside_over_alone": round(found["step_beside"] / found["step_alone"], 3),
+        **{name: round(value, 4) for name, value in found.items()},
+        "spread": {name: [round(f(each[name] for each in rounds), 4) for f in (min, max)] for name in rounds[0]},
+        "rounds": options.rounds,
+        "threads": options.threads,
+        "machine": machine(),
+    }
+
+
+def main(options: argparse.Namespace) -> None:
+    """Measure and print."""
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        policy = options.policy or random_llama(str(Path(folder) / "policy"))
+        print(json.dumps(measure(options, policy, Path(folder))))
+
+
+if __name__ == "__main__":
+    main(OPTIONS)
