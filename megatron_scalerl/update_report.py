@@ -94,27 +94,35 @@ def _lines(
         sent, of = _number("weight_bytes")(row), _number("weight_whole_bytes")(row)
         return sent / of if sent is not None and of else None
 
+    def at_rate(value: float | None, form: Callable[[float], str]) -> str:
+        return _shown(value, form) if rate else NO_RATE
+
     limit = f"lower bound at {rate:g} GB/s" if rate else "lower bound"
-    speed = _shown(most[2] / seconds / 1e9 if most[2] and seconds else None, _plain)
-    lines: list[tuple[str, str, Callable[[Sequence[Row]], str]]] = [
+    speed = at_rate(most[2] / seconds / 1e9 if most[2] and seconds else None, _plain)
+    ratio = at_rate(seconds / bound if seconds and bound else None, _plain)
+    phases = [
+        (
+            f"phase {phase}",
+            at_rate(seconds, _seconds) if phase == wire else "",
+            _median(f"weight_{phase}_seconds", _seconds),
+        )
+        for phase in UPDATE_PHASES
+        if any(_number(f"weight_{phase}_seconds")(row) is not None for row in known)
+    ]
+    return [
         ("updates", "", lambda rows: str(len(rows))),
         ("bytes of all senders", _shown(most[2], _size), _median("weight_bytes", _size)),
         ("most sent by a rank", _shown(most[0], _size), _median("weight_most_sent_bytes", _size)),
         ("most received by a worker", _shown(most[1], _size), _median("weight_most_received_bytes", _size)),
         ("bytes over those of all values", "", _median_of(share, _plain)),
         ("elements that changed", "", _median("weights_changed", _percent)),
-        (limit, _shown(bound, _seconds) if rate else NO_RATE, _median_of(bound_of, _seconds) if rate else _no_rate),
+        (limit, at_rate(bound, _seconds), _median_of(bound_of, _seconds)),
         ("GB/s", speed, _median("weight_gb_per_s", _plain)),
+        *phases,
+        (f"phase {wire} over the bound", ratio, _median_of(over, _plain)),
+        ("engines paused", "", _median("engine_paused_seconds", _seconds)),
+        ("in all, with attempts that failed", "", _median("publish_seconds", _seconds)),
     ]
-    for phase in UPDATE_PHASES:
-        if any(_number(f"weight_{phase}_seconds")(row) is not None for row in known):
-            expected = (_shown(seconds, _seconds) if rate else NO_RATE) if phase == wire else ""
-            lines.append((f"phase {phase}", expected, _median(f"weight_{phase}_seconds", _seconds)))
-    ratio = _shown(seconds / bound if seconds and bound else None, _plain) if rate else NO_RATE
-    lines.append((f"phase {wire} over the bound", ratio, _median_of(over, _plain) if rate else _no_rate))
-    lines.append(("engines paused", "", _median("engine_paused_seconds", _seconds)))
-    lines.append(("in all, with attempts that failed", "", _median("publish_seconds", _seconds)))
-    return lines
 
 
 def _is_whole(row: Row) -> bool:
@@ -140,10 +148,6 @@ def _median_of(value: Value, form: Callable[[float], str]) -> Callable[[Sequence
         return _shown(statistics.median(found) if found else None, form)
 
     return median
-
-
-def _no_rate(rows: Sequence[Row]) -> str:
-    return NO_RATE if rows else _NOTHING
 
 
 def _shown(value: float | None, form: Callable[[float], str]) -> str:
