@@ -1,6 +1,7 @@
 """The closing report of a run: its gain, its cost, and the forecast of its first part compared with the rest.
 
-Reads RUN/validation.jsonl, validation_by_prompt.jsonl, ledger.jsonl and recipe.yaml. Imports no torch.
+Reads RUN/validation.jsonl, validation_by_prompt.jsonl, ledger.jsonl, metrics.jsonl and recipe.yaml. Imports torch
+only to predict weight updates, if there were some and the policy's config.json is there (`plan.predicted`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from megatron_scalerl.fit.plot import plot_forecast
 from megatron_scalerl.fit.result import ForecastEvaluation
 from megatron_scalerl.fit.tables import Table, outlook_table
 from megatron_scalerl.recipe.file import read_run_recipe
+from megatron_scalerl.update_report import updates_of
 
 BOOTSTRAP_DRAWS = 10_000
 Rows = Sequence[dict[str, Any]]
@@ -59,6 +61,7 @@ def report(run_dir: str | Path, console: Console) -> None:
     for task, found in gains_by_task(run_dir, rows[-1]).items():
         console.print(f"{task}: {gain_text(found)}", highlight=False)
     console.print(cost_text(hours_by_role(ledger), unit), highlight=False)
+    _print_updates(console, run_dir, recipe)
     _print_outlooks(console, rows, recipe)
     fitted, unseen = split(rows, recipe["forecast"])
     if not unseen:
@@ -183,6 +186,18 @@ def moved_text(made: Sequence[Outlook], came: float | None) -> str:
 def last_step(rows: Rows, recipe: Mapping[str, Any]) -> int:
     """The step at which the run ends: the recipe's, or that of the last validation without one."""
     return int(recipe.get("steps") or rows[-1]["step"])
+
+
+def _print_updates(console: Console, run_dir: Path, recipe: Mapping[str, Any]) -> None:
+    """What weight updates took, beside the planner's prediction; nothing for a run without one."""
+    rows = read_jsonl(run_dir / "metrics.jsonl")
+    if updates_of(rows, recipe, "") is None:
+        return
+    from megatron_scalerl.plan.predicted import predicted_update
+
+    if updates := updates_of(rows, recipe, predicted_update(run_dir)):
+        console.print(updates.table.rich())
+        console.print("\n".join(updates.notes), highlight=False, markup=False)
 
 
 def _print_outlooks(console: Console, rows: Rows, recipe: dict[str, Any]) -> None:

@@ -260,6 +260,8 @@ class StandInSync:
             phases={"update": PUBLISH_S},
             bytes=1,
             whole_bytes=1,
+            most_sent=1,
+            most_received=1,
             digest=f"weights-{version}",
         )
 

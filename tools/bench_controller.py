@@ -118,6 +118,8 @@ class StandInSync:
             phases={"update": 0.0},
             bytes=1,
             whole_bytes=1,
+            most_sent=1,
+            most_received=1,
             digest="",
         )
 

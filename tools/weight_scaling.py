@@ -1,12 +1,17 @@
 """Predicted seconds of a weight update on many GPUs, whole and of changes, by simulating the trainer's plan.
 
     python tools/weight_scaling.py [--gb-s 50] [--bucket-mib 256] [--most-senders 16]
+    python tools/weight_scaling.py --count
 
 Nothing is sent: the plan and its buckets are those of `megatron_scalerl.weights`, for a trainer on half of the GPUs
 and engines on the other half; `megatron_scalerl.plan.update` states the link model. --gb-s: of every GPU in each
 direction; 50 is one 400 Gb/s port. Bound: the most bytes that any rank sends or any worker receives, at this rate.
 Changes: of one element in a hundred, in the bytes that `weights.deltas: absolute` takes for each. Finding and writing
 them takes no time here, nor does packing.
+--count: instead, the bytes of every bucket are added up for each sender and for each worker, on layouts of growing
+size, and the most of one is put over an even share: of a sender, the bytes of all over their number; of a worker, the
+policy over the engine's tensor parallelism. Whole: bytes of the tensors that every worker gets, norms and routers,
+which no number of workers makes smaller. All ranks may send.
 Prints a Markdown table.
 """
 
@@ -25,6 +30,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--gb-s", type=float, default=50.0, help="of every GPU's link, in each direction")
     p.add_argument("--bucket-mib", type=int, default=256)
     p.add_argument("--most-senders", type=int, default=16, help="weights.max_senders")
+    p.add_argument("--count", action="store_true", help="count the bytes of every sender and worker")
     return p
 
 
@@ -36,7 +42,9 @@ with explained():
 
     from megatron_scalerl.models import family
     from megatron_scalerl.plan.sharding import Layout
-    from megatron_scalerl.plan.update import EngineShape, UpdateWork, moved, places_of
+    from megatron_scalerl.plan.update import EngineShape, UpdateWork, moved, places_of, worker_needs
+    from megatron_scalerl.weights.owners import manifest
+    from megatron_scalerl.weights.rectangles import volume
 
 
 CHANGES = 0.01 * 3.1 / 2
@@ -114,12 +122,34 @@ MODELS = {
 """Shapes: Llama 3 8B and Llama 4 Scout as published; the third is made up, near Kimi K2's."""
 
 
-def simulate(model: Model, gpus: int, options: argparse.Namespace) -> UpdateWork:
-    """What one update moves, with the trainer on half of the GPUs."""
+COUNTED = {
+    "8B, dense": MODELS["8B, dense"].config,
+    "30B, 128 experts (Qwen3)": Qwen3MoeConfig(
+        vocab_size=151_936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        mlp_only_layers=[],
+        tie_word_embeddings=False,
+    ),
+    "17B x 16 (Scout), 108B": MODELS["17B x 16 (Scout), 108B"].config,
+}
+LAYOUTS = ((4, 2, 1, 2, 1), (8, 2, 2, 2, 2), (16, 4, 2, 4, 4), (32, 4, 2, 8, 8), (64, 4, 4, 16, 8))
+"""(Ranks of the trainer, TP, PP, EP of experts, TP of an engine); the rest of the ranks is data parallel."""
+
+
+def simulate(model: Model, ranks: int, options: argparse.Namespace) -> UpdateWork:
+    """What one update moves, with so many ranks of the trainer."""
     found = family(model.config)
     layers = len(found.layers)
     layout = Layout(
-        world_size=gpus // 2,
+        world_size=ranks,
         tp=model.tp,
         pp=model.pp,
         cp=1,
@@ -155,12 +185,78 @@ HEADER = (
 )
 
 
+COUNTED_HEADER = (
+    *("policy, bf16", "ranks: TP, PP, EP, DP", "engine TP", "GB", "senders", "even share", "most sent by a rank"),
+    *("over", "policy / engine TP", "most received by a worker", "over", "whole in every worker"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """The bytes of one rank over an even share of them."""
+
+    total: int
+    """Of one copy of the policy."""
+    work: UpdateWork
+    engine_tp: int
+    replicated: int
+    """Bytes of the tensors that every worker gets as a whole."""
+
+    @property
+    def sent_over(self) -> float:
+        """Most sent by a rank over what all send, divided by their number."""
+        return self.work.most_sent * self.work.senders / sum(self.work.sent.values())
+
+    @property
+    def received_over(self) -> float:
+        """Most received by a worker over the policy, divided by the engine's tensor parallelism."""
+        return self.work.most_received * self.engine_tp / self.total
+
+
+def count(config: Any, layout: tuple[int, int, int, int, int], bucket_mib: int) -> Counted:
+    """The bytes of every sender and worker, from the plan's buckets. layout: one of LAYOUTS."""
+    ranks, tp, pp, ep, engine_tp = layout
+    found = family(config)
+    model = Model(config=config, tp=tp, pp=pp, ep=ep if _experts(config) else 1, engine_tp=engine_tp, gpus=())
+    work = simulate(model, ranks, argparse.Namespace(bucket_mib=bucket_mib, most_senders=ranks))
+    needs = worker_needs(found, EngineShape(tensor=engine_tp, whole_experts=True))
+    replicated = 0
+    for number, meta in enumerate(manifest(found, "bfloat16")):
+        size = volume(tuple((0, size) for size in meta.shape))
+        if engine_tp > 1 and all(sum(map(volume, of_worker[number])) == size for of_worker in needs):
+            replicated += size * meta.item_bytes
+    return Counted(total=work.bytes, work=work, engine_tp=engine_tp, replicated=replicated)
+
+
+def _experts(config: Any) -> int:
+    return getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0)
+
+
+def print_counts(options: argparse.Namespace) -> None:
+    """Print the table of --count."""
+    print(f"| {' | '.join(COUNTED_HEADER)} |\n{'|---' * len(COUNTED_HEADER)}|")
+    for name, config in COUNTED.items():
+        for layout in LAYOUTS:
+            ranks, tp, pp, ep, engine_tp = layout
+            found = count(config, layout, options.bucket_mib)
+            work = found.work
+            sizes = f"{tp}, {pp}, {ep if _experts(config) else 1}, {ranks // (tp * pp)}"
+            cells = [name, f"{ranks}: {sizes}", f"{engine_tp}", f"{work.bytes / 1e9:.1f}", f"{work.senders}"]
+            cells += [f"{sum(work.sent.values()) / work.senders / 1e9:.3f} GB", f"{work.most_sent / 1e9:.3f} GB"]
+            cells += [f"{found.sent_over:.2f}", f"{work.bytes / engine_tp / 1e9:.3f} GB"]
+            cells += [f"{work.most_received / 1e9:.3f} GB", f"{found.received_over:.3f}"]
+            print(f"| {' | '.join([*cells, f'{found.replicated / 1e6:.1f} MB'])} |", flush=True)
+
+
 def main(options: argparse.Namespace) -> None:
     """Print the table."""
+    if options.count:
+        print_counts(options)
+        return
     print(f"| {' | '.join(HEADER)} |\n{'|---' * len(HEADER)}|")
     for name, model in MODELS.items():
         for gpus in model.gpus:
-            work = simulate(model, gpus, options)
+            work = simulate(model, gpus // 2, options)
             sizes = [f"{each / 1e9:.3g} GB" for each in (work.most_sent, work.most_received)]
             cells = [name, f"{gpus:,}", f"{work.bytes / 1e9:,.0f}", f"{work.senders:,}", f"{work.groups:,}", *sizes]
             rate, copies = options.gb_s * 1e9, max(gpus // 2 // model.engine_tp, 1)

@@ -59,6 +59,7 @@ MAY_CHANGE = frozenset(
         "trainer.start_timeout_s",
         "trainer.step_timeout_s",
         "trainer.max_restarts",
+        "weights.link_gb_s",
         "engine.max_restarts",
         "engine.min_engines",
         "engine.min_relative_rate",

@@ -85,6 +85,10 @@ class WeightUpdate:
     """Bytes that all senders sent, padding included."""
     whole_bytes: int
     """What they would have sent without weights.deltas."""
+    most_sent: int
+    """Bytes of the sender that sent most."""
+    most_received: int
+    """Bytes of the worker of an engine that got most."""
     digest: str
     """Digest of the values of each shard of the weights, whatever the trainer's layout (`weights.value_digest`)."""
 
@@ -95,6 +99,8 @@ class WeightUpdate:
             "engine_paused_seconds": self.seconds_paused,
             "weight_bytes": float(self.bytes),
             "weight_whole_bytes": float(self.whole_bytes),
+            "weight_most_sent_bytes": float(self.most_sent),
+            "weight_most_received_bytes": float(self.most_received),
             "weight_send_seconds": self.seconds_sending,
             "weight_gb_per_s": self.bytes / 1e9 / max(self.phases.get("stage", self.phases["update"]), 1e-9),
             **{f"weight_{phase}_seconds": seconds for phase, seconds in self.phases.items()},
@@ -227,6 +233,8 @@ class WeightSync:
             seconds_sending=report.seconds,
             bytes=report.bytes,
             whole_bytes=report.whole_bytes,
+            most_sent=report.most_sent,
+            most_received=report.most_received,
             digest="-".join(report.values),
         )
 

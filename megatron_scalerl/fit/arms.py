@@ -33,6 +33,7 @@ APART = (
     "rollouts.decoders",
     "trainer.micro_batch_tokens",
     "trainer.min_all_reduce_gb_s",
+    "weights.link_gb_s",
     "engine.host",
     "engine.port",
     "engine.min_engines",

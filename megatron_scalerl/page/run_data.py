@@ -19,9 +19,8 @@ from megatron_scalerl.page.growing_file import GrowingFile
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.recipe.file import read_run_recipe
 from megatron_scalerl.report import cost_text, gain, gain_text, gains_by_task, last_step
+from megatron_scalerl.update_report import KEPT, UPDATE_PHASES, PredictedUpdate, updates_of
 
-UPDATE_PHASES = ("needs", "connect", "stage", "pause", "start", "update", "finish", "verify", "resume")
-"""Phases of a weight update, in their order: `weight_PHASE_seconds` of metrics.jsonl."""
 COLUMNS = (
     *("step", "batches", "reward", "train_pass_rate", "entropy", "mismatch_mean", "mismatch_max"),
     *("truncated_share", "interrupted_share", "staleness_mean", "staleness_max", "generated_tokens_per_second"),
@@ -45,6 +44,8 @@ class RunData:
         self.run_dir = Path(run_dir)
         self.recipe = read_run_recipe(self.run_dir)
         self.forecasts = Forecasts()
+        self.predicted: PredictedUpdate | str = "megatron-scalerl report shows the planner's prediction beside them."
+        """Of a weight update, or why there is none."""
         self._metrics, self._validation, self._ledger, self._attempts, self._engines, self._end = (
             GrowingFile(self.run_dir / f"{name}")
             for name in (
@@ -103,7 +104,20 @@ class RunData:
             "header": self._header(),
             "ledger": [{"role": role, "hours": hours} for role, hours in self._hours.items()],
             "events": self._events(),
+            "updates": self._update_table(),
         }
+
+    @property
+    def has_updates(self) -> bool:
+        """Whether a step record tells of a weight update."""
+        return bool(self._updates)
+
+    def _update_table(self) -> dict[str, Any] | None:
+        found = updates_of(self._updates, self.recipe, self.predicted)
+        if found is None:
+            return None
+        notes = [printable(note) for note in found.notes]
+        return {"columns": found.table.columns, "rows": found.table.rows, "notes": notes}
 
     def _read(self, file: GrowingFile, add: Any = None) -> bool:
         lines = file.new_lines()
@@ -135,6 +149,7 @@ class RunData:
     def _clear_steps(self) -> None:
         names = (*COLUMNS, *WAITS, "degenerate", "seconds", *(f"weight_{phase}" for phase in UPDATE_PHASES))
         self._steps = {name: [] for name in names}
+        self._updates: list[dict[str, Any]] = []
 
     def _add_step(self, row: dict[str, Any]) -> None:
         groups, kept = _number(row.get("batch/groups")), _number(row.get("batch/groups_kept"))
@@ -149,6 +164,8 @@ class RunData:
         }
         for name, value in values.items():
             self._steps[name].append(value)
+        if "weight_bytes" in row:
+            self._updates.append({name: row[name] for name in KEPT if name in row})
 
     def _add_charge(self, row: dict[str, Any]) -> None:
         if "unit" in row:

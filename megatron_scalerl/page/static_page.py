@@ -14,6 +14,7 @@ from megatron_scalerl.page.groups import GroupIndex
 from megatron_scalerl.page.render import RUN, RUNS, page
 from megatron_scalerl.page.run_data import RunData, thinned
 from megatron_scalerl.page.runs_data import RunsData
+from megatron_scalerl.plan.predicted import predicted_update
 
 MOST_BYTES = 25_000_000
 """Size of the file that is not exceeded."""
@@ -34,6 +35,8 @@ def write_page(run_dir: str | Path, path: str | Path, *, group_ids: Iterable[int
     run.update()
     index.update()
     run.forecasts.make_all(run.validations, run.recipe)
+    if run.has_updates:
+        run.predicted = predicted_update(run_dir)
     data: dict[str, Any] = thinned(run.payload(), MOST_STEPS) | {"live": False}
     reader = Reader(Path(run_dir), run.recipe, index)
     named = list(dict.fromkeys(group_ids))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,16 @@ class UpdateWork:
     buckets: tuple[tuple[int, int, int], ...]
     """(sender, shard, bytes) of each, in the order that all follow."""
 
+    @property
+    def sent(self) -> dict[int, int]:
+        """Sender -> bytes."""
+        return _sums((sender, size) for sender, _, size in self.buckets)
+
+    @property
+    def received(self) -> dict[int, int]:
+        """Shard -> bytes, of each of its workers."""
+        return _sums((shard, size) for _, shard, size in self.buckets)
+
     def bound_seconds(self, bytes_per_second: float) -> float:
         """No schedule is faster: the most bytes that one rank sends or one worker receives, at the links' rate."""
         return max(self.most_sent, self.most_received) / bytes_per_second
@@ -104,16 +114,12 @@ def moved(
     needs = worker_needs(family, engine)
     plan = send_plan(family, places, stage_of_layer, needs, dtype=dtype, most_senders=most_senders).plan
     order = tuple((bucket.sender, bucket.shard, bucket.nbytes) for bucket in buckets(plan, bucket_mib))
-    sent, received = Counter[int](), Counter[int]()
-    for sender, shard, size in order:
-        sent[sender] += size
-        received[shard] += size
     return UpdateWork(
         bytes=sum(meta.item_bytes * math.prod(meta.shape) for meta in parameters),
         senders=plan.senders,
         groups=max(Counter(shard for _, shard in plan.pairs).values()),
-        most_sent=max(sent.values()),
-        most_received=max(received.values()),
+        most_sent=max(_sums((sender, size) for sender, _, size in order).values()),
+        most_received=max(_sums((shard, size) for _, shard, size in order).values()),
         buckets=order,
     )
 
@@ -163,6 +169,13 @@ def worker_needs(family: Family, engine: EngineShape) -> list[Needs]:
         for stage in range(engine.pipeline)
         for rank in range(engine.tensor)
     ]
+
+
+def _sums(sizes: Iterable[tuple[int, int]]) -> dict[int, int]:
+    found = Counter[int]()
+    for key, size in sizes:
+        found[key] += size
+    return dict(found)
 
 
 def _split_axis(name: str, dimensions: int, *, whole_experts: bool) -> int:

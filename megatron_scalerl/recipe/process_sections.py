@@ -131,6 +131,9 @@ class WeightsSection(Section):
     anchor_every: PositiveInt = 20
     """With deltas, an update is whole after this many that were not: it repairs values that something else changed
     in an engine, and is verified against all values."""
+    link_gb_s: NonNegativeFloat = 0.0
+    """Rate of the link of each trainer rank and engine worker, in one direction (GB/s): megatron-scalerl report
+    compares updates with what it allows. 0: not stated."""
     probe_every: NonNegativeInt = 10
     """Compare trainer and engine log-probs on a fixed probe after the weight update of every n-th step, or the first
     one from then on (ppo_off_policy), and on an engine that was started again. 0: only at a start."""

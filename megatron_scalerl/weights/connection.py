@@ -41,6 +41,10 @@ class SendReport:
     """Bytes sent by all ranks, padding included."""
     whole_bytes: int
     """What they would have sent without deltas."""
+    most_sent: int
+    """Bytes of the rank that sent most."""
+    most_received: int
+    """Bytes of the worker that got most."""
     digests: tuple[str, ...]
     """[shards] digest of the buckets that were sent to each (hex)."""
     values: tuple[str, ...]

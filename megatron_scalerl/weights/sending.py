@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,7 @@ class WeightSending:
         """Send all parts; the report is the same on all ranks but for the seconds. Collective."""
         begin, failure, plan = time.perf_counter(), "", self._source.plan
         order = buckets(plan, self._bucket_mib)
-        digests = torch.zeros(len(order) + len(plan.needs) + 1, dtype=torch.int64)
+        digests = torch.zeros(2 * len(order) + len(plan.needs), dtype=torch.int64)  # and sizes, and values
         if self._source.sender is not None:
             assert self._sender is not None, "connect first"
             own = [number for number, bucket in enumerate(order) if bucket.sender == self._source.sender]
@@ -59,24 +60,39 @@ class WeightSending:
                 self._source.begin()
                 sent = self._sender.send(plan, self._source.read, version)
                 digests[own] = torch.tensor(sent, dtype=torch.uint64).view(torch.int64)
-                digests[-1] = self._sender.bytes
+                digests[[len(order) + number for number in own]] = torch.tensor(self._sender.sizes)
                 for shard, value in self._sender.values.items():
-                    digests[len(order) + shard] = torch.tensor(value, dtype=torch.uint64).view(torch.int64)
+                    digests[2 * len(order) + shard] = torch.tensor(value, dtype=torch.uint64).view(torch.int64)
             except RuntimeError as error:
                 failure = _logged(f"weights of version {version} were not sent", error)
         failure, digests = self._shared(failure, digests)
         if failure:
-            return SendReport(seconds=0.0, bytes=0, whole_bytes=0, digests=(), values=(), failure=failure)
+            return SendReport(
+                seconds=0.0,
+                bytes=0,
+                whole_bytes=0,
+                most_sent=0,
+                most_received=0,
+                digests=(),
+                values=(),
+                failure=failure,
+            )
         found = [value & ((1 << 64) - 1) for value in digests.tolist()]
         of_shards = tuple(
             combine(value for value, bucket in zip(found, order) if bucket.shard == shard)
             for shard in range(len(plan.needs))
         )
-        *values, sent_bytes = found[len(order) :]
+        sizes, values = found[len(order) : 2 * len(order)], found[2 * len(order) :]
+        by_sender, by_shard = Counter[int](), Counter[int]()
+        for size, bucket in zip(sizes, order):
+            by_sender[bucket.sender] += size
+            by_shard[bucket.shard] += size
         return SendReport(
             seconds=time.perf_counter() - begin,
-            bytes=sent_bytes,
+            bytes=sum(sizes),
             whole_bytes=sum(bucket.nbytes for bucket in order),
+            most_sent=max(by_sender.values()),
+            most_received=max(by_shard.values()),
             digests=of_shards,
             values=tuple(f"{value:016x}" for value in values),
         )

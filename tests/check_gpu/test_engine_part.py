@@ -214,7 +214,9 @@ class StandInTrainer:
         pass
 
     async def send_weights(self, version):
-        return SendReport(digests=("sent",), values=("sent",), bytes=1, whole_bytes=1, seconds=0.0)
+        return SendReport(
+            digests=("sent",), values=("sent",), bytes=1, whole_bytes=1, most_sent=1, most_received=1, seconds=0.0
+        )
 
 
 def test_an_update_with_another_digest_fails_and_what_needs_it_is_not_run(scene, tmp_path, monkeypatch):

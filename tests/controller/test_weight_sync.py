@@ -97,7 +97,8 @@ class StandInTrainer:
     async def send_weights(self, version):
         if self.fails:
             raise self.fails.pop(0)
-        return SendReport(bytes=0, whole_bytes=0, seconds=0.0, digests=(f"d{version}",), values=(f"v{version}",))
+        sizes = {"bytes": 0, "whole_bytes": 0, "most_sent": 0, "most_received": 0}
+        return SendReport(**sizes, seconds=0.0, digests=(f"d{version}",), values=(f"v{version}",))
 
 
 @pytest.fixture

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import uuid
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,8 +17,8 @@ from parity_ranks import recipe
 from worker_needs import needs_of_worker
 
 from megatron_scalerl.weights.changes import Changes, bits_of
-from megatron_scalerl.weights.connection import Connection
-from megatron_scalerl.weights.plan import WeightPlan
+from megatron_scalerl.weights.connection import Connection, SendReport
+from megatron_scalerl.weights.plan import WeightPlan, buckets
 from megatron_scalerl.weights.transport.frames import receive
 from megatron_scalerl.weights.transport.gloo import Group
 
@@ -57,10 +60,75 @@ def updates(
 ) -> list[tuple[list[list[Received]], int, int]]:
     """For each (Hugging Face folder, layout, workers of the engine): ([versions][workers] tensors, senders, elements
     that arrived as changes), from rank 0."""
-    return [_update(path, layout, workers, rendezvous) for path, layout, workers in jobs]
+    found = []
+    for path, layout, workers in jobs:
+        with _connected(path, layout, workers, rendezvous) as sides:
+            versions = []
+            for version in range(VERSIONS):
+                report, taken = sides.update(version)
+                assert not report.failure and report.bytes <= report.whole_bytes
+                versions.append(taken)
+            found.append((versions, sides.source.plan.senders, sum(end.changed for end in sides.ends)))
+    return found
 
 
-def _update(path: str, layout: dict[str, Any], workers: int, rendezvous: Any) -> Any:
+def carried(jobs: list[tuple[str, dict[str, Any], int]], rendezvous: Any) -> list[dict[str, Any]]:
+    """The same updates: bytes of the tensors that each group was given on this rank, as sender and as receiver."""
+    start, found = Group.start, []
+
+    def counting(group: Any, tensor: torch.Tensor) -> Any:
+        group.carried = getattr(group, "carried", 0) + tensor.nbytes
+        return start(group, tensor)
+
+    Group.start = counting  # type: ignore[method-assign]
+    for path, layout, workers in jobs:
+        with _connected(path, layout, workers, rendezvous) as sides:
+            versions = []
+            for version in range(VERSIONS):
+                report, _ = sides.update(version)
+                sender = sides.sending._sender
+                groups = {} if sender is None else sender.groups
+                versions.append(
+                    {
+                        "report": report,
+                        "sizes": [] if sender is None else list(sender.sizes),
+                        "sent": {shard: _taken(group) for shard, group in groups.items()},
+                        "received": [{n: _taken(group) for n, group in end.groups.items()} for end in sides.ends],
+                    }
+                )
+            order = [(bucket.sender, bucket.shard, bucket.nbytes) for bucket in buckets(sides.source.plan, 1)]
+            found.append({"sender": sides.source.sender, "buckets": order, "versions": versions})
+    return found
+
+
+def _taken(group: Any) -> int:
+    count, group.carried = group.carried, 0
+    return int(count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sides:
+    """This rank's sending side, and on rank 0 the workers of an engine."""
+
+    chunks: Any
+    source: Any
+    sending: Any
+    ends: list[Worker]
+    pool: ThreadPoolExecutor
+
+    def update(self, version: int) -> tuple[SendReport, list[Received]]:
+        """Send, take, and make a step; what the workers hold after it."""
+        taking = [self.pool.submit(end.take, version) for end in self.ends]
+        report = self.sending.send(version)
+        taken = [each.result() for each in taking]
+        for chunk in self.chunks:
+            for parameter in chunk.parameters():
+                step(parameter.data)
+        return report, taken
+
+
+@contextlib.contextmanager
+def _connected(path: str, layout: dict[str, Any], workers: int, rendezvous: Any) -> Iterator[Sides]:
     from megatron.core import parallel_state
 
     from megatron_scalerl.distributed.parallel import init_parallel
@@ -83,25 +151,17 @@ def _update(path: str, layout: dict[str, Any], workers: int, rendezvous: Any) ->
         connect_timeout_s=120,
         deltas="absolute",
     )
-    sending, found = WeightSending(source, bucket_mib=1), []
+    sending = WeightSending(source, bucket_mib=1)
     with ThreadPoolExecutor(workers) as pool:
         joining = _on_rank_0(pool, [partial(Worker, plan, n, connection) for n in range(workers)])
         assert sending.connect(connection) == ""
         ends = [each.result() for each in joining]
-        for version in range(VERSIONS):
-            taking = _on_rank_0(pool, [partial(end.take, version) for end in ends])
-            report = sending.send(version)
-            assert not report.failure and report.bytes <= report.whole_bytes
-            found.append([each.result() for each in taking])
-            for chunk in chunks:
-                for parameter in chunk.parameters():
-                    step(parameter.data)
+        yield Sides(chunks=chunks, source=source, sending=sending, ends=ends, pool=pool)
         for group in (group for end in ends for group in end.groups.values()):
             group.close()
     sending.close()
     dist.barrier()
     parallel_state.destroy_model_parallel()
-    return found, plan.senders, sum(end.changed for end in ends)
 
 
 def _on_rank_0(pool: ThreadPoolExecutor, calls: list[Any]) -> list[Future[Any]]:

@@ -9,7 +9,9 @@ from torch import equal
 from whole_runs import overrides, run, start
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
+from megatron_scalerl.plan.predicted import predicted_update
 from megatron_scalerl.rollouts.history import read_groups, read_history
+from megatron_scalerl.update_report import PredictedUpdate
 
 pytestmark = pytest.mark.slow
 
@@ -30,6 +32,17 @@ def check_run(folder, steps=3):
     return records
 
 
+def check_bytes(folder, record):
+    """What an update with real workers' needs moved is what the planner predicts for the recipe, by its own needs."""
+    predicted = predicted_update(folder)
+    assert isinstance(predicted, PredictedUpdate), predicted
+    print("predicted", predicted, "measured", {k: v for k, v in record.items() if k.startswith("weight_")})
+    assert record["weight_whole_bytes"] == pytest.approx(predicted.bytes, rel=1e-3)
+    share = record["weight_bytes"] / record["weight_whole_bytes"]
+    assert record["weight_most_sent_bytes"] == pytest.approx(share * predicted.most_sent, rel=0.1)
+    assert record["weight_most_received_bytes"] == pytest.approx(share * predicted.most_received, rel=0.1)
+
+
 def test_tensor_parallel_trainer_and_engine_with_staged_updates(tiny_dense, tmp_path):
     train(
         *overrides(tiny_dense, tmp_path, "tp2", "trainer.world_size=2"),
@@ -43,6 +56,7 @@ def test_tensor_parallel_trainer_and_engine_with_staged_updates(tiny_dense, tmp_
     # a digest of each worker's shard; the update arrived before the engine was paused
     assert all(len(set(r["weight_digest"].split("-"))) == 2 and r["weight_stage_seconds"] > 0 for r in records)
     assert all(r["engine_paused_seconds"] < r["publish_seconds"] - r["weight_stage_seconds"] for r in records)
+    check_bytes(tmp_path / "tp2", records[-1])
     validations = read_jsonl(tmp_path / "tp2" / "validation.jsonl")
     assert [v["step"] for v in validations] == [0, 3]
     assert validations[1]["compute"] > validations[0]["compute"] == 0

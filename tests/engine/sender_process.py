@@ -126,7 +126,19 @@ def _send(sender: Any, plan: Any, weights: Any, version: int) -> Any:
     )
     values = tuple(f"{sender.values[shard]:016x}" for shard in range(len(plan.needs)))
     whole = sum(bucket.nbytes for bucket in order)
-    return SendReport(seconds=0.0, bytes=sender.bytes, whole_bytes=whole, digests=of_shards, values=values)
+    received = [
+        sum(size for size, bucket in zip(sender.sizes, order) if bucket.shard == shard)
+        for shard in range(len(plan.needs))
+    ]
+    return SendReport(
+        seconds=0.0,
+        bytes=sender.bytes,
+        whole_bytes=whole,
+        most_sent=sender.bytes,
+        most_received=max(received),
+        digests=of_shards,
+        values=values,
+    )
 
 
 def main() -> None:

@@ -57,6 +57,8 @@ def step_record(step, **changes):
         "engine_idle_seconds": 0.0,
         "weight_pause_seconds": 0.1,
         "weight_update_seconds": 0.2,
+        "weight_bytes": 2e9,
+        "weight_whole_bytes": 2e9,
         **changes,
     }
 

@@ -88,6 +88,9 @@ async def check_figures(tab):
         await tab.evaluate("document.querySelector('h1').textContent") == "</title><script>window.broken = 3</script>"
     )
     assert "exit </script>" in await tab.evaluate("document.getElementById('events').textContent")
+    cells = "[...document.querySelectorAll('#updates tr')].map((row) => [...row.children].map((c) => c.textContent))"
+    rows = await tab.evaluate(cells)
+    assert rows[0] == ["", "predicted", "measured"] and ["phase update", "no link rate stated", "0.2 s"] in rows
 
 
 def test_the_file_works_and_asks_for_nothing(tmp_path):

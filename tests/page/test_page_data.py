@@ -63,6 +63,20 @@ def test_columns_of_the_steps(run):
     assert steps["weight_update"] == [0.2] * 3 and steps["weight_connect"] == [None] * 3
 
 
+def test_weight_updates_beside_the_prediction(run, tmp_path):
+    data = RunData(run)
+    data.update()
+    updates = data.payload()["updates"]
+    assert list(updates["columns"]) == ["", "predicted", "measured"]
+    rows = {name: cells for name, *cells in updates["rows"]}
+    assert rows["updates"] == ["", "3"] and rows["bytes of all senders"] == ["–", "2 GB"]
+    assert rows["phase update"] == ["no link rate stated", "0.2 s"] and "phase connect" not in rows
+    assert updates["notes"][1].startswith("megatron-scalerl report shows")
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")
+    data.update()
+    assert data.payload()["updates"] is None
+
+
 def test_only_new_steps_are_sent_and_all_after_a_restart(run):
     data = RunData(run)
     data.update()

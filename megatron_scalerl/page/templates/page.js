@@ -20,6 +20,16 @@ function showLedger() {
     el("tbody", {}, ledger.map((each) => el("tr", {}, el("th", { scope: "row" }, each.role), el("td", { class: "number" }, short(each.hours)), el("td", { class: "number" }, `${Math.round((100 * each.hours) / total)} %`), el("td", {}, bar(each.hours / total))))));
 }
 
+function showUpdates() {
+  const { updates } = RUN.data;
+  byId("weight-updates").hidden = !updates;
+  if (!updates) return;
+  const number = (i) => ({ class: i ? "number" : null });
+  byId("updates-note").textContent = updates.notes.join(" ");
+  fill("updates", el("thead", {}, el("tr", {}, updates.columns.map((text, i) => el("th", { scope: "col", ...number(i) }, text)))),
+    el("tbody", {}, updates.rows.map(([name, ...cells]) => el("tr", {}, el("th", { scope: "row" }, name), cells.map((cell) => el("td", number(1), cell))))));
+}
+
 function showEvents() {
   const row = (each) => el("tr", {}, el("td", {}, each.time === null ? "" : new Date(each.time * 1000).toISOString().slice(0, 19).replace("T", " ") + " UTC"), el("td", { class: each.kind === "fault" ? "fault" : null }, each.kind), el("td", {}, each.text));
   fill("events", el("table", {}, el("tbody", {}, RUN.data.events.toReversed().map(row))));
@@ -28,6 +38,7 @@ function showEvents() {
 function showAll() {
   showHeader();
   showLedger();
+  showUpdates();
   showEvents();
 }
 

@@ -64,8 +64,8 @@ class Sender:
         self.groups, self.number, self._connection = dict(groups), number, connection
         self.values: dict[int, int] = {}
         """shard -> digest of the values that its workers have of this rank (`weights.value_digest`)."""
-        self.bytes = 0
-        """Of all buckets of the last update, without headers."""
+        self.sizes: list[int] = []
+        """[own buckets] bytes of each as the last update sent it, padding included, without headers and digests."""
         self._own: list[Bucket] = []
         self._held: list[torch.Tensor] = []  # [own buckets] as all receivers have them, if changes may be sent
         self._values: list[int] = []  # [own buckets] digests of their values
@@ -83,23 +83,23 @@ class Sender:
         places = _places(bucket.shard for bucket in self._own)
         digests: list[int] = []
         in_flight: list[Finish] = []
-        self.bytes = 0
+        self.sizes = []
         try:
             self._begin(plan, version)
             for number, bucket in enumerate(self._own):
                 frame = None if self._version == WHOLE else self._changes_of(plan, number, read)
                 packed = self._packed(plan, number, read) if frame is None else frame
                 digests.append(_digest(packed, version, places[number]) if packed.numel() else 0)
+                self.sizes.append(max(packed.numel() - 8, 0))
                 for finish in in_flight:
                     finish()
                 in_flight = []
                 if self._version != WHOLE:
                     group = self.groups[bucket.shard]
-                    size = torch.tensor([WHOLE if frame is None else max(frame.numel() - 8, 0)], device=group.device)
+                    size = torch.tensor([WHOLE if frame is None else self.sizes[-1]], device=group.device)
                     in_flight.append(group.start(size))
                 if packed.numel():
                     packed[-8:].view(torch.int64).fill_(_as_int64(digests[-1]))
-                    self.bytes += packed.numel() - 8
                     in_flight.append(self._ship(bucket.shard, packed))
             for finish in in_flight:
                 finish()
@@ -111,6 +111,11 @@ class Sender:
             shard: total([v for b, v in zip(self._own, self._values) if b.shard == shard]) for shard in self.groups
         }
         return digests
+
+    @property
+    def bytes(self) -> int:
+        """Of all buckets of the last update."""
+        return sum(self.sizes)
 
     def close(self) -> None:
         """Leave the groups."""

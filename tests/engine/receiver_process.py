@@ -1,0 +1,194 @@
+"""An engine for tests of updates: our receiver with a model of a few matrices, in a process without vLLM's server.
+
+Run as a program it reads JSON commands from its input and answers one JSON line each. A thread of it stands for
+generation: it reads the parameters again and again while it is not paused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class ReceiverProcess:
+    """What `WeightSync` and `Membership` need of an engine's client; every call goes to the process."""
+
+    def __init__(self, name: str, shapes: Shapes) -> None:
+        self.name, self._shapes = name, shapes
+        self.produced_tokens = self.received_tokens = 0
+        self.calls: list[str] = []
+        self._lock = asyncio.Lock()
+        self.process: Any = None
+
+    async def __aenter__(self) -> ReceiverProcess:
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            __file__,
+            json.dumps(self._shapes),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=1 << 24,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.process.stdin.close()
+        await self.process.wait()
+
+    async def post(self, path: str, body: Any, query: Any = None) -> bytes:
+        await self.ask(path, body=body)
+        return b""
+
+    async def rpc(self, method: str, *arguments: Any) -> Any:
+        return [await self.ask(method, body=arguments)]
+
+    async def info(self) -> Any:
+        label, digest = await self.ask("info")
+        return SimpleNamespace(world_size=1, weight_version=label, weight_digests=(digest,))
+
+    async def pause(self, *, clear_cache: bool) -> None:
+        await self.ask("pause", body=True)
+
+    async def resume(self) -> None:
+        await self.ask("pause", body=False)
+
+    def abort(self, reason: str) -> None:
+        """It has no requests."""
+
+    async def ask(self, command: str, *, body: Any = None) -> Any:
+        """One command. Raises EngineError for what fails in the process, and once it has ended."""
+        from megatron_scalerl.engine.answers import EngineError
+
+        self.calls.append(command)
+        async with self._lock:
+            try:
+                self.process.stdin.write(json.dumps([command, body]).encode() + b"\n")
+                await self.process.stdin.drain()
+                line = await self.process.stdout.readline()
+            except ConnectionError:
+                line = b""
+        if not line:
+            raise EngineError(f"{self.name}: {command}: the process ended")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise EngineError(f"{self.name}: {command}: {answer['error']}")
+        return answer["value"]
+
+
+class Engine:
+    """The process's side. vLLM's rule: no update is started beside another."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        import threading
+
+        import torch
+
+        from megatron_scalerl.engine import weight_receiver
+
+        class Model(torch.nn.Module):
+            def load_weights(self, given: Any) -> None:
+                for name, weight in given:
+                    getattr(self, name).data.copy_(weight)
+
+        weight_receiver.get_world_group = lambda: SimpleNamespace(rank=0)  # type: ignore[attr-defined]
+        self.model, self._module = Model(), weight_receiver
+        for name, shape in shapes.items():
+            self.model.register_parameter(name, torch.nn.Parameter(torch.zeros(shape), requires_grad=False))
+        self.receiver: Any = object.__new__(weight_receiver.GlooReceiver)  # without the configuration of an engine
+        self.receiver.model, self.receiver.device = self.model, torch.device("cpu")
+        self.receiver.parallel_config = SimpleNamespace(data_parallel_index=0, world_size=1)
+        self.receiver.digest, self.receiver._groups, self.receiver._staged = "", {}, None
+        self.updating, self.label, self.generated = False, "", 0
+        self._running = threading.Event()
+        self._running.set()
+        threading.Thread(target=self._generate, daemon=True).start()
+
+    def _generate(self) -> None:
+        import time
+
+        while self._running.wait():
+            sum(float(parameter.view(-1)[0]) for parameter in self.model.parameters())
+            self.generated += 1
+            time.sleep(0.001)
+
+    def do(self, command: str, body: Any) -> Any:
+        """The answer to a command."""
+        if command == "msrl_weight_needs":
+            return self._module.needs_of(self.model, body[0])
+        if command == "msrl_live_digest":
+            return self._module.live_digest(self.model)
+        if command == "info":
+            return [self.label, self.receiver.digest]
+        if command == "generated":
+            return self.generated
+        if command == "bits":
+            return self._bits()
+        self._change(command, body)
+        return None
+
+    def _change(self, command: str, body: Any) -> None:
+        if command == "pause":
+            (self._running.clear if body else self._running.set)()
+        elif command == "msrl_abandon_update":
+            self.updating = False
+        elif command == "/init_weight_transfer_engine":
+            self.receiver.init_transfer_engine(self._module.ConnectInfo(**body["init_info"]))
+        elif command == "/start_weight_update":
+            if self.updating:
+                raise RuntimeError("a weight update is already active")
+            self.updating = True
+            self.receiver.start_weight_update()
+        elif command == "/update_weights":
+            self.receiver.receive_weights(self._module.UpdateInfo(**body["update_info"]))
+        elif command == "/finish_weight_update":
+            self.receiver.finish_weight_update()
+            self.updating, self.label = False, body["weight_version"]
+        else:
+            assert command == "die", command
+            self._die_after(body)
+
+    def _bits(self) -> dict[str, str]:
+        import hashlib
+
+        held = self.model.named_parameters()
+        return {name: hashlib.sha256(values.numpy().tobytes()).hexdigest() for name, values in held}
+
+    def _die_after(self, parts: int) -> None:
+        """Of the next update, write so many parts, and be killed."""
+        import signal
+
+        receive = self._module.receive
+
+        def dying(*arguments: Any, **more: Any) -> Any:
+            for number, part in enumerate(receive(*arguments, **more)):
+                if number == parts:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield part
+
+        self._module.receive = dying  # type: ignore[assignment]
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM prints while it is imported
+    import torch
+
+    torch.set_num_threads(1)
+    engine = Engine(json.loads(sys.argv[1]))
+    for line in sys.stdin:
+        try:
+            answer = {"value": engine.do(*json.loads(line))}
+        except (RuntimeError, ValueError) as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
