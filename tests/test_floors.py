@@ -31,7 +31,7 @@ FLOORS = [
     {
         "weights": "checkpoints distributed models",
         "convert": "checkpoints models processes safe_load",
-        "report": "checkpoints fit recipe",
+        "update_report": "fit",
     },
     {
         "trainer": "batching checkpoints distributed logits losses models processes recipe safe_load tracing types "
@@ -47,12 +47,15 @@ FLOORS = [
     },
     {
         "evaluation": "batching checkpoints engine fit launch models processes prompts recipe rewards rollouts types",
+        "plan": "checkpoints distributed logits losses models recipe rollouts trainer update_report weights",
     },
     {
         "controller": "batching checkpoints engine evaluation fit launch models processes prompts recipe rewards "
         "rollouts safe_load telemetry tracing trainer types weights",
-        "page": "batching checkpoints fit processes recipe report rollouts types",
-        "plan": "checkpoints distributed logits losses models recipe rollouts trainer weights",
+        "report": "checkpoints fit plan recipe update_report",
+    },
+    {
+        "page": "batching checkpoints fit plan processes recipe report rollouts types update_report",
     },
     {
         "check_gpu": "batching checkpoints controller distributed engine launch logits losses plan processes prompts "

@@ -24,7 +24,7 @@ def predicted_update(run_dir: str | Path) -> PredictedUpdate | str:
 
         family, _ = load_family(recipe.policy.path)
         work = update_work(recipe, family, layout_of(recipe, family, recipe.trainer.world_size))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:  # the last: a host for reports alone, without torch
         return f"No prediction: {' '.join(str(error).split())}."
     rate, copies = recipe.weights.link_gb_s * 1e9, recipe.engine.count * EngineShape.of(recipe.engine.vllm).data
     return PredictedUpdate(
