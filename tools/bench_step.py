@@ -3,10 +3,10 @@
     python tools/bench_step.py [--rounds 15] [--samples 128] [--threads 1] [--size base | --policy FOLDER]
 
 The sides use the same devices, layers, attention, optimizer and micro-batches, and take turns in one process. Ours
-packs sequences and trains CISPO with its metrics. The bare sides train GPTModel's cross-entropy: `packed` on the same
-packed rows in Megatron's "thd" format, `bare` with every micro-batch padded to its longest sequence. Prints one JSON
-line: `ratio_packed` and `ratio` are ours over them of the median times, `cpu_ratio_packed` and `cpu_ratio` the same
-of CPU time.
+packs sequences and trains CISPO (or --loss) with its metrics. The bare sides train GPTModel's cross-entropy: `packed`
+on the same packed rows in Megatron's "thd" format, `bare` with every micro-batch padded to its longest sequence.
+Prints one JSON line: `ratio_packed` and `ratio` are ours over them of the median times, `cpu_ratio_packed` and
+`cpu_ratio` the same of CPU time.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from checkout import explained
+
+with explained():
+    from megatron_scalerl.losses import LOSSES
 
 SIZES: dict[str, dict[str, int]] = {
     "base": {},
@@ -45,6 +48,8 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--rounds", type=int, default=15)
     p.add_argument("--samples", type=int, default=128)
+    p.add_argument("--loss", choices=sorted(LOSSES), default="cispo")
+    p.add_argument("--prompt-tokens", type=int, help="of every sample; without it a third of the sample")
     p.add_argument("--threads", type=int, default=1)
     p.add_argument("--micro-batch-tokens", type=int, default=4096)
     p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -191,14 +196,15 @@ def make_policy(folder: str, size: str) -> None:
     LlamaForCausalLM(LlamaConfig(**SIZES[size], tie_word_embeddings=False)).save_pretrained(folder)
 
 
-def draw_samples(count: int, vocab_size: int) -> list[Sample]:
-    """Samples of random tokens, a third of each its prompt."""
+def draw_samples(count: int, vocab_size: int, prompt_tokens: int | None = None) -> list[Sample]:
+    """Samples of random tokens, `prompt_tokens` or a third of each its prompt."""
     rng = random.Random(0)
     samples = []
     for _ in range(count):
         size = rng.randint(SHORTEST, LONGEST)
         ids = tuple(rng.randrange(vocab_size) for _ in range(size))
-        prompt, completion = ids[: size // 3], ids[size // 3 :]
+        split = size // 3 if prompt_tokens is None else prompt_tokens
+        prompt, completion = ids[:split], ids[split:]
         rollout = Rollout(
             token_ids=completion,
             rollout_logprobs=(-4.0,) * len(completion),
@@ -223,6 +229,7 @@ def recipe_of(options: argparse.Namespace, policy: str) -> Recipe:
             "steps": 1,
             "policy": {"path": policy, "dtype": options.dtype},
             "prompts": {"path": "none.jsonl"},
+            "loss": {"name": options.loss},
             "trainer": {"threads": options.threads, "micro_batch_tokens": options.micro_batch_tokens},
         }
     )
@@ -231,7 +238,7 @@ def recipe_of(options: argparse.Namespace, policy: str) -> Recipe:
 def batch_of(options: argparse.Namespace, vocab_size: int) -> Batch:
     """The batch that every side steps on."""
     [batch] = pack(
-        draw_samples(options.samples, vocab_size),
+        draw_samples(options.samples, vocab_size, options.prompt_tokens),
         step=1,
         dp_size=1,
         micro_batch_tokens=options.micro_batch_tokens,
@@ -266,9 +273,11 @@ def measure(options: argparse.Namespace, policy: str) -> dict[str, Any]:
         **{f"{side}_cpu_seconds": round(value, 4) for side, value in busy.items()},
         **{f"{side}_tokens_per_second": round(real_tokens(batch) / value) for side, value in seconds.items()},
         "tokens": real_tokens(batch),
+        "loss_tokens": sum(int(m.loss_mask.sum()) for m in batch.micro_batches),
         "padded_tokens": cells,
         "micro_batches": len(batch.micro_batches),
         "parameters": sum(p.numel() for p in bare.chunk.parameters()),
+        "loss": options.loss,
         "dtype": options.dtype,
         "rounds": options.rounds,
         "spread": {side: [round(min(v), 4), round(max(v), 4)] for side, v in wall.items()},
