@@ -1,11 +1,12 @@
-"""Time of our trainer's step relative to a bare Megatron-Core step on the same samples.
+"""Time of our trainer's step relative to bare Megatron-Core steps on the same samples.
 
-    python tools/bench_step.py [--rounds 15] [--samples 128] [--threads 1] [--policy FOLDER]
+    python tools/bench_step.py [--rounds 15] [--samples 128] [--threads 1] [--size base | --policy FOLDER]
 
-Both sides use the same devices, layers, attention, optimizer and micro-batches, and take turns in one process. Ours
-packs sequences and trains CISPO with its metrics; bare Megatron pads every micro-batch to its longest sequence and
-trains GPTModel's cross-entropy. Prints one JSON line: `ratio` is ours over bare of the median times, `cpu_ratio` the
-same of CPU time.
+The sides use the same devices, layers, attention, optimizer and micro-batches, and take turns in one process. Ours
+packs sequences and trains CISPO (or --loss) with its metrics. The bare sides train GPTModel's cross-entropy: `packed`
+on the same packed rows in Megatron's "thd" format, `bare` with every micro-batch padded to its longest sequence.
+Prints one JSON line: `ratio_packed` and `ratio` are ours over them of the median times, `cpu_ratio_packed` and
+`cpu_ratio` the same of CPU time.
 """
 
 from __future__ import annotations
@@ -25,16 +26,37 @@ from typing import Any
 
 from checkout import explained
 
+with explained():
+    from megatron_scalerl.losses import LOSSES
+
+SIZES: dict[str, dict[str, int]] = {
+    "base": {},
+    "33m": dict(
+        vocab_size=8192,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+    ),
+}
+"""Policies with random weights; `base` is the tiny task's."""
+
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--rounds", type=int, default=15)
     p.add_argument("--samples", type=int, default=128)
+    p.add_argument("--loss", choices=sorted(LOSSES), default="cispo")
+    p.add_argument("--prompt-tokens", type=int, help="of every sample; without it a third of the sample")
     p.add_argument("--threads", type=int, default=1)
     p.add_argument("--micro-batch-tokens", type=int, default=4096)
     p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    p.add_argument("--policy", help="Hugging Face folder; without it the tiny task's policy with random weights")
+    p.add_argument(
+        "--size", choices=SIZES, default="base", help="random weights: the tiny task's policy, or a larger"
+    )
+    p.add_argument("--policy", help="Hugging Face folder in place of random weights")
     return p
 
 
@@ -47,13 +69,17 @@ with explained():
     from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     from megatron_scalerl.batching.packing import pack, real_tokens
+    from megatron_scalerl.distributed.device import HAVE_TE
     from megatron_scalerl.distributed.parallel import Parallel, init_parallel
     from megatron_scalerl.models import family as family_of
     from megatron_scalerl.models import read_hf_config
     from megatron_scalerl.recipe import Recipe
     from megatron_scalerl.tiny.policy import make_llama
+    from megatron_scalerl.trainer.layers.attention import SdpaCoreAttention
+    from megatron_scalerl.trainer.layers.packing import packed_row
     from megatron_scalerl.trainer.layers.spec import block_submodules
     from megatron_scalerl.trainer.optimizer import build_optimizer
     from megatron_scalerl.trainer.options import ddp_config, model_options
@@ -64,17 +90,36 @@ SHORTEST, LONGEST = 24, 88
 """Tokens of a sample with its prompt, as the quickstart's."""
 
 
-class BareMegatron:
-    """What a pretraining loop does: GPTModel, padded rows [b, s], cross-entropy averaged over tokens."""
+class ThdAttention(SdpaCoreAttention):
+    """Our attention for rows in Megatron's "thd" format, of which SelfAttention drops the dimension of the batch."""
 
-    def __init__(self, recipe: Recipe, parallel: Parallel) -> None:
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any, **keywords: Any
+    ) -> Any:
+        """[N, heads, d] queries, [N, groups, d] keys and values to [N, 1, heads * d]."""
+        return super().forward(query[:, None], key[:, None], value[:, None], *others, **keywords)
+
+
+class BareMegatron:
+    """What a pretraining loop does: GPTModel, cross-entropy averaged over tokens.
+
+    `packed`: rows [1, N] of several sequences with PackedSeqParams; else rows [b, s] with padding.
+    """
+
+    def __init__(self, recipe: Recipe, parallel: Parallel, *, packed: bool) -> None:
         family = family_of(read_hf_config(recipe.policy.path))
         options = model_options(family, recipe, parallel)
         self.config = options.config
         self.config.finalize_model_grads_func = finalize_model_grads
+        self._row = packed_thd if packed else padded
+        layers = block_submodules(self.config, family, pp_rank=0, vp_stage=None)
+        if packed and not HAVE_TE:
+            for layer in layers.layer_specs:
+                attention = layer.submodules.self_attention.submodules
+                attention.core_attention = partial(ThdAttention, **attention.core_attention.keywords)
         model = GPTModel(
             config=self.config,
-            transformer_layer_spec=block_submodules(self.config, family, pp_rank=0, vp_stage=None),
+            transformer_layer_spec=layers,
             vocab_size=family.vocab_size,
             position_embedding_type="rope",
             **options.gpt,
@@ -82,8 +127,9 @@ class BareMegatron:
         self.chunk = DistributedDataParallel(self.config, ddp_config(recipe), model)
         self.optimizer = build_optimizer([self.chunk], recipe)
 
-    def step(self, rows: list[dict[str, torch.Tensor]]) -> float:
-        """One optimiser step; the mean loss."""
+    def step(self, batch: Batch) -> float:
+        """One optimizer step; the mean loss. Making the rows is part of it, as it is of ours."""
+        rows = [self._row(m) for m in batch.micro_batches]
         self.chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.chunk.train()
@@ -102,7 +148,13 @@ class BareMegatron:
 
 def _forward(rows: Any, model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
     row = next(rows)
-    output = model(row["tokens"], row["position_ids"], None, labels=row["targets"])
+    output = model(
+        row["tokens"],
+        row["position_ids"],
+        None,
+        labels=row["targets"],
+        packed_seq_params=row.get("packed_seq_params"),
+    )
     return output, partial(_mean_loss, row["mask"])
 
 
@@ -111,7 +163,16 @@ def _mean_loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, 
     return loss, loss.detach().clone()
 
 
-def padded(micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
+def packed_thd(micro_batch: MicroBatch) -> dict[str, Any]:
+    """The micro-batch's sequences as one row [1, N], in Megatron's format of packed sequences."""
+    names = {"tokens": "tokens", "targets": "targets", "mask": "loss_mask", "position_ids": "position_ids"}
+    row: dict[str, Any] = {name: torch.from_numpy(getattr(micro_batch, field))[None] for name, field in names.items()}
+    packed = packed_row(micro_batch.cu_seqlens.tolist(), row["position_ids"][0], fused=HAVE_TE)
+    packed.qkv_format = "thd"
+    return {**row, "packed_seq_params": packed}
+
+
+def padded(micro_batch: MicroBatch) -> dict[str, Any]:
     """The micro-batch's sequences as rows [b, s], padded to the longest."""
     starts = micro_batch.cu_seqlens.tolist()
     shape = (len(starts) - 1, max(b - a for a, b in zip(starts, starts[1:])))
@@ -126,14 +187,24 @@ def padded(micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def draw_samples(count: int, vocab_size: int) -> list[Sample]:
-    """Samples of random tokens, a third of each its prompt."""
+def make_policy(folder: str, size: str) -> None:
+    """A Llama of this size with random weights."""
+    if size == "base":
+        make_llama(folder, seed=0)
+        return
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SIZES[size], tie_word_embeddings=False)).save_pretrained(folder)
+
+
+def draw_samples(count: int, vocab_size: int, prompt_tokens: int | None = None) -> list[Sample]:
+    """Samples of random tokens, `prompt_tokens` or a third of each its prompt."""
     rng = random.Random(0)
     samples = []
     for _ in range(count):
         size = rng.randint(SHORTEST, LONGEST)
         ids = tuple(rng.randrange(vocab_size) for _ in range(size))
-        prompt, completion = ids[: size // 3], ids[size // 3 :]
+        split = size // 3 if prompt_tokens is None else prompt_tokens
+        prompt, completion = ids[:split], ids[split:]
         rollout = Rollout(
             token_ids=completion,
             rollout_logprobs=(-4.0,) * len(completion),
@@ -150,62 +221,85 @@ def draw_samples(count: int, vocab_size: int) -> list[Sample]:
     return samples
 
 
-def measure(options: argparse.Namespace, policy: str) -> dict[str, Any]:
-    """Medians of both sides over rounds in which each steps once."""
-    recipe = Recipe.model_validate(
+def recipe_of(options: argparse.Namespace, policy: str) -> Recipe:
+    """The recipe that every side takes its settings from."""
+    return Recipe.model_validate(
         {
             "name": "bench_step",
             "steps": 1,
             "policy": {"path": policy, "dtype": options.dtype},
             "prompts": {"path": "none.jsonl"},
+            "loss": {"name": options.loss},
             "trainer": {"threads": options.threads, "micro_batch_tokens": options.micro_batch_tokens},
         }
     )
-    parallel = init_parallel(recipe)
-    ours, bare = make_trainer(recipe, parallel), BareMegatron(recipe, parallel)
-    vocab_size = family_of(read_hf_config(policy)).vocab_size
+
+
+def batch_of(options: argparse.Namespace, vocab_size: int) -> Batch:
+    """The batch that every side steps on."""
     [batch] = pack(
-        draw_samples(options.samples, vocab_size),
+        draw_samples(options.samples, vocab_size, options.prompt_tokens),
         step=1,
         dp_size=1,
         micro_batch_tokens=options.micro_batch_tokens,
         pad_multiple=1,
         policy_version=0,
     )
-    seconds: dict[str, list[float]] = {"ours": [], "bare": []}
-    cpu: dict[str, list[float]] = {"ours": [], "bare": []}
-    sides: dict[str, Callable[[], Any]] = {"ours": lambda: ours.step(batch), "bare": lambda: _bare_step(bare, batch)}
-    for round_number in range(options.rounds + 2):
-        for side, work in sides.items():
-            wall, busy = _timed(work)
-            if round_number >= 2:  # the first rounds allocate
-                seconds[side].append(wall)
-                cpu[side].append(busy)
-    medians = {side: statistics.median(values) for side, values in seconds.items()}
+    return batch
+
+
+def measure(options: argparse.Namespace, policy: str) -> dict[str, Any]:
+    """Medians of all sides over rounds in which each steps once."""
+    recipe = recipe_of(options, policy)
+    parallel = init_parallel(recipe)
+    batch = batch_of(options, family_of(read_hf_config(policy)).vocab_size)
+    ours, bare, packed = (
+        make_trainer(recipe, parallel),
+        BareMegatron(recipe, parallel, packed=False),
+        BareMegatron(recipe, parallel, packed=True),
+    )
+    sides: dict[str, Callable[[Batch], Any]] = {"ours": ours.step, "bare": bare.step, "packed": packed.step}
+    wall, cpu = _rounds(sides, batch, options.rounds)
+    seconds = {side: statistics.median(values) for side, values in wall.items()}
+    busy = {side: statistics.median(values) for side, values in cpu.items()}
     cells = sum(int(padded(m)["tokens"].numel()) for m in batch.micro_batches)
     return {
         "bench": "step",
-        "ratio": round(medians["ours"] / medians["bare"], 4),
-        "ours_seconds": round(medians["ours"], 4),
-        "bare_seconds": round(medians["bare"], 4),
-        "cpu_ratio": round(statistics.median(cpu["ours"]) / statistics.median(cpu["bare"]), 4),
-        "ours_tokens_per_second": round(real_tokens(batch) / medians["ours"]),
-        "bare_tokens_per_second": round(real_tokens(batch) / medians["bare"]),
+        "ratio_packed": round(seconds["ours"] / seconds["packed"], 4),
+        "cpu_ratio_packed": round(busy["ours"] / busy["packed"], 4),
+        "ratio": round(seconds["ours"] / seconds["bare"], 4),
+        "cpu_ratio": round(busy["ours"] / busy["bare"], 4),
+        **{f"{side}_seconds": round(value, 4) for side, value in seconds.items()},
+        **{f"{side}_cpu_seconds": round(value, 4) for side, value in busy.items()},
+        **{f"{side}_tokens_per_second": round(real_tokens(batch) / value) for side, value in seconds.items()},
         "tokens": real_tokens(batch),
+        "loss_tokens": sum(int(m.loss_mask.sum()) for m in batch.micro_batches),
         "padded_tokens": cells,
         "micro_batches": len(batch.micro_batches),
         "parameters": sum(p.numel() for p in bare.chunk.parameters()),
+        "loss": options.loss,
         "dtype": options.dtype,
         "rounds": options.rounds,
-        "spread": {side: [round(min(v), 4), round(max(v), 4)] for side, v in seconds.items()},
+        "spread": {side: [round(min(v), 4), round(max(v), 4)] for side, v in wall.items()},
+        "cpu_spread": {side: [round(min(v), 4), round(max(v), 4)] for side, v in cpu.items()},
         "threads": options.threads,
         "machine": machine(),
     }
 
 
-def _bare_step(bare: BareMegatron, batch: Batch) -> float:
-    # Padding is part of the bare side's work, as packing tensors onto the device is of ours.
-    return bare.step([padded(m) for m in batch.micro_batches])
+def _rounds(
+    sides: dict[str, Callable[[Batch], Any]], batch: Batch, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Wall and processor seconds of each side's steps; the first two rounds, which allocate, are left out."""
+    wall: dict[str, list[float]] = {side: [] for side in sides}
+    cpu: dict[str, list[float]] = {side: [] for side in sides}
+    for round_number in range(rounds + 2):
+        for side, step in sides.items():
+            seconds, busy = _timed(partial(step, batch))
+            if round_number >= 2:
+                wall[side].append(seconds)
+                cpu[side].append(busy)
+    return wall, cpu
 
 
 def _timed(work: Callable[[], Any]) -> tuple[float, float]:
@@ -231,7 +325,7 @@ def main(options: argparse.Namespace) -> None:
         policy = options.policy
         if policy is None:
             policy = f"{folder}/policy"
-            make_llama(policy, seed=0)
+            make_policy(policy, options.size)
         print(json.dumps(measure(options, policy)))
 
 

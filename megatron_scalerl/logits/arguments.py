@@ -61,6 +61,9 @@ class Settings:
     None does so where Megatron's DDP has made one; False never."""
     workspace_mb: float = 512.0
     """Bound (MiB) on what is allocated beside inputs, results and gradients: backward recomputes the logits."""
+    keep_logits: bool = False
+    """True: if all logits of the call fit the workspace, they stay in it until the backward pass: three GEMMs instead
+    of four. For a caller whose backward pass follows at once. `api.token_loss` keeps none."""
     backend: str = "auto"
     """A key of `choice.BACKENDS`, or auto."""
 
@@ -122,6 +125,7 @@ def _call(
         grad_logits=settings.grad_logits,
         workspace_bytes=int(settings.workspace_mb * 2**20),
         main_grad=_into_main_grad(weight, settings.main_grad),
+        keep_logits=settings.keep_logits and torch.is_grad_enabled(),
     )
     _check_workspace(call, hidden, weight, settings.workspace_mb, in_chunks=in_chunks)
     return call

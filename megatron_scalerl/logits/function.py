@@ -1,7 +1,8 @@
 """The logit projection as an autograd function, one for all backends.
 
 Statistics of this rank's columns -> one all-gather -> the same merge on every rank, so that results are bitwise
-equal on all ranks -> only log-sum-exp, log-probability and entropy are saved; backward recomputes the logits.
+equal on all ranks -> only log-sum-exp, log-probability and entropy are saved; backward recomputes the logits, unless
+the caller lets them stay in the workspace and they all fit.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class Call:
     workspace_bytes: int
     main_grad: bool
     """The weight's gradient is added directly to weight.main_grad."""
+    keep_logits: bool
+    """The logits stay in memory until the backward pass if the workspace holds all of them."""
 
     def projection(self, hidden: Tensor, weight: Tensor) -> Projection:
         """The backend's input; gathers hidden under sequence parallelism."""
@@ -73,6 +76,14 @@ class Call:
     def chunk_tokens(self, projection: Projection, weight: Tensor) -> int:
         """Tokens of a chunk with whole rows, equal on all ranks, which gather after each: padding counts as rows."""
         return self.backend.chunk_tokens(replace(projection, weight=weight.detach()))
+
+    def statistics(self, projection: Projection, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The backend's statistics, and what `chunk_gradients` needs of all logits if they stay in memory."""
+        p = projection
+        if not (self.keep_logits and p.tokens and self.chunk_tokens(p, weight) >= p.tokens):
+            return self.backend.statistics(p), None
+        logits = p.hidden.new_empty((p.tokens, p.count), dtype=p.accumulator)
+        return self.backend.chunk_statistics(p, logits), logits
 
     def merged(self, stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log-sum-exp, log-probability and entropy of the kept tokens, from this rank's statistics."""
@@ -111,9 +122,10 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies, [tokens] each."""
-        lse, logprob, entropy = call.merged(call.backend.statistics(call.projection(hidden, weight)))
+        stats, logits = call.statistics(call.projection(hidden, weight), weight)
+        lse, logprob, entropy = call.merged(stats)
         ctx.save_for_backward(hidden, weight, lse, logprob, entropy)
-        ctx.call = call
+        ctx.call, ctx.kept = call, None if logits is None else (logits, stats)
         reported = call.at_all_tokens(entropy if call.entropy else torch.zeros_like(entropy))
         if not call.entropy_grad:
             ctx.mark_non_differentiable(reported)
@@ -121,24 +133,29 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """Recomputes the logits."""
+        """Recomputes the logits that were not kept."""
         hidden, weight, lse, logprob, entropy = ctx.saved_tensors
         call: Call = ctx.call
         projection = call.projection(hidden, weight)
-        kept = [g if call.kept is None else g.index_select(0, call.kept) for g in grads]
+        chosen = [g if call.kept is None else g.index_select(0, call.kept) for g in grads]
         given = TokenGradients(
             lse=lse,
             logprob=logprob,
             entropy=entropy,
-            grad_logprob=kept[0],
-            grad_entropy=kept[1] if call.entropy_grad else None,
+            grad_logprob=chosen[0],
+            grad_entropy=chosen[1] if call.entropy_grad else None,
         )
         grad_hidden = torch.zeros_like(projection.hidden, dtype=projection.accumulator)
         grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_weight = weight.main_grad if call.main_grad else torch.zeros_like(weight)
         into = None if grad_weight is None else grad_weight[: call.count]
-        call.backend.gradients(projection, given, grad_hidden, into)
+        kept, ctx.kept = ctx.kept, None  # overwritten: another backward pass recomputes them
+        if kept is None:
+            call.backend.gradients(projection, given, grad_hidden, into)
+        else:
+            logits, stats = kept
+            call.backend.chunk_gradients(projection, logits, stats, given, grad_hidden, into)
         if grad_weight is not None and call.main_grad:
             grad_weight = added_to_main_grad(weight)
         return call.grad_of_hidden(grad_hidden, hidden.dtype), grad_weight, None

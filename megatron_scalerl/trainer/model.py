@@ -65,6 +65,7 @@ class PolicyModel(GPTModel):
             grad_logits=recipe.trainer.logit_gradient,
             sequence_parallel=options.config.sequence_parallel,
             workspace_mb=recipe.trainer.logit_workspace_mb,
+            keep_logits=True,  # the last stage goes backward at once
             backend=recipe.trainer.logit_backend,
         )
         if self.post_process:

@@ -121,6 +121,29 @@ def test_equals_the_torch_backend(backend: str, logits: Any, dtype: torch.dtype)
 
 
 @pytest.mark.usefixtures("interpreted")
+@BOTH
+@pytest.mark.parametrize("mode", ["bf16", "bf16x2", "fp32"])
+def test_kept_logits_give_the_gradients_of_recomputed_ones(backend: str, mode: Any) -> None:
+    """Into bf16 gradients, of a padded vocabulary with tokens without loss; recomputing them is not called."""
+    found = []
+    for keep in (True, False):
+        hidden, weight, targets = problem(torch.bfloat16)
+        hidden.requires_grad_(), weight.requires_grad_()
+        options: dict[str, Any] = dict(vocab_size=VOCAB - 20, loss_mask=torch.arange(TOKENS) % 3 > 0, entropy="grad")
+        with pytest.MonkeyPatch.context() as patch:
+            if keep:
+                patch.delattr(CudaBackend, "gradients")
+            logprob, entropy = token_logprobs(
+                hidden, weight, targets % 130, backend=backend, grad_logits=mode, keep_logits=keep, **options
+            )
+            weighted(logprob, entropy).backward()
+        found.append((logprob.detach(), entropy.detach(), hidden.grad, weight.grad))
+    kept, recomputed = found
+    assert all((a - b).abs().max() < 1e-5 for a, b in zip(kept[:2], recomputed[:2]))
+    assert all(relative(a, b.double()) < 6e-3 for a, b in zip(kept[2:], recomputed[2:]))
+
+
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("level", [-1e4, 1e4])
 def test_any_level_stays_finite(level: float) -> None:
     hidden, weight, targets = problem(torch.float32)
