@@ -225,9 +225,8 @@ def logit_bytes(
     limit = recipe.trainer.logit_workspace_mb * MIB
     if kernels.device == "gpu":
         return stays, kept + limit
-    numbers = min(LARGEST_CHUNK, rows * tokens)
-    if not in_chunk(recipe) and rows * tokens > LARGEST_CHUNK:
-        numbers = LARGEST  # else all logits are kept for the backward pass
+    stay = rows * tokens <= LARGEST_CHUNK and 4 * rows * tokens <= limit  # until the backward pass
+    numbers = min(LARGEST_CHUNK if in_chunk(recipe) or stay else LARGEST, rows * tokens)
     block = numbers * 4 + 8 * TILE
     if narrow:
         chunk = numbers / rows

@@ -33,7 +33,8 @@ class TrainerSection(Section):
     of 128."""
     logit_workspace_mb: PositiveFloat = 512.0
     """Memory for blocks of logits, in addition to hidden states, head and gradients (MiB). Smaller is slightly
-    slower."""
+    slower: logits of a micro-batch that do not fit it are computed again in the backward pass without
+    `loss_in_chunk`."""
     logit_backend: Annotated[str, Field(pattern="^(auto|cuda|torch|triton)$")] = "auto"
     """Backend of the logit projection: auto (the first available), torch (any device), cuda or triton (GPU)."""
     logit_gradient: Literal["bf16", "bf16x2", "fp32"] = "bf16"

@@ -13,7 +13,7 @@ from megatron_scalerl.plan.counting import count, load_family
 from megatron_scalerl.plan.engine import engine_memory
 from megatron_scalerl.plan.hardware import FUSED, GIB, GPUS, PLAIN_ON_GPU, Kernels
 from megatron_scalerl.plan.lengths import Lengths
-from megatron_scalerl.plan.memory import trainer_memory
+from megatron_scalerl.plan.memory import logit_bytes, trainer_memory
 from megatron_scalerl.plan.sharding import layout_of
 from megatron_scalerl.plan.work import predict_trainer, step_work
 from megatron_scalerl.recipe.file import load_recipe
@@ -72,6 +72,18 @@ def test_saved_bytes_of_a_dense_layer_by_hand():
     assert fused.total == 2 * (2 * h + 2 * h + h + h + 2 * kv + 3 * f) + 4 * 32 + 2 * 4
     halved = layer_bytes(shape, layout, width=2, kernels=FUSED, imbalance=1.0)
     assert halved.total == fused.total / 2  # TP 2 with sequence parallelism
+
+
+@pytest.mark.parametrize(
+    ("tokens", "workspace", "numbers"), [(100, 512, 100 * 128_256), (100, 40, 2**23), (400, 512, 2**23)]
+)
+def test_a_loss_of_whole_sequences_keeps_all_logits_that_fit(tokens, workspace, numbers):
+    """On a CPU, if the workspace holds them and they are at most 2^25 numbers; else blocks of at most 2^23."""
+    settings = ["loss.name=gspo", "policy.dtype=float32", f"trainer.logit_workspace_mb={workspace}"]
+    recipe, family, _, _ = plan_of(*settings)
+    one = layout_of(load_recipe(ROOT / "recipes" / "tiny_cpu.yaml"), family, 1)
+    _, found = logit_bytes(recipe, family, one, tokens, kernels=Kernels(layers="plain", device="cpu"))
+    assert found == 4 * tokens * 4096 + min(workspace * 2**20, 4 * numbers + 8 * 2**18)
 
 
 def test_plain_layers_on_a_gpu_keep_what_layers_and_device_say():
