@@ -191,7 +191,7 @@ class TrainerClient:
 
         `asynchronous`: copy it, and write while the trainer goes on; `finish_save` comes before the next one.
         """
-        await self._call(partial(messages.Save, path=path, extra=extra, asynchronous=asynchronous), None)
+        await self._call(partial(messages.Save, path=str(path), extra=extra, asynchronous=asynchronous), None)
 
     async def finish_save(self, *, wait: bool) -> float | None:
         """Commit; seconds for which the slowest rank wrote. None if one still writes, unless `wait`."""

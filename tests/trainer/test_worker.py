@@ -170,12 +170,13 @@ def test_two_ranks_carry_out_every_command(tmp_path, policy):
         again, make_fourth = await step_with_the_next_batch_ahead(world.client, samples[2], samples[0], step=3)
         assert (again.loss, again.grad_norm) == (third.loss, third.grad_norm)
         assert await world.client.logprobs(probe) == scores
-        await world.client.save(tmp_path / "step_000003", {})
+        await world.client.save(tmp_path / "step_000003", {}, asynchronous=True)
         sent, groups = await receive_weights(world.client, version=3)
         check_doors(world)
         for group in groups.values():
             group.close()
         fourth = await make_fourth()
+        assert await world.client.finish_save(wait=True) > 0
         await world.client.load(tmp_path / "step_000003")
         expected = await train(world.client, samples[0], step=4, dp_size=2)
         assert (fourth.loss, fourth.grad_norm) == (expected.loss, expected.grad_norm)
