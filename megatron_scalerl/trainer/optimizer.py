@@ -6,6 +6,9 @@ implementation; `use_fused_adamw` turns it on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
 
@@ -33,9 +36,15 @@ def use_fused_adamw(optimizer: MegatronOptimizer) -> None:
     Without it AdamW allocates several temporary fp32 tensors of the size of this rank's weights. Results differ by
     rounding. Other optimizers are unchanged.
     """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in parts_of(optimizer):
         inner = getattr(part, "optimizer", None)
         if isinstance(inner, torch.optim.AdamW):
             assert not inner.state, "AdamW already has step counters in host memory"
             for group in inner.param_groups:
                 group["fused"], group["foreach"] = True, False
+
+
+def parts_of(optimizer: Any) -> Sequence[Any]:
+    """The optimizers that a chained one consists of, else the optimizer itself."""
+    parts: Sequence[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
+    return parts

@@ -20,13 +20,15 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron_scalerl.trainer.optimizer import parts_of
+
 KEYS = ("param", "exp_avg", "exp_avg_sq")
 
 
 @contextlib.contextmanager
 def gathered_with_few_copies(optimizer: Any) -> Iterator[None]:
     """Context in which the optimizer's `sharded_state_dict` has the same content and takes less time and memory."""
-    parts = [each for each in _parts(optimizer) if isinstance(each, DistributedOptimizer)]
+    parts = [each for each in parts_of(optimizer) if isinstance(each, DistributedOptimizer)]
     for part in parts:
         part.get_parameter_state_dp_zero = partial(_state_dp_zero, part)
     try:
@@ -39,17 +41,12 @@ def gathered_with_few_copies(optimizer: Any) -> Iterator[None]:
 def live_storages(models: Sequence[Any], optimizer: Any) -> set[int]:
     """Addresses of the memory that the next step writes to, of unwrapped models and of the optimizer."""
     tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
-    for part in _parts(optimizer):
+    for part in parts_of(optimizer):
         inner = getattr(part, "optimizer", None)
         if inner is not None:
             tensors += [p for group in inner.param_groups for p in group["params"]]
             tensors += [v for state in inner.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
-
-
-def _parts(optimizer: Any) -> Sequence[Any]:
-    parts: Sequence[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
-    return parts
 
 
 class _Parameters:
@@ -89,17 +86,20 @@ def _gather_bucket(part: Any, bucket: Any, held: Any, places: Any, whole: dict[s
     held: parameter -> its range of this rank's shard. places: parameter -> its begin and end in the buffer.
     """
     ranks, size, device = part.data_parallel_group.size(), bucket.grad_data.numel(), bucket.grad_data.device
-    states = {parameter: part._get_main_param_and_optimizer_states(parameter) for parameter in held}
-    for key, found in whole.items():
-        if ranks == 1:
-            for parameter, place in places.items():
-                found.tensors[place] = states[parameter][key].detach().to("cpu", torch.float32, copy=True)
-            continue
-        shard = torch.zeros(size // ranks, dtype=torch.float32, device=device)
-        for parameter, ranges in held.items():
-            local = ranges["gbuf_local"]
-            shard[local.start : local.end].copy_(states[parameter][key].detach())
-        everyone = torch.empty(size, dtype=shard.dtype, device=device)
+    if ranks == 1:
+        for parameter, place in places.items():
+            tensors = part._get_main_param_and_optimizer_states(parameter)
+            for key, found in whole.items():
+                found.tensors[place] = tensors[key].detach().to("cpu", torch.float32, copy=True)
+        return
+    shards = {key: torch.zeros(size // ranks, dtype=torch.float32, device=device) for key in whole}
+    for parameter, ranges in held.items():
+        local, tensors = ranges["gbuf_local"], part._get_main_param_and_optimizer_states(parameter)
+        for key, shard in shards.items():
+            shard[local.start : local.end].copy_(tensors[key].detach())
+    everyone = torch.empty(size, dtype=torch.float32, device=device)
+    for key, shard in shards.items():
         dist.all_gather(list(everyone.chunk(ranks)), shard, group=part.data_parallel_group)
         for begin, end in places.values():
-            found.tensors[begin, end] = everyone[begin - bucket.offset : end - bucket.offset].to("cpu", copy=True)
+            own = everyone[begin - bucket.offset : end - bucket.offset]
+            whole[key].tensors[begin, end] = own.to("cpu", copy=True)

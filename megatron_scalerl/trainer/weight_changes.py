@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_scalerl.trainer.optimizer import parts_of
 from megatron_scalerl.weights.changes import bits_of
 
 CHUNK = 1 << 24
@@ -24,7 +25,7 @@ class WeightChanges:
 
     def __init__(self, optimizer: Any, device: torch.device) -> None:
         self._counts = torch.zeros(2, dtype=torch.float64, device=device)
-        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for part in parts_of(optimizer):
             pairs = getattr(part, "_get_model_and_main_params_data_float16", None)
             if pairs is not None and not part.is_stub_optimizer:
                 self._watch(part, pairs)

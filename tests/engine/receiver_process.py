@@ -13,6 +13,8 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+from command_process import CommandProcess
+
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -20,27 +22,18 @@ class ReceiverProcess:
     """What `WeightSync` and `Membership` need of an engine's client; every call goes to the process."""
 
     def __init__(self, name: str, shapes: Shapes) -> None:
-        self.name, self._shapes = name, shapes
+        self.name = name
         self.produced_tokens = self.received_tokens = 0
         self.calls: list[str] = []
         self._lock = asyncio.Lock()
-        self.process: Any = None
+        self.process = CommandProcess(__file__, json.dumps(shapes))
 
     async def __aenter__(self) -> ReceiverProcess:
-        self.process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            __file__,
-            json.dumps(self._shapes),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=1 << 24,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
+        await self.process.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.process.stdin.close()
-        await self.process.wait()
+        await self.process.stop()
 
     async def post(self, path: str, body: Any, query: Any = None) -> bytes:
         await self.ask(path, body=body)
@@ -68,15 +61,9 @@ class ReceiverProcess:
 
         self.calls.append(command)
         async with self._lock:
-            try:
-                self.process.stdin.write(json.dumps([command, body]).encode() + b"\n")
-                await self.process.stdin.drain()
-                line = await self.process.stdout.readline()
-            except ConnectionError:
-                line = b""
-        if not line:
+            answer = await self.process.ask([command, body])
+        if answer is None:
             raise EngineError(f"{self.name}: {command}: the process ended")
-        answer = json.loads(line)
         if "error" in answer:
             raise EngineError(f"{self.name}: {command}: {answer['error']}")
         return answer["value"]

@@ -5,7 +5,6 @@ Run as a program it reads JSON commands from its input and answers one JSON line
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from command_process import CommandProcess
 
 
 class SenderProcess:
@@ -21,27 +21,18 @@ class SenderProcess:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.fault = folder, ""
-        self._process: asyncio.subprocess.Process | None = None
+        self._process = CommandProcess(__file__)
         self._resources = contextlib.ExitStack()
 
     async def __aenter__(self) -> "SenderProcess":
         from megatron_scalerl.distributed.rendezvous import private_folder
 
         self.rendezvous = self._resources.enter_context(private_folder())
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            __file__,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=1 << 24,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
+        await self._process.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.close()
-        await self._process.wait()
+        await self._process.stop()
         self._resources.close()
 
     async def manifest(self) -> Any:
@@ -64,12 +55,9 @@ class SenderProcess:
         return msgspec.convert(report, SendReport)
 
     async def _ask(self, command: str, **values: Any) -> Any:
-        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"command": command, **values}).encode() + b"\n")
-        line = await self._process.stdout.readline()
-        if not line:
+        answer = await self._process.ask({"command": command, **values})
+        if answer is None:
             raise RuntimeError("the sending process ended")
-        answer = json.loads(line)
         if "error" in answer:
             raise RuntimeError(answer["error"])
         return answer["value"]

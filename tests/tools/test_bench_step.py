@@ -72,14 +72,19 @@ print(json.dumps({**losses, "micro_batches": len(means)}))
 """
 
 
+def last_line_of(code):
+    """What a program prints last, from JSON."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=TOOL.parents[1], env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=True, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
 @pytest.mark.slow
 def test_all_sides_compute_the_same_log_probabilities():
     """From the same weights both bare sides have the loss that our log-probabilities make, also after their steps."""
-    done = subprocess.run(
-        [sys.executable, "-c", SAME_WEIGHTS], cwd=TOOL.parents[1], env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=True, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    losses = json.loads(done.stdout.strip().splitlines()[-1])
+    losses = last_line_of(SAME_WEIGHTS)
     assert losses["micro_batches"] >= 2
     assert losses["packed"] == pytest.approx(losses["padded"], rel=1e-5)
     assert losses["packed"][0] == pytest.approx(losses["ours"], rel=1e-5)
@@ -89,11 +94,7 @@ def test_all_sides_compute_the_same_log_probabilities():
 @pytest.mark.slow
 def test_medians_of_the_rounds_after_two_that_warm_up():
     """Real steps on all sides; the seconds are set: medians 2, 4 and 8, of processor time 1, 4 and 2."""
-    done = subprocess.run(
-        [sys.executable, "-c", SET_CLOCK], cwd=TOOL.parents[1], env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=True, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    result = json.loads(done.stdout.strip().splitlines()[-1])
+    result = last_line_of(SET_CLOCK)
     assert result["bench"] == "step"
     assert (result["ratio"], result["cpu_ratio"]) == (0.5, 0.25)
     assert (result["ratio_packed"], result["cpu_ratio_packed"]) == (0.25, 0.5)

@@ -1,0 +1,45 @@
+"""A program for tests that reads JSON commands from its input and answers one JSON line each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from typing import Any
+
+
+class CommandProcess:
+    """The program in a process of its own, from `start` to `stop`."""
+
+    def __init__(self, program: str, *arguments: str) -> None:
+        self._command = [sys.executable, program, *arguments]
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def returncode(self) -> int | None:
+        assert self._process is not None, "start first"
+        return self._process.returncode
+
+    async def start(self) -> None:
+        pipe = asyncio.subprocess.PIPE
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command, stdin=pipe, stdout=pipe, limit=1 << 24, env=environment
+        )
+
+    async def stop(self) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        self._process.stdin.close()
+        await self._process.wait()
+
+    async def ask(self, command: Any) -> Any:
+        """The answer; None if the process has ended."""
+        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
+            await self._process.stdin.drain()
+            line = await self._process.stdout.readline()
+        except ConnectionError:
+            return None
+        return json.loads(line) if line else None
