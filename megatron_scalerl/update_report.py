@@ -62,15 +62,16 @@ def updates_of(rows: Sequence[Row], recipe: Mapping[str, Any], predicted: Predic
     columns = {"predicted": None, "measured": whole} | ({"measured, of changes": changes} if changes else {})
     of_plan = predicted if isinstance(predicted, PredictedUpdate) else None
     lines = _lines(known, of_plan, rate)
-    cells = tuple(
+    cells = [
         (name, expected, *(show(of) for of in columns.values() if of is not None)) for name, expected, show in lines
-    )
+    ]
+    cells = [row for row in cells if not {*row[1:]} <= {"", _NOTHING, NO_RATE}]
     notes = [f"{len(known)} updates in metrics.jsonl, medians; the prediction is of a whole one."]
     if isinstance(predicted, str):
         notes.append(predicted)
     if not rate:
         notes.append(f"{NO_RATE} (weights.link_gb_s), so no seconds are predicted.")
-    return Updates(table=Table(title="Weight updates", columns=("", *columns), rows=cells), notes=tuple(notes))
+    return Updates(table=Table(title="Weight updates", columns=("", *columns), rows=tuple(cells)), notes=tuple(notes))
 
 
 def _lines(
