@@ -23,6 +23,7 @@ from megatron_scalerl.fit.outlook import Outlook, outlooks
 from megatron_scalerl.fit.plot import plot_forecast
 from megatron_scalerl.fit.result import ForecastEvaluation
 from megatron_scalerl.fit.tables import Table, outlook_table
+from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.recipe.file import read_run_recipe
 from megatron_scalerl.update_report import updates_of
 
@@ -190,8 +191,12 @@ def last_step(rows: Rows, recipe: Mapping[str, Any]) -> int:
 
 def _print_updates(console: Console, run_dir: Path, recipe: Mapping[str, Any]) -> None:
     """What weight updates took, beside the planner's prediction; nothing for a run without one."""
-    rows = read_jsonl(run_dir / "metrics.jsonl")
-    if updates_of(rows, recipe, "") is None:
+    try:
+        rows = read_jsonl(run_dir / "metrics.jsonl")
+    except (ValueError, RecursionError) as error:
+        console.print(printable(f"No weight updates: {error}"), highlight=False, markup=False)
+        return
+    if not any("weight_bytes" in row for row in rows):
         return
     from megatron_scalerl.plan.predicted import predicted_update
 

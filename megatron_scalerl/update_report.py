@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -132,11 +133,16 @@ def _is_whole(row: Row) -> bool:
 
 def _number(name: str) -> Value:
     def number(row: Row) -> float | None:
-        value = row.get(name)
-        known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        return float(value) if known else None  # type: ignore[arg-type]
+        return finite(row.get(name))
 
     return number
+
+
+def finite(value: Any) -> float | None:
+    """The number; None for anything else, and for one that no float holds."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > sys.float_info.max:
+        return None
+    return float(value) if math.isfinite(value) else None
 
 
 def _median(name: str, form: Callable[[float], str]) -> Callable[[Sequence[Row]], str]:

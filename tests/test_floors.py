@@ -47,12 +47,13 @@ FLOORS = [
     },
     {
         "evaluation": "batching checkpoints engine fit launch models processes prompts recipe rewards rollouts types",
-        "plan": "checkpoints distributed logits losses models recipe rollouts trainer update_report weights",
+        "plan": "checkpoints distributed logits losses models processes recipe rollouts trainer update_report "
+        "weights",
     },
     {
         "controller": "batching checkpoints engine evaluation fit launch models processes prompts recipe rewards "
         "rollouts safe_load telemetry tracing trainer types weights",
-        "report": "checkpoints fit plan recipe update_report",
+        "report": "checkpoints fit plan processes recipe update_report",
     },
     {
         "page": "batching checkpoints fit plan processes recipe report rollouts types update_report",

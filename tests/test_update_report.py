@@ -108,6 +108,43 @@ def test_the_report_of_a_run_has_the_planner_s_prediction(tmp_path):
     assert "1.4" in line and "4 GB" in line
 
 
+HOSTILE = {"num_attention_heads": 0, "num_hidden_layers": 10**7, "torch_dtype": "x", "vocab_size": 10**30}
+
+
+@pytest.mark.parametrize(
+    "change", [*({key: value} for key, value in HOSTILE.items()), None, {"model_type": ["llama"]}]
+)
+def test_files_of_a_run_may_say_anything(tmp_path, change):
+    """The report goes on, in a moment, and sends nothing to the terminal."""
+    folder = ROOT / "recipes" / "configs" / "Llama-3.1-8B"
+    config = json.loads((folder / "config.json").read_text()) | (change or {})
+    policy = tmp_path / "po\x1b[2Jlicy"
+    policy.mkdir()
+    (policy / "config.json").write_text("[" * 100_000 if change is None else json.dumps(config))
+    write_updates(tmp_path, ("scalerl_llama3_8b", f"policy.path={tmp_path}"))
+    stored = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
+    stored["policy"]["path"] = str(policy)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(stored))
+    huge = json.dumps({"step": 2, **record()})[:-1] + f', "weight_pause_seconds": {"9" * 400}}}\n'
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(huge)
+    found = predicted_update(tmp_path)
+    assert isinstance(found, str) and found.startswith("No prediction: ") and "\x1b" not in found
+    console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
+    report(tmp_path, console)
+    text = console.export_text()
+    assert "Weight updates" in text and "error of the forecast" in text and "\x1b" not in text
+
+
+def test_a_damaged_line_of_the_metrics_costs_the_table_alone(tmp_path):
+    write_updates(tmp_path, ("scalerl_llama3_8b", f"policy.path={tmp_path}"))
+    (tmp_path / "metrics.jsonl").write_text('{"step":1\n{"step":2}\n')
+    console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
+    report(tmp_path, console)
+    text = console.export_text()
+    assert "No weight updates: " in text and "error of the forecast" in text
+
+
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [

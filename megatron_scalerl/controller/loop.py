@@ -218,6 +218,7 @@ class Controller:
 
     @spanned("batch")
     async def _train_batch(self, groups: Sequence[RolloutGroup], waited: float, sent: SentBatch | None) -> None:
+        await self._saver.commit(wait=False)  # the trainer is idle
         begin = self._meter.elapsed
         sent = sent or await self._sender.send(groups, self._step)
         sending = self._meter.elapsed - begin

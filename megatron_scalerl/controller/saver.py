@@ -55,8 +55,11 @@ class Saver:
         """The checkpoint that is being written."""
 
     @spanned("checkpoint")
-    async def save(self, step: int, batches: int) -> None:
-        """Write and commit a checkpoint, or begin to with checkpoint.async_save. Not while the trainer steps."""
+    async def save(self, step: int, batches: int, *, last: bool = False) -> None:
+        """Write and commit a checkpoint, or begin to with checkpoint.async_save. Not while the trainer steps.
+
+        last: nothing could be done while it is written, so it is not copied.
+        """
         await self.commit(wait=True)
         begin = self._meter.elapsed
         self._meter.ledger.sync()
@@ -64,9 +67,10 @@ class Saver:
         run_id, position = self._folder.attempt.run_id, await self._journal.position()
         state = ControllerState(step=step, batches=batches, run_id=run_id, position=position)
         path, extra = str(self._folder.checkpoint(step)), msgspec.to_builtins(state)
-        await self._trainer.save(path, extra, asynchronous=self._recipe.async_save)
+        asynchronous = self._recipe.async_save and not last
+        await self._trainer.save(path, extra, asynchronous=asynchronous)
         seconds = self._meter.elapsed - begin
-        if self._recipe.async_save:
+        if asynchronous:
             self._begun = _Begun(step=step, copy_seconds=seconds, stopped_seconds=seconds)
         else:
             await self._committed(step, seconds=seconds, stopped_seconds=seconds)
@@ -87,7 +91,7 @@ class Saver:
     async def save_last(self, step: int, batches: int) -> None:
         """Commit everything up to `step`; nothing is written afterwards."""
         if step > (self.step if self._begun is None else self._begun.step):
-            await self.save(step, batches)
+            await self.save(step, batches, last=True)
         await self.commit(wait=True)
 
     async def _committed(self, step: int, *, seconds: float, stopped_seconds: float) -> None:

@@ -19,7 +19,7 @@ from megatron_scalerl.page.growing_file import GrowingFile
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.recipe.file import read_run_recipe
 from megatron_scalerl.report import cost_text, gain, gain_text, gains_by_task, last_step
-from megatron_scalerl.update_report import KEPT, UPDATE_PHASES, PredictedUpdate, updates_of
+from megatron_scalerl.update_report import KEPT, UPDATE_PHASES, PredictedUpdate, Updates, finite, updates_of
 
 COLUMNS = (
     *("step", "batches", "reward", "train_pass_rate", "entropy", "mismatch_mean", "mismatch_max"),
@@ -57,6 +57,8 @@ class RunData:
         self._generations: dict[GrowingFile, int] = {}
         self._hours: dict[str, float] = {}
         self._unit = "device_hours"
+        self._made_updates: Updates | None = None
+        self._made_updates_of: tuple[int, int, str] | None = None
         self._steps: dict[str, list[float | None]] = {}
         self._clear_steps()
         self._damage: dict[GrowingFile, str] = {}
@@ -113,8 +115,11 @@ class RunData:
         return bool(self._updates)
 
     def _update_table(self) -> dict[str, Any] | None:
-        found = updates_of(self._updates, self.recipe, self.predicted)
-        if found is None:
+        key = (len(self._updates), self.generation, str(self.predicted))
+        if self._made_updates_of != key:
+            self._made_updates_of = key
+            self._made_updates = updates_of(self._updates, self.recipe, self.predicted)
+        if (found := self._made_updates) is None:
             return None
         notes = [printable(note) for note in found.notes]
         return {"columns": found.table.columns, "rows": found.table.rows, "notes": notes}
@@ -243,9 +248,10 @@ def _event(time: Any, kind: str, text: str) -> dict[str, Any]:
 
 def _number(value: Any) -> float | None:
     """The number in six digits, which is what a chart shows; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    number = finite(value)
+    if number is None:
         return None
-    return value if isinstance(value, int) else float(f"{value:.6g}")
+    return value if isinstance(value, int) else float(f"{number:.6g}")
 
 
 def _sum(values: Iterable[float | None]) -> float | None:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+from megatron_scalerl.processes.logs import printable
+from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import load_run_recipe
 from megatron_scalerl.update_report import PredictedUpdate
+
+MOST_WORKERS, MOST_LAYERS, MOST_EXPERTS, MOST_TOKENS = 4096, 1000, 1024, 10_000_000
+"""Of what is predicted for a report: a run's files may say anything, and the plan takes time for each."""
+# ImportError: on a host for reports alone, without torch; those of the second line: a strange config.json
+_UNEXPECTED = (
+    *(ValueError, OSError, ImportError),
+    *(ArithmeticError, AttributeError, LookupError, TypeError, AssertionError, RecursionError),
+)
 
 
 def predicted_update(run_dir: str | Path) -> PredictedUpdate | str:
@@ -16,7 +27,8 @@ def predicted_update(run_dir: str | Path) -> PredictedUpdate | str:
     try:
         recipe = load_run_recipe(run_dir)
         if not (Path(recipe.policy.path) / "config.json").is_file():
-            return f"No prediction: policy.path: expected config.json in {recipe.policy.path}, found none."
+            return printable(f"No prediction: policy.path: expected config.json in {recipe.policy.path}, found none.")
+        _check_sizes(recipe)
 
         from megatron_scalerl.plan.counting import load_family  # these imports take seconds
         from megatron_scalerl.plan.sharding import layout_of
@@ -24,8 +36,8 @@ def predicted_update(run_dir: str | Path) -> PredictedUpdate | str:
 
         family, _ = load_family(recipe.policy.path)
         work = update_work(recipe, family, layout_of(recipe, family, recipe.trainer.world_size))
-    except (ValueError, OSError, ImportError) as error:  # the last: a host for reports alone, without torch
-        return f"No prediction: {' '.join(str(error).split())}."
+    except _UNEXPECTED as error:
+        return printable(f"No prediction: {type(error).__name__}: {' '.join(str(error).split())[:500]}.")
     rate, copies = recipe.weights.link_gb_s * 1e9, recipe.engine.count * EngineShape.of(recipe.engine.vllm).data
     return PredictedUpdate(
         bytes=sum(work.sent.values()),
@@ -34,3 +46,30 @@ def predicted_update(run_dir: str | Path) -> PredictedUpdate | str:
         most_received=work.most_received,
         seconds=work.seconds(rate, copies) if rate else None,
     )
+
+
+def _check_sizes(recipe: Recipe) -> None:
+    """Raises ValueError, naming the key, for sizes that no plan is made of in a moment."""
+    path = Path(recipe.policy.path) / "config.json"
+    config = json.loads(path.read_bytes())
+    found = config.get("text_config", config) if isinstance(config, dict) else {}
+    vllm = recipe.engine.vllm
+    sizes = [
+        ("recipe.yaml: trainer.world_size", recipe.trainer.world_size, MOST_WORKERS),
+        *(
+            (f"recipe.yaml: engine.vllm.{key}", vllm.get(key, 1), MOST_WORKERS)
+            for key in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+        ),
+        *(
+            (f"{path}: {key}", found.get(key) or 0, most)
+            for key, most in {
+                "num_hidden_layers": MOST_LAYERS,
+                "num_experts": MOST_EXPERTS,
+                "num_local_experts": MOST_EXPERTS,
+                "vocab_size": MOST_TOKENS,
+            }.items()
+        ),
+    ]
+    for name, value, most in sizes:
+        if not isinstance(value, int) or value > most:
+            raise ValueError(f"{name}: expected a number up to {most}, found {str(value)[:40]}")

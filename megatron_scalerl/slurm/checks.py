@@ -45,7 +45,10 @@ class Times:
 
 def times_of(run: Path, *, startup_s: float | None, save_s: float | None) -> Times:
     """The slowest start, step and checkpoint in the run's records, else the assumed ones; those given before both."""
-    saves = [row["seconds"] for row in read_jsonl(run / SAVES)]
+    records = read_jsonl(run / SAVES)
+    saves = [row["seconds"] for row in records]
+    # an asynchronous one that is being written is waited for before the last one begins
+    pending = max((row["seconds"] - row.get("stopped_seconds", row["seconds"]) for row in records), default=0.0)
     rows = read_jsonl(run / "metrics.jsonl")[-_RECENT:] if saves else []
     step = max(
         (sum(row.get(f"{what}_seconds", 0.0) for what in ("train", "pinned", "publish")) for row in rows), default=0.0
@@ -53,7 +56,7 @@ def times_of(run: Path, *, startup_s: float | None, save_s: float | None) -> Tim
     starts = [row["seconds"] for row in read_jsonl(run / "ledger.jsonl") if row.get("phase") == "startup"]
     return Times(
         startup_s=startup_s if startup_s is not None else max(starts, default=STARTUP_S),
-        save_s=save_s if save_s is not None else step + max(saves) if saves else SAVE_S,
+        save_s=save_s if save_s is not None else step + max(saves) + pending if saves else SAVE_S,
     )
 
 

@@ -9,6 +9,7 @@ thread: writing and syncing files release the interpreter.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import queue
 import threading
 import time
@@ -34,6 +35,10 @@ def writing_in_process() -> Iterator[None]:
         filesystem_async._results_queue = kept_queue
 
 
+write_bucket_of_one_file: Any = inspect.unwrap(FileSystemWriterAsync.write_preloaded_data)
+"""Megatron's, without its decorator, which turns Python's garbage collection off for a process of its own."""
+
+
 def _write(transforms: list[Any], use_msc: bool, rank: int, write_buckets: list[Any], results: Any) -> None:
     """Replaces write_preloaded_data_multiproc: the same files and the same report, one file after another."""
     written: dict[int, Any] = {}
@@ -41,7 +46,7 @@ def _write(transforms: list[Any], use_msc: bool, rank: int, write_buckets: list[
         report: queue.Queue[Any] = queue.Queue()
         unfinished: queue.Queue[Any] = queue.Queue()
         unfinished.put(index)
-        FileSystemWriterAsync.write_preloaded_data(
+        write_bucket_of_one_file(
             transforms,
             local_proc_idx=index,
             write_bucket=bucket,

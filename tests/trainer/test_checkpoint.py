@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
 import random
 import threading
 
@@ -18,6 +20,7 @@ from megatron_scalerl.distributed.parallel import unwrap
 from megatron_scalerl.trainer import shard_writer
 from megatron_scalerl.trainer.checkpoint import AsyncSave, load, save
 
+NOT_SHARDED = {"policy": {"dtype": "bfloat16"}, "megatron": {"ddp": {"use_distributed_optimizer": False}}}
 MIXED = {"policy": {"dtype": "bfloat16"}, "optimizer": {"lr": 1e-2, "warmup_steps": 3}}
 
 
@@ -64,15 +67,18 @@ def test_resumed_equals_uninterrupted(new_trainer, tmp_path, monkeypatch, sectio
     assert any(not torch.equal(saved[n], ours[n]) for n in saved)
 
 
-def test_an_asynchronous_save_has_the_state_at_its_begin(new_trainer, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "sections", [MIXED, NOT_SHARDED], ids=["distributed optimizer", "none: tensors of their own"]
+)
+def test_an_asynchronous_save_has_the_state_at_its_begin(new_trainer, tmp_path, monkeypatch, sections):
     """The files are written only after two more steps; they are those of a synchronous save, byte for byte."""
-    trainer, may_write = new_trainer(**MIXED), threading.Event()
+    trainer, may_write = new_trainer(**sections), threading.Event()
     steps(trainer, [1, 2])
     save(tmp_path / "step_000001", trainer, {"step": 2})
     write = shard_writer._write
 
     def write_late(*arguments):
-        assert may_write.wait(60)
+        assert may_write.wait(60) and gc.isenabled()
         write(*arguments)
 
     monkeypatch.setattr(shard_writer, "_write", write_late)
@@ -80,13 +86,19 @@ def test_an_asynchronous_save_has_the_state_at_its_begin(new_trainer, tmp_path, 
     steps(trainer, [3, 4])
     assert saving.finish(wait=False) is None and not [*(tmp_path / "step_000002").glob("*.distcp")]
     assert [path.name for _, path in committed(tmp_path)] == ["step_000001"]
+    fsync, collecting = os.fsync, []
+    monkeypatch.setattr(
+        "megatron.core.dist_checkpointing.strategies.filesystem_async.os.fsync",
+        lambda number: (collecting.append(gc.isenabled()), fsync(number)),
+    )
     may_write.set()
     assert saving.finish(wait=True) > 0
+    assert collecting and all(collecting), "Python's garbage collection goes on beside the thread"
     written, expected = contents(tmp_path / "step_000002"), contents(tmp_path / "step_000001")
     assert written.keys() == expected.keys()
     index = (".metadata", "COMMIT")  # with the folder's name and an id of the save; with the digest of that
     assert [name for name in written if name not in index and written[name] != expected[name]] == []
-    resumed = new_trainer(**MIXED)
+    resumed = new_trainer(**sections)
     assert load(tmp_path / "step_000002", resumed) == {"step": 2}
     steps(resumed, [3, 4])
     ours, theirs = state(trainer), state(resumed)
