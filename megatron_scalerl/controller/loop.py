@@ -22,7 +22,8 @@ one on an engine that is held, as an evaluation is, delays nothing (`measurement
 every engine pauses between two tokens, keeps its requests, receives the weights, reports their digest and resumes
 (`weight_sync`). Only then do new groups start at the new version. Every weights.probe_every steps the log-probs of
 trainer and engines are compared (`probe`). An engine that is started again meanwhile takes part in the next update,
-or gets the current weights while the trainer waits for a batch (`_while_current`); it is probed then, too.
+or gets the current weights while the trainer waits for a batch (`_while_current`); it is probed then, too. With
+weights.store it gets them while the trainer steps (`_while_stepping`), and is probed after the next update.
 
 With rollouts.deterministic, update, probe and validation come one after another, and only then new groups start, in
 rounds (`engine.rounds`). With the schedule ppo_off_policy they do, too, between two phases.
@@ -44,7 +45,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from megatron_scalerl.controller.batch_metrics import batch_metrics, engine_metrics, step_metrics
@@ -266,9 +267,9 @@ class Controller:
     async def _step_on(self, step: int) -> tuple[StepReport, float]:
         """The trainer's step, and the seconds for which it then waited until the batch sent ahead was on its way."""
         if step == self._recipe.steps:
-            return await self._fleet.trainer.step(step), 0.0
+            return await self._while_stepping(self._fleet.trainer.step(step)), 0.0
         async with Ahead(self._sender, self._stream.next_batch_ahead, step) as ahead:
-            report = await self._fleet.trainer.step(step)
+            report = await self._while_stepping(self._fleet.trainer.step(step))
             begin = self._meter.elapsed
             self._ahead = await ahead.batch()
             return report, self._meter.elapsed - begin
@@ -302,20 +303,39 @@ class Controller:
         """
         if self._step != self._served:
             return await work
+
+        async def catch_up() -> None:
+            async with self._saving.uninterrupted():
+                await self._sync.catch_up(self._step)
+                if not self._recipe.rollouts.deterministic:
+                    await self._probe.check(self._step, new_only=True)
+
+        return await self._beside(work, lambda: bool(self._fleet.engines.stale), catch_up)
+
+    async def _while_stepping(self, work: Awaitable[T]) -> T:
+        """The result of `work`, the trainer's; engines that join meanwhile get the served weights from the store."""
+        if self._recipe.rollouts.deterministic:
+            return await work
+
+        async def catch_up() -> None:
+            await self._sync.catch_up_from_store(self._served)
+
+        return await self._beside(work, lambda: bool(self._sync.stored_for()), catch_up)
+
+    async def _beside(
+        self, work: Awaitable[T], joined: Callable[[], bool], catch_up: Callable[[], Awaitable[None]]
+    ) -> T:
+        """The result of `work`; `catch_up` whenever `joined` before it is there, which then waits for its end."""
         task = asyncio.ensure_future(work)
-        engines = self._fleet.engines
         try:
             while not task.done():
-                joined = asyncio.create_task(engines.until(lambda: bool(engines.stale)))
+                waiting = asyncio.create_task(self._fleet.engines.until(joined))
                 try:
-                    await asyncio.wait({task, joined}, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    joined.cancel()
+                    waiting.cancel()
                 if not task.done():
-                    async with self._saving.uninterrupted():
-                        await self._sync.catch_up(self._step)
-                        if not self._recipe.rollouts.deterministic:
-                            await self._probe.check(self._step, new_only=True)
+                    await catch_up()
             return await task
         finally:
             task.cancel()

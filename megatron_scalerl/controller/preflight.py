@@ -5,6 +5,7 @@ Every check fails with a one-line error and leaves no files behind.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,7 +91,12 @@ def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:
 
 
 def _check_host(recipe: Recipe) -> None:
-    """Raises ValueError if this host lacks a port, or the sandbox of the verifier code."""
+    """Raises ValueError if this host lacks a port, the verifier code's sandbox, or the folder of weights.store."""
+    store = recipe.weights.store
+    if store and not (os.path.isabs(store) and os.path.isdir(store) and os.access(store, os.W_OK | os.X_OK)):
+        raise ValueError(
+            f"weights.store: expected the absolute path of a folder that can be written to, found {store}"
+        )
     for task in tasks_of(recipe):
         if task.rewards.verifier == "code":
             check_sandbox(limits_of(task.rewards))

@@ -60,6 +60,8 @@ MAY_CHANGE = frozenset(
         "trainer.step_timeout_s",
         "trainer.max_restarts",
         "weights.link_gb_s",
+        "weights.store",
+        "weights.store_gib",
         "engine.max_restarts",
         "engine.min_engines",
         "engine.min_relative_rate",

@@ -40,6 +40,7 @@ from megatron_scalerl.controller.run_folder import (
     resume_point,
 )
 from megatron_scalerl.controller.validations import VersionLost
+from megatron_scalerl.controller.weight_store import weight_store
 from megatron_scalerl.controller.weight_sync import WeightSync, WeightUpdateError
 from megatron_scalerl.engine.membership import Member
 from megatron_scalerl.launch.fleet import Devices, Fleet
@@ -235,7 +236,7 @@ async def _attempt(run: _Run, launcher: Launcher, resumed: _Resumed, *, since: f
             if first:
                 _print_fleet(fleet, run.console)
             prompts = run.inputs.prompts
-            with Progress(run.console, recipe.steps) as progress:
+            with Progress(run.console, recipe.steps) as progress, weight_store(recipe) as store:
                 controller = Controller(
                     recipe=recipe,
                     prompts=prompts,
@@ -245,7 +246,7 @@ async def _attempt(run: _Run, launcher: Launcher, resumed: _Resumed, *, since: f
                     start=start,
                     history=resumed.take_history(),
                     sampler=run.sampler,
-                    sync=WeightSync(fleet.trainer, fleet.engines, recipe),
+                    sync=WeightSync(fleet.trainer, fleet.engines, recipe, store),
                     probe=Probe(recipe, run.sampler, fleet, [*prompts.training, *prompts.held_out]),
                     meter=meter,
                     progress=progress,

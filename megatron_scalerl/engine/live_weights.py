@@ -208,14 +208,18 @@ class LiveWeights:
         self._packed = [(names.get(layer.weight.data_ptr()), layer) for layer in linear]
         self._parts = [parts[meta.name] for meta in manifest]
         self._written: set[int] = set()
-        self._digest, self._running = 0, False
+        self._digest = 0
+        self._exact = False  # whether it is that of all values as the updates left them
+        self._running = False  # whether the last update was of changes
 
     def begin(self) -> None:
-        """Before the parts of an update: changes are from the values that the last `digest` was of."""
+        """Before the parts of an update."""
         self._running = True
 
     def check(self) -> None:
         """Before a whole update after updates of changes: RuntimeError if something else changed a value."""
+        if not self._exact:
+            return
         expected, found = self._digest, self._read()
         if found != expected:
             raise RuntimeError(
@@ -231,7 +235,7 @@ class LiveWeights:
             change = write_changes(parts, part, self._dtypes[part.tensor])
             self._digest = total((self._digest, change))
             return
-        self._running = False
+        self._running = self._exact = False
         for each in parts:
             each.write(part.ranges, part.values)
 
@@ -250,8 +254,8 @@ class LiveWeights:
 
         After an update of changes: what it was before, and what they changed, whose old values were read.
         """
-        if not self._running:
-            self._digest = self._read()
+        if not (self._running and self._exact):
+            self._digest, self._exact = self._read(), True
         return self._digest
 
     def _read(self) -> int:

@@ -43,6 +43,7 @@ from megatron_scalerl.weights.transport.frames import Told, Values, assembled, r
 from megatron_scalerl.weights.transport.gloo import Group
 from megatron_scalerl.weights.transport.nccl import NcclGroup
 from megatron_scalerl.weights.transport.shm import ShmGroup
+from megatron_scalerl.weights.transport.store import BACKEND, StoredGroup
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +97,13 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         shard, rank = init_info.places[worker]
         self._plan = from_json(init_info.plans[shard])
         self._takes_changes = connection.deltas != "off"
+        stored = connection.backend == BACKEND
         for sender, _ in sorted(self._plan.pairs):
-            self._groups[sender] = self.group_cls(connection, rank, sender, shard)
+            self._groups[sender] = (
+                StoredGroup(connection, rank, sender, shard, device=self.device)
+                if stored
+                else self.group_cls(connection, rank, sender, shard)
+            )
 
     def start_weight_update(self) -> None:
         """Prepare the model for new parameters; discards the state of a failed update first."""

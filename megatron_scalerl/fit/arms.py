@@ -34,6 +34,8 @@ APART = (
     "trainer.micro_batch_tokens",
     "trainer.min_all_reduce_gb_s",
     "weights.link_gb_s",
+    "weights.store",
+    "weights.store_gib",
     "engine.host",
     "engine.port",
     "engine.min_engines",

@@ -132,6 +132,13 @@ class WeightsSection(Section):
     anchor_every: PositiveInt = 20
     """With deltas, an update is whole after this many that were not: it repairs values that something else changed
     in an engine, and is verified against all values."""
+    store: str = ""
+    """Folder, which all processes reach, of a store of the last weights: engines that join get them from it while the
+    trainer steps. /dev/shm keeps it in the memory of one host; between hosts a shared file system. "": none, and
+    engines that join get them from the trainer, between two steps."""
+    store_gib: PositiveFloat = 64.0
+    """Most that the store takes (GiB): a whole update, two while one is replaced, and the changes since. Without room
+    for a whole one there is no store."""
     link_gb_s: NonNegativeFloat = 0.0
     """Rate of the link of each trainer rank and engine worker, in one direction (GB/s): megatron-scalerl report
     compares updates with what it allows. 0: not stated."""

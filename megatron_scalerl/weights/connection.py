@@ -13,7 +13,7 @@ class Connection:
     """The broadcast groups for weights. Produced by `WeightSync.connect`; `msgspec.to_builtins` makes JSON of it."""
 
     backend: str
-    """gloo, nccl or shm."""
+    """gloo, nccl or shm; of an engine that reads the store, file."""
     rendezvous: Rendezvous
     """Where the members find the group's store."""
     group: str
@@ -30,6 +30,10 @@ class Connection:
     """How changes are coded (`weights.changes`); off: all updates are whole."""
     anchor_every: int = 20
     """Every update after this many updates of changes is whole."""
+    store: str = ""
+    """Folder of the store (`transport.store`); "" for none."""
+    store_bytes: int = 0
+    """Most that all senders write into it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,6 +21,11 @@ class CommandProcess:
         assert self._process is not None, "start first"
         return self._process.returncode
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "start first"
+        return self._process.pid
+
     async def start(self) -> None:
         pipe = asyncio.subprocess.PIPE
         environment = os.environ | {"OMP_NUM_THREADS": "1"}

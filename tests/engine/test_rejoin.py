@@ -19,6 +19,7 @@ from receiver_process import ReceiverProcess
 from safetensors.torch import load_file, save_file
 from sender_process import SenderProcess
 
+from megatron_scalerl.controller.weight_store import weight_store
 from megatron_scalerl.controller.weight_sync import WeightSync
 from megatron_scalerl.engine.membership import EngineState, Membership
 from megatron_scalerl.weights.value_digest import total, value_digest
@@ -58,12 +59,12 @@ def digest_of(folder):
 class Scene:
     """A trainer's sender, two engines and the controller's side of their updates."""
 
-    def __init__(self, sender, engines, folders, recipe):
+    def __init__(self, sender, engines, folders, recipe, store=None):
         self.sender, self.folders, self.states = sender, folders, []
         self.members = Membership(2, record=lambda m: self.states.append((m.name, str(m.state))))
         for number, engine in enumerate(engines):
             self.members.join(number, engine)
-        self.sync = WeightSync(sender, self.members, recipe)
+        self.sync = WeightSync(sender, self.members, recipe, store)
 
     async def publish(self, version):
         """Send a version; all engines that serve hold it bit for bit, and have generated since the one before."""
@@ -85,19 +86,19 @@ class Scene:
                 await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("way", ["in the next update", "by catching up"])
+@pytest.mark.parametrize("way", ["in the next update", "by catching up", "from the store"])
 def test_an_engine_killed_in_the_middle_that_misses_three_versions_gets_the_newest_whole(tmp_path, way):
     folders = versions_in(tmp_path, 9)
-    recipe = recipe_for(
-        tmp_path, weights={"bucket_mib": 1, "timeout_s": 60, "transport": "gloo", "deltas": "absolute"}
-    )
+    weights = {"bucket_mib": 1, "timeout_s": 60, "transport": "gloo", "deltas": "absolute"}
+    recipe = recipe_for(tmp_path, weights=weights | {"store": str(tmp_path) * (way == "from the store")})
 
     async def scenario():
         async with AsyncExitStack() as stack:
             enter = stack.enter_async_context
+            store = stack.enter_context(weight_store(recipe))
             sender = await enter(SenderProcess(folders[0]))
             other, victim = [await enter(ReceiverProcess(f"engine-{n}", SHAPES)) for n in range(2)]
-            scene = Scene(sender, [other, victim], folders, recipe)
+            scene = Scene(sender, [other, victim], folders, recipe, store)
             first, second = [await scene.publish(version) for version in (0, 1)]
             assert scene.members.serving == [other, victim]
             assert first.bytes == first.whole_bytes and 0 < second.bytes < 0.1 * second.whole_bytes
@@ -113,12 +114,20 @@ def test_an_engine_killed_in_the_middle_that_misses_three_versions_gets_the_newe
             again = await enter(ReceiverProcess("engine-1", SHAPES))
             scene.members.join(1, again)
             asked = len(other.calls)
-            if way == "by catching up":
+            if way == "from the store":
+                newest = 4
+                async with sender.stopped():  # the trainer answers nothing
+                    await scene.sync.catch_up_from_store(newest)
+                assert len(other.calls) == asked and scene.sync.stored_for() == []
+                # the repeated version 2 as a whole, and the changes of 3 and 4
+                assert [call for call in again.calls if call == "/update_weights"] == ["/update_weights"] * 3
+            elif way == "by catching up":
                 newest, update = 4, await scene.sync.catch_up(4)
                 assert len(other.calls) == asked  # nor was it paused
             else:
                 newest, update = 5, await scene.publish(5)
-            assert update.bytes == update.whole_bytes and update.digest == digest_of(folders[newest])
+            if way != "from the store":
+                assert update.bytes == update.whole_bytes and update.digest == digest_of(folders[newest])
             assert (
                 scene.members.serving == [other, again] and [m.version for m in scene.members.members] == [newest] * 2
             )

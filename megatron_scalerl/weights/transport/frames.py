@@ -27,10 +27,12 @@ from megatron_scalerl.weights.digest import digest, mixed
 from megatron_scalerl.weights.plan import Bucket, Slot, WeightPlan, buckets
 from megatron_scalerl.weights.rectangles import Ranges, volume, within
 from megatron_scalerl.weights.transport.gloo import Finish, Group, Read
+from megatron_scalerl.weights.transport.store import StoreWriter
 from megatron_scalerl.weights.value_digest import total, value_digest
 
 MAGIC = 0x4D53524C
 """First word of every header: anything else means that the two sides are out of sync."""
+HEADER_BYTES = 5 * 8
 WHOLE = -1
 """Instead of the version that changes are from, and of a bucket's size."""
 
@@ -70,6 +72,7 @@ class Sender:
         self._held: list[torch.Tensor] = []  # [own buckets] as all receivers have them, if changes may be sent
         self._values: list[int] = []  # [own buckets] digests of their values
         self._version, self._since_whole = WHOLE, 0
+        self._store = StoreWriter(connection, number) if connection.store else None
         if connection.deltas != "off":
             warm_up()
 
@@ -95,9 +98,8 @@ class Sender:
                     finish()
                 in_flight = []
                 if self._version != WHOLE:
-                    group = self.groups[bucket.shard]
-                    size = torch.tensor([WHOLE if frame is None else self.sizes[-1]], device=group.device)
-                    in_flight.append(group.start(size))
+                    size = torch.tensor([WHOLE if frame is None else self.sizes[-1]])
+                    in_flight.append(self._start(bucket.shard, size.to(self.groups[bucket.shard].device)))
                 if packed.numel():
                     packed[-8:].view(torch.int64).fill_(_as_int64(digests[-1]))
                     in_flight.append(self._ship(bucket.shard, packed))
@@ -106,6 +108,8 @@ class Sender:
         except BaseException:
             self.close()
             raise
+        if self._store is not None:
+            self._store.end(version)
         self._version = version
         self.values = {
             shard: total([v for b, v in zip(self._own, self._values) if b.shard == shard]) for shard in self.groups
@@ -121,6 +125,9 @@ class Sender:
         """Leave the groups."""
         for group in self.groups.values():
             group.close()
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
 
     def _begin(self, plan: WeightPlan, version: int) -> None:
         """Decide whether the update is whole, and send the headers."""
@@ -128,9 +135,14 @@ class Sender:
         if self._connection.deltas == "off" or not self._held or self._since_whole > self._connection.anchor_every:
             self._held = self._held or [torch.empty(0)] * len(self._own) * (self._connection.deltas != "off")
             self._values, self._since_whole, self._version = [0] * len(self._own), 0, WHOLE
+        if self._store is not None:
+            every = sum(bucket.nbytes for bucket in buckets(plan, self._connection.bucket_mib))
+            own = sum(bucket.nbytes for bucket in self._own)
+            framed = own + 8 * len(self._own) + HEADER_BYTES * len(self.groups)
+            self._store.begin(version, whole=self._version == WHOLE, nbytes=framed, share=own / max(every, 1))
         for shard, group in sorted(self.groups.items()):
             count = sum(bucket.shard == shard for bucket in self._own)
-            group.broadcast(header(plan, shard, version, count, self._version).to(group.device))
+            self._start(shard, header(plan, shard, version, count, self._version).to(group.device))()
 
     def _changes_of(self, plan: WeightPlan, number: int, read: Read) -> torch.Tensor | None:
         """A bucket's changes with room for their digest, empty if there are none, None if it is to be sent whole."""
@@ -179,7 +191,13 @@ class Sender:
         return packed
 
     def _ship(self, shard: int, packed: torch.Tensor) -> Finish:
-        return self.groups[shard].start(packed)
+        return self._start(shard, packed)
+
+    def _start(self, shard: int, tensor: torch.Tensor) -> Finish:
+        finish = self.groups[shard].start(tensor)
+        if self._store is not None:
+            self._store.add(shard, tensor)
+        return finish
 
 
 def _read(plan: WeightPlan, slot: Slot, read: Read) -> torch.Tensor:

@@ -1,0 +1,168 @@
+"""Engines that join while the trainer steps get the weights that the others serve from the store of weights.
+
+The trainer's senders write what they broadcast into files (`weights.transport.store`). An engine that joins reads the
+last whole update and those of changes after it, which its receiver takes as it takes them from the trainer: every
+bucket is checked, and the digests of what arrived and of what it holds are compared with those of the last update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from megatron_scalerl.controller.weight_phases import PhaseFailed, Phases, verify
+from megatron_scalerl.distributed.rendezvous import FolderRendezvous, private_folder
+from megatron_scalerl.engine.client import EngineClient
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.tracing.spans import spanned
+from megatron_scalerl.weights.connection import Connection, SendReport
+from megatron_scalerl.weights.plan import Manifest
+from megatron_scalerl.weights.transport.store import BACKEND, is_stored, stored_anchor
+
+logger = logging.getLogger(__name__)
+
+NeedsOf = Callable[[EngineClient, Manifest], Awaitable[list[str]]]
+
+_POLL_S = 0.05
+"""Between two looks whether the senders have written a version."""
+_BEGIN_S, _END_S = 1.0, 60.0
+"""Within which they begin to, and have to be done: a weight update waits for an engine that waits for them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Formed:
+    """What senders and engines agreed on when they connected."""
+
+    connection: Connection
+    manifest: Manifest
+    shards: tuple[str, ...]
+    """What the workers of each need, as JSON."""
+    plans: tuple[str, ...]
+    """[shards] what is sent to each, as JSON."""
+    senders: int
+
+
+class WeightStore:
+    """What the store has of one trainer's weights."""
+
+    def __init__(self, recipe: Recipe, folder: str) -> None:
+        """folder: that the senders write to."""
+        self.folder, self.bytes = folder, int(recipe.weights.store_gib * (1 << 30))
+        self._recipe = recipe
+        self._formed: Formed | None = None
+        self._versions: list[int] = []  # published over this connection
+        self._report: SendReport | None = None  # of the last one
+        self._failed: set[EngineClient] = set()
+
+    def connected(self, formed: Formed) -> None:
+        """Senders and engines have connected; the next update is whole."""
+        self._formed, self._versions, self._report = formed, [], None
+        self._failed = set()
+
+    def published(self, version: int, report: SendReport) -> None:
+        """All engines of the connection serve a version."""
+        self._versions.append(version)
+        self._report = report
+
+    def may_serve(self, engine: EngineClient) -> bool:
+        """Whether an engine may get weights from here; not after it failed to."""
+        return engine not in self._failed
+
+    @spanned("weights from the store", "weight update")
+    async def catch_up(self, engine: EngineClient, needs: NeedsOf, version: int) -> bool:
+        """Give an engine `version`; False, with a line in the log, where that fails or the store does not have it.
+
+        needs: asks what each of the engine's workers needs of the stored tensors, as JSON.
+        """
+        begin = time.perf_counter()
+        try:
+            versions = await self._load(engine, needs, version)
+        except PhaseFailed as failed:
+            self._failed.add(engine)
+            logger.warning("weights.store: the trainer sends version %d instead: %s", version, failed)
+            return False
+        if not versions:
+            self._failed.add(engine)
+            logger.info(
+                "weights.store: it does not have version %d for %s: the trainer sends it", version, engine.name
+            )
+            return False
+        seconds = time.perf_counter() - begin
+        logger.info("%s: version %d in %d updates of the store, %.1f s", engine.name, version, versions, seconds)
+        return True
+
+    async def _load(self, engine: EngineClient, needs_of: NeedsOf, version: int) -> int:
+        """The number of updates that an engine took from the store to hold `version`; 0 if it has not all of them."""
+        formed, report = self._formed, self._report
+        if formed is None or report is None or self._versions[-1] != version:
+            return 0
+        phases = Phases(self._recipe.weights.timeout_s)
+        [needs] = await phases.all("needs", [engine], lambda engine: needs_of(engine, formed.manifest))
+        if not set(needs) <= set(formed.shards):
+            return 0
+        anchor = await self._anchor(formed, version)
+        if anchor is None:
+            return 0
+        versions = self._versions[self._versions.index(anchor) :]
+        if len(set(versions)) != len(versions):  # one that was sent twice is twice in the files
+            return 0
+        shards = [formed.shards.index(need) for need in needs]
+        connection = replace(
+            formed.connection,
+            backend=BACKEND,
+            rendezvous=FolderRendezvous(folder=self.folder),
+            group=f"{anchor}-{formed.connection.group}",
+        )
+        info = {
+            "connection": msgspec.to_builtins(connection),
+            "places": [(shard, 1) for shard in shards],
+            "plans": [text if shard in shards else "" for shard, text in enumerate(formed.plans)],
+        }
+        clear = self._recipe.rollouts.kv_cache == "recompute"
+
+        async def post(phase: str, path: str, body: Mapping[str, Any] | None) -> None:
+            await phases.all(phase, [engine], lambda engine: engine.post(path, body))
+
+        await post("connect", "/init_weight_transfer_engine", {"init_info": info})
+        await phases.all("pause", [engine], lambda engine: engine.pause(clear_cache=clear))
+        await post("start", "/start_weight_update", None)
+        for each in versions:
+            await post("update", "/update_weights", {"update_info": {"version": each, "staged": False}})
+        await post("finish", "/finish_weight_update", {"weight_version": str(version)})
+        await phases.all("verify", [engine], lambda engine: verify(engine, version, report, shards))
+        await phases.all("resume", [engine], lambda engine: engine.resume())
+        return len(versions)
+
+    async def _anchor(self, formed: Formed, version: int) -> int | None:
+        """`stored_anchor`, for which it waits while the senders write; None where they do not."""
+        begin, place = time.monotonic(), (self.folder, formed.connection.group, formed.senders)
+        while (waited := time.monotonic() - begin) < _END_S:
+            found = await asyncio.to_thread(stored_anchor, *place, version)
+            if found is not None or (waited > _BEGIN_S and not await asyncio.to_thread(is_stored, *place)):
+                return found
+            await asyncio.sleep(_POLL_S)
+        return None
+
+
+@contextlib.contextmanager
+def weight_store(recipe: Recipe) -> Iterator[WeightStore | None]:
+    """The store of weights.store, in a folder of its own, which is deleted at the end; None without it.
+
+    Raises RuntimeError for a folder that cannot be made or locked.
+    """
+    if not recipe.weights.store:
+        yield None
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(private_folder(recipe.weights.store))
+        except OSError as error:
+            raise RuntimeError(f"weights.store: expected a folder for files with locks: {error}") from error
+        yield WeightStore(recipe, folder.folder)

@@ -1,0 +1,231 @@
+"""The store of weights: what is read from its files, what is refused, what it does without room or with a bad disk.
+
+Why this matters: an engine serves what it reads here beside engines that got it from the trainer, and no fault of a
+file system may reach an update. Real are senders, groups, files and receivers' framing; not exercised: an engine's
+live parameters (`test_rejoin`), file systems between hosts.
+"""
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from test_deltas import Held, digest_of, equal, stepped, update
+from test_transport import joined, plan_of, reader, spec, tensors  # noqa: F401 - a fixture
+
+from megatron_scalerl.distributed.rendezvous import FolderRendezvous, private_folder
+from megatron_scalerl.weights.transport.store import BACKEND, StoredGroup, is_stored, stored_anchor
+
+MIB = 1 << 20
+WHOLE = 2_200_080 + 3 * 8 + 40
+"""Bytes of an anchor of `tensors`: buckets, their digests and a header."""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    with private_folder(str(tmp_path)) as made:
+        yield made.folder
+
+
+def stored(connection, folder, **changes):
+    return replace(connection, store=folder, store_bytes=64 * MIB, **changes)
+
+
+def versions_of(count):
+    """Weights of which one element in a hundred changes with each version."""
+    found = [tensors()]
+    for number in range(count - 1):
+        found.append(stepped(found[-1], number))
+    return found
+
+
+def run(connection, versions, *, start=0):
+    """Send the versions to a receiver; (the sender, the receiver, what it holds)."""
+    senders, receivers = joined(connection)
+    held = [Held(versions[0])]
+    for number, weights in enumerate(versions, start):
+        results = update(senders, receivers, held, weights, number)
+        assert results[0] == results[1], results
+    return senders[0], receivers[0], held[0]
+
+
+def settle(sender):
+    sender._store._settle()
+
+
+def read(connection, folder, versions, *, anchor=0, group=StoredGroup):
+    """What a receiver holds that reads the store up to the last of the versions."""
+    late = replace(
+        connection,
+        backend=BACKEND,
+        rendezvous=FolderRendezvous(folder=folder),
+        group=f"{anchor}-{connection.group}",
+    )
+    held, groups = Held(versions[0]), {0: group(late, 1)}
+    for number, weights in enumerate(versions, anchor):
+        held.take(groups, plan_of(weights), number)
+    return held
+
+
+def names(folder):
+    return sorted(name.rsplit("-", 1)[0] for name in os.listdir(folder))
+
+
+def size_of(folder):
+    return sum(entry.stat().st_size for entry in os.scandir(folder))
+
+
+@pytest.mark.parametrize("deltas", ["absolute", "ulp"])
+def test_a_whole_update_and_its_changes_are_read_bit_for_bit(spec, folder, deltas):  # noqa: F811
+    connection, versions = stored(spec(), folder, deltas=deltas), versions_of(4)
+    sender, _, live = run(connection, versions)
+    settle(sender)
+    assert stored_anchor(folder, connection.group, 1, 3) == 0
+    late = read(connection, folder, versions)
+    assert late.kinds and set(late.kinds) == {"Changes"}
+    assert digest_of(late.weights) == digest_of(live.weights) == digest_of(versions[-1])
+    assert equal(late, versions[-1])
+    assert WHOLE < size_of(folder) < 1.2 * WHOLE
+    assert {entry.stat().st_mode & 0o777 for entry in os.scandir(folder)} == {0o600}
+
+
+def test_one_whole_update_replaces_the_one_before(spec, folder):  # noqa: F811
+    connection, versions = stored(spec(), folder), versions_of(3)
+    sender, _, _ = run(connection, versions)
+    settle(sender)
+    assert names(folder) == ["0-0-2", "0-newest-2"] and size_of(folder) == WHOLE + 1
+    assert stored_anchor(folder, connection.group, 1, 2) == 2
+    assert stored_anchor(folder, connection.group, 1, 1) is None
+    assert stored_anchor(folder, connection.group, 2, 2) is None  # another sender's is missing
+    assert digest_of(read(connection, folder, versions[2:], anchor=2).weights) == digest_of(versions[2])
+
+
+def test_an_anchor_of_another_connection_is_kept_until_the_new_one_is_complete(spec, folder):  # noqa: F811
+    connection, versions = stored(spec(), folder), versions_of(2)
+    sender, _, _ = run(connection, versions[:1])
+    sender.close()
+    again = replace(connection, group=connection.group[::-1])
+    senders, receivers = joined(again)
+    seen = []
+    ship = senders[0]._ship
+
+    def looked(shard, packed):
+        seen.append(stored_anchor(folder, connection.group, 1, 0))
+        return ship(shard, packed)
+
+    senders[0]._ship = looked
+    update(senders, receivers, [Held(versions[0])], versions[1], 1)
+    settle(senders[0])
+    assert set(seen) == {0}
+    assert stored_anchor(folder, connection.group, 1, 0) is None and names(folder) == ["0-0-1", "0-newest-1"]
+    assert digest_of(read(again, folder, versions[1:], anchor=1).weights) == digest_of(versions[1])
+
+
+@pytest.mark.parametrize(
+    "way", ["a bit", "the end is missing", "another version", "nothing is there", "an open folder"]
+)
+def test_what_a_receiver_refuses(spec, folder, way):  # noqa: F811
+    connection, versions = stored(spec(), folder), versions_of(1)
+    sender, _, _ = run(connection, versions)
+    settle(sender)
+    [path] = [entry.path for entry in os.scandir(folder) if "newest" not in entry.name]
+    expected, anchor = "digest", 0
+    if way == "a bit":
+        with open(path, "r+b") as file:
+            file.seek(1_000_000)
+            byte = file.read(1)[0]
+            file.seek(1_000_000)
+            file.write(bytes([byte ^ 1]))
+    elif way == "the end is missing":
+        os.truncate(path, WHOLE - 5)
+        expected = "more bytes, found"
+    elif way == "another version":
+        os.rename(path, path.replace("/0-0-0-", "/0-0-1-"))
+        expected, anchor = "header", 1
+    elif way == "nothing is there":
+        os.unlink(path)
+        expected = "No such file"
+    else:
+        os.chmod(folder, 0o755)
+        expected = "mode 0700"
+    with pytest.raises(RuntimeError, match=expected):
+        read(connection, folder, versions, anchor=anchor)
+
+
+def test_changes_beyond_the_budget_are_dropped_until_the_next_whole_update(spec, folder):  # noqa: F811
+    versions = versions_of(6)
+    connection = replace(stored(spec(), folder, deltas="absolute", anchor_every=3), store_bytes=WHOLE + 60_000)
+    senders, receivers = joined(connection)
+    held, found = [Held(versions[0])], []
+    for number, weights in enumerate(versions):
+        update(senders, receivers, held, weights, number)
+        settle(senders[0])
+        assert size_of(folder) <= connection.store_bytes
+        found.append(stored_anchor(folder, connection.group, 1, number))
+    assert digest_of(held[0].weights) == digest_of(versions[-1])
+    assert found == [0, 0, 0, None, 4, 4]
+    assert digest_of(read(connection, folder, versions[4:], anchor=4).weights) == digest_of(versions[-1])
+
+
+def test_without_room_for_two_the_one_before_goes_first_and_without_room_for_one_there_is_none(spec, folder, caplog):  # noqa: F811
+    versions = versions_of(2)
+    one = replace(stored(spec(), folder), store_bytes=WHOLE + 100)
+    sender, _, _ = run(one, versions)
+    settle(sender)
+    assert stored_anchor(folder, one.group, 1, 1) == 1 and size_of(folder) <= one.store_bytes
+    none = replace(stored(spec(), folder), store_bytes=WHOLE - 1)
+    sender, _, live = run(none, versions)
+    settle(sender)
+    assert not os.listdir(folder) and not is_stored(folder, none.group, 1)
+    assert digest_of(live.weights) == digest_of(versions[1])
+    assert f"weights.store_gib: expected at least {WHOLE} bytes for this sender, found {WHOLE - 1}" in caplog.text
+
+
+def test_an_update_that_fails_is_not_stored(spec, folder):  # noqa: F811
+    connection, versions = stored(spec(), folder, deltas="absolute"), versions_of(2)
+    senders, receivers = joined(connection)
+    held = [Held(versions[0])]
+    update(senders, receivers, held, versions[0], 0)
+    for group in receivers[0].values():
+        group.close()
+    with pytest.raises(RuntimeError), ThreadPoolExecutor(1) as pool:
+        pool.submit(senders[0].send, plan_of(versions[1]), reader(versions[1], plan_of(versions[1])), 1).result()
+    # the thread has ended; the version before is still whole, whatever follows it in the file
+    assert (
+        stored_anchor(folder, connection.group, 1, 0) == 0 and stored_anchor(folder, connection.group, 1, 1) is None
+    )
+    assert digest_of(read(connection, folder, versions[:1]).weights) == digest_of(versions[0])
+
+
+@pytest.mark.parametrize("fault", ["a link", "a full disk", "no folder", "a disk that hangs"])
+def test_a_fault_of_the_disk_costs_the_store_alone(spec, folder, tmp_path, caplog, fault):  # noqa: F811
+    versions = versions_of(2)
+    connection = replace(stored(spec(), folder), timeout_s=3)
+    first = f"{folder}/0-0-0-{connection.group}"
+    if fault == "a link":
+        (tmp_path / "victim").write_text("precious")
+        os.symlink(tmp_path / "victim", first)
+    elif fault == "no folder":
+        connection = replace(connection, store=f"{folder}/none")
+    senders, receivers = joined(connection)
+    pipe = os.pipe()  # nobody reads it
+    if fault == "a full disk":
+        senders[0]._store._open[0] = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
+    elif fault == "a disk that hangs":
+        senders[0]._store._open[0] = open(pipe[1], "ab", buffering=0)  # noqa: SIM115
+    held, begin = [Held(versions[0])], time.monotonic()
+    for number, weights in enumerate(versions):
+        sent, got = update(senders, receivers, held, weights, number)
+        assert sent == got
+    senders[0].close()
+    assert time.monotonic() - begin < 30
+    assert digest_of(held[0].weights) == digest_of(versions[-1])
+    if fault == "a link":
+        assert (tmp_path / "victim").read_text() == "precious"
+        assert stored_anchor(connection.store, connection.group, 1, 1) == 1  # the link was deleted
+    else:
+        expected = "not written within 1.5 s" if fault == "a disk that hangs" else "off until engines join or leave"
+        assert "weights.store: " in caplog.text and expected in caplog.text
+        assert stored_anchor(connection.store, connection.group, 1, 1) is None
+    os.close(pipe[0])  # the thread ends
