@@ -234,8 +234,9 @@ class StandInTrainer:
 class StandInSync:
     """Sets the engines' version after a delay."""
 
-    def __init__(self, engines, trainer) -> None:
-        self._engines, self._trainer = engines, trainer
+    def __init__(self, engines, trainer, *, stores=False) -> None:
+        """stores: with a store of weights."""
+        self._engines, self._trainer, self._stores = engines, trainer, stores
 
     def trained(self, report):
         assert report.policy_version > 0
@@ -246,6 +247,13 @@ class StandInSync:
 
     async def catch_up(self, version):
         return await self._update(version, self._engines.stale)
+
+    def stored_for(self):
+        return self._engines.stale if self._stores else []
+
+    async def catch_up_from_store(self, version):
+        assert self._trainer.stepping and version <= self._trainer.version
+        await self._update(version, self._engines.stale)
 
     async def _update(self, version, engines):
         await asyncio.sleep(PUBLISH_S)
@@ -464,7 +472,7 @@ async def _attempt(loop, settings, folder, trainer, sampler, saving, changes, co
             start=start,
             history=history,
             sampler=sampler,
-            sync=StandInSync(engines, trainer),
+            sync=StandInSync(engines, trainer, stores=bool(settings.weights.store)),
             probe=StandInProbe(),
             meter=meter,
             progress=Progress(Console(file=open("/dev/null", "w")), settings.steps),  # noqa: SIM115

@@ -103,6 +103,10 @@ class StandInSync:
     def trained(self, report: StepReport) -> None:
         """Its updates send no weights."""
 
+    def stored_for(self) -> list[EngineClient]:
+        """It has no store."""
+        return []
+
     async def publish(self, version: int) -> WeightUpdate:
         """Every engine serves `version`."""
         await asyncio.gather(*(client.set_version(version) for client in self._engines.alive))

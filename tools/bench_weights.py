@@ -15,6 +15,8 @@ called directly, without the HTTP of an engine. The arms take turns in one run:
     staged                an update with digests that arrives in a thread, and is then written; recipe key
                           weights.transaction
     ..., shm              the same in shared memory; recipe key weights.transport
+    update, stored        an update with digests that is also written to files; recipe key weights.store
+    from the store        ... and then read from them, as by an engine that joins while the trainer steps
     update by the loader  ... whole tensors through vLLM's layerwise reload, with the digest of buckets
     vLLM's reload alone   tensor by tensor over bare gloo, through vLLM's layerwise reload; the trainer's are put
                           together before
@@ -52,10 +54,11 @@ ARMS = (
     "staged",
     "pack and wire, shm",
     "update, shm",
+    "update, stored",
+    "from the store",
 )
 DENSITY = 0.01
 PAUSED = "staged, paused"
-WITHOUT_DIGESTS = ("pack and wire", "update, no digests", "pack and wire, shm")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -68,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     p.add_argument("--bucket-mib", type=int, default=16)
     p.add_argument("--deltas", choices=("absolute", "ulp"), default="absolute")
+    p.add_argument("--store", metavar="FOLDER", default="/dev/shm", help="folder of the store (default: %(default)s)")
     p.add_argument("--receive", metavar="FOLDER", help=argparse.SUPPRESS)
     return p
 
@@ -78,11 +82,12 @@ if __name__ == "__main__":
 with explained():
     import msgspec
     import torch
+    from weights_worker import group_of, no_digests, receive
 
     from megatron_scalerl.distributed.rendezvous import private_folder
     from megatron_scalerl.weights import plan as plans
     from megatron_scalerl.weights.connection import Connection
-    from megatron_scalerl.weights.transport import frames, gloo, make_sender, shm
+    from megatron_scalerl.weights.transport import gloo, make_sender
 
 
 def make_policy(folder: Path, options: argparse.Namespace) -> None:
@@ -102,128 +107,6 @@ def make_policy(folder: Path, options: argparse.Namespace) -> None:
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).to(getattr(torch, options.dtype)).save_pretrained(folder)
-
-
-def no_digests(without: bool) -> None:
-    """Replace the digests of buckets and of sent values by constants, or put them back."""
-    from megatron_scalerl.weights.digest import digest
-    from megatron_scalerl.weights.value_digest import value_digest
-
-    module: Any = frames
-    module.digest = (lambda data: 0) if without else digest
-    module.value_digest = (lambda *_: 0) if without else value_digest
-
-
-class Worker:
-    """The receiving process: a vLLM model and its receiver."""
-
-    def __init__(self, folder: str, options: argparse.Namespace) -> None:
-        from vllm import LLM
-
-        from megatron_scalerl.engine import vllm_plugin
-
-        vllm_plugin._keep_linear_weights()
-        vllm_plugin.register()
-        llm = LLM(
-            model=folder,
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            dtype=options.dtype,
-            max_model_len=128,
-            max_num_seqs=2,
-            kv_cache_memory_bytes=1 << 25,
-            weight_transfer_config={"backend": "msrl_gloo"},
-        )
-        engine: Any = llm.llm_engine
-        worker = engine.engine_core.engine_core.model_executor.driver_worker.worker
-        self.model, self.receiver = worker.model_runner.get_model(), worker.weight_transfer_engine
-
-    def connect(self, connection: Any, plan: str) -> int:
-        """Join both groups; bytes of the model's parameters."""
-        found = msgspec.convert(connection, Connection)
-        info = {"connection": connection, "places": [[0, 1]], "plans": [plan]}
-        self.receiver.group_cls = {"gloo": gloo.Group, "shm": shm.ShmGroup}[found.backend]
-        self.receiver.init_transfer_engine(self.receiver.parse_init_info(info))
-        groups, self.receiver._groups = self.receiver._groups, {}
-        if found.group != "bench":
-            setattr(self, found.group, groups)
-            return 0
-        self.whole, self.bare = groups, gloo.Group(found, 1, sender=9)
-        self.plan, self.live = plans.from_json(plan), self.model._msrl_live if self._known(plan) else None
-        assert self.live is not None and self.live[1] is not None, "the live parameters are not known"
-        return sum(p.numel() * p.element_size() for p in self.model.parameters())
-
-    def _known(self, plan: str) -> bool:
-        from megatron_scalerl.engine.weight_receiver import needs_of
-
-        needs_of(self.model, plans.manifest_to_json(plans.from_json(plan).parameters))
-        return True
-
-    def update(self, arm: str, version: int, size: int) -> str:
-        """Take part in one update; the digest of what the model holds, where that is part of the arm."""
-        from megatron_scalerl.engine.weight_receiver import live_digest
-
-        no_digests(arm in WITHOUT_DIGESTS)
-        if arm == "gloo":
-            self.bare.broadcast(self.buffer(size))
-            return ""
-        groups = self.shm if "shm" in arm else self.changes if arm == "changes" else self.whole
-        if arm.startswith("pack and wire"):
-            for _ in frames.receive(groups, self.plan, version):
-                pass
-            return ""
-        if arm == "packed copies":
-            live = self.live[1]
-            live._written = set(range(len(self.plan.parameters)))
-            live.finish()
-            return ""
-        self.receiver._groups = groups
-        self.receiver._holds = version - 1 if arm == "changes" and version else None
-        self.model._msrl_live = (self.live[0], None) if "loader" in arm or "reload" in arm else self.live
-        if arm == "staged":
-            self.receiver.stage(version)
-            while self.receiver.staged() is None:
-                time.sleep(0.001)
-        begin = time.perf_counter()
-        self.receiver.start_weight_update()
-        if arm == "vLLM's reload alone":
-            self.model.load_weights(self.tensors())
-        else:
-            self.receiver.update_weights({"version": version, "staged": arm == "staged"})
-        self.receiver.finish_weight_update()
-        held = live_digest(self.model) if arm in ("update", "changes", "staged", "update, shm") else ""
-        self.paused = time.perf_counter() - begin
-        return held
-
-    def seconds_paused(self) -> float:
-        """Of the last update, with the digest of what the model holds."""
-        return self.paused
-
-    def buffer(self, size: int) -> torch.Tensor:
-        """[size] uint8, allocated once."""
-        if not hasattr(self, "_buffer"):
-            self._buffer = torch.zeros(size, dtype=torch.uint8)
-        return self._buffer
-
-    def tensors(self) -> Any:
-        """(name, tensor) of every parameter, as they arrive."""
-        for meta in self.plan.parameters:
-            tensor = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype))
-            self.bare.broadcast(tensor)
-            yield meta.name, tensor
-
-
-def receive(folder: str, options: argparse.Namespace) -> None:
-    """Answer commands from the input, a JSON line each."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM prints
-    torch.set_num_threads(1)
-    worker = Worker(folder, options)
-    print(json.dumps("ready"), file=answers, flush=True)
-    for line in sys.stdin:
-        command, *arguments = json.loads(line)
-        value = getattr(worker, command)(*arguments)
-        print(json.dumps(value), file=answers, flush=True)
 
 
 class Trainer:
@@ -259,10 +142,9 @@ class Trainer:
 
     def connect(self, connection: Connection) -> None:
         """Open the groups."""
-        if connection.group != "bench":
-            setattr(self, connection.group, make_sender(connection))
-        else:
-            self.sender, self.bare = make_sender(connection), gloo.Group(connection, 0, sender=9)
+        setattr(self, connection.group, make_sender(connection))
+        if connection.group == "whole":
+            self.bare = gloo.Group(connection, 0, sender=9)
 
     def step(self, seed: int) -> int:
         """Change some elements by one unit in the last place; returns how many."""
@@ -278,15 +160,16 @@ class Trainer:
 
     def update(self, arm: str, version: int) -> str:
         """Send one update; the digest of the values."""
-        no_digests(arm in WITHOUT_DIGESTS)
+        no_digests(arm)
         if arm == "gloo":
             self.bare.broadcast(self.buffer)
         elif arm == "vLLM's reload alone":
             for tensor in self.tensors:
                 self.bare.broadcast(tensor)
         elif arm != "packed copies":
-            sender = self.shm if "shm" in arm else self.changes if arm == "changes" else self.sender
-            sender.send(self.source.plan, self.source.read, version)
+            sender = getattr(self, group_of(arm))
+            if arm != "from the store":
+                sender.send(self.source.plan, self.source.read, version)
             return f"{sender.values.get(0, 0):016x}"
         return ""
 
@@ -327,22 +210,25 @@ class Child:
         self.process.wait()
 
 
-def measure(options: argparse.Namespace, folder: Path, rendezvous: Any) -> tuple[int, float, dict[str, list[float]]]:
-    """(bytes of an update, bytes of a changed element, arm -> seconds of each round)"""
+def measure(
+    options: argparse.Namespace, folder: Path, rendezvous: Any, files: str
+) -> tuple[int, float, dict[str, list[float]]]:
+    """(bytes of an update, bytes of a changed element, arm -> seconds of each round). files: folder of the store."""
     child = Child(folder)
     trainer = Trainer(folder, options)
     child.answer()
     connection = Connection(
         backend="gloo",
         rendezvous=rendezvous,
-        group="bench",
+        group="whole",
         world_sizes=(2,),
         bucket_mib=options.bucket_mib,
         timeout_s=300,
         connect_timeout_s=300,
     )
     changes = replace(connection, group="changes", deltas=options.deltas, anchor_every=1 << 30)
-    for each in (connection, changes, replace(connection, group="shm", backend="shm")):
+    stored = replace(connection, group="stored", store=files, store_bytes=1 << 40)
+    for each in (connection, changes, replace(connection, group="shm", backend="shm"), stored):
         child.ask("connect", msgspec.to_builtins(each), plans.to_json(trainer.source.plan))
         trainer.connect(each)
         child.answer()
@@ -351,6 +237,8 @@ def measure(options: argparse.Namespace, folder: Path, rendezvous: Any) -> tuple
         for arm in ARMS:
             if arm == "changes":
                 changed = trainer.step(version)
+            elif arm == "from the store":
+                trainer.stored._store._settle()
             begin = time.perf_counter()
             child.ask("update", arm, version, trainer.size)
             sent, held = trainer.update(arm, version), child.answer()
@@ -367,9 +255,13 @@ def measure(options: argparse.Namespace, folder: Path, rendezvous: Any) -> tuple
 def main(options: argparse.Namespace) -> None:
     """Measure all arms in turn and print."""
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as root, private_folder() as rendezvous:
+    with (
+        tempfile.TemporaryDirectory() as root,
+        private_folder() as rendezvous,
+        private_folder(options.store) as files,
+    ):
         make_policy(Path(root), options)
-        size, of_change, seconds = measure(options, Path(root), rendezvous)
+        size, of_change, seconds = measure(options, Path(root), rendezvous, files.folder)
     median = {arm: statistics.median(of) for arm, of in seconds.items()}
     line = {
         "bench": "weights",

@@ -44,8 +44,9 @@ The end (`_finish`): no more prompts or steps. The loop ends no process: the lau
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
 from megatron_scalerl.controller.batch_metrics import batch_metrics, engine_metrics, step_metrics
@@ -303,42 +304,47 @@ class Controller:
         """
         if self._step != self._served:
             return await work
-
-        async def catch_up() -> None:
-            async with self._saving.uninterrupted():
-                await self._sync.catch_up(self._step)
-                if not self._recipe.rollouts.deterministic:
-                    await self._probe.check(self._step, new_only=True)
-
-        return await self._beside(work, lambda: bool(self._fleet.engines.stale), catch_up)
-
-    async def _while_stepping(self, work: Awaitable[T]) -> T:
-        """The result of `work`, the trainer's; engines that join meanwhile get the served weights from the store."""
-        if self._recipe.rollouts.deterministic:
-            return await work
-
-        async def catch_up() -> None:
-            await self._sync.catch_up_from_store(self._served)
-
-        return await self._beside(work, lambda: bool(self._sync.stored_for()), catch_up)
-
-    async def _beside(
-        self, work: Awaitable[T], joined: Callable[[], bool], catch_up: Callable[[], Awaitable[None]]
-    ) -> T:
-        """The result of `work`; `catch_up` whenever `joined` before it is there, which then waits for its end."""
         task = asyncio.ensure_future(work)
+        engines = self._fleet.engines
         try:
             while not task.done():
-                waiting = asyncio.create_task(self._fleet.engines.until(joined))
+                joined = asyncio.create_task(engines.until(lambda: bool(engines.stale)))
                 try:
-                    await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait({task, joined}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    waiting.cancel()
+                    joined.cancel()
                 if not task.done():
-                    await catch_up()
+                    async with self._saving.uninterrupted():
+                        await self._sync.catch_up(self._step)
+                        if not self._recipe.rollouts.deterministic:
+                            await self._probe.check(self._step, new_only=True)
             return await task
         finally:
             task.cancel()
+
+    async def _while_stepping(self, work: Awaitable[T]) -> T:
+        """The result of `work`, the trainer's; engines that join meanwhile get the served weights from the store.
+
+        One that is getting them when `work` is done is waited for: a weight update would wait, too.
+        """
+        if self._recipe.rollouts.deterministic:
+            return await work
+        reading = asyncio.Lock()
+        joining = asyncio.create_task(self._join_from_store(reading))
+        try:
+            found = await work
+            await reading.acquire()
+            return found
+        finally:
+            joining.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await joining
+
+    async def _join_from_store(self, reading: asyncio.Lock) -> None:
+        while True:
+            await self._fleet.engines.until(lambda: bool(self._sync.stored_for()))
+            async with reading:
+                await self._sync.catch_up_from_store(self._served)
 
     def _charge(self) -> dict[str, float]:
         """Charge the batch that was just trained or skipped (`meter`); its times and hours for the step record."""

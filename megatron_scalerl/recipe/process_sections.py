@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from megatron_scalerl.recipe.section import (
     NonNegativeFloat,
@@ -112,6 +112,11 @@ class EngineSection(Section):
     kv_cache_dtype ...) change the sampling policy, which the importance weight corrects."""
 
 
+def _off(value: object) -> object:
+    """YAML reads off without quotation marks as false."""
+    return "off" if value is False else value
+
+
 class WeightsSection(Section):
     """The weight broadcast and its verification."""
 
@@ -126,7 +131,7 @@ class WeightsSection(Section):
     transaction: Literal["streamed", "staged"] = "streamed"
     """streamed: engines are paused while an update is sent, and write each bucket as it comes. staged: they go on
     generating while it arrives in host memory, one copy for each engine, and are paused to write it."""
-    deltas: Literal["off", "absolute", "ulp"] = "off"
+    deltas: Annotated[Literal["off", "absolute", "ulp"], BeforeValidator(_off)] = "off"
     """Send only the elements that changed since the last version, where it is one in 8 or less: each in 3.1 bytes
     (absolute) or 2.1 (ulp, the distance in units in the last place). Senders keep a copy of what they sent."""
     anchor_every: PositiveInt = 20

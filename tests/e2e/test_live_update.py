@@ -42,7 +42,7 @@ async def differences(fleet, prompts, rollouts):
     return np.abs(np.concatenate([np.array(s[len(p.token_ids) - 1 :]) - r.rollout_logprobs for p, r, s in pairs]))
 
 
-async def one_step(fleet, recipe, prompts, rollouts):
+async def one_step(fleet, recipe, prompts, rollouts, step=1):
     """An optimiser step on made-up rewards: every second completion of a prompt is right."""
     half = len(prompts) // 2
     groups = [
@@ -60,15 +60,15 @@ async def one_step(fleet, recipe, prompts, rollouts):
     plan = samples_of(
         groups, normalize="batch", truncated="wrong", zero_variance=True, reduction=recipe.loss.reduction
     )
-    step = plan_step(
+    planned = plan_step(
         plan.samples,
-        step=1,
+        step=step,
         dp_size=fleet.info.dp_size,
         micro_batch_tokens=512,
-        policy_version=0,
+        policy_version=step - 1,
     )
-    await fleet.trainer.prepare(step, of_rollouts([rollouts[i + half * n] for i in range(half) for n in (0, 1)]))
-    return await fleet.trainer.step(step.step)
+    await fleet.trainer.prepare(planned, of_rollouts([rollouts[i + half * n] for i in range(half) for n in (0, 1)]))
+    return await fleet.trainer.step(planned.step)
 
 
 def check_doors(fleet):

@@ -50,6 +50,15 @@ def test_every_spelling_of_a_number_is_one(path, text):
     assert load_recipe(path, [f"optimizer.lr={text}"]).optimizer.lr == 5e-7
 
 
+@pytest.mark.parametrize("text", ["off", "'off'", "absolute"])
+def test_off_needs_no_quotation_marks(path, text):
+    """YAML reads off as false."""
+    expected = text.strip("'")
+    assert load_recipe(path, [f"weights.deltas={text}"]).weights.deltas == expected
+    path.write_text(MINIMAL + f"weights: {{deltas: {text}}}\n")
+    assert load_recipe(path).weights.deltas == expected
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [

@@ -33,6 +33,8 @@ def test_every_arm_is_measured():
         "staged",
         "pack and wire, shm",
         "update, shm",
+        "update, stored",
+        "from the store",
         "staged, paused",
     ]
     assert 0 < line["staged_pause_share"] < 1

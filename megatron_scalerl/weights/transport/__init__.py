@@ -1,5 +1,7 @@
 """Weight transfer from the trainer to the engines, the trainer's side: torch only, never vLLM.
 
+With weights.store a sender also writes files, from which engines that join read (`store`).
+
 A sender is created once from a Connection and then sends every update. gloo serves CPUs, shared memory CPUs of one
 host, NCCL serves GPUs; with any of them, each sending rank of the trainer has a broadcast group for each shard of
 the weights as its rank 0, followed by the workers of all engines that need this shard.

@@ -1,0 +1,155 @@
+"""The receiving process of `bench_weights.py`: a vLLM model and its receiver, called directly."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import torch
+
+from megatron_scalerl.distributed.rendezvous import FolderRendezvous
+from megatron_scalerl.weights import plan as plans
+from megatron_scalerl.weights.connection import Connection
+from megatron_scalerl.weights.transport import frames, gloo, shm, store
+
+VERIFIED = ("update", "changes", "staged", "update, shm", "update, stored", "from the store")
+WITHOUT_DIGESTS = ("pack and wire", "update, no digests", "pack and wire, shm")
+
+
+def group_of(arm: str) -> str:
+    """Name of the connection of an arm."""
+    if arm in ("changes", "from the store"):
+        return "changes" if arm == "changes" else "stored"
+    return next((kind for kind in ("shm", "stored") if arm.endswith(kind)), "whole")
+
+
+def no_digests(arm: str) -> None:
+    """Replace the digests of buckets and of sent values by constants where the arm has none, or put them back."""
+    from megatron_scalerl.weights.digest import digest
+    from megatron_scalerl.weights.value_digest import value_digest
+
+    without, module = arm in WITHOUT_DIGESTS, frames
+    module.digest = (lambda data: 0) if without else digest
+    module.value_digest = (lambda *_: 0) if without else value_digest
+
+
+class Worker:
+    """The receiving process: a vLLM model and its receiver."""
+
+    def __init__(self, folder: str, options: argparse.Namespace) -> None:
+        from vllm import LLM
+
+        from megatron_scalerl.engine import vllm_plugin
+
+        vllm_plugin._keep_linear_weights()
+        vllm_plugin.register()
+        llm = LLM(
+            model=folder,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            dtype=options.dtype,
+            max_model_len=128,
+            max_num_seqs=2,
+            kv_cache_memory_bytes=1 << 25,
+            weight_transfer_config={"backend": "msrl_gloo"},
+        )
+        engine: Any = llm.llm_engine
+        worker = engine.engine_core.engine_core.model_executor.driver_worker.worker
+        self.model, self.receiver = worker.model_runner.get_model(), worker.weight_transfer_engine
+
+    def connect(self, connection: Any, plan: str) -> int:
+        """Join both groups; bytes of the model's parameters."""
+        found = msgspec.convert(connection, Connection)
+        info = {"connection": connection, "places": [[0, 1]], "plans": [plan]}
+        self.receiver.group_cls = {"gloo": gloo.Group, "shm": shm.ShmGroup}[found.backend]
+        self.receiver.init_transfer_engine(self.receiver.parse_init_info(info))
+        groups, self.receiver._groups = self.receiver._groups, {}
+        setattr(self, found.group, groups)
+        if found.store:
+            self.late = replace(found, rendezvous=FolderRendezvous(folder=found.store))
+        if found.group != "whole":
+            return 0
+        self.bare = gloo.Group(found, 1, sender=9)
+        self.plan, self.live = plans.from_json(plan), self.model._msrl_live if self._known(plan) else None
+        assert self.live is not None and self.live[1] is not None, "the live parameters are not known"
+        return sum(p.numel() * p.element_size() for p in self.model.parameters())
+
+    def _known(self, plan: str) -> bool:
+        from megatron_scalerl.engine.weight_receiver import needs_of
+
+        needs_of(self.model, plans.manifest_to_json(plans.from_json(plan).parameters))
+        return True
+
+    def update(self, arm: str, version: int, size: int) -> str:
+        """Take part in one update; the digest of what the model holds, where that is part of the arm."""
+        from megatron_scalerl.engine.weight_receiver import live_digest
+
+        no_digests(arm)
+        if arm == "gloo":
+            self.bare.broadcast(self.buffer(size))
+            return ""
+        groups = getattr(self, group_of(arm))
+        if arm == "from the store":
+            groups = {0: store.StoredGroup(replace(self.late, group=f"{version}-stored"), 1)}
+        if arm.startswith("pack and wire"):
+            for _ in frames.receive(groups, self.plan, version):
+                pass
+            return ""
+        if arm == "packed copies":
+            live = self.live[1]
+            live._written = set(range(len(self.plan.parameters)))
+            live.finish()
+            return ""
+        self.receiver._groups = groups
+        self.receiver._holds = version - 1 if arm == "changes" and version else None
+        self.model._msrl_live = (self.live[0], None) if "loader" in arm or "reload" in arm else self.live
+        if arm == "staged":
+            self.receiver.stage(version)
+            while self.receiver.staged() is None:
+                time.sleep(0.001)
+        begin = time.perf_counter()
+        self.receiver.start_weight_update()
+        if arm == "vLLM's reload alone":
+            self.model.load_weights(self.tensors())
+        else:
+            self.receiver.update_weights({"version": version, "staged": arm == "staged"})
+        self.receiver.finish_weight_update()
+        held = live_digest(self.model) if arm in VERIFIED else ""
+        self.paused = time.perf_counter() - begin
+        return held
+
+    def seconds_paused(self) -> float:
+        """Of the last update, with the digest of what the model holds."""
+        return self.paused
+
+    def buffer(self, size: int) -> torch.Tensor:
+        """[size] uint8, allocated once."""
+        if not hasattr(self, "_buffer"):
+            self._buffer = torch.zeros(size, dtype=torch.uint8)
+        return self._buffer
+
+    def tensors(self) -> Any:
+        """(name, tensor) of every parameter, as they arrive."""
+        for meta in self.plan.parameters:
+            tensor = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype))
+            self.bare.broadcast(tensor)
+            yield meta.name, tensor
+
+
+def receive(folder: str, options: argparse.Namespace) -> None:
+    """Answer commands from the input, a JSON line each."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM prints
+    torch.set_num_threads(1)
+    worker = Worker(folder, options)
+    print(json.dumps("ready"), file=answers, flush=True)
+    for line in sys.stdin:
+        command, *arguments = json.loads(line)
+        value = getattr(worker, command)(*arguments)
+        print(json.dumps(value), file=answers, flush=True)
