@@ -51,8 +51,8 @@ FLOORS = [
         "weights",
     },
     {
-        "controller": "batching checkpoints distributed engine evaluation fit launch models processes prompts recipe rewards "
-        "rollouts safe_load telemetry tracing trainer types weights",
+        "controller": "batching checkpoints distributed engine evaluation fit launch models processes prompts recipe "
+        "rewards rollouts safe_load telemetry tracing trainer types weights",
         "report": "checkpoints fit plan processes recipe update_report",
     },
     {

@@ -1,7 +1,7 @@
 """An engine that joins while the trainer steps: with a store of weights it serves before the step ends.
 
-In virtual time, with stand-ins for trainer, engines and weight updates; the store itself: `weights/test_weight_store`,
-`engine/test_rejoin`, `e2e/test_joins_from_the_store`.
+In virtual time, with stand-ins for trainer, engines and weight updates; the store itself:
+`weights/test_weight_store`, `engine/test_rejoin`, `e2e/test_joins_from_the_store`.
 """
 
 import asyncio

@@ -151,7 +151,7 @@ async def measure(folder: str, args: argparse.Namespace) -> dict[str, Any]:
         interruption={"thinking_tokens": [1, LONGEST], "answer_tokens": 1},
         engine={"threads": args.threads, "vllm": vllm},
     )
-    process = EngineProcess.local(recipe, secret="bench", log_path=Path(folder) / "engine.log", transport="gloo")
+    process = EngineProcess.local(recipe, secret="bench", log_path=Path(folder) / "engine.log")
     child = start_theirs(folder, args)
     try:
         await process.start()

@@ -15,8 +15,8 @@ import torch
 
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous
 from megatron_scalerl.weights import plan as plans
-from megatron_scalerl.weights.connection import Connection
-from megatron_scalerl.weights.transport import frames, gloo, shm, store
+from megatron_scalerl.weights.connection import VLLM_BACKEND, Connection
+from megatron_scalerl.weights.transport import frames, gloo, store
 
 VERIFIED = ("update", "changes", "staged", "update, shm", "update, stored", "from the store")
 WITHOUT_DIGESTS = ("pack and wire", "update, no digests", "pack and wire, shm")
@@ -57,7 +57,7 @@ class Worker:
             max_model_len=128,
             max_num_seqs=2,
             kv_cache_memory_bytes=1 << 25,
-            weight_transfer_config={"backend": "msrl_gloo"},
+            weight_transfer_config={"backend": VLLM_BACKEND},
         )
         engine: Any = llm.llm_engine
         worker = engine.engine_core.engine_core.model_executor.driver_worker.worker
@@ -67,7 +67,6 @@ class Worker:
         """Join both groups; bytes of the model's parameters."""
         found = msgspec.convert(connection, Connection)
         info = {"connection": connection, "places": [[0, 1]], "plans": [plan]}
-        self.receiver.group_cls = {"gloo": gloo.Group, "shm": shm.ShmGroup}[found.backend]
         self.receiver.init_transfer_engine(self.receiver.parse_init_info(info))
         groups, self.receiver._groups = self.receiver._groups, {}
         setattr(self, found.group, groups)

@@ -266,7 +266,6 @@ def _server(
             name=arguments.name,
             secret=secret,
             log_path=Path(os.devnull),
-            transport=welcome.transport,
             output=copy.write,
         )
 

@@ -88,10 +88,9 @@ class LocalServer:
         name: str,
         secret: str,
         log_path: str | Path,
-        transport: str,
         output: int | None = None,
     ) -> None:
-        """transport: gloo or nccl. output: descriptor that gets the server's output in place of the log.
+        """output: descriptor that gets the server's output in place of the log.
 
         Binds the server's address. Raises ValueError for an option that vLLM does not know and for a port in use.
         """
@@ -100,9 +99,7 @@ class LocalServer:
         self._recipe, self._place, self._secret, self._output = recipe, place, secret, output
         self._socket = bind_server(place.host, place.port)
         self.port: int = self._socket.getsockname()[1]
-        self._arguments = engine_arguments(
-            recipe, host=place.host, port=self.port, transport=transport, tls=place.tls
-        )
+        self._arguments = engine_arguments(recipe, host=place.host, port=self.port, tls=place.tls)
         self._process: ChildProcess | None = None
 
     @property

@@ -27,6 +27,7 @@ from megatron_scalerl.engine.certificate import CertificateFiles
 from megatron_scalerl.engine.numerics import attention_temperature, logprobs_mode
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.nearest import check_keys
+from megatron_scalerl.weights.connection import VLLM_BACKEND
 
 PLUGIN = "megatron_scalerl.engine.vllm_plugin"
 SERVER = "megatron_scalerl.engine.server"
@@ -196,12 +197,10 @@ def _nested(options: dict[str, Any], name: str) -> dict[str, Any]:
     return value or {}
 
 
-def engine_arguments(
-    recipe: Recipe, *, host: str, port: int, transport: str, tls: CertificateFiles | None = None
-) -> list[str]:
+def engine_arguments(recipe: Recipe, *, host: str, port: int, tls: CertificateFiles | None = None) -> list[str]:
     """Arguments of vLLM's OpenAI server.
 
-    transport: gloo or nccl. tls: files that it reads before it reports that it is up; None: HTTP without TLS. Raises
+    tls: files that it reads before it reports that it is up; None: HTTP without TLS. Raises
     ValueError as `check_options` does, and for an option that contradicts another setting of the recipe.
     """
     check_options(recipe.engine.vllm)
@@ -236,7 +235,7 @@ def engine_arguments(
         "logprobs_mode": logprobs_mode(recipe),
         # not the sampling defaults of the policy's generation_config.json
         "generation_config": "vllm",
-        "weight_transfer_config": {"backend": f"msrl_{transport}"},
+        "weight_transfer_config": {"backend": VLLM_BACKEND},
         "worker_extension_cls": f"{PLUGIN}.WorkerExtension",
         # a cached prefix would outlive the weights that computed it
         "enable_prefix_caching": False,

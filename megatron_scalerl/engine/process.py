@@ -41,21 +41,18 @@ class EngineProcess:
         index: int = 0,
         secret: str,
         log_path: str | Path,
-        transport: str,
         devices: str | None = None,
         interface: str = LOOPBACK,
     ) -> EngineProcess:
         """An engine whose server is a child of this process, as the recipe has it.
 
-        index: number of the engine from 0. transport: gloo or nccl. devices: its CUDA_VISIBLE_DEVICES. interface: see
+        index: number of the engine from 0. devices: its CUDA_VISIBLE_DEVICES. interface: see
         `ServerPlace`. Raises ValueError for an option that vLLM does not know and for a port in use.
         """
         engine = recipe.engine
         port = engine.port + index if engine.port else 0
         place = ServerPlace(host=engine.host, port=port, devices=devices, interface=interface)
-        server = LocalServer(
-            recipe, place, name=f"engine-{index}", secret=secret, log_path=log_path, transport=transport
-        )
+        server = LocalServer(recipe, place, name=f"engine-{index}", secret=secret, log_path=log_path)
         return cls(recipe, server, secret=secret)
 
     @property

@@ -24,20 +24,17 @@ from megatron_scalerl.engine.answers import PROGRESS_PATH, REFUSED
 from megatron_scalerl.engine.interruption import Forcing, Plan
 from megatron_scalerl.processes.logs import NAME_VARIABLE, log_to_stderr
 from megatron_scalerl.processes.parent_death import die_with_parent
-
-BACKENDS = {"msrl_gloo": "GlooReceiver", "msrl_nccl": "NcclReceiver", "msrl_shm": "ShmReceiver"}
-"""Names of our weight-transfer backends and their classes in `engine.weight_receiver`."""
+from megatron_scalerl.weights.connection import VLLM_BACKEND
 
 
 def register() -> None:
-    """Register our weight-transfer backends with vLLM, and set up this process. Idempotent."""
+    """Register our weight-transfer backend with vLLM, and set up this process. Idempotent."""
     if NAME_VARIABLE in os.environ:  # an engine of a run
         log_to_stderr("vllm")
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
-    for name, receiver in BACKENDS.items():
-        if name not in Factory._registry:
-            Factory.register_engine(name, "megatron_scalerl.engine.weight_receiver", receiver)
+    if VLLM_BACKEND not in Factory._registry:
+        Factory.register_engine(VLLM_BACKEND, "megatron_scalerl.engine.weight_receiver", "WeightReceiver")
     if torch.cpu._is_amx_tile_supported():
         # vLLM's bfloat16 attention uses AMX tiles without requesting them from the kernel (illegal instruction)
         torch.cpu._init_amx()

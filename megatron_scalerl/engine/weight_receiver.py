@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -47,6 +47,9 @@ from megatron_scalerl.weights.transport.store import BACKEND, StoredGroup
 
 logger = logging.getLogger(__name__)
 
+GROUPS: dict[str, type[Group]] = {"gloo": Group, "nccl": NcclGroup, "shm": ShmGroup, BACKEND: StoredGroup}
+"""`Connection.backend` -> a member's end."""
+
 
 @dataclass
 class ConnectInfo(WeightTransferInitInfo):
@@ -70,12 +73,11 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """They were staged."""
 
 
-class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
-    """One worker's receiver over gloo."""
+class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
+    """One worker's receiver."""
 
     init_info_cls = ConnectInfo
     update_info_cls = UpdateInfo
-    group_cls: ClassVar[type[Group]] = Group
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -97,13 +99,12 @@ class GlooReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         shard, rank = init_info.places[worker]
         self._plan = from_json(init_info.plans[shard])
         self._takes_changes = connection.deltas != "off"
-        stored = connection.backend == BACKEND
+        if connection.backend not in GROUPS:
+            raise ValueError(f"weights: expected a connection of {sorted(GROUPS)}, found {connection.backend}")
         for sender, _ in sorted(self._plan.pairs):
-            self._groups[sender] = (
-                StoredGroup(connection, rank, sender, shard, device=self.device)
-                if stored
-                else self.group_cls(connection, rank, sender, shard)
-            )
+            self._groups[sender] = GROUPS[connection.backend](connection, rank, sender, shard)
+            if isinstance(self._groups[sender], StoredGroup):
+                self._groups[sender].device = self.device
 
     def start_weight_update(self) -> None:
         """Prepare the model for new parameters; discards the state of a failed update first."""
@@ -298,15 +299,3 @@ def _live(model: Any, manifest: Manifest) -> LiveWeights | None:
             live = None
         known = model._msrl_live = (manifest, live)
     return known[1]
-
-
-class ShmReceiver(GlooReceiver):
-    """One worker's receiver in shared memory."""
-
-    group_cls = ShmGroup
-
-
-class NcclReceiver(GlooReceiver):
-    """One worker's receiver over NCCL."""
-
-    group_cls = NcclGroup

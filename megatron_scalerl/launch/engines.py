@@ -30,7 +30,6 @@ from megatron_scalerl.launch.hosts import Hosts
 from megatron_scalerl.launch.open_files import files_needed
 from megatron_scalerl.launch.placement import Placement, gpus_at
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.weights.transport import resolve_transport
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +131,6 @@ class Engines:
             index=index,
             secret=self._secret,
             log_path=log,
-            transport=resolve_transport(self._recipe.weights.transport),
             devices=gpus_at(positions),
             interface=LOOPBACK if self._agents is None else self._agents.interface,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_scalerl.launch.hosts import ONE_HOST, Host, Hosts, HostsLeft
 from megatron_scalerl.recipe import Recipe
@@ -49,6 +50,9 @@ class Placement:
         transport = resolve_transport(recipe.weights.transport)
         if transport == "shm" and len(hosts.hosts) > 1:
             raise ValueError(f"weights.transport: shm: expected one host, found {len(hosts.hosts)}")
+        store = recipe.weights.store
+        if len(hosts.hosts) > 1 and Path(store).is_relative_to("/dev/shm"):
+            raise ValueError(f"weights.store: expected a folder that {len(hosts.hosts)} hosts share, found {store}")
         gpus = transport == "nccl"
         slots = hosts.slots or (len(visible_gpus()) if gpus else _needed(recipe))
         if gpus and any(host.here for host in hosts.hosts) and slots > (visible := len(visible_gpus())):

@@ -121,8 +121,9 @@ class WeightsSection(Section):
     """The weight broadcast and its verification."""
 
     transport: Literal["auto", "gloo", "nccl", "shm"] = "auto"
-    """Transport of weights from trainer to engines. auto: nccl where CUDA is available, gloo elsewhere. shm: shared
-    memory, for CPUs of one host: faster than gloo, and closed to other users of the host."""
+    """Transport of weights from trainer to engines. auto: nccl where CUDA is available; on CPUs shm where all
+    processes are on one host, gloo elsewhere. shm: shared memory, faster than gloo, and closed to other users of the
+    host."""
     bucket_mib: PositiveInt = 64
     """Size of one packed bucket (MiB); each sender has two in memory, each engine worker as well."""
     max_senders: PositiveInt = 16

@@ -7,6 +7,9 @@ from typing import Literal
 
 from megatron_scalerl.distributed.rendezvous import Rendezvous
 
+VLLM_BACKEND = "msrl"
+"""Our name among vLLM's weight-transfer backends."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Connection:

@@ -38,7 +38,7 @@ def engine(run: Run, policies: dict[str, Path], tmp_path_factory: pytest.TempPat
     """A server of policy dense_a in float32; tests that change its weights restore them."""
     log = tmp_path_factory.mktemp("engine") / "engine.log"
     recipe = recipe_for(policies["dense_a"], vllm={"middleware": "server_insight.Insight"})
-    process = EngineProcess.local(recipe, secret=SECRET, log_path=log, transport="gloo")
+    process = EngineProcess.local(recipe, secret=SECRET, log_path=log)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
         run(process.start())

@@ -88,7 +88,7 @@ class Engine:
         self.model, self._module = Model(), weight_receiver
         for name, shape in shapes.items():
             self.model.register_parameter(name, torch.nn.Parameter(torch.zeros(shape), requires_grad=False))
-        self.receiver: Any = object.__new__(weight_receiver.GlooReceiver)  # without the configuration of an engine
+        self.receiver: Any = object.__new__(weight_receiver.WeightReceiver)  # without the configuration of an engine
         self.receiver.model, self.receiver.device = self.model, torch.device("cpu")
         self.receiver.parallel_config = SimpleNamespace(data_parallel_index=0, world_size=1)
         self.receiver.digest, self.receiver._groups, self.receiver._staged = "", {}, None

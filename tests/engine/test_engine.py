@@ -289,7 +289,7 @@ def test_a_port_in_use_is_refused_in_one_line(engine, policies, tmp_path):
     recipe = recipe_for(policies["dense_a"], engine={"port": engine.server.port})
     line = rf"engine\.port: expected a free port, found 127\.0\.0\.1:{engine.server.port} in use"
     with pytest.raises(ValueError, match=line):
-        EngineProcess.local(recipe, secret=SECRET, log_path=tmp_path / "log", transport="gloo")
+        EngineProcess.local(recipe, secret=SECRET, log_path=tmp_path / "log")
 
 
 async def broken_weights_lose_completions(engine, policy):
@@ -328,7 +328,7 @@ def test_precision_is_measured_in_the_engine_and_its_death_is_noticed(policies, 
     }
     broken = tiny_policies.make_nan(policies["dense_a"], tmp_path / "nan")
     engines = {
-        logits: EngineProcess.local(recipe, secret=SECRET, log_path=tmp_path / f"{logits}.log", transport="gloo")
+        logits: EngineProcess.local(recipe, secret=SECRET, log_path=tmp_path / f"{logits}.log")
         for logits, recipe in both.items()
     }
 
@@ -366,6 +366,6 @@ def test_precision_is_measured_in_the_engine_and_its_death_is_noticed(policies, 
 
 def test_an_engine_that_cannot_start_reports_the_reason(policies, run, tmp_path):
     recipe = recipe_for(policies["dense_a"], vllm={"quantization": "fp9"})
-    process = EngineProcess.local(recipe, secret=SECRET, log_path=tmp_path / "log", transport="gloo")
+    process = EngineProcess.local(recipe, secret=SECRET, log_path=tmp_path / "log")
     with pytest.raises(EngineDied, match=r"(?s)exited with code \d+ before it was up; the end of .*fp9"):
         run(process.start())

@@ -23,7 +23,7 @@ from megatron_scalerl.engine.options import (
 
 def arguments(tmp_path, vllm=None, **sections):
     recipe = recipe_for(tmp_path, vllm=vllm, **sections)
-    return engine_arguments(recipe, host="127.0.0.1", port=8123, transport="gloo")
+    return engine_arguments(recipe, host="127.0.0.1", port=8123)
 
 
 def value(arguments, flag):
@@ -55,7 +55,7 @@ def test_what_the_recipe_decides(tmp_path):
     assert value(plain, "--generation-config") == "vllm"
     assert value(plain, "--logits-processors").endswith(":ForcedTokens")
     assert "--no-enable-prefix-caching" in plain
-    assert json.loads(value(plain, "--weight-transfer-config")) == {"backend": "msrl_gloo"}
+    assert json.loads(value(plain, "--weight-transfer-config")) == {"backend": "msrl"}
     assert value(plain, "--middleware").endswith("SecretMiddleware")
 
 
@@ -240,7 +240,7 @@ def test_between_hosts_nccl_uses_the_route_or_what_the_user_set(tmp_path, monkey
 
 def test_tls_is_set_by_the_launcher_alone(tmp_path):
     files = CertificateFiles(certificate=tmp_path / "c.pem", key=tmp_path / "k.pem")
-    found = engine_arguments(recipe_for(tmp_path), host="127.0.0.2", port=1, transport="gloo", tls=files)
+    found = engine_arguments(recipe_for(tmp_path), host="127.0.0.2", port=1, tls=files)
     assert found[found.index("--ssl-certfile") + 1] == str(files.certificate)
     assert found[found.index("--ssl-keyfile") + 1] == str(files.key)
     assert not [word for word in arguments(tmp_path) if "ssl" in word]

@@ -10,7 +10,7 @@ import torch
 
 from megatron_scalerl.distributed.rendezvous import private_folder
 from megatron_scalerl.engine import weight_receiver
-from megatron_scalerl.engine.weight_receiver import GlooReceiver, UpdateInfo, live_digest, needs_of
+from megatron_scalerl.engine.weight_receiver import UpdateInfo, WeightReceiver, live_digest, needs_of
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.plan import manifest_of, manifest_to_json, to_json, whole
 from megatron_scalerl.weights.transport import make_sender
@@ -36,7 +36,7 @@ class Pair:
 
     def __init__(self, rendezvous, **connection):
         self.model, self.values = Model(), torch.randn(4096)
-        self.receiver = object.__new__(GlooReceiver)  # without the configuration of an engine
+        self.receiver = object.__new__(WeightReceiver)  # without the configuration of an engine
         self.receiver.model, self.receiver.device = self.model, torch.device("cpu")
         self.receiver.parallel_config = SimpleNamespace(data_parallel_index=0, world_size=1)
         self.receiver.digest, self.receiver._groups, self.receiver._staged = "", {}, None

@@ -240,7 +240,7 @@ def test_every_tensor_parallel_worker_gets_its_own_parts(policies, run, tmp_path
     weights = {"bucket_mib": 1, "timeout_s": 120, "deltas": "absolute", "anchor_every": 3}
     weights |= {"transaction": transaction, "transport": transport}
     recipe = recipe_for(policies[f"{kind}_a"], vllm={"tensor_parallel_size": tp}, weights=weights)
-    process = EngineProcess.local(recipe, secret=SECRET, log_path=tmp_path / "engine.log", transport=transport)
+    process = EngineProcess.local(recipe, secret=SECRET, log_path=tmp_path / "engine.log")
     steps = [policies[f"{kind}_b"]]
     for number in range(4):
         steps.append(step_of(steps[-1], tmp_path / f"step_{number}", seed=number))
@@ -276,7 +276,7 @@ def test_every_tensor_parallel_worker_gets_its_own_parts(policies, run, tmp_path
 
 def test_two_engines_take_one_update_and_one_that_is_killed_is_evicted(engine, policies, run, tmp_path):
     recipe = recipe_for(policies["dense_a"])
-    other = EngineProcess.local(recipe, index=1, secret=SECRET, log_path=tmp_path / "other.log", transport="gloo")
+    other = EngineProcess.local(recipe, index=1, secret=SECRET, log_path=tmp_path / "other.log")
 
     async def scenario():
         await other.start()

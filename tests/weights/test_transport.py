@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 
-from megatron_scalerl.distributed.rendezvous import address_of, listen_on, private_folder, serve_store
+from megatron_scalerl.distributed.rendezvous import HostRendezvous, address_of, listen_on, private_folder, serve_store
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.plan import Part, WeightPlan, buckets, manifest_of, whole
 from megatron_scalerl.weights.transport import make_sender, resolve_transport
@@ -303,6 +303,10 @@ def test_invalid_connections_are_refused(spec):
         msgspec.convert({name: value for name, value in plain.items() if name != "rendezvous"}, Connection)
     assert (resolve_transport("gloo"), resolve_transport("nccl")) == ("gloo", "nccl")
     assert resolve_transport("auto") == ("nccl" if torch.cuda.is_available() else "gloo")
+    with private_folder() as one_host:
+        assert resolve_transport("auto", one_host) == ("nccl" if torch.cuda.is_available() else "shm")
+        assert resolve_transport("gloo", one_host) == "gloo"
+    assert resolve_transport("auto", HostRendezvous(host="10.0.0.1", port=1)) != "shm"
 
 
 RECEIVER = """

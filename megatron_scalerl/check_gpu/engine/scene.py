@@ -88,7 +88,7 @@ def recipe_of(setting: PartSetting, policy: Path, *, start_s: float, vllm: dict[
         "rewards": {"workers": 1},
         "trainer": {"micro_batch_tokens": 2048, "step_timeout_s": 60, "start_timeout_s": start_s},
         "engine": {"start_timeout_s": start_s, "stall_timeout_s": 30, "vllm": vllm},
-        "weights": {"transport": "gloo", "timeout_s": 40},
+        "weights": {"transport": TRANSPORT, "timeout_s": 40},
     }
     check_options(vllm)
     return Recipe.model_validate(
@@ -124,7 +124,7 @@ class Serving:
 
 async def serve(recipe: Recipe, log: Path, *, index: int = 0) -> Serving:
     """Start an engine. Raises RuntimeError in one line, with the cause from its log."""
-    process = EngineProcess.local(recipe, index=index, secret=SECRET, log_path=log, transport=TRANSPORT)
+    process = EngineProcess.local(recipe, index=index, secret=SECRET, log_path=log)
     begin = time.monotonic()
     try:
         info = await process.start()

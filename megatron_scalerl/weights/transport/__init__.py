@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from megatron_scalerl.distributed import device
+from megatron_scalerl.distributed.rendezvous import FolderRendezvous, Rendezvous
 from megatron_scalerl.weights.connection import Connection
 
 if TYPE_CHECKING:
@@ -45,6 +46,12 @@ def make_sender(connection: Connection, number: int = 0, shards: Iterable[int] =
     return sender
 
 
-def resolve_transport(name: str) -> str:
-    """gloo, nccl or shm for the recipe's weights.transport; `auto` is the backend of the trainer's collectives."""
-    return device.backend() if name == "auto" else name
+def resolve_transport(name: str, rendezvous: Rendezvous | None = None) -> str:
+    """gloo, nccl or shm for the recipe's weights.transport.
+
+    `auto` is the backend of the trainer's collectives, and shm instead of gloo where all processes are on one host.
+    """
+    if name != "auto":
+        return name
+    found = device.backend()
+    return "shm" if found == "gloo" and isinstance(rendezvous, FolderRendezvous) else found

@@ -182,21 +182,13 @@ def _number_in(path: Path) -> int | None:
 class StoredGroup(Group):
     """A receiver's group whose broadcasts come from the store's file, one after another."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        rank: int,
-        sender: int = 0,
-        shard: int = 0,
-        *,
-        device: torch.device | None = None,
-    ) -> None:
-        """connection.group: ANCHOR-GROUP. device: of the tensors that are received into.
+    def __init__(self, connection: Connection, rank: int, sender: int = 0, shard: int = 0) -> None:
+        """connection.group: ANCHOR-GROUP. What is received is on `device`, which may be set to a GPU.
 
         Raises RuntimeError for a file that is not there, and for a folder that another user can access.
         """
         assert isinstance(connection.rendezvous, FolderRendezvous)
-        self.bucket_mib, self.device = connection.bucket_mib, device or torch.device("cpu")
+        self.bucket_mib = connection.bucket_mib
         folder = connection.rendezvous.folder
         self._path = f"{folder}/{sender}-{shard}-{connection.group}"
         try:
