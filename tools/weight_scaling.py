@@ -1,6 +1,6 @@
 """Predicted seconds of a weight update on many GPUs, whole and of changes, by simulating the trainer's plan.
 
-    python tools/weight_scaling.py [--gb-s 50] [--bucket-mib 256] [--most-senders 16]
+    python tools/weight_scaling.py [--gb-s 50] [--bucket-mib 256] [--most-senders 16] [--png FILE]
     python tools/weight_scaling.py --count
 
 Nothing is sent: the plan and its buckets are those of `megatron_scalerl.weights`, for a trainer on half of the GPUs
@@ -18,7 +18,9 @@ Prints a Markdown table.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from checkout import explained
@@ -30,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--gb-s", type=float, default=50.0, help="of every GPU's link, in each direction")
     p.add_argument("--bucket-mib", type=int, default=256)
     p.add_argument("--most-senders", type=int, default=16, help="weights.max_senders")
+    p.add_argument("--png", type=Path, help="draw the table's seconds as well")
     p.add_argument("--count", action="store_true", help="count the bytes of every sender and worker")
     return p
 
@@ -40,6 +43,7 @@ if __name__ == "__main__":
 with explained():
     from transformers import Llama4TextConfig, LlamaConfig, Qwen3MoeConfig
 
+    from megatron_scalerl.fit.plot import COLORS, MARKERS, new_figure, save
     from megatron_scalerl.models import family
     from megatron_scalerl.plan.sharding import Layout
     from megatron_scalerl.plan.update import EngineShape, UpdateWork, moved, places_of, worker_needs
@@ -76,7 +80,7 @@ MODELS = {
         ),
         tp=2,
         engine_tp=1,
-        gpus=(16, 64, 256, 1024),
+        gpus=(16, 64, 256, 1024, 4096),
     ),
     "17B x 16 (Scout), 108B": Model(
         config=Llama4TextConfig(
@@ -95,7 +99,7 @@ MODELS = {
         tp=4,
         ep=8,
         engine_tp=8,
-        gpus=(64, 256, 1024),
+        gpus=(64, 256, 1024, 4096),
     ),
     "1T, 384 experts": Model(
         config=Qwen3MoeConfig(
@@ -254,6 +258,7 @@ def main(options: argparse.Namespace) -> None:
         print_counts(options)
         return
     print(f"| {' | '.join(HEADER)} |\n{'|---' * len(HEADER)}|")
+    points: dict[str, list[tuple[int, float, float, float]]] = {}
     for name, model in MODELS.items():
         for gpus in model.gpus:
             work = simulate(model, gpus // 2, options)
@@ -262,8 +267,31 @@ def main(options: argparse.Namespace) -> None:
             rate, copies = options.gb_s * 1e9, max(gpus // 2 // model.engine_tp, 1)
             changes = replace(work, buckets=tuple((*pair, round(size * CHANGES)) for *pair, size in work.buckets))
             predicted = (work.bound_seconds(rate), work.seconds(rate, copies), changes.seconds(rate, copies))
+            points.setdefault(name, []).append((gpus, *predicted))
             seconds = [f"{each:.3f} s" for each in predicted]
             print(f"| {' | '.join([*cells, *seconds])} |", flush=True)
+    if options.png is not None:
+        draw(options.png, points, options.gb_s)
+
+
+def draw(path: Path, points: dict[str, list[tuple[int, float, float, float]]], gb_s: float) -> None:
+    """Seconds over GPUs. points: policy -> (GPUs, bound, whole, changes), seconds."""
+    figure, axes = new_figure()
+    for (name, rows), color, marker in zip(points.items(), COLORS, MARKERS):
+        gpus, *seconds = zip(*rows)
+        kinds: Sequence[tuple[str, str]] = (("bound", ":"), ("whole", "-"), ("1 % changed", "--"))
+        for (kind, line), values in zip(kinds, seconds):
+            shown = "" if kind == "bound" else marker
+            axes.plot(gpus, values, color=color, linestyle=line, marker=shown, label=f"{name}: {kind}")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlabel("GPUs, half of them engines")
+    axes.set_ylabel("seconds of a weight update")
+    axes.set_title(f"Predicted, not measured: {gb_s:g} GB/s of every GPU in each direction", loc="left")
+    axes.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.14), frameon=False)
+    save(figure, path)
 
 
 if __name__ == "__main__":

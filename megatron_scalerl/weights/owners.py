@@ -78,19 +78,25 @@ def send_plan(
     candidates = list(_candidates(family, parameters, places, stage_of_layer))
     needed = {each.ranks[0] for each in candidates}
     sent = dict.fromkeys(needed | _copies(candidates, needed, most_senders), 0)
-    chosen: list[tuple[int, Held, Part]] = []
-    for tensor, held, ranks in candidates:
-        for shard, of_shard in enumerate(needs):
-            for ranges in filter(None, (overlap(held.ranges, need) for need in of_shard[tensor])):
-                rank = min((rank for rank in ranks if rank in sent), key=lambda rank: (sent[rank], rank))
-                sent[rank] += volume(ranges)
-                chosen.append((rank, held, Part(tensor, -1, shard, ranges)))
-    senders = tuple(sorted({rank for rank, _, _ in chosen}))
+    cut = [
+        (each, Part(each.tensor, -1, shard, ranges))
+        for each in candidates
+        for shard, of_shard in enumerate(needs)
+        for ranges in filter(None, (overlap(each.held.ranges, need) for need in of_shard[each.tensor]))
+    ]
+    chosen = [-1] * len(cut)
+    # the largest first: the small ones even out what each has to send
+    for index in sorted(range(len(cut)), key=lambda index: -volume(cut[index][1].ranges)):
+        candidate, part = cut[index]
+        rank = min((rank for rank in candidate.ranks if rank in sent), key=lambda rank: (sent[rank], rank))
+        sent[rank] += volume(part.ranges)
+        chosen[index] = rank
+    senders = tuple(sorted(set(chosen)))
     number = {rank: n for n, rank in enumerate(senders)}
-    parts = tuple(Part(part.tensor, number[rank], part.shard, part.ranges) for rank, _, part in chosen)
+    parts = tuple(Part(p.tensor, number[rank], p.shard, p.ranges) for rank, (_, p) in zip(chosen, cut))
     plan = WeightPlan(parameters=parameters, senders=len(senders), needs=tuple(needs), parts=parts)
     check(plan)
-    return SendPlan(plan=plan, ranks=senders, held=tuple(held for _, held, _ in chosen))
+    return SendPlan(plan=plan, ranks=senders, held=tuple(each.held for each, _ in cut))
 
 
 def manifest(family: Family, dtype: str) -> Manifest:
