@@ -41,22 +41,32 @@ def _factors(device: torch.device) -> torch.Tensor:
 def digest(data: torch.Tensor) -> int:
     """64-bit digest of a contiguous uint8 tensor whose length is a multiple of 8."""
     assert data.dtype == torch.uint8 and data.numel() % 8 == 0, "whole 64-bit words"
-    words, factors, total = data.view(torch.int64), _factors(data.device), 0
-    for number, start in enumerate(range(0, words.numel(), _CHUNK_WORDS)):
-        part = words[start : start + _CHUNK_WORDS]
-        of_part = factors[: part.numel()]
-        value = (_on_cpu if data.device.type == "cpu" else _on_device)(part, of_part)
-        total += value * (mixed(number) | 1)
-    return total & _MASK
+    words, factors = data.view(torch.int64), _factors(data.device)
+    starts = np.arange(0, words.numel(), _CHUNK_WORDS)
+    of_chunks = splitmix64(np.arange(len(starts), dtype=np.uint64)) | np.uint64(1)
+    whole, rest = divmod(words.numel(), _CHUNK_WORDS)
+    found = weighted_sum(words, starts[:whole], of_chunks[:whole], factors)
+    return found + weighted_sum(words, starts[whole:], of_chunks[whole:], factors[:rest]) & _MASK
 
 
-def _on_cpu(words: torch.Tensor, factors: torch.Tensor) -> int:
-    start, once = np.zeros(1, np.int64), np.ones(1, np.uint64)
-    return int(sums()(words.numpy().view(np.uint64), start, once, factors.numpy().view(np.uint64)))
+def weighted_sum(bits: torch.Tensor, starts: np.ndarray, rows: np.ndarray, inner: torch.Tensor) -> int:
+    """sum_r rows[r] * sum_j inner[j] * bits[starts[r] + j] modulo 2^64, computed where the bits are.
+
+    bits: [n] integers, as unsigned numbers. starts: [r] int64. rows: [r] uint64. inner: [j] int64, on their device.
+    """
+    return (_on_cpu if bits.device.type == "cpu" else _on_device)(bits, starts, rows, inner)
 
 
-def _on_device(words: torch.Tensor, factors: torch.Tensor) -> int:
-    return int((words * factors).sum())
+def _on_cpu(bits: torch.Tensor, starts: np.ndarray, rows: np.ndarray, inner: torch.Tensor) -> int:
+    unsigned = bits.numpy().view(f"u{bits.element_size()}")
+    return int(sums()(unsigned, starts, rows, inner.numpy().view(np.uint64)))
+
+
+def _on_device(bits: torch.Tensor, starts: np.ndarray, rows: np.ndarray, inner: torch.Tensor) -> int:
+    from megatron_scalerl.weights import sum_kernel  # imports Triton
+
+    first, of_rows = (torch.from_numpy(each.view(np.int64)).to(bits.device) for each in (starts, rows))
+    return sum_kernel.weighted_sum(bits, first, of_rows, inner)
 
 
 @cache

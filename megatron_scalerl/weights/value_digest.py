@@ -18,15 +18,12 @@ from functools import cache
 import numpy as np
 import torch
 
-from megatron_scalerl.weights.digest import mixed, splitmix64, sums
+from megatron_scalerl.weights.digest import mixed, splitmix64, weighted_sum
 
 Along = range | torch.Tensor
 """The whole tensor's index at each place of a dimension: a range of step 1, or [n] int64 in any order."""
 _MASK = (1 << 64) - 1
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_MOST_AT_ONCE = 1 << 24
-"""Elements widened to 64 bits at a time on a GPU."""
 
 
 def value_digest(values: torch.Tensor, tensor: int, axes: Sequence[int], along: Sequence[Along]) -> int:
@@ -34,8 +31,7 @@ def value_digest(values: torch.Tensor, tensor: int, axes: Sequence[int], along: 
     tensor's dimension `axes[d]`. Other dimensions count as index 0: see `at`.
     """
     factors = [_of_indices(axis, index) for axis, index in zip(axes, along)]
-    total = _on_cpu(values, factors) if values.device.type == "cpu" else _on_device(values, factors)
-    return total * (mixed(tensor) | 1) & _MASK
+    return _weighted(values, factors) * (mixed(tensor) | 1) & _MASK
 
 
 def digest_at(tensor: int, coordinates: Sequence[torch.Tensor], shape: Sequence[int], values: torch.Tensor) -> int:
@@ -81,7 +77,7 @@ def _table(axis: int, bits: int) -> np.ndarray:
     return splitmix64(np.arange(1 << bits, dtype=np.uint64) + np.uint64((axis + 1) << 40)) | np.uint64(1)
 
 
-def _on_cpu(values: torch.Tensor, factors: Sequence[np.ndarray]) -> int:
+def _weighted(values: torch.Tensor, factors: Sequence[np.ndarray]) -> int:
     strides = values.stride()
     inner = next((d for d, stride in enumerate(strides) if stride == 1 and values.shape[d] > 1), None)
     if inner is None:
@@ -97,22 +93,5 @@ def _on_cpu(values: torch.Tensor, factors: Sequence[np.ndarray]) -> int:
     if values.numel() == 0:
         return 0
     flat = values.detach().as_strided((int(starts.max()) + values.shape[inner],), (1,))
-    bits = flat.view(_SIGNED[values.element_size()]).numpy().view(_UNSIGNED[values.element_size()])
-    return int(sums()(bits, starts, rows, np.ascontiguousarray(factors[inner])))
-
-
-def _on_device(values: torch.Tensor, factors: Sequence[np.ndarray]) -> int:
-    """By torch's operations, in chunks of the first dimension."""
-    size = values.element_size()
-    bits = values.detach().view(_SIGNED[size]) if values.dim() else values.detach().view(1).view(_SIGNED[size])
-    parts = [torch.from_numpy(each.view(np.int64)).to(values.device) for each in factors]
-    found = torch.zeros((), dtype=torch.int64, device=values.device)
-    step = max(_MOST_AT_ONCE // max(bits[:1].numel(), 1), 1)
-    for first in range(0, len(bits), step):
-        wide = bits[first : first + step].to(torch.int64)
-        if size < 8:
-            wide &= (1 << (8 * size)) - 1
-        for d in reversed(range(1, len(parts))):
-            wide = (wide * parts[d]).sum(-1)
-        found += (wide * parts[0][first : first + step]).sum() if parts else wide.sum()
-    return int(found) & _MASK
+    along = torch.from_numpy(np.ascontiguousarray(factors[inner]).view(np.int64)).to(values.device)
+    return weighted_sum(flat.view(_SIGNED[values.element_size()]), starts, rows, along)

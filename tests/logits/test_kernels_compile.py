@@ -19,9 +19,10 @@ from megatron_scalerl.logits.row_kernels import (
     _logit_gradient_kernel,
     _row_statistics_kernel,
 )
+from megatron_scalerl.weights import sum_kernel
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-INTEGERS = ("first", "columns", "tokens", "width", "runs", "columns_per_run")
+INTEGERS = ("first", "columns", "tokens", "width", "runs", "columns_per_run", "mask")
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +71,14 @@ def test_statistics_kernel_stays_in_registers(tmp_path: Path) -> None:
     constants = {"scale_stride": 1, "BLOCK": STATISTICS_BLOCK}
     names = opcodes(assembly(_row_statistics_kernel, tmp_path, {}, constants, num_warps=8))
     assert "LDG.E.128" in names and not spills(names)
+
+
+@pytest.mark.parametrize("bits", ["*i16", "*i32", "*i64"])
+def test_sum_kernel_of_digests_stays_in_registers(tmp_path: Path, bits: str) -> None:
+    operands = {"bits": bits, **dict.fromkeys(("starts", "rows", "inner", "parts"), "*i64")}
+    constants = {"SPAN": sum_kernel.SPAN, "BLOCK": sum_kernel.BLOCK}
+    names = opcodes(assembly(sum_kernel._weighted_sum_kernel, tmp_path, operands, constants, num_warps=4))
+    assert any(name.startswith("LDG.E") for name in names) and not spills(names)
 
 
 @pytest.mark.slow

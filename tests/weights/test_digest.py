@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from triton_interpreter import interpret
 
 from megatron_scalerl.weights import digest as module
+from megatron_scalerl.weights import sum_kernel
 from megatron_scalerl.weights.digest import combine, digest
 
 MASK = (1 << 64) - 1
@@ -28,10 +30,11 @@ def packed(words):
 
 @pytest.fixture(params=["compiled", "numpy", "device"], autouse=True)
 def way(request, monkeypatch):
-    """All three ways to compute it; `device` is the one for GPUs, run on the CPU."""
+    """All three ways to compute it; `device` is the kernel for GPUs, in Triton's interpreter."""
     if request.param == "numpy":
         monkeypatch.setattr(module, "sums", lambda: module._with_numpy)
     if request.param == "device":
+        interpret(monkeypatch, sum_kernel)
         monkeypatch.setattr(module, "_on_cpu", module._on_device)
 
 

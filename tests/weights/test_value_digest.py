@@ -5,8 +5,10 @@ import random
 import numpy as np
 import pytest
 import torch
+from triton_interpreter import interpret
 
-from megatron_scalerl.weights import value_digest as module
+from megatron_scalerl.weights import digest as module
+from megatron_scalerl.weights import sum_kernel
 from megatron_scalerl.weights.digest import _with_numpy, mixed
 from megatron_scalerl.weights.value_digest import at, total, value_digest
 
@@ -36,12 +38,14 @@ def random_values(shape, dtype=torch.float32, seed=0):
 
 @pytest.fixture(params=["compiled", "numpy", "device"])
 def way(request, monkeypatch):
-    """All three ways to compute it; `device` is the one for GPUs, run on the CPU."""
+    """All three ways to compute it; `device` is the kernel for GPUs, in Triton's interpreter."""
     if request.param == "numpy":
         monkeypatch.setattr(module, "sums", lambda: _with_numpy)
     if request.param == "device":
+        interpret(monkeypatch, sum_kernel)
+        monkeypatch.setattr(sum_kernel, "BLOCK", 4)
+        monkeypatch.setattr(sum_kernel, "SPAN", 8)
         monkeypatch.setattr(module, "_on_cpu", module._on_device)
-        monkeypatch.setattr(module, "_MOST_AT_ONCE", 64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
