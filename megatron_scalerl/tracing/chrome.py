@@ -107,7 +107,7 @@ def _at(each: Span, clock: Clock, home: Clock) -> Span:
 
 
 def _events(placed: Mapping[str, Sequence[Span]], zero: int) -> Iterator[dict[str, Any]]:
-    """Of processes in their order. Perfetto takes a thread with the number of a process for its main one: none has it."""
+    """Of processes in their order. No thread has a process' number: Perfetto would take it for its main thread."""
     tid = len(placed)
     for pid, (process, spans) in enumerate(placed.items(), 1):
         yield _named("process_name", pid, 0, name=process)
