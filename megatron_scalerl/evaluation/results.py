@@ -165,18 +165,20 @@ def _rows(path: Path, header: Header) -> dict[Key, Row]:
     """The rows of an existing file, none of a new one. Raises OtherResult."""
     try:
         found = read_jsonl(path)
-        rows = {row.key: row for row in map(_row, _numbered(path, found[1:]))}
+        if found:
+            _check_header(path, found[0].get("header"), header)
+        return {row.key: row for row in map(_row, _numbered(path, found[1:]))}
     except ValueError as error:
         raise OtherResult(str(error)) from None
-    if not found:
-        return {}
-    before, expected = found[0].get("header"), msgspec.json.decode(msgspec.json.encode(header))
+
+
+def _check_header(path: Path, before: Any, header: Header) -> None:
+    expected = msgspec.json.decode(msgspec.json.encode(header))
     if expected["digest"] and isinstance(before, dict):
         before["policy"] = expected["policy"]  # the digest says what it is, wherever the folder is now
     if before != expected:
         difference = _difference(before, expected)
-        raise OtherResult(f"{path}: expected a result of this evaluation, found another one: {difference}")
-    return rows
+        raise ValueError(f"{path}: expected a result of this evaluation, found another one: {difference}")
 
 
 def _numbered(path: Path, rows: Iterable[dict[str, Any]]) -> Iterable[tuple[str, dict[str, Any]]]:
