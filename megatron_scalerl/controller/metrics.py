@@ -101,7 +101,7 @@ class Sent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             known = msgspec.json.decode(path.read_bytes(), type=cls)
         except FileNotFoundError:
             known = cls()
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             logger.warning("%s: expected what W&B has, found %s; W&B may get records twice", path, error)
             known = cls()
         found = cls(
