@@ -68,20 +68,19 @@ def report(run_dir: str | Path, console: Console) -> None:
     if not unseen:
         console.print("Too few validations for a forecast.", highlight=False)
         return
-    evaluations = [
-        evaluate(rows[0], fitted, unseen, method=method, name=recipe["name"], unit=unit)
-        for method in ("robust", "paper")
-    ]
-    console.print(_table(evaluations[0], unseen).rich())
-    for evaluation in evaluations:
-        errors = np.abs(evaluation.errors)
-        console.print(
-            f"{evaluation.fit.method}: error of the forecast mean {errors.mean():.3f}, max {errors.max():.3f}, "
-            f"last {evaluation.errors[-1]:+.3f}; {evaluation.covered.mean():.0%} of the unseen points inside its "
-            "90 % interval",
-            highlight=False,
-        )
-    path = plot(run_dir, evaluations[0])
+    if rows[0]["pass_rate"] >= 1.0:
+        console.print("No forecast: every completion of step 0 was right.", highlight=False)
+        return
+    name = recipe["name"]
+    evaluation = evaluate(rows[0], fitted, unseen, method="robust", name=name, unit=unit)
+    console.print(_table(evaluation, unseen).rich())
+    console.print(_error_text(evaluation), highlight=False)
+    try:
+        text = _error_text(evaluate(rows[0], fitted, unseen, method="paper", name=name, unit=unit))
+    except ValueError as error:  # its grid of asymptotes ends at 0.8
+        text = f"paper: no forecast: {error}"
+    console.print(printable(text), highlight=False, markup=False)
+    path = plot(run_dir, evaluation)
     console.print(f"picture: {path}", highlight=False)
 
 
@@ -214,6 +213,15 @@ def _print_outlooks(console: Console, rows: Rows, recipe: dict[str, Any]) -> Non
     came = rows[-1]["pass_rate"] if rows[-1]["step"] >= steps else None
     console.print(outlook_table(made, came).rich())
     console.print(moved_text(made, came), highlight=False)
+
+
+def _error_text(evaluation: ForecastEvaluation) -> str:
+    errors = np.abs(evaluation.errors)
+    return (
+        f"{evaluation.fit.method}: error of the forecast mean {errors.mean():.3f}, max {errors.max():.3f}, "
+        f"last {evaluation.errors[-1]:+.3f}; {evaluation.covered.mean():.0%} of the unseen points inside its "
+        "90 % interval"
+    )
 
 
 def _table(evaluation: ForecastEvaluation, unseen: Rows) -> Table:

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,7 @@ from megatron_scalerl.controller.ledger import Ledger
 from megatron_scalerl.controller.run_folder import resume_point
 from megatron_scalerl.engine.answers import completion
 from megatron_scalerl.engine.interruption import Plan
+from megatron_scalerl.evaluation.inputs import recipe_of_task
 from megatron_scalerl.evaluation.problems import read_problems, split_schema
 from megatron_scalerl.evaluation.results import Header, ResultFile
 from megatron_scalerl.fit.table_file import read_table
@@ -42,6 +44,11 @@ Case = tuple[str, str, Callable[[], object]]
 """(wire or file, what is wrong with it, what reads it)"""
 
 WHERE = "engine-0: /generate"
+ALIASES = [
+    "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n",
+    *(f"{outer}: &{outer} [{', '.join([f'*{inner}'] * 10)}]\n" for inner, outer in pairwise("abcdefghi")),
+]
+"""YAML of a billion values."""
 RECIPE = "name: r\nsteps: 2\npolicy: {path: p}\nprompts: {path: q}\n"
 
 
@@ -176,6 +183,16 @@ def recipes(folder: Path) -> Iterator[Case]:
             "more engines needed than there are": RECIPE + "engine: {count: 2, min_engines: 3}\n",
             "a group of one": RECIPE + "rollouts: {group_size: 1}\n",
             "a nucleus": RECIPE + "rollouts: {top_p: 0.9}\n",
+            "lists nested 100,000 deep": RECIPE + "optimizer: " + "[" * 100_000,
+            "sections nested 3,000 deep": "\n".join(" " * depth + "a:" for depth in range(3000)),
+            "an alias of what it is in": RECIPE + "optimizer: &a {lr: *a}\n",
+            "aliases of a billion values": "".join(ALIASES) + RECIPE,
+            "a number of 5,000 digits": RECIPE.replace("steps: 2", f"steps: {'9' * 5000}"),
+            "a number of 100 bits": RECIPE.replace("steps: 2", f"steps: 1{'0' * 30}"),
+            "an infinite number": RECIPE + "optimizer: {lr: 1.0e+999}\n",
+            "a date in month 99": RECIPE + "seed: 2024-99-99\n",
+            "an evaluation's task that is a list": RECIPE + "evaluation: {task: [math]}\n",
+            "an evaluation's task that is a boolean": RECIPE + "evaluation: {task: no}\n",
         }.items()
     ):
         path = folder / f"recipe{number}.yaml"
@@ -184,6 +201,22 @@ def recipes(folder: Path) -> Iterator[Case]:
     path = folder / "recipe.yaml"
     path.write_text(RECIPE)
     yield "recipe", "an override without a value", lambda: load_recipe(path, ["steps"])
+    yield "recipe", "an override nested 100,000 deep", lambda: load_recipe(path, ["optimizer=" + "[" * 100_000])
+    yield "recipe", "an override of 5,000 digits", lambda: load_recipe(path, ["steps=" + "9" * 5000])
+    yield (
+        "recipe",
+        "an evaluation's task without tasks",
+        lambda: recipe_of_task(load_recipe(path, ["evaluation.task=math"])),
+    )
+    tasks = folder / "tasks.yaml"
+    each = "{path: q, held_out_path: h, weight: 0.5}"
+    tasks.write_text(RECIPE.replace("{path: q}", f"{{tasks: {{math: {each}, code: {each}}}}}"))
+    for what, override in {"another task": "evaluation.task=Math", "no task": "evaluation.task="}.items():
+        yield (
+            "recipe",
+            f"an evaluation of {what}",
+            lambda override=override: recipe_of_task(load_recipe(tasks, [override])),
+        )
     yield "recipe", "no such file", lambda: load_recipe(folder / "none.yaml")
 
 
@@ -289,6 +322,16 @@ def records(folder: Path) -> Iterator[Case]:
     yield "ledger", "another unit", lambda: Ledger(ledger, "device_hours", incarnation="local.0")
     torn = folder / "torn.jsonl"
     torn.write_text('{"unit": "device_hours"}\n{"batch": \n{"batch": 1}\n')
+    deep = folder / "deep.jsonl"
+    deep.write_text('{"unit": "device_hours"}\n' + '{"hours":' * 100_000 + "\n{}\n")
+    yield "ledger", "a row nested 100,000 deep", lambda: Ledger(deep, "device_hours", incarnation="local.0")
+    bare = folder / "bare.jsonl"
+    bare.write_text('{"unit": "device_hours"}\n{"batch": 1, "step": 1, "role": "trainer"}\n')
+    yield "ledger", "a charge without devices", lambda: Ledger(bare, "device_hours", incarnation="local.0")
+    far_batch = folder / "far.jsonl"
+    charge = {"batch": 10**15, "step": 1, "phase": "train", "role": "trainer", "devices": 1, "seconds": 1}
+    far_batch.write_text('{"unit": "device_hours"}\n' + json.dumps(charge | {"incarnation": "local.0"}) + "\n")
+    yield "ledger", "a batch of 50 bits", lambda: Ledger(far_batch, "device_hours", incarnation="local.0")
     yield "ledger", "no JSON", lambda: Ledger(torn, "device_hours", incarnation="local.0")
 
 
@@ -303,6 +346,9 @@ def evaluations(folder: Path) -> Iterator[Case]:
             "an id twice": (json.dumps(row) + "\n") * 2,
             "no problem": json.dumps(row | {"Problem": ""}) + "\n",
             "a problem that is a list": json.dumps(row | {"Problem": ["2"]}) + "\n",
+            "lists nested 100,000 deep": "[" * 100_000 + "\n",
+            "an answer of 5,000 digits": json.dumps(row).replace("4}", "9" * 5000 + "}") + "\n",
+            "an infinite answer": json.dumps(row).replace("4}", "1e999}") + "\n",
         }.items()
     ):
         path = folder / f"aime{number}.jsonl"
@@ -316,6 +362,7 @@ def evaluations(folder: Path) -> Iterator[Case]:
             "of another seed": json.dumps({"header": msgspec.to_builtins(replace(header, seed=2))}) + "\n",
             "without a header": '{"key": 1}\n',
             "a row that is none": json.dumps({"header": msgspec.to_builtins(header)}) + '\n{"key": 1}\n',
+            "a row nested 100,000 deep": f"{json.dumps({'header': msgspec.to_builtins(header)})}\n{'[' * 100_000}\n",
         }.items()
     ):
         out = folder / f"out{number}"
@@ -332,6 +379,9 @@ def tables(folder: Path) -> Iterator[Case]:
             ("a row that is too long", "csv", "gpu_hours,pass_rate\n1,0.2\n2,0.3,4\n"),
             ("no JSON", "jsonl", "{\n{}\n"),
             ("another suffix", "xlsx", "1"),
+            ("lists nested 100,000 deep", "jsonl", "[" * 100_000 + "\n{}\n"),
+            ("a list nested 100,000 deep", "json", "[" * 100_000),
+            ("a number of 5,000 digits", "jsonl", '{"gpu_hours": ' + "9" * 5000 + "}\n{}\n"),
         ]
     ):
         path = folder / f"points{number}.{suffix}"

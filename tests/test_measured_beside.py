@@ -19,7 +19,7 @@ from megatron_scalerl.controller.meter import Meter
 from megatron_scalerl.engine.membership import EngineState, Membership
 from megatron_scalerl.evaluation.contamination import contamination
 from megatron_scalerl.evaluation.problems import read_problems
-from megatron_scalerl.evaluation.results import SUMMARY, read_result
+from megatron_scalerl.evaluation.results import COMPLETIONS, SUMMARY, Header, ResultFile, ResultInUse, read_result
 from megatron_scalerl.types import Prompt
 
 STEPS = 9
@@ -174,6 +174,30 @@ def test_a_problem_without_a_completion_ends_the_evaluation_and_not_the_run(tmp_
     first, *others = rows(tmp_path, "evaluation")
     assert first == {"step": 0, "lost": "aime: problem 1: expected a completion, found all of them lost"}
     assert check_evaluations(tmp_path)[0] in (1, 2) and all("lost" not in row for row in others)
+
+
+def test_a_damaged_evaluation_begins_anew_and_keeps_what_was_there(tmp_path):
+    chosen, given_inputs = beside(tmp_path), inputs(tmp_path)
+    attempt(chosen, evaluation=given_inputs, kill_at_s=9.0)
+    evaluated = tmp_path / "r" / "evaluations" / "step-000000"
+    with (evaluated / COMPLETIONS).open("ab") as file:
+        file.write(b'{"key": 5}\n')
+    damaged = (evaluated / COMPLETIONS).read_bytes()
+    attempt(chosen, evaluation=given_inputs)
+    assert 0 in check_evaluations(tmp_path)
+    assert (evaluated.with_name("step-000000.1") / COMPLETIONS).read_bytes() == damaged
+
+
+def test_an_evaluation_that_another_process_writes_stays_where_it_is(tmp_path):
+    chosen, given_inputs = beside(tmp_path), inputs(tmp_path)
+    attempt(chosen, evaluation=given_inputs, kill_at_s=1.0)
+    folder = tmp_path / "r" / "evaluations" / "step-000000"
+    other = Header(policy="p", digest="d", version=0, files=(), seed=0, settings={})
+    with ResultFile(folder, other), pytest.raises(ResultInUse, match="step-000000: expected one evaluation in it"):
+        attempt(chosen, evaluation=given_inputs)
+    assert [path.name for path in folder.parent.glob("step-000000*")] == ["step-000000"]
+    attempt(chosen, evaluation=given_inputs)
+    assert {0, 9} <= set(check_evaluations(tmp_path)) and folder.with_name("step-000000.1").is_dir()
 
 
 def test_rows_that_a_power_loss_tore_off_come_from_the_summary(tmp_path):

@@ -101,6 +101,32 @@ def test_the_report_prints_gain_ledger_and_forecast(tmp_path):
     assert (tmp_path / "forecast.png").read_bytes().startswith(b"\x89PNG")
 
 
+def rewrite_pass_rates(folder, changed):
+    path = folder / "validation.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row | {"pass_rate": changed(row["pass_rate"])}) + "\n" for row in rows))
+
+
+def test_a_run_that_begins_at_one_has_the_rest_of_its_report(tmp_path, capsys):
+    write_run(tmp_path)
+    rewrite_pass_rates(tmp_path, lambda _: 1.0)
+    report(tmp_path, Console(markup=False, width=200))
+    out = capsys.readouterr().out
+    assert "device-hours: 4 held" in out and out.endswith("No forecast: every completion of step 0 was right.\n")
+
+
+@pytest.mark.parametrize("start", [0.85, 0.97])
+def test_a_run_that_begins_above_the_papers_asymptotes_has_the_rest_of_its_report(tmp_path, capsys, start):
+    write_run(tmp_path, noise=0.01)
+    rewrite_pass_rates(tmp_path, lambda rate: start + (1 - start) * (rate - 0.4))
+    report(tmp_path, Console(markup=False, width=200))
+    out = capsys.readouterr().out
+    assert "device-hours: 4 held" in out and "robust: error of the forecast mean" in out
+    [line] = [line for line in out.splitlines() if line.startswith("paper: ")]
+    assert line.endswith(f"method paper: expected R_0 below its highest A, 0.8, found {start:.3f}"), line
+    assert out.rstrip().endswith("forecast.png") and (tmp_path / "forecast.png").is_file()
+
+
 def test_the_report_of_a_run_of_an_earlier_version_is_the_same(tmp_path, capsys):
     """Its validations called device-hours gpu_hours."""
     write_run(tmp_path, noise=0.01)

@@ -106,7 +106,7 @@ def _read_index(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         entries: dict[str, str] = content["weight_map"]
         if not isinstance(entries, dict):
             raise TypeError("a weight_map that is not a dictionary")
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path}: expected JSON with a weight_map, found {error!r}") from None
     for file in entries.values():
         check_name(path, file)

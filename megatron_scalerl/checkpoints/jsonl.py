@@ -109,7 +109,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
         for number, line in enumerate(file, 1):
             try:
                 row = msgspec.json.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 if not line.endswith(b"\n"):
                     return rows
                 raise ValueError(f"{path} line {number}: expected a JSON object, found {error}") from None
@@ -127,5 +127,5 @@ def rewrite(path: str | Path, rows: Iterable[Any], *, private: bool = False) -> 
 def _is_object(line: bytes) -> bool:
     try:
         return isinstance(msgspec.json.decode(line), dict)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False

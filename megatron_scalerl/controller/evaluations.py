@@ -36,7 +36,7 @@ from megatron_scalerl.evaluation.completing import Holders, Request, complete_al
 from megatron_scalerl.evaluation.contamination import Contamination, Text, contamination
 from megatron_scalerl.evaluation.inputs import recipe_of_task, render, settings
 from megatron_scalerl.evaluation.problems import ProblemFile, read_problems, split_schema
-from megatron_scalerl.evaluation.results import SUMMARY, Header, Key, ProblemLost, ResultFile, Row, cells
+from megatron_scalerl.evaluation.results import SUMMARY, Header, Key, OtherResult, ProblemLost, ResultFile, Row, cells
 from megatron_scalerl.evaluation.summaries import FileSummary, as_json, summarize
 from megatron_scalerl.evaluation.training_texts import problem_texts
 from megatron_scalerl.processes.logs import printable
@@ -205,7 +205,7 @@ class Evaluations:
             self._held.release(engine)
 
     def _result(self, step: int, digest: str) -> ResultFile:
-        """The result of a step; one of other weights or settings is kept under another name."""
+        """The result of a step; one of other weights or settings, or damaged, is kept under another name."""
         path = self._folder / FOLDER / f"step-{step:06d}"
         header = Header(
             policy=self._run_id,
@@ -217,7 +217,7 @@ class Evaluations:
         )
         try:
             return ResultFile(path, header)
-        except ValueError as error:
+        except OtherResult as error:
             number = 1 + len(list(path.parent.glob(f"{path.name}.*")))
             logger.warning("evaluation of version %d begins anew: %s", step, error)
             path.rename(path.with_name(f"{path.name}.{number}"))

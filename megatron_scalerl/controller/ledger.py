@@ -23,11 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import msgspec
+
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, rewrite
 from megatron_scalerl.types import ComputeUnit
 
 Role = Literal["startup", "trainer", "engine", "validation", "evaluation", "lost"]
 Phase = Literal["startup", "produce", "train", "validate", "replay", "crash"]
+MOST_BATCHES = 100_000_000
+"""Of a run: each takes eight bytes of memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +66,10 @@ class Ledger:
     """
 
     def __init__(self, path: str | Path, unit: ComputeUnit, *, incarnation: str) -> None:
-        """Open or create, and charge what a crash left uncharged. Raises ValueError for a file in another unit."""
+        """Open or create, and charge what a crash left uncharged.
+
+        Raises ValueError for a file in another unit, and for a row that is no charge.
+        """
         self.path, self.unit = Path(path), unit
         self._incarnation = incarnation
         header, *rows = read_jsonl(self.path) or [{"unit": unit}]
@@ -72,7 +79,7 @@ class Ledger:
         self._axis = array("d")
         """Batch -> its device-hours on the forecast's compute axis. Sums alone stay: a month has 100,000 charges."""
         self._trained = 0
-        charges = _recovered(rows)
+        charges = _recovered(self.path, rows)
         self._add(charges)
         rewrite(self.path, [{"unit": unit}, *map(_row, charges)])
         self._file = JsonlWriter(self.path)
@@ -144,38 +151,40 @@ def _row(charge: Charge) -> dict[str, Any]:
     return dataclasses.asdict(charge) | {"hours": charge.hours}
 
 
-def _recovered(rows: Iterable[dict[str, Any]]) -> list[Charge]:
+def _recovered(path: Path, rows: Iterable[dict[str, Any]]) -> list[Charge]:
     """The charges of a file. An incomplete last window and the time until the last heartbeat become `lost`."""
     charges: list[Charge] = []
     complete = 0
-    heartbeat: dict[str, Any] | None = None
-    for row in rows:
-        if "heartbeat" in row:
-            heartbeat = row
+    heartbeat: Charge | None = None
+    for number, row in enumerate(rows, 2):
+        charge = _charge(f"{path} line {number}", row, charges[-1].incarnation if charges else "")
+        heartbeat = charge if "heartbeat" in row else None
+        if heartbeat is not None:
             continue
-        heartbeat = None
-        charges.append(_charge(row))
+        charges.append(charge)
         # version 1 of this file wrote the trainer's charge first, and no batch
         if charges[-1].role not in ("engine", "validation", "evaluation") or "batch" not in row:
             complete = len(charges)
     charges[complete:] = [dataclasses.replace(c, role="lost", phase="crash") for c in charges[complete:]]
-    if heartbeat is not None:
-        charges.append(
-            Charge(
-                batch=heartbeat["batch"],
-                step=heartbeat["step"],
-                phase="crash",
-                role="lost",
-                devices=heartbeat["devices"],
-                seconds=heartbeat["heartbeat"],
-                incarnation=charges[-1].incarnation if charges else "",
-            )
-        )
-    return charges
+    return charges if heartbeat is None else [*charges, heartbeat]
 
 
-def _charge(row: dict[str, Any]) -> Charge:
-    """A row as a charge. Rows of version 1 have no batch and no phase; each step was one batch."""
-    phase = "startup" if row["role"] == "startup" else "crash" if row["role"] == "lost" else "train"
-    fields = {"batch": row["step"], "phase": phase} | row
-    return Charge(**{f.name: fields[f.name] for f in dataclasses.fields(Charge)})
+def _charge(where: str, row: dict[str, Any], incarnation: str) -> Charge:
+    """A row as a charge; a heartbeat as what was lost until it, of the attempt `incarnation`.
+
+    Rows of version 1 have no batch and no phase; each step was one batch.
+    """
+    if "heartbeat" in row:
+        lost = {"seconds": row["heartbeat"], "role": "lost", "phase": "crash", "incarnation": incarnation}
+        fields = row | lost
+    else:
+        role = row.get("role")
+        phase = "startup" if role == "startup" else "crash" if role == "lost" else "train"
+        fields = {"batch": row.get("step"), "phase": phase} | row
+    try:
+        charge = msgspec.convert(fields, Charge)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{where}: expected a charge or a heartbeat, found {error}") from None
+    if not 0 <= charge.batch <= MOST_BATCHES:
+        raise ValueError(f"{where}: expected a batch from 0 to {MOST_BATCHES}, found {charge.batch}")
+    return charge

@@ -15,7 +15,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_scalerl.checkpoints.atomic_io import naming, write_all
+import msgspec
+
+from megatron_scalerl.checkpoints.atomic_io import naming, write_all, write_durably
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, rewrite
 from megatron_scalerl.types import PassRate
 
@@ -84,25 +86,54 @@ class _EventFile:
         os.close(self._fd)
 
 
+class Sent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """RUN/wandb/sent.json: what W&B has of all attempts, also of batches that a restart has repeated in part."""
+
+    batches: int = 0
+    validations: tuple[int, ...] = ()
+    """Their steps."""
+
+    @classmethod
+    def before(cls, run_dir: Path, records: Sequence[Mapping[str, Any]], validations: Sequence[int]) -> Sent:
+        """What earlier attempts sent; on the disk when this returns, because the records are dropped then."""
+        path = run_dir / "wandb" / "sent.json"
+        try:
+            known = msgspec.json.decode(path.read_bytes(), type=cls)
+        except FileNotFoundError:
+            known = cls()
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            logger.warning("%s: expected what W&B has, found %s; W&B may get records twice", path, error)
+            known = cls()
+        found = cls(
+            batches=max(known.batches, *(r.get("batches", 0) for r in records), 0),
+            validations=tuple(sorted({*known.validations, *validations})),
+        )
+        if found != known:
+            path.parent.mkdir(exist_ok=True)
+            write_durably(path, msgspec.json.encode(found))
+        return found
+
+
 class WandbSink:
     """A W&B run named like the recipe; used if wandb is installed and WANDB_MODE is not disabled.
 
     The axis is the column `step`. W&B's own step only rises, and drops a record of an earlier one: a validation that
     ends beside later optimizer steps. Nothing can be taken back from W&B either, so that after a restart the first
-    record of a repeated batch stays, and the second is not sent.
+    record of a repeated batch or validation stays, and the second is not sent.
     """
 
-    def __init__(self, run_dir: Path, name: str, *, batches: int) -> None:
-        """batches: that are recorded, those that a restart repeats included."""
+    def __init__(self, run_dir: Path, name: str, *, sent: Sent) -> None:
+        """sent: by the attempts before."""
         import wandb
 
-        self._batches = batches
+        self._sent = sent
         self._run = wandb.init(name=name, dir=str(run_dir), resume="allow", id=name)
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Record named scalars of one step."""
-        if scalars.get("batches", math.inf) > self._batches:
+        of_batch, sent = "batches" in scalars, self._sent
+        if not (scalars["batches"] <= sent.batches if of_batch else step in sent.validations):
             self._run.log({**scalars, "step": step})
 
     def close(self) -> None:
@@ -125,9 +156,12 @@ class Metrics:
         steps, validations, by_prompt = (
             run_dir / f"{name}.jsonl" for name in ("metrics", "validation", "validation_by_prompt")
         )
-        records = list(read_jsonl(steps))
+        records, validated = read_jsonl(steps), read_jsonl(validations)
+        sent = None
+        if importlib.util.find_spec("wandb") and os.environ.get("WANDB_MODE") != "disabled":
+            sent = Sent.before(run_dir, records, [row["step"] for row in validated])
         rewrite(steps, [r for r in records if r["step"] <= step and r.get("batches", 0) <= batches])
-        rows = [r for r in read_jsonl(validations) if r["step"] <= last_step]
+        rows = [r for r in validated if r["step"] <= last_step]
         rewrite(validations, rows)
         self._validated = {row["step"] for row in rows}
         # written before its validation: a crash between the two writes leaves a row without a validation
@@ -136,9 +170,8 @@ class Metrics:
         self._sinks: list[Sink] = [*sinks]
         if importlib.util.find_spec("tensorboard"):
             self._sinks.append(self._tensorboard(run_dir))
-        if importlib.util.find_spec("wandb") and os.environ.get("WANDB_MODE") != "disabled":
-            recorded = max((r.get("batches", 0) for r in records), default=0)
-            self._sinks.append(WandbSink(run_dir, name, batches=recorded))
+        if sent is not None:
+            self._sinks.append(WandbSink(run_dir, name, sent=sent))
 
     def step(self, step: int, record: Mapping[str, Any]) -> None:
         """Append one record; numbers also go to the sinks. `record["batches"]` counts batches up to this one."""

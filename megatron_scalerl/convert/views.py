@@ -77,7 +77,7 @@ def read_record(folder: Path) -> ConversionRecord:
         raise ValueError(f"{folder}: expected {CONVERSION_FILE}, found none; {origin}")
     try:
         data = json.loads(file.read_text(encoding="utf8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: expected JSON, found {error}") from None
     expected = f"{file}: expected a conversion record of format {_FORMAT}"
     if not isinstance(data, dict) or data.get("format") != _FORMAT:

@@ -374,7 +374,7 @@ def _reason(content: bytes) -> str:
     """The error message in an error response."""
     try:
         answer = msgspec.json.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return content[:300].decode(errors="replace")
     error = answer.get("error", answer) if isinstance(answer, dict) else answer
     return str(error.get("message", error) if isinstance(error, dict) else error)[:1000]

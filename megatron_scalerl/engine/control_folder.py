@@ -56,7 +56,7 @@ def read_controller(run: Path) -> ControllerFile:
     path = run / FOLDER / "controller.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=ControllerFile)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(
             f"{path}: expected the address of a run's controller, found another content ({error})"
         ) from None

@@ -69,8 +69,9 @@ def recipe_of_task(recipe: Recipe) -> Recipe:
     name = recipe.evaluation.task or ""
     task = next((task for task in tasks_of(recipe) if task.name == name), None)
     if task is None:
-        known = ", ".join(task.name for task in tasks_of(recipe)) or "none, without prompts.tasks"
-        raise ValueError(f"evaluation.task: expected one of {known}, found {name or 'none'}")
+        known = ", ".join(task.name for task in tasks_of(recipe))
+        expected = f"one of {known}" if known else "none in a recipe without prompts.tasks"
+        raise ValueError(f"evaluation.task: expected {expected}, found {name or 'none'}")
     section = recipe.evaluation.model_copy(update={"task": None})
     return recipe.model_copy(update={"prompts": task.prompts, "rewards": task.rewards, "evaluation": section})
 

@@ -87,6 +87,10 @@ class ResultInUse(ValueError):
     """Another process writes this result."""
 
 
+class OtherResult(ValueError):
+    """The folder has the completions of another evaluation, or damaged ones."""
+
+
 class ProblemLost(ValueError):
     """All completions of a problem are lost: there is no score of all problems."""
 
@@ -97,8 +101,8 @@ class ResultFile:
     def __init__(self, folder: str | Path, header: Header) -> None:
         """Create, or go on with, the result in `folder`.
 
-        Raises ResultInUse for a folder that another process writes to, and ValueError where it has another
-        evaluation; nothing is changed then.
+        Raises ResultInUse for a folder that another process writes to, and OtherResult where it has another
+        evaluation or a damaged one; nothing is changed then.
         """
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -158,17 +162,23 @@ def _locked(folder: Path) -> int:
 
 
 def _rows(path: Path, header: Header) -> dict[Key, Row]:
-    """The rows of an existing file, none of a new one. Raises ValueError where it has another header."""
-    found = read_jsonl(path)
-    if not found:
-        return {}
-    before, expected = found[0].get("header"), msgspec.json.decode(msgspec.json.encode(header))
+    """The rows of an existing file, none of a new one. Raises OtherResult."""
+    try:
+        found = read_jsonl(path)
+        if found:
+            _check_header(path, found[0].get("header"), header)
+        return {row.key: row for row in map(_row, _numbered(path, found[1:]))}
+    except ValueError as error:
+        raise OtherResult(str(error)) from None
+
+
+def _check_header(path: Path, before: Any, header: Header) -> None:
+    expected = msgspec.json.decode(msgspec.json.encode(header))
     if expected["digest"] and isinstance(before, dict):
         before["policy"] = expected["policy"]  # the digest says what it is, wherever the folder is now
     if before != expected:
         difference = _difference(before, expected)
         raise ValueError(f"{path}: expected a result of this evaluation, found another one: {difference}")
-    return {row.key: row for row in map(_row, _numbered(path, found[1:]))}
 
 
 def _numbered(path: Path, rows: Iterable[dict[str, Any]]) -> Iterable[tuple[str, dict[str, Any]]]:

@@ -135,8 +135,9 @@ def _recipe(path: Path) -> dict[str, Any] | None:
 
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: expected the recipe of a run (YAML), found {error}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        found = " ".join(str(error).partition(";")[0].split())
+        raise ValueError(f"{path}: expected the recipe of a run (YAML), found {found}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{path}: expected the recipe of a run, found {type(data).__name__}")
     return flattened(completed(data))
@@ -162,8 +163,9 @@ def _ledger_unit(path: Path) -> str:
         return "gpu_hours"
     try:
         return str(json.loads(head).get("unit", "gpu_hours"))
-    except (json.JSONDecodeError, AttributeError):
-        raise ValueError(f"{path}: row 1: expected a JSON object with the unit, found {head.strip()!r}") from None
+    except (ValueError, AttributeError, RecursionError):
+        found = repr(head.strip()[:80])
+        raise ValueError(f"{path}: row 1: expected a JSON object with the unit, found {found}") from None
 
 
 def _selections(table: TableFile, options: ColumnOptions) -> list[tuple[str, TableFile]]:

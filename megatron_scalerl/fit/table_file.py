@@ -81,6 +81,11 @@ def _csv_kind(header: tuple[str, ...]) -> str:
     return "wandb" if charted and len(charted) == len(header) - 1 else "csv"
 
 
+def _problem(error: ValueError | RecursionError) -> str:
+    """What is wrong with JSON: of a number of thousands of digits without the advice to allow it."""
+    return error.msg if isinstance(error, json.JSONDecodeError) else str(error).partition(";")[0]
+
+
 def _from_jsonl(path: Path, text: str) -> TableFile:
     rows: list[tuple[int, dict[str, Any]]] = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -88,10 +93,10 @@ def _from_jsonl(path: Path, text: str) -> TableFile:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             if rows and text.endswith(line):  # without its newline: being written, or truncated by a crash
                 break
-            raise ValueError(f"{path}: row {number}: expected one JSON object, found {error.msg}") from None
+            raise ValueError(f"{path}: row {number}: expected one JSON object, found {_problem(error)}") from None
         if not isinstance(row, dict):
             raise ValueError(f"{path}: row {number}: expected one JSON object, found {type(row).__name__}")
         rows.append((number, row))
@@ -102,8 +107,9 @@ def _from_jsonl(path: Path, text: str) -> TableFile:
 def _from_json(path: Path, text: str) -> TableFile:
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: row {error.lineno}: expected JSON, found {error.msg}") from None
+    except (ValueError, RecursionError) as error:
+        row = f"row {error.lineno}: " if isinstance(error, json.JSONDecodeError) else ""
+        raise ValueError(f"{path}: {row}expected JSON, found {_problem(error)}") from None
     if not isinstance(value, list) or not value:
         raise ValueError(f"{path}: expected a JSON list of rows, found {type(value).__name__}")
     if all(isinstance(row, list) and len(row) == 3 for row in value):

@@ -48,8 +48,8 @@ def read_hf_config(hf_path: str | Path) -> Any:
         raise ValueError(f"policy.path: expected a Hugging Face folder with config.json, found {hf_path}")
     try:
         found = json.loads(path.read_text())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: expected JSON, found {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: expected JSON, found {str(error).partition(';')[0]}") from error
     _check_known(found.get("model_type") if isinstance(found, dict) else None)
     try:
         return AutoConfig.from_pretrained(str(hf_path), trust_remote_code=False)

@@ -21,10 +21,13 @@ from megatron_scalerl.recipe.file import read_run_recipe
 from megatron_scalerl.report import cost_text, gain, gain_text, gains_by_task, last_step
 from megatron_scalerl.update_report import KEPT, UPDATE_PHASES, PredictedUpdate, Updates, finite, updates_of
 
+PROBE = ("probe_mismatch_mean", "probe_mismatch_max")
+"""Columns of metrics.jsonl that the rows of some steps have (weights.probe_every)."""
 COLUMNS = (
     *("step", "batches", "reward", "train_pass_rate", "entropy", "mismatch_mean", "mismatch_max"),
     *("truncated_share", "interrupted_share", "staleness_mean", "staleness_max", "generated_tokens_per_second"),
     *("step_seconds", "train_seconds", "publish_seconds", "device_hours", "grad_norm", "completion_tokens_mean"),
+    *PROBE,
 )
 """Columns of metrics.jsonl that are taken as they are."""
 VALIDATION_COLUMNS = ("step", "compute", "pass_rate", "entropy", "mean_completion_tokens", "truncated_share")
@@ -239,6 +242,11 @@ def thinned(payload: dict[str, Any], most: int) -> dict[str, Any]:
     every = max(1, math.ceil(count / most))
     kept = sorted({*range(0, count, every), *([count - 1] if count else [])})
     columns = {name: [column[i] for i in kept] for name, column in payload["steps"].items()}
+    for name in PROBE:  # the newest of the steps that a kept one stands for
+        column = payload["steps"].get(name, [])
+        columns[name] = [
+            next((x for x in reversed(column[max(0, i - every + 1) : i + 1]) if x is not None), None) for i in kept
+        ]
     return payload | {"steps": columns, "every": every}
 
 

@@ -189,5 +189,5 @@ def _loaded(path: Path) -> object:
         where = f"line {mark.line + 1}: " if mark else ""
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
         raise ValueError(f"{path}: {where}expected YAML, found {problem}") from None
-    except ValueError as error:  # not UTF-8, or an invalid date
+    except (ValueError, RecursionError) as error:  # not UTF-8, or an invalid date; nested too deep
         raise ValueError(f"{path}: expected YAML in UTF-8, found {' '.join(str(error).split())}") from None

@@ -51,8 +51,8 @@ def _read(file: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{file}: expected JSON, found {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: expected JSON, found {str(error).partition(';')[0]}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{file}: expected a JSON object, found {type(content).__name__}")
     return content

@@ -6,6 +6,7 @@ every size. `overlay=FILE` stands among the overrides: every command that takes 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -144,16 +145,53 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise RecipeError(f"{path}: expected a recipe file, found {'a folder' if path.is_dir() else 'nothing'}")
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf8"))
+        text = path.read_text(encoding="utf8")
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: expected UTF-8, found {error.reason} at byte {error.start}") from None
     except OSError as error:
         raise RecipeError(f"{path}: expected a readable file, found {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{path}: {_yaml_problem(error)}") from None
+    data = _parsed(text, str(path))
     if not isinstance(data, dict):
         raise RecipeError(f"{path}: expected a mapping of keys, found {type(data).__name__}")
     return data
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        found = yaml.safe_load(text)
+        _check_numbers(found, where)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{where}: {_yaml_problem(error)}") from None
+    except RecursionError:
+        raise RecipeError(f"{where}: expected a section of values, found lists or mappings nested too deep") from None
+    except RecipeError:
+        raise
+    except ValueError as error:  # a date in month 13, a number of thousands of digits
+        raise RecipeError(f"{where}: expected YAML, found {str(error).partition(';')[0]}") from None
+    return found
+
+
+def _check_numbers(value: Any, where: str) -> None:
+    """Raises RecipeError for a number that is not finite, or that 64 bits do not hold."""
+    for key, number in _numbers(value, "", set()):
+        place = f"{where}: {key}" if key else where
+        if isinstance(number, int) and not -(2**63) <= number < 2**63:
+            raise RecipeError(f"{place}: expected a number of 64 bits, found one of {number.bit_length()}")
+        if not math.isfinite(number):
+            raise RecipeError(f"{place}: expected a finite number, found {number}")
+
+
+def _numbers(value: Any, key: str, seen: set[int]) -> Iterator[tuple[str, int | float]]:
+    """(key path, number) of each number in a value. seen: what was walked, as aliases make a tree of any size."""
+    if isinstance(value, dict | list):
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        items = value.items() if isinstance(value, dict) else (("", inner) for inner in value)
+        for name, inner in items:
+            yield from _numbers(inner, f"{key}.{name}".strip("."), seen)
+    elif isinstance(value, int | float):
+        yield key, value
 
 
 def _yaml_problem(error: yaml.YAMLError) -> str:
@@ -172,10 +210,7 @@ def _override(data: dict[str, Any], item: str) -> None:
         node = node.setdefault(name, {})
         if not isinstance(node, dict):
             raise RecipeError(f"override {item!r}: expected a section, found a value at {name}")
-    try:
-        node[last] = yaml.safe_load(text) if text else None
-    except yaml.YAMLError as error:
-        raise RecipeError(f"override {item!r}: {_yaml_problem(error)}") from None
+    node[last] = _parsed(text, f"override {item if len(item) <= 100 else item[:97] + '...'!r}") if text else None
 
 
 def _first(error: ValidationError) -> ErrorDetails:

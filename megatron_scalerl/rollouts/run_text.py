@@ -63,7 +63,7 @@ def _added_ids(config: Path) -> list[int]:
     try:
         data = msgspec.json.decode(config.read_bytes(), type=dict[str, Any])
         return [int(token_id) for token_id in data.get("added_tokens_decoder") or {}]
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ValueError(f"{config}: expected a tokenizer's configuration, found {error}") from None
 
 

@@ -23,7 +23,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, choose_encoder
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.telemetry.collector import RunCollector
-from megatron_scalerl.telemetry.scrape_files import ENGINE_PATH, METRICS_PATH, ScrapeFiles, token_of
+from megatron_scalerl.telemetry.scrape_files import ENGINE_PATH, METRICS_PATH, ScrapeFiles, list_nothing, token_of
 from megatron_scalerl.weights.transport import resolve_transport
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,9 @@ MOST_CONNECTIONS = 64
 """At a time; further ones are closed at once, so that none takes the files that the run needs."""
 CONNECTION_S = 60.0
 """Seconds after which a connection takes no further request. It is closed when an engine's answer must be there."""
+
+PORT_WAIT_S, PORT_RETRY_S = 10.0, 0.5
+"""How long a restart waits for an address in use, such as that of a process that ends, and how often it tries."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -85,14 +88,18 @@ class Endpoint:
 async def serving_metrics(recipe: Recipe, run_dir: Path, *, run_id: str) -> AsyncIterator[RunCollector | None]:
     """The endpoint of a recipe inside the block, and what it shows; None without telemetry.metrics_port.
 
-    Raises ValueError for an address that cannot be bound, and for a token file that others own or may read.
+    Raises ValueError for an address that cannot be bound, and for a token file that others own or may read. Where an
+    earlier start of the run had an endpoint, an address that stays in use for PORT_WAIT_S is a warning, and None.
     """
     section = recipe.telemetry
     if section.metrics_port is None:
         yield None
         return
     token = token_of(run_dir) if section.metrics_access == "token" else None
-    bound = _bind(section.metrics_host, section.metrics_port)
+    bound = await _bound(section.metrics_host, section.metrics_port, run_dir)
+    if bound is None:
+        yield None
+        return
     device = "gpu" if resolve_transport(recipe.weights.transport) == "nccl" else "process"
     collector = RunCollector(run=recipe.name, run_id=run_id, planned_steps=recipe.steps, device=device)
     try:
@@ -131,6 +138,22 @@ def _limited(runner: web.AppRunner) -> Callable[[], asyncio.BaseProtocol]:
         return made
 
     return connection
+
+
+async def _bound(host: str, port: int, run_dir: Path) -> socket.socket | None:
+    """A listening socket; None as in `serving_metrics`: nobody may be there to choose another port."""
+    again = list_nothing(run_dir)
+    tries = round(PORT_WAIT_S / PORT_RETRY_S) if again else 0
+    for left in range(tries, -1, -1):
+        try:
+            return _bind(host, port)
+        except ValueError as error:
+            if not again:
+                raise
+            if not left:
+                logger.warning("the run goes on without its endpoint for metrics: %s", error)
+        await asyncio.sleep(PORT_RETRY_S)
+    return None
 
 
 def _bind(host: str, port: int) -> socket.socket:

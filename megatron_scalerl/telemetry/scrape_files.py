@@ -39,6 +39,18 @@ def token_of(run_dir: Path) -> str:
         return token
 
 
+def list_nothing(run_dir: Path) -> bool:
+    """Take the targets of an earlier start off: another's process may listen there, and would get the token.
+
+    Returns whether there were any. Raises OSError.
+    """
+    path = run_dir / FOLDER / TARGETS
+    if not path.exists():
+        return False
+    write_durably(path, b"[]")
+    return True
+
+
 class ScrapeFiles:
     """The files of one start of the run."""
 

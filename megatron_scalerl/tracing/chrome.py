@@ -12,42 +12,74 @@ answer. `otherData.clocks` has the offset in the middle of these bounds and the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import heapq
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
 from megatron_scalerl.tracing.spans import CONTROLLER, STEP, Clock, Span, Spans
 
+T = TypeVar("T")
+
+PORTION = 256
+"""Spans after which the thread rests: the event loop of the process needs the GIL at least every few milliseconds."""
+REST_S = 0.0005
+FIRST_TRACKS = ("loop", "batch", "weight update", "validation", "evaluation")
+"""Shown above the other tracks of their process."""
+
 
 def trace(controller: Spans, ranks: Mapping[int, Sequence[Spans]], other: Mapping[str, Any]) -> bytes:
     """The whole file. ranks: rank -> what it sent, in order. other: more entries of `otherData`."""
     home = controller.clock
-    placed: dict[str, list[Span]] = {CONTROLLER: []}
-    for each in controller.spans:
-        placed.setdefault(each.process or CONTROLLER, []).append(_at(each, home, home))
+    own: list[Span] = []
+    engines: dict[str, list[Span]] = {}
+    for each in _paced(controller.spans):
+        shown = engines.setdefault(each.process, []) if each.process not in ("", CONTROLLER) else own
+        shown.append(_at(each, home, home))
+    placed = {CONTROLLER: own}
     for rank, parts in sorted(ranks.items()):
-        placed[f"trainer-{rank}"] = [_at(each, part.clock, home) for part in parts for each in part.spans]
-    zero = min((each.begin_ns for spans in placed.values() for each in spans), default=0)
-    events: list[dict[str, Any]] = []
-    for pid, (process, spans) in enumerate(placed.items(), 1):
-        events += _of_process(pid, process, spans, zero)
+        placed[f"trainer-{rank}"] = [_at(each, part.clock, home) for part in parts for each in _paced(part.spans)]
+    placed |= dict(sorted(engines.items()))  # below the ranks: they have a thread for each request at a time
+    zero = min((each.begin_ns for spans in placed.values() for each in _paced(spans)), default=0)
     dropped = controller.dropped + sum(part.dropped for parts in ranks.values() for part in parts)
     data = {
         "clock": "CLOCK_REALTIME",
         "zero_unix_ns": str(zero),
-        "clocks": _clocks(home, placed[CONTROLLER], ranks),
+        "clocks": _clocks(home, own, ranks),
         "dropped_spans": dropped,
         **other,
     }
-    return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms", "otherData": data})
+    begin = msgspec.json.encode({"displayTimeUnit": "ms", "otherData": data})[:-1] + b',"traceEvents":['
+    return b"".join([begin, *_encoded(_events(placed, zero)), b"]}"])
 
 
-def lanes(spans: Iterable[Span]) -> list[list[Span]]:
+def _paced(items: Iterable[T]) -> Iterator[T]:
+    """The items, with a rest after each portion, in which other threads run."""
+    for number, each in enumerate(items, 1):
+        yield each
+        if number % PORTION == 0:
+            time.sleep(REST_S)
+
+
+def _encoded(events: Iterable[dict[str, Any]]) -> Iterator[bytes]:
+    """The events as JSON, with commas between, a portion at a time: encoding holds the GIL."""
+    encoder, comma = msgspec.json.Encoder(), b""
+    portions = _paced(events)
+    while portion := list(itertools.islice(portions, PORTION)):
+        yield comma + encoder.encode(portion)[1:-1]
+        comma = b","
+
+
+def lanes(spans: Sequence[Span]) -> list[list[Span]]:
     """The spans of a track as lanes: in each of them any two spans are apart, or one contains the other."""
     found: list[list[Span]] = []
     ends: list[list[int]] = []  # [lanes] ends of the spans that are open
-    for each in sorted(spans, key=lambda s: (s.begin_ns, -s.end_ns)):
+    # a sort holds the GIL: of a few at a time
+    parts = [sorted(spans[n : n + 16 * PORTION], key=_begin) for n in range(0, len(spans), 16 * PORTION)]
+    for each in _paced(heapq.merge(*parts, key=_begin)):
         lane = next((n for n, of_lane in enumerate(ends) if _fits(each, of_lane)), len(found))
         if lane == len(found):
             found.append([])
@@ -55,6 +87,10 @@ def lanes(spans: Iterable[Span]) -> list[list[Span]]:
         found[lane].append(each)
         ends[lane].append(each.end_ns)
     return found
+
+
+def _begin(each: Span) -> tuple[int, int]:
+    return each.begin_ns, -each.end_ns
 
 
 def _fits(each: Span, ends: list[int]) -> bool:
@@ -70,22 +106,26 @@ def _at(each: Span, clock: Clock, home: Clock) -> Span:
     return msgspec.structs.replace(each, begin_ns=each.begin_ns + offset, end_ns=each.end_ns + offset)
 
 
-def _of_process(pid: int, process: str, spans: Sequence[Span], zero: int) -> list[dict[str, Any]]:
-    events = [
-        _named("process_name", pid, 0, name=process),
-        _named("process_sort_index", pid, 0, sort_index=pid),
-    ]
-    tracks: dict[str, list[Span]] = {}
-    for each in spans:
-        tracks.setdefault(each.track, []).append(each)
-    tid = 0
-    for track, of_track in sorted(tracks.items()):
-        for number, lane in enumerate(lanes(of_track), 1):
-            tid += 1
-            events.append(_named("thread_name", pid, tid, name=track if number == 1 else f"{track} {number}"))
-            events.append(_named("thread_sort_index", pid, tid, sort_index=tid))
-            events += [_complete(pid, tid, each, zero) for each in lane]
-    return events
+def _events(placed: Mapping[str, Sequence[Span]], zero: int) -> Iterator[dict[str, Any]]:
+    """Of processes in their order. No thread has a process' number: Perfetto would take it for its main thread."""
+    tid = len(placed)
+    for pid, (process, spans) in enumerate(placed.items(), 1):
+        yield _named("process_name", pid, 0, name=process)
+        yield _named("process_sort_index", pid, 0, sort_index=pid)
+        tracks: dict[str, list[Span]] = {}
+        for each in _paced(spans):
+            tracks.setdefault(each.track, []).append(each)
+        for track in sorted(tracks, key=_place):
+            for number, lane in enumerate(lanes(tracks[track]), 1):
+                tid += 1
+                yield _named("thread_name", pid, tid, name=track if number == 1 else f"{track} ({number})")
+                yield _named("thread_sort_index", pid, tid, sort_index=tid)
+                for each in lane:
+                    yield _complete(pid, tid, each, zero)
+
+
+def _place(track: str) -> tuple[int, str]:
+    return FIRST_TRACKS.index(track) if track in FIRST_TRACKS else len(FIRST_TRACKS), track
 
 
 def _named(what: str, pid: int, tid: int, **arguments: Any) -> dict[str, Any]:

@@ -236,6 +236,28 @@ def test_an_installed_wandb_gets_the_records_unless_it_is_disabled(tmp_path, mon
     sys.modules.pop("wandb", None)
 
 
+def test_wandb_gets_no_batch_and_no_validation_twice_after_two_crashes(tmp_path, monkeypatch):
+    """The second attempt dies before it is where the first one was: its records alone do not say what W&B has."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "wandb.py").write_text(STAND_IN_WANDB)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for begin, end in ((0, 6), (2, 4), (2, 8)):  # each from the checkpoint of step 2
+        metrics = open_metrics(tmp_path, step=begin, batches=begin, last_step=begin)
+        for step in range(begin + 1, end + 1):
+            metrics.step(step, {"batches": step, "loss": 0.5})
+            if not metrics.has_validation(step):
+                metrics.validation(pass_rate(step), by_prompt=[0.25])
+        metrics.close()
+    [path] = tmp_path.glob("wandb_run_run_allow.jsonl")
+    sent = [row for row in json.loads(path.read_text()) if isinstance(row, dict)]
+    assert [row["step"] for row in sent if "loss" in row] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [row["step"] for row in sent if "loss" not in row] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert column(tmp_path, "metrics") == column(tmp_path, "validation") == [1, 2, 3, 4, 5, 6, 7, 8]
+    sys.modules.pop("wandb", None)
+
+
 def test_outcomes_are_beside_the_pass_rates_by_prompt(tmp_path):
     metrics = open_metrics(tmp_path)
     metrics.validation(replace(pass_rate(0), within_variance=0.25), by_prompt=[0.5, 1.0], outcomes="1011")

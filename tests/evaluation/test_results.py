@@ -12,6 +12,7 @@ from megatron_scalerl.evaluation.completing import Holders, Request, complete_al
 from megatron_scalerl.evaluation.results import (
     Header,
     Key,
+    OtherResult,
     ResultFile,
     ResultInUse,
     Row,
@@ -61,7 +62,7 @@ def test_another_evaluation_is_refused_and_changes_nothing(tmp_path, changed, na
     with ResultFile(tmp_path, HEADER) as result:
         result.append(row(1))
     before = result.path.read_bytes()
-    with pytest.raises(ValueError, match="expected a result of this evaluation, found another one") as error:
+    with pytest.raises(OtherResult, match="expected a result of this evaluation, found another one") as error:
         ResultFile(tmp_path, changed)
     assert named in str(error.value) and result.path.read_bytes() == before
     with ResultFile(tmp_path, replace(HEADER, policy="moved/p")) as moved:
@@ -78,7 +79,7 @@ def test_a_damaged_row_names_its_line(tmp_path):
         result.append(row(1))
     with result.path.open("ab") as file:
         file.write(b'{"key": 5}\n')
-    with pytest.raises(ValueError, match=r"completions.jsonl line 3: expected a completion, found "):
+    with pytest.raises(OtherResult, match=r"completions.jsonl line 3: expected a completion, found "):
         ResultFile(tmp_path, HEADER)
     (tmp_path / "other").mkdir()
     with pytest.raises(ValueError, match="expected the completions of an evaluation, found nothing"):

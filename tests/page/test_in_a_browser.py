@@ -68,9 +68,11 @@ async def use_reader(tab):
 
 async def check_figures(tab):
     """Every chart is drawn, has words, and its cursor follows the arrow keys."""
-    await tab.until("document.querySelectorAll('.plot canvas').length === 13")
+    await tab.until("document.querySelectorAll('.plot canvas').length === 14")
     labels = await tab.evaluate("[...document.querySelectorAll('.plot')].map((each) => each.ariaLabel)")
     assert "Reward, step 1 to 3. mean reward last 0.03, 0.01 to 0.03" in labels
+    probed = "mean last 1e-7, 1e-7 to 1e-7; max last 4e-6, 4e-6 to 4e-6"  # every other step has a probe
+    assert f"Mismatch on the probe, same weights, step 1 to 3. {probed}" in labels
     waits = "trainer waits last 0.75, 0.75 to 0.75; engines wait last 0.1, 0.1 to 0.1"
     assert f"Who waits for whom, hours of steps 0 to 0.001667. {waits}" in labels  # seconds, not where they are drawn
     assert all(labels) and labels[0].startswith("Validation pass rate and its forecasts, device-hours 0 to")

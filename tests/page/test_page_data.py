@@ -60,6 +60,7 @@ def test_columns_of_the_steps(run):
     assert steps["degenerate"] == [1.0] * 3
     assert steps["trainer_waits"] == [0.75] * 3 and steps["engines_wait"] == [0.1] * 3
     assert steps["seconds"] == [2.0, 4.0, 6.0]
+    assert steps["probe_mismatch_max"] == [None, 4e-6, None]
     assert steps["weight_update"] == [0.2] * 3 and steps["weight_connect"] == [None] * 3
 
 
@@ -186,6 +187,14 @@ def test_a_long_run_is_thinned_to_its_last_step():
     payload = thinned({"steps": {"step": list(range(1, 1001)), "reward": [0.5] * 1000}}, 100)
     assert payload["every"] == 10 and payload["steps"]["step"][:2] == [1, 11]
     assert payload["steps"]["step"][-1] == 1000 and len(payload["steps"]["reward"]) == 101
+
+
+def test_a_probe_between_the_kept_steps_of_a_long_run_is_shown_at_the_next_of_them():
+    probes = [1e-7 if n % 10 == 0 else None for n in range(1, 1001)]  # as weights.probe_every
+    payload = thinned({"steps": {"step": list(range(1, 1001)), "probe_mismatch_mean": probes}}, 334)
+    shown = zip(payload["steps"]["step"], payload["steps"]["probe_mismatch_mean"])
+    known = [step for step, value in shown if value is not None]
+    assert payload["every"] == 3 and len(known) == 100 and known[:3] == [10, 22, 31] and known[-1] == 1000
 
 
 def test_no_part_of_the_page_imports_torch():

@@ -93,7 +93,7 @@ def test_the_list_follows_its_runs_and_opens_their_pages(tmp_path, monkeypatch):
             await tab.evaluate(
                 "[...document.querySelectorAll('#rows a')].find((a) => a.textContent === 'hostile').click()"
             )
-            await tab.until("document.querySelectorAll('.plot canvas').length === 13")
+            await tab.until("document.querySelectorAll('.plot canvas').length === 14")
             await tab.until("document.getElementById('text')?.textContent.length > 0")
             await tab.evaluate("document.querySelector('#home a').click()")
             await tab.until("document.querySelectorAll('#rows tr').length === 5")

@@ -169,6 +169,39 @@ def test_a_port_in_use_is_a_mistake_of_the_user(tmp_path):
             asyncio.run(run(port))
 
 
+def started_again(tmp_path, monkeypatch, *, held_s):
+    """(the collector, the targets) of a second start, whose port another socket holds so long."""
+    monkeypatch.setattr("megatron_scalerl.telemetry.endpoint.PORT_WAIT_S", 2.0)
+    monkeypatch.setattr("megatron_scalerl.telemetry.endpoint.PORT_RETRY_S", 0.1)
+
+    async def run():
+        async with endpoint(tmp_path):
+            targets = json.loads((tmp_path / "r" / "metrics" / "targets.json").read_text())
+        port = int(targets[0]["targets"][0].split(":")[1])
+        taken = socket.create_server(("127.0.0.1", port))
+        asyncio.get_running_loop().call_later(held_s, taken.close)
+        made, folder = settings(tmp_path, metrics_port=port)
+        with contextlib.closing(taken):
+            async with serving_metrics(made, folder, run_id="1f") as collector:
+                return collector, json.loads((folder / "metrics" / "targets.json").read_text()), port
+
+    return asyncio.run(run())
+
+
+def test_a_restart_waits_for_its_port(tmp_path, monkeypatch, caplog):
+    collector, targets, port = started_again(tmp_path, monkeypatch, held_s=0.5)
+    assert collector is not None and targets[0]["targets"] == [f"127.0.0.1:{port}"] and not caplog.records
+
+
+def test_a_restart_whose_port_stays_taken_goes_on_without_metrics(tmp_path, monkeypatch, caplog):
+    """Nor does Prometheus bring the token to whoever listens there now."""
+    collector, targets, port = started_again(tmp_path, monkeypatch, held_s=60)
+    assert collector is None and targets == []
+    [said] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith("the run goes on without its endpoint for metrics: telemetry.metrics_host, telemetry.")
+    assert f"found 127.0.0.1 and {port}: Address already in use" in said
+
+
 def test_prometheus_gets_the_format_that_it_asks_for(tmp_path):
     async def run():
         async with endpoint(tmp_path) as (_, get):

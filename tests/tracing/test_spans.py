@@ -9,6 +9,7 @@ import trace_checks
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_scalerl.tracing import chrome
 from megatron_scalerl.tracing import spans as module
 from megatron_scalerl.tracing.chrome import lanes, trace
 from megatron_scalerl.tracing.rank import RankTrace
@@ -224,4 +225,33 @@ def test_processes_and_overlapping_requests_are_told_apart():
         "trainer-1",
     }
     threads = [e["args"]["name"] for e in metadata if e["name"] == "thread_name"]
-    assert threads == ["loop", "requests", "requests 2", "requests 3", "rank"]
+    assert threads == ["loop", "rank", "requests", "requests (2)", "requests (3)"]
+
+
+def test_viewers_show_tracks_in_their_order_and_none_as_the_main_thread():
+    """Perfetto orders by number, and marks a thread that has the number of its process."""
+    spans = [Span("x", track, 0, 1) for track in ("scoring", "batch", "evaluation", "a", "validation", "loop")]
+    shown = [(name, track) for name in ("engine-1", "engine-0") for track in ("requests", "pauses")]
+    engines = [Span("x", track, 0, 1, {}, name) for name, track in shown]
+    made = traced([*engines, *spans], {0: [Spans(clock=HOME, spans=(Span("step", "rank", 0, 1),))]})
+    metadata = [e for e in made["traceEvents"] if e["ph"] == "M"]
+    processes = {e["pid"]: e["args"]["name"] for e in metadata if e["name"] == "process_name"}
+    assert [processes[pid] for pid in sorted(processes)] == ["controller", "trainer-0", "engine-0", "engine-1"]
+    threads = {e["tid"]: e["args"]["name"] for e in metadata if e["name"] == "thread_name"}
+    assert not threads.keys() & processes.keys()
+    assert [threads[tid] for tid in sorted(threads)] == [
+        *("loop", "batch", "validation", "evaluation", "a", "scoring", "rank"),
+        *("pauses", "requests", "pauses", "requests"),
+    ]
+
+
+def test_a_long_trace_is_made_in_portions_with_rests_between(monkeypatch):
+    rests = []
+    monkeypatch.setattr(chrome.time, "sleep", rests.append)
+    monkeypatch.setattr(chrome, "PORTION", 4)
+    count = 101
+    spans = [Span(str(n), "t", count - n, count - n + 1, {"n": n}) for n in range(count)]
+    made = traced(spans, {})
+    found = [e for e in made["traceEvents"] if e["ph"] == "X"]
+    assert [(e["name"], e["args"]["n"]) for e in found] == [(str(n), n) for n in reversed(range(count))]
+    assert len(rests) >= 4 * (count // 4) and set(rests) == {chrome.REST_S}

@@ -19,7 +19,9 @@ function fill(id, ...children) { byId(id).replaceChildren(...children.flat().fil
 
 function short(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
-  return Number.isInteger(value) && Math.abs(value) < 1e7 ? String(value) : String(Number(value.toPrecision(digits)));
+  if (Number.isInteger(value) && Math.abs(value) < 1e7) return String(value);
+  const rounded = Number(value.toPrecision(digits));
+  return Math.abs(rounded) < 1e-4 ? rounded.toExponential() : String(rounded); // 0.000004 is too wide beside an axis
 }
 
 function cssColor(name) { return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim(); }

@@ -34,7 +34,7 @@ function learning() {
 }
 
 function simple(title, ...lines) {
-  return { title, series: lines.map(([, label, color, dash]) => ({ label, color, dash })), columns: lines.map(([name]) => name) };
+  return { title, series: lines.map(([, label, color, dash, points]) => ({ label, color, dash, points })), columns: lines.map(([name]) => name) };
 }
 
 const SIMPLE = [
@@ -42,6 +42,7 @@ const SIMPLE = [
   simple("Training pass rate", ["train_pass_rate", "pass rate", "a"]),
   simple("Entropy, nats per token", ["entropy", "entropy", "a"]),
   simple("Mismatch, trainer against engine", ["mismatch_mean", "mean |log-prob difference|", "a"]),
+  simple("Mismatch on the probe, same weights", ["probe_mismatch_mean", "mean", "a", undefined, true], ["probe_mismatch_max", "max", "b", [5, 3], true]),
   simple("Tokens of a completion", ["completion_tokens_mean", "mean", "a"]),
   simple("Truncated and interrupted", ["truncated_share", "truncated", "b"], ["interrupted_share", "interrupted", "a", [5, 3]]),
   simple("Staleness, optimizer steps", ["staleness_mean", "mean", "a"], ["staleness_max", "max", "b", [5, 3]]),
