@@ -36,6 +36,7 @@ NO_COMMANDS = {
     "stand_in_engines.py",
     "stand_in_trainer.py",
     "tiny_run.py",
+    "weights_worker.py",
 }
 TOOLS = sorted(p.name for p in (ROOT / "tools").glob("*.py") if p.name not in NO_COMMANDS)
 

@@ -266,7 +266,7 @@ ROWS: tuple[Row, ...] = (
     Row(component="weight update over gloo", checks=_of("engine", "update", "probe")),
     Row(
         component="weight updates of changed elements (`weights.deltas`), staged ones (`weights.transaction`), "
-        "shared memory (`weights.transport: shm`)",
+        "shared memory (`weights.transport: shm`), the store of weights (`weights.store`)",
         checks=(),
     ),
     Row(component="weight update over NCCL", checks=_of("wire", "digest", "send") + _of("parallel", "broadcast")),
