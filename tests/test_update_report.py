@@ -105,7 +105,7 @@ def test_the_report_of_a_run_has_the_planner_s_prediction(tmp_path):
     text = console.export_text()
     assert "Weight updates" in text and "No prediction" not in text
     line = next(line for line in text.splitlines() if "most sent by a rank" in line)
-    assert "1.4" in line and "4 GB" in line
+    assert "1.005 GB" in line and "4 GB" in line
 
 
 HOSTILE = {"num_attention_heads": 0, "num_hidden_layers": 10**7, "torch_dtype": "x", "vocab_size": 10**30}
