@@ -57,24 +57,13 @@ run_tests() { # COMMAND...; sets code where it fails
   tests=
 }
 
-start_beside() { # PYTEST-OPTION... [-- PYTEST-OPTION...]: one process after the other on the second core
+start_beside() { # PYTEST-OPTION...: on the second core
   mkdir -p build
   : >build/tests-beside.log  # `tail` may come first
   set -m
-  one_after_the_other "$@" >>build/tests-beside.log 2>&1 </dev/null &
+  .venv/bin/python -m pytest -q -p no:cacheprovider "$@" >>build/tests-beside.log 2>&1 </dev/null &
   beside=$!
   set +m
-}
-
-one_after_the_other() {
-  local failed=0 each=()
-  while [ "$#" -gt 0 ]; do
-    while [ "$#" -gt 0 ] && [ "$1" != -- ]; do each+=("$1"); shift; done
-    .venv/bin/python -m pytest -q -p no:cacheprovider "${each[@]}" || { failed=$?; [ "$failed" != 2 ] || return 2; }
-    each=()
-    [ "$#" = 0 ] || shift
-  done
-  return "$failed"
 }
 
 end_beside() { # shows what it has printed, and the rest as it comes; sets code where it fails
@@ -86,8 +75,8 @@ end_beside() { # shows what it has printed, and the rest as it comes; sets code 
 
 # Some of these look for programs of sandboxes that are left on this machine: no two processes run them at once.
 sandboxes=(tests/{rewards,controller/test_preflight.py})
-# With them half of the work of the fast tests; in the CI tier they follow the slow tests on the second core.
-half=(tests/{fit,plan,logits})
+# With them half of the work of the fast tests.
+half=(tests/{doctor,fit,launch,logits,page,plan,slurm,study,telemetry})
 code=0
 tier=
 select=(-m "not full")
@@ -134,10 +123,10 @@ tools/install.sh cpu
 .venv/bin/ruff format --check -q .
 case "$tier" in
   ci)
-    start_beside -m "slow and not full" "${sandboxes[@]/#/--ignore=}" -- "${fast[@]}" "${half[@]}"
+    start_beside -m "slow and not full" "${sandboxes[@]/#/--ignore=}"
     lint_types_and_docs
     run_tests .venv/bin/python -m pytest -q -m "not full" "${sandboxes[@]}"
-    run_tests .venv/bin/python -m pytest -q "${fast[@]}" "${sandboxes[@]/#/--ignore=}" "${half[@]/#/--ignore=}"
+    run_tests .venv/bin/python -m pytest -q "${fast[@]}" "${sandboxes[@]/#/--ignore=}"
     if [ -n "$second" ]; then
       echo "run.sh: the fast tier under Python 3.12"
       if wait "$installing"; then run_tests covered_fast_3_12; else code=$((code ? code : $?)); fi

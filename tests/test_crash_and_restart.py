@@ -131,6 +131,7 @@ def test_a_crash_at_any_moment_costs_at_most_the_repeated_work(tmp_path, uncrash
     assert total - DEVICES * HEARTBEAT_S - 1e-3 <= held(tmp_path / "r") <= total + 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_crash_at_any_write_is_survived(tmp_path, uncrashed, async_save):
     """Killed in its n-th write, for every n: groups, batches and records are complete."""

@@ -54,6 +54,7 @@ def in_a_process(settings):
     return text
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_and_it_goes_on_with_space(small_disk):
     """The disk grows by a page after each end, so that it is full at another moment of the run each time."""
     folder, resize = small_disk
@@ -73,6 +74,7 @@ def test_a_full_disk_ends_the_run_and_it_goes_on_with_space(small_disk):
     assert kinds >= {"segment", "jsonl"}, ends
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("short", [False, True])
 def test_a_disk_that_is_full_at_the_nth_write(tmp_path, monkeypatch, short):
     """By a stand-in for os.write: it refuses, or takes half and then refuses."""

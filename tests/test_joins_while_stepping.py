@@ -45,7 +45,7 @@ def join_at(folder, at_s, monkeypatch, *, store, **changes):
     return outcome, happened
 
 
-MOMENTS = [7.1 + 1.3 * i for i in range(15)]
+MOMENTS = [7.1 + 1.9 * i for i in range(10)]
 
 
 @pytest.mark.parametrize("store", [True, False])
@@ -63,7 +63,7 @@ def test_it_serves_what_the_others_serve_before_the_step_ends(tmp_path, monkeypa
                 from_store += 1
                 assert version == before[-1] and when - at_s < 3 * PUBLISH_S  # an update may have to end first
     if store:
-        assert from_store >= 3
+        assert from_store >= 2
     else:
         assert from_store == 0 and max(waited) > PUBLISH_S + 0.25 * TRAIN_S
 

@@ -131,6 +131,7 @@ def test_an_evicted_engine_ends_an_evaluation_and_a_later_version_is_evaluated(t
     assert done and done[0] in (1, 2, 3) and done[-1] == STEPS
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(
     kills=st.lists(st.floats(0.1, 40.0), min_size=1, max_size=3),

@@ -142,6 +142,7 @@ def test_a_run_that_is_asked_to_save_and_exit_repeats_no_step(tmp_path, at_s):
     assert [r["step"] for r in read_jsonl(tmp_path / "r" / "validation.jsonl")] == [0, 3, 6]
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     updates=st.sampled_from([1, 2, 3, 8]),

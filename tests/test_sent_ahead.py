@@ -65,6 +65,7 @@ def test_a_batch_sent_ahead_without_anything_to_train_on_is_skipped_in_its_turn(
     assert len(set(groups)) == len(groups) == 2 * len(rows)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     k=st.sampled_from([0, 1, 3, 8]),

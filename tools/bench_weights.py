@@ -258,10 +258,10 @@ def main(options: argparse.Namespace) -> None:
     with (
         tempfile.TemporaryDirectory() as root,
         private_folder() as rendezvous,
-        private_folder(options.store) as files,
+        tempfile.TemporaryDirectory(dir=options.store) as files,
     ):
         make_policy(Path(root), options)
-        size, of_change, seconds = measure(options, Path(root), rendezvous, files.folder)
+        size, of_change, seconds = measure(options, Path(root), rendezvous, files)
     median = {arm: statistics.median(of) for arm, of in seconds.items()}
     line = {
         "bench": "weights",

@@ -44,7 +44,6 @@ The end (`_finish`): no more prompts or steps. The loop ends no process: the lau
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
@@ -334,11 +333,12 @@ class Controller:
         try:
             found = await work
             await reading.acquire()
-            return found
         finally:
             joining.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await joining
+            await asyncio.wait([joining])
+        if not joining.cancelled():
+            joining.result()  # raises
+        return found
 
     async def _join_from_store(self, reading: asyncio.Lock) -> None:
         while True:

@@ -226,7 +226,11 @@ async def _attempt(run: _Run, launcher: Launcher, resumed: _Resumed, *, since: f
         engines.on_devices = meter.hold_engine_devices
         if run.collector is not None:
             run.collector.attempt(start.step, ledger.seconds)
-        async with metering(meter), launcher.trainer(attempt) as trainer:
+        async with (
+            metering(meter),
+            weight_store(recipe, first=first) as store,
+            launcher.trainer(attempt) as trainer,
+        ):
             try:
                 fleet = await launcher.start(trainer)
             except _RESTART as error:
@@ -236,7 +240,7 @@ async def _attempt(run: _Run, launcher: Launcher, resumed: _Resumed, *, since: f
             if first:
                 _print_fleet(fleet, run.console)
             prompts = run.inputs.prompts
-            with Progress(run.console, recipe.steps) as progress, weight_store(recipe) as store:
+            with Progress(run.console, recipe.steps) as progress:
                 controller = Controller(
                     recipe=recipe,
                     prompts=prompts,

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
+import os
+import shutil
+import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
 from megatron_scalerl.controller.weight_phases import PhaseFailed, Phases, verify
-from megatron_scalerl.distributed.rendezvous import FolderRendezvous, private_folder
+from megatron_scalerl.distributed.rendezvous import FolderRendezvous
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.tracing.spans import spanned
@@ -28,6 +33,7 @@ from megatron_scalerl.weights.transport.store import BACKEND, is_stored, stored_
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 NeedsOf = Callable[[EngineClient, Manifest], Awaitable[list[str]]]
 
 _POLL_S = 0.05
@@ -81,12 +87,14 @@ class WeightStore:
 
         needs: asks what each of the engine's workers needs of the stored tensors, as JSON.
         """
-        begin = time.perf_counter()
+        begin, limit = time.perf_counter(), self._recipe.weights.timeout_s
         try:
-            versions = await self._load(engine, needs, version)
-        except PhaseFailed as failed:
+            async with asyncio.timeout(limit):
+                versions = await self._load(engine, needs, version)
+        except (PhaseFailed, OSError) as failed:  # a TimeoutError is one
             self._failed.add(engine)
-            logger.warning("weights.store: the trainer sends version %d instead: %s", version, failed)
+            why = str(failed) or f"{engine.name}: not read within {limit:g} s (weights.timeout_s)"
+            logger.warning("weights.store: the trainer sends version %d instead: %s", version, why)
             return False
         if not versions:
             self._failed.add(engine)
@@ -144,25 +152,49 @@ class WeightStore:
         """`stored_anchor`, for which it waits while the senders write; None where they do not."""
         begin, place = time.monotonic(), (self.folder, formed.connection.group, formed.senders)
         while (waited := time.monotonic() - begin) < _END_S:
-            found = await asyncio.to_thread(stored_anchor, *place, version)
-            if found is not None or (waited > _BEGIN_S and not await asyncio.to_thread(is_stored, *place)):
+            found = await _within(_END_S, stored_anchor, *place, version)
+            if found is not None or (waited > _BEGIN_S and not await _within(_END_S, is_stored, *place)):
                 return found
             await asyncio.sleep(_POLL_S)
         return None
 
 
-@contextlib.contextmanager
-def weight_store(recipe: Recipe) -> Iterator[WeightStore | None]:
-    """The store of weights.store, in a folder of its own, which is deleted at the end; None without it.
+@contextlib.asynccontextmanager
+async def weight_store(recipe: Recipe, *, first: bool = True) -> AsyncIterator[WeightStore | None]:
+    """The store of weights.store, in a new folder, which is deleted at the end; None without it.
 
-    Raises RuntimeError for a folder that cannot be made or locked.
+    Folders that a kill left of the same run, which has one controller at a time, are deleted. Raises RuntimeError for
+    a folder that cannot be made; unless `first`, in a run that goes on, that is a warning, and None.
     """
     if not recipe.weights.store:
         yield None
         return
-    with contextlib.ExitStack() as stack:
-        try:
-            folder = stack.enter_context(private_folder(recipe.weights.store))
-        except OSError as error:
-            raise RuntimeError(f"weights.store: expected a folder for files with locks: {error}") from error
-        yield WeightStore(recipe, folder.folder)
+    try:
+        folder = await _within(_END_S, _new_folder, recipe.weights.store, recipe.run_dir)
+    except OSError as error:
+        why = f"weights.store: {recipe.weights.store}: expected a folder for files: {error or 'no answer'}"
+        if first:
+            raise RuntimeError(why) from error
+        logger.warning("%s; the run goes on without it", why)
+        yield None
+        return
+    try:
+        yield WeightStore(recipe, folder)
+    finally:
+        with contextlib.suppress(OSError):  # it hangs
+            await _within(_END_S, shutil.rmtree, folder, True)
+
+
+async def _within(seconds: float, call: Callable[..., T], *arguments: Any) -> T:
+    """What a call in a thread returns. Raises TimeoutError, an OSError, when it takes longer; it goes on then."""
+    async with asyncio.timeout(seconds):
+        return await asyncio.to_thread(call, *arguments)
+
+
+def _new_folder(parent: str, run_dir: str | Path) -> str:
+    """A folder with mode 0700, and a name by which the run knows those it has left behind. Raises OSError."""
+    prefix = f"msrl-weights-{hashlib.sha256(os.path.realpath(run_dir).encode()).hexdigest()[:16]}-"
+    for path in Path(parent).glob(f"{prefix}*"):
+        if path.lstat().st_uid == os.geteuid() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=prefix, dir=parent)

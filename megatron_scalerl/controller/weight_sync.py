@@ -175,7 +175,10 @@ class WeightSync:
         An engine that fails, or for which the store has nothing, stays stale.
         """
         async with self._lock:
-            await asyncio.gather(*(self._from_store(engine, version) for engine in self.stored_for()))
+            each = (self._from_store(engine, version) for engine in self.stored_for())
+            failed = [e for e in await asyncio.gather(*each, return_exceptions=True) if isinstance(e, BaseException)]
+        if failed:
+            raise failed[0]
 
     async def _from_store(self, engine: EngineClient, version: int) -> None:
         assert self._store is not None

@@ -67,16 +67,16 @@ Rendezvous = FolderRendezvous | HostRendezvous
 
 
 @contextlib.contextmanager
-def private_folder(parent: str | None = None) -> Iterator[FolderRendezvous]:
-    """A new folder for one start of a run, deleted at the end of the block. Raises OSError.
+def private_folder() -> Iterator[FolderRendezvous]:
+    """A new folder for one start of a run, deleted at the end of the block.
 
-    Without `parent` it is in the temporary directory (TMPDIR), because not every network file system has the file
-    locks that the stores need. A lock on it keeps systemd-tmpfiles from deleting it during a long run. A folder left
-    by a kill is not reused; a later start of the same user deletes it.
+    It is in the temporary directory (TMPDIR), because not every network file system has the file locks that the
+    stores need. A lock on it keeps systemd-tmpfiles from deleting it during a long run. A folder left by a kill is
+    not reused; a later start of the same user deletes it.
     """
-    for path in abandoned_folders(parent):
+    for path in abandoned_folders():
         shutil.rmtree(path, ignore_errors=True)
-    folder = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)  # mode 0700, with a new name
+    folder = tempfile.mkdtemp(prefix=_PREFIX)  # mode 0700, with a new name
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(held, fcntl.LOCK_SH)
@@ -86,12 +86,12 @@ def private_folder(parent: str | None = None) -> Iterator[FolderRendezvous]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def abandoned_folders(parent: str | None = None) -> Iterator[Path]:
+def abandoned_folders() -> Iterator[Path]:
     """This user's private folders that no process holds and that are not just being made: leftovers of a kill.
 
     Each is locked while it is yielded, so that no two processes delete it.
     """
-    for path in Path(parent or tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         try:
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:  # another user's, a link, or deleted meanwhile

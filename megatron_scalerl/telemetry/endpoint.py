@@ -92,11 +92,12 @@ async def serving_metrics(recipe: Recipe, run_dir: Path, *, run_id: str) -> Asyn
     earlier start of the run had an endpoint, an address that stays in use for PORT_WAIT_S is a warning, and None.
     """
     section = recipe.telemetry
+    again = list_nothing(run_dir)
     if section.metrics_port is None:
         yield None
         return
     token = token_of(run_dir) if section.metrics_access == "token" else None
-    bound = await _bound(section.metrics_host, section.metrics_port, run_dir)
+    bound = await _bound(section.metrics_host, section.metrics_port, again=again)
     if bound is None:
         yield None
         return
@@ -140,9 +141,8 @@ def _limited(runner: web.AppRunner) -> Callable[[], asyncio.BaseProtocol]:
     return connection
 
 
-async def _bound(host: str, port: int, run_dir: Path) -> socket.socket | None:
+async def _bound(host: str, port: int, *, again: bool) -> socket.socket | None:
     """A listening socket; None as in `serving_metrics`: nobody may be there to choose another port."""
-    again = list_nothing(run_dir)
     tries = round(PORT_WAIT_S / PORT_RETRY_S) if again else 0
     for left in range(tries, -1, -1):
         try:

@@ -13,7 +13,7 @@ VLLM_BACKEND = "msrl"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Connection:
-    """The broadcast groups for weights. Produced by `WeightSync.connect`; `msgspec.to_builtins` makes JSON of it."""
+    """The broadcast groups for weights. Produced by `WeightSync`; `msgspec.to_builtins` makes JSON of it."""
 
     backend: str
     """gloo, nccl or shm; of an engine that reads the store, file."""

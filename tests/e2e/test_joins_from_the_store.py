@@ -24,8 +24,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 async def scenario(recipe, inputs):
     prompts = list(inputs.prompts.held_out[:4])
-    with contextlib.closing(RunFolder(recipe)) as folder, weight_store(recipe) as store:
+    with contextlib.closing(RunFolder(recipe)) as folder:
         async with (
+            weight_store(recipe) as store,
             launching(recipe, folder.attempt, SECRET) as launcher,
             launcher.trainer(folder.attempt) as trainer,
         ):

@@ -95,7 +95,7 @@ def test_an_engine_killed_in_the_middle_that_misses_three_versions_gets_the_newe
     async def scenario():
         async with AsyncExitStack() as stack:
             enter = stack.enter_async_context
-            store = stack.enter_context(weight_store(recipe))
+            store = await enter(weight_store(recipe))
             sender = await enter(SenderProcess(folders[0]))
             other, victim = [await enter(ReceiverProcess(f"engine-{n}", SHAPES)) for n in range(2)]
             scene = Scene(sender, [other, victim], folders, recipe, store)

@@ -38,6 +38,7 @@ def learned_from(monkeypatch):
     return learn_from
 
 
+@pytest.mark.slow
 def test_nothing_of_a_left_out_run_reaches_its_prior(learned_from):
     few = [known for known in known_runs() if known.run in FEW]
     for run in ("MiniMax", "chain_lr1e-4"):
@@ -47,6 +48,7 @@ def test_nothing_of_a_left_out_run_reaches_its_prior(learned_from):
         assert learned_from(other) != learned_from(few)
 
 
+@pytest.mark.slow
 def test_a_run_in_two_figures_counts_once(learned_from):
     few = [known for known in known_runs() if known.run in FEW]
     once, twice = learned_from(few), learned_from([*few, few[0]])

@@ -27,6 +27,7 @@ def test_the_end_is_forecast_from_the_fourth_validation_on():
     assert {each.verdict for each in made[:3]} == {"too early to say"}  # fewer than eight points
 
 
+@pytest.mark.slow
 def test_intervals_hold_what_came():
     inside = []
     for seed in range(6, 12):

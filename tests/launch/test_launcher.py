@@ -63,6 +63,7 @@ def trainer(recipe, run):
         folder.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failure", [TrainerError("trainer rank 0: gone"), TimeoutError(), OSError("no socket")])
 def test_a_failing_stop_of_the_trainer_leaves_no_child(trainer, run, tmp_path, monkeypatch, caplog, failure):
     async def scenario():

@@ -92,6 +92,7 @@ def wait_for_steps(task, run, steps, process):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_study_from_its_start_to_its_results(task):
     code, said = ran(task, STAND_IN_STEP_S="0.03")
     assert code == 0
@@ -181,6 +182,7 @@ def test_one_study_at_a_time_in_a_folder(task):
     )
 
 
+@pytest.mark.slow
 def test_a_changed_recipe_is_refused_or_redone(task):
     assert ran(task)[0] == 0
     overlay = task / "arms" / "dapo.yaml"

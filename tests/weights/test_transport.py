@@ -199,7 +199,7 @@ def test_a_sender_that_leaves_ends_the_update_of_all(spec):
 
 @pytest.mark.parametrize("byte", [0, -1])
 def test_a_flipped_bit_is_noticed(spec, byte):
-    senders, receivers = joined(spec())
+    senders, receivers = joined(spec(timeout_s=4))
     _, error = transfer(senders, receivers, tensors(), flip=byte)
     assert isinstance(error, RuntimeError) and "bucket 0 of 3: expected digest" in str(error)
 
@@ -369,6 +369,7 @@ def test_a_group_over_nccl_has_the_stores_name_of_its_sender_and_shard(spec, mon
     assert made == ["g-1-0", "g-1-2"] and {type(group) for group in sender.groups.values()} == {NcclGroup}
 
 
+@pytest.mark.slow
 def test_groups_are_closed_if_one_of_them_is_not_formed(spec, monkeypatch):
     closed = []
     monkeypatch.setattr(Group, "close", lambda self: closed.append(self))

@@ -5,16 +5,22 @@ file system may reach an update. Real are senders, groups, files and receivers' 
 live parameters (`test_rejoin`), file systems between hosts.
 """
 
+import asyncio
 import os
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from engine.engine_recipes import recipe_for
 from test_deltas import Held, digest_of, equal, stepped, update
 from test_transport import joined, plan_of, reader, spec, tensors  # noqa: F401 - a fixture
 
-from megatron_scalerl.distributed.rendezvous import FolderRendezvous, private_folder
+from megatron_scalerl.controller import weight_store as module
+from megatron_scalerl.controller.weight_store import _new_folder, weight_store
+from megatron_scalerl.distributed.rendezvous import FolderRendezvous
 from megatron_scalerl.weights.transport.store import BACKEND, StoredGroup, is_stored, stored_anchor
 
 MIB = 1 << 20
@@ -24,8 +30,7 @@ WHOLE = 2_200_080 + 3 * 8 + 40
 
 @pytest.fixture
 def folder(tmp_path):
-    with private_folder(str(tmp_path)) as made:
-        yield made.folder
+    return tempfile.mkdtemp(dir=tmp_path)
 
 
 def stored(connection, folder, **changes):
@@ -104,6 +109,7 @@ def test_one_whole_update_replaces_the_one_before(spec, folder):  # noqa: F811
 def test_an_anchor_of_another_connection_is_kept_until_the_new_one_is_complete(spec, folder):  # noqa: F811
     connection, versions = stored(spec(), folder), versions_of(2)
     sender, _, _ = run(connection, versions[:1])
+    settle(sender)
     sender.close()
     again = replace(connection, group=connection.group[::-1])
     senders, receivers = joined(again)
@@ -187,11 +193,12 @@ def test_an_update_that_fails_is_not_stored(spec, folder):  # noqa: F811
     senders, receivers = joined(connection)
     held = [Held(versions[0])]
     update(senders, receivers, held, versions[0], 0)
+    settle(senders[0])
     for group in receivers[0].values():
         group.close()
     with pytest.raises(RuntimeError), ThreadPoolExecutor(1) as pool:
         pool.submit(senders[0].send, plan_of(versions[1]), reader(versions[1], plan_of(versions[1])), 1).result()
-    # the thread has ended; the version before is still whole, whatever follows it in the file
+    # the version before is still whole, whatever follows it in the file
     assert (
         stored_anchor(folder, connection.group, 1, 0) == 0 and stored_anchor(folder, connection.group, 1, 1) is None
     )
@@ -218,6 +225,7 @@ def test_a_fault_of_the_disk_costs_the_store_alone(spec, folder, tmp_path, caplo
     for number, weights in enumerate(versions):
         sent, got = update(senders, receivers, held, weights, number)
         assert sent == got
+    settle(senders[0])
     senders[0].close()
     assert time.monotonic() - begin < 30
     assert digest_of(held[0].weights) == digest_of(versions[-1])
@@ -229,3 +237,70 @@ def test_a_fault_of_the_disk_costs_the_store_alone(spec, folder, tmp_path, caplo
         assert "weights.store: " in caplog.text and expected in caplog.text
         assert stored_anchor(connection.store, connection.group, 1, 1) is None
     os.close(pipe[0])  # the thread ends
+
+
+def opened(recipe, **more):
+    """What is in the store's folder while it is open, and whether it was."""
+
+    async def scenario():
+        async with weight_store(recipe, **more) as store:
+            return store and (store.folder, os.stat(store.folder).st_mode & 0o777)
+
+    return asyncio.run(scenario())
+
+
+def test_a_start_deletes_what_a_kill_left_of_its_own_run(tmp_path):
+    mine, other = (recipe_for(tmp_path, weights={"store": str(tmp_path)}) for _ in range(2))
+    other = other.model_copy(update={"name": "other"})
+    left = [_new_folder(str(tmp_path), each.run_dir) for each in (mine, other)]
+    folder, mode = opened(mine)
+    assert mode == 0o700 and folder not in left
+    assert [os.path.exists(path) for path in (*left, folder)] == [False, True, False]
+
+
+def test_without_a_folder_a_first_start_ends_and_a_later_one_goes_on(tmp_path, caplog):
+    recipe = recipe_for(tmp_path, weights={"store": str(tmp_path / "none")})
+    with pytest.raises(RuntimeError, match=r"^weights\.store: .*/none: expected a folder for files: "):
+        opened(recipe)
+    assert opened(recipe, first=False) is None
+    assert "the run goes on without it" in caplog.text
+    assert opened(recipe_for(tmp_path)) is None
+
+
+class Named:
+    """All of an engine's client that a look into the folder needs."""
+
+    def __init__(self, name):
+        self.name = name
+
+
+@pytest.mark.parametrize("fault", [OSError(116, "Stale file handle"), "hangs"])
+def test_a_fault_of_a_look_into_the_folder_leaves_the_engine_to_the_trainer(tmp_path, monkeypatch, caplog, fault):
+    """A stand-in for a file system that fails or hangs where the controller looks."""
+    recipe = recipe_for(tmp_path, weights={"store": str(tmp_path), "timeout_s": 1})
+    engine = Named("engine-3")
+
+    def look(*arguments):
+        if fault == "hangs":
+            time.sleep(4)
+            return None
+        raise fault
+
+    monkeypatch.setattr(module, "stored_anchor", look)
+
+    async def needs(engine, manifest):
+        return ["all"]
+
+    async def scenario():
+        store = module.WeightStore(recipe, str(tmp_path))
+        connection = SimpleNamespace(group="g")
+        store.connected(module.Formed(connection=connection, manifest=(), shards=("all",), plans=("",), senders=1))
+        store.published(7, None)
+        store._report = "of version 7"
+        begin = time.monotonic()
+        found = await store.catch_up(engine, needs, 7)
+        return found, store.may_serve(engine), time.monotonic() - begin
+
+    found, again, seconds = asyncio.run(scenario())
+    assert not found and not again and seconds < 3
+    assert "weights.store: the trainer sends version 7 instead: " in caplog.text

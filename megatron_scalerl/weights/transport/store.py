@@ -1,7 +1,7 @@
 """The store of weights: files from which an engine catches up while the trainer steps.
 
 What a sender broadcasts in a shard's group it appends to a file, too: a whole update, the anchor, and after it the
-updates of changes. Read from its begin, the file is what an engine would have received in all of them.
+updates of changes. Read from its beginning, the file is what an engine would have received in all of them.
 
     FOLDER/SENDER-SHARD-ANCHOR-GROUP     of the connection GROUP, from the whole update of version ANCHOR on
     FOLDER/SENDER-newest-ANCHOR-GROUP    newest version that all of the sender's files have, written last
@@ -18,6 +18,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,6 +31,7 @@ from megatron_scalerl.weights.transport.gloo import Finish, Group
 
 logger = logging.getLogger(__name__)
 
+_WORTH_A_LINE_S = 1.0
 BACKEND = "file"
 """`Connection.backend` of an engine that reads the store."""
 
@@ -42,6 +44,7 @@ class StoreWriter:
         self._bytes_of_all, self._patience_s = connection.store_bytes, connection.timeout_s / 2
         self._anchor, self._bytes, self._limit = "", 0, 0  # of what is being recorded; "" if nothing is
         self._open: dict[int, BinaryIO] = {}
+        self._before: list[Path] = []  # files that the anchor replaces
         self._jobs: queue.Queue[Callable[[], object] | None] = queue.Queue()
         self._failed = False
         self._thread = threading.Thread(target=self._work, name="weight store", daemon=True)
@@ -55,18 +58,14 @@ class StoreWriter:
         self._settle()
         if not whole or self._failed:
             return
-        self._anchor, self._bytes, self._limit = "", 0, int(self._bytes_of_all * share)
-        if nbytes > self._limit:
-            self._give_up(f"weights.store_gib: expected at least {nbytes} bytes for this sender, found {self._limit}")
+        limit = int(self._bytes_of_all * share)
+        self._anchor, self._bytes, self._limit = "", 0, limit
+        if nbytes > limit:
+            why = f"weights.store_gib: expected at least {nbytes} bytes for this sender, found {limit}"
+            self._later(lambda: self._give_up(why))
             return
-        try:
-            kept = sum(path.stat().st_size for path in self._files())
-        except OSError as error:
-            self._give_up(str(error))
-            return
-        self._anchor = f"{version}-{self._group}"
-        if kept + nbytes > self._limit or any(path.name.endswith(f"-{self._anchor}") for path in self._files()):
-            self._later(self._delete_all)
+        anchor = self._anchor = f"{version}-{self._group}"
+        self._later(lambda: self._make_room(anchor, limit - nbytes))
 
     def add(self, shard: int, tensor: torch.Tensor) -> None:
         """Append what is broadcast in a shard's group. It must stay as it is until the next `begin`."""
@@ -78,7 +77,12 @@ class StoreWriter:
             self._anchor = ""
             self._later(self._delete_all)
             return
-        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        try:
+            data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        except RuntimeError as error:  # no host memory for a GPU's
+            self._anchor, why = "", str(error)
+            self._later(lambda: self._give_up(why))
+            return
         path = self._folder / f"{self._sender}-{shard}-{self._anchor}"
         self._later(lambda: self._append(shard, path, data))
 
@@ -89,8 +93,8 @@ class StoreWriter:
             self._later(lambda: self._complete(anchor, version))
 
     def close(self) -> None:
-        """End the thread, once it has written what it was given; the files stay."""
-        self._settle()
+        """Write nothing more; the files stay. Returns at once."""
+        self._failed = True
         self._jobs.put(None)
 
     def _later(self, job: Callable[[], None]) -> None:
@@ -102,11 +106,15 @@ class StoreWriter:
 
     def _settle(self) -> None:
         """Wait for the thread, which a file system may hold, for half of what receivers wait for the next update."""
-        written = threading.Event()
+        if self._failed:
+            return
+        written, begin = threading.Event(), time.monotonic()
         self._jobs.put(written.set)
-        if not self._failed and not written.wait(self._patience_s):
+        if not written.wait(self._patience_s):
             self._failed = True  # nothing is completed any more, whatever the thread writes
             logger.warning("weights.store: %s: not written within %g s: off", self._folder, self._patience_s)
+        elif (waited := time.monotonic() - begin) > _WORTH_A_LINE_S:
+            logger.warning("weights.store: %s: an update waited %.1f s for the one before", self._folder, waited)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -116,6 +124,13 @@ class StoreWriter:
                 self._give_up(str(error))
         self._close_files()
 
+    def _make_room(self, anchor: str, spare: int) -> None:
+        """Before an anchor: what is there goes at once where there is no room for both, else once it is complete."""
+        self._before = self._files()
+        kept = sum(path.stat().st_size for path in self._before)
+        if kept > spare or any(path.name.endswith(f"-{anchor}") for path in self._before):
+            self._delete_all()
+
     def _append(self, shard: int, path: Path, data: Any) -> None:
         if shard not in self._open:
             check_private(str(self._folder))
@@ -124,14 +139,16 @@ class StoreWriter:
         self._open[shard].write(data)
 
     def _complete(self, anchor: str, version: int) -> None:
-        self._close_files()  # what another host opens from now on has all of it
+        opened, self._open = self._open, {}
+        for file in opened.values():
+            file.close()  # what another host opens from now on has all of it
         draft = self._folder / f"{self._sender}-draft-{anchor}"
         draft.touch(0o600)
         draft.write_text(str(version))
         os.replace(draft, self._folder / f"{self._sender}-newest-{anchor}")
-        for path in self._files():
-            if not path.name.endswith(f"-{anchor}"):
-                path.unlink(missing_ok=True)
+        before, self._before = self._before, []
+        for path in before:
+            path.unlink(missing_ok=True)
 
     def _close_files(self) -> None:
         opened, self._open = self._open, {}
