@@ -13,6 +13,8 @@ from stand_in_run import PUBLISH_S, TRAIN_S, StandInEngine, attempt, recipe
 
 from megatron_scalerl.controller.loop import Controller
 from megatron_scalerl.engine.membership import EngineState
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.trainer.client import TrainerError
 
 
 def join_at(folder, at_s, monkeypatch, *, store, **changes):
@@ -77,3 +79,64 @@ def test_not_in_a_deterministic_run(tmp_path):
         return 3
 
     assert asyncio.run(Controller._while_stepping(controller, step())) == 3
+
+
+def stepping(step, join):
+    """`_while_stepping` of a step beside an engine that joins."""
+    controller = SimpleNamespace(_recipe=Recipe.model_validate(MINIMAL), _join_from_store=join)
+    return Controller._while_stepping(controller, step)
+
+
+MINIMAL = {"name": "r", "steps": 1, "policy": {"path": "p"}, "prompts": {"path": "q"}}
+
+
+def test_an_engine_that_is_reading_when_the_step_ends_is_waited_for():
+    done = []
+
+    async def join(reading):
+        async with reading:
+            await asyncio.sleep(0.2)
+            done.append("read")
+        await asyncio.sleep(100)
+
+    async def step():
+        await asyncio.sleep(0.05)
+        done.append("step")
+        return 7
+
+    assert asyncio.run(asyncio.wait_for(stepping(step(), join), 10)) == 7 and done == ["step", "read"]
+
+
+def test_a_bug_of_the_joining_is_raised_after_the_step_and_a_failed_step_before_it():
+    async def join(reading):
+        raise KeyError("bug")
+
+    async def step(failure=None):
+        await asyncio.sleep(0.05)
+        if failure:
+            raise failure
+
+    with pytest.raises(KeyError, match="bug"):
+        asyncio.run(stepping(step(), join))
+    with pytest.raises(TrainerError, match="rank 0"):
+        asyncio.run(stepping(step(TrainerError("rank 0 exited")), join))
+
+
+def test_a_cancellation_after_the_step_is_not_lost():
+    """The step has ended, the engine reads on, and the run is told to stop."""
+
+    async def join(reading):
+        async with reading:
+            await asyncio.sleep(100)
+
+    async def step():
+        await asyncio.sleep(0.05)
+
+    async def scenario():
+        task = asyncio.create_task(stepping(step(), join))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))

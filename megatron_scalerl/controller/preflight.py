@@ -6,6 +6,7 @@ Every check fails with a one-line error and leaves no files behind.
 from __future__ import annotations
 
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,16 +93,27 @@ def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:
 
 def _check_host(recipe: Recipe) -> None:
     """Raises ValueError if this host lacks a port, the verifier code's sandbox, or the folder of weights.store."""
-    store = recipe.weights.store
-    if store and not (os.path.isabs(store) and os.path.isdir(store) and os.access(store, os.W_OK | os.X_OK)):
-        raise ValueError(
-            f"weights.store: expected the absolute path of a folder that can be written to, found {store}"
-        )
+    _check_store(recipe.weights.store)
     for task in tasks_of(recipe):
         if task.rewards.verifier == "code":
             check_sandbox(limits_of(task.rewards))
     for index in range(recipe.engine.count if recipe.engine.port else 0):
         bind_server(recipe.engine.host, recipe.engine.port + index).close()
+
+
+def _check_store(store: str) -> None:
+    """Raises ValueError for a folder in which the run cannot make one of its own, or others could replace it."""
+    if not store:
+        return
+    if not (os.path.isabs(store) and os.path.isdir(store) and os.access(store, os.W_OK | os.X_OK)):
+        raise ValueError(
+            f"weights.store: expected the absolute path of a folder that can be written to, found {store}"
+        )
+    mode = os.stat(store).st_mode
+    if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
+        raise ValueError(
+            f"weights.store: {store}: expected a folder in which others cannot rename, found mode {mode & 0o7777:04o}"
+        )
 
 
 def _check_answer(task: Task, answer: str) -> None:

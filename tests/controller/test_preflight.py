@@ -86,6 +86,7 @@ def test_too_long_prompts_are_skipped_counted_and_named(tiny, tmp_path):
         ("interruption.thinking_tokens=[4000, 5000]", "max_position_embeddings of the policy: expected at least"),
         ("engine.vllm.max_model_len=89", "engine.vllm.max_model_len: expected at least 91"),
         ("engine.vllm.max_num_seq=3", "max_num_seqs"),
+        ("weights.store=/nowhere", "weights.store: expected the absolute path of a folder .* found /nowhere"),
         ('engine.vllm.hf_overrides={"head_dtype": "model"}', "expected no head_dtype .set policy.logits."),
     ],
 )

@@ -80,6 +80,10 @@ def test_nothing_listens_by_default(tmp_path):
             return collector
 
     assert asyncio.run(run()) is None and list(tmp_path.iterdir()) == []
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics" / "targets.json").write_text('[{"targets": ["127.0.0.1:9"]}]')  # of an earlier start
+    assert asyncio.run(run()) is None
+    assert (tmp_path / "metrics" / "targets.json").read_text() == "[]", "Prometheus has the token"
 
 
 def test_only_the_token_opens_it(tmp_path):

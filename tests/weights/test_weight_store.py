@@ -19,6 +19,7 @@ from test_deltas import Held, digest_of, equal, stepped, update
 from test_transport import joined, plan_of, reader, spec, tensors  # noqa: F401 - a fixture
 
 from megatron_scalerl.controller import weight_store as module
+from megatron_scalerl.controller.preflight import _check_store
 from megatron_scalerl.controller.weight_store import _new_folder, weight_store
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous
 from megatron_scalerl.weights.transport.store import BACKEND, StoredGroup, is_stored, stored_anchor
@@ -26,6 +27,28 @@ from megatron_scalerl.weights.transport.store import BACKEND, StoredGroup, is_st
 MIB = 1 << 20
 WHOLE = 2_200_080 + 3 * 8 + 40
 """Bytes of an anchor of `tensors`: buckets, their digests and a header."""
+
+
+@pytest.mark.parametrize(
+    ("path", "mode", "found"),
+    [("none", None, "can be written to, found"), ("open", 0o777, "found mode 0777"), ("group", 0o770, "mode 0770")],
+)
+def test_a_parent_that_does_not_serve_is_refused_before_the_run(tmp_path, path, mode, found):
+    place = tmp_path / path
+    if mode is not None:
+        place.mkdir()
+        place.chmod(mode)
+    with pytest.raises(ValueError, match=rf"^weights\.store: .*{found}"):
+        _check_store(str(place))
+
+
+def test_a_parent_that_serves(tmp_path):
+    (tmp_path / "sticky").mkdir()
+    (tmp_path / "sticky").chmod(0o1777)
+    for place in ("", str(tmp_path / "sticky"), tempfile.mkdtemp(dir=tmp_path)):
+        _check_store(place)
+    with pytest.raises(ValueError, match="absolute path"):
+        _check_store("relative")
 
 
 @pytest.fixture

@@ -82,13 +82,14 @@ class Sender:
         Raises ValueError if a part has another shape or type than the plan says, RuntimeError if a group fails;
         either way all groups are closed.
         """
-        self._own = [b for b in buckets(plan, self._connection.bucket_mib) if b.sender == self.number]
+        every = buckets(plan, self._connection.bucket_mib)
+        self._own = [bucket for bucket in every if bucket.sender == self.number]
         places = _places(bucket.shard for bucket in self._own)
         digests: list[int] = []
         in_flight: list[Finish] = []
         self.sizes = []
         try:
-            self._begin(plan, version)
+            self._begin(plan, version, whole_bytes=sum(bucket.nbytes for bucket in every))
             for number, bucket in enumerate(self._own):
                 frame = None if self._version == WHOLE else self._changes_of(plan, number, read)
                 packed = self._packed(plan, number, read) if frame is None else frame
@@ -129,17 +130,16 @@ class Sender:
         if store is not None:
             store.close()
 
-    def _begin(self, plan: WeightPlan, version: int) -> None:
-        """Decide whether the update is whole, and send the headers."""
+    def _begin(self, plan: WeightPlan, version: int, *, whole_bytes: int) -> None:
+        """Decide whether the update is whole, and send the headers. whole_bytes: of all senders."""
         self._since_whole += 1
         if self._connection.deltas == "off" or not self._held or self._since_whole > self._connection.anchor_every:
             self._held = self._held or [torch.empty(0)] * len(self._own) * (self._connection.deltas != "off")
             self._values, self._since_whole, self._version = [0] * len(self._own), 0, WHOLE
         if self._store is not None:
-            every = sum(bucket.nbytes for bucket in buckets(plan, self._connection.bucket_mib))
             own = sum(bucket.nbytes for bucket in self._own)
             framed = own + 8 * len(self._own) + HEADER_BYTES * len(self.groups)
-            self._store.begin(version, whole=self._version == WHOLE, nbytes=framed, share=own / max(every, 1))
+            self._store.begin(version, whole=self._version == WHOLE, nbytes=framed, share=own / max(whole_bytes, 1))
         for shard, group in sorted(self.groups.items()):
             count = sum(bucket.shard == shard for bucket in self._own)
             self._start(shard, header(plan, shard, version, count, self._version).to(group.device))()
