@@ -29,7 +29,8 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.tracing.spans import spanned
 from megatron_scalerl.weights.connection import Connection, SendReport
 from megatron_scalerl.weights.plan import Manifest
-from megatron_scalerl.weights.transport.store import BACKEND, is_stored, stored_anchor
+from megatron_scalerl.weights.transport import STORE_BACKEND
+from megatron_scalerl.weights.transport.store import is_stored, stored_anchor
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +125,7 @@ class WeightStore:
         shards = [formed.shards.index(need) for need in needs]
         connection = replace(
             formed.connection,
-            backend=BACKEND,
+            backend=STORE_BACKEND,
             rendezvous=FolderRendezvous(folder=self.folder),
             group=f"{anchor}-{formed.connection.group}",
         )

@@ -39,16 +39,12 @@ from megatron_scalerl.weights.changes import Changes
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import combine
 from megatron_scalerl.weights.plan import Manifest, WeightPlan, all_of, from_json, manifest_from_json, needs_to_json
+from megatron_scalerl.weights.transport import join_sender
 from megatron_scalerl.weights.transport.frames import Told, Values, assembled, receive
 from megatron_scalerl.weights.transport.gloo import Group
-from megatron_scalerl.weights.transport.nccl import NcclGroup
-from megatron_scalerl.weights.transport.shm import ShmGroup
-from megatron_scalerl.weights.transport.store import BACKEND, StoredGroup
+from megatron_scalerl.weights.transport.store import StoredGroup
 
 logger = logging.getLogger(__name__)
-
-GROUPS: dict[str, type[Group]] = {"gloo": Group, "nccl": NcclGroup, "shm": ShmGroup, BACKEND: StoredGroup}
-"""`Connection.backend` -> a member's end."""
 
 
 @dataclass
@@ -99,12 +95,10 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         shard, rank = init_info.places[worker]
         self._plan = from_json(init_info.plans[shard])
         self._takes_changes = connection.deltas != "off"
-        if connection.backend not in GROUPS:
-            raise ValueError(f"weights: expected a connection of {sorted(GROUPS)}, found {connection.backend}")
         for sender, _ in sorted(self._plan.pairs):
-            self._groups[sender] = GROUPS[connection.backend](connection, rank, sender, shard)
-            if isinstance(self._groups[sender], StoredGroup):
-                self._groups[sender].device = self.device
+            group = self._groups[sender] = join_sender(connection, rank, sender, shard)
+            if isinstance(group, StoredGroup):
+                group.device = self.device
 
     def start_weight_update(self) -> None:
         """Prepare the model for new parameters; discards the state of a failed update first."""

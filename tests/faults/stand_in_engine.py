@@ -28,6 +28,7 @@ from megatron_scalerl.processes.logs import NAME_VARIABLE
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.digest import combine
 from megatron_scalerl.weights.plan import all_of, from_json, manifest_from_json, needs_to_json
+from megatron_scalerl.weights.transport import join_sender
 from megatron_scalerl.weights.transport.frames import Told, receive
 from megatron_scalerl.weights.transport.gloo import Group
 
@@ -142,7 +143,7 @@ class StandInEngine:
         [[shard, rank]] = info["places"]
         self.plan = from_json(info["plans"][shard])
         for sender, _ in sorted(self.plan.pairs):
-            self.groups[sender] = await asyncio.to_thread(Group, connection, rank, sender, shard)
+            self.groups[sender] = await asyncio.to_thread(join_sender, connection, rank, sender, shard)
         return web.json_response({})
 
     async def start(self, _):

@@ -312,11 +312,10 @@ def test_invalid_connections_are_refused(spec):
 RECEIVER = """
 import sys, msgspec, torch
 from megatron_scalerl.weights.connection import Connection
-from megatron_scalerl.weights.transport.gloo import Group
-from megatron_scalerl.weights.transport.shm import ShmGroup
+from megatron_scalerl.weights.transport import join_sender
 
 connection = msgspec.json.decode(sys.argv[1], type=Connection)
-group = {"gloo": Group, "shm": ShmGroup}[connection.backend](connection, 1, 0)
+group = join_sender(connection, 1, 0, 0)
 head = torch.zeros(5, dtype=torch.int64)
 group.broadcast(head)
 print("header", flush=True)

@@ -22,7 +22,8 @@ from megatron_scalerl.controller import weight_store as module
 from megatron_scalerl.controller.preflight import _check_store
 from megatron_scalerl.controller.weight_store import _new_folder, weight_store
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous
-from megatron_scalerl.weights.transport.store import BACKEND, StoredGroup, is_stored, stored_anchor
+from megatron_scalerl.weights.transport import STORE_BACKEND
+from megatron_scalerl.weights.transport.store import StoredGroup, is_stored, stored_anchor
 
 MIB = 1 << 20
 WHOLE = 2_200_080 + 3 * 8 + 40
@@ -86,7 +87,7 @@ def read(connection, folder, versions, *, anchor=0, group=StoredGroup):
     """What a receiver holds that reads the store up to the last of the versions."""
     late = replace(
         connection,
-        backend=BACKEND,
+        backend=STORE_BACKEND,
         rendezvous=FolderRendezvous(folder=folder),
         group=f"{anchor}-{connection.group}",
     )

@@ -23,6 +23,12 @@ from megatron_scalerl.weights.connection import Connection
 
 if TYPE_CHECKING:
     from megatron_scalerl.weights.transport.frames import Sender
+    from megatron_scalerl.weights.transport.gloo import Group
+
+BACKENDS = ("gloo", "nccl", "shm")
+"""`Connection.backend` of senders."""
+STORE_BACKEND = "file"
+"""`Connection.backend` of an engine that reads the store."""
 
 
 def make_sender(connection: Connection, number: int = 0, shards: Iterable[int] = (0,)) -> Sender:
@@ -30,12 +36,9 @@ def make_sender(connection: Connection, number: int = 0, shards: Iterable[int] =
 
     Raises ValueError for an unknown backend, RuntimeError if the engines do not join in time.
     """
-    from megatron_scalerl.weights.transport import frames, gloo, nccl, shm
+    from megatron_scalerl.weights.transport import frames
 
-    groups: dict[str, type[gloo.Group]] = {"gloo": gloo.Group, "nccl": nccl.NcclGroup, "shm": shm.ShmGroup}
-    if connection.backend not in groups:
-        raise ValueError(f"weights.transport: expected one of {sorted(groups)}, found {connection.backend!r}")
-    kind = groups[connection.backend]
+    kind = _group_class(connection, BACKENDS)
     sender = frames.Sender({}, number, connection)
     try:
         for shard in sorted(shards):
@@ -44,6 +47,23 @@ def make_sender(connection: Connection, number: int = 0, shards: Iterable[int] =
         sender.close()
         raise
     return sender
+
+
+def join_sender(connection: Connection, rank: int, sender: int, shard: int) -> Group:
+    """Join the group of a sender and a shard as a receiver, or open its file of the store.
+
+    Raises ValueError for an unknown backend, RuntimeError where the group is not formed in time.
+    """
+    return _group_class(connection, (*BACKENDS, STORE_BACKEND))(connection, rank, sender, shard)
+
+
+def _group_class(connection: Connection, backends: Iterable[str]) -> type[Group]:
+    from megatron_scalerl.weights.transport import gloo, nccl, shm, store
+
+    if connection.backend not in backends:
+        raise ValueError(f"weights.transport: expected one of {sorted(backends)}, found {connection.backend!r}")
+    classes = {"gloo": gloo.Group, "nccl": nccl.NcclGroup, "shm": shm.ShmGroup, STORE_BACKEND: store.StoredGroup}
+    return classes[connection.backend]
 
 
 def resolve_transport(name: str, rendezvous: Rendezvous | None = None) -> str:

@@ -32,8 +32,6 @@ from megatron_scalerl.weights.transport.gloo import Finish, Group
 logger = logging.getLogger(__name__)
 
 _WORTH_A_LINE_S = 1.0
-BACKEND = "file"
-"""`Connection.backend` of an engine that reads the store."""
 
 
 class StoreWriter:
