@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_scalerl.weights.changes import Changes, bits_of
+from megatron_scalerl.weights.change_loops import MOST_DIMENSIONS, loops
+from megatron_scalerl.weights.changes import Changes, bits_of, unsigned
 from megatron_scalerl.weights.rectangles import Ranges
+from megatron_scalerl.weights.value_digest import weighed
 
 if TYPE_CHECKING:
     from megatron_scalerl.engine.live_weights import LivePart
@@ -23,15 +25,43 @@ def write_changes(parts: Sequence[LivePart], changes: Changes, dtype: torch.dtyp
 
     dtype: the tensor's. Values that the elements have now are read where they lie.
     """
+    parts = [part for part in parts if _meets(part, changes)]
+    if (change := _write_on_cpu(parts, changes, dtype)) is not None:
+        return change
     coordinates, count = changes.coordinates(), changes.positions.numel()
-    places = [(part, *_places(part, changes.ranges, coordinates, count)) for part in parts if _meets(part, changes)]
+    places = [(part, *_places(part, changes.ranges, coordinates, count)) for part in parts]
     old = torch.zeros(count, dtype=changes.values.dtype, device=changes.positions.device)
     for part, chosen, where in places:
         old[chosen] = bits_of(_flat(part)[where].to(dtype))
     new = changes.bits(old)
     for part, chosen, where in places:
         _flat(part)[where] = new[chosen].view(dtype).to(part.live.dtype)
-    return changes.digest(coordinates, old, new)
+    return changes.digest(old, new, coordinates)
+
+
+def _write_on_cpu(parts: Sequence[LivePart], changes: Changes, dtype: torch.dtype) -> int | None:
+    """The same by a compiled loop; None for what it does not take: tables of indices, parameters of another type."""
+    compiled, place = loops(), changes.in_three()
+    if compiled is None or place is None or not all(_plain(part, dtype) for part in parts):
+        return None
+    steps = torch.empty(0, dtype=torch.int8) if changes.steps is None else changes.steps
+    given = changes.positions.numpy(), steps.numpy(), unsigned(changes.values), *place
+    change = 0
+    for part in parts:
+        along = {axis: (range(index, index + 1), 0) for axis, index in part.fixed.items()}
+        for axis, each_index, stride in zip(part.axes, part.indices, part.live.stride()):
+            assert isinstance(each_index, range)
+            along[axis] = each_index, stride
+        missing = MOST_DIMENSIONS - len(along)
+        each = [(range(1), 0)] * missing + [along[axis] for axis in range(len(along))]
+        here = zip(*((index.start, index.stop, stride) for index, stride in each))
+        change += int(compiled.write(*given, *here, unsigned(bits_of(_flat(part)))))
+    return weighed(changes.tensor, change)
+
+
+def _plain(part: LivePart, dtype: torch.dtype) -> bool:
+    on_cpu = part.live.device.type == "cpu" and part.live.dtype == dtype
+    return on_cpu and all(isinstance(index, range) for index in part.indices)
 
 
 def _meets(part: LivePart, changes: Changes) -> bool:

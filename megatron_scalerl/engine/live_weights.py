@@ -17,7 +17,7 @@ import torch
 from megatron_scalerl.engine.live_changes import write_changes
 from megatron_scalerl.engine.live_map import Scatter, needs, record, unwritten
 from megatron_scalerl.models.llama4 import VISION
-from megatron_scalerl.weights.changes import Changes
+from megatron_scalerl.weights.changes import Changes, bits_of, decode, encode, find
 from megatron_scalerl.weights.digest import mixed
 from megatron_scalerl.weights.plan import Manifest
 from megatron_scalerl.weights.rectangles import Ranges, volume
@@ -89,6 +89,17 @@ class LivePart:
         for axis, index in self.fixed.items():
             found *= at(axis, index)
         return found
+
+
+def warm_up() -> None:
+    """Compile what receivers of changes need on CPUs, outside an update."""
+    for dtype in (torch.bfloat16, torch.float32):
+        live, ranges = torch.zeros(8, dtype=dtype), ((0, 8),)
+        found = find(bits_of(live.clone()), torch.ones(8, dtype=dtype))
+        assert found is not None
+        part = LivePart(tensor="", parameter="", live=live, axes=(0,), indices=(range(8),), fixed={})
+        [changes] = decode(encode([(0, found)], "absolute"), [(0, ranges, dtype)])
+        write_changes([part], changes, dtype)
 
 
 def live_parts(

@@ -32,7 +32,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
-from megatron_scalerl.engine.live_weights import LiveWeights
+from megatron_scalerl.engine.live_weights import LiveWeights, warm_up
 from megatron_scalerl.engine.staging import StagedUpdate
 from megatron_scalerl.models.llama4 import VISION
 from megatron_scalerl.weights.changes import Changes
@@ -95,6 +95,8 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         shard, rank = init_info.places[worker]
         self._plan = from_json(init_info.plans[shard])
         self._takes_changes = connection.deltas != "off"
+        if self._takes_changes:
+            warm_up()
         for sender, _ in sorted(self._plan.pairs):
             group = self._groups[sender] = join_sender(connection, rank, sender, shard)
             if isinstance(group, StoredGroup):

@@ -12,25 +12,25 @@ At a density of 1 %, gaps take 1.08 bytes for an element; in bf16 `absolute` tak
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_scalerl.weights import change_loops
+from megatron_scalerl.weights.change_loops import MOST_DIMENSIONS, loops
 from megatron_scalerl.weights.rectangles import Ranges, volume
-from megatron_scalerl.weights.value_digest import digest_at
+from megatron_scalerl.weights.value_digest import digest_at, factors_of, weighed
 
 Codec = Literal["absolute", "ulp"]
 MOST_CHANGED = 8
 """Where more than one in this many elements changed, all are sent: then coding and writing one by one cost more."""
 SMALL = 1 << 14
 """Pieces of up to this many elements are coded at any density: a norm must not make its whole bucket be sent."""
-_LONG = 255
-_FAR = -128
+_LONG, _FAR = change_loops.LONG_GAP, change_loops.FAR
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
@@ -79,11 +79,31 @@ class Changes:
             found.append(rest + self.ranges[0][0])
         return found[::-1]
 
-    def digest(self, coordinates: Sequence[Tensor], old: Tensor, new: Tensor) -> int:
-        """What to add to a `value_digest` that had the old bits."""
+    def digest(self, old: Tensor, new: Tensor, coordinates: Sequence[Tensor] | None = None) -> int:
+        """What to add to a `value_digest` that had the old bits. coordinates: where they are known already."""
+        if coordinates is None and (found := self._digest_on_cpu(old, new)) is not None:
+            return found
         mask = (1 << (8 * old.element_size())) - 1
         change = (new.to(torch.int64) & mask) - (old.to(torch.int64) & mask)
-        return digest_at(self.tensor, coordinates, [end for _, end in self.ranges], change)
+        shape = [end for _, end in self.ranges]
+        return digest_at(self.tensor, self.coordinates() if coordinates is None else coordinates, shape, change)
+
+    def _digest_on_cpu(self, old: Tensor, new: Tensor) -> int | None:
+        compiled, place = loops(), self.in_three()
+        if compiled is None or place is None or old.device.type != "cpu":
+            return None
+        found = compiled.weigh(self.positions.numpy(), *place, unsigned(old), unsigned(new))
+        return weighed(self.tensor, found)
+
+    def in_three(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[np.ndarray, ...]] | None:
+        """(sizes, first indices, factors of indices) of the rectangle in MOST_DIMENSIONS; None where it has more."""
+        missing = MOST_DIMENSIONS - len(self.ranges)
+        if missing < 0:
+            return None
+        sizes = (*(1,) * missing, *(end - first for first, end in self.ranges))
+        firsts = (*(0,) * missing, *(first for first, _ in self.ranges))
+        factors = (factors_of(axis, max(end, 1)) for axis, (_, end) in enumerate(self.ranges))
+        return sizes, firsts, (*(np.ones(1, np.uint64),) * missing, *factors)
 
 
 def can_code(dtype: torch.dtype) -> bool:
@@ -96,6 +116,11 @@ def bits_of(values: Tensor) -> Tensor:
     return values.view(_BITS[values.element_size()])
 
 
+def unsigned(bits: Tensor) -> np.ndarray:
+    """The memory of bits on a CPU as unsigned integers."""
+    return bits.numpy().view(f"u{bits.element_size()}")
+
+
 def find(held: Tensor, values: Tensor) -> Found | None:
     """What changed, None where it is more than one in MOST_CHANGED of a piece that is not SMALL; `held` then has some
     of the new bits.
@@ -104,15 +129,17 @@ def find(held: Tensor, values: Tensor) -> Found | None:
     """
     new = bits_of(values.detach().contiguous().view(-1) if values.dim() else values.detach().reshape(1))
     most = max(held.numel() // MOST_CHANGED, min(held.numel(), SMALL))
-    if held.device.type == "cpu" and (kernel := _kernel()) is not None:
-        flat, other = held.numpy(), new.numpy() if new.data_ptr() % 8 == 0 else new.clone().numpy()
+    if held.device.type == "cpu" and (compiled := loops()) is not None:
+        flat, other = unsigned(held), unsigned(new if new.data_ptr() % 8 == 0 else new.clone())
         positions, old = np.empty(most, np.int64), np.empty(most, flat.dtype)
         whole = len(flat) // (8 // flat.itemsize) * (8 // flat.itemsize)
-        count = kernel(flat, other, flat[:whole].view(np.uint64), other[:whole].view(np.uint64), positions, old)
+        words = flat[:whole].view(np.uint64), other[:whole].view(np.uint64)
+        count = compiled.find(flat, other, *words, positions, old)
         if count < 0:
             return None
         at = torch.from_numpy(positions[:count].copy())
-        return Found(positions=at, old=torch.from_numpy(old[:count].copy()), new=new[at])
+        before = torch.from_numpy(old[:count].copy().view(f"i{flat.itemsize}"))
+        return Found(positions=at, old=before, new=new[at])
     at = (held != new).nonzero().flatten()
     if at.numel() > most:
         return None
@@ -121,43 +148,13 @@ def find(held: Tensor, values: Tensor) -> Found | None:
     return found
 
 
-@cache
-def _kernel() -> Callable[..., int] | None:
-    """Compares eight bytes at a time, and the elements of those that differ; None where numba is missing."""
-    try:
-        import numba
-    except ImportError:
-        return None
-
-    @numba.njit(nogil=True)
-    def single(held, new, first, end, positions, old, count):  # type: ignore[no-untyped-def]
-        for i in range(first, end):
-            if held[i] != new[i]:
-                if count == len(positions):
-                    return -1
-                positions[count] = i
-                old[count] = held[i]
-                held[i] = new[i]
-                count += 1
-        return count
-
-    @numba.njit(nogil=True)
-    def kernel(held, new, held_words, new_words, positions, old):  # type: ignore[no-untyped-def]
-        count, each = 0, 8 // held.itemsize
-        for word in range(len(held_words)):
-            if held_words[word] != new_words[word]:
-                count = single(held, new, word * each, word * each + each, positions, old, count)
-                if count < 0:
-                    return count
-        return single(held, new, len(held_words) * each, len(held), positions, old, count)
-
-    return kernel  # type: ignore[no-any-return]
-
-
 def warm_up() -> None:
-    """Compile what `find` needs, outside an update."""
-    find(torch.zeros(64, dtype=torch.int16), torch.zeros(64, dtype=torch.bfloat16))
-    find(torch.zeros(64, dtype=torch.int32), torch.zeros(64))
+    """Compile what `find`, `encode`, `decode` and digests need on CPUs, outside an update."""
+    for values in (torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64)):
+        found = find(bits_of(values.clone()), torch.ones_like(values))
+        assert found is not None
+        [piece] = decode(encode([(0, found)], "absolute"), [(0, ((0, 64),), values.dtype)])
+        piece.digest(found.old, found.new)
 
 
 def encode(found: Sequence[tuple[int, Found]], codec: Codec) -> Tensor:
@@ -193,7 +190,7 @@ def decode(frame: Tensor, pieces: Sequence[tuple[int, Ranges, torch.dtype]]) -> 
         if not 0 <= number < len(pieces):
             raise ValueError(f"weight changes: expected one of {len(pieces)} pieces, found number {number}")
         tensor, ranges, dtype = pieces[number]
-        positions = _positions(reader.take(torch.uint8, gap_bytes))
+        positions = _positions(reader.take(torch.uint8, gap_bytes), changed)
         if positions.numel() != changed or (changed and int(positions[-1]) >= volume(ranges)):
             raise ValueError(f"weight changes: expected {changed} of {volume(ranges)} elements, found others")
         steps = None if far < 0 else reader.take(torch.int8, changed)
@@ -234,6 +231,9 @@ def _padded(plane: Tensor) -> list[Tensor]:
 
 def _gaps(positions: Tensor) -> Tensor:
     """[...] uint8 of rising positions."""
+    if positions.device.type == "cpu" and (compiled := loops()) is not None:
+        found = np.empty(len(positions) + int(positions[-1]) // _LONG + 1, np.uint8)
+        return torch.from_numpy(found[: compiled.gaps(positions.numpy(), found)])
     before = torch.diff(positions, prepend=positions.new_full((1,), -1)) - 1
     longs = before.div(_LONG, rounding_mode="floor")
     ends = torch.cumsum(longs + 1, 0) - 1
@@ -242,8 +242,12 @@ def _gaps(positions: Tensor) -> Tensor:
     return gaps
 
 
-def _positions(gaps: Tensor) -> Tensor:
-    """[n] int64, inverse of `_gaps`."""
+def _positions(gaps: Tensor, changed: int) -> Tensor:
+    """[changed] int64, inverse of `_gaps`; of another length where the gaps are of others."""
+    if gaps.device.type == "cpu" and (compiled := loops()) is not None:
+        found = np.empty(max(min(changed, len(gaps)), 0), np.int64)
+        count = compiled.positions(gaps.numpy(), found)
+        return torch.from_numpy(found[:count] if count >= 0 else np.empty(0, np.int64))
     last = gaps != _LONG
     return torch.cumsum(gaps.to(torch.int64) + last, 0)[last] - 1
 

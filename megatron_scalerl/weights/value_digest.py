@@ -31,7 +31,7 @@ def value_digest(values: torch.Tensor, tensor: int, axes: Sequence[int], along: 
     tensor's dimension `axes[d]`. Other dimensions count as index 0: see `at`.
     """
     factors = [_of_indices(axis, index) for axis, index in zip(axes, along)]
-    return _weighted(values, factors) * (mixed(tensor) | 1) & _MASK
+    return weighed(tensor, _weighted(values, factors))
 
 
 def digest_at(tensor: int, coordinates: Sequence[torch.Tensor], shape: Sequence[int], values: torch.Tensor) -> int:
@@ -41,12 +41,17 @@ def digest_at(tensor: int, coordinates: Sequence[torch.Tensor], shape: Sequence[
     """
     for axis, (index, size) in enumerate(zip(coordinates, shape)):
         values = values * _table_on(axis, max(size - 1, 1).bit_length(), values.device)[index]
-    return int(values.sum()) * (mixed(tensor) | 1) & _MASK
+    return weighed(tensor, int(values.sum()))
+
+
+def weighed(tensor: int, found: int) -> int:
+    """Digest of elements of a tensor from their sum without its factor."""
+    return found * (mixed(tensor) | 1) & _MASK
 
 
 def at(axis: int, index: int) -> int:
     """The factor of one index, where a part has no dimension along `axis`."""
-    return int(_of_axis(axis, index + 1)[index])
+    return int(factors_of(axis, index + 1)[index])
 
 
 def total(digests: Sequence[int]) -> int:
@@ -56,13 +61,13 @@ def total(digests: Sequence[int]) -> int:
 
 def _of_indices(axis: int, along: Along) -> np.ndarray:
     if isinstance(along, range):
-        return _of_axis(axis, along.stop)[along.start : along.stop]
+        return factors_of(axis, along.stop)[along.start : along.stop]
     index = along.cpu().numpy()
-    return _of_axis(axis, int(index.max(initial=0)) + 1)[index]
+    return factors_of(axis, int(index.max(initial=0)) + 1)[index]
 
 
-def _of_axis(axis: int, size: int) -> np.ndarray:
-    """[at least `size`] uint64 factors of the indices of a dimension."""
+def factors_of(axis: int, size: int) -> np.ndarray:
+    """[at least `size`] uint64 factors of the indices of a dimension of a tensor."""
     return _table(axis, max(size - 1, 1).bit_length())
 
 

@@ -9,12 +9,20 @@ import torch
 from test_live_map import MANIFEST, live, loader, weights
 from test_live_weights import in_blocks
 
+from megatron_scalerl.engine import live_changes
 from megatron_scalerl.engine.live_changes import write_changes
 from megatron_scalerl.engine.live_map import needs, record
 from megatron_scalerl.engine.live_weights import live_parts
 from megatron_scalerl.weights.changes import Changes, bits_of, decode, encode, find
 from megatron_scalerl.weights.plan import manifest_of
 from megatron_scalerl.weights.value_digest import total, value_digest
+
+
+@pytest.fixture(params=["compiled", "device"], autouse=True)
+def way(request, monkeypatch):
+    """Both ways to write changes; `device` is the one for GPUs, run on the CPU."""
+    if request.param == "device":
+        monkeypatch.setattr(live_changes, "loops", lambda: None)
 
 
 def some_changed(values, rng, share=0.1):

@@ -163,7 +163,7 @@ class Sender:
                     steps=None,
                     values=differ.new,
                 )
-                change += part.digest(part.coordinates(), differ.old, differ.new)
+                change += part.digest(differ.old, differ.new)
                 found.append((place, differ))
         if not found:
             return torch.empty(0, dtype=torch.uint8)
