@@ -17,7 +17,7 @@ import torch
 from megatron_scalerl.distributed.rendezvous import HostRendezvous, address_of, listen_on, private_folder, serve_store
 from megatron_scalerl.weights.connection import Connection
 from megatron_scalerl.weights.plan import Part, WeightPlan, buckets, manifest_of, whole
-from megatron_scalerl.weights.transport import make_sender, resolve_transport
+from megatron_scalerl.weights.transport import join_sender, make_sender, resolve_transport
 from megatron_scalerl.weights.transport.frames import Told, assembled, receive
 from megatron_scalerl.weights.transport.gloo import Group
 from megatron_scalerl.weights.transport.nccl import NcclGroup
@@ -368,18 +368,14 @@ def test_a_group_over_nccl_has_the_stores_name_of_its_sender_and_shard(spec, mon
     assert made == ["g-1-0", "g-1-2"] and {type(group) for group in sender.groups.values()} == {NcclGroup}
 
 
-@pytest.mark.slow
-def test_groups_are_closed_if_one_of_them_is_not_formed(spec, monkeypatch):
-    closed = []
-    monkeypatch.setattr(Group, "close", lambda self: closed.append(self))
-
-    def make(self, connection, rank):
-        if len(made) == 1:
-            raise RuntimeError("timed out")
-        made.append(self)
-
-    made = []
-    monkeypatch.setattr(Group, "_make", make)
-    with pytest.raises(RuntimeError, match="timed out"):
-        make_sender(spec(world_sizes=(2, 2)), 0, (0, 1))
-    assert closed == made
+def test_a_group_that_is_not_formed_closes_the_others_of_its_sender(spec):
+    connection = spec(world_sizes=(2, 2), connect_timeout_s=3)
+    with ThreadPoolExecutor(2) as pool:
+        sender = pool.submit(make_sender, connection, 0, (0, 1))
+        receiver = pool.submit(join_sender, connection, 1, 0, 0).result()  # nobody joins for shard 1
+        began = time.monotonic()
+        with pytest.raises(RuntimeError):
+            receiver.broadcast(torch.zeros(5, dtype=torch.int64))
+        assert time.monotonic() - began < connection.timeout_s / 2
+        with pytest.raises(RuntimeError, match=r"[Tt]ime"):
+            sender.result()
