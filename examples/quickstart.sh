@@ -40,8 +40,8 @@ say "warm start: supervised training by the same trainer"
   $python -m megatron_scalerl sft recipes/tiny_cpu.yaml "$@" "policy.path=$tiny/base_policy" --out "$tiny/policy"
 say "reinforcement learning with the ScaleRL recipe"
 $python -m megatron_scalerl train recipes/tiny_cpu.yaml "$@" "policy.path=$tiny/policy"
-say "what it gained, what it cost, and how the forecast met it"
+say "result: gain, cost, and the forecast against the measurement"
 $python -m megatron_scalerl report "runs/$name"
 say "a completion whose thinking was cut: forced tokens stand in ⟦⟧, ‹v7› is the version of the weights"
-$python tools/show_rollouts.py "runs/$name" --interrupted
+$python -m megatron_scalerl show "runs/$name" --interrupted
 say "done"

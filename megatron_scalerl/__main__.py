@@ -34,7 +34,9 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command("run a recipe on this machine, or resume its run", "commands.train"),
     "study": Command("run recipes with several seeds each, one after another, and compare them", "study.command"),
-    "submit": Command("run a recipe on Slurm, or a folder of recipes, and say how a run fares", "slurm.command"),
+    "submit": Command(
+        "run a recipe or a folder of them on Slurm, or show the status of a submitted run", "slurm.command"
+    ),
     "engine": Command("add an engine on this host to a run on several hosts", "commands.engine"),
     "sft": Command("warm-start the recipe's policy by supervised training", "commands.sft"),
     "report": Command("gain, cost and forecast of a run", "commands.report"),

@@ -69,7 +69,7 @@ def report(run_dir: str | Path, console: Console) -> None:
         console.print("Too few validations for a forecast.", highlight=False)
         return
     if rows[0]["pass_rate"] >= 1.0:
-        console.print("No forecast: every completion of step 0 was right.", highlight=False)
+        console.print("No forecast: the pass rate at step 0 is already 1.", highlight=False)
         return
     name = recipe["name"]
     evaluation = evaluate(rows[0], fitted, unseen, method="robust", name=name, unit=unit)
@@ -81,7 +81,7 @@ def report(run_dir: str | Path, console: Console) -> None:
         text = f"paper: no forecast: {error}"
     console.print(printable(text), highlight=False, markup=False)
     path = plot(run_dir, evaluation)
-    console.print(f"picture: {path}", highlight=False)
+    console.print(f"plot: {path}", highlight=False)
 
 
 def split(rows: Rows, section: dict[str, Any]) -> tuple[Rows, Rows]:
@@ -171,15 +171,15 @@ def cost_text(hours: Mapping[str, float], unit: str) -> str:
     """The device-hours of each role in one line. hours: by role; unit: the ledger's."""
     total = math.fsum(hours.values())
     parts = ", ".join(f"{role} {value:.4g} ({value / total if total else 0:.0%})" for role, value in hours.items())
-    return f"ledger, {unit_name(unit)}: {total:.4g} held: {parts}"
+    return f"ledger, {unit_name(unit)}: {total:.4g} in total: {parts}"
 
 
 def moved_text(made: Sequence[Outlook], came: float | None) -> str:
     """How the forecasts of the run's end moved, in one line. came: the pass rate there, None before it."""
-    text = f"the forecast moved by {made[-1].pass_rate - made[0].pass_rate:+.3f} from the first to the last"
+    text = f"first to last forecast: {made[-1].pass_rate - made[0].pass_rate:+.3f}"
     if came is not None:
         inside = sum(each.lo <= came <= each.hi for each in made)
-        text += f"; {came:.3f} came, inside {inside} of {len(made)} intervals"
+        text += f"; measured at the end: {came:.3f}, inside {inside} of {len(made)} forecast intervals"
     return text
 
 

@@ -303,7 +303,7 @@ def test_a_run_whose_trainer_has_lost_a_host_of_its_job_ends_with_77(tiny, tmp_p
     monkeypatch.setattr("megatron_scalerl.launch.hosts.Hosts.have_left", lambda self: next(left))
     argv = ["train", *settings(tiny, tmp_path), "rewards.workers=1"]
     assert main(argv) == 77 and len(attempts) == 2
-    assert "localhost: Slurm has taken it out of the job" in capsys.readouterr().err
+    assert "localhost: Slurm removed this node, which had trainer ranks" in capsys.readouterr().err
     assert main(argv) == 77 and len(attempts) == 2, "not even started"
 
 

@@ -96,7 +96,7 @@ def test_the_report_prints_gain_ledger_and_forecast(tmp_path):
     report(tmp_path, console)
     text = console.export_text()
     assert "held-out pass rate 0.450 at step 0" in text
-    assert "device-hours: 4 held: trainer 3 (75%), engine 1 (25%)" in text
+    assert "device-hours: 4 in total: trainer 3 (75%), engine 1 (25%)" in text
     assert "robust: error of the forecast mean" in text and "paper: error of the forecast mean" in text
     assert (tmp_path / "forecast.png").read_bytes().startswith(b"\x89PNG")
 
@@ -112,7 +112,7 @@ def test_a_run_that_begins_at_one_has_the_rest_of_its_report(tmp_path, capsys):
     rewrite_pass_rates(tmp_path, lambda _: 1.0)
     report(tmp_path, Console(markup=False, width=200))
     out = capsys.readouterr().out
-    assert "device-hours: 4 held" in out and out.endswith("No forecast: every completion of step 0 was right.\n")
+    assert "device-hours: 4 in total" in out and out.endswith("No forecast: the pass rate at step 0 is already 1.\n")
 
 
 @pytest.mark.parametrize("start", [0.85, 0.97])
@@ -121,7 +121,7 @@ def test_a_run_that_begins_above_the_papers_asymptotes_has_the_rest_of_its_repor
     rewrite_pass_rates(tmp_path, lambda rate: start + (1 - start) * (rate - 0.4))
     report(tmp_path, Console(markup=False, width=200))
     out = capsys.readouterr().out
-    assert "device-hours: 4 held" in out and "robust: error of the forecast mean" in out
+    assert "device-hours: 4 in total" in out and "robust: error of the forecast mean" in out
     [line] = [line for line in out.splitlines() if line.startswith("paper: ")]
     assert line.endswith(f"method paper: expected R_0 below its highest A, 0.8, found {start:.3f}"), line
     assert out.rstrip().endswith("forecast.png") and (tmp_path / "forecast.png").is_file()
@@ -174,4 +174,5 @@ def test_the_forecasts_that_were_shown_and_what_came(tmp_path):
     text = console.export_text()
     came = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()][-1]["pass_rate"]
     assert f"Forecasts of step 100 after each validation; {came:.3f} came" in text
-    assert "the forecast moved by" in text and "of 16 intervals" in text
+    assert "first to last forecast: " in text and f"; measured at the end: {came:.3f}, inside " in text
+    assert "of 16 forecast intervals" in text

@@ -167,7 +167,7 @@ def predicted(case: dict[str, Any]) -> tuple[dict[str, float], int]:
 
 
 def measure_rank(case: dict[str, Any]) -> dict[str, int]:
-    """Two optimiser steps on two full micro-batches; resident memory before, and its peak above that."""
+    """Two optimizer steps on two full micro-batches; resident memory before, and its peak above that."""
     import gc
 
     from megatron_scalerl.batching.packing import pack

@@ -55,7 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"default: {', '.join(FOLDERS.values())} (full, --quick, "
         "--rehearse); results of parts that an earlier call left there are kept",
     )
-    parser.add_argument("--planner", metavar="FILE", help="write the measured constants for plan.py --assumptions")
+    parser.add_argument(
+        "--planner", metavar="FILE", help="write the measured constants for megatron-scalerl plan --assumptions FILE"
+    )
     parser.add_argument("--combine", nargs="+", metavar="REPORT", help="run nothing: combine several reports")
     parser.add_argument("--list", action="store_true", help="list the parts, what each does and its time limit")
 

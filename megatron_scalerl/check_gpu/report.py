@@ -18,7 +18,7 @@ from megatron_scalerl.check_gpu.part import Size
 from megatron_scalerl.check_gpu.runner import PartResult
 from megatron_scalerl.check_gpu.table import PARTS, Layers, Verdict, part_named, verdicts
 from megatron_scalerl.checkpoints.atomic_io import write_durably
-from megatron_scalerl.plan.assumptions import Assumptions
+from megatron_scalerl.plan.assumptions import OLD_NAMES, Assumptions
 from megatron_scalerl.plan.assumptions_file import Measured, write_assumptions
 from megatron_scalerl.plan.hardware import GPUS, gpu_of_device
 
@@ -85,15 +85,16 @@ class Report:
             if part_named(part.name).layers not in (None, self.layers):
                 continue
             for finding in part.findings:
-                for key in _constants_of(finding):
-                    values.setdefault(key, []).append(float(finding.data[key]))
+                for key, value in _constants_of(finding).items():
+                    values.setdefault(key, []).append(value)
         return {key: max(v) if key in _LARGEST else statistics.median(v) for key, v in values.items()}
 
 
-def _constants_of(finding: Finding) -> list[str]:
+def _constants_of(finding: Finding) -> dict[str, float]:
     if finding.status in _UNUSABLE:
-        return []
-    return [key for key, value in finding.data.items() if key in _CONSTANTS and value is not None]
+        return {}
+    found = {OLD_NAMES.get(key, key): value for key, value in finding.data.items() if value is not None}
+    return {key: float(value) for key, value in found.items() if key in _CONSTANTS}
 
 
 def write_report(report: Report, out: Path) -> None:

@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     """Print the report, or write the page. Raises ValueError for a folder without the files of a run, OSError."""
     if arguments.html is None:
         if arguments.group:
-            raise ValueError("--group: expected --html FILE with it, found none")
+            raise ValueError("--group requires --html FILE")
         from megatron_scalerl.report import report
 
         report(arguments.run_dir, console)

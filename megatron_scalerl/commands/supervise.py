@@ -92,7 +92,7 @@ def supervise(command: Sequence[str], run_dir: str | Path, *, restarts: int) -> 
             if stopped_by:
                 return exit_code_of(stopped_by[0])
             if takeover.happened:
-                logger.error("a later attempt of the job has begun: the run is not started again here")
+                logger.error("a newer attempt of this job is running: exiting")
                 return code if code >= 0 else 1
     finally:
         for number, handler in before.items():

@@ -18,15 +18,15 @@ A step (`_train`, `_train_on`):
    evaluation.every_steps an evaluation, every checkpoint.every_steps a checkpoint is written.
 
 A weight update (`_publish`): a validation on all engines is awaited first, because it measures one policy version;
-one on an engine that is held, as an evaluation is, delays nothing (`measurements`). Then
-every engine pauses between two tokens, keeps its requests, receives the weights, reports their digest and resumes
-(`weight_sync`). Only then do new groups start at the new version. Every weights.probe_every steps the log-probs of
-trainer and engines are compared (`probe`). An engine that is started again meanwhile takes part in the next update,
-or gets the current weights while the trainer waits for a batch (`_while_current`); it is probed then, too. With
-weights.store it gets them while the trainer steps (`_while_stepping`), and is probed after the next update.
+one on a held engine delays nothing (`measurements`). Then every engine pauses between two tokens, keeps its requests,
+receives the weights, reports their digest and resumes (`weight_sync`). Only then do new groups start at the new
+version. Every weights.probe_every steps log-probs of trainer and engines are compared (`probe`). An engine that is
+started again meanwhile takes part in the next update, or gets the current weights while the trainer waits for a batch
+(`_while_current`); it is probed then, too. With weights.store it gets them while the trainer steps
+(`_while_stepping`), and is probed after the next update.
 
-With rollouts.deterministic, update, probe and validation come one after another, and only then new groups start, in
-rounds (`engine.rounds`). With the schedule ppo_off_policy they do, too, between two phases.
+With rollouts.deterministic, and between phases of ppo_off_policy, update, probe and validation come one by one, and
+only then new groups start (`engine.rounds`).
 
 A checkpoint (`saver`): ledger, metrics and journal are synced to disk, the trainer ranks write and commit the
 checkpoint with the controller's own state (step, batches, length of the journal), and old checkpoints are deleted
@@ -36,9 +36,7 @@ A restart (`_replay`): the journal's batches after the checkpoint are trained ag
 same order, before anything new is generated. Groups that were in flight are issued again under their old ids.
 
 A request to save and exit (`processes.signals`) lets a step, a checkpoint and the weights of an engine that joins be
-finished, and cancels everything else: generation, a validation, the start (`_leave`).
-
-The end (`_finish`): no more prompts or steps. The loop ends no process: the launcher does then (`launch.launcher`).
+finished, and cancels everything else (`_leave`). The launcher ends the processes (`launch.launcher`).
 """
 
 from __future__ import annotations
@@ -58,6 +56,7 @@ from megatron_scalerl.controller.progress import Progress
 from megatron_scalerl.controller.run_folder import ResumePoint, RunFolder
 from megatron_scalerl.controller.saver import Saver
 from megatron_scalerl.controller.sending import Ahead, Sender, SentBatch
+from megatron_scalerl.controller.token_scores import TokenScores
 from megatron_scalerl.controller.weight_sync import NO_UPDATE, WeightSync
 from megatron_scalerl.engine.rounds import Rounds
 from megatron_scalerl.launch.fleet import Fleet
@@ -85,8 +84,7 @@ class Controller:
     _ahead: SentBatch | None = None
     """The next batch, if it was sent while the trainer stepped."""
     _skipped_in_a_row = 0
-    _served, _digest = -1, ""
-    """Policy version that the engines got in the last update, and the digest of its weights."""
+    _served, _digest = -1, ""  # policy version that the engines got last, and the digest of its weights
 
     def __init__(
         self,
@@ -110,7 +108,7 @@ class Controller:
         self._recipe, self._prompts, self._folder, self._fleet = recipe, prompts.training, folder, fleet
         self._start, self._history = start, [history]  # `_replay` takes it: it may have a million events
         self._sync, self._probe, self._saving = sync, probe, saving
-        self._sender = Sender(recipe, fleet, folder.path)
+        self._sender, self._scorer = Sender(recipe, fleet, folder.path), TokenScores(recipe, fleet, folder.path)
         self._meter, self._ledger, self._progress = meter, meter.ledger, progress
         self._step, self._batches = start.step, start.batches
         rounds = Rounds(fleet.engines, timeout_s=recipe.weights.timeout_s) if recipe.rollouts.deterministic else None
@@ -234,6 +232,7 @@ class Controller:
             self._measure()
             return
         self._skipped_in_a_row = 0
+        await self._scorer.record(sent.step, groups)
         report, rest = await self._step_on(sent.step)
         record["send_seconds"] = sending + rest
         record["pinned_seconds"] = await self._measurements.validations.end(None)

@@ -123,7 +123,7 @@ class WandbSink:
     """
 
     def __init__(self, run_dir: Path, name: str, *, sent: Sent) -> None:
-        """sent: by the attempts before."""
+        """sent: by the attempts before. Raises what wandb raises where it is not logged in or reaches no server."""
         import wandb
 
         self._sent = sent
@@ -171,7 +171,8 @@ class Metrics:
         if importlib.util.find_spec("tensorboard"):
             self._sinks.append(self._tensorboard(run_dir))
         if sent is not None:
-            self._sinks.append(WandbSink(run_dir, name, sent=sent))
+            with _guarded("WandbSink", "start", "; this attempt goes on without W&B (WANDB_MODE=offline needs none)"):
+                self._sinks.append(WandbSink(run_dir, name, sent=sent))
 
     def step(self, step: int, record: Mapping[str, Any]) -> None:
         """Append one record; numbers also go to the sinks. `record["batches"]` counts batches up to this one."""
@@ -213,7 +214,7 @@ class Metrics:
         for file in (self._steps, self._validations, self._by_prompt):
             file.close()
         for sink in self._sinks:
-            with _guarded(sink, "close"):
+            with _guarded(type(sink).__name__, "close"):
                 sink.close()
 
     def _tensorboard(self, run_dir: Path) -> TensorBoardSink:
@@ -227,17 +228,23 @@ class Metrics:
     def _to_sinks(self, step: int, record: Mapping[str, Any]) -> None:
         scalars = _finite(record)
         for sink in self._sinks:
-            with _guarded(sink, "write"):
+            with _guarded(type(sink).__name__, "write"):
                 sink.write(step, scalars)
 
 
 @contextlib.contextmanager
-def _guarded(sink: Sink, what: str) -> Iterator[None]:
-    """A sink that fails does not end the run: the records are in the JSONL files."""
+def _guarded(sink: str, what: str, outcome: str = "") -> Iterator[None]:
+    """A sink that fails does not end the run: the records are in the JSONL files. One line says it.
+
+    A sink's library has exceptions of its own, as wandb.errors.UsageError, which derive from Exception alone.
+    """
     try:
         yield
-    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        logger.warning("%s: %s failed: %s: %s", type(sink).__name__, what, type(error).__name__, error)
+    except Exception as error:
+        if isinstance(error, MemoryError):
+            raise
+        found = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        logger.warning("%s: %s failed: %s%s", sink, what, found, outcome)
 
 
 def validation_row(result: PassRate) -> dict[str, Any]:

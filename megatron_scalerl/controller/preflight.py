@@ -112,7 +112,8 @@ def _check_store(store: str) -> None:
     mode = os.stat(store).st_mode
     if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
         raise ValueError(
-            f"weights.store: {store}: expected a folder in which others cannot rename, found mode {mode & 0o7777:04o}"
+            f"weights.store: {store}: expected a folder that other users cannot write to, or one with the sticky "
+            f"bit, found mode {mode & 0o7777:04o}"
         )
 
 

@@ -115,7 +115,9 @@ def checked_keywords(recipe: Recipe) -> dict[str, Any]:
     """
     keywords = dict(recipe.megatron.parallel)
     known = inspect.signature(parallel_state.initialize_model_parallel).parameters
-    check_keys("megatron.parallel", keywords, known, expected="a keyword of initialize_model_parallel")
+    check_keys(
+        "megatron.parallel", keywords, known, expected="a keyword of initialize_model_parallel", in_recipe=True
+    )
     if not device.HAVE_GPU and keywords.get("virtual_pipeline_model_parallel_size"):
         raise ValueError(
             "megatron.parallel.virtual_pipeline_model_parallel_size: expected none without a GPU (the interleaved "

@@ -95,7 +95,7 @@ def _examine_nodes(arguments: argparse.Namespace, console: Console) -> int:
 
     found, folder = nodes.allocated(), Path(arguments.reports).absolute()
     if arguments.engine_gpus is not None and ENGINES not in found.values():
-        raise ValueError("--engine-gpus: expected a heterogeneous job with it, found another one")
+        raise ValueError("--engine-gpus requires a heterogeneous Slurm job, found one with a single component")
 
     def words(component: int | None) -> list[str]:
         engines = component == ENGINES and arguments.engine_gpus is not None
@@ -113,7 +113,7 @@ def _check(arguments: argparse.Namespace) -> None:
     """Raises ValueError for arguments that contradict each other or cannot be used."""
     if (arguments.hosts is None) != (arguments.reports is None):
         given, missing = ("hosts", "reports") if arguments.hosts else ("reports", "hosts")
-        raise ValueError(f"--{given}: expected --{missing} with it, found none")
+        raise ValueError(f"--{given} requires --{missing}")
     if arguments.hosts and arguments.json is not None:
         raise ValueError("--json: expected --reports alone with --hosts, since every node writes a report")
     if not arguments.within > 0:
@@ -128,7 +128,7 @@ def _check(arguments: argparse.Namespace) -> None:
         if value is not None and value < 0:
             raise ValueError(f"{name}: expected at least 0, found {value}")
     if arguments.engine_gpus is not None and arguments.hosts is None:
-        raise ValueError("--engine-gpus: expected --hosts with it, found none")
+        raise ValueError("--engine-gpus requires --hosts")
     target = Path(arguments.json) if arguments.json not in (None, "-") else None
     if target is not None and (target.is_dir() or not target.parent.is_dir()):
         kind = "a folder" if target.is_dir() else f"no folder {target.parent}"

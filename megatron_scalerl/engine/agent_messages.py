@@ -131,4 +131,6 @@ def _decoded(decoder: msgspec.msgpack.Decoder[Any], frames: Sequence[bytes]) -> 
         return decoder.decode(frames[0])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         why = ascii(str(error))[1:-1][:300]  # it may quote the message
-        raise InvalidMessage(f"expected a message, found {len(frames[0])} bytes that are none ({why})") from error
+        raise InvalidMessage(
+            f"expected a message, found {len(frames[0])} bytes that do not decode ({why})"
+        ) from error

@@ -172,7 +172,10 @@ def check_options(options: dict[str, Any]) -> None:
         if name in OURS:
             by = f"set by {OURS[name]}" if OURS[name] else "fixed"
             raise ValueError(f"engine.vllm.{name}: expected none (it is {by}), found {options[name]!r}")
-    check_keys("engine.vllm", options, vllm_options() - OURS.keys(), expected="an option of vLLM")
+    known = sorted(vllm_options() - OURS.keys())
+    check_keys(
+        "engine.vllm", options, known, expected="an option of vLLM", in_recipe=True, listed="vllm serve --help=all"
+    )
     head = _nested(options, "hf_overrides").get("head_dtype")
     if head is not None:
         raise ValueError(f"engine.vllm.hf_overrides: expected no head_dtype (set policy.logits), found {head!r}")

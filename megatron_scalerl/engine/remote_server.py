@@ -69,7 +69,7 @@ class RemoteServer:
                     await self._unless_ended(link.hello)
             except TimeoutError:
                 raise ServerEnded(
-                    f"gave no sign within {HELLO_S:g} s: the command that starts its agent hangs, or the agent does "
+                    f"no message from the agent within {HELLO_S:g} s: the command that starts it hangs, or it does "
                     "not reach the controller"
                 ) from None
         await self._unless_ended(link.up)

@@ -7,7 +7,8 @@
 
 The AIME columns are those of Maxwell-Jia/AIME_2024 (ID, Problem, Solution, Answer), HuggingFaceH4/aime_2024 and
 math-ai/aime25 (id, problem, answer), opencompass/AIME2025 (question, answer) and MathArena/aime_2025 (problem_idx,
-problem, answer); those of MATH-500 are HuggingFaceH4/MATH-500's. Without a schema, the columns decide.
+problem, answer); those of MATH-500 are HuggingFaceH4/MATH-500's. Without a schema, the columns decide, and
+of those of AIME the answers, too: unless all are integers from 0 to 999, the columns are read as any.
 """
 
 from __future__ import annotations
@@ -92,14 +93,14 @@ def split_schema(text: str) -> tuple[str, str | None]:
 def read_problems(path: str, schema: str | None = None) -> ProblemFile:
     """The problems of a .jsonl or .parquet file, or of a dataset folder with one split.
 
-    schema: aime, math500 or "PROBLEM,ANSWER"; None: found from the columns of the first row. Raises ValueError, in
-    one line with file and row, for a missing file, columns of no known schema, an empty problem, an answer that is
-    missing or, of AIME, no integer from 0 to 999, and for a file without rows.
+    schema: aime, math500 or "PROBLEM,ANSWER"; None: found from the columns, and the answers of all rows.
+    Raises ValueError, in one line with file and row, for a missing file, columns of no known schema, an empty
+    problem, an answer that is missing or, of AIME, no integer from 0 to 999, and for a file without rows.
     """
     rows = list(read_rows(path, ()))
     if not rows:
         raise ValueError(f"{path}: expected at least one problem, found an empty file")
-    schema = schema or _schema_of(path, rows[0])
+    schema = schema or _schema_of(path, rows)
     names: set[str] = set()
     problems = []
     for number, row in enumerate(rows, 1):
@@ -111,14 +112,15 @@ def read_problems(path: str, schema: str | None = None) -> ProblemFile:
     return ProblemFile(path=path, schema=schema, problems=tuple(problems))
 
 
-def _schema_of(path: str, row: Row) -> str:
+def _schema_of(path: str, rows: Sequence[Row]) -> str:
+    row = rows[0]
     columns = set(row.values)
     if {"problem", "answer", "unique_id", "subject"} <= columns:
         return MATH500
     if {"prompt", "answer"} <= columns:
         return "prompt,answer"
     if columns & set(_AIME_PROBLEM) and columns & set(_AIME_ANSWER):
-        if row.values.get("level") is None and _is_aime_answer(row.values[_first(row, _AIME_ANSWER)]):
+        if row.values.get("level") is None and all(map(_has_aime_answer, rows)):
             return AIME
         return f"{_first(row, _AIME_PROBLEM)},{_first(row, _AIME_ANSWER)}"
     found = ", ".join(sorted(map(str, columns))) or "no columns"
@@ -174,6 +176,12 @@ def _text(row: Row, column: str) -> str:
 
 def _is_aime_answer(value: Any) -> bool:
     return not isinstance(value, bool) and _AIME_ANSWER_FORM.fullmatch(str(value).strip()) is not None
+
+
+def _has_aime_answer(row: Row) -> bool:
+    """Also of a row without an answer, whose error names the row."""
+    value = next((row.values[name] for name in _AIME_ANSWER if name in row.values), None)
+    return value is None or value == "" or _is_aime_answer(value)
 
 
 def _aime_answer(row: Row, column: str) -> str:

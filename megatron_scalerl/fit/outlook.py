@@ -19,8 +19,25 @@ from megatron_scalerl.fit.result import FitResult, Prediction
 
 DRAWS = 1000
 """Draws of each fit."""
+MOST = 1e15
+"""A number of a row is below it: a larger one is damage."""
 Rows = Sequence[Mapping[str, Any]]
 """Rows of validation.jsonl, that of step 0 first."""
+
+
+def checked_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of validation.jsonl of any version, as `with_compute` gives it.
+
+    Raises ValueError unless it has a step, a compute and a pass rate that can be those of a validation.
+    """
+    found = with_compute(dict(row))
+    for key, most in (("step", MOST), ("compute", MOST), ("pass_rate", 1)):
+        value: Any = found.get(key)
+        usable = isinstance(value, int if key == "step" else int | float) and not isinstance(value, bool)
+        if not usable or not 0 <= value <= most:
+            shown = f"{key} {str(value)[:40]!a}" if key in found else f"no {key}"
+            raise ValueError(f"expected a validation (step, compute, pass_rate), found {shown}")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +111,7 @@ def outlook(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> Outlook | Non
 
     fit_from_steps: rows before this step are left out of the fit. The compute of the end is the last row's in
     proportion to the steps. None without a row of step 0, with fewer than `MIN_POINTS` rows to fit, and at the end.
+    Raises ValueError for a row as `checked_row` does.
     """
     made = _fitted(rows, steps, fit_from_steps)
     return None if made is None else _outlook(*made, steps)
@@ -112,7 +130,13 @@ def _fitted(
     rows: Rows, steps: int, fit_from_steps: int, *, over: bool = False
 ) -> tuple[FitResult, Mapping[str, Any], float] | None:
     """(fit, last row fitted, compute of the run's end). over: of a run that has reached its end, too."""
-    latest = {row["step"]: with_compute(dict(row)) for row in rows}
+    latest: dict[int, dict[str, Any]] = {}
+    for number, row in enumerate(rows, 1):
+        try:
+            known = checked_row(row)
+        except ValueError as error:
+            raise ValueError(f"validation.jsonl: row {number}: {error}") from None
+        latest[known["step"]] = known
     start, used = latest.get(0), [r for s, r in latest.items() if s >= max(fit_from_steps, 1) and r["compute"] > 0]
     if start is None or len(used) < MIN_POINTS or start["pass_rate"] >= 1.0:
         return None

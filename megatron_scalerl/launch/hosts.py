@@ -125,7 +125,7 @@ def hosts_of(
     options = (("--slots", slots), ("--run-on", run_on), ("--address", address), ("--engine-slots", engine_slots))
     for option, value in options:
         if names is None and value is not None:
-            raise ValueError(f"{option}: expected --hosts with it, found none")
+            raise ValueError(f"{option} requires --hosts")
     if names is None:
         return ONE_HOST
     in_slurm = names == SLURM
@@ -167,7 +167,9 @@ def _listed(names: str) -> list[str]:
 def _engine_slots(given: int | None, *, heterogeneous: bool) -> int | None:
     if not heterogeneous:
         if given is not None:
-            raise ValueError(f"--engine-slots: expected a heterogeneous job with it, found another one ({given})")
+            raise ValueError(
+                "--engine-slots requires a heterogeneous Slurm job, found hosts without a second component"
+            )
         return None
     slots = _gpus_of_node(f"SLURM_GPUS_PER_NODE_HET_GROUP_{ENGINES}") if given is None else given
     if slots is None or slots < 1:

@@ -68,7 +68,9 @@ class Placement:
         """Raises HostsLeft if a host with trainer ranks has left the job. Blocks."""
         gone = hosts.have_left() & {ranks.host.name for ranks in self.trainer}
         if gone:
-            raise HostsLeft(f"{', '.join(sorted(gone))}: Slurm has taken it out of the job, with trainer ranks")
+            raise HostsLeft(
+                f"{', '.join(sorted(gone))}: Slurm removed this node, which had trainer ranks, from the job"
+            )
 
     @classmethod
     def without_trainer(cls, recipe: Recipe) -> Placement:

@@ -1,8 +1,8 @@
 """A group as the page's reader shows it: facts about its completions, and one completion token by token.
 
 The store has the engine's log-probability, the policy version and the loss mask of each token. The trainer's
-log-probabilities and the entropy per token are not stored: they are known per step only (metrics.jsonl). The
-advantage is computed again from the scores of the batch, as the trainer got it.
+log-probabilities and the entropy of each token are known of the completions that it scored, with
+telemetry.token_scores_every. The advantage is computed again from the scores of the batch, as the trainer got it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Any
 
 from megatron_scalerl.batching.advantages import samples_of
 from megatron_scalerl.page.groups import FoundGroup, GroupIndex
+from megatron_scalerl.page.stored_recipe import damage_of, usable_recipe
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.recipe.stored import completed
 from megatron_scalerl.rollouts.history import BatchRecord
 from megatron_scalerl.rollouts.run_text import RunTokenizer, decode, load_tokenizer, raw_text
+from megatron_scalerl.rollouts.token_scores import CompletionScores, read_scores
 
 LONGEST_CHARACTER = 4
 """Tokens that one character may take: bytes of UTF-8."""
@@ -33,7 +35,8 @@ class Reader:
         """recipe: of the run, as it is stored."""
         self.index = index
         self._run_dir = run_dir
-        self._recipe = completed(recipe)
+        usable, self._wrong = usable_recipe(recipe)
+        self._recipe = completed(usable)
         self._tokenizer: RunTokenizer | None = None
         self._advantages: dict[int, Advantages | str] = {}
         self._last: FoundGroup | None = None
@@ -41,6 +44,10 @@ class Reader:
     def load(self) -> RunTokenizer:
         """The run's tokenizer, loaded once. Raises ValueError."""
         if self._tokenizer is None:
+            self._check("policy")
+            if not self._recipe.get("policy", {}).get("path"):
+                found = {"policy.path": "expected a folder with a tokenizer, found nothing"}
+                raise ValueError(damage_of(self._run_dir, found)[0])
             self._tokenizer = load_tokenizer(self._run_dir)
         return self._tokenizer
 
@@ -51,10 +58,11 @@ class Reader:
         """
         found, tokenizer = self._find(group_id), self.load()
         fields, record = found.fields, found.record
+        scored = self._scores(record)
         advantages = self._batch_advantages(record) if record else "the group is in no batch yet"
         completions = []
         for i, (rollout, score) in enumerate(zip(fields["rollouts"], fields["scores"])):
-            each = _facts(i, rollout, score) | {"advantage": None, "untrained": ""}
+            each = _facts(i, rollout, score) | {"advantage": None, "untrained": "", "scored": (group_id, i) in scored}
             if isinstance(advantages, str):
                 each["untrained"] = advantages
             elif (group_id, i) in advantages:
@@ -79,9 +87,11 @@ class Reader:
     def completion(self, group_id: int, position: int) -> dict[str, Any]:
         """One completion [T]: `pieces` of text and `logprobs` per token, `spans` of (first token, version, forced).
 
-        Raises ValueError as `group`, and for a position that it does not have.
+        `mismatch` (trainer minus engine, nats) and `entropies` are None where the trainer did not score it. Raises
+        ValueError as `group`, and for a position that it does not have.
         """
-        rollouts = self._find(group_id).fields["rollouts"]
+        found = self._find(group_id)
+        rollouts = found.fields["rollouts"]
         if not 0 <= position < len(rollouts):
             raise ValueError(f"completion: expected 0 to {len(rollouts) - 1} of group {group_id}, found {position}")
         rollout = rollouts[position]
@@ -91,12 +101,28 @@ class Reader:
             span = list(tokens)
             spans.append((span[0], version, not is_sampled))
             pieces += token_texts(self.load(), [ids[token] for token in span])
+        logprobs = rollout["rollout_logprobs"]
+        scored = self._scores(found.record).get((group_id, position))
+        if scored is not None and not len(scored.logprobs) == len(scored.entropies) == len(logprobs):
+            raise ValueError(f"group {group_id}: expected scores of {len(logprobs)} tokens, found others")
         return {
             "pieces": pieces,
             "ids": list(ids),
-            "logprobs": [round(value, 4) for value in rollout["rollout_logprobs"]],
+            "logprobs": [round(value, 4) for value in logprobs],
+            "mismatch": scored and [round(ours - engines, 4) for ours, engines in zip(scored.logprobs, logprobs)],
+            "entropies": scored and scored.entropies,
             "spans": spans,
         }
+
+    def _scores(self, record: BatchRecord | None) -> dict[tuple[int, int], CompletionScores]:
+        """What the trainer scored of a batch. Raises ValueError for a damaged file."""
+        return {} if record is None else read_scores(self._run_dir, record.step)
+
+    def _check(self, *sections: str) -> None:
+        """Raises ValueError if one of these sections of the recipe is damaged."""
+        wrong = {key: text for key, text in self._wrong.items() if key.partition(".")[0] in sections}
+        if wrong:
+            raise ValueError(printable(damage_of(self._run_dir, wrong)[0]))
 
     def _find(self, group_id: int) -> FoundGroup:
         """The group; the last one is kept, since its completions are read next."""
@@ -118,6 +144,10 @@ class Reader:
             groups = self.index.read_batch(record)
         except ValueError:
             return "groups of its batch are deleted or rewritten as Parquet"
+        try:
+            self._check("advantages", "rewards", "filters", "loss")
+        except ValueError as error:
+            return str(error)
         recipe = self._recipe
         plan = samples_of(
             groups,

@@ -8,8 +8,10 @@ from typing import Any
 from megatron_scalerl.fit.outlook import Outlook, Projection, projection
 from megatron_scalerl.report import last_step, moved_text
 
-MOST = 60
+MOST = 128
 """Forecasts that are made for the page, at about equal distances: a fit takes a fifth of a second."""
+_FAILURES = (ValueError, ArithmeticError, LookupError, TypeError, AssertionError, RuntimeError)
+"""What a fit of strange rows may raise; none of them ends the page."""
 Rows = Sequence[dict[str, Any]]
 
 
@@ -18,6 +20,7 @@ class Forecasts:
 
     def __init__(self) -> None:
         self._made: dict[int, Projection | None] = {}
+        self._failed: dict[int, str] = {}
         self._begin: tuple[Any, ...] = ()
 
     def missing(self, rows: Rows) -> list[int]:
@@ -25,6 +28,7 @@ class Forecasts:
         begin = tuple((row.get("step"), row.get("pass_rate")) for row in rows)
         if self._begin != begin[: len(self._begin)]:
             self._made.clear()  # a restart took rows back
+            self._failed.clear()
         self._begin = begin
         every = max(1, -(-len(rows) // MOST))
         wanted = {len(rows), *range(every, len(rows) + 1, every)}
@@ -38,14 +42,29 @@ class Forecasts:
             rows[:count], steps=last_step(rows, recipe), fit_from_steps=int(section.get("fit_from_steps", 0))
         )
 
-    def add(self, count: int, made: Projection | None) -> None:
-        """Keep what was made from the first `count` rows."""
+    @classmethod
+    def attempt(cls, rows: Rows, recipe: Mapping[str, Any], count: int) -> tuple[Projection | None, str]:
+        """The forecast from the first `count` rows, or in one line why it failed. Changes nothing."""
+        try:
+            return cls.made_from(rows, recipe, count), ""
+        except _FAILURES as error:
+            return None, f"forecast from {count} validations: {type(error).__name__}: {error}"
+
+    def add(self, count: int, made: Projection | None, problem: str = "") -> None:
+        """Keep what `attempt` returned for the first `count` rows."""
         self._made[count] = made
+        if problem:
+            self._failed[count] = problem
+
+    @property
+    def problem(self) -> str:
+        """Why the newest of the forecasts that failed did; empty if none did."""
+        return self._failed[max(self._failed)] if self._failed else ""
 
     def make_all(self, rows: Rows, recipe: Mapping[str, Any]) -> None:
         """Make all that are missing."""
         for count in self.missing(rows):
-            self.add(count, self.made_from(rows, recipe, count))
+            self.add(count, *self.attempt(rows, recipe, count))
 
     @property
     def made(self) -> list[Projection]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.page.growing_file import GrowingFile
+from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.rollouts.group_files import kept_group, listed_groups
 from megatron_scalerl.rollouts.history import BatchRecord, Finish, History, read_batch, read_event
 from megatron_scalerl.rollouts.old_groups import OldGroups
@@ -37,15 +38,21 @@ class GroupIndex:
         self._finished: dict[int, Finish] = {}
         self._records: dict[int, BatchRecord] = {}
         self._batch_of: dict[int, int] = {}
-        self._damage = ""
+        self._damage = self._failure = ""
+
+    @property
+    def damage(self) -> list[str]:
+        """What of the journal cannot be read, until it is written anew, in at most two lines."""
+        found = (line.replace(f"{self.run_dir}/", "") for line in (self._damage, self._failure) if line)
+        return [printable(" ".join(line.split()))[:500] for line in found]
 
     def update(self) -> bool:
-        """Read what the journal got; True if a batch is new.
-
-        Raises ValueError naming file and byte, again until the file is written anew; whole lines count nevertheless.
-        Raises OSError.
-        """
-        lines = self._journal.new_lines()
+        """Read what the journal got; True if a batch is new. What is damaged is in `damage`."""
+        try:
+            lines, self._failure = self._journal.new_lines(), ""
+        except (ValueError, OSError) as error:
+            self._failure = str(error)
+            return False
         if self._generation != self._journal.generation:
             self._generation = self._journal.generation
             self._finished, self._records, self._batch_of, self._damage = {}, {}, {}, ""
@@ -61,8 +68,6 @@ class GroupIndex:
             elif isinstance(event, BatchRecord):
                 self._records[event.batch] = event
                 self._batch_of.update(dict.fromkeys(event.group_ids, event.batch))
-        if self._damage:
-            raise ValueError(self._damage)
         return len(self._records) != before
 
     @property

@@ -18,6 +18,7 @@ from aiohttp import web
 from megatron_scalerl.page.render import RUN, Document, policy
 
 ADDRESS = "127.0.0.1"
+HTTP_PORT = 80
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -49,12 +50,16 @@ class LoopbackServer:
         finally:
             await runner.cleanup()
 
+    def _names(self) -> set[str]:
+        """Host headers of this server. Clients leave out the port of http."""
+        ports = ("", f":{self.port}") if self.port == HTTP_PORT else (f":{self.port}",)
+        return {f"{name}{port}" for name in (ADDRESS, "localhost") for port in ports}
+
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         host = request.headers.get("Host", "")
         given = request.query.get("token", "")
-        named = host in (f"{ADDRESS}:{self.port}", f"localhost:{self.port}")
-        if not named or not hmac.compare_digest(given.encode("utf8", "replace"), self.token.encode()):
+        if host not in self._names() or not hmac.compare_digest(given.encode("utf8", "replace"), self.token.encode()):
             return answer({"error": "expected the address that megatron-scalerl watch printed, with its token"}, 403)
         try:
             return await handler(request)

@@ -1,21 +1,22 @@
 """What the page of a run draws: its steps, validations, ledger and events, read by offset as the run appends to them.
 
-Every value is JSON. Columns are lists over the rows of a file, `None` where a row has no such number.
+A damaged line hides nothing but itself: `RunData.damage` names it, and the page says it. Every value is JSON. Columns
+are lists over the rows of a file, `None` where a row has no such number.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from megatron_scalerl.fit.formatting import unit_name
-from megatron_scalerl.fit.inputs import with_compute
+from megatron_scalerl.page.evaluation_table import evaluation_table
 from megatron_scalerl.page.forecasts import Forecasts
 from megatron_scalerl.page.growing_file import GrowingFile
+from megatron_scalerl.page.rows import evaluation_row, json_row, step_row, validation_row
+from megatron_scalerl.page.stored_recipe import damage_of, usable_recipe
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.recipe.file import read_run_recipe
 from megatron_scalerl.report import cost_text, gain, gain_text, gains_by_task, last_step
@@ -37,6 +38,10 @@ WAITS = {
 }
 """Column -> the columns of metrics.jsonl whose sum it is, seconds of a step."""
 MOST_EVENTS = 300
+MOST_DAMAGE = 1000
+"""Damaged lines of a file that are counted."""
+_GAIN_FAILURES = (ValueError, OSError, LookupError, TypeError, ArithmeticError)
+"""Of the gain, where a row of validation_by_prompt.jsonl is another one."""
 
 
 class RunData:
@@ -45,17 +50,15 @@ class RunData:
     def __init__(self, run_dir: str | Path) -> None:
         """Raises ValueError for a folder that is no run."""
         self.run_dir = Path(run_dir)
-        self.recipe = read_run_recipe(self.run_dir)
+        self.recipe, wrong = usable_recipe(read_run_recipe(self.run_dir))
+        """As stored, without what is damaged in it."""
+        self._wrong = damage_of(self.run_dir, wrong)
         self.forecasts = Forecasts()
         self.predicted: PredictedUpdate | str = "megatron-scalerl report shows the planner's prediction beside them."
         """Of a weight update, or why there is none."""
-        self._metrics, self._validation, self._ledger, self._attempts, self._engines, self._end = (
-            GrowingFile(self.run_dir / f"{name}")
-            for name in (
-                *("metrics.jsonl", "validation.jsonl", "ledger.jsonl"),
-                *("attempts.jsonl", "engines.jsonl", "end.json"),
-            )
-        )
+        self._metrics, self._validation, self._ledger = self._files("metrics", "validation", "ledger")
+        self._attempts, self._engines, self._evaluation = self._files("attempts", "engines", "evaluation")
+        self._end = GrowingFile(self.run_dir / "end.json")
         self._rows: dict[GrowingFile, list[dict[str, Any]]] = {}
         self._generations: dict[GrowingFile, int] = {}
         self._hours: dict[str, float] = {}
@@ -64,7 +67,10 @@ class RunData:
         self._made_updates_of: tuple[int, int, str] | None = None
         self._steps: dict[str, list[float | None]] = {}
         self._clear_steps()
-        self._damage: dict[GrowingFile, str] = {}
+        self._damage: dict[GrowingFile, list[str]] = {}
+        """Of each file, one line for each damaged line, at most `MOST_DAMAGE`."""
+        self._failures: dict[GrowingFile, str] = {}
+        """Files that could not be read at the last attempt, and why."""
         self._gain: tuple[tuple[int, int], list[str]] = ((-1, -1), [])
 
     @property
@@ -82,19 +88,27 @@ class RunData:
         """Number of step records."""
         return len(self._steps["step"])
 
-    def update(self) -> bool:
-        """Read what was appended; True if there is something new.
+    @property
+    def damage(self) -> list[str]:
+        """What of the records and the recipe cannot be read, one line for each file or key."""
+        lines = [*self._wrong, *self._failures.values()]
+        for found in self._damage.values():
+            more = len(found) - 1
+            also = f" (and {more if len(found) < MOST_DAMAGE else 'many'} more damaged lines)" if more else ""
+            lines.append(found[0] + also)
+        if self.forecasts.problem:
+            lines.append(self.forecasts.problem)
+        return [_one_line(line.replace(f"{self.run_dir}/", "")) for line in lines]
 
-        Raises ValueError naming file and byte, again until the file is written anew; whole lines count nevertheless.
-        Raises OSError.
-        """
+    def update(self) -> bool:
+        """Read what was appended; True if there is something new. What cannot be read is in `damage`."""
         new = [
-            self._read(self._metrics, self._add_step),
-            self._read(self._ledger, self._add_charge),
-            *(self._read(file) for file in (self._validation, self._attempts, self._engines, self._end)),
+            self._read(self._metrics, step_row, self._add_step),
+            self._read(self._ledger, json_row, self._add_charge),
+            self._read(self._validation, validation_row),
+            self._read(self._evaluation, evaluation_row),
+            *(self._read(file, json_row) for file in (self._attempts, self._engines, self._end)),
         ]
-        if self._damage:
-            raise ValueError(next(iter(self._damage.values())))
         return any(new)
 
     def payload(self, since: int = 0) -> dict[str, Any]:
@@ -110,6 +124,7 @@ class RunData:
             "ledger": [{"role": role, "hours": hours} for role, hours in self._hours.items()],
             "events": self._events(),
             "updates": self._update_table(),
+            "evaluations": evaluation_table(self._rows.get(self._evaluation, [])),
         }
 
     @property
@@ -127,8 +142,22 @@ class RunData:
         notes = [printable(note) for note in found.notes]
         return {"columns": found.table.columns, "rows": found.table.rows, "notes": notes}
 
-    def _read(self, file: GrowingFile, add: Any = None) -> bool:
-        lines = file.new_lines()
+    def _files(self, *names: str) -> list[GrowingFile]:
+        return [GrowingFile(self.run_dir / f"{name}.jsonl") for name in names]
+
+    def _read(
+        self,
+        file: GrowingFile,
+        row_of: Callable[[bytes], dict[str, Any]],
+        add: Callable[[dict[str, Any]], None] | None = None,
+    ) -> bool:
+        """Read what was appended to a file. row_of: raises ValueError for a damaged line. add: instead of `_rows`."""
+        try:
+            lines = file.new_lines()
+        except (ValueError, OSError) as error:
+            self._failures[file] = str(error)
+            return False
+        self._failures.pop(file, None)
         if self._generations.get(file, 0) != file.generation:
             self._generations[file] = file.generation
             self._damage.pop(file, None)
@@ -137,22 +166,16 @@ class RunData:
                 self._clear_steps()
             if file is self._ledger:
                 self._hours.clear()
-        kept = self._rows.setdefault(file, [])
+        keep = add or self._rows.setdefault(file, []).append
         for line, where in lines:
-            if (row := self._row(file, line, where)) is None:
+            try:
+                row = row_of(line)
+            except ValueError as error:
+                known = self._damage.setdefault(file, [])
+                known += [f"{where}: {error}"] if len(known) < MOST_DAMAGE else []
                 continue
-            if add is None:
-                kept.append(with_compute(row) if file is self._validation else row)
-            else:
-                add(row)
+            keep(row)
         return bool(lines)
-
-    def _row(self, file: GrowingFile, line: bytes, where: str) -> dict[str, Any] | None:
-        try:
-            return msgspec.json.decode(line, type=dict[str, Any])
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            self._damage.setdefault(file, f"{where}: expected a JSON object, found {error}")
-            return None
 
     def _clear_steps(self) -> None:
         names = (*COLUMNS, *WAITS, "degenerate", "seconds", *(f"weight_{phase}" for phase in UPDATE_PHASES))
@@ -201,6 +224,7 @@ class RunData:
             "forecast": made.outlook.line() if made else "",
             "forecast_step": made.outlook.step if made else None,
             "lines": lines,
+            "damage": self.damage,
         }
 
     def _gain_lines(self) -> list[str]:
@@ -215,8 +239,8 @@ class RunData:
                         gain_text(gain(self.run_dir)),
                         *(f"{task}: {gain_text(g)}" for task, g in by_task.items()),
                     ]
-                except ValueError as error:
-                    lines = [f"no gain: {error}"]
+                except _GAIN_FAILURES as error:
+                    lines = [f"no gain: {_one_line(f'{type(error).__name__}: {error}')}"]
             self._gain = key, [printable(line) for line in lines]
         return self._gain[1]
 
@@ -252,6 +276,10 @@ def thinned(payload: dict[str, Any], most: int) -> dict[str, Any]:
 
 def _event(time: Any, kind: str, text: str) -> dict[str, Any]:
     return {"time": time if isinstance(time, float) else None, "kind": kind, "text": printable(text)[:500]}
+
+
+def _one_line(text: str) -> str:
+    return printable(" ".join(text.split()))[:500]
 
 
 def _number(value: Any) -> float | None:

@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import yaml
 
 from megatron_scalerl.fit.formatting import unit_name
-from megatron_scalerl.fit.inputs import flattened, with_compute
+from megatron_scalerl.fit.inputs import flattened
 from megatron_scalerl.fit.outlook import RunFit, run_fit
 from megatron_scalerl.page.growing_file import GrowingFile, first_row, newest_row
+from megatron_scalerl.page.rows import validation_row
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.recipe.file import RecipeError, read_run_recipe
 from megatron_scalerl.recipe.stored import completed
@@ -170,10 +170,12 @@ class RunSummary:
             self._generation, self.rows, self.fitted_rows = self._validation.generation, [], -1
             self._say("validation.jsonl", "")
         for line, where in lines:
-            row = _validation_row(line)
-            if row is None:
-                problem = problem or f"{where}: expected a validation (step, compute, pass_rate), found another line"
-            elif len(self.rows) < MOST_ROWS:
+            try:
+                row = validation_row(line)
+            except ValueError as error:
+                problem = problem or f"{where}: {error}"
+                continue
+            if len(self.rows) < MOST_ROWS:
                 self.rows.append(row)
         if problem:
             self._say("validation.jsonl", problem)
@@ -214,16 +216,6 @@ def _stored_recipe(run_dir: Path) -> dict[str, Any]:
             if aliases:
                 raise RecipeError(f"{path}: expected a recipe without YAML aliases, found one")
     return read_run_recipe(run_dir)
-
-
-def _validation_row(line: bytes) -> dict[str, Any] | None:
-    """The row, with `fit.inputs.with_compute`; None unless its step, compute and pass rate are numbers."""
-    try:
-        row = with_compute(msgspec.json.decode(line, type=dict[str, Any]))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    known = all(_is_number(row.get(key)) and row[key] >= 0 for key in ("step", "compute", "pass_rate"))
-    return row if known and isinstance(row["step"], int) and row["pass_rate"] <= 1 else None
 
 
 def _is_number(value: Any) -> bool:

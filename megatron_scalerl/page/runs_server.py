@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,9 @@ from megatron_scalerl.page.news import News
 from megatron_scalerl.page.render import RUNS, page
 from megatron_scalerl.page.runs_data import RunsData
 from megatron_scalerl.page.server import RunPage
+from megatron_scalerl.processes.logs import printable
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 POLL_S = 1.0
 """Seconds between two looks at the runs' files."""
@@ -101,7 +104,13 @@ class RunsServer(LoopbackServer):
                 changed = await self._locked(self._runs.update)
                 busy = await self._fit()
             except (ValueError, OSError) as error:
-                failure = " ".join(str(error).split())
+                failure = printable(" ".join(str(error).split()))
+            except Exception as error:
+                text = f"the page no longer follows the runs: {type(error).__name__}: {error}"
+                self._news.failure = printable(" ".join(text.split()))
+                self._news.tell()
+                logger.exception("the page no longer follows the runs")
+                raise
             if changed or busy or failure != self._news.failure:
                 self._news.failure = failure
                 self._news.tell()

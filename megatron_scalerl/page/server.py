@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,9 @@ from megatron_scalerl.page.loopback import Handler, LoopbackServer, answer, secu
 from megatron_scalerl.page.news import News
 from megatron_scalerl.page.render import RUN, page
 from megatron_scalerl.page.run_data import RunData
+from megatron_scalerl.processes.logs import printable
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 POLL_S = 1.0
 """Seconds between two looks at the run's files."""
@@ -54,16 +57,11 @@ class RunPage:
 
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
-        """Follow the run within the block. Raises ValueError for a damaged file of a run without `home`, OSError.
-
-        Of a list's run the page says it.
-        """
-        try:
-            await self._update()
-        except (ValueError, OSError) as error:
-            if self._home is None:
-                raise
-            self.news.failure = " ".join(str(error).split())
+        """Follow the run within the block. The page says what is damaged in the records, and draws the rest."""
+        await self._update()
+        self.news.failure = self._damage()
+        if self.news.failure:
+            logger.warning("%s", self.news.failure)
         task = asyncio.create_task(self._follow(), name="follow")
         try:
             yield
@@ -95,17 +93,26 @@ class RunPage:
 
     async def _follow(self) -> None:
         while True:
-            failure, changed, busy = "", False, False
             try:
                 changed = await self._update()
                 busy = await self._forecast()
-            except (ValueError, OSError) as error:
-                failure = " ".join(str(error).split())
-            if changed or failure != self.news.failure:
-                self.news.failure = failure
-                self.news.tell()
+            except Exception as error:
+                self._say(f"the page no longer follows the run: {type(error).__name__}: {error}")
+                logger.exception("the page no longer follows the run")
+                raise
+            self._say(self._damage(), changed)
             if not busy:
                 await asyncio.sleep(POLL_S)
+
+    def _say(self, failure: str, changed: bool = False) -> None:
+        """Tell every open page, if there is something new or another failure."""
+        failure = printable(" ".join(failure.split()))
+        if changed or failure != self.news.failure:
+            self.news.failure = failure
+            self.news.tell()
+
+    def _damage(self) -> str:
+        return "; ".join([*self._run.damage, *self._index.damage])
 
     async def _forecast(self) -> bool:
         """Make the newest missing forecast; True if there was one."""
@@ -113,16 +120,19 @@ class RunPage:
         missing = await self._locked(partial(forecasts.missing, rows))
         if not missing:
             return False
-        made = await asyncio.to_thread(forecasts.made_from, rows, self._run.recipe, missing[0])
-        await self._locked(partial(forecasts.add, missing[0], made))
+        made = await asyncio.to_thread(forecasts.attempt, rows, self._run.recipe, missing[0])
+        await self._locked(partial(forecasts.add, missing[0], *made))
         if missing[0] == len(rows) or len(missing) == 1 or len(missing) % 10 == 0:
             self.news.tell()
         return True
 
     def _payload(self, since: int = 0) -> dict[str, Any]:
-        return self._run.payload(since) | {"trained_steps": self._index.steps}
+        data = self._run.payload(since) | {"trained_steps": self._index.steps}
+        data["header"]["damage"] += self._index.damage
+        return data
 
     async def _update(self) -> bool:
+        """Read what is new, of the records and of the journal alike; True if there is something."""
         return await self._locked(lambda: any([self._run.update(), self._index.update()]))
 
     async def _locked(self, work: Callable[[], T]) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from megatron_scalerl.page.run_data import RunData, thinned
 from megatron_scalerl.page.runs_data import RunsData
 from megatron_scalerl.plan.predicted import predicted_update
 
+logger = logging.getLogger(__name__)
 MOST_BYTES = 25_000_000
 """Size of the file that is not exceeded."""
 MOST_STEPS = 5000
@@ -28,8 +30,9 @@ def write_page(run_dir: str | Path, path: str | Path, *, group_ids: Iterable[int
     """Write the page of a run to `path`, for its owner only; returns (groups in it, groups that were left out).
 
     Left out are those for which the file has no room, and those that are chosen and cannot be read: retention may
-    have deleted them. group_ids: groups that come first; further ones are chosen up to `GROUPS`. Raises ValueError
-    for a folder that is no run and a named group that cannot be read, OSError.
+    have deleted them. group_ids: groups that come first; further ones are chosen up to `GROUPS`. What is damaged in
+    the records is logged and said in the page. Raises ValueError for a folder that is no run and a named group that
+    cannot be read, OSError.
     """
     run, index = RunData(run_dir), GroupIndex(Path(run_dir))
     run.update()
@@ -38,6 +41,9 @@ def write_page(run_dir: str | Path, path: str | Path, *, group_ids: Iterable[int
     if run.has_updates:
         run.predicted = predicted_update(run_dir)
     data: dict[str, Any] = thinned(run.payload(), MOST_STEPS) | {"live": False}
+    data["header"]["damage"] += index.damage
+    for line in data["header"]["damage"]:
+        logger.warning("%s", line)
     reader = Reader(Path(run_dir), run.recipe, index)
     named = list(dict.fromkeys(group_ids))
     wanted = list(dict.fromkeys([*named, *(index.chosen(GROUPS - len(named)))]))

@@ -17,22 +17,26 @@ def _assumed(value: Any, unit: str, what: str, source: str, range_: Any = _AT_LE
 
 _OURS = "project default, not measured"
 
+OLD_NAMES = {"dense_utilisation": "dense_utilization", "moe_utilisation": "moe_utilization"}
+"""Old field -> new field. A flag or a key of an assumptions file with an old one is rejected; that in the report of a
+GPU check is read."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """Every field is a flag of `tools/plan.py` and a key of an assumptions file; None means computed.
+    """Every field is a flag of `megatron-scalerl plan` and a key of an assumptions file; None means computed.
 
     Raises ValueError for a number outside its field's range.
     """
 
-    dense_utilisation: float = _assumed(
+    dense_utilization: float = _assumed(
         0.40,
         "of bf16 peak",
         "trainer's hardware FLOPs, dense policy",
         "Llama 3 pretraining: 38 to 43 % (arXiv 2407.21783, table 4)",
         _SHARE,
     )
-    moe_utilisation: float = _assumed(
+    moe_utilization: float = _assumed(
         0.25, "of bf16 peak", "trainer's hardware FLOPs, mixture of experts", _OURS, _SHARE
     )
     train_seconds: float | None = _assumed(None, "s", "trainer's seconds per step", "computed from FLOPs", _POSITIVE)

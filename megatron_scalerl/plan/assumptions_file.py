@@ -4,7 +4,7 @@
     layers: plain                     # optional: layers of the measured trainer, see --layers
     written: 2026-11-21
     assumptions:
-      dense_utilisation:              # a field of `Assumptions`
+      dense_utilization:              # a field of `Assumptions`
         value: 0.37
         source: "measured: 8B shape, 4 layers, 16,384 tokens"   # optional
 
@@ -22,12 +22,13 @@ from typing import Any, get_args
 import yaml
 
 from megatron_scalerl.checkpoints.atomic_io import write_durably
-from megatron_scalerl.plan.assumptions import check_number, described
+from megatron_scalerl.plan.assumptions import OLD_NAMES, check_number, described
 from megatron_scalerl.plan.hardware import GPUS, Layers, gpu_of_device
 from megatron_scalerl.recipe.nearest import check_keys
 
 _HEADER = ("gpu", "layers", "written", "assumptions")
 _ENTRY = ("value", "source")
+_LISTED = "megatron-scalerl plan --help"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,7 @@ def write_assumptions(
     today = datetime.datetime.now(datetime.UTC).date()
     header = {"gpu": gpu} | ({"layers": layers} if layers else {}) | {"written": today}
     text = yaml.safe_dump(header | {"assumptions": rows}, sort_keys=False, allow_unicode=True, width=1000)
-    write_durably(path, ("# Measured constants: plan --assumptions FILE\n" + text).encode())
+    write_durably(path, ("# Measured constants: megatron-scalerl plan --assumptions FILE\n" + text).encode())
 
 
 def read_assumptions(path: str | Path) -> AssumptionsFile:
@@ -156,8 +157,13 @@ def _some(keys: Iterable[str]) -> str:
 
 
 def _check_keys(path: Path, prefix: str, given: Iterable[object], known: Iterable[str]) -> None:
-    names = [prefix + name for name in known]
-    check_keys(str(path), (f"{prefix}{key}" for key in given), names, expected="a key of an assumptions file")
+    names, expected = [prefix + name for name in known], "a key of an assumptions file"
+    for key in given:
+        if key in OLD_NAMES and OLD_NAMES[key] in known:
+            raise ValueError(
+                f"{path}: expected {expected}, found {prefix}{key}; it was renamed to {prefix}{OLD_NAMES[key]}"
+            )
+    check_keys(str(path), (f"{prefix}{key}" for key in given), names, expected=expected, listed=_LISTED)
 
 
 class _Loader(yaml.SafeLoader):
@@ -189,5 +195,9 @@ def _loaded(path: Path) -> object:
         where = f"line {mark.line + 1}: " if mark else ""
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
         raise ValueError(f"{path}: {where}expected YAML, found {problem}") from None
-    except (ValueError, RecursionError) as error:  # not UTF-8, or an invalid date; nested too deep
-        raise ValueError(f"{path}: expected YAML in UTF-8, found {' '.join(str(error).split())}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: expected UTF-8, found {error.reason} at byte {error.start}") from None
+    except RecursionError:
+        raise ValueError(f"{path}: expected assumptions, found lists or mappings nested too deep") from None
+    except ValueError as error:  # a date in month 13, a number of thousands of digits
+        raise ValueError(f"{path}: invalid YAML value: {str(error).partition(';')[0]}") from None

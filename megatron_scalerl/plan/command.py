@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from megatron_scalerl.plan.assumptions import Assumptions, Origin, check_number, default_origins, described
+from megatron_scalerl.plan.assumptions import (
+    OLD_NAMES,
+    Assumptions,
+    Origin,
+    check_number,
+    default_origins,
+    described,
+)
 from megatron_scalerl.plan.assumptions_file import read_assumptions
 from megatron_scalerl.plan.hardware import GPUS, Layers
 
@@ -65,7 +72,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     for f in described():
         default = "computed" if f.default is None else f"{f.default:g} {f.metadata['unit']}".strip()
         text = f"{f.metadata['what']} ({default})".replace("%", "%%")
-        group.add_argument("--" + f.name.replace("_", "-"), type=_number_of(f.name), metavar="X", help=text)
+        group.add_argument(_flag(f.name), type=_number_of(f.name), metavar="X", help=text)
+    for old, new in OLD_NAMES.items():
+        group.add_argument(_flag(old), type=_renamed_to(new), help=argparse.SUPPRESS)
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
@@ -162,6 +171,17 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1, found {text}")
     return number
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _renamed_to(name: str) -> Callable[[str], float]:
+    def refused(_: str) -> float:
+        raise argparse.ArgumentTypeError(f"it was renamed to {_flag(name)}")
+
+    return refused
 
 
 def _number_of(name: str) -> Callable[[str], float]:

@@ -118,7 +118,7 @@ def decoding(
     asked = min(int(recipe.engine.vllm.get("max_num_seqs", MAX_NUM_SEQS)), recipe.rollouts.max_in_flight)
     running = max(1, min(room, asked))
     flops = 2.0 * (p.active - p.embedding) * assumed.prompt_tokens
-    prefill = flops / (memory.devices * gpu.bf16_flops * assumed.dense_utilisation)
+    prefill = flops / (memory.devices * gpu.bf16_flops * assumed.dense_utilization)
     if assumed.engine_tokens_per_second is not None:
         rate = assumed.engine_tokens_per_second * memory.devices
         return Decoding(fixed_seconds=0.0, per_completion_seconds=1 / rate, prefill_seconds=0.0, running=running)

@@ -76,6 +76,15 @@ class RunPlan:
         }
         return {link: self.update.bound_seconds(rate) for link, rate in rates.items()}
 
+    def _advice(self) -> str:
+        """What a recipe can set where a trainer rank does not fit: TP, and recomputation that it does not set yet."""
+        text = "; try a larger megatron.parallel.tensor_model_parallel_size"
+        recompute, module = recompute_of(self.recipe), "moe" if self.parameters.experts else "mlp"
+        if recompute.granularity == "full" or module in recompute.modules:
+            return text
+        modules = ", ".join([*recompute.modules, module])
+        return text + f", or megatron.model.recompute_granularity: selective with recompute_modules: [{modules}]"
+
     def problems(self) -> list[str]:
         """One line per problem: which rank or engine does not fit, and by how much."""
         found = [
@@ -84,6 +93,8 @@ class RunPlan:
             for s in self.trainer
             if s.total > self.gpu.memory_bytes
         ]
+        if found:
+            found[0] += self._advice()
         if self.engine.missing_bytes:
             found.append(
                 f"the KV cache of an engine cannot hold one sequence of {self.engine.context_tokens:,} tokens: "

@@ -66,7 +66,7 @@ def step_work(
     generated = completions * lengths.mean
     trained = assumed.kept_share * (generated + completions * assumed.prompt_tokens)
     flops = token_flops(recipe, family, [n + assumed.prompt_tokens for n in lengths.tokens])
-    utilization = assumed.moe_utilisation if p.experts else assumed.dense_utilisation
+    utilization = assumed.moe_utilization if p.experts else assumed.dense_utilization
     hardware = trained * flops.hardware(recipe)
     micro_batches = max(1.0, trained / layout.dp / (recipe.micro_batch_tokens * assumed.packing))
     bubble = (layout.pp - 1) / (micro_batches * layout.chunks)
@@ -114,7 +114,7 @@ class TrainerPrediction:
     model_flops_per_token: float
     """Of the whole policy, forward and backward without recomputation."""
     hardware_flops_per_token: float
-    """With recomputation; tokens per second times this over the GPUs' peak is `dense_utilisation`."""
+    """With recomputation; tokens per second times this over the GPUs' peak is `dense_utilization`."""
 
     @property
     def total_bytes(self) -> float:

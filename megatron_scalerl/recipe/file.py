@@ -18,12 +18,15 @@ from pydantic_core import ErrorDetails
 
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.nearest import unknown_key
+from megatron_scalerl.recipe.other_names import setting_of
 from megatron_scalerl.recipe.sections import PromptsSection
 from megatron_scalerl.recipe.task_section import TaskSection
 
 OLD_KEYS = {"advantages.normalise": "advantages.normalize"}
 """Old key path -> new key path. A recipe that uses an old one is rejected; the recipe.yaml of an old run is read."""
 
+LISTED = "megatron_scalerl/recipe/sections.py and process_sections.py"
+"""Where a user finds all keys."""
 
 OVERLAY = "overlay"
 """Not a key of a recipe: the override `overlay=FILE` lays a file over what stands before it."""
@@ -39,8 +42,8 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     A section of an overlay is merged with the one below it; any other value replaces the one below it. An overlay
     without `name` appends its file's: what it makes of a recipe is a run of its own, in a folder of its own.
 
-    Raises `RecipeError` for a missing or invalid file, an unknown key (naming the nearest valid one), a wrong type,
-    and settings that contradict each other.
+    Raises `RecipeError` for a missing or invalid file, an unknown key (naming the one that was meant, if it is
+    found), a wrong type, and settings that contradict each other.
     """
     path = Path(path)
     data = read_yaml(path)
@@ -152,7 +155,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise RecipeError(f"{path}: expected a readable file, found {error.strerror}") from None
     data = _parsed(text, str(path))
     if not isinstance(data, dict):
-        raise RecipeError(f"{path}: expected a mapping of keys, found {type(data).__name__}")
+        found = "an empty file" if data is None else type(data).__name__
+        raise RecipeError(f"{path}: expected a mapping of keys, found {found}")
     return data
 
 
@@ -167,7 +171,7 @@ def _parsed(text: str, where: str) -> Any:
     except RecipeError:
         raise
     except ValueError as error:  # a date in month 13, a number of thousands of digits
-        raise RecipeError(f"{where}: expected YAML, found {str(error).partition(';')[0]}") from None
+        raise RecipeError(f"{where}: invalid YAML value: {str(error).partition(';')[0]}") from None
     return found
 
 
@@ -221,11 +225,13 @@ def _first(error: ValidationError) -> ErrorDetails:
 def _first_line(error: ValidationError) -> str:
     first = _first(error)
     key = ".".join(str(part) for part in first["loc"])
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    others = error.error_count() - 1
+    more = f" (and {others} more error{'s' if others > 1 else ''})" if others else ""
     if first["type"] == "extra_forbidden":
         if key in OLD_KEYS:
             return f"expected a recipe key, found {key}; it was renamed to {OLD_KEYS[key]}{more}"
-        return unknown_key(key, _keys_beside(key), expected="a recipe key") + more
+        known, setting = _keys_beside(key), setting_of(key)
+        return unknown_key(key, known, expected="a recipe key", setting=setting, listed=LISTED) + more
     if first["type"] == "missing":
         return f"{key}: expected a value, found none{more}"
     message = first["msg"].removeprefix("Value error, ")

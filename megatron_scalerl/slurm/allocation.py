@@ -60,7 +60,7 @@ def allocate(recipes: Sequence[Recipe], partition: Partition, asked: Asked) -> A
                 "the others would be idle"
             )
     elif asked.slots is not None:
-        raise ValueError(f"--slots: expected --nodes with it, since one node runs all, found {asked.slots}")
+        raise ValueError(f"--slots requires --nodes of at least 2: one node runs all, found {asked.slots}")
     cpus = [_cpus(recipe, partition, gpus, slots, asked.cpus) for recipe in recipes]
     whole = None in cpus
     return Allocation(
@@ -117,17 +117,17 @@ def _gpus(recipe: Recipe, partition: Partition, asked: Asked) -> int:
     if given is None:
         given = (devices if asked.nodes == 1 else partition.gpus) if default_gpus(recipe, partition) else 0
         if asked.slots is not None and given and asked.nodes > 1:
-            raise ValueError("--slots: expected --gpus-per-node 0 with it: on GPUs a node's devices are its GPUs")
+            raise ValueError("--slots requires --gpus-per-node 0: on GPUs a node's devices are its GPUs")
         if given > partition.gpus:
             more = hosts_needed(recipe, partition.gpus)
             advice = f"; --nodes {more}" if more else f"; one engine takes {recipe.engine.devices_per_engine}"
             raise ValueError(
-                f"{recipe.name}: expected a fleet that fits on one node, found {recipe.trainer.world_size} trainer "
-                f"and {devices - recipe.trainer.world_size} engine GPUs; a node of {partition.name} has "
-                f"{partition.gpus}{advice}"
+                f"{recipe.name}: expected trainer ranks and engines that fit on one node, found "
+                f"{recipe.trainer.world_size} trainer and {devices - recipe.trainer.world_size} engine GPUs; a node "
+                f"of {partition.name} has {partition.gpus}{advice}"
             )
     elif given and asked.slots is not None:
-        raise ValueError(f"--slots: expected no GPUs with it, whose number it would be, found {given}")
+        raise ValueError(f"--slots: expected a run on CPUs (on GPUs set --gpus-per-node), found {given} GPUs a node")
     if not 0 <= given <= partition.gpus:
         raise ValueError(
             f"--gpus-per-node: expected 0 to {partition.gpus}, what a node of {partition.name} has, found {given}"

@@ -65,7 +65,8 @@ def check_partition(name: str, partitions: Mapping[str, Partition], option: str 
     if name not in partitions:
         if not partitions:
             raise ValueError(f"{option}: expected a partition of this cluster, found {name}; it has none")
-        raise ValueError(f"{option}: {unknown_key(name, partitions, expected='a partition of this cluster')}")
+        text = unknown_key(name, partitions, expected="a partition of this cluster", kind="partitions")
+        raise ValueError(f"{option}: {text}")
     return partitions[name]
 
 

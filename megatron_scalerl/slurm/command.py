@@ -1,4 +1,4 @@
-"""`megatron-scalerl submit`: run a recipe on Slurm, or a folder of recipes; say how a run fares there."""
+"""`megatron-scalerl submit`: run a recipe on Slurm, or a folder of recipes; show the status of a submitted run."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _lines(arguments: argparse.Namespace) -> Iterator[str]:
         from megatron_scalerl.slurm.budget import seconds_left
 
         if arguments.gpu_hours is None:
-            raise ValueError("--seconds-left: expected --gpu-hours with it, found none")
+            raise ValueError("--seconds-left requires --gpu-hours")
         yield str(seconds_left(arguments.seconds_left, arguments.gpu_hours))
     elif arguments.add_engines is not None:
         from megatron_scalerl.slurm.engines import add_engines
@@ -192,7 +192,7 @@ def _request(arguments: argparse.Namespace, *, throttle: int | None = None) -> R
             raise ValueError(f"--{key}: expected a value, found none")
     for key in ("throttle", "base", "seeds"):
         if getattr(arguments, key) is not None and arguments.array is None:
-            raise ValueError(f"--{key}: expected --array with it, found none")
+            raise ValueError(f"--{key} requires --array")
     at_least = dict.fromkeys(("throttle", "seeds", "nodes", "slots", "check_seconds", "engine_slots"), 1)
     more = ("max_requeues", "max_failures", "startup_seconds", "save_seconds", "engine_nodes")
     for key, least in (at_least | dict.fromkeys(more, 0)).items():
@@ -202,7 +202,7 @@ def _request(arguments: argparse.Namespace, *, throttle: int | None = None) -> R
         raise ValueError(f"--gpu-hours: expected more than 0, found {hours:g}")
     for key in ("engine_partition", "engine_gpus_per_node", "engine_slots"):
         if getattr(arguments, key) is not None and not arguments.engine_nodes:
-            raise ValueError(f"--{key.replace('_', '-')}: expected --engine-nodes with it, found none")
+            raise ValueError(f"--{key.replace('_', '-')} requires --engine-nodes")
     if arguments.engine_nodes and arguments.add_engines is not None:
         raise ValueError("--engine-nodes: expected none with --add-engines, whose --nodes have engines alone")
     return Request(

@@ -61,7 +61,9 @@ def _gpus(recipe: Recipe, partition: Partition, given: int | None, slots: int | 
     default = partition.gpus if slots is None and default_gpus(recipe, partition) else 0
     gpus = default if given is None else given
     if gpus and slots is not None:
-        raise ValueError(f"--{prefix}slots: expected no GPUs with it, whose number it would be, found {gpus}")
+        raise ValueError(
+            f"--{prefix}slots: expected a run on CPUs (on GPUs set --{prefix}gpus-per-node), found {gpus} GPUs a node"
+        )
     if not 0 <= gpus <= partition.gpus:
         raise ValueError(
             f"--{prefix}gpus-per-node: expected 0 to {partition.gpus}, what a node of {partition.name} has, "

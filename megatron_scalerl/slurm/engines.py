@@ -98,7 +98,7 @@ def plan_engines(run: Path, recipe: Recipe, request: Request, partition: cluster
             f"--gpus-per-node: expected at most {partition.gpus}, what a node of {partition.name} has, found {gpus}"
         )
     if gpus and asked.slots is not None:
-        raise ValueError(f"--slots: expected no GPUs with it, whose number it would be, found {gpus}")
+        raise ValueError(f"--slots: expected a run on CPUs (on GPUs set --gpus-per-node), found {gpus} GPUs a node")
     slots = gpus or asked.slots or each
     if slots < each:
         raise ValueError(

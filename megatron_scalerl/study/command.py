@@ -209,7 +209,7 @@ def _check(arguments: argparse.Namespace, names: Sequence[str]) -> None:
         if colon and name not in names:
             raise ValueError(f"--set: expected one of {', '.join(names)} before the colon, found {name!r}")
     if arguments.warm_start and not arguments.base:
-        raise ValueError("--warm-start: expected --base with it, whose section sft says how, found none")
+        raise ValueError("--warm-start requires --base: the warm start uses its section sft")
 
 
 def _base(arguments: argparse.Namespace, items: Sequence[Listed]) -> Path | None:

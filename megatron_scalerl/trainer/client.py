@@ -23,8 +23,7 @@ from megatron_scalerl.types import StepReport
 from megatron_scalerl.weights.connection import Connection, SendReport
 from megatron_scalerl.weights.plan import Manifest, Needs, WeightPlan
 
-LOOPBACK_ENDPOINT = "tcp://127.0.0.1:*"
-"""Where the socket of a run on one host is bound, at a free port."""
+LOOPBACK_ENDPOINT = "tcp://127.0.0.1:*"  # at a free port, of a run on one host
 STOP_TIMEOUT_S = 30.0
 """Seconds for all ranks to leave their process groups at the end; a hung rank must not block the others' devices."""
 PROBE_INTERVAL_MS = 1_000
@@ -70,16 +69,13 @@ class TrainerClient:
         self._rendezvous: Rendezvous | None = rendezvous
         self._met: set[int] = set()
         self._dp_ranks: dict[int, int] = {}
-        self._holders: dict[int, int] = {}
-        """The rank that receives the batches of each data-parallel rank."""
-        self._prepared: int | None = None
-        """The step whose batch was sent and which was not called yet."""
+        self._holders: dict[int, int] = {}  # data-parallel rank -> the rank that receives its batches
+        self._prepared: int | None = None  # the step whose batch was sent and which was not called yet
         self._step_sent, self._all_held = asyncio.Event(), asyncio.Event()
         """Every rank was sent the step that was called last, and holds the batch before: the next one may follow."""
         self._step_sent.set()
         self._all_held.set()
-        self._unheld: set[int] = set()
-        """Ranks that were sent a batch which they do not hold yet."""
+        self._unheld: set[int] = set()  # ranks that were sent a batch which they do not hold yet
         self._identities: dict[int, bytes] = {}
         self._calls = 0
         self._busy, self._sending = asyncio.Lock(), asyncio.Lock()
@@ -183,8 +179,12 @@ class TrainerClient:
 
     async def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """For each token list, log-probabilities (nats) of its tokens from the second on."""
+        return (await self.token_scores(token_ids))[0]
+
+    async def token_scores(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """[2] log-probabilities as `logprobs`, and entropies (nats) of what they were drawn from."""
         tokens = [list(ids) for ids in token_ids]
-        return await self._call(partial(messages.Logprobs, token_ids=tokens), list[list[float]])
+        return await self._call(partial(messages.ScoreTokens, token_ids=tokens), list[list[list[float]]])
 
     async def save(self, path: str, extra: dict[str, Any], *, asynchronous: bool = False) -> None:
         """Write and commit a checkpoint; `extra` is the controller's own state, as JSON data.

@@ -165,8 +165,8 @@ class SendWeights(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     version: int
 
 
-class Logprobs(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Score token lists. Answer: for each, log-probabilities (nats) of its tokens from the second on."""
+class ScoreTokens(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Score token lists. Answer: log-probabilities and entropies (nats) of each list's tokens from the second on."""
 
     call: int
     token_ids: list[list[int]]
@@ -202,7 +202,16 @@ class Stop(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 Command = (
-    Step | DescribeWeights | PlanWeights | ConnectWeights | SendWeights | Logprobs | Save | FinishSave | Load | Stop
+    Step
+    | DescribeWeights
+    | PlanWeights
+    | ConnectWeights
+    | SendWeights
+    | ScoreTokens
+    | Save
+    | FinishSave
+    | Load
+    | Stop
 )
 ToRank = Welcome | Meet | Ping | Refused | Prepare | Command
 ToController = Hello | Ready | Held | Done | Failed
@@ -271,4 +280,6 @@ def _decoded(decoder: msgspec.msgpack.Decoder[Any], data: Buffer | msgspec.Raw) 
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         why = ascii(str(error))[1:-1]  # it may quote the message
-        raise InvalidMessage(f"expected a message, found {len(bytes(data))} bytes that are none ({why})") from error
+        raise InvalidMessage(
+            f"expected a message, found {len(bytes(data))} bytes that do not decode ({why})"
+        ) from error

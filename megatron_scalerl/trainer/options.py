@@ -64,7 +64,8 @@ def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOp
         if key in owned:
             where = "policy.dtype" if "dtype" in key or key == "bf16" else "megatron.parallel"
             raise ValueError(f"megatron.model.{key}: expected to be set by {where}, found in megatron.model")
-    check_keys("megatron.model", given, known | _GPT_KEYWORDS, expected="a field of TransformerConfig or GPTModel")
+    names = sorted(known | _GPT_KEYWORDS)
+    check_keys("megatron.model", given, names, expected="a field of TransformerConfig or GPTModel", in_recipe=True)
     for key in ("fp8", "fp4"):
         if given.get(key):
             raise ValueError(
@@ -135,7 +136,8 @@ def ddp_config(recipe: Recipe) -> DistributedDataParallelConfig:
         overlap_param_gather=HAVE_GPU,
     )
     known = [f.name for f in fields(DistributedDataParallelConfig)]
-    check_keys("megatron.ddp", recipe.megatron.ddp, known, expected="a field of DistributedDataParallelConfig")
+    expected = "a field of DistributedDataParallelConfig"
+    check_keys("megatron.ddp", recipe.megatron.ddp, known, expected=expected, in_recipe=True)
     settings |= recipe.megatron.ddp
     if not settings["use_distributed_optimizer"]:
         settings["overlap_param_gather"] = bool(recipe.megatron.ddp.get("overlap_param_gather", False))
@@ -164,7 +166,7 @@ def optimizer_config(recipe: Recipe) -> OptimizerConfig:
     )
     given = recipe.megatron.optimizer
     known = [f.name for f in fields(OptimizerConfig)]
-    check_keys("megatron.optimizer", given, known, expected="a field of OptimizerConfig")
+    check_keys("megatron.optimizer", given, known, expected="a field of OptimizerConfig", in_recipe=True)
     for key in given:
         if key in settings:
             raise ValueError(f"megatron.optimizer.{key}: expected to be set in the optimizer section or megatron.ddp")

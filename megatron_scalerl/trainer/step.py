@@ -151,7 +151,11 @@ class Trainer:
         )
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-        """For each token list, the log-probabilities (nats) of its tokens from the second on; forward only.
+        """For each token list, the log-probabilities (nats) of its tokens from the second on; forward only."""
+        return self.token_scores(token_ids)[0]
+
+    def token_scores(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """[2] the log-probabilities, and the entropies (nats) of the distributions, of `logprobs`; forward only.
 
         Every data-parallel rank computes the same; every rank returns the result.
         """
@@ -161,18 +165,18 @@ class Trainer:
         found: list[Tensor] = []
 
         def collect(row: Row, output: Tensor) -> _MegatronLoss:
-            found.append(output[0].index_select(0, row.places).detach())
+            found.append(torch.stack((output[0], output[1])).index_select(1, row.places).detach())
             return output.new_zeros(()), {}
 
         self._check(rows, step=self.steps_made)
         with torch.no_grad():
             self._schedule(rows, collect, train=False)
         sizes = [len(ids) - 1 for ids in token_ids]
-        values = torch.cat(found) if found else torch.zeros(sum(sizes), device=self.parallel.device)
+        values = torch.cat(found, 1) if found else torch.zeros(2, sum(sizes), device=self.parallel.device)
         if self.parallel.pp_size > 1:
             last = dist.get_global_rank(self.parallel.groups.pp, self.parallel.pp_size - 1)
             dist.broadcast(values, last, group=self.parallel.groups.pp)
-        return [part.tolist() for part in values.cpu().split(sizes)]
+        return [[part.tolist() for part in of.split(sizes)] for of in values.cpu()]
 
     def _train_loss(
         self, metrics: StepMetrics, count: int, row: Row, output: Tensor | tuple[Tensor, Tensor]

@@ -237,8 +237,8 @@ class Worker:
                 with span("take batch", RANK):
                     batch = self._batches.take(step)
                 return self.trainer.step(batch)
-            case messages.Logprobs(token_ids=token_ids):
-                return self.trainer.logprobs(token_ids)
+            case messages.ScoreTokens(token_ids=token_ids):
+                return self.trainer.token_scores(token_ids)
             case messages.DescribeWeights():
                 return self.source.manifest
             case messages.PlanWeights(needs=needs):

@@ -54,7 +54,7 @@ def test_a_rehearsal_verifies_nothing():
 
 
 def test_a_report_comes_back_as_it_was_written(tmp_path):
-    whole = report(result("wire", {"digest": "passed", "send": "failed"}, dense_utilisation=0.4))
+    whole = report(result("wire", {"digest": "passed", "send": "failed"}, dense_utilization=0.4))
     write_report(whole, tmp_path)
     assert read_report(tmp_path / NAME) == whole
     assert json.loads((tmp_path / NAME).read_text())["gpus"] == ["NVIDIA H100"]
@@ -98,22 +98,27 @@ def test_reports_of_different_things_do_not_mix(change, key):
 
 def test_constants_of_the_planner_are_medians_and_memory_is_the_largest():
     parts = [
-        result("shapes-plain", {"1b MFU": "measured"}, dense_utilisation=0.2, runtime_gib=2.0, x=1),
-        result("loop", {"eager": "measured"}, dense_utilisation=0.4, runtime_gib=3.0),
+        result("shapes-plain", {"1b MFU": "measured"}, dense_utilization=0.2, runtime_gib=2.0, x=1),
+        result("loop", {"eager": "measured"}, dense_utilization=0.4, runtime_gib=3.0),
         result("engine", {"start": "failed"}, engine_step_ms=99.0),
     ]
-    assert report(*parts).assumptions() == {"dense_utilisation": pytest.approx(0.3), "runtime_gib": 3.0}
+    assert report(*parts).assumptions() == {"dense_utilization": pytest.approx(0.3), "runtime_gib": 3.0}
     assert report(*parts).layers == "plain"
+
+
+def test_constants_in_the_report_of_an_earlier_version_have_their_new_names():
+    old = report(result("shapes-plain", {"1b MFU": "measured"}, dense_utilisation=0.2))
+    assert old.assumptions() == {"dense_utilization": 0.2} and old.layers == "plain"
 
 
 def test_constants_of_two_kinds_of_layers_do_not_mix():
     parts = [
-        result("shapes-plain", {"1b MFU": "measured"}, dense_utilisation=0.2),
-        result("shapes-te", {"1b MFU": "measured"}, dense_utilisation=0.4),
+        result("shapes-plain", {"1b MFU": "measured"}, dense_utilization=0.2),
+        result("shapes-te", {"1b MFU": "measured"}, dense_utilization=0.4),
     ]
-    assert report(*parts).assumptions() == {"dense_utilisation": 0.4} and report(*parts).layers == "te"
-    failed = result("shapes-te", {"1b MFU": "failed"}, dense_utilisation=0.4)
-    assert report(parts[0], failed).assumptions() == {"dense_utilisation": 0.2}
+    assert report(*parts).assumptions() == {"dense_utilization": 0.4} and report(*parts).layers == "te"
+    failed = result("shapes-te", {"1b MFU": "failed"}, dense_utilization=0.4)
+    assert report(parts[0], failed).assumptions() == {"dense_utilization": 0.2}
     assert report(result("wire", {"digest": "passed"})).layers is None
 
 

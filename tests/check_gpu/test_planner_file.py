@@ -25,30 +25,30 @@ def measured(**data):
 
 def test_a_plan_takes_what_was_measured(tmp_path):
     path = tmp_path / "h100.yaml"
-    write_planner(report(measured(dense_utilisation=0.2, runtime_gib=1.5), gpus=H100), path, console())
+    write_planner(report(measured(dense_utilization=0.2, runtime_gib=1.5), gpus=H100), path, console())
     out = tmp_path / "plan.json"
     assert (
         main(["plan", str(RECIPE), "--gpus", "80", "--no-build", "--assumptions", str(path), "--json", str(out)]) == 0
     )
     found = json.loads(out.read_text())["assumptions"]
-    assert (found["dense_utilisation"]["value"], found["runtime_gib"]["value"]) == (0.2, 1.5)
-    assert found["dense_utilisation"]["from"] == "file" and found["packing"]["from"] == "default"
-    assert "check-gpu" in found["dense_utilisation"]["source"]
+    assert (found["dense_utilization"]["value"], found["runtime_gib"]["value"]) == (0.2, 1.5)
+    assert found["dense_utilization"]["from"] == "file" and found["packing"]["from"] == "default"
+    assert "check-gpu" in found["dense_utilization"]["source"]
 
 
 def test_an_impossible_figure_is_left_out(tmp_path):
     path = tmp_path / "h100.yaml"
-    write_planner(report(measured(dense_utilisation=0.2, runtime_gib=-1.0), gpus=H100), path, console())
-    assert "runtime_gib" not in path.read_text() and "dense_utilisation" in path.read_text()
+    write_planner(report(measured(dense_utilization=0.2, runtime_gib=-1.0), gpus=H100), path, console())
+    assert "runtime_gib" not in path.read_text() and "dense_utilization" in path.read_text()
 
 
 @pytest.mark.parametrize(
     ("found", "text"),
     [
         (report(measured(), gpus=H100), "expected measured constants in the report, found none"),
-        (report(measured(dense_utilisation=0.2), gpus=()), "expected measured constants"),
-        (report(measured(dense_utilisation=0.2), gpus=("NVIDIA A10",)), "found NVIDIA A10"),
-        (report(measured(dense_utilisation=0.2), gpus=(*H100, "NVIDIA H200")), "HBM3, NVIDIA H200"),
+        (report(measured(dense_utilization=0.2), gpus=()), "expected measured constants"),
+        (report(measured(dense_utilization=0.2), gpus=("NVIDIA A10",)), "found NVIDIA A10"),
+        (report(measured(dense_utilization=0.2), gpus=(*H100, "NVIDIA H200")), "HBM3, NVIDIA H200"),
     ],
 )
 def test_unusable_constants_are_not_written(tmp_path, found, text):

@@ -187,7 +187,7 @@ def test_the_shapes_part_reports_what_it_declares(tmp_path):
         assert (memory.status, memory.data["ratio"]) == (status, pytest.approx(1 / factor))
         assert speed.unit == "of NVIDIA H100 SXM 80 GB's bf16 peak" and speed.data["step_seconds"] == 2e-6
         assert speed.value == pytest.approx(left["predicted"]["model_flops_per_token"] * 512 / 2e-6 / 989.4e12)
-        assert speed.data["dense_utilisation"] >= speed.value
+        assert speed.data["dense_utilization"] >= speed.value
         assert (speed.data["runtime_gib"], speed.data["fragmentation"]) == (1.0, pytest.approx(0.25))
 
 

@@ -296,3 +296,49 @@ def test_a_sink_that_fails_ends_neither_the_run_nor_the_other_sinks(tmp_path, ca
     metrics.close()
     assert kept.steps == [1] and kept.closed and column(tmp_path, "metrics") == [1]
     assert "BrokenSink: write failed: RuntimeError: can't start new thread" in caplog.text
+
+
+NOT_LOGGED_IN = """
+class UsageError(Exception):
+    pass
+def init(**options):
+    raise UsageError("No API key configured. Use `wandb login` to log in.\\nCall wandb.login()")
+"""
+
+
+@pytest.mark.parametrize("stand_in", [NOT_LOGGED_IN, "raise ImportError('damaged installation')"])
+def test_a_wandb_that_cannot_start_costs_one_warning_at_each_start(tmp_path, monkeypatch, caplog, stand_in):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "wandb.py").write_text(stand_in)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    for end in (2, 4):  # a start and a resume
+        monkeypatch.delitem(sys.modules, "wandb", raising=False)
+        caplog.clear()
+        metrics = open_metrics(tmp_path, step=end - 2, batches=end - 2, last_step=end - 2)
+        for step in (end - 1, end):
+            metrics.step(step, {"batches": step, "loss": 0.5})
+        metrics.close()
+        [warning] = [record.getMessage() for record in caplog.records]
+        assert warning.startswith("WandbSink: start failed: ") and "\n" not in warning
+        assert warning.endswith("; this attempt goes on without W&B (WANDB_MODE=offline needs none)")
+    assert column(tmp_path, "metrics") == [1, 2, 3, 4]
+    assert [event.step for event in events(tmp_path).Scalars("loss")] == [1, 2, 3, 4]
+    sys.modules.pop("wandb", None)
+
+
+def test_an_error_of_a_sinks_own_library_is_no_end_of_the_run(tmp_path, caplog):
+    class CommError(Exception):
+        pass
+
+    class Unreachable:
+        def write(self, step, scalars):
+            raise CommError("no server")
+
+        def close(self):
+            raise CommError("no server")
+
+    metrics = Metrics(tmp_path, "run", step=0, batches=0, last_step=0, sinks=[Unreachable()])
+    metrics.step(1, {"batches": 1})
+    metrics.close()
+    assert "Unreachable: write failed: CommError: no server" in caplog.text and "close failed" in caplog.text

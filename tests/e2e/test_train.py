@@ -11,6 +11,8 @@ from whole_runs import overrides, run, start
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.plan.predicted import predicted_update
 from megatron_scalerl.rollouts.history import read_groups, read_history
+from megatron_scalerl.rollouts.store import read_arrays, segment_path
+from megatron_scalerl.rollouts.token_scores import read_scores
 from megatron_scalerl.update_report import PredictedUpdate
 
 pytestmark = pytest.mark.slow
@@ -43,6 +45,22 @@ def check_bytes(folder, record):
     assert record["weight_most_received_bytes"] == pytest.approx(share * predicted.most_received, rel=0.1)
 
 
+def check_scores(folder, *steps):
+    """Where weights are those that sampled, the trainer's log-probabilities are the engine's, token by token."""
+    for step in steps:
+        scored = read_scores(folder, step)
+        assert scored
+        history = read_history(folder)
+        for (number, position), scores in scored.items():
+            [group] = read_groups(folder, history, [number]).values()
+            path = segment_path(folder / "rollouts", group.stored.segment)
+            rollout = read_arrays(path, group.stored)[1][position]
+            assert set(rollout.policy_versions.tolist()) == {scores.policy_version}
+            differences = abs(rollout.rollout_logprobs - scores.logprobs)[rollout.loss_mask]
+            assert len(differences) and differences.max() <= 2e-4  # the file has four places
+            assert len(scores.entropies) == len(rollout.token_ids) and min(scores.entropies) >= 0
+
+
 def test_tensor_parallel_trainer_and_engine_with_staged_updates(tiny_dense, tmp_path):
     train(
         *overrides(tiny_dense, tmp_path, "tp2", "trainer.world_size=2"),
@@ -51,8 +69,10 @@ def test_tensor_parallel_trainer_and_engine_with_staged_updates(tiny_dense, tmp_
         "engine.vllm.tensor_parallel_size=2",
         "weights.transaction=staged",
         "weights.deltas=absolute",
+        "telemetry.token_scores_every=1",
     )
     records = check_run(tmp_path / "tp2")
+    check_scores(tmp_path / "tp2", 1)
     # a digest of each worker's shard; the update arrived before the engine was paused
     assert all(len(set(r["weight_digest"].split("-"))) == 2 and r["weight_stage_seconds"] > 0 for r in records)
     assert all(r["engine_paused_seconds"] < r["publish_seconds"] - r["weight_stage_seconds"] for r in records)
@@ -75,10 +95,11 @@ def test_expert_parallel_moe(tiny_moe, tmp_path):
 
 def test_a_restart_replays_the_journal_to_the_same_bits(tiny_dense, tmp_path):
     settings = overrides(tiny_dense, tmp_path, "whole", "rollouts.max_staleness_steps=0", "checkpoint.every_steps=1")
-    settings += ["checkpoint.keep=9"]
+    settings += ["checkpoint.keep=9", "telemetry.token_scores_every=1"]
     train(*settings)
     whole = tmp_path / "whole"
     check_run(whole)
+    check_scores(whole, 1, 2, 3)
     again = tmp_path / "again" / "whole"
     shutil.copytree(whole, again)
     for step in (2, 3):
@@ -100,6 +121,7 @@ def test_a_restart_replays_the_journal_to_the_same_bits(tiny_dense, tmp_path):
     assert len(attempts) == 2 and attempts[0]["run_id"] == attempts[1]["run_id"]
     losses = [[r["loss"] for r in read_jsonl(f / "metrics.jsonl")] for f in (whole, again)]
     assert losses[0] == losses[1]
+    assert all(read_scores(whole, step) == read_scores(again, step) for step in (1, 2, 3))
     journals = [(f / "journal.jsonl").read_text() for f in (whole, again)]
     assert journals[1].startswith(journals[0]), "nothing was drawn, generated or composed a second time"
 

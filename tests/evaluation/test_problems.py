@@ -45,6 +45,29 @@ def test_any_columns(tmp_path):
     assert words.schema == "question,answer", "AIME's columns, but no integer"
 
 
+@pytest.mark.parametrize(
+    ("answers", "schema"),
+    [
+        ((18, "3", "070"), "aime"),
+        ((18, 3, 70000), "question,answer"),  # as GSM8K's
+        (("18", "-3", "70"), "question,answer"),
+        (("18", "3", "2.5"), "question,answer"),
+    ],
+)
+def test_all_answers_decide_whether_a_file_is_aime(tmp_path, answers, schema):
+    rows = [{"question": f"{n}?", "answer": answer, "level": None} for n, answer in enumerate(answers)]
+    found = read_problems(written(tmp_path, "gsm.jsonl", rows))
+    assert found.schema == schema
+    assert [p.answer for p in found.problems] == [str(a).lstrip("0") if schema == "aime" else str(a) for a in answers]
+
+
+def test_a_row_without_an_answer_does_not_decide(tmp_path):
+    for missing in (None, ""):
+        rows = [AIME_25[0] | {"id": str(n), "answer": answer} for n, answer in enumerate(("4", missing))]
+        with pytest.raises(ValueError, match="line 2: expected an integer from 0 to 999 in 'answer', found"):
+            read_problems(written(tmp_path, "aime.jsonl", rows))
+
+
 def test_the_digest_is_of_problems_and_answers(tmp_path):
     first = read_problems(written(tmp_path, "a.jsonl", AIME_2024))
     same = read_problems(written(tmp_path, "b.jsonl", [row | {"Solution": "-"} for row in AIME_2024]))

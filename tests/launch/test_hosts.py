@@ -133,7 +133,7 @@ def test_a_heterogeneous_job_has_the_engines_hosts_in_component_1(components, mo
     assert hosts.have_left() == {"small1"}, "and no rank was there"
     Placement.of(recipe_on_three_nodes(), hosts).check_present(hosts)
     (components / "job").write_text("JobId=7 NodeList=gpu1 Batch\nJobId=8 NodeList=small1 Batch\n")
-    with pytest.raises(HostsLeft, match="gpu2: Slurm has taken it out of the job"):
+    with pytest.raises(HostsLeft, match="gpu2: Slurm removed this node, which had trainer ranks, from the job"):
         Placement.of(recipe_on_three_nodes(), hosts).check_present(hosts)
     weights = WeightsSection(transport="shm")
     with pytest.raises(ValueError, match=r"^weights\.transport: shm: expected one host, found 3$"):
@@ -180,8 +180,8 @@ def test_a_host_that_slurm_has_taken_out_of_the_job_has_left(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("names", "options", "message"),
     [
-        ("a,b", {"engine_slots": 2}, "--engine-slots: expected a heterogeneous job with it, found another one"),
-        (None, {}, "--slots: expected --hosts with it, found none"),
+        ("a,b", {"engine_slots": 2}, "--engine-slots requires a heterogeneous Slurm job, found hosts without"),
+        (None, {}, "--slots requires --hosts"),
         ("a,,b", {}, "--hosts: expected names of hosts, separated by commas, or slurm, found 'a,,b'"),
         ("a,-oProxyCommand=x", {}, "--hosts: expected names of hosts"),
         ("a b", {}, "--hosts: expected names of hosts"),

@@ -64,6 +64,23 @@ def step_record(step, **changes):
     }
 
 
+def evaluation_record(step, **changes):
+    """A row of evaluation.jsonl."""
+    return {
+        "step": step,
+        "policy_version": step,
+        "file": "aime24",
+        "problems": 30,
+        "k": 16,
+        "mean_at_k": 0.25,
+        "low": 0.125,
+        "high": 0.375,
+        "pass_at_k": {"1": 0.25, "16": 0.5},
+        "weight_digest": "0123456789abcdef",
+        **changes,
+    }
+
+
 def made_group(number, ids=((0, 2, 3, 4), (1, 3, 4)), *, prompt_ids=(0, 3)):
     """A group whose first completion is right and whose second is wrong and partly forced."""
     first, second = (rollout(tokens=tokens, logprobs=[-0.25] * len(tokens)) for tokens in ids)
@@ -79,8 +96,11 @@ def made_group(number, ids=((0, 2, 3, 4), (1, 3, 4)), *, prompt_ids=(0, 3)):
     return group_of((first, second), scores, prompt=prompt, group_id=number), (first, second)
 
 
-def write_page_run(folder, *, steps=3, validations=20):
-    """The run: `steps` steps with two groups each; group 1 is hostile, group 2 has a line of 1 MB."""
+def write_page_run(folder, *, steps=3, validations=20, long_tokens=3):
+    """The run: `steps` steps with two groups each; group 1 is hostile, group 2 has a line of 1 MB.
+
+    long_tokens: of the first completion of group 3, the last of which is ` therefore`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     write_run(folder, steps=validations, noise=0.01)
     save_hostile_tokenizer(folder / "policy")
@@ -96,6 +116,8 @@ def write_page_run(folder, *, steps=3, validations=20):
     (folder / "engines.jsonl").write_text(json.dumps(fault) + "\n")
     groups = [made_group(number) for number in range(2 * steps)]
     groups[1] = made_group(1, (HOSTILE_IDS, HOSTILE_IDS), prompt_ids=HOSTILE_IDS)
+    if long_tokens > 3:
+        groups[3] = made_group(3, ((*[0] * (long_tokens - 1), 2), (1, 3, 4)))
     groups[2] = made_group(2, ((0, LONG_LINE, 4), (1, 3, 4)))
     batches = [BatchRecord(batch=n, step=n + 1, policy_version=n, group_ids=(2 * n, 2 * n + 1)) for n in range(steps)]
     write_journal(folder, groups=groups, batches=batches)

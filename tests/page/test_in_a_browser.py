@@ -5,7 +5,7 @@ import json
 
 import pytest
 from browser import CHROMIUM, opened
-from page_runs import HOSTILE, step_record, write_page_run
+from page_runs import HOSTILE, evaluation_record, step_record, write_page_run
 
 from megatron_scalerl.page import server as server_module
 from megatron_scalerl.page.server import PageServer
@@ -62,7 +62,9 @@ async def use_reader(tab):
     )
     await tab.evaluate(set_value("search", "therefore", "input"))
     await tab.until(f"{TEXT}.querySelector('.hit')?.textContent === ' therefore'")
-    assert await tab.evaluate("document.getElementById('found').textContent") == "1 of 2 completions"
+    assert (
+        await tab.evaluate("document.getElementById('found').textContent") == "1 of 2 completions; hit in this one: 1"
+    )
     await tab.evaluate(set_value("search", "", "input"))
 
 
@@ -140,6 +142,136 @@ def test_the_served_page_follows_a_run(tmp_path, monkeypatch):
 
     complaints, elsewhere = asyncio.run(asyncio.wait_for(use(), 120))
     assert (complaints, elsewhere) == ([], [])
+
+
+async def zoom(tab, number):
+    """Choose the middle of a chart's x axis with the mouse; returns what is shown of it."""
+    place = f"(() => {{ const b = CHARTS[{number}].u.over.getBoundingClientRect(); return [b.x, b.y, b.width]; }})()"
+    await tab.evaluate(f"CHARTS[{number}].plot.scrollIntoView({{ block: 'center', behavior: 'instant' }})")
+    x, y, width = await tab.evaluate(place)
+    await tab.drag((x + 0.25 * width, y + 50), (x + 0.75 * width, y + 50))
+    whole = f"CHARTS[{number}].u.data[0]"
+    chosen = f"CHARTS[{number}].u.scales.x"
+    await tab.until(f"{chosen}.min > {whole}[0] && {chosen}.max < {whole}.at(-1)")
+    return await tab.evaluate(f"[{chosen}.min, {chosen}.max]")
+
+
+def test_what_a_user_has_chosen_stays_while_the_run_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_module, "POLL_S", 0.1)
+    run = write_page_run(tmp_path / "run", validations=6)
+
+    async def use():
+        server = PageServer(run)
+        async with server.serving(), opened(tmp_path / "profile") as tab:
+            await tab.open(server.url)
+            await tab.until(
+                "document.readyState === 'complete' && RUN.data.forecasts.length === 3 && CHARTS[0].u !== null"
+            )
+            chosen = [await zoom(tab, number) for number in (0, 1)]
+            await tab.evaluate("window.curve = CHARTS[0].u; window.steps = CHARTS[1].u; CHARTS.length")
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(step_record(4, reward=0.75)) + "\n")
+            await tab.until("CHARTS[1].u.data[0].length === 4")
+            assert await tab.evaluate("window.curve === CHARTS[0].u && window.steps === CHARTS[1].u")
+            shown = [await tab.evaluate(f"[CHARTS[{n}].u.scales.x.min, CHARTS[{n}].u.scales.x.max]") for n in (0, 1)]
+            assert shown == chosen
+            whole = (run / "validation.jsonl").read_text().splitlines()[-1]
+            with (run / "validation.jsonl").open("a") as file:
+                file.write(json.dumps(json.loads(whole) | {"step": 40, "compute": 0.2}) + "\n")
+            await tab.until("RUN.data.forecasts.length === 4 && window.curve !== CHARTS[0].u")  # other series
+            assert await tab.until("CHARTS[0].u.scales.x.min > 0 && CHARTS[0].u.scales.x.min") == chosen[0][0]
+            await tab.evaluate("document.querySelector('#axis input[value=step]').click()")  # another axis
+            await tab.until("CHARTS[0].u.scales.x.min === 0")
+            return tab.complaints
+
+    assert asyncio.run(asyncio.wait_for(use(), 120)) == []
+
+
+def test_a_step_chosen_by_keyboard_keeps_the_focus(tmp_path):
+    write_page(write_page_run(tmp_path / "run", validations=0), tmp_path / "page.html")
+
+    async def use():
+        async with opened(tmp_path / "profile") as tab:
+            await tab.open((tmp_path / "page.html").as_uri())
+            await tab.until(
+                "document.getElementById('step')?.value === '3' && document.getElementById('text') !== null"
+            )
+            await tab.evaluate(
+                "document.getElementById('step').focus(); document.getElementById('search').value = 'b'"
+            )
+            for key, step, group in (("ArrowUp", 2, 2), ("ArrowUp", 1, 0), ("ArrowDown", 2, 2), ("End", 3, 4)):
+                await tab.press(key)
+                await tab.until(f"document.querySelector('#group .note')?.textContent.startsWith('group {group},')")
+                said = (
+                    "[document.activeElement.id, document.activeElement.value, document.getElementById('pick').value]"
+                )
+                assert await tab.evaluate(said) == ["step", str(step), str(group)]
+            assert await tab.evaluate("document.getElementById('search').value") == "b"
+            return tab.complaints
+
+    assert asyncio.run(asyncio.wait_for(use(), 120)) == []
+
+
+def test_the_search_finds_what_is_not_on_the_page_yet(tmp_path):
+    write_page(write_page_run(tmp_path / "run", validations=0, long_tokens=9001), tmp_path / "page.html")
+
+    async def use():
+        async with opened(tmp_path / "profile") as tab:
+            await tab.open((tmp_path / "page.html").as_uri())
+            await tab.until(
+                "document.getElementById('step')?.value === '3' && document.getElementById('text') !== null"
+            )
+            await tab.evaluate(set_value("step", "2"))
+            await tab.until("document.querySelector('#pick option[value=\"3\"]') !== null")
+            await tab.evaluate(set_value("pick", "3"))
+            await tab.until("state.content?.pieces.length === 9001 && state.shown === 4000")
+            await tab.evaluate(set_value("search", "THEREFORE", "input"))
+            found = "document.getElementById('found').textContent"
+            assert await tab.evaluate(found) == "1 of 2 completions; hit in this one: 1"
+            assert await tab.evaluate("state.shown") == 4000  # nothing is shown for it before it is asked for
+            await tab.evaluate("document.getElementById('search').focus()")
+            await tab.press("Enter")
+            assert await tab.evaluate(f"{TEXT}.querySelector('.hit').textContent") == " therefore"
+            assert await tab.evaluate(f"{TEXT}.querySelector('.at').dataset.token") == "9000"
+            assert await tab.evaluate(found) == "1 of 2 completions; hit in this one: 1 of 1"
+            box = "(({ top, bottom }) => top >= 0 && bottom <= innerHeight)"
+            await tab.until(f"{box}({TEXT}.querySelector('.at').getBoundingClientRect())")
+            return tab.complaints
+
+    assert asyncio.run(asyncio.wait_for(use(), 120)) == []
+
+
+def test_damage_evaluations_and_the_order_of_phases_are_said(tmp_path):
+    run = write_page_run(tmp_path / "run", validations=6)
+    (run / "evaluation.jsonl").write_text(json.dumps(evaluation_record(2, file=HOSTILE[0])) + "\n")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(f"{HOSTILE[0]}\n")
+    write_page(run, tmp_path / "page.html")
+
+    async def use():
+        async with opened(tmp_path / "profile") as tab:
+            await tab.open((tmp_path / "page.html").as_uri())
+            await tab.until("document.querySelectorAll('.plot canvas').length === 14")
+            damage = await tab.evaluate("document.getElementById('damage').textContent")
+            assert damage.startswith("metrics.jsonl byte") and "step 3 of 200" in await tab.evaluate(
+                "document.getElementById('where').textContent"
+            )
+            cells = "[...document.querySelectorAll('#evaluations td')].map((each) => each.textContent)"
+            assert (await tab.evaluate(cells))[:3] == [HOSTILE[0], "30", "@16 0.250"]
+            assert await tab.evaluate("document.getElementById('evaluation-results').checkVisibility()")
+            notes = await tab.evaluate(
+                "[...document.querySelectorAll('.figure .note')].map((each) => each.textContent)"
+            )
+            assert "From the bottom up, with medians: pause 0.1 s, update 0.2 s." in notes
+            drawn = (
+                "(() => { const said = [], { u, spec } = CHARTS.at(-1); u.ctx.fillText = (text) => said.push(text);"
+                " spec.onDraw(u); return said; })()"
+            )
+            assert await tab.evaluate(drawn) == ["pause", "update"]
+            assert await tab.evaluate(UNBROKEN) == ["undefined", 7, 0]
+            return tab.complaints
+
+    assert asyncio.run(asyncio.wait_for(use(), 120)) == []
 
 
 def test_a_script_that_reached_the_page_would_not_run(tmp_path):

@@ -2,17 +2,23 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
-from page_runs import step_record, write_page_run
+import yaml
+from page_runs import evaluation_record, step_record, write_page_run
 from test_report import write_run
 
+from megatron_scalerl.page import forecasts as forecasts_module
+from megatron_scalerl.page.completions import Reader
 from megatron_scalerl.page.forecasts import Forecasts
 from megatron_scalerl.page.groups import GroupIndex
 from megatron_scalerl.page.growing_file import GrowingFile
 from megatron_scalerl.page.run_data import RunData, thinned
+from megatron_scalerl.page.run_summary import RunSummary
+from megatron_scalerl.recipe.file import read_run_recipe
 
 
 def append(path, text):
@@ -98,8 +104,8 @@ def test_the_header_says_what_the_report_says(run):
     data.forecasts.make_all(data.validations, data.recipe)
     header = data.payload()["header"]
     assert header["lines"][0].startswith("held-out pass rate 0.450 at step 0")
-    assert header["lines"][1] == "ledger, device-hours: 4 held: trainer 3 (75%), engine 1 (25%)"
-    assert header["lines"][2].startswith("the forecast moved by")
+    assert header["lines"][1] == "ledger, device-hours: 4 in total: trainer 3 (75%), engine 1 (25%)"
+    assert header["lines"][2].startswith("first to last forecast: ")
     assert header["forecast"].startswith("at step 200: 0.") and header["verdict"] in header["forecast"]
     assert (header["step"], header["steps"], header["unit"]) == (3, 200, "device-hours")
 
@@ -123,8 +129,13 @@ def test_forecasts_of_every_validation_with_their_paths(run):
 def test_the_forecasts_of_a_long_run_stay_where_they_are():
     rows = [{"step": n, "pass_rate": 0.5} for n in range(200)]
     before = Forecasts().missing(rows[:199])
-    assert len(before) <= 61 and before[0] == 199
+    assert len(before) <= 129 and before[0] == 199
     assert len(set(Forecasts().missing(rows)) - set(before)) == 1  # the newest alone
+
+
+def test_a_thousand_steps_validated_every_ten_have_every_forecast():
+    rows = [{"step": n, "pass_rate": 0.5} for n in range(0, 1001, 10)]
+    assert Forecasts().missing(rows) == list(range(101, 0, -1))
 
 
 def test_starts_faults_and_restarts_are_in_their_order(run):
@@ -138,14 +149,122 @@ def test_starts_faults_and_restarts_are_in_their_order(run):
 def test_a_damaged_row_is_named(run):
     append(run / "metrics.jsonl", "[1]\n")
     data = RunData(run)
-    for _ in range(2):  # not as if nothing had happened
-        with pytest.raises(ValueError, match=r"metrics.jsonl byte \d+: expected a JSON object, found"):
-            data.update()
-        append(run / "metrics.jsonl", json.dumps(step_record(4)) + "\n")
+    for more in ("", " (and 1 more damaged lines)"):  # not as if nothing had happened
+        assert data.update()
+        [line] = data.damage
+        assert re.match(r"metrics.jsonl byte \d+: expected a JSON object, found", line) and line.endswith(more)
+        assert data.payload()["header"]["damage"] == [line]
+        append(run / "metrics.jsonl", json.dumps(step_record(4)) + "\n{}\n")
     assert data.payload()["steps"]["step"] == [1, 2, 3, 4]
     (run / "new").write_text(json.dumps(step_record(1)) + "\n")
     (run / "new").replace(run / "metrics.jsonl")  # a restart has written it anew
-    assert data.update() and data.payload()["steps"]["step"] == [1]
+    assert data.update() and data.payload()["steps"]["step"] == [1] and data.damage == []
+
+
+STRANGE_VALIDATIONS = {
+    "{}": "no step",
+    '{"step": "x"}': "step 'x'",
+    '{"step": 7, "compute": null, "pass_rate": 0.5}': "compute 'None'",
+    '{"step": 7, "compute": 0.5, "pass_rate": 1.5}': "pass_rate '1.5'",
+    '{"step": true, "compute": 0.5, "pass_rate": 0.5}': "step 'True'",
+    '{"step": 7, "gpu_hours": 0.5}': "no pass_rate",
+}
+
+
+@pytest.mark.parametrize("line", STRANGE_VALIDATIONS)
+def test_a_validation_without_its_keys_is_named_and_hides_nothing_else(run, line):
+    whole = RunData(run)
+    whole.update()
+    append(run / "validation.jsonl", line + "\n")
+    data, summary = RunData(run), RunSummary(run, "run")
+    assert data.update() and summary.update()
+    said = f"expected a validation (step, compute, pass_rate), found {STRANGE_VALIDATIONS[line]}"
+    [found] = data.damage
+    assert found.startswith("validation.jsonl byte ") and found.endswith(said)
+    assert summary.problems["validation.jsonl"] == found  # the list of runs says the same
+    assert data.validations == whole.validations == summary.rows
+    data.forecasts.add(21, *data.forecasts.attempt(data.validations, data.recipe, 21))
+    payload = data.payload()
+    assert payload["header"]["verdict"] and payload["validation"]["step"] == list(range(0, 101, 5))
+
+
+@pytest.mark.parametrize("section", ["forecast", "policy", "advantages", "rewards", "filters", "loss"])
+def test_a_section_of_another_type_is_named_and_hides_nothing_else(run, section):
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe | {section: 3}))
+    data, index = RunData(run), GroupIndex(run)
+    data.update()
+    index.update()
+    assert data.damage == [f"recipe.yaml: {section}: expected a section, found int '3'"]
+    data.forecasts.add(21, *data.forecasts.attempt(data.validations, data.recipe, 21))
+    assert data.payload()["header"]["verdict"]
+    reader = Reader(run, read_run_recipe(run), index)
+    if section == "policy":
+        with pytest.raises(ValueError, match=r"recipe.yaml: policy: expected a section, found int '3'"):
+            reader.group(0)
+    else:
+        first = reader.group(0)["completions"][0]
+        assert first["advantage"] == (1.0 if section == "forecast" else None)
+        assert section == "forecast" or f"{section}: expected a section, found int '3'" in first["untrained"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"steps": "many"}, "recipe.yaml: steps: expected a valid integer, found str 'many'"),
+        ({"forecast": {"fit_from_steps": [1]}}, "recipe.yaml: forecast.fit_from_steps: expected a valid integer"),
+        ({"loss": None}, "recipe.yaml: loss: expected a section, found nothing"),
+        ({"advantages": {"normalize": 3}}, "recipe.yaml: advantages.normalize: expected 'batch', 'prompt' or 'none'"),
+        ({"policy": {"path": ["x"]}}, "recipe.yaml: policy.path: expected a valid string, found list"),
+    ],
+)
+def test_a_value_of_another_type_is_named(run, changes, said):
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe | changes))
+    data = RunData(run)
+    data.update()
+    [line] = data.damage
+    assert line.startswith(said) and data.payload()["header"]["step"] == 3
+
+
+def test_a_forecast_that_fails_is_said_and_the_others_are_made(run, monkeypatch):
+    data = RunData(run)
+    data.update()
+    projection = forecasts_module.projection
+
+    def failing(rows, **options):
+        if len(rows) == 21:
+            raise TypeError("strange\nrows")
+        return projection(rows, **options)
+
+    monkeypatch.setattr(forecasts_module, "projection", failing)
+    data.forecasts.make_all(data.validations[:6] + data.validations[6:], data.recipe)
+    assert data.damage == ["forecast from 21 validations: TypeError: strange rows"]
+    assert data.payload()["forecasts"][-1]["step"] == 95
+
+
+def test_pass_rates_by_prompt_of_another_form_cost_the_gain_alone(run):
+    append(run / "validation_by_prompt.jsonl", "{}\n")
+    data = RunData(run)
+    data.update()
+    assert data.payload()["header"]["lines"][0] == "no gain: KeyError: 'by_prompt'"
+
+
+def test_evaluations_are_a_table_with_those_that_were_lost(run):
+    assert RunData(run).payload()["evaluations"] is None
+    append(run / "evaluation.jsonl", json.dumps(evaluation_record(0)) + "\n")
+    append(run / "evaluation.jsonl", json.dumps({"step": 50, "lost": "engine-1 was lost\x1b"}) + "\n")
+    append(run / "evaluation.jsonl", json.dumps(evaluation_record(60, low=None, pass_at_k=None)) + "\n{}\n")
+    data = RunData(run)
+    data.update()
+    table = data.payload()["evaluations"]
+    assert table["rows"] == [
+        ["60", "aime24", "30", "@16 0.250", "–", "–", "version 60, 0123456789ab"],
+        ["50", "lost: engine-1 was lost\\x1b", "", "", "", "", ""],
+        ["0", "aime24", "30", "@16 0.250", "0.125-0.375", "@1 0.250, @16 0.500", "version 0, 0123456789ab"],
+    ]
+    said = "expected an evaluation (step, file, problems, k, mean_at_k), found no step"
+    assert len(table["columns"]) == 7 and data.damage[0].endswith(said)
 
 
 def test_a_damaged_journal_is_named_and_the_groups_after_it_are_there(run):
@@ -153,9 +272,25 @@ def test_a_damaged_journal_is_named_and_the_groups_after_it_are_there(run):
     (run / "journal.jsonl").write_bytes(b"".join([lines[0], b"[1]\n", *lines[1:]]))
     index = GroupIndex(run)
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"journal\.jsonl byte"):
-            index.update()
+        index.update()
+        [line] = index.damage
+        assert line.startswith("journal.jsonl byte")
     assert index.steps == [1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "validation.jsonl", "journal.jsonl", "end.json"])
+def test_something_else_than_a_file_is_named_and_hides_nothing_else(run, name):
+    (run / name).unlink(missing_ok=True)
+    (run / name).mkdir()
+    data, index = RunData(run), GroupIndex(run)
+    data.update()
+    index.update()
+    [line] = data.damage + index.damage
+    assert name in line and data.payload()["header"]["name"]
+    (run / name).rmdir()
+    data.update()
+    index.update()
+    assert data.damage + index.damage == []
 
 
 def test_what_is_no_file_is_refused_at_once(tmp_path):

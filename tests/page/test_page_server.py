@@ -70,6 +70,19 @@ def test_a_name_that_is_bound_to_this_address_is_refused(run, host, status):
     assert found == status
 
 
+@pytest.mark.parametrize(("host", "status"), [("127.0.0.1", 200), ("localhost", 200), ("example.org", 403)])
+def test_clients_leave_out_the_port_of_http(run, monkeypatch, host, status):
+    """`--port 80` cannot be tried by every user: the server's own port stands for it."""
+
+    async def ask():
+        async with served(run) as (server, session):
+            monkeypatch.setattr("megatron_scalerl.page.loopback.HTTP_PORT", server.port)
+            async with session.get(server.url, headers={"Host": host}) as answer:
+                return answer.status
+
+    assert asyncio.run(ask()) == status
+
+
 def test_the_token_is_new_at_every_start(run):
     tokens = {PageServer(run).token for _ in range(3)}
     assert len(tokens) == 3 and all(len(token) >= 43 for token in tokens)
@@ -152,6 +165,48 @@ def test_a_page_hears_of_new_records_and_of_damage(run, monkeypatch):
     assert "ledger.jsonl byte 114: expected a JSON object" in asyncio.run(asyncio.wait_for(follow(), 60))
 
 
+@pytest.mark.parametrize("file", ["metrics.jsonl", "validation.jsonl", "ledger.jsonl", "journal.jsonl"])
+def test_a_damaged_line_hides_neither_completions_nor_forecasts(run, file):
+    with (run / file).open("a") as records:
+        records.write("{}\n" if file == "validation.jsonl" else "damaged\n")
+
+    async def follow():
+        async with served(run) as (server, session):
+            url, query = f"http://127.0.0.1:{server.port}/api", {"token": server.token}
+            async with session.get(f"{url}/events", params=query) as stream:
+                assert (await stream.content.readline()) == b"event: failed\n"
+                said = (await stream.content.readline()).decode()
+            for _ in range(200):
+                async with session.get(f"{url}/data", params=query | {"since": 0, "generation": 0}) as answer:
+                    assert answer.status == 200
+                    data = await answer.json()
+                if len(data["forecasts"]) == 3:
+                    return said, data
+                await asyncio.sleep(0.05)
+
+    said, data = asyncio.run(asyncio.wait_for(follow(), 60))
+    [line] = data["header"]["damage"]
+    assert line.startswith(f"{file} byte ") and line.split(": expected")[0] in said
+    assert data["trained_steps"] == data["steps"]["step"] == [1, 2, 3] and len(data["validation"]["step"]) == 7
+
+
+def test_a_failure_of_the_following_task_is_said(run, monkeypatch, caplog):
+    monkeypatch.setattr(server_module, "POLL_S", 0.02)
+
+    async def follow():
+        async with served(run) as (server, session):
+            url = f"http://127.0.0.1:{server.port}/api/events"
+            async with session.get(url, params={"token": server.token}) as stream:
+                monkeypatch.setattr(server_module.RunData, "update", lambda self: 1 / 0)
+                async for line in stream.content:
+                    if b"no longer follows" in line:
+                        return line.decode()
+
+    said = asyncio.run(asyncio.wait_for(follow(), 60))
+    assert "the page no longer follows the run: ZeroDivisionError: division by zero" in said
+    assert "ZeroDivisionError" in caplog.text
+
+
 def test_a_batch_that_is_composed_while_the_page_is_open_can_be_read(run, monkeypatch):
     monkeypatch.setattr(server_module, "POLL_S", 0.02)
 
@@ -182,7 +237,7 @@ def test_a_batch_that_is_composed_while_the_page_is_open_can_be_read(run, monkey
             "expected the folder of a run (recipe.yaml) or of runs, found neither",
         ),
         (["report", "RUNS", "--html", "OUT", "--group", "1"], "--group: expected one run with it, found the folder"),
-        (["report", "RUN", "--group", "1"], "--group: expected --html FILE with it"),
+        (["report", "RUN", "--group", "1"], "--group requires --html FILE"),
         (["report", "RUN", "--html", "OUT", "--group", "99"], "found no group 99"),
     ],
 )

@@ -112,6 +112,24 @@ def test_a_page_hears_of_forecasts_and_of_new_steps(folder, monkeypatch):
     asyncio.run(asyncio.wait_for(follow(), 60))
 
 
+def test_a_failure_of_the_following_task_is_said(folder, monkeypatch, caplog):
+    monkeypatch.setattr(runs_module, "POLL_S", 0.02)
+
+    async def follow():
+        async with (
+            served(folder) as (server, session),
+            session.get("/api/events", params={"token": server.token}) as stream,
+        ):
+            monkeypatch.setattr(runs_module.RunsData, "update", lambda self: 1 / 0)
+            async for line in stream.content:
+                if b"no longer follows" in line:
+                    return line.decode()
+
+    said = asyncio.run(asyncio.wait_for(follow(), 60))
+    assert "the page no longer follows the runs: ZeroDivisionError: division by zero" in said
+    assert "ZeroDivisionError" in caplog.text
+
+
 def test_few_pages_of_runs_are_followed_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(runs_module, "MOST_PAGES", 2)
     for name in "abc":
@@ -128,7 +146,7 @@ def test_few_pages_of_runs_are_followed_at_a_time(tmp_path, monkeypatch):
 
 
 def test_a_damaged_run_opens_with_a_line(folder):
-    """`watch RUN` refuses it; in a list its page shows what can be read."""
+    """Its page shows what can be read, as that of `watch RUN`."""
     (folder / "hostile" / "ledger.jsonl").write_text("damaged\n")
     page, data = answers(
         folder, [("/run/1/", TOKEN), ("/run/1/api/data", {**TOKEN, "since": "0", "generation": "0"})]

@@ -21,7 +21,7 @@ RECIPE = [str(ROOT / "recipes" / "scalerl_llama3_8b.yaml"), "--gpus", "80", "--n
 def file(tmp_path):
     path = tmp_path / "measured.yaml"
     values = {
-        "dense_utilisation": Measured(value=0.2, source="check-gpu [8B shape],\n4 layers"),
+        "dense_utilization": Measured(value=0.2, source="check-gpu [8B shape],\n4 layers"),
         "runtime_gib": Measured(value=2),
     }
     write_assumptions(path, values, gpu=H100, layers="plain")
@@ -38,7 +38,7 @@ def test_round_trip(file):
     assert (found.gpu, found.gpu_named, found.layers) == ("h100-80g", H100, "plain")
     assert found.written == str(yaml.safe_load(file.read_text())["written"]) != ""
     assert found.values == {
-        "dense_utilisation": Measured(value=0.2, source="check-gpu [8B shape], 4 layers"),
+        "dense_utilization": Measured(value=0.2, source="check-gpu [8B shape], 4 layers"),
         "runtime_gib": Measured(value=2.0),
     }
     assert os.listdir(file.parent) == [file.name]  # no draft is left
@@ -53,12 +53,12 @@ def test_every_assumption_can_be_written(tmp_path):
 def test_the_file_overrides_defaults_and_a_flag_the_file(file, capsys):
     plan = planned(capsys, "--assumptions", file, "--runtime-gib", "5")
     rows = plan["assumptions"]
-    assert rows["dense_utilisation"] == {
+    assert rows["dense_utilization"] == {
         "value": 0.2,
         "from": "file",
-        "source": read_assumptions(file).source("dense_utilisation"),
+        "source": read_assumptions(file).source("dense_utilization"),
     }
-    assert str(file) in rows["dense_utilisation"]["source"] and "[8B shape]" in rows["dense_utilisation"]["source"]
+    assert str(file) in rows["dense_utilization"]["source"] and "[8B shape]" in rows["dense_utilization"]["source"]
     assert rows["runtime_gib"] == {"value": 5.0, "from": "flag", "source": "given on the command line"}
     assert rows["packing"]["from"] == "default" and rows["packing"]["value"] == Assumptions().packing
     assert plan["layout"]["layers"] == "plain"
@@ -98,8 +98,8 @@ GOOD = f"gpu: {H100}\nassumptions:\n  packing:\n    value: 0.8\n"
         ("", "expected a mapping with gpu, layers, written, assumptions, found nothing"),
         ("- 1", "expected a mapping with gpu, layers, written, assumptions, found list"),
         ("gpu: [", "line 1: expected YAML, found"),
-        (b"\xff\xfe\xfd", "expected YAML in UTF-8, found"),
-        (GOOD + "written: 2026-13-41\n", "expected YAML in UTF-8, found month must be"),
+        (b"\xff\xfe\xfd", "expected UTF-8, found invalid start byte at byte 0"),
+        (GOOD + "written: 2026-13-41\n", "invalid YAML value: month must be in 1..12"),
         (GOOD + "written: 7\n", "written: expected a date, found 7"),
         (GOOD + "layers: fused\n", "layers: expected te or plain, found 'fused'"),
         (
@@ -116,7 +116,13 @@ GOOD = f"gpu: {H100}\nassumptions:\n  packing:\n    value: 0.8\n"
             GOOD.replace("value", "values"),
             "found assumptions.packing.values; the nearest is assumptions.packing.value",
         ),
-        (f"gpu: {H100}\n", "assumptions: expected a mapping with dense_utilisation and other assumptions, found "),
+        (
+            GOOD.replace("packing", "moe_utilisation"),
+            "expected a key of an assumptions file, found assumptions.moe_utilisation; it was renamed to "
+            "assumptions.moe_utilization",
+        ),
+        (GOOD + "about: x\n", "found about; keys here: gpu, layers, written, assumptions"),
+        (f"gpu: {H100}\n", "assumptions: expected a mapping with dense_utilization and other assumptions, found "),
         (f"gpu: {H100}\nassumptions: {{packing: 0.8}}\n", "assumptions.packing: expected a mapping with value, "),
         (f"gpu: {H100}\nassumptions: {{packing: {{source: us}}}}\n", "packing.value: expected a number, found none"),
         (GOOD + "    source: [1]\n", "assumptions.packing.source: expected text, found [1]"),
@@ -151,7 +157,9 @@ def test_a_mistake_is_one_line_with_file_and_key(text, said, tmp_path, capsys):
     ("values", "said"),
     [
         ({}, "expected at least one measured constant, found none"),
-        ({"dense_utilization": Measured(value=0.4)}, "the nearest is assumptions.dense_utilisation"),
+        ({"dense_utilisation": Measured(value=0.4)}, "it was renamed to assumptions.dense_utilization"),
+        ({"dense_utilizatio": Measured(value=0.4)}, "the nearest is assumptions.dense_utilization"),
+        ({"speed": Measured(value=0.4)}, "found assumptions.speed; all keys: megatron-scalerl plan --help"),
         ({"packing": Measured(value=float("nan"))}, f"packing.value: expected {SHARE}, found nan"),
     ],
 )
@@ -163,5 +171,5 @@ def test_invalid_constants_are_not_written(values, said, tmp_path):
 
 def test_a_flag_has_the_same_range(capsys):
     with pytest.raises(SystemExit) as end:
-        main([*RECIPE, "--dense-utilisation", "0"])
+        main([*RECIPE, "--dense-utilization", "0"])
     assert end.value.code == 2 and "expected a number above 0 and at most 1, found 0.0" in capsys.readouterr().err

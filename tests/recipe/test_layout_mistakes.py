@@ -108,7 +108,7 @@ MISTAKES = {
     "unknown size": (
         "dense",
         [f"{P}tensor_parallel=2"],
-        "megatron.parallel: expected .*, found tensor_parallel; the nearest is tensor",
+        f"megatron.parallel: expected .*, found tensor_parallel; it is set by {TP}$",
     ),
     "unknown field": (
         "dense",
@@ -118,12 +118,12 @@ MISTAKES = {
     "unknown in ddp": (
         "dense",
         ["megatron.ddp.overlap_grad_reduced=true"],
-        "megatron.ddp: expected .*, found overlap_grad_reduced; ",
+        "megatron.ddp: expected .*, found overlap_grad_reduced; the nearest is overlap_grad_reduce$",
     ),
     "unknown in optimizer": (
         "dense",
         ["megatron.optimizer.use_precise=true"],
-        "megatron.optimizer: expected .*, found use_precise; ",
+        "megatron.optimizer: expected a field of OptimizerConfig, found use_precise$",
     ),
     "num_layers": ("dense", [f"{M}num_layers=5"], f"{M}num_layers: expected 6 as in config.json, found 5"),
     "Megatron's own": (

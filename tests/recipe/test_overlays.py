@@ -145,7 +145,11 @@ def test_the_resolved_recipe_has_no_overlay_left(files, tmp_path):
         ("loss: 7\n", ["over"], "loss: "),
         ("steps: null\n", ["over"], "steps: input should be a valid integer, found None"),
         ("rollouts: {updates_per_phase: 3}\n", ["over"], "rollouts: updates_per_phase: expected its default 8"),
-        ("overlay: x.yaml\n", ["over"], "expected a recipe key, found overlay; the nearest is "),
+        (
+            "overlay: x.yaml\n",
+            ["over"],
+            "expected a recipe key, found overlay; all keys: megatron_scalerl/recipe/sections.py ",
+        ),
         ("prompts: {tasks: {}}\n", ["base", "over"], "prompts.path: expected none beside prompts.tasks, found y"),
         ("- 1\n", ["over"], "expected a mapping of keys, found list"),
     ],

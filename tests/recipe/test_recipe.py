@@ -64,7 +64,7 @@ def test_off_needs_no_quotation_marks(path, text):
     [
         ("optimzer.lr=1", "expected a recipe key, found optimzer; the nearest is optimizer"),
         ("rollouts.groupsize=3", "found rollouts.groupsize; the nearest is rollouts.group_size"),
-        ("max_staleness=3", "found max_staleness; the nearest is rollouts.max_staleness_steps"),
+        ("max_staleness=3", "found max_staleness; it is set by rollouts.max_staleness_steps$"),
         ("advantages.normalise=batch", "found advantages.normalise; it was renamed to advantages.normalize$"),
         ("steps=many", r"steps: input should be a valid integer, .* found 'many'"),
         ("loss.name=ppo", "loss.name: input should be 'cispo', 'dapo', 'grpo' or 'gspo', found 'ppo'"),
@@ -197,7 +197,12 @@ def test_world_size_must_divide(path):
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("a: [1", "line 1|line 2"), ("- 1", "expected a mapping of keys, found list"), ("", "expected a mapping")],
+    [
+        ("a: [1", "line 1|line 2"),
+        ("- 1", "expected a mapping of keys, found list"),
+        ("", "expected a mapping of keys, found an empty file"),
+        ("a: 2026-13-01", "b.yaml: invalid YAML value: month must be in 1..12$"),
+    ],
 )
 def test_broken_files(tmp_path, text, said):
     file = tmp_path / "b.yaml"

@@ -90,9 +90,10 @@ def test_nodes_are_alike_and_filled(fleet, partition, wanted, found):
         ((2, 1, 16), H100, asked(), "one engine takes 16"),
         ((2, 2, 1), H100, asked(2, gpus=9), "--gpus-per-node: expected 0 to 8"),
         ((2, 2, 1), H100, asked(2, gpus=-1), "--gpus-per-node: expected 0 to 8"),
-        ((2, 2, 1), H100, asked(2, gpus=2, slots=2), "--slots: expected no GPUs with it"),
-        ((2, 2, 1), H100, asked(2, slots=2), "--slots: expected --gpus-per-node 0"),
-        ((2, 2, 1), CPUS, asked(slots=2), "--slots: expected --nodes with it"),
+        ((2, 2, 1), H100, asked(2, gpus=2, slots=2), "--slots: expected a run on CPUs (on GPUs set --gpus-per-node), "
+         "found 2 GPUs a node"),
+        ((2, 2, 1), H100, asked(2, slots=2), "--slots requires --gpus-per-node 0"),
+        ((2, 2, 1), CPUS, asked(slots=2), "--slots requires --nodes of at least 2"),
         ((2, 2, 1), CPUS, asked(2, cpus=33), "--cpus: expected 1 to 32"),
     ],
 )  # fmt: skip
@@ -115,7 +116,7 @@ def test_the_planner_is_asked_where_it_knows_the_gpus(tmp_path):
     assert "skipped: Slurm calls the GPUs of old v100" in check_plan(fits, str(file), other, 8)
     assert "skipped" not in check_plan(fits, str(file), H100, 8)
     tight = load_recipe(file, ["trainer.micro_batch_tokens=2000000"])
-    with pytest.raises(ValueError, match=r"plan --check: .* GiB too much"):
+    with pytest.raises(ValueError, match=r"plan --check: .* GiB too much; try a larger .*size$"):
         check_plan(tight, str(file), H100, 8)
 
 

@@ -63,7 +63,7 @@ def test_what_slurm_or_the_cluster_cannot_do_is_refused(stand_in, tmp_path, caps
         (["--engine-gpus-per-node", "-1"], "--engine-gpus-per-node: expected 0 to 8"),
         (["--nodes", "2", "--gpus-per-node", "2"], "--gpus-per-node: expected 0 or 8, all of a node"),
         (["--nodes", "4"], "--nodes: expected 1 for 4 trainer ranks with 4 devices each, found 4"),
-        (["--engine-nodes", "0"], "--engine-partition: expected --engine-nodes with it, found none"),
+        (["--engine-nodes", "0"], "--engine-partition requires --engine-nodes"),
     ):
         assert main([*words, *more]) == 2
         assert said in capsys.readouterr().err

@@ -18,7 +18,6 @@ from slurm_runs import (
 
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
-from megatron_scalerl.recipe.nearest import unknown_key
 from megatron_scalerl.rollouts.history import read_history
 from megatron_scalerl.slurm import cluster as slurm
 
@@ -35,7 +34,8 @@ def refusal(words, capsys):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--partition", "gqu"], unknown_key("gqu", ["gpu", "others"], expected="a partition of this cluster")),
+        (["--partition", "gqu"], "expected a partition of this cluster, found gqu; the nearest is gpu"),
+        (["--partition", "k"], "expected a partition of this cluster, found k; partitions here: gpu, others"),
         (["--gpus", "9"], "--gpus-per-node: expected 0 to 8, what a node of gpu has, found 9"),
         (["--gpus-per-node", "2"], "--gpus-per-node: expected at least 3"),
         (["--cpus", "17"], "--cpus: expected 1 to 16"),
@@ -43,7 +43,7 @@ def refusal(words, capsys):
         (["--time", "2-0"], "--time: expected at most 86400 s, the limit of gpu"),
         (
             ["engine.count=7"],
-            "expected a fleet that fits on one node, found 2 trainer and 7 engine GPUs; a node of "
+            "expected trainer ranks and engines that fit on one node, found 2 trainer and 7 engine GPUs; a node of "
             "gpu has 8; --nodes 2",
         ),
         (["--nodes", "5"], "--nodes: expected 1 to 4, the nodes of gpu, found 5"),

@@ -99,7 +99,7 @@ def test_assumptions_are_flags(capsys):
     argv = [recipe("scalerl_llama3_8b"), "--gpus", "80", "--no-build", "--json", "-"]
     main(argv)
     one = json.loads(capsys.readouterr().out)
-    main([*argv, "--dense-utilisation", "0.2", "--gpu", "h200"])
+    main([*argv, "--dense-utilization", "0.2", "--gpu", "h200"])
     two = json.loads(capsys.readouterr().out)
     assert two["work"]["train_seconds"] == pytest.approx(2 * one["work"]["train_seconds"])
     assert two["engine_memory"]["kv_bytes"] > 2 * one["engine_memory"]["kv_bytes"]
@@ -110,6 +110,33 @@ def test_check_says_which_rank_and_by_how_much(capsys):
     assert main([recipe("scalerl_llama3_8b"), "--gpus", "80", "--no-build", "--check", *whole]) == 2
     error = capsys.readouterr().err
     assert "trainer ranks of pipeline stage 0 need" in error and "GiB too much" in error and error.count("\n") == 1
+    assert error.endswith("GiB too much; try a larger megatron.parallel.tensor_model_parallel_size\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "model", "advised"),
+    [
+        ("scalerl_llama3_8b", "80", "{}", "[mlp]"),
+        ("scalerl_llama3_8b", "80", "{recompute_granularity: selective}", "[core_attn, mlp]"),
+        ("scalerl_llama4_scout_17bx16", "256", "{sequence_parallel: true}", "[moe]"),
+    ],
+)
+def test_what_to_set_where_a_rank_does_not_fit(capsys, name, gpus, model, advised):
+    over = [f"megatron.model={model}", "trainer.micro_batch_tokens=2000000"]
+    argv = [recipe(name), "--gpus", gpus, "--no-build", *over]
+    assert main([*argv, "--check"]) == 2
+    text = "tensor_model_parallel_size, or megatron.model.recompute_granularity: selective with recompute_modules: "
+    assert capsys.readouterr().err.endswith(f"{text}{advised}\n")
+    main([*argv, "--json", "-"])
+    advice = [line for line in json.loads(capsys.readouterr().out)["problems"] if "; try " in line]
+    assert len(advice) == 1, "for all stages of the pipeline"
+
+
+def test_an_old_flag_names_the_new_one(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([recipe("scalerl_llama3_8b"), "--gpus", "80", "--moe-utilisation", "0.3"])
+    assert ended.value.code == 2
+    assert "--moe-utilisation: it was renamed to --moe-utilization" in capsys.readouterr().err
 
 
 def test_check_sees_an_engine_without_room(capsys):

@@ -243,7 +243,7 @@ def test_what_a_stranger_says_does_not_end_the_controller(frames):
 @pytest.mark.parametrize(
     ("message", "error"),
     [
-        ([b"\xc1"], r"^trainer rank 1: expected a message, found 1 bytes that are none"),
+        ([b"\xc1"], r"^trainer rank 1: expected a message, found 1 bytes that do not decode"),
         ([b"a", b"b"], r"^trainer rank 1: expected a message in one frame, found 2"),
         ([messages.encode(ready(0))], r"^trainer rank 1: expected its own messages, found one of rank 0"),
         ([messages.encode(ready(1, dp_rank=2))], r"^trainer rank 1: expected a data-parallel rank under 2, found 2"),

@@ -154,10 +154,13 @@ def test_logprobs_and_greedy_tokens_are_those_of_hugging_face(new_trainer, polic
     samples = random_samples(7)
     lists = [s.prompt_token_ids + s.rollout.token_ids for s in samples]
     trainer = new_trainer(trainer={"micro_batch_tokens": 64})
-    for ids, found in zip(lists, trainer.logprobs(lists), strict=True):
-        logits = model(torch.tensor([ids])).logits[0]
-        expected = torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(ids)[1:, None])[:, 0]
+    scored = trainer.token_scores(lists)
+    assert scored[0] == trainer.logprobs(lists)
+    for ids, found, entropies in zip(lists, *scored, strict=True):
+        logprobs = torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1], -1)
+        expected = logprobs.gather(1, torch.tensor(ids)[1:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=5e-5)
+        torch.testing.assert_close(torch.tensor(entropies), -(logprobs.exp() * logprobs).sum(-1), rtol=0, atol=5e-5)
     prompt = list(lists[0][:8])
     out = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0)
     assert greedy(trainer, prompt, 12) == out[0, 8:].tolist()

@@ -152,7 +152,7 @@ def planner_constants(shape: Shape, found: dict[str, Any], peak: float | None, r
         constants["runtime_gib"] = peak_memory["runtime"] / GIB
     utilization = found["predicted"]["hardware_flops_per_token"] * rate / peak if peak else 0.0
     if 0.0 < utilization <= 1.0:
-        constants["dense_utilisation"] = utilization
+        constants["dense_utilization"] = utilization
     return constants
 
 

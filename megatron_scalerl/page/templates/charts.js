@@ -30,10 +30,11 @@ function optionsOf(chart) {
   const spec = chart.spec;
   return {
     width: Math.max(200, chart.plot.clientWidth), height: spec.height || 170, pxAlign: 0,
-    scales: { x: { time: false, range: spec.xRange }, y: { range: spec.range || ((u, lo, hi) => (lo === null ? [0, 1] : lo === hi ? [lo - Math.abs(lo || 1) * 0.1, hi + Math.abs(hi || 1) * 0.1] : uPlot.rangeNum(lo, hi, 0.08, true))) } },
+    scales: { x: { time: false, range: spec.xRange && ((u, lo, hi) => chart.spec.xRange(u, lo, hi)) }, y: { range: spec.range || ((u, lo, hi) => (lo === null ? [0, 1] : lo === hi ? [lo - Math.abs(lo || 1) * 0.1, hi + Math.abs(hi || 1) * 0.1] : uPlot.rangeNum(lo, hi, 0.08, true))) } },
     axes: axes(spec), legend: { live: true, markers: { fill: (u, i) => (i ? cssColor(spec.series[i - 1].color || "a") : null) } }, padding: [8, 18, 0, 0],
     cursor: { sync: spec.sync ? { key: spec.sync } : undefined, drag: { x: true, y: false }, hover: { prox: 16 }, points: { size: (u, i) => (quiet(spec.series[i - 1]) ? 0 : 6) } },
     series: [{ label: spec.xLabel || "step", value: (u, v) => short(v) }, ...spec.series.map(lineOf)],
+    hooks: { draw: [(u) => chart.spec.onDraw && chart.spec.onDraw(u)] },
     bands: (spec.bands || []).map((band) => ({ series: band.series, fill: cssColor(band.color) + (band.alpha || "33") })),
   };
 }
@@ -57,7 +58,16 @@ function described(chart) {
   return `${spec.title}, ${spec.xLabel || "step"} ${short(x[0])} to ${short(x.at(-1))}. ${parts.join("; ")}`;
 }
 
-function draw(chart) {
+// The part of the x axis that the user has chosen; null for all of it.
+function zoomOf(chart) {
+  const { u } = chart;
+  if (!u || !u.data[0].length || u.scales.x.min === null) return null;
+  const ends = [u.data[0][0], u.data[0].at(-1)], [lo, hi] = chart.spec.xRange ? chart.spec.xRange(u, ...ends) : ends;
+  const { min, max } = u.scales.x;
+  return min <= lo && max >= hi ? null : { min, max };
+}
+
+function draw(chart, zoom = null) {
   if (chart.u) chart.u.destroy();
   chart.u = null;
   chart.plot.setAttribute("aria-label", described(chart));
@@ -65,6 +75,7 @@ function draw(chart) {
   chart.plot.replaceChildren();
   chart.u = new uPlot(optionsOf(chart), chart.data, chart.plot);
   chart.u.over.addEventListener("click", () => choose(chart));
+  if (zoom) chart.u.setScale("x", zoom);
 }
 
 function choose(chart) {
@@ -104,17 +115,26 @@ function addChart(host, spec, data) {
   const chart = { spec, data, u: null, plot: el("div", { class: "plot", tabindex: "0", role: "img" }), said: el("p", { class: "note", role: "status" }) };
   const values = el("details", { ontoggle: () => { if (values.open) values.replaceChildren(values.firstChild, ...tableOf(chart)); } }, el("summary", {}, "values"));
   chart.plot.addEventListener("keydown", (event) => onKey(chart, event));
-  host.append(el("div", { class: spec.wide ? "figure wide" : "figure" }, el("h3", {}, spec.title), spec.note ? el("p", { class: "note" }, spec.note) : null, chart.plot, chart.said, values));
+  chart.note = spec.note ? el("p", { class: "note" }, spec.note) : null;
+  host.append(el("div", { class: spec.wide ? "figure wide" : "figure" }, el("h3", {}, spec.title), chart.note, chart.plot, chart.said, values));
   CHARTS.push(chart);
   draw(chart);
   return chart;
 }
 
-function setData(chart, data, spec) {
-  const same = !spec || spec.series.length === chart.spec.series.length;
-  chart.data = data;
-  if (spec) chart.spec = spec;
-  if (same && !spec && chart.u) { chart.u.setData(data); chart.plot.setAttribute("aria-label", described(chart)); } else draw(chart);
+// What a chart has been built from, values and programs left out.
+function lookOf({ title, note, ...look }) { return JSON.stringify(look); }
+
+// A chart is built anew only where it looks otherwise; a part of the x axis that was chosen stays chosen.
+function setData(chart, data, spec = chart.spec) {
+  const same = chart.u && data[0].length && lookOf(spec) === lookOf(chart.spec);
+  const zoom = spec.xLabel === chart.spec.xLabel ? zoomOf(chart) : null;
+  Object.assign(chart, { data, spec });
+  if (chart.note) chart.note.textContent = spec.note;
+  if (!same) { draw(chart, zoom); return; }
+  chart.u.setData(data, !zoom);
+  if (zoom) chart.u.setScale("x", zoom);
+  chart.plot.setAttribute("aria-label", described(chart));
 }
 
 let resizing = 0;
@@ -122,4 +142,4 @@ window.addEventListener("resize", () => {
   cancelAnimationFrame(resizing);
   resizing = requestAnimationFrame(() => CHARTS.forEach((chart) => chart.u && chart.u.setSize({ width: Math.max(200, chart.plot.clientWidth), height: chart.spec.height || 170 })));
 });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => CHARTS.forEach(draw));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => CHARTS.forEach((chart) => draw(chart, zoomOf(chart))));

@@ -68,7 +68,6 @@ function drawCurves() {
   const { spec, data } = curves();
   if (!COMPARED.chart) { COMPARED.chart = addChart(byId("curves"), spec, data); return; }
   setData(COMPARED.chart, data, spec);
-  COMPARED.chart.plot.previousSibling.textContent = spec.note;
 }
 
 function recipeTable() {

@@ -84,10 +84,39 @@ function updates() {
   const value = (phase) => (v, i) => (i === null || i === undefined ? "–" : short(column(`weight_${phase}`)[i], 3));
   return {
     spec: { title: "Weight update, seconds by phase (stacked)", wide: true, height: 190, sync: "steps", onChoose: openStepAt, range: (u, lo, hi) => [0, (hi || 1) * 1.05],
+      note: phasesNote(known), onDraw: (u) => labelBands(u, known, stacked),
       series: known.map(([phase, color], i) => ({ label: phase, color, width: 1, value: value(phase), raw: () => column(`weight_${phase}`), fill: i === 0 })),
       bands: known.slice(1).map(([, color], i) => ({ series: [i + 2, i + 1], color, alpha: "99" })) },
     data: [column("step"), ...stacked],
   };
+}
+
+// Colors alone do not tell nine phases apart: the note has their order and seconds, the bands their names.
+function phasesNote(known) {
+  if (!known.length) return "No weight update is recorded yet.";
+  const median = (values) => values.sort((p, q) => p - q)[Math.floor(values.length / 2)];
+  const each = known.map(([phase]) => `${phase} ${short(median(column(`weight_${phase}`).filter((v) => v !== null)), 3)} s`);
+  return `From the bottom up, with medians: ${each.join(", ")}.`;
+}
+
+// The name of each phase in its band, where the band is thickest, if it is as thick there as the letters.
+function labelBands(u, known, stacked) {
+  const { ctx } = u, pixel = u.bbox.width / u.over.clientWidth, { min, max } = u.scales.x;
+  ctx.save();
+  Object.assign(ctx, { font: `${11 * pixel}px system-ui, sans-serif`, textAlign: "center", textBaseline: "middle", lineWidth: 3 * pixel, lineJoin: "round", strokeStyle: cssColor("panel"), fillStyle: cssColor("ink") });
+  known.forEach(([phase], k) => {
+    const bottom = (i) => (k ? stacked[k - 1][i] : 0);
+    let at = -1;
+    u.data[0].forEach((x, i) => { if (x >= min && x <= max && (at < 0 || stacked[k][i] - bottom(i) > stacked[k][at] - bottom(at))) at = i; });
+    if (at < 0) return;
+    const high = u.valToPos(stacked[k][at], "y", true), low = u.valToPos(bottom(at), "y", true);
+    if (low - high < 13 * pixel) return;
+    const half = ctx.measureText(phase).width / 2 + 3 * pixel;
+    const x = Math.min(u.bbox.left + u.bbox.width - half, Math.max(u.bbox.left + half, u.valToPos(u.data[0][at], "x", true)));
+    ctx.strokeText(phase, x, (high + low) / 2);
+    ctx.fillText(phase, x, (high + low) / 2);
+  });
+  ctx.restore();
 }
 
 function drawFigures() {
@@ -105,11 +134,8 @@ function drawFigures() {
 }
 
 function redrawFigures() {
-  const { spec, data } = learning();
-  setData(RUN.learning, data, spec);
-  RUN.learning.plot.previousSibling.textContent = spec.note;
-  for (const [chart, made] of RUN.charts) {
-    const now = made();
-    setData(chart, now.data, now.spec && now.spec.series.length !== chart.spec.series.length ? now.spec : undefined);
+  for (const [chart, made] of [[RUN.learning, learning], ...RUN.charts]) {
+    const { spec, data } = made();
+    setData(chart, data, spec);
   }
 }

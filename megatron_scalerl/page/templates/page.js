@@ -11,6 +11,28 @@ function showHeader() {
     : ["No forecast yet: it needs a validation at step 0 and four after it."]));
   fill("lines", header.lines.map((line) => el("li", {}, line)));
   byId("axis-unit").textContent = header.unit;
+  showDamage();
+}
+
+// What cannot be read in the records, and what else went wrong, which the stream of events says.
+function showDamage() {
+  const { damage } = RUN.data.header, other = RUN.failure && RUN.failure !== damage.join("; ") ? [RUN.failure] : [];
+  fill("damage", [...damage, ...other].map((line) => el("li", {}, line)));
+}
+
+// A table of text: the first column names the row, the others are at the right edge or, in `words`, at the left one.
+function tableInto(id, { columns, rows }, words = new Set()) {
+  const number = (i) => ({ class: i && !words.has(i) ? "number" : null });
+  fill(id, el("thead", {}, el("tr", {}, columns.map((text, i) => el("th", { scope: "col", ...number(i) }, text)))),
+    el("tbody", {}, rows.map(([name, ...cells]) => el("tr", {}, el("th", { scope: "row" }, name), cells.map((cell, i) => el("td", number(i + 1), cell))))));
+}
+
+function showEvaluations() {
+  const { evaluations } = RUN.data;
+  byId("evaluation-results").hidden = !evaluations;
+  if (!evaluations) return;
+  byId("evaluations-note").textContent = evaluations.notes.join(" ");
+  tableInto("evaluations", evaluations, new Set([1, 6]));
 }
 
 function showLedger() {
@@ -24,10 +46,8 @@ function showUpdates() {
   const { updates } = RUN.data;
   byId("weight-updates").hidden = !updates;
   if (!updates) return;
-  const number = (i) => ({ class: i ? "number" : null });
   byId("updates-note").textContent = updates.notes.join(" ");
-  fill("updates", el("thead", {}, el("tr", {}, updates.columns.map((text, i) => el("th", { scope: "col", ...number(i) }, text)))),
-    el("tbody", {}, updates.rows.map(([name, ...cells]) => el("tr", {}, el("th", { scope: "row" }, name), cells.map((cell) => el("td", number(1), cell))))));
+  tableInto("updates", updates);
 }
 
 function showEvents() {
@@ -38,6 +58,7 @@ function showEvents() {
 function showAll() {
   showHeader();
   showLedger();
+  showEvaluations();
   showUpdates();
   showEvents();
 }
@@ -51,12 +72,7 @@ async function refresh() {
   showAll();
   redrawFigures();
   if (first) openStep(now.trained_steps.at(-1));
-  else if (byId("step")) keepSteps();
-}
-
-function keepSteps() {
-  const list = byId("step"), known = new Set([...list.options].map((option) => option.value));
-  for (const step of RUN.data.trained_steps) if (!known.has(String(step))) list.append(el("option", { value: step }, String(step)));
+  else if (byId("step")) setOptions(byId("step"), stepOptions(now.trained_steps), state.step);
 }
 
 function follow() {
@@ -67,7 +83,7 @@ function follow() {
     waiting = true;
     running = running.then(() => { waiting = false; return refresh(); }).catch((error) => { byId("status").textContent = error.message; });
   });
-  events.addEventListener("failed", (event) => { byId("status").textContent = JSON.parse(event.data); });
+  events.addEventListener("failed", (event) => { RUN.failure = JSON.parse(event.data); showDamage(); });
   events.onopen = () => { byId("status").textContent = "live: new records appear as the run writes them"; };
   events.onerror = () => { byId("status").textContent = "the connection to megatron-scalerl watch is closed"; };
 }

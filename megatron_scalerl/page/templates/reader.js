@@ -1,7 +1,10 @@
 "use strict";
 // Choose a step and a group, read its completions. In a file the groups are in DATA; on a server they are asked for.
 const BUCKETS = [0.05, 0.3, 0.7, 1.5, 3];
+const SCORED = { mismatch: [0.001, 0.01, 0.05, 0.2, 1], entropy: [0.01, 0.1, 0.5, 1, 2] };  // of completions that the trainer scored
+const VALUES = { mismatch: "mismatch", entropy: "entropies" };
 const CHUNK = 4000;  // tokens that are put into the page at a time
+const MOST_HITS = 5000;
 
 const SOURCE = DATA.live
   ? {
@@ -30,16 +33,28 @@ const SORTS = {
 };
 const COLORS = {
   "log-probability": "how unlikely the engine found a token it sampled",
+  mismatch: "log-probability of the trainer minus the engine's, nats",
+  entropy: "entropy of the distribution that the token was sampled from, nats",
   advantage: "advantage of the completion, the same for all its sampled tokens",
   staleness: "optimizer steps between the version that sampled a token and the one trained",
   none: "",
 };
 
-const state = { step: null, group: null, index: null, content: null, sort: "best first", color: "log-probability", query: "", hits: [], hit: -1, at: -1, spans: [], shown: 0, asked: 0 };
+const state = { step: null, group: null, index: null, content: null, sort: "best first", color: "log-probability", query: "", hits: [], hit: -1, at: -1, spans: [], shown: 0, asked: 0, listed: 0 };
 
 function select(id, label, values, chosen, onchange) {
-  const options = values.map(([value, text]) => el("option", { value, selected: String(value) === String(chosen) }, text));
-  return el("label", { for: id }, label, el("select", { id, onchange: (event) => onchange(event.target.value) }, options));
+  const made = el("select", { id, onchange: (event) => onchange(event.target.value) });
+  setOptions(made, values, chosen);
+  return el("label", { for: id }, label, made);
+}
+
+// The element stays, and with it the focus of who chooses by keyboard; further options are added, others replaced.
+function setOptions(list, values, chosen) {
+  const known = [...list.options], made = values.map(([value, text]) => el("option", { value }, text));
+  const begins = known.length <= made.length && known.every((option, i) => option.value === made[i].value && option.textContent === made[i].textContent);
+  if (begins) list.append(...made.slice(known.length));
+  else list.replaceChildren(...made);
+  if (chosen !== null && list.value !== String(chosen)) list.value = String(chosen);
 }
 
 function fail(error) { fill("group", el("p", { class: "verdict stop", role: "alert" }, error.message)); }
@@ -84,10 +99,18 @@ async function openCompletion(index) {
   });
 }
 
+function stepOptions(steps) { return steps.map((step) => [step, String(step)]); }
+
 function showControls(steps, groups) {
+  if (!byId("step")) makeControls();
+  setOptions(byId("step"), stepOptions(steps), state.step);
+  setOptions(byId("pick"), groups.map((group) => [group.id, `${group.id}, pass rate ${short(group.pass_rate, 3)}`]), groups.length ? groups[0].id : null);
+}
+
+function makeControls() {
   fill("controls",
-    select("step", "step", steps.map((step) => [step, String(step)]), state.step, (value) => openStep(Number(value))),
-    select("pick", "group", groups.map((group) => [group.id, `${group.id}, pass rate ${short(group.pass_rate, 3)}`]), "", (value) => openGroup(Number(value))),
+    select("step", "step", [], null, (value) => openStep(Number(value))),
+    select("pick", "group", [], null, (value) => openGroup(Number(value))),
     select("sort", "order", Object.keys(SORTS).map((name) => [name, name]), state.sort, (value) => { state.sort = value; showList(); }),
     select("color", "color of tokens", Object.keys(COLORS).map((name) => [name, name]), state.color, (value) => { state.color = value; showText(); }),
     el("label", { for: "search" }, "search in the group", el("input", { id: "search", type: "search", value: state.query, autocomplete: "off", oninput: (event) => search(event.target.value), onkeydown: onSearchKey })),
@@ -113,15 +136,26 @@ function showList() {
   const shown = inOrder();
   fill("list", shown.map((each) => el("button", { type: "button", "data-index": each.index, "aria-current": String(each.index === state.index), onclick: () => openCompletion(each.index) },
     el("span", { class: each.correct ? "right" : "wrong" }, `${each.correct ? "✓ right" : "✗ wrong"} ${each.reward >= 0 ? "+" : ""}${short(each.reward)}${each.reason ? ` (${each.reason})` : ""}`),
-    el("small", {}, [`#${each.index}`, `${each.tokens} tokens`, each.truncated && "truncated", each.interrupted && "interrupted", `log-prob ${short(each.logprob, 3)}`].filter(Boolean).join(" · ")))));
-  byId("found").textContent = state.query ? `${shown.length} of ${state.group.completions.length} completions` : "";
+    el("small", {}, [`#${each.index}`, `${each.tokens} tokens`, each.truncated && "truncated", each.interrupted && "interrupted", each.scored && "scored", `log-prob ${short(each.logprob, 3)}`].filter(Boolean).join(" · ")))));
+  state.listed = shown.length;
+  showFound();
 }
 
-function bucket(value) { return BUCKETS.filter((edge) => value >= edge).length; }
+function showFound() {
+  const place = state.hit < 0 ? `${state.hits.length}${state.hits.length === MOST_HITS ? " or more" : ""}` : `${state.hit + 1} of ${state.hits.length}`;
+  const hits = state.hits.length ? `; hit${state.hit < 0 && state.hits.length !== 1 ? "s" : ""} in this one: ${place}` : "";
+  byId("found").textContent = state.query ? `${state.listed} of ${state.group.completions.length} completions${hits}` : "";
+}
+
+function bucket(value, edges = BUCKETS) { return edges.filter((edge) => value >= edge).length; }
 
 function colorOf(token, span) {
   if (state.color === "none" || span.forced) return "";
   if (state.color === "log-probability") { const level = bucket(-state.content.logprobs[token]); return level ? `warm${level}` : ""; }
+  if (SCORED[state.color]) {
+    const value = state.content[VALUES[state.color]]?.[token] ?? 0, level = bucket(Math.abs(value), SCORED[state.color]);
+    return level ? `${state.color === "entropy" ? "violet" : value > 0 ? "cool" : "warm"}${level}` : "";
+  }
   if (state.color === "staleness") { const level = Math.min(5, Math.ceil(span.staleness / 2)); return level > 0 ? `violet${level}` : ""; }
   const advantage = state.group.completions[state.index].advantage;
   const level = advantage ? Math.min(5, 1 + Math.floor(Math.abs(advantage) * 2)) : 0;
@@ -149,9 +183,17 @@ function showText() {
 }
 
 function showKey() {
-  const levels = { "log-probability": ["warm", ["p > 0.95", "> 0.74", "> 0.5", "> 0.22", "> 0.05", "less"]], staleness: ["violet", ["0", "1–2", "3–4", "5–6", "7–8", "more"]], advantage: null, none: null }[state.color];
+  const levels = { "log-probability": ["warm", ["p > 0.95", "> 0.74", "> 0.5", "> 0.22", "> 0.05", "less"]], staleness: ["violet", ["0", "1–2", "3–4", "5–6", "7–8", "more"]] }[state.color];
   const marks = [el("span", { class: "forced" }, "⟦forced⟧"), " not sampled, no loss; ", el("b", { class: "version" }, "‹v7›"), " policy version 7 takes over"];
-  if (levels) fill("key", `${COLORS[state.color]}: `, levels[1].map((text, i) => el("span", { class: i ? `${levels[0]}${i}` : "" }, text)), marks);
+  const edges = SCORED[state.color];
+  if (edges && !state.content.mismatch) fill("key", "the trainer did not score this completion: those with “scored” in the list, with telemetry.token_scores_every. ", marks);
+  else if (edges) {
+    const ranges = [`< ${edges[0]}`, ...edges.map((edge, i) => (i + 1 < edges.length ? `${edge} to ${edges[i + 1]}` : `more`))];
+    const rows = (tone) => ranges.map((text, i) => el("span", { class: i ? `${tone}${i}` : "" }, text));
+    if (state.color === "entropy") fill("key", `${COLORS.entropy}: `, rows("violet"), marks);
+    else fill("key", `${COLORS.mismatch}: below 0 `, rows("warm"), " above 0 ", rows("cool"), marks);
+  }
+  else if (levels) fill("key", `${COLORS[state.color]}: `, levels[1].map((text, i) => el("span", { class: i ? `${levels[0]}${i}` : "" }, text)), marks);
   else if (state.color === "advantage") fill("key", `${COLORS.advantage}: `, el("span", { class: "warm4" }, "below 0"), el("span", { class: "cool4" }, "above 0"), marks);
   else fill("key", marks);
 }
@@ -176,7 +218,8 @@ function showMore() {
   text.querySelector("button")?.remove();
   state.shown = end;
   text.append(...parts);
-  if (end < pieces.length) text.append(el("button", { type: "button", onclick: () => { showMore(); markHits(); } }, `show the next of ${pieces.length - end} further tokens`));
+  markShown();
+  if (end < pieces.length) text.append(el("button", { type: "button", onclick: showMore }, `show the next of ${pieces.length - end} further tokens`));
 }
 
 function tell(token) {
@@ -186,7 +229,9 @@ function tell(token) {
   state.spans[token].classList.add("at");
   const span = spanOf(token), p = state.content.logprobs[token], piece = state.content.pieces[token];
   const said = span.forced ? "forced" : `log-prob ${short(p, 3)} (p ${short(Math.exp(p), 3)})`;
-  byId("detail").textContent = `token ${token}: ${JSON.stringify(piece.slice(0, 80))}, id ${state.content.ids[token]}, ${said}, version ${span.version}, staleness ${span.staleness}`;
+  const { mismatch, entropies } = state.content;
+  const trainer = mismatch && !span.forced ? `, mismatch ${short(mismatch[token], 3)}, entropy ${short(entropies[token], 3)}` : "";
+  byId("detail").textContent = `token ${token}: ${JSON.stringify(piece.slice(0, 80))}, id ${state.content.ids[token]}, ${said}${trainer}, version ${span.version}, staleness ${span.staleness}`;
 }
 
 function onTokenKey(event) {
@@ -201,7 +246,7 @@ function onTokenClick(event) { const token = event.target.dataset.token; if (tok
 function onTokenHover(event) { if (state.at < 0 || !event.target.closest("#text:focus")) onTokenClick(event); }
 
 function search(query) {
-  state.query = query;
+  Object.assign(state, { query, hits: [], hit: -1 });
   if (!state.group) return;
   showList();
   const shown = inOrder();
@@ -209,27 +254,40 @@ function search(query) {
   else markHits();
 }
 
+// Hits in the whole completion, [first token, token behind it], also in what is not on the page yet.
 function markHits() {
   for (const span of state.spans) span.classList.remove("hit");
-  state.hits = [];
+  Object.assign(state, { hits: [], hit: -1 });
   const query = state.query.toLowerCase();
-  if (!query || !state.content) return;
-  const starts = [], pieces = state.content.pieces.slice(0, state.shown);
-  let length = 0;
-  for (const piece of pieces) { starts.push(length); length += piece.length; }
-  const whole = pieces.join("").toLowerCase();
-  for (let at = whole.indexOf(query), token = 0; at >= 0 && state.hits.length < 5000; at = whole.indexOf(query, at + query.length)) {
-    while (token + 1 < starts.length && starts[token + 1] <= at) token += 1;
-    state.hits.push(token);
-    for (let i = token; i < starts.length && starts[i] < at + query.length; i += 1) state.spans[i].classList.add("hit");
+  if (query && state.content) {
+    const starts = [], pieces = state.content.pieces.map((piece) => piece.toLowerCase());
+    let length = 0;
+    for (const piece of pieces) { starts.push(length); length += piece.length; }
+    const whole = pieces.join("");
+    for (let at = whole.indexOf(query), token = 0; at >= 0 && state.hits.length < MOST_HITS; at = whole.indexOf(query, at + query.length)) {
+      while (token + 1 < starts.length && starts[token + 1] <= at) token += 1;
+      let end = token + 1;
+      while (end < starts.length && starts[end] < at + query.length) end += 1;
+      state.hits.push([token, end]);
+    }
   }
+  markShown();
+  showFound();
+}
+
+function markShown() {
+  for (const [first, end] of state.hits) for (let i = first; i < Math.min(end, state.spans.length); i += 1) state.spans[i].classList.add("hit");
 }
 
 function goToHit(by) {
-  if (!state.hits.length) return;
-  state.hit = (state.hit + by + state.hits.length) % state.hits.length;
-  tell(state.hits[state.hit]);
-  state.spans[state.hits[state.hit]].scrollIntoView({ block: "center" });
+  const count = state.hits.length;
+  if (!count) return;
+  state.hit = state.hit < 0 ? (by > 0 ? 0 : count - 1) : (state.hit + by + count) % count;
+  const [token] = state.hits[state.hit];
+  while (state.shown <= token) showMore();
+  tell(token);
+  state.spans[token].scrollIntoView({ block: "center" });
+  showFound();
 }
 
 function onSearchKey(event) {

@@ -1,0 +1,79 @@
+"""The trainer's log-probability and entropy of single tokens, for the reader of completions on the page of a run.
+
+Every telemetry.token_scores_every steps, before the step, the trainer scores the best and the worst completion of a
+few groups of its batch with the weights that the loss then uses: against the engine's log-probabilities, which the
+store has, that is the mismatch of each token. Expert choices of the engine are not replayed. A resumed run scores the
+batches that it trains again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_scalerl.batching import rollout_bytes
+from megatron_scalerl.launch.fleet import Fleet
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.rollouts.store import read_completions, segment_path
+from megatron_scalerl.rollouts.token_scores import CompletionScores, write_scores
+from megatron_scalerl.tracing.spans import spanned
+from megatron_scalerl.types import BlockRef, RolloutGroup
+
+_GROUPS = 4
+"""Whose best and worst completions are scored: the trainer waits for a forward pass over them."""
+
+
+class TokenScores:
+    """Scores completions of every few batches of one run."""
+
+    def __init__(self, recipe: Recipe, fleet: Fleet, run_dir: Path) -> None:
+        self._every, self._fleet, self._run_dir = recipe.telemetry.token_scores_every, fleet, run_dir
+
+    async def record(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+        """Before the step on these groups: score and write some, if it is due. Raises as `TrainerClient`, OSError."""
+        if self._every and step % self._every == 0:
+            await self._record(step, groups)
+
+    @spanned("score tokens")
+    async def _record(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+        chosen = [(group, index) for group in _telling(groups) for index in _ends(group)]
+        if not chosen:
+            return
+        tokens = await asyncio.to_thread(lambda: [self._tokens(group, index) for group, index in chosen])
+        prompts = [list(group.prompt.token_ids) for group, _ in chosen]
+        scored = await self._fleet.trainer.token_scores([prompt + ids for prompt, ids in zip(prompts, tokens)])
+        rows = [
+            CompletionScores(
+                group_id=group.group_id,
+                position=group.positions[index],
+                policy_version=step - 1,
+                logprobs=_rounded(logprobs[len(prompt) - 1 :]),
+                entropies=_rounded(entropies[len(prompt) - 1 :]),
+            )
+            for (group, index), prompt, logprobs, entropies in zip(chosen, prompts, *scored)
+        ]
+        await asyncio.to_thread(write_scores, self._run_dir, step, rows)
+
+    def _tokens(self, group: RolloutGroup, index: int) -> list[int]:
+        assert isinstance(group.stored, BlockRef)
+        path = segment_path(self._run_dir / "rollouts", group.stored.segment)
+        [data] = read_completions(path, group.stored, [group.positions[index]])
+        return [int(token) for token in rollout_bytes.read(data).token_ids]
+
+
+def _telling(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+    """The first groups whose completions have different rewards, as most that are trained."""
+    found = [g for g in groups if isinstance(g.stored, BlockRef) and len({s.reward for s in g.scores}) > 1]
+    return sorted(found, key=lambda group: group.group_id)[:_GROUPS]
+
+
+def _ends(group: RolloutGroup) -> tuple[int, int]:
+    """Indices of the completion with the highest and with the lowest reward."""
+    rewards = [score.reward for score in group.scores]
+    return rewards.index(max(rewards)), rewards.index(min(rewards))
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    """In a file of text, to 1e-4."""
+    return [round(value, 4) for value in values]

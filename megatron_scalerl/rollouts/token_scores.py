@@ -1,0 +1,55 @@
+"""RUN/token_scores: what the trainer says of single tokens of some completions (`controller.token_scores`).
+
+RUN/token_scores/step_00000100.jsonl    a row for each completion that was scored before step 100
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+
+from megatron_scalerl.checkpoints.jsonl import read_jsonl, rewrite
+
+FOLDER = "token_scores"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompletionScores:
+    """A row of a file."""
+
+    group_id: int
+    position: int
+    """Of the completion in the store."""
+    policy_version: int
+    """Of the weights that scored it."""
+    logprobs: list[float]
+    """[T] the trainer's (nats)."""
+    entropies: list[float]
+    """[T] of the distribution that each token was drawn from (nats)."""
+
+
+def write_scores(run_dir: Path, step: int, rows: Sequence[CompletionScores]) -> None:
+    """Write a step's file, or replace it. Raises OSError."""
+    path = _path(run_dir, step)
+    path.parent.mkdir(exist_ok=True)
+    rewrite(path, map(asdict, rows))
+
+
+def read_scores(run_dir: Path, step: int) -> dict[tuple[int, int], CompletionScores]:
+    """(group id, position) -> what was written before a step; empty where nothing was.
+
+    Raises ValueError, naming the file, for a row that is none.
+    """
+    path = _path(run_dir, step)
+    try:
+        rows = [msgspec.convert(row, CompletionScores) for row in read_jsonl(path)]
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{path}: expected scores of tokens, found {error}") from None
+    return {(row.group_id, row.position): row for row in rows}
+
+
+def _path(run_dir: Path, step: int) -> Path:
+    return run_dir / FOLDER / f"step_{step:08}.jsonl"

@@ -1,0 +1,95 @@
+"""Unknown keys: what was meant, by the name that others have for it or the nearest one, else the keys there are."""
+
+import inspect
+
+import pytest
+from megatron.core import parallel_state
+
+from megatron_scalerl.engine.options import OURS, vllm_options
+from megatron_scalerl.recipe.file import RecipeError, load_recipe, valid_keys
+from megatron_scalerl.recipe.nearest import check_keys, unknown_key
+from megatron_scalerl.recipe.other_names import OTHER_NAMES, setting_of
+
+MINIMAL = "name: t\nsteps: 3\npolicy: {path: x}\nprompts: {path: y}\n"
+LISTED = "; all keys: megatron_scalerl/recipe/sections.py and process_sections.py"
+TP = "megatron.parallel.tensor_model_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("optimizer.learning_rate", "; it is set by optimizer.lr"),
+        ("sft.learning_rate", "; it is set by sft.lr"),
+        ("trainer.lr", "; it is set by optimizer.lr"),
+        ("rollouts.k", "; it is set by rollouts.max_staleness_steps"),
+        ("trainer.tp", f"; it is set by {TP}"),
+        ("megatron.tensor_parallel_size", f"; it is set by {TP}"),
+        ("engine.tensor_parallel_size", "; it is set by engine.vllm.tensor_parallel_size"),
+        ("engine.gpu_memory_utilization", "; it is set by engine.vllm.gpu_memory_utilization"),
+        ("batch_size", "; it is set by rollouts.groups_per_batch"),
+        ("num_generations", "; it is set by rollouts.group_size"),
+        ("validation.n", "; it is set by validation.generations"),
+        ("max_tokens", "; it is set by interruption.thinking_tokens and interruption.answer_tokens"),
+        ("model", "; it is set by policy.path"),
+        ("epochs", "; it is set by curriculum.max_epochs"),
+        ("trainer.thread", "; the nearest is trainer.threads"),
+        ("optimizer.warmup", "; the nearest is optimizer.warmup_steps"),
+        ("trainer.group_size", "; the nearest is rollouts.group_size"),
+        ("trainer.timeout", "; the nearest is trainer.step_timeout_s or trainer.start_timeout_s"),
+        ("threads", "; the nearest is trainer.threads or engine.threads or sft.threads"),
+        ("advantages.gamma", "; keys here: normalize"),
+        ("loss.kl", "; keys here: name, max_is_weight, clip_low, clip_high, reduction"),
+        ("weights.color", LISTED),
+        ("kl_coef", LISTED),
+    ],
+)
+def test_a_recipe_says_what_is_meant(tmp_path, key, said):
+    path = tmp_path / "r.yaml"
+    path.write_text(MINIMAL)
+    with pytest.raises(RecipeError) as error:
+        load_recipe(path, [f"{key}=1"])
+    assert str(error.value) == f"{path}: expected a recipe key, found {key}{said}"
+
+
+def test_every_other_name_is_of_a_setting_and_of_none_itself_there():
+    keywords = set(inspect.signature(parallel_state.initialize_model_parallel).parameters)
+    settings = set(valid_keys()) | {f"megatron.parallel.{name}" for name in keywords}
+    settings |= {f"engine.vllm.{name}" for name in vllm_options() - OURS.keys()}
+    for name, targets in OTHER_NAMES.items():
+        for setting in (each for target in targets for each in target.split(" and ")):
+            assert setting in settings, (name, setting)
+        assert name == name.lower() and name not in settings, "a key of the recipe is not unknown"
+
+
+def test_other_names_are_read_in_every_spelling():
+    assert setting_of("trainer.Learning-Rate") == "optimizer.lr"
+    assert setting_of("trainer.color") is None
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "said"),
+    [
+        ("megatron.parallel", "tp", f"it is set by {TP}"),
+        ("engine.vllm", "tp", "it is set by engine.vllm.tensor_parallel_size"),
+        ("engine.vllm", "temperatur", "the nearest is temperature"),
+    ],
+)
+def test_options_that_are_passed_on_have_other_names_too(section, key, said):
+    with pytest.raises(ValueError) as error:
+        check_keys(section, [key], ["temperature", "x"], expected="an option", in_recipe=True)
+    assert str(error.value) == f"{section}: expected an option, found {key}; {said}"
+
+
+def test_what_is_no_setting_has_no_other_name():
+    with pytest.raises(ValueError) as error:
+        check_keys("site.yaml", ["tp"], ["account", "qos"], expected="a key of a site file")
+    assert str(error.value) == "site.yaml: expected a key of a site file, found tp; keys here: account, qos"
+
+
+def test_too_many_keys_are_not_listed_in_the_line():
+    many = [f"{letter}_option" for letter in "abcdefghijklm"]
+    assert unknown_key("zz", many, expected="a key") == "expected a key, found zz"
+    assert unknown_key("zz", many, expected="a key", listed="FILE") == "expected a key, found zz; all keys: FILE"
+    assert unknown_key("zz", many[:12], expected="a key").endswith("k_option, l_option")
+    assert unknown_key("option", many, expected="a key") == "expected a key, found option", "it is near to all"
+    assert unknown_key("zz", [], expected="a key") == "expected a key, found zz"
