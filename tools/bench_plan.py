@@ -96,8 +96,10 @@ def compare_memory(name: str) -> dict[str, Any]:
             "PYTHONWARNINGS": "ignore",
         }
         argv = [sys.executable, __file__, "rank", "--case", json.dumps(case)]
-        found = subprocess.run(argv, env=env, check=True, capture_output=True, text=True).stdout
-        measured = json.loads(found.strip().splitlines()[-1])
+        found = subprocess.run(argv, env=env, capture_output=True, text=True)
+        if found.returncode:
+            raise RuntimeError(f"{name}: the measured process ended with {found.returncode}:\n{found.stderr}")
+        measured = json.loads(found.stdout.strip().splitlines()[-1])
         terms, parameters = predicted(case)
     total = sum(terms.values())
     return {

@@ -28,6 +28,11 @@ class StandInTrainer:
         return [logprobs, [[-value / 100 for value in of] for of in logprobs]]
 
 
+def made_store(run_dir):
+    (run_dir / "rollouts").mkdir()
+    return StoreWriter(run_dir / "rollouts")
+
+
 def stored_group(writer, number, rewards):
     """Completion i of group n has the tokens 100 n + 10 i, + 1, ...: i + 1 of them."""
     prompt = Prompt(prompt_id=f"p{number}", text="", answer="", token_ids=(7, 8))
@@ -59,7 +64,7 @@ def scorer(tmp_path):
 
 def test_best_and_worst_of_groups_that_tell_something_are_scored(scorer, tmp_path):
     scores, trainer = scorer
-    writer = StoreWriter(tmp_path / "rollouts")
+    writer = made_store(tmp_path)
     groups = [
         stored_group(writer, 2, [-1, 1, -1]),
         stored_group(writer, 1, [1, 1]),
@@ -82,7 +87,7 @@ def test_best_and_worst_of_groups_that_tell_something_are_scored(scorer, tmp_pat
 
 def test_nothing_is_asked_for_where_all_rewards_are_equal(scorer, tmp_path):
     scores, trainer = scorer
-    asyncio.run(scores.record(2, [stored_group(StoreWriter(tmp_path / "rollouts"), 1, [1, 1])]))
+    asyncio.run(scores.record(2, [stored_group(made_store(tmp_path), 1, [1, 1])]))
     assert trainer.asked == [] and not (tmp_path / "token_scores").exists()
 
 

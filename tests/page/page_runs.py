@@ -11,6 +11,7 @@ from test_report import write_run
 from tokenizers import Tokenizer, decoders, models
 
 from megatron_scalerl.rollouts.history import BatchRecord
+from megatron_scalerl.rollouts.token_scores import CompletionScores, write_scores
 from megatron_scalerl.types import Prompt, Score
 
 HOSTILE = (
@@ -121,6 +122,10 @@ def write_page_run(folder, *, steps=3, validations=20, long_tokens=3):
     groups[2] = made_group(2, ((0, LONG_LINE, 4), (1, 3, 4)))
     batches = [BatchRecord(batch=n, step=n + 1, policy_version=n, group_ids=(2 * n, 2 * n + 1)) for n in range(steps)]
     write_journal(folder, groups=groups, batches=batches)
+    scores = CompletionScores(
+        group_id=0, position=1, policy_version=0, logprobs=[-2.3, -1.0, -1.0], entropies=[0.7, 0.0, 0.0]
+    )
+    write_scores(folder, 1, [scores])
     return folder
 
 

@@ -55,10 +55,18 @@ async def use_reader(tab):
     assert "forced" in await tab.evaluate("document.querySelector('.text [data-token=\"1\"]').className")
     await tab.evaluate(set_value("color", "advantage"))
     assert await tab.evaluate("document.querySelector('.text [data-token=\"0\"]').className") == "warm3"
+    for color, level in (("mismatch", "warm4"), ("entropy", "violet3")):
+        await tab.evaluate(set_value("color", color))
+        assert await tab.evaluate("document.querySelector('.text [data-token=\"0\"]').className") == level
+    assert "scored" in await tab.evaluate(f"{first}.textContent")
+    await tab.evaluate("document.querySelector('#list [data-index=\"0\"]').click()")
+    await tab.until("document.getElementById('key').textContent.includes('did not score this completion')")
+    await tab.evaluate(f"{first}.click()")
+    await tab.until(f"{TEXT}.textContent.includes('‹v1›')")
     await tab.evaluate(f"{TEXT}.focus()")
     await tab.press("ArrowRight")
     assert (await tab.evaluate("document.getElementById('detail').textContent")).startswith(
-        'token 0: "b", id 1, log-prob -2 (p 0.135), version 0, staleness 0'
+        'token 0: "b", id 1, log-prob -2 (p 0.135), mismatch -0.3, entropy 0.7, version 0, '
     )
     await tab.evaluate(set_value("search", "therefore", "input"))
     await tab.until(f"{TEXT}.querySelector('.hit')?.textContent === ' therefore'")

@@ -214,7 +214,8 @@ def test_the_peak_of_more_real_runs(case):
 
 def check_peak(case):
     argv = [sys.executable, str(ROOT / "tools" / "bench_plan.py"), "memory", "--only", case]
-    out = subprocess.run(argv, check=True, capture_output=True, text=True, timeout=550).stdout
-    result = json.loads(out.strip().splitlines()[-1])
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=550)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.strip().splitlines()[-1])
     assert 0.85 <= result["ratio"] <= 1.15, result
     assert result["predicted_mib"] == pytest.approx(sum(result["terms_mib"].values()), abs=1)
