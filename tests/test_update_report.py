@@ -108,7 +108,14 @@ def test_the_report_of_a_run_has_the_planner_s_prediction(tmp_path):
     assert "1.005 GB" in line and "4 GB" in line
 
 
-HOSTILE = {"num_attention_heads": 0, "num_hidden_layers": 10**7, "torch_dtype": "x", "vocab_size": 10**30}
+HOSTILE = {
+    "num_attention_heads": 0,
+    "num_hidden_layers": 10**7,
+    "torch_dtype": "x",
+    "vocab_size": 10**30,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**24,
+}
 
 
 @pytest.mark.parametrize(

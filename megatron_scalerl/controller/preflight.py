@@ -109,12 +109,15 @@ def _check_store(store: str) -> None:
         raise ValueError(
             f"weights.store: expected the absolute path of a folder that can be written to, found {store}"
         )
-    mode = os.stat(store).st_mode
-    if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
-        raise ValueError(
-            f"weights.store: {store}: expected a folder that other users cannot write to, or one with the sticky "
-            f"bit, found mode {mode & 0o7777:04o}"
-        )
+    place = Path(os.path.realpath(store))
+    for folder in (place, *place.parents):
+        found = folder.stat()
+        writable = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
+        if writable or found.st_uid not in (0, os.geteuid()):
+            raise ValueError(
+                f"weights.store: {folder}: expected a folder of root or of this user that others cannot write to, or "
+                f"one with the sticky bit, found mode {found.st_mode & 0o7777:04o} of user {found.st_uid}"
+            )
 
 
 def _check_answer(task: Task, answer: str) -> None:

@@ -184,9 +184,15 @@ class WeightSync:
         assert self._store is not None
         if engine in self._connected:  # it leaves its groups, which then fail
             self._connected = []
-        if await self._store.catch_up(engine, lambda engine, manifest: self._needs(engine, manifest, {}), version):
+        found = await self._store.catch_up(
+            engine, lambda engine, manifest: self._needs(engine, manifest, {}), version
+        )
+        if found == "served":
             self._proven.append(engine)
             self._engines.serve(engine, version)
+        elif found == "hangs":  # the next update would wait for it, too
+            limit = self._recipe.weights.timeout_s
+            self._engines.evict(engine, f"{engine.name}: weights.store: not read within {limit:g} s")
 
     async def _update(self, version: int, members: Callable[[], list[EngineClient]]) -> WeightUpdate | None:
         """Send the weights to `members()`, without those that fail; None if there are none left."""

@@ -11,6 +11,7 @@ from megatron_scalerl.recipe.file import load_run_recipe
 from megatron_scalerl.update_report import PredictedUpdate
 
 MOST_WORKERS, MOST_LAYERS, MOST_EXPERTS, MOST_TOKENS = 4096, 1000, 1024, 10_000_000
+MOST_WIDTH, MOST_HEADS, MOST_BUCKETS = 1 << 20, 1 << 14, 100_000
 """Of what is predicted for a report: a run's files may say anything, and the plan takes time for each."""
 # ImportError: on a host for reports alone, without torch; those of the second line: a strange config.json
 _UNEXPECTED = (
@@ -67,9 +68,19 @@ def _check_sizes(recipe: Recipe) -> None:
                 "num_experts": MOST_EXPERTS,
                 "num_local_experts": MOST_EXPERTS,
                 "vocab_size": MOST_TOKENS,
+                **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), MOST_WIDTH),
+                **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), MOST_HEADS),
             }.items()
         ),
     ]
     for name, value, most in sizes:
         if not isinstance(value, int) or value > most:
             raise ValueError(f"{name}: expected a number up to {most}, found {str(value)[:40]}")
+    hidden, layers, experts = (
+        max(1, *(found.get(key) or 1 for key in keys))
+        for keys in (["hidden_size"], ["num_hidden_layers"], ["num_experts", "num_local_experts"])
+    )
+    width = max(hidden, *(found.get(key) or 1 for key in ("intermediate_size", "moe_intermediate_size")))
+    buckets = 3 * 2 * hidden * width * layers * experts // (recipe.weights.bucket_mib << 20)
+    if buckets > MOST_BUCKETS:
+        raise ValueError(f"{path}: expected weights of up to {MOST_BUCKETS} buckets, found about {buckets}")

@@ -113,6 +113,8 @@ async def serving_metrics(recipe: Recipe, run_dir: Path, *, run_id: str) -> Asyn
             try:
                 yield collector
             finally:
+                with contextlib.suppress(OSError):
+                    list_nothing(run_dir)  # the port may become another program's, and requests bring the token
                 listening.close()
         finally:
             await runner.cleanup()

@@ -86,11 +86,19 @@ class Scene:
                 await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("way", ["in the next update", "by catching up", "from the store"])
+def damage(folder):
+    """Flip a bit in the last bytes of the changes that the store has."""
+    [path] = [path for path in folder.rglob("0-0-*") if path.is_file()]
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("way", ["in the next update", "by catching up", "from the store", "from a damaged store"])
 def test_an_engine_killed_in_the_middle_that_misses_three_versions_gets_the_newest_whole(tmp_path, way):
     folders = versions_in(tmp_path, 9)
     weights = {"bucket_mib": 1, "timeout_s": 60, "transport": "gloo", "deltas": "absolute"}
-    recipe = recipe_for(tmp_path, weights=weights | {"store": str(tmp_path) * (way == "from the store")})
+    recipe = recipe_for(tmp_path, weights=weights | {"store": str(tmp_path) * way.endswith("store")})
 
     async def scenario():
         async with AsyncExitStack() as stack:
@@ -125,6 +133,11 @@ def test_an_engine_killed_in_the_middle_that_misses_three_versions_gets_the_newe
                 newest, update = 4, await scene.sync.catch_up(4)
                 assert len(other.calls) == asked  # nor was it paused
             else:
+                if way == "from a damaged store":  # it has written versions 2 and 3, and perhaps a part of 4
+                    damage(tmp_path)
+                    await scene.sync.catch_up_from_store(4)
+                    assert scene.members.stale == [again] and scene.sync.stored_for() == []
+                    assert [call for call in again.calls if call == "/update_weights"] == ["/update_weights"] * 3
                 newest, update = 5, await scene.publish(5)
             if way != "from the store":
                 assert update.bytes == update.whole_bytes and update.digest == digest_of(folders[newest])

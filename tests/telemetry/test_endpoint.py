@@ -111,6 +111,7 @@ def test_only_the_token_opens_it(tmp_path):
             assert (await get(headers=right, method="POST"))[0] == 405
 
     asyncio.run(run())
+    assert (tmp_path / "r" / "metrics" / "targets.json").read_text() == "[]", "the port may be another program's now"
 
 
 def test_without_a_token_where_the_recipe_opens_it(tmp_path):

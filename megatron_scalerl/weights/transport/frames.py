@@ -27,7 +27,7 @@ from megatron_scalerl.weights.digest import digest, mixed
 from megatron_scalerl.weights.plan import Bucket, Slot, WeightPlan, buckets
 from megatron_scalerl.weights.rectangles import Ranges, volume, within
 from megatron_scalerl.weights.transport.gloo import Finish, Group, Read
-from megatron_scalerl.weights.transport.store import StoreWriter
+from megatron_scalerl.weights.transport.store import make_writer
 from megatron_scalerl.weights.value_digest import total, value_digest
 
 MAGIC = 0x4D53524C
@@ -72,7 +72,7 @@ class Sender:
         self._held: list[torch.Tensor] = []  # [own buckets] as all receivers have them, if changes may be sent
         self._values: list[int] = []  # [own buckets] digests of their values
         self._version, self._since_whole = WHOLE, 0
-        self._store = StoreWriter(connection, number) if connection.store else None
+        self._store = make_writer(connection, number)
         if connection.deltas != "off":
             warm_up()
 

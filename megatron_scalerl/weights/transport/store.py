@@ -32,6 +32,10 @@ from megatron_scalerl.weights.transport.gloo import Finish, Group
 logger = logging.getLogger(__name__)
 
 _WORTH_A_LINE_S = 1.0
+_LEAST_RESERVE, _MOST_RESERVE = 64 << 20, 1 << 30
+"""Bytes of the file system that are left free: a tenth of it, within these."""
+_HUNG: set[str] = set()
+"""Folders in which a thread of this process hangs."""
 
 
 class StoreWriter:
@@ -44,7 +48,7 @@ class StoreWriter:
         self._open: dict[int, BinaryIO] = {}
         self._before: list[Path] = []  # files that the anchor replaces
         self._jobs: queue.Queue[Callable[[], object] | None] = queue.Queue()
-        self._failed = False
+        self._failed = self._closed = False
         self._thread = threading.Thread(target=self._work, name="weight store", daemon=True)
         self._thread.start()
 
@@ -63,7 +67,7 @@ class StoreWriter:
             self._later(lambda: self._give_up(why))
             return
         anchor = self._anchor = f"{version}-{self._group}"
-        self._later(lambda: self._make_room(anchor, limit - nbytes))
+        self._later(lambda: self._make_room(anchor, nbytes, limit))
 
     def add(self, shard: int, tensor: torch.Tensor) -> None:
         """Append what is broadcast in a shard's group. It must stay as it is until the next `begin`."""
@@ -92,8 +96,15 @@ class StoreWriter:
 
     def close(self) -> None:
         """Write nothing more; the files stay. Returns at once."""
-        self._failed = True
+        self._failed = self._closed = True
+        self._forget()
         self._jobs.put(None)
+
+    def _forget(self) -> None:
+        """Drop what is not written yet, and with it the memory that it keeps."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._jobs.get_nowait()
 
     def _later(self, job: Callable[[], None]) -> None:
         def unless_failed() -> None:
@@ -110,6 +121,8 @@ class StoreWriter:
         self._jobs.put(written.set)
         if not written.wait(self._patience_s):
             self._failed = True  # nothing is completed any more, whatever the thread writes
+            self._forget()
+            _HUNG.add(str(self._folder))
             logger.warning("weights.store: %s: not written within %g s: off", self._folder, self._patience_s)
         elif (waited := time.monotonic() - begin) > _WORTH_A_LINE_S:
             logger.warning("weights.store: %s: an update waited %.1f s for the one before", self._folder, waited)
@@ -122,11 +135,12 @@ class StoreWriter:
                 self._give_up(str(error))
         self._close_files()
 
-    def _make_room(self, anchor: str, spare: int) -> None:
+    def _make_room(self, anchor: str, nbytes: int, limit: int) -> None:
         """Before an anchor: what is there goes at once where there is no room for both, else once it is complete."""
         self._before = self._files()
         kept = sum(path.stat().st_size for path in self._before)
-        if kept > spare or any(path.name.endswith(f"-{anchor}") for path in self._before):
+        no_room = kept + nbytes > limit or _free(self._folder) < nbytes
+        if no_room or any(path.name.endswith(f"-{anchor}") for path in self._before):
             self._delete_all()
 
     def _append(self, shard: int, path: Path, data: Any) -> None:
@@ -134,6 +148,8 @@ class StoreWriter:
             check_private(str(self._folder))
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             self._open[shard] = open(os.open(path, flags, 0o600), "ab")  # noqa: SIM115
+        if (free := _free(self._folder)) < data.nbytes:
+            raise OSError(f"expected {data.nbytes} bytes of room and a reserve for others, found {free}")
         self._open[shard].write(data)
 
     def _complete(self, anchor: str, version: int) -> None:
@@ -160,7 +176,10 @@ class StoreWriter:
             path.unlink(missing_ok=True)
 
     def _give_up(self, why: str) -> None:
-        """Nothing is stored by this sender any more, over this connection."""
+        """Nothing is stored by this sender any more, over this connection. Closed: the files may be another's."""
+        if self._closed:
+            self._close_files()
+            return
         logger.warning("weights.store: %s: off until engines join or leave: %s", self._folder, why)
         self._failed = True
         with contextlib.suppress(OSError):
@@ -169,6 +188,18 @@ class StoreWriter:
     def _files(self) -> list[Path]:
         """All of this sender, those first without which nobody begins to read."""
         return sorted(self._folder.glob(f"{self._sender}-*"), key=lambda path: "-newest-" not in path.name)
+
+
+def make_writer(connection: Connection, sender: int) -> StoreWriter | None:
+    """The writer of a connection with a store; None without one, and for a folder that hung in this process."""
+    return StoreWriter(connection, sender) if connection.store and connection.store not in _HUNG else None
+
+
+def _free(folder: Path) -> int:
+    """Bytes that may be written: /dev/shm has other processes' memory, too, which are killed where it is full."""
+    found = os.statvfs(folder)
+    reserve = max(_LEAST_RESERVE, min(found.f_blocks * found.f_frsize // 10, _MOST_RESERVE))
+    return found.f_bavail * found.f_frsize - reserve
 
 
 def stored_anchor(folder: str, group: str, senders: int, version: int) -> int | None:
